@@ -40,7 +40,7 @@ from models.qwen3_vl.rope import mrope_positions, next_position
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoInfo, overview_indices, shown
 from paravt_jax.data.local_path import require_local
-from paravt_jax.data.sizes import PixelRules, VideoRules
+from paravt_jax.data.sizes import FrameRules
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, ask, run
@@ -263,9 +263,7 @@ class MemoryFrames(FrameFeatures):
             self._drop(key)
 
     def _encode_video(self, name: str, wanted: list[Frame]):
-        def read(
-            path: Path, indices: list[int], rules: PixelRules | VideoRules | None
-        ) -> np.ndarray:
+        def read(path: Path, indices: list[int], rules: FrameRules | None) -> np.ndarray:
             return np.stack([shown(frame, rules) for frame in self._pixels[path.name][indices]])
 
         with mock.patch.object(video, "read", read):

@@ -29,11 +29,9 @@ from paravt_jax.data.frames import (
     VideoError,
     VideoInfo,
     overview_indices,
-    slice_times,
-    video_frame_indices,
     window_indices,
 )
-from paravt_jax.data.sizes import PixelRules, VideoRules
+from paravt_jax.data.sizes import FrameRules, PixelRules
 from paravt_jax.method.records import Frame
 
 # Videos whose timestamps are kept: 8 bytes per frame, about 100 kB for five minutes.
@@ -214,26 +212,6 @@ class FrameFeatures:
         """`count` frames spread evenly over the whole video."""
         return self._frames(name, overview_indices(self.info(name).frames, count))
 
-    def clip(self, name: str, most: int) -> tuple[Frame, ...]:
-        """The whole video as a native video: pairs of frames, each with the pair's mean time.
-
-        Frames are chosen as Qwen3-VL's video processor does by default: 2 per second and at least
-        4, at most `most`, evenly spread with both ends. An odd last frame is paired with itself. A
-        video of a single frame is shown as an image.
-        """
-        info = self.info(name)
-        if info.frames < 2 or most < 2:
-            return self.overview(name, 1)
-        rate = info.frames / info.duration
-        indices = video_frame_indices(info.frames, rate, max_frames=most).tolist()
-        count = len(indices)
-        indices += indices[-1:] * (count % 2)
-        times = slice_times(info.times[indices])
-        return tuple(
-            Frame(name, first, time, second=second, clip=count)
-            for first, second, time in zip(indices[::2], indices[1::2], times, strict=True)
-        )
-
     def window(
         self, name: str, start: float, end: float, fps: float, limit: int
     ) -> tuple[Frame, ...]:
@@ -280,11 +258,8 @@ class FrameFeatures:
         height, width = self.grid(frame)
         return height * width // self.config.vision.spatial_merge_size**2
 
-    def _rules(self, frame: Frame) -> PixelRules | VideoRules:
-        vision = self.config.vision
-        if frame.second is None:
-            return self.settings.rules(vision, frame.crop)
-        return VideoRules(frame.clip, vision.patch_size * vision.spatial_merge_size)
+    def _rules(self, frame: Frame) -> FrameRules:
+        return frame.rules or self.settings.rules(self.config.vision, frame.crop)
 
     def forget(self, name: str) -> None:
         """Drops everything known about a video."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, Real, UInt8
 from PIL import Image, ImageOps
 
 from models.patches import patchify
@@ -26,7 +26,7 @@ from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.model import Inputs
 from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.weights.folder import local_folder
-from paravt_jax.data.frames import resize, slice_times
+from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import image_size, video_size
 from paravt_jax.data.video import on_white
 
@@ -44,6 +44,39 @@ class _Visual(NamedTuple):
     text: str
     patches: Float[np.ndarray, "p c"]
     grid: tuple[int, int, int]
+
+
+def video_frame_indices(
+    frames: int, fps: float, sample_fps: float = 2.0, min_frames: int = 4, max_frames: int = 768
+) -> Int[np.ndarray, " m"]:
+    """The frames of a video that the official processor takes: evenly spread, with both ends.
+
+    Args:
+        frames: number of frames of the video.
+        fps: its frame rate.
+        sample_fps: frames to take per second.
+        min_frames: lower bound on the frames to take, if the video has that many.
+        max_frames: upper bound on the frames to take.
+
+    Raises:
+        ValueError: a video without frames or without a frame rate.
+    """
+    if frames < 1 or not 0 < fps < math.inf:
+        raise ValueError(
+            f"video: {frames} frames at {fps} per second; both are above 0: check the decoder"
+        )
+    count = min(max(int(frames / fps * sample_fps), min_frames), max_frames, frames)
+    return np.linspace(0, frames - 1, count).round().astype(int)
+
+
+def slice_times(times: Sequence[float] | Real[np.ndarray, " t"], temporal: int = 2) -> list[float]:
+    """The time of each temporal slice, in seconds: the mean of its first and last frame's time.
+
+    The last slice is padded by repeating the last frame.
+    """
+    padded = [float(time) for time in times]
+    padded += padded[-1:] * (-len(padded) % temporal)
+    return [(padded[i] + padded[i + temporal - 1]) / 2 for i in range(0, len(padded), temporal)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +146,8 @@ class Processor:
                 {"type": "text", "text": str},
                 {"type": "image", "image": uint8 [h, w, 3], a PIL image or a path} and
                 {"type": "video", "video": (uint8 [n, h, w, 3], n times in seconds)}.
-                `paravt_jax.data.frames.video_frame_indices` says which frames of a video to take.
-                Special tokens in a text become special tokens.
+                `video_frame_indices` says which frames of a video to take. Special tokens in a text
+                become special tokens.
             tools: schemas of tools that the template offers to the model.
             add_generation_prompt: whether to end with the opening of the assistant's turn.
 

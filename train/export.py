@@ -31,7 +31,7 @@ from paravt_jax.method import tokenizer
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.run_directory import READABLE, RunDirectoryError, read_config
 
-# Largest number of frames per video, as in `paravt_jax.data.frames.video_frame_indices`. The
+# Largest number of frames per video, as in `models.processor.video_frame_indices`. The
 # `longest_edge` of a video processor bounds the pixels of all frames of a video together.
 _FRAMES = 768
 _PUBLISHED_MAX_PIXELS = 16_777_216  # of the published processor

@@ -19,7 +19,7 @@ from jaxtyping import Int64, UInt8
 
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices
-from paravt_jax.data.sizes import PixelRules, VideoRules
+from paravt_jax.data.sizes import FrameRules, PixelRules
 from paravt_jax.data.workers import WorkerError, Workers
 
 
@@ -57,7 +57,7 @@ class ReadTask:
 
     path: str
     wanted: tuple[int, ...] | int
-    rules: PixelRules | VideoRules
+    rules: FrameRules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ReadFrames:
     """Frames that a worker process has read, resized by `rules`; none if the task wanted none."""
 
     info: VideoInfo
-    rules: PixelRules | VideoRules
+    rules: FrameRules
     indices: tuple[int, ...]
     frames: UInt8[np.ndarray, "m h w 3"]
 
@@ -136,7 +136,7 @@ class FrameReader:
         self,
         path: str | os.PathLike,
         indices: Sequence[int] | Int64[np.ndarray, " m"],
-        rules: PixelRules | VideoRules | None = None,
+        rules: FrameRules | None = None,
     ) -> UInt8[np.ndarray, "m h w 3"]:
         """Return resized frames, and drop the request that held them.
 
@@ -189,12 +189,12 @@ class FrameReader:
         self.close()
 
     def _submit(
-        self, path: str, wanted: tuple[int, ...] | int, rules: PixelRules | VideoRules
+        self, path: str, wanted: tuple[int, ...] | int, rules: FrameRules
     ) -> Future[ReadFrames]:
         return self._workers.submit(ReadTask(path, wanted, rules))
 
     def _submit_late(
-        self, path: str, wanted: tuple[int, ...], rules: PixelRules | VideoRules
+        self, path: str, wanted: tuple[int, ...], rules: FrameRules
     ) -> Future[ReadFrames]:
         self.late += 1
         return self._submit(path, wanted, rules)

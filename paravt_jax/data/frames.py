@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import os
 import pathlib
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float64, Int64, Real, UInt8
+from jaxtyping import Float64, Int64, UInt8
 from PIL import Image
 
-from paravt_jax.data.sizes import PixelRules, VideoRules
+from paravt_jax.data.sizes import FrameRules
 
 
 class VideoError(Exception):
@@ -65,7 +63,7 @@ def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np
 
 
 def shown(
-    frame: UInt8[np.ndarray, "h w 3"], rules: PixelRules | VideoRules | None
+    frame: UInt8[np.ndarray, "h w 3"], rules: FrameRules | None
 ) -> UInt8[np.ndarray, "y x 3"]:
     """The pixels that the model sees of a decoded frame. Without rules, the frame itself.
 
@@ -154,39 +152,6 @@ def window_indices(
     return np.unique(inside[np.where(earlier_is_nearer, before, after)])
 
 
-def video_frame_indices(
-    frames: int, fps: float, sample_fps: float = 2.0, min_frames: int = 4, max_frames: int = 768
-) -> Int64[np.ndarray, " m"]:
-    """The frames of a video that the official processor takes: evenly spread, with both ends.
-
-    Args:
-        frames: number of frames of the video.
-        fps: its frame rate.
-        sample_fps: frames to take per second.
-        min_frames: lower bound on the frames to take, if the video has that many.
-        max_frames: upper bound on the frames to take.
-
-    Raises:
-        ValueError: a video without frames or without a frame rate.
-    """
-    if frames < 1 or not 0 < fps < math.inf:
-        raise ValueError(
-            f"video: {frames} frames at {fps} per second; both are above 0: check the decoder"
-        )
-    count = min(max(int(frames / fps * sample_fps), min_frames), max_frames, frames)
-    return np.linspace(0, frames - 1, count).round().astype(np.int64)
-
-
-def slice_times(times: Sequence[float] | Real[np.ndarray, " t"], temporal: int = 2) -> list[float]:
-    """The time of each temporal slice, in seconds: the mean of its first and last frame's time.
-
-    The last slice is padded by repeating the last frame.
-    """
-    padded = [float(time) for time in times]
-    padded += padded[-1:] * (-len(padded) % temporal)
-    return [(padded[i] + padded[i + temporal - 1]) / 2 for i in range(0, len(padded), temporal)]
-
-
 @runtime_checkable
 class FrameSource(Protocol):
     """Lists and reads videos: the module `paravt_jax.data.video`, or a `FrameReader`."""
@@ -194,5 +159,5 @@ class FrameSource(Protocol):
     def probe(self, path: pathlib.Path) -> VideoInfo: ...
 
     def read(
-        self, path: pathlib.Path, indices: list[int], rules: PixelRules | VideoRules | None
+        self, path: pathlib.Path, indices: list[int], rules: FrameRules | None
     ) -> UInt8[np.ndarray, "m h w 3"]: ...

@@ -8,17 +8,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import ClassVar
+from typing import Protocol
 
 # Default limits on the visual tokens of an image.
 _MIN_TOKENS = 4
 _MAX_TOKENS = 16_384
 
-# Limits on the pixels of all frames of a native video, of the published video processor.
-_VIDEO_PIXELS = (4096, 25_165_824)
-
 # `PixelRules.most_tokens` covers frames whose longer side is at most this many times the shorter.
 _MOST_ELONGATED = 4
+
+
+class FrameRules(Protocol):
+    """How frames are resized: `PixelRules`, or those of a native video. They can be hashed."""
+
+    @property
+    def factor(self) -> int: ...
+
+    @property
+    def jpeg(self) -> int: ...
+
+    @property
+    def most_tokens(self) -> int: ...
+
+    def sizes(self, height: int, width: int) -> tuple[tuple[int, int], ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,39 +87,6 @@ class PixelRules:
     def _processor_size(self, size: tuple[int, int]) -> tuple[int, int]:
         least = self.processor_min_pixels or 1
         return image_size(*size, (least, _MAX_TOKENS * self.factor**2), self.factor)
-
-
-@dataclasses.dataclass(frozen=True)
-class VideoRules:
-    """How frames of a native video are resized: as by Qwen3-VL's video processor."""
-
-    frames: int
-    """Number of frames of the video. The limit is on the pixels of all of them together."""
-    factor: int = 32
-    """Pixels along the side of a merged patch: patch size times merge size."""
-    # The processor gets the frames themselves, without JPEG.
-    jpeg: ClassVar[int] = 0
-
-    def sizes(self, height: int, width: int) -> tuple[tuple[int, int], ...]:
-        """The (height, width) at which the model sees the frames, as the only step.
-
-        Raises:
-            ValueError: As in `video_size`.
-        """
-        return (video_size(self.frames, height, width, _VIDEO_PIXELS, self.factor),)
-
-    @property
-    def most_tokens(self) -> int:
-        """Upper bound on the visual tokens of a slice."""
-        # `video_size` compares the limit with this number of frames.
-        compared = max(2, round(self.frames / 2) * 2)
-        return _VIDEO_PIXELS[1] // compared // self.factor**2
-
-
-def most_video_tokens(frames: int, factor: int = 32) -> int:
-    """Upper bound on the visual tokens of a native video of up to `frames` frames."""
-    counts = range(2, max(frames, 2) + 1)
-    return max(-(-count // 2) * VideoRules(count, factor).most_tokens for count in counts)
 
 
 @functools.lru_cache

@@ -24,7 +24,7 @@ from jaxtyping import Int64, UInt8
 from PIL import Image, ImageOps
 
 from paravt_jax.data.frames import VideoError, VideoInfo, shown
-from paravt_jax.data.sizes import PixelRules, VideoRules
+from paravt_jax.data.sizes import FrameRules
 
 try:
     import decord
@@ -84,7 +84,7 @@ def probe(path: str | os.PathLike) -> VideoInfo:
 def read(
     path: str | os.PathLike,
     indices: Sequence[int] | Int64[np.ndarray, " m"],
-    rules: PixelRules | VideoRules | None = None,
+    rules: FrameRules | None = None,
 ) -> UInt8[np.ndarray, "m height width 3"]:
     """Decode frames of a file.
 
@@ -325,7 +325,7 @@ def _scan_frames(container: InputContainer, stream: av.VideoStream) -> tuple[lis
 def _shown(
     path: str | os.PathLike,
     frame: UInt8[np.ndarray, "h w 3"],
-    rules: PixelRules | VideoRules | None,
+    rules: FrameRules | None,
 ) -> UInt8[np.ndarray, "y x 3"]:
     try:
         return shown(frame, rules)
@@ -338,7 +338,7 @@ def _read_decord(
     path: str | os.PathLike,
     wanted: Int64[np.ndarray, " m"],
     index: _Index,
-    rules: PixelRules | VideoRules | None,
+    rules: FrameRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"] | None:
     """Decode with decord, or return None if it is missing or disagrees with the index."""
     if decord is None:
@@ -361,7 +361,7 @@ def _read_av(
     container: InputContainer,
     wanted: Int64[np.ndarray, " m"],
     index: _Index,
-    rules: PixelRules | VideoRules | None,
+    rules: FrameRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"]:
     """Decode with PyAV: from keyframe to keyframe if the file is seekable, else in one pass."""
     stream = _stream(path, container)

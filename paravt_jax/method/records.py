@@ -83,8 +83,8 @@ class Frame:
     """Whether a crop shows it, not an overview: crops may have size limits of their own."""
     second: int | None = None
     """Index of the pair's second frame; None for a single image."""
-    clip: int = 0
-    """Number of frames of the native video, which decides their size; 0 for a single image."""
+    rules: Any = None
+    """The rules of its size (`paravt_jax.data.sizes.FrameRules`); None: as the settings say."""
 
     @property
     def indices(self) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from jaxtyping import UInt8
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frames import VideoInfo, shown
-from paravt_jax.data.sizes import PixelRules, VideoRules
+from paravt_jax.data.sizes import FrameRules
 from paravt_jax.data.stored_settings import require_same
 
 # Times are in seconds.
@@ -243,7 +243,7 @@ class DrawnVideos:
         return VideoInfo(str(path), FRAMES, float(SECONDS), times, size, size)
 
     def read(
-        self, path: pathlib.Path, indices: list[int], rules: PixelRules | VideoRules | None
+        self, path: pathlib.Path, indices: list[int], rules: FrameRules | None
     ) -> UInt8[np.ndarray, "m h w 3"]:
         frames = []
         for index in indices:

@@ -32,6 +32,7 @@ from paravt_jax.method.records import (
     CropCall,
     Episode,
     FailedCall,
+    Frame,
     Question,
     Segment,
     StopReason,
@@ -88,9 +89,6 @@ class EpisodeSettings:
     """Time limit of the whole episode."""
     report_seconds: float = math.inf
     """Time limit of the sub-agents of one turn."""
-    native_video: bool = False
-    """Show the overview as a video of Qwen3-VL instead of images: two frames per temporal slice, at
-    2 frames per second. Then `frames` is only the upper bound."""
 
     def __post_init__(self):
         fewest = 0 if self.dispatch == "none" else 1
@@ -110,10 +108,6 @@ class EpisodeSettings:
                 raise ValueError(
                     f"{name} = {value}: seconds above 0; leave it out for no time limit"
                 )
-        if self.native_video and self.frames < 4:
-            raise ValueError(
-                f"frames = {self.frames}: a native video has at least 4 frames; give 4 or more"
-            )
         if self.dispatch not in get_args(Dispatch):
             choices = ", ".join(get_args(Dispatch))
             raise ValueError(f"dispatch = {self.dispatch!r}: unknown; choose one of {choices}")
@@ -121,11 +115,15 @@ class EpisodeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What all episodes share: protocol, frames, and the clock (in seconds) of the time limits."""
+    """What all episodes share: protocol, frames, and the clock (in seconds) of the time limits.
+
+    `overview` chooses the overview's frames from the features, a video's name and their number.
+    """
 
     protocol: Protocol
     features: FrameFeatures
     clock: Callable[[], float] = time.monotonic
+    overview: Callable[[FrameFeatures, str, int], tuple[Frame, ...]] = FrameFeatures.overview
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +253,7 @@ def _prompt(
     if not settings.frames:  # a blind episode opens no file
         return environment.protocol.prompt(question, (), 0, with_tools)
     features = environment.features
-    choose = features.clip if settings.native_video else features.overview
-    frames = choose(question.video, settings.frames)
+    frames = environment.overview(features, question.video, settings.frames)
     tokens = features.tokens(frames[0])
     # Encode now: an unreadable file would otherwise fail in a batch with other episodes.
     features(frames)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paravt_jax.data.sizes import most_video_tokens
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Frame
 from rollout.engine.pages import page_count
@@ -147,22 +146,6 @@ def overview_tokens(
         tools: whether the system turn describes tools.
     """
     return len(protocol.overview(_frames(frames, last), frame_tokens, tools).ids)
-
-
-def video_tokens(
-    protocol: Protocol, frames: int, factor: int, last: float, tools: bool = True
-) -> int:
-    """Tokens of a main agent's prompt before the question if the overview is a native video.
-
-    Args:
-        protocol: renders the system turn and the times of slices.
-        frames: upper bound on the frames of the video.
-        factor: pixels along the side of a visual token.
-        last: seconds of the last frame.
-        tools: whether the system turn describes tools.
-    """
-    slices = [Frame("", 0, last, second=0)] * -(-frames // 2)
-    return len(protocol.overview(slices, 0, tools).ids) + most_video_tokens(frames, factor)
 
 
 def crop_tokens(protocol: Protocol, frame_tokens: int, last: float) -> int:

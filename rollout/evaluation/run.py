@@ -35,7 +35,6 @@ from rollout.engine.sizing import (
     crop_tokens,
     overview_tokens,
     sizes_for_single_episodes,
-    video_tokens,
 )
 from rollout.evaluation.benchmarks import (
     BENCHMARKS,
@@ -46,6 +45,7 @@ from rollout.evaluation.benchmarks import (
     title_of,
 )
 from rollout.evaluation.folder import EvaluationFolder, Line, latest, read_lines
+from rollout.evaluation.native_video import video_overview, video_tokens
 from rollout.evaluation.provenance import commit, questions_hash, versions, weights_hash
 from rollout.evaluation.server_watch import ServerWatch
 from rollout.evaluation.settings import OWN, BenchmarkSettings
@@ -175,12 +175,14 @@ def load_player(
         judge = stack.enter_context(contextlib.closing(RemoteJudge(rewards.judge)))
     config = from_hf(folder / "config.json")
     vocabulary = tokenizer.load(folder)
-    protocol, overview, crop = _protocol(settings, vocabulary, config.vision, subtitled)
+    protocol, prompt, crop = _protocol(settings, vocabulary, config.vision, subtitled)
     if settings.endpoint:
         features, sampler = _endpoint(settings, config, videos, vocabulary, stack)
     else:
-        features, sampler = _engine(settings, folder, config, videos, protocol, overview, crop)
-    return Player(sampler, Environment(protocol, features), settings, videos, judge)
+        features, sampler = _engine(settings, folder, config, videos, protocol, prompt, crop)
+    overview = video_overview if settings.native_video else FrameFeatures.overview
+    environment = Environment(protocol, features, overview=overview)
+    return Player(sampler, environment, settings, videos, judge)
 
 
 def _protocol(
@@ -196,7 +198,7 @@ def _protocol(
     protocol = Protocol(vocabulary, settings.protocol(crop))
     episode = settings.episode_settings()
     with_tools = episode.dispatch != "none"
-    if episode.native_video:
+    if settings.native_video and episode.frames:
         factor = vision.patch_size * vision.spatial_merge_size
         overview = video_tokens(protocol, episode.frames, factor, _LATEST_FRAME, with_tools)
     else:

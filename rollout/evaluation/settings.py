@@ -163,6 +163,10 @@ class BenchmarkSettings:
             value = getattr(self, field)
             if value < 1:
                 raise ValueError(f"--{field.replace('_', '-')} {value}: give 1 or more")
+        if self.native_video and self.frames < 4:
+            raise ValueError(
+                f"--frames {self.frames}: --native-video shows at least 4 frames; give 4 or more"
+            )
         if not 0 < self.request_seconds < math.inf:
             raise ValueError(f"--request-seconds {self.request_seconds}: give seconds above 0")
 
@@ -226,12 +230,7 @@ class BenchmarkSettings:
         frames = 0 if self.blind else self.frames
         with_tools = self.prompt in ("agentic", "agentic-minimal") and not self.blind
         dispatch = self.dispatch or ("parallel" if with_tools else "none")
-        return EpisodeSettings(
-            frames,
-            self.temperature,
-            dispatch,
-            native_video=self.native_video and not self.blind,
-        )
+        return EpisodeSettings(frames, self.temperature, dispatch)
 
     def protocol(self, crop: int) -> ProtocolSettings:
         """The protocol's limits.

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from models.patches import patchify
-from models.processor import Processor
+from models.processor import Processor, slice_times, video_frame_indices
 from models.qwen3_vl.hf_config import from_hf
-from paravt_jax.data.frames import resize, slice_times, video_frame_indices
+from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import image_size, smart_resize, video_size
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.records import Frame, Question, QuestionKind

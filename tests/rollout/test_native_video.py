@@ -14,7 +14,7 @@ from models.processor import Processor
 from models.qwen3_vl.hf_config import from_hf
 from models.qwen3_vl.vision import frame_layout
 from paravt_jax.data import video
-from paravt_jax.data.sizes import VideoRules, most_video_tokens, video_size
+from paravt_jax.data.sizes import video_size
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, question_text, system_text
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -24,13 +24,15 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, run
 from rollout.engine.sequences import make_prompt
 from rollout.engine.settings import EngineSizes
+from rollout.evaluation.native_video import VideoRules, most_video_tokens, video_overview
+from rollout.evaluation.settings import BenchmarkSettings
 
 
 def test_frames_come_in_pairs_with_both_ends(small_features, small_questions):
     name = small_questions[0].video
     last = small_features.info(name).frames - 1
-    pairs = small_features.clip(name, 7)
-    assert len(pairs) == 4 and {pair.clip for pair in pairs} == {7}
+    pairs = video_overview(small_features, name, 7)
+    assert len(pairs) == 4 and {pair.rules.frames for pair in pairs} == {7}
     assert pairs[0].index == 0 and pairs[-1].index == pairs[-1].second == last
     times = small_features.info(name).times
     for pair in pairs:
@@ -38,8 +40,8 @@ def test_frames_come_in_pairs_with_both_ends(small_features, small_questions):
 
 
 def test_a_pair_has_features_of_its_own(small_features, small_questions):
-    pairs = small_features.clip(small_questions[0].video, 6)
-    single = dataclasses.replace(pairs[0], second=None, clip=0)
+    pairs = video_overview(small_features, small_questions[0].video, 6)
+    single = dataclasses.replace(pairs[0], second=None, rules=None)
     other = dataclasses.replace(pairs[0], second=pairs[1].second)
     assert len({small_features.key(frame) for frame in (pairs[0], single, other)}) == 3
     vectors = small_features([pairs[0], single, other])
@@ -82,7 +84,7 @@ def test_tokens_positions_and_pixels_equal_the_processors(
     protocol = Protocol(tokenizer.load(assets / "qwen3_vl"), ProtocolSettings(frame_times=False))
     question = small_questions[0]
 
-    pairs = features.clip(question.video, most)
+    pairs = video_overview(features, question.video, most)
     overview = protocol.overview(pairs, features.tokens(pairs[0]))
     ids = np.concatenate([overview.ids, protocol.question(question).ids])
     prompt = make_prompt(Request(ids, pairs, Sampling(4, 0.0), (0,)), features, config, 1.0)
@@ -119,12 +121,13 @@ def test_an_episode_shows_the_video_and_the_engine_reads_it(
     small_model, small_features, small_vocabulary, small_questions
 ):
     limits = ProtocolSettings(turn_tokens=8, summary_tokens=8, trajectory_tokens=128)
-    environment = Environment(Protocol(small_vocabulary, limits), small_features)
+    protocol = Protocol(small_vocabulary, limits)
+    environment = Environment(protocol, small_features, overview=video_overview)
     sizes = EngineSizes(
         row_lengths=(1024,), prefill_lengths=(256,), slots=4, rows_per_prefix=2, pages=200
     )
     engine = Engine(small_model, small_features, sizes)
-    setting = EpisodeSettings(8, 0.0, "none", native_video=True)
+    setting = EpisodeSettings(8, 0.0, "none")
     (episode,) = run(engine, [play(environment, small_questions[0], setting, seed=0)])
     assert len(episode.trajectory.frames) == 4 and episode.turns
     pads = episode.trajectory.segments[0].ids == small_vocabulary["<|video_pad|>"]
@@ -135,7 +138,7 @@ def test_a_server_gets_the_file_itself(small_model, small_world, small_vocabular
     question = small_questions[0]
     images = FrameImages(small_model.config, FrameSettings(), small_world.folder, source=video)
     protocol = Protocol(small_vocabulary, ProtocolSettings())
-    pairs = images.clip(question.video, 6)
+    pairs = video_overview(images, question.video, 6)
     overview = protocol.overview(pairs, images.tokens(pairs[0]))
     ids = np.concatenate([overview.ids, protocol.question(question).ids])
     chat = messages(Request(ids, pairs, Sampling(4, 0.0), (0,)), small_vocabulary, images)
@@ -148,4 +151,4 @@ def test_a_server_gets_the_file_itself(small_model, small_world, small_vocabular
 
 def test_a_native_video_of_fewer_than_four_frames_is_refused():
     with pytest.raises(ValueError, match="at least 4 frames"):
-        EpisodeSettings(3, 0.0, "none", native_video=True)
+        BenchmarkSettings("m", native_video=True, frames=3)
