@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 # Default limits on the visual tokens of an image.
 _MIN_TOKENS = 4
@@ -18,6 +18,7 @@ _MAX_TOKENS = 16_384
 _MOST_ELONGATED = 4
 
 
+@runtime_checkable
 class FrameRules(Protocol):
     """How frames are resized: `PixelRules`, or those of a native video. They can be hashed."""
 
