@@ -32,7 +32,7 @@ _ARTICLES = frozenset(("a", "an", "the"))
 
 _LABELS = string.ascii_uppercase
 # An option's letter. "A" and "I" before another word are not letters: "A man", "I see".
-_WORD_AFTER = r"\s+(?!(?:and|or|because|since|as|but|is|are)\b)\w"
+_WORD_AFTER = r"[^\S\n]+(?!(?:and|or|because|since|as|but|is|are|seems|appears)\b)\w"
 _LETTER = rf"(?:[B-HJ-Z]|[AI](?!{_WORD_AFTER}))(?![\w+#]|['’.-]\w)"
 _OPENING = r"[(\[\"'“‘]?"
 _PERHAPS = (
@@ -47,30 +47,87 @@ _BARE_LETTER = re.compile(r"\W*(?:(?i:the)\s+)?([A-Za-z])\W*")
 # A letter before an option's words: "(B) two cats", "b. two cats", "B - two cats".
 _MARK = re.compile(r"\s*(?:\(([A-Za-z])\)|\[([A-Za-z])\]|([A-Za-z])[.):,]|([A-Z])\s+[-–—])")
 _LOOSE_MARK = re.compile(r"\s*([B-Zb-z])\s+")  # "B two cats"; "A two" would be an article
-_ANSWER = r"(?:\b(?i:answer|option|choice)(?:(?i:\s+is)\b)?|答案[是为]?)\s*:?\s*"
+_CJK = "[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]"
+# Phrases that name an option, and the phrase that stands for all of them below.
+_ADVERB = r"(?:also|clearly|definitely|indeed|letter|likely|most|probably|therefore|thus)"
+_REWRITTEN = tuple(
+    (re.compile(pattern, re.IGNORECASE), plain)
+    for pattern, plain in (
+        (r"\bn/a\b", "none"),
+        # {"answer": "B"}, answer => B, answer - B
+        (r"\b(answer|option|choice)[\"']?\s*(?:[:=→]+>?|[-–—]+>?\s)\s*(?=[\"'(\[]?\w)", r"\1: "),
+        (r"\b(?:ans|final|guess|output|result)(?:\s*:|\s+is\b)", "answer:"),
+        (r"\bletter\s+is\b", "answer is"),
+        # the answer to the question seems to be B
+        (
+            r"\b(answer|option|choice)\s+(?:here|to\s+th(?:e|is)\s+question)\s+is\b",
+            r"\1 is",
+        ),
+        (
+            rf"\b(answer|option|choice|it|this|that)\s+(?:is|(?:seems|appears)\s+to\s+be)"
+            rf"((?:\s+{_ADVERB})*)\b",
+            r"\1 is",
+        ),
+        (r"(?<![a-z])([a-z])\s*(?:选项|、)", r"option \1: "),
+        (r"(?:最终|正确)?(?:答案|选项)\s*(?:选项|[是为])*\s*:?", "answer: "),
+        (r"(?:la\s+)?respuesta(?:\s+correcta)?(?:\s+es(?:\s+la)?\b|\s*:)", "answer:"),
+        (
+            r"(?:(?:réponse|antwort|resposta|risposta|ответ)(?:\s+(?:est|ist|é|è)\b|\s*:))",
+            "answer:",
+        ),
+        (r"(?:答え|正解|정답)\s*(?:[は은는]|:)", "answer:"),
+        (rf"(?<![a-z])([a-z])(?={_CJK})", r"\1;"),  # no space follows the letter there
+    )
+)
+# "the answer is b" at the end of a text
+_SMALL_LETTER = re.compile(
+    r"\b(?:answer|option|choice)(?:\s+is|:)?\s+\(?[a-z]\)?(?=[.;]?\s*$)", re.IGNORECASE
+)
+_ANSWER = r"\b(?i:answer)(?:(?i:\s+is)\b)?\s*:?\s*|\b(?i:option|choice)(?i:\s+is\b|\s*:)\s*"
 _IT_IS = r"\b(?i:it|that|this)(?i:\s+is\b|['’]s\b)[:,]?\s*"
 _CHOICE = (
-    r"\b(?i:(?:must|should|would)\s+be|choose|pick|select|go\s+with|therefore|thus|hence|so)\b"
+    r"\b(?i:(?:must|should|would)\s+be|choose|pick|select|go\s+with|therefore|thus|hence|so|say"
+    r"|guess|points?\s+to|i\.e\.|likely|probably|maybe|perhaps|but)\b"
 )
 _SAID = re.compile(rf"\b(?i:answer|option|choice)(?:(?i:\s+is)\b|\s*:)[\s:]*|{_IT_IS}")
+_CONCLUSION = re.compile(rf"(?:{_ANSWER}){_OPENING}({_LIST})")
 _NAMED = (
-    re.compile(rf"{_ANSWER}{_OPENING}({_LIST})"),
+    _CONCLUSION,
     # These words often precede other things than options, so the letter has to end its clause.
     re.compile(
-        rf"(?:{_IT_IS}|{_CHOICE}[:,]?\s*|选\s*){_OPENING}({_LIST})"
+        rf"(?:{_IT_IS}|{_CHOICE}[:,]?\s*|(?:选择?|是)\s*){_OPENING}({_LIST})"
         rf"(?!(?:\W{{0,3}}{_PERHAPS})++\W{{0,3}}{_LETTER})"  # no "it is B, or maybe C"
         r"(?=\W*$|\s*[.,;:!?\])\"'”’]|\s+(?:because|since|as|but)\b)"
     ),
+    re.compile(rf"\A(?i:option|choice)\s+{_OPENING}({_LIST})(?=[.,;])"),  # "Option B, since ..."
+)
+_ALTERNATIVE = re.compile(rf"\b(?i:or)\s+{_OPENING}({_LETTER})(?=[).:,\]]|\W*$)")
+_OR = re.compile(r"\s*(?:,\s*)?\bor\b\s+", re.IGNORECASE)
+# These name an option, too, unless a conclusion follows: "Option A shows a dog. The answer is B."
+_MENTIONED = (
+    re.compile(rf"\b(?i:option|choice)\s+{_OPENING}({_LIST})"),
     re.compile(rf"\(([A-Z]\){_MORE}*)"),
+)
+# These count only if nothing else names an option.
+_WEAK = (
+    re.compile(
+        rf"({_LETTER})\s+(?i:(?:is|seems|looks|appears)(?:\s+to\s+be)?(?:\s+the)?(?:\s+most)?)"
+        r"\s+(?i:answer|best|correct|right|likely|plausible)\b"
+    ),
+    re.compile(rf"(?:[.!?:,]\s+|\n){_OPENING}({_LETTER})\W*$"),  # "He meets a friend. D"
+)
+_STANDING = re.compile(rf"(?<![A-Za-z0-9]){_LETTER}")
+_RETRACTION = re.compile(
+    r"\b(?i:no,?\s+wait|wait,?\s+no|scratch\s+that|correction|i\s+mean|actually)\b[,:.]?"
 )
 _FURTHER = re.compile(_MORE)
 _LEADING = re.compile(
     rf"{_OPENING}(?:({_LETTER}{_MORE}+)|({_LETTER})"
-    r"\s+(?:because|since|due\s+to|is\s+(?:the\s+)?(?:answer|best|correct|right))\b)"
+    r"\s+(?:because|since|as|or|due\s+to|is\s+(?:the\s+)?(?:answer|best|correct|right))\b)"
 )
 _NO = (
     r"(?:not|never|neither|nor|no|cannot|unlikely|except|unlike"
-    r"|(?:instead|rather|other)\s(?:of|than)"
+    r"|(?:instead|rather|other)\s(?:of|than)|(?:any|every)thing\sbut|all\sbut"
     r"|(?:ca|wo|do|does|did|is|was|would|should|could|must)n['’]?t"
     r"|(?:wrong|incorrect)\s(?:answers?|options?|choices?|to)"
     r"|(?:rul(?:e|es|ed|ing)\sout|(?:exclud|eliminat)(?:e|es|ed|ing)|reject(?:s|ed|ing)?))"
@@ -94,8 +151,20 @@ _DENIED = re.compile(
     r"(?:not|never|wrong|incorrect|false|impossible|unlikely|ruled\sout|excluded|eliminated)))\b"
 )
 _FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
-_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
-_DRESS = re.compile(r"[*`$]|\\(?=[()\[\]])")  # marks of Markdown and LaTeX
+_BOXED = re.compile(r"\\f?box(?:ed)?\s*\{([^{}]*)\}")
+_DRESS = re.compile(r"[*`$]|__|\\(?=[()\[\]])")  # marks of Markdown and LaTeX
+
+# The words of an open-ended answer: {"answer": "two"}, "The answer is two."
+_LABELLED_ANSWER = re.compile(
+    r"\W*(?i:(?:(?:the|my)\s+)?(?:final\s+|correct\s+)?answer|答案)[\"']?\s*(?:[:是为]|\bis\b)\s*:?"
+    r"\s*(\S.*)"
+)
+# Words of an option after these are denied; in a sentence with these, they may mean anything.
+_NOT = r"(?:not|no|nor|neither|without|except|unlike|rather than|instead of|other than)"
+_UNSURE = re.compile(
+    rf"\b(?:{_NOT}|never|cannot|\w+nt|or|either|both|maybe|perhaps|option|choice|wrong|incorrect)\b"
+)
+_SENTENCE = 16  # upper bound on the other words of a sentence that names an option by its words
 
 # --- ranges of seconds ---
 
@@ -104,9 +173,9 @@ _NUMBER = r"(?<![\d.:])(?:\d++(?:\.\d*+)?|\.\d++)"
 _TIME = rf"(?:(?<![\d.:])(?:\d++:)?\d++:[0-5]?\d(?:\.\d++)?|{_NUMBER})(?![\d:]|\.\d)"
 _SECOND = r"(?:(?:s|secs?|seconds?)(?![A-Za-z])\.?|秒)"
 _SECONDS = rf"(?:\s*{_SECOND})?"
-_HEDGE = r"(?:(?:about|around|approximately|roughly|second|at|the)\s+|~\s*|第)?"
+_HEDGE = r"(?:(?:about|around|approximately|roughly|second|at|the)\s+|t\s?=\s?|~\s*|第)*"
 _TO = r"(?:[-=]{1,2}>|[\-–—~→到至]|,?\s*\b(?:to|until|till|through)\b)"
-_JOINT = rf"(?:{_TO}|[,;]|,?\s*\band\b)"
+_JOINT = rf"(?:{_TO}|[,;和]|,?\s*\band\b)"
 _SIGN = r"(?<![\w.:)\]-])-"  # a minus sign; after a time it would be a dash between two times
 # A time that is not the end of a longer one, as in "1 h 2 to" and "1'13 to".
 _WHOLE = r"(?<!\d s )(?<!\d['’′])"
@@ -142,8 +211,29 @@ _LABELLED = tuple(
         re.IGNORECASE,
     )
     for label in (
-        r"start(?:s|ed|ing)?|begin(?:s|ning)?|began",
-        r"end(?:s|ed|ing)?|finish(?:es|ed|ing)?|stop(?:s|ped|ping)?",
+        r"start(?:s|ed|ing)?|begin(?:s|ning)?|began|开始(?:时间)?",
+        r"end(?:s|ed|ing)?|finish(?:es|ed|ing)?|stop(?:s|ped|ping)?|结束(?:时间)?"
+        r"|until|till|continu(?:es|ed|ing)\s+(?:on\s+)?to",
+        r"last(?:s|ed|ing)?(?:\s+for)?|duration",
+    )
+)
+# Other ways of writing a time or a pair of times, and how they are read.
+_TIMES = tuple(
+    (re.compile(pattern, re.IGNORECASE), plain)
+    for pattern, plain in (
+        (r"(?<=\d)(?:st|nd|rd|th)\b", ""),  # the 73rd second
+        (r"(?<=\d)\s*\.{2,3}\s*(?=\d)", " to "),  # 73..130
+        (
+            r"(?<!\d)(\d++)\s?['’′]\s?(\d{1,2}(?:\.\d++)?)\s?(?:''|\"|’’|”|′′)",
+            r"\1 min \2 s",
+        ),  # 1'13''
+        (rf"({_TIME}{_SECONDS})\s*\(\s*{_TIME}{_SECONDS}\s*\)", r"\1"),  # 73 s (1:13)
+        (rf"\(\s*({_TIME}{_SECONDS})\s*\)", r" \1 "),  # (73) to (130)
+        (r"(?<=[^\d\s]):(?=\d)", ": "),  # start:73
+        (  # from the start of the video until 12 s
+            rf"\bfrom\s+the\s+(?:start|beginning)(?:\s+of\s+the\s+\w+)?(?=\s*{_TO})",
+            "from 0 s",
+        ),
     )
 )
 # "<73.0 seconds>" is a frame's timestamp and "**73**" is Markdown, but "->" joins two times.
@@ -246,7 +336,11 @@ def _letters(text: str) -> set[str]:
 
     named: set[str] = set()
     denied: set[str] = set()
-    if letter and not rest[:1].isalnum():
+    lines = {_split_mark(line)[0] for line in text.splitlines()} - {""}
+    if len(lines) > 1:  # the text goes through several options, perhaps towards a conclusion
+        if not _concluded(text):
+            named |= lines
+    elif letter and not rest[:1].isalnum():
         if _DENIED.match(rest):
             denied.add(letter)
         else:
@@ -255,18 +349,32 @@ def _letters(text: str) -> set[str]:
         if further:
             named.update(_SINGLE.findall(further[0]))
 
-    matches = [match for form in _NAMED for match in form.finditer(text)]
-    leading = _LEADING.match(text)
-    if leading:
-        matches.append(leading)
-    for match in matches:
+    for match in _namings(text):
         start, end = match.span(match.lastindex or 0)
         letters = _SINGLE.findall(text[start:end])
         if _denied(text, start, end):
             denied.update(letters)
         else:
             named.update(letters)
-    return named - denied
+    chosen = named - denied
+    # "A. a dog or B. a cat"
+    return chosen and chosen.union(_ALTERNATIVE.findall(text))
+
+
+def _namings(text: str) -> list[re.Match[str]]:
+    """The places where a text names options. The last group of a match has the letters."""
+    matches = [match for form in _NAMED for match in form.finditer(text)]
+    matches += [m for form in _MENTIONED for m in form.finditer(text, _concluded(text))]
+    leading = _LEADING.match(text)
+    if leading:
+        matches.append(leading)
+    return matches
+
+
+def _concluded(text: str) -> int:
+    """Where the last "the answer is B" that is not denied has its letter; 0 if there is none."""
+    spans = [match.span(1) for match in _CONCLUSION.finditer(text)]
+    return max((start for start, end in spans if not _denied(text, start, end)), default=0)
 
 
 def _by_words(text: str, options: Mapping[str, str]) -> set[str]:
@@ -305,22 +413,78 @@ def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
     Returns:
         The letter in upper case; None if the answer names no option, or several.
     """
-    # A letter alone on its line names an option, whatever the other lines say.
-    lone = [_SINGLE.findall(line) for line in text.splitlines() if _BARE_LETTER.fullmatch(line)]
-    text = _plain(text)
     words: dict[str, str] = {}  # the options by letter, without a letter of their own
     for label, option in zip(_LABELS, map(_plain, options), strict=False):
         letter, rest = _split_mark(option)
         words[label] = rest if letter == label else option
+    # After "no wait" and the like, only the rest of the text counts, if it names an option.
+    retractions = list(_RETRACTION.finditer(text))
+    found = _named_options(text[retractions[-1].end() :], words) if retractions else set()
+    found = found or _named_options(text, words)
+    return found.pop() if len(found) == 1 else None
+
+
+def _named_options(text: str, words: Mapping[str, str]) -> set[str]:
+    """The letters of all options that a text names.
+
+    Args:
+        text: The text.
+        words: The options by letter; if empty, every letter counts.
+    """
+    # A letter alone on its line names an option, whatever the other lines say.
+    alone = [_BARE_LETTER.fullmatch(line) for line in text.splitlines()]
+    lone = {match[1].upper() for match in alone if match}
+    text = _plain(text)
     # The words of an option may contain letters ("the letter B"), so compare the whole text first.
     equal = [label for label in words if words[label].casefold() == text.casefold()]
     if len(equal) == 1:
-        return equal[0]
-    letters = _letters(text).union(*lone)
-    if options:
+        return set(equal)
+    for pattern, plain in _REWRITTEN:
+        text = pattern.sub(plain, text)
+    text = _SMALL_LETTER.sub(lambda named: named[0].upper(), text)
+    letters = _letters(text) | lone
+    if words:
         letters &= words.keys()
-        letters = letters.union(*(_by_words(part, words) for part in _statements(text)))
-    return letters.pop() if len(letters) == 1 else None
+        parts = [*_statements(text), *(_OR.split(text) if letters else ())]
+        letters = letters.union(*(_by_words(part, words) for part in parts))
+    return letters or _weakly_named(text, words)
+
+
+def _weakly_named(text: str, words: Mapping[str, str]) -> set[str]:
+    """The letters of options in a text that has none of the clear forms.
+
+    Empty if another letter stands in the text, because then it is open what the letter does.
+    """
+    matches = [match for form in _WEAK for match in form.finditer(text)]
+    letters = {match[1] for match in matches if not _denied(text, *match.span(1))}
+    found = (letters & words.keys() if words else letters) | _in_sentence(text, words)
+    standing = set(_STANDING.findall(text))
+    return set() if (standing & words.keys() if words else standing) - found else found
+
+
+def _in_sentence(text: str, words: Mapping[str, str]) -> set[str]:
+    """The letters of the options whose words stand in a short sentence: "He feels joy."
+
+    None if a word says that the sentence may mean the opposite. Words that are denied ("not joy")
+    are passed over.
+    """
+    rest = f" {normalise(text)} "
+    found: set[str] = set()
+    # Longest first, so that "a black cat" is not also "a cat".
+    plain = {label: normalise(option) for label, option in words.items()}
+    for label in sorted(plain, key=lambda label: -len(plain[label])):
+        affirmed = re.compile(
+            rf"(?<=\s)({_NOT}\s)?(?:{re.escape(plain[label])})"
+            rf"(?:\s{_NOT}(?:\s\w+){{1,3}}\s?$|(?=\s))"  # "joy, not mere contentment"
+        )
+        if not plain[label]:
+            continue
+        if any(not match[1] for match in affirmed.finditer(rest)):
+            found.add(label)
+        rest = affirmed.sub("", rest)
+    if _UNSURE.search(rest) or len(rest.split()) > _SENTENCE:
+        return set()
+    return found
 
 
 def choice_accuracy(prediction: str, answer: str, options: Sequence[str] = ()) -> float:
@@ -352,14 +516,20 @@ def read_range(text: str) -> tuple[float, float] | None:
     If there is none, it is a labelled start and end: "starts at 10 s and ends at 20 s",
     {"start": 10, "end": 20}. A time that is only partly readable does not count.
     """
-    text = " ".join(_AROUND.sub(" ", unicodedata.normalize("NFKC", text)).split())
+    text = unicodedata.normalize("NFKC", text)
+    text = _DRESS.sub("", _BOXED.sub(r" \1 ", _FONT.sub(r"\1", text)))
+    text = " ".join(_AROUND.sub(" ", text).split())
+    for pattern, plain in _TIMES:
+        text = pattern.sub(plain, text)
     text = _MILLISECONDS.sub(".", _QUOTED.sub(r" \1 ", text))
     text = _UNCLEAR.sub("?", _THOUSANDS.sub(_without_commas, text))
     for both, with_units in _BOTH:
         text = both.sub(with_units, text)
     text = _MINUTES.sub(_in_seconds, _HOURS.sub(_in_seconds, text))
-    start, end = (label.search(text) for label in _LABELLED)
+    start, end, length = (label.search(text) for label in _LABELLED)
     labelled: tuple[float, float] | None = None
+    if start and length:
+        labelled = (_seconds(start["time"]), _seconds(start["time"]) + _seconds(length["time"]))
     if start and end:
         labelled = (_seconds(start["time"]), _seconds(end["time"]))
         # Otherwise the comma of "starts at 1,200 s" would join two times.
@@ -405,6 +575,13 @@ def grounding_accuracy(prediction: str, answer: str) -> float:
     return overlap(predicted, right)
 
 
+def open_answer(text: str) -> str:
+    """An open-ended answer without the dress around it: Markdown, LaTeX, JSON, "The answer is"."""
+    plain = " ".join(_plain(text).split())
+    found = _LABELLED_ANSWER.fullmatch(plain)
+    return found[1] if found else plain
+
+
 def accuracy(
     question: Question, prediction: str | None, open_ended: Literal["f1", "exact"] = "f1"
 ) -> float:
@@ -421,9 +598,10 @@ def accuracy(
         return choice_accuracy(prediction, question.answer, question.options)
     if question.kind is QuestionKind.TEMPORAL_GROUNDING:
         return grounding_accuracy(prediction, question.answer)
-    if exact_match(prediction, question.answer):
+    answer = open_answer(prediction)
+    if exact_match(prediction, question.answer) or exact_match(answer, question.answer):
         return 1.0
-    return token_f1(prediction, question.answer) if open_ended == "f1" else 0.0
+    return token_f1(answer, question.answer) if open_ended == "f1" else 0.0
 
 
 def is_read(question: Question, prediction: str) -> bool:

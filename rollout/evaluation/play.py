@@ -20,12 +20,15 @@ from typing import Any
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.accuracy import is_read
 from paravt_jax.method.judge import Judge
-from paravt_jax.method.parsing import TAG_PATTERN, extract_answer, find_calls, first_think
+from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
 from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer, score_all
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.scoring import calls_by_turn, overview_shows_answer, seed_of
 from rollout.engine.requests import Sampler, as_done
+
+# Models that were not trained on the tags also write <ANSWER> or < answer >.
+_LOOSE_TAG = re.compile(rf"<\s*/?\s*(?:{'|'.join(BLOCKS)})\s*>", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +265,8 @@ def final_text(turns: Sequence[Turn]) -> str | None:
     block = extract_answer(text)
     if block is not None:
         return block
-    rest = first_think(text)[1] if "<think>" in text else text
+    # The opening of a thought may belong to the prompt.
+    rest = first_think(text)[1] if "<think>" in text else text.rpartition("</think>")[2]
     if rest is None or find_calls(text):
         return None
-    return re.sub(TAG_PATTERN, "", rest).strip() or None
+    return _LOOSE_TAG.sub("", rest).strip() or None

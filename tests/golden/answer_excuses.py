@@ -215,8 +215,9 @@ def names_only(text: str, letter: str | None) -> bool:
 
 
 def small_in_front(text: str) -> str | None:
-    """The letter, capital, that a small one names in front of an answer: "b", "(b)", "b. a dog"."""
+    """The letter, capital, that a small one names: "b", "(b)", "b. a dog", "the answer is b"."""
     found = re.match(r"(?:\W*(?:the\s+)?|[(\[]?)([a-z])(?:\W*$|[.):,\]](?!\w))", text)
+    found = found or re.search(r"(?:[Aa]nswer|option|choice)(?:\s+is|:)?\s+([a-z])\W*$", text)
     return found[1].upper() if found else None
 
 

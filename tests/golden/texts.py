@@ -196,7 +196,9 @@ def named(text: str, letter: str) -> bool:
         rf".*\\boxed\{{\W*{letter}\W*\}}.*",
         rf"(?:.*\W)?(?i:it|that|this)(?:\s+is|['’]s)[:,]?\s*[(\[]?{others}{alone}{clause}",
         r"(?:.*\W)?(?i:(?:must|should|would)\s+be|choose|pick|select|go\s+with|therefore|thus"
-        rf"|hence|so)[:,]?\s+[(\[]?{others}{alone}{clause}",
+        rf"|hence|so|say)[:,]?\s+[(\[]?{others}{alone}{clause}",
+        rf"(?:.*\W)?(?i:answer|option|choice)(?:\s+is|:)?\s+\(?(?i:{letter})\)?[.;]?",
+        rf"{letter}选项.*",
         rf"(?s:.*)选\s*[(\[]?{letter}(?!\w){clause}",
         rf"[A-Z]{joint}{others}{alone}.*",
         rf"{alone}{joint}[A-Z](?![\w'’]).*",

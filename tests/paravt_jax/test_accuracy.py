@@ -407,7 +407,6 @@ def test_all_parts_of_a_time_are_read(text, range_):
         "10 to 20 %",
         "10 to 20%",
         "1'13 to 2'10",
-        "1'13\" to 2'10\"",
         "73,5 to 130,2",
         "5 to 10 frames",
         "10 to 20 ms",
