@@ -19,6 +19,8 @@ from rollout.agent.endpoint import EndpointError
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.compare import compare, comparison_text
 from rollout.evaluation.folder import FolderError
+from rollout.evaluation.pack_folder import write_pack
+from rollout.evaluation.protocols import open_text_pack
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.table import contents, text
@@ -37,10 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if {"--compare", "--table"} & set(argv):
             return _show_finished(argv)
+        if "--write-protocol" in argv:
+            return _write_protocol(argv)
         settings = tyro.cli(
             BenchmarkSettings, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}"
         )
-        summary = evaluate(settings)
+        summary = evaluate(settings, given=_given(argv))
         return 0 if summary["n"] else 1  # 1: no question could be played
     except KeyboardInterrupt:
         print("stopped; the same command continues with the next question", file=sys.stderr)
@@ -48,6 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, FolderError, EndpointError, ValueError, VideoError) as error:
         print(f"{_PROG}: {error}", file=sys.stderr)
         return 2
+
+
+def _given(argv: Sequence[str]) -> set[str]:
+    """The settings that a command line names."""
+    flags = (word.partition("=")[0] for word in argv if word.startswith("--"))
+    return {flag.lstrip("-").replace("-", "_").removeprefix("no_") for flag in flags}
+
+
+def _write_protocol(argv: Sequence[str]) -> int:
+    """`--write-protocol`: write a prompt pack as a folder, to start from."""
+    parser = argparse.ArgumentParser(prog=_PROG)
+    parser.add_argument("--write-protocol", metavar="FOLDER", help="the folder to write")
+    parser.add_argument("--protocol", default="own", help="the pack; by default our own")
+    parser.add_argument("--release", default="", help="with --protocol published: the checkout")
+    asked = parser.parse_args(argv)
+    pack = open_text_pack(asked.protocol, asked.release)
+    write_pack(pack, asked.write_protocol)
+    print(f"{asked.write_protocol}: {len(pack.texts)} texts, digest {pack.digest}")
+    return 0
 
 
 def _show_finished(argv: Sequence[str]) -> int:

@@ -276,14 +276,10 @@ def question_text(question: Question, wording: Wording = OUR_WORDING) -> str:
     """The text of a question in its prompt. Options of multiple choice are lines "A. ..."."""
     if question.prompt:
         return question.prompt
-    options = (
-        fill(wording.option, letter=chr(ord("A") + i), option=option.strip())
-        for i, option in enumerate(question.options)
-    )
     return fill(
         wording.question[question.kind],
         question=question.text,
-        options="".join(options),
+        options=wording.listed([option.strip() for option in question.options]),
         video=pathlib.PurePosixPath(question.video).name,
     )
 
@@ -291,7 +287,10 @@ def question_text(question: Question, wording: Wording = OUR_WORDING) -> str:
 def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording = OUR_WORDING) -> str:
     """Put the video's subtitles before a question's text, one line per entry with its timestamp."""
     lines = "".join(f"{subtitle_line(entry)}\n" for entry in entries)
-    return fill(wording.subtitled, subtitles=lines, question=text) if lines else text
+    if not lines:
+        return text
+    spoken = "\n".join(entry.text for entry in entries)
+    return fill(wording.subtitled, subtitles=lines, spoken=spoken, question=text)
 
 
 def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:

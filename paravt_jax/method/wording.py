@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from paravt_jax.method.records import QuestionKind
 
 Prompt = Literal["direct", "reasoning", "agentic", "agentic-minimal"]
 
-PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+PLACEHOLDER = re.compile(r"\{([a-z_]+(?:\.\w+)?)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +38,14 @@ class Wording:
     option: str
     """One option of multiple choice."""
     subtitled: str
-    """A question's text with the subtitles of its video. Each line of `{subtitles}` has its end."""
+    """A question's text with the subtitles of its video. `{subtitles}` has lines with times, each
+    with its end; `{spoken}` has only the words, one line per entry."""
     subagent: str
     """A sub-agent's task, after its frames. `{start}` and `{end}` are seconds of its window."""
     answer_now: str
     """The request for the answer, after the last turn with tools."""
+    between_options: str = ""
+    """What stands between two options."""
     window: str = "{count} frames.{note}"
     """The text beside the frames of a window that the main agent sees itself. `{note}` is empty, or
     says how the window differs from the call, after a space and in brackets."""
@@ -56,6 +59,13 @@ class Wording:
     """Replaces the `hint` of tools, by the tool's name."""
     schemas: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Replaces the schema of tools, by the tool's name."""
+
+    def listed(self, options: Sequence[str]) -> str:
+        """Options as the prompt lists them."""
+        return self.between_options.join(
+            fill(self.option, letter=chr(ord("A") + i), option=option)
+            for i, option in enumerate(options)
+        )
 
 
 def fill(template: str, **values: str) -> str:

@@ -1,35 +1,58 @@
 """Prompt packs: the words in which an evaluation asks, and how it plays with them.
 
-`own` is this project's wording. A pack may also be a folder of texts, or be read from another
-evaluator's files (`--protocol`).
+`PromptPack` is the interface. `TextPack` is a pack of named texts: this project's own wording, a
+folder of a user's (`pack_folder`), or what another evaluator's files say (`release`).
 """
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 import hashlib
 import json
+import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
+from paravt_jax.method.protocol import subtitled_text
+from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.subtitles import Subtitle
-from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording
-from rollout.evaluation.benchmarks import Item, VideoFolder
+from paravt_jax.method.wording import OUR_WORDING, PLACEHOLDER, Prompt, Wording, fill
+from rollout.evaluation.benchmarks import BENCHMARKS, BrokenRow, Item, VideoFolder
 
-PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {
+PROMPTS: tuple[Prompt, ...] = get_args(Prompt)
+SINGLE_TURN: tuple[Prompt, ...] = ("direct", "reasoning")
+"""Prompts that offer no tool."""
+
+PLACEHOLDERS: Mapping[str, tuple[str, ...] | None] = {
     "system": ("hints", "tools"),
     "system_alone": (),
     "system_pictures": (),
-    "question": ("question", "options", "video"),
+    "question": ("question", "options", "video", "raw_options"),  # and row.COLUMN
     "option": ("letter", "option"),
-    "subtitled": ("subtitles", "question"),
+    "between_options": (),
+    "subtitled": ("subtitles", "spoken", "question"),
     "subagent": ("start", "end", "question"),
+    "answer_now": (),
     "window": ("count", "start", "end", "note"),
     "shown": ("frames", "response"),
-    "answer_now": (),
+    "hints": (),
+    "schemas": None,
 }
-"""The placeholders that a wording's templates may have, by field."""
+"""The placeholders that the texts of a field may have; None: it is JSON and has none."""
+
+KEYED: Mapping[str, tuple[str, ...]] = {
+    "system": PROMPTS,
+    "system_alone": PROMPTS,
+    "question": tuple(QuestionKind),
+    "hints": (),
+    "schemas": (),
+}
+"""Fields with several texts, and their keys; hints and schemas are keyed by the tool's name."""
+
+TURNS = ("text_first", "responses_apart")
+"""Fields of `Wording` that are no texts."""
+
+_FORBIDDEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
 class PackError(ValueError):
@@ -46,19 +69,21 @@ class PromptPack(abc.ABC):
 
     @abc.abstractmethod
     def wording(self, benchmark: str, prompt: Prompt) -> Wording:
-        """The texts for one benchmark ("" for a user's own questions) and one kind of prompt.
-
-        Raises:
-            PackError: the pack has no texts for them.
-        """
+        """The texts for one benchmark ("" for a user's own questions) and one kind of prompt."""
 
     def question(
-        self, benchmark: str, item: Item, subtitles: Sequence[Subtitle], videos: VideoFolder
+        self,
+        benchmark: str,
+        prompt: Prompt,
+        item: Item,
+        subtitles: Sequence[Subtitle],
+        videos: VideoFolder,
     ) -> str:
         """The whole text of one question; "" leaves it to the wording.
 
         Args:
             benchmark: name of the benchmark; "" for a user's own questions.
+            prompt: the kind of prompt.
             item: the question. `item.row` is its published row.
             subtitles: the subtitles that the prompt is to show.
             videos: finds files of the benchmark.
@@ -75,6 +100,10 @@ class PromptPack(abc.ABC):
         """
         return {}
 
+    def differences(self, benchmark: str) -> list[str]:
+        """What still differs from the protocol that the pack stands for, as phrases."""
+        return []
+
     def score(self, benchmark: str, item: Item, answer: str | None) -> Mapping[str, Any] | None:
         """The pack's own score of an answer, shown beside ours; None if it scores nothing."""
         return None
@@ -84,23 +113,211 @@ class PromptPack(abc.ABC):
         return
 
 
-class OwnPack(PromptPack):
-    """This project's wording."""
+class TextPack(PromptPack):
+    """A pack of named texts.
 
-    name = "own"
+    A text's name is its field and key ("system.agentic", "option"). A question may also be worded
+    by kind and prompt ("question.mcq.direct"). Texts under "BENCHMARK/NAME" replace those under
+    NAME for one benchmark.
+    """
 
-    def __init__(self) -> None:
-        self.digest = digest_of(OUR_WORDING)
+    def __init__(
+        self,
+        name: str,
+        texts: Mapping[str, str],
+        turns: Mapping[str, bool] | None = None,
+        play: Mapping[str, Mapping[str, Any]] | None = None,
+    ):
+        """Check the texts.
+
+        Args:
+            name: the pack's name.
+            texts: the texts by name.
+            turns: values of `TURNS`.
+            play: values of settings, by benchmark; "" for all.
+
+        Raises:
+            PackError: a text is missing, or has a placeholder that it cannot have.
+        """
+        self.name = name
+        self.texts = dict(texts)
+        self.turns = dict(turns or {})
+        self.play = {benchmark: dict(values) for benchmark, values in (play or {}).items()}
+        for text_name, text in self.texts.items():
+            check_text(text_name, text)
+        missing = sorted(_REQUIRED - self.texts.keys())
+        if missing:
+            raise PackError(f"{missing[0]}: missing; write it, or copy ours (--write-protocol)")
+        self.digest = digest_of(self.texts, self.turns, self.play)
 
     def wording(self, benchmark: str, prompt: Prompt) -> Wording:
-        return OUR_WORDING
+        texts = self._texts(benchmark)
+        keyed: dict[str, dict[str, str]] = {field: {} for field in KEYED}
+        fields: dict[str, Any] = {"system_pictures": "", **self.turns}
+        for name, text in texts.items():
+            field, _, key = name.partition(".")
+            if field in KEYED:
+                keyed[field][key] = text
+            else:
+                fields[field] = text
+        asked = keyed["question"]
+        questions = {
+            kind: asked.get(f"{kind}.{prompt}", asked.get(kind, ""))
+            for kind in QuestionKind
+            if {kind, f"{kind}.{prompt}"} & asked.keys()
+        }
+        if not questions:
+            raise PackError(
+                f"--protocol {self.name}: has no wording for questions of "
+                f"{benchmark or 'your own'}; give another protocol, or a split that it words"
+            )
+        return Wording(
+            system=keyed["system"],
+            system_alone=keyed["system_alone"],
+            question=questions,
+            hints=keyed["hints"],
+            schemas={tool: json.loads(text) for tool, text in keyed["schemas"].items()},
+            **fields,
+        )
+
+    def question(
+        self,
+        benchmark: str,
+        prompt: Prompt,
+        item: Item,
+        subtitles: Sequence[Subtitle],
+        videos: VideoFolder,
+    ) -> str:
+        wording = self.wording(benchmark, prompt)
+        asked = item.question
+        if asked.kind not in wording.question:
+            raise BrokenRow(f"the protocol has no wording for questions of kind {asked.kind}")
+        template = wording.question[asked.kind]
+        wanted = PLACEHOLDER.findall(template)
+        if not any(_reads_row(name) for name in wanted):
+            return ""
+        values = {
+            "question": asked.text,
+            "options": wording.listed([option.strip() for option in asked.options]),
+            "video": pathlib.PurePosixPath(asked.video).name,
+            "raw_options": wording.listed(raw_options(item.row)),
+        }
+        columns = {name: _column(item.row, name) for name in wanted if name.startswith("row.")}
+        return subtitled_text(subtitles, fill(template, **values, **columns), wording)
+
+    def style(self, benchmark: str, prompt: Prompt) -> Mapping[str, Any]:
+        values = self.play.get("", {}) | self.play.get(benchmark, {})
+        if prompt in SINGLE_TURN:  # a baseline's prompt; it offers no tool to dispatch
+            values = {k: v for k, v in values.items() if k not in ("prompt", "dispatch")}
+        return values
+
+    def _texts(self, benchmark: str) -> dict[str, str]:
+        """The texts for a benchmark. Its own wording of a kind replaces all shared ones."""
+        shared = {name: text for name, text in self.texts.items() if "/" not in name}
+        prefix = f"{benchmark}/"
+        own = {
+            name.removeprefix(prefix): text
+            for name, text in self.texts.items()
+            if name.startswith(prefix)
+        }
+        replaced = tuple(f"{name}." for name in own if name.startswith("question."))
+        return {n: t for n, t in shared.items() if not n.startswith(replaced)} | own
+
+
+def _reads_row(placeholder: str) -> bool:
+    return placeholder == "raw_options" or placeholder.startswith("row.")
+
+
+def check_text(name: str, text: str) -> None:
+    """Check a text's name and its placeholders. Raises PackError, without the pack's name."""
+    benchmark, slash, local = name.rpartition("/")
+    field, _, key = local.partition(".")
+    if slash and benchmark not in BENCHMARKS:
+        raise PackError(
+            f"{name}: {benchmark!r} is no benchmark; give one of {', '.join(BENCHMARKS)}"
+        )
+    if field not in PLACEHOLDERS:
+        raise PackError(f"{name}: no such text; the texts are {', '.join(PLACEHOLDERS)}")
+    keys = KEYED.get(field)
+    kind, _, prompt = key.partition(".")
+    by_prompt = field == "question" and prompt in ("", *PROMPTS)
+    known = bool(key) if keys == () else (kind in keys and by_prompt if keys else not key)
+    if keys and not by_prompt:
+        known = key in keys
+    if not known:
+        remedy = f"give one of {', '.join(f'{field}.{one}' for one in keys)}" if keys else "rename"
+        raise PackError(f"{name}: no such text; {remedy}")
+    allowed = PLACEHOLDERS[field]
+    if allowed is None:
+        _check_schema(name, text)
+        return
+    for found in PLACEHOLDER.findall(text):
+        if found in allowed or (field == "question" and found.startswith("row.")):
+            continue
+        names = ", ".join(f"{{{one}}}" for one in allowed) or "none"
+        raise PackError(
+            f"{name}: {{{found}}} is no placeholder of this text, which may have {names}; "
+            "correct its name, or leave it out"
+        )
+    for special in _FORBIDDEN:
+        if special in text:
+            raise PackError(
+                f"{name}: has {special}, which stands for a frame; leave it out, frames are "
+                "placed by the protocol"
+            )
+
+
+def _check_schema(name: str, text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PackError(f"{name}: not JSON ({error}); write the tool's schema as JSON") from error
+    if not isinstance(schema, dict):
+        raise PackError(f"{name}: not a JSON object; write the tool's schema as one")
+
+
+def raw_options(row: Mapping[str, Any]) -> list[str]:
+    """The options of a published row as its data set writes them, letters included."""
+    for column in ("options", "candidates", "choices"):
+        found = row.get(column)
+        if isinstance(found, dict):
+            found = [found[key] for key in sorted(found)]
+        if isinstance(found, list | tuple) and found:
+            return [str(option) for option in found if option not in (None, "")]
+    numbered = (row.get(f"option{number}") for number in range(10))
+    return [str(option) for option in numbered if option not in (None, "", "N/A")]
+
+
+def _column(row: Mapping[str, Any], placeholder: str) -> str:
+    column = placeholder.removeprefix("row.")
+    value = row.get(column)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise BrokenRow(f"{column} is missing, which the protocol's question shows")
+    return str(value)
+
+
+def texts_of(wording: Wording) -> dict[str, str]:
+    """The texts of a wording by name, as `TextPack` takes them."""
+    found: dict[str, str] = {}
+    for field in PLACEHOLDERS:
+        value = getattr(wording, field)
+        if isinstance(value, str):
+            found[field] = value
+            continue
+        for key, text in value.items():
+            found[f"{field}.{key}"] = json.dumps(text) if field == "schemas" else text
+    return found
+
+
+def own_pack() -> TextPack:
+    """This project's wording."""
+    return TextPack("own", texts_of(OUR_WORDING), {name: False for name in TURNS})
 
 
 def digest_of(*contents: Any) -> str:
-    """Hash wordings and other values, as 32 hexadecimal digits. The order of keys is ignored."""
-    plain = [
-        dataclasses.asdict(content) if isinstance(content, Wording) else content
-        for content in contents
-    ]
-    text = json.dumps(plain, sort_keys=True, ensure_ascii=False)
+    """Hash JSON values, as 32 hexadecimal digits. The order of keys is ignored."""
+    text = json.dumps(contents, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+_REQUIRED = frozenset(("option", "subtitled", "subagent", "answer_now"))

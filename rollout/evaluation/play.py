@@ -138,8 +138,8 @@ class LeftOut:
 
     question: Question
     cause: str
-    """`missing` (no video file), `unreadable`, `too_long`, or `refused` or `failed` (by the
-    endpoint)."""
+    """`missing` (no video file), `unreadable`, `broken` (the protocol cannot word its row),
+    `too_long`, or `refused` or `failed` (by the endpoint)."""
     reason: str
     """What happened, for people."""
 

@@ -34,11 +34,9 @@ _CROP_PIXELS = 50_176
 
 def prompts(identity: Mapping[str, Any]) -> str:
     """Names the prompts of an evaluation: the pack, the beginning of its digest, our prompt."""
-    pack = identity.get("protocol", "ours")
-    parts = ["prompts", pack, identity.get("protocol_digest", "")[:12]]
-    if pack == "ours":
-        parts.append(f"({identity['prompt']})")
-    return " ".join(part for part in parts if part)
+    pack = identity.get("protocol", "own")
+    named = ["ours"] if pack == "own" else [pack, identity.get("protocol_digest", "")[:12]]
+    return " ".join(part for part in ("prompts", *named, f"({identity['prompt']})") if part)
 
 
 def differences(identity: Mapping[str, Any]) -> list[str]:

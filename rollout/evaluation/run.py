@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from models.features import FrameFeatures, frame_tokens
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
@@ -25,6 +25,7 @@ from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.method.wording import Wording
 from paravt_jax.progress import Progress
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.endpoint import EndpointSampler, FrameImages
@@ -46,6 +47,8 @@ from rollout.evaluation.benchmarks import (
 )
 from rollout.evaluation.folder import EvaluationFolder, Line, latest, read_lines
 from rollout.evaluation.native_video import video_overview, video_tokens
+from rollout.evaluation.packs import PackError, PromptPack, own_pack
+from rollout.evaluation.protocols import as_the_pack_plays, open_pack
 from rollout.evaluation.provenance import commit, questions_hash, versions, weights_hash
 from rollout.evaluation.server_watch import ServerWatch
 from rollout.evaluation.settings import OWN, BenchmarkSettings
@@ -56,7 +59,11 @@ from rollout.evaluation.summary import rows_of, score_of, summarise
 _LATEST_FRAME = 99_999.9
 
 
-def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None = None) -> Line:
+def evaluate(
+    settings: BenchmarkSettings,
+    questions: Sequence[Question] | None = None,
+    given: Collection[str] = (),
+) -> Line:
     """Play all questions that have no result yet, then write and return the summary.
 
     Progress and a short report go to stderr.
@@ -65,6 +72,7 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
         settings: the model, the questions, and how to play them.
         questions: questions to play if `settings` names neither a benchmark nor a file. The paths
             of their videos are relative to `settings.videos`.
+        given: fields of `settings` that the user gave, if they are known.
 
     Returns:
         The content of summary.json.
@@ -73,6 +81,14 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
         FileNotFoundError, FolderError, ValueError: the run cannot start. The message is one line.
         EndpointError: the server does not answer, or refuses all questions.
     """
+    with contextlib.closing(open_pack(settings)) as pack:
+        return _evaluate(as_the_pack_plays(settings, pack, given), pack, questions)
+
+
+def _evaluate(
+    settings: BenchmarkSettings, pack: PromptPack, questions: Sequence[Question] | None
+) -> Line:
+    """`evaluate` with the settings as the pack plays them."""
     # All checks of files come before the model is loaded, which takes minutes.
     if not (settings.benchmark or settings.questions or questions):
         raise ValueError(
@@ -86,12 +102,23 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
     if not settings.endpoint:
         weights_files(model)  # raises before hashing if a file is missing
         weights = weights_hash(model)
+    _check_prompts(settings, model, pack)
 
     name = settings.name or _name(settings.model)
     split = settings.benchmark or pathlib.Path(settings.questions or OWN).stem
     out = pathlib.Path(settings.out or f"evaluations/{name.replace('/', '--')}/{split}")
-    identity = settings.identity() | {"weights": weights, "questions": questions_hash(loaded.items)}
-    details = {"name": name, "settings": dataclasses.asdict(settings), "versions": versions()}
+    identity = settings.identity() | {
+        "weights": weights,
+        "questions": questions_hash(loaded.items),
+        "protocol": pack.name,
+        "protocol_digest": pack.digest,
+    }
+    details = {
+        "name": name,
+        "differences": pack.differences(settings.benchmark),
+        "settings": dataclasses.asdict(settings),
+        "versions": versions(),
+    }
     index, count = settings.part()
     with EvaluationFolder(out, identity, details, commit(), (index, count)) as folder:
         # Try questions again that were left out: their videos may have been added since.
@@ -102,7 +129,7 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
         if items:
             subtitled = any(item.subtitles or item.question.subtitles for item in items)
             with contextlib.ExitStack() as stack:
-                player = load_player(settings, model, videos, subtitled, stack)
+                player = load_player(settings, model, videos, subtitled, stack, pack)
                 progress = _Progress(split, len(items))
                 stack.enter_context(progress)
                 # An endpoint that answered questions in an earlier start needs no proof.
@@ -167,35 +194,57 @@ def load_player(
     videos: VideoFolder,
     subtitled: bool,
     stack: contextlib.ExitStack,
+    pack: PromptPack | None = None,
 ) -> Player:
-    """Load the model or connect to the endpoint. `stack` closes the connections."""
+    """Load the model or connect to the endpoint. `stack` closes the connections.
+
+    Without a pack, this project's wording is used.
+    """
+    pack = pack or own_pack()
     judge = None
     rewards = settings.rewards()
     if rewards.judge:
         judge = stack.enter_context(contextlib.closing(RemoteJudge(rewards.judge)))
     config = from_hf(folder / "config.json")
     vocabulary = tokenizer.load(folder)
-    protocol, prompt, crop = _protocol(settings, vocabulary, config.vision, subtitled)
+    wording = pack.wording(settings.benchmark, settings.prompt)
+    protocol, prompt, crop = _protocol(settings, vocabulary, config.vision, subtitled, wording)
     if settings.endpoint:
         features, sampler = _endpoint(settings, config, videos, vocabulary, stack)
     else:
         features, sampler = _engine(settings, folder, config, videos, protocol, prompt, crop)
     overview = video_overview if settings.native_video else FrameFeatures.overview
     environment = Environment(protocol, features, overview=overview)
-    return Player(sampler, environment, settings, videos, judge)
+    return Player(sampler, environment, settings, videos, judge, pack)
+
+
+def _check_prompts(settings: BenchmarkSettings, model: pathlib.Path, pack: PromptPack) -> None:
+    """Render a prompt, so that texts that do not work end the run before it has a folder."""
+    wording = pack.wording(settings.benchmark, settings.prompt)
+    vision = from_hf(model / "config.json").vision
+    try:
+        _protocol(settings, tokenizer.load(model), vision, False, wording)
+    except ValueError as error:
+        raise PackError(f"--protocol {pack.name}: {error}") from error
 
 
 def _protocol(
-    settings: BenchmarkSettings, vocabulary: Vocabulary, vision: VisionConfig, subtitled: bool
+    settings: BenchmarkSettings,
+    vocabulary: Vocabulary,
+    vision: VisionConfig,
+    subtitled: bool,
+    wording: Wording,
 ) -> tuple[Protocol, int, int]:
     """The protocol, and the longest prompts of a main agent and of a sub-agent, in tokens."""
     # With dispatch `frames`, the token limits include crops. The size of a crop does not depend on
     # these limits, so measure it under preliminary ones.
-    without_crops = Protocol(vocabulary, settings.protocol(0))
+    without_crops = Protocol(vocabulary, settings.protocol(0), wording)
     pixels = settings.pixels()
     crop_frame_tokens = frame_tokens(pixels, vision, crop=True)
     crop = crop_tokens(without_crops, crop_frame_tokens, _LATEST_FRAME)
-    protocol = Protocol(vocabulary, settings.protocol(crop))
+    if "{question}" in wording.subagent:
+        crop += settings.question_tokens
+    protocol = Protocol(vocabulary, settings.protocol(crop), wording)
     episode = settings.episode_settings()
     with_tools = episode.dispatch != "none"
     if settings.native_video and episode.frames:

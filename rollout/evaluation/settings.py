@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from models.features import FrameSettings
 from paravt_jax.data.local_path import require_local
@@ -24,8 +26,8 @@ OWN = "own questions"
 """Replaces the benchmark's name in results if a user's own questions are played."""
 
 # Fields that may change between two starts on the same folder. Weights and questions are
-# compared by their hashes instead (`rollout.evaluation.run`).
-_NOT_IDENTITY = (
+# compared by their hashes instead, and so are prompt packs (`rollout.evaluation.run`).
+NOT_IDENTITY = (
     "model",
     "questions",
     "data",
@@ -40,6 +42,8 @@ _NOT_IDENTITY = (
     "endpoint",
     "concurrency",
     "request_seconds",
+    "pack",
+    "release",
 )
 
 
@@ -61,6 +65,10 @@ class BenchmarkSettings:
     """Name of the row in tables; if empty, the model's folder, or NAME for runs/NAME/model."""
     questions: str = ""
     """File of your own questions (.jsonl or .csv, see docs/evaluation.md) instead of a split."""
+    pack: Annotated[str, tyro.conf.arg(name="protocol")] = "own"
+    """Words and ways of asking: own, published (with --release), or the folder of a pack."""
+    release: str = ""
+    """Your checkout of the ParaVT release, from which --protocol published reads its texts."""
     limit: int | None = None
     """Play only this many questions; the same command without a limit plays the rest."""
     shard: str = "0/1"
@@ -279,4 +287,4 @@ class BenchmarkSettings:
             "benchmark": self.benchmark or OWN,
             "dispatch": self.episode_settings().dispatch,
         }
-        return {field: value for field, value in fields.items() if field not in _NOT_IDENTITY}
+        return {field: value for field, value in fields.items() if field not in NOT_IDENTITY}

@@ -19,8 +19,9 @@ from paravt_jax.method.subtitles import Subtitle, read_srt
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Sampler
-from rollout.evaluation.benchmarks import Item, VideoFolder, shuffled
+from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, shuffled
 from rollout.evaluation.folder import Line
+from rollout.evaluation.packs import PromptPack, own_pack
 from rollout.evaluation.play import LeftOut, Played, Scoring, measures, play_and_score
 from rollout.evaluation.published_readings import other_scores
 from rollout.evaluation.settings import BenchmarkSettings
@@ -39,6 +40,7 @@ class Player:
         settings: BenchmarkSettings,
         videos: VideoFolder,
         judge: Judge | None = None,
+        pack: PromptPack | None = None,
     ):
         """Prepare to play.
 
@@ -48,11 +50,13 @@ class Player:
             settings: the settings of the evaluation.
             videos: the folder with videos and subtitles.
             judge: scores open-ended answers if `settings.open_ended` is "judge".
+            pack: words questions; by default this project's own.
         """
         self.environment = environment
         self._sampler = sampler
         self._settings = settings
         self._videos = videos
+        self._pack = pack or own_pack()
         self._setting = settings.episode_settings()
         self._scoring = Scoring(settings.rewards(), judge, blocks_only=False)
 
@@ -67,7 +71,12 @@ class Player:
         # A generator: a question is prepared only when there is room to play it.
         def questions() -> Iterator[Question | LeftOut]:
             for number, item in enumerate(items):
-                question, shown_subtitles[number] = self._prepared(item)
+                try:
+                    question, shown_subtitles[number] = self._prepared(item)
+                except BrokenRow as error:
+                    shown_subtitles[number] = None
+                    yield LeftOut(item.question, "broken", str(error))
+                    continue
                 yield self._with_file(question, shown_subtitles[number] is not None)
 
         last = time.monotonic()
@@ -108,12 +117,20 @@ class Player:
         path = self._videos.find(item.subtitles) if item.subtitles else None
         if path is not None:
             entries = read_srt((self._videos.root / path).read_bytes())
-        elif not entries:
-            return item.question, None
-        shown = fitting(entries, self.environment.protocol, self._settings.subtitle_tokens)
-        text = subtitled_text(shown, item.question.text)
-        question = dataclasses.replace(item.question, text=text, subtitles=tuple(entries))
-        return question, len(shown)
+        subtitled = path is not None or bool(entries)
+        shown = self._fitting(entries) if subtitled else []
+        question = dataclasses.replace(item.question, subtitles=tuple(entries))
+        settings = self._settings
+        whole = self._pack.question(settings.benchmark, settings.prompt, item, shown, self._videos)
+        if whole:
+            question = dataclasses.replace(question, prompt=whole)
+        else:
+            text = subtitled_text(shown, question.text, self.environment.protocol.wording)
+            question = dataclasses.replace(question, text=text)
+        return question, len(shown) if subtitled else None
+
+    def _fitting(self, entries: Sequence[Subtitle]) -> list[Subtitle]:
+        return fitting(entries, self.environment.protocol, self._settings.subtitle_tokens)
 
     def _with_file(self, question: Question, subtitled: bool) -> Question | LeftOut:
         """The question with the path of its video's file, or the reason why it cannot be asked."""

@@ -91,7 +91,7 @@ def not_played(summary: Line) -> dict[str, int]:
     """The number of rows that the score leaves out, by cause."""
     causes = {cause: found["questions"] for cause, found in summary["left_out"].items()}
     if summary["broken_rows"]:
-        causes["broken"] = len(summary["broken_rows"])
+        causes["broken"] = causes.get("broken", 0) + len(summary["broken_rows"])
     not_asked = rows_of(summary) - summary["n"] - sum(causes.values())
     if not_asked:
         causes["not_asked"] = not_asked

@@ -89,6 +89,7 @@ def _grouped(folders: Sequence[pathlib.Path]) -> list[Run]:
 def _entry(summary: Line) -> Line:
     """What the table says of one evaluation."""
     identity = summary["config"]["identity"]
+    of_pack = summary["config"].get("differences", [])
     score = score_of(summary)
     entry: Line = {
         "score": None if score is None else 100 * score,
@@ -96,7 +97,7 @@ def _entry(summary: Line) -> Line:
         "n": summary["n"],
         "rows": rows_of(summary),
         "left_out": not_played(summary),
-        "differences": differences(identity),
+        "differences": [*differences(identity), *of_pack],
         "prompts": prompts(identity),
         "made_with": _made_with(summary["config"]),
     }

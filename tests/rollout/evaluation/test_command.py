@@ -43,7 +43,7 @@ def run(checkpoint, split, videos, player, monkeypatch, capfd, tmp_path):
     """run(**settings) evaluates with a scripted sampler; returns summary and printed text."""
 
     def evaluate(records=None, said=ANSWER, **fields):
-        def scripted_player(settings, folder, where, subtitled, stack):
+        def scripted_player(settings, folder, where, subtitled, stack, pack):
             return player([said], blind=settings.blind)
 
         monkeypatch.setattr(evaluation, "load_player", scripted_player)

@@ -187,7 +187,7 @@ def test_notes_name_prompts_differences_weights_and_commits_once_for_equal_split
         "instead of 602,112; times before frames; dispatch parallel instead of frames; weights w0, "
         "commit c0"
     ) in notes
-    assert "- mine (LVBench): prompts theirs abc; dispatch parallel" in notes
+    assert "- mine (LVBench): prompts theirs abc (agentic); dispatch parallel" in notes
 
 
 def test_nothing_differs_under_the_published_settings():

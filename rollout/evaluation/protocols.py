@@ -1,0 +1,64 @@
+"""`--protocol`: finds the prompt pack, and applies how it plays to the settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from rollout.evaluation.pack_folder import read_pack
+from rollout.evaluation.packs import PackError, PromptPack, TextPack, own_pack
+from rollout.evaluation.release import read_release
+from rollout.evaluation.settings import BenchmarkSettings
+
+
+def open_pack(settings: BenchmarkSettings) -> PromptPack:
+    """The pack that the settings name. The caller closes it.
+
+    Raises:
+        PackError: it cannot be used.
+    """
+    return open_text_pack(settings.pack, settings.release)
+
+
+def open_text_pack(name: str, release: str = "") -> TextPack:
+    """The pack of texts that `--protocol` and `--release` name.
+
+    Raises:
+        PackError: it cannot be used.
+    """
+    if release and name != "published":
+        raise PackError(f"--release {release}: is read by --protocol published only; give both")
+    if name == "own":
+        return own_pack()
+    if name == "published":
+        return read_release(release)
+    return read_pack(name)
+
+
+def as_the_pack_plays(
+    settings: BenchmarkSettings, pack: PromptPack, given: Collection[str] = ()
+) -> BenchmarkSettings:
+    """The settings with the values that the pack decides.
+
+    Args:
+        settings: the user's settings.
+        pack: the pack.
+        given: fields that the user gave, so that a default value among them is no accident.
+
+    Raises:
+        PackError: the user wants something else than the pack.
+    """
+    decided = dict(pack.style(settings.benchmark, settings.prompt))
+    for field in dataclasses.fields(settings):
+        if field.name not in decided:
+            continue
+        wanted = decided[field.name]
+        decided[field.name] = wanted = tuple(wanted) if isinstance(wanted, list) else wanted
+        value = getattr(settings, field.name)
+        if value != wanted and (value != field.default or field.name in given):
+            flag = field.name.replace("_", "-")
+            raise PackError(
+                f"--{flag} {value}: --protocol {pack.name} plays with {wanted}; "
+                f"leave --{flag} out, or give another protocol"
+            )
+    return dataclasses.replace(settings, **decided)
