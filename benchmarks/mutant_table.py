@@ -98,6 +98,14 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
     },
     (f"{_METHOD}/grpo/anchor.py", _GRPO): {
+        "tags_of_invalid_rollouts": (
+            "jnp.take_along_axis(batch.trained, structure.positions, axis=1)",
+            "jnp.take_along_axis(batch.mask, structure.positions, axis=1)",
+        ),
+        "likelihood_of_tags_of_a_part": (
+            "probability[n] / jnp.maximum(totals[n], 1)",
+            "probability[n] / jnp.maximum(count[n], 1)",
+        ),
         "violations_rewarded": (
             "masked_mean(weighed, tags, total) - gamma *",
             "masked_mean(weighed, tags, total) + gamma *",

@@ -65,7 +65,10 @@ def plan(command: Gating) -> dict[str, list[Run]]:
     """
     runs: dict[str, list[Run]] = {START: [], DRAWN: [], FIXED: []}
     evaluation = dataclasses.replace(
-        paravt_tiny().evaluation, dispatch=("parallel",), temperatures=(0.0,)
+        paravt_tiny().evaluation,
+        dispatch=("parallel",),
+        temperatures=(0.0,),
+        format_temperatures=(),
     )
     arm = {"rl.kinds": ("mcq",), "rl.control": False, "evaluation": evaluation}
     for seed in command.seeds:
