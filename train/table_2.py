@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.evaluation.markdown import table as markdown
+from rollout.evaluation.markdown import wrapped
 from rollout.evaluation.paper import COLUMNS, TABLE_2, TABLE_2_SPLITS, Setting
 from rollout.evaluation.summary import read_summary, score_of
 from train.durable.metrics import read_metrics
@@ -164,7 +165,7 @@ def _cold_start(name: str, result: Row, scores: Mapping[str, float]) -> Figures 
     def mean(field: str) -> float:
         return sum(row["n"] * row[field] for row in rows) / total
 
-    note = f"before RL: {total} rollouts on held-out questions"
+    note = f"in the row of SFT, {total} rollouts before RL on held-out questions"
     figures = (mean(field) for field in ("format_reward", "calls", "compliance"))
     return Figures(name, "sft", *figures, scores=scores, note=note)
 
@@ -202,7 +203,7 @@ def text(lines: Sequence[Figures]) -> str:
         rows += [["own settings"], *map(_row, own)]
     headings = ["", "f", "kappa", "compliance", *(COLUMNS[split] for split in TABLE_2_SPLITS)]
     notes = [
-        "- Rows with two spaces in front are runs of this project, the others the paper's.",
+        "- Rows with a dot in front are runs of this project, the others the paper's.",
         "- f: mean format reward (R_fmt as published) of training rollouts. kappa: executed calls "
         "per rollout. Both are means over all steps of RL; for a cold start, over its rollouts at "
         "temperature 0.7.",
@@ -210,7 +211,7 @@ def text(lines: Sequence[Figures]) -> str:
         "answer block. The paper has no such figure.",
     ]
     notes += [f"- {line.label}: {line.note}" for line in lines if line.note]
-    return "\n".join([markdown(headings, rows), "", *notes])
+    return "\n".join([markdown(headings, rows), "", *map(wrapped, notes)])
 
 
 def _paper_row(setting: Setting) -> list[str]:
@@ -221,7 +222,7 @@ def _paper_row(setting: Setting) -> list[str]:
 def _row(line: Figures) -> list[str]:
     figures = map(_two_digits, (line.f, line.kappa, line.compliance))
     scores = (line.scores.get(split) for split in TABLE_2_SPLITS)
-    return [f"  {line.label}", *figures, *("" if s is None else f"{s:.1f}" for s in scores)]
+    return [f"· {line.label}", *figures, *("" if s is None else f"{s:.1f}" for s in scores)]
 
 
 def _two_digits(value: float | None) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+
+WIDTH = 120
+"""Columns at which notes are wrapped."""
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -15,6 +19,11 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(3, *(len(row[column]) for row in filled)) for column in range(width)]
     rule = ["-" * widths[0], *("-" * (size - 1) + ":" for size in widths[1:])]
     return "\n".join(_line(row, widths) for row in [filled[0], rule, *filled[1:]])
+
+
+def wrapped(note: str) -> str:
+    """A note below a table, such as "- text", in lines of at most `WIDTH` columns."""
+    return textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -9,19 +9,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pathlib
-import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout.evaluation.benchmarks import title_of
 from rollout.evaluation.folder import FolderError, Line
 from rollout.evaluation.markdown import table as markdown
+from rollout.evaluation.markdown import wrapped
 from rollout.evaluation.paper import COLUMNS, MARKS, TABLE_1, Cell, mean_of_complete
 from rollout.evaluation.published_protocol import differences, prompts
 from rollout.evaluation.summary import not_played, read_summary, rows_of, score_of
-
-WIDTH = 120
-"""Columns at which notes are wrapped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,15 +143,11 @@ def text(table: dict[str, Any]) -> str:
         rows += _run_rows(run, columns, marks)
     body = markdown(["per cent", *map(_heading, columns), "average"], rows)
     notes = [*_legend(table), *marks.notes(), "", *_provenance(table)]
-    return "\n".join([body, "", *map(_wrapped, notes)])
+    return "\n".join([body, "", *map(wrapped, notes)])
 
 
 def _heading(split: str) -> str:
     return COLUMNS.get(split) or title_of(split)
-
-
-def _wrapped(note: str) -> str:
-    return textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _paper_row(model: Line, columns: Sequence[str]) -> list[str]:
@@ -217,7 +210,7 @@ def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str
     for title, show in figures.items():
         cells = [show(entry) if entry else "" for entry in entries]
         if any(cells):
-            rows.append([f"  {title}", *cells])
+            rows.append([f"· {title}", *cells])
     return rows
 
 

@@ -56,7 +56,7 @@ def metrics(f: float = 0.4) -> dict[str, list[float]]:
 
 def rows_of(table: str) -> dict[str, list[str]]:
     rows = [row.split("|")[1:-1] for row in table.splitlines() if row.startswith("|")]
-    return {row[0].rstrip().removeprefix(" "): [cell.strip() for cell in row[1:]] for row in rows}
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
 # --- which row ---
@@ -125,7 +125,7 @@ def test_f_and_kappa_are_means_over_training_and_compliance_stands_apart(tmp_pat
     assert rows["full PARA-GRPO"] == ["0.41", "0.21", "", "62.1", "69.4", "39.8", "65.0"]
     assert rows["... + nFrames gating"][:2] == ["0.10", "1.36"]
     lines = table.splitlines()
-    titles = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
+    titles = [line.split("|")[1].strip("· ") for line in lines if line.startswith("|")]
     below = titles[titles.index("full PARA-GRPO") + 1]
     assert below == "mine, 8b" == titles[titles.index("+ SFT") + 1]
     assert "- mine, 8b: 2 steps of 7 x 8 rollouts" in lines
@@ -135,7 +135,7 @@ def test_runs_of_own_settings_stand_at_the_end_with_their_changes(tmp_path):
     own = change(paravt_8b(), "own", {"rl.rewards.tool_turn_cost": 0.2})
     run = stored(tmp_path / "own", own, **metrics(0.6))
     table = text(read_run(run, []))
-    assert rows_of(table)["  own, 8b"][:3] == ["0.60", "0.30", "0.25"]
+    assert rows_of(table)["· own, 8b"][:3] == ["0.60", "0.30", "0.25"]
     assert table.index("own settings") > table.index("sequential dispatch")
     assert "rl.rewards.tool_turn_cost 0.2" in table
 

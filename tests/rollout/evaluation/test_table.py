@@ -8,11 +8,12 @@ import pytest
 
 from rollout.evaluate import main
 from rollout.evaluation.folder import FolderError
+from rollout.evaluation.markdown import WIDTH
 from rollout.evaluation.markdown import table as markdown
 from rollout.evaluation.paper import COLUMNS, TABLE_1, TABLE_2
 from rollout.evaluation.published_protocol import differences
 from rollout.evaluation.summary import summarise
-from rollout.evaluation.table import WIDTH, contents, text
+from rollout.evaluation.table import contents, text
 from tests.rollout.evaluation.finished import config, folder, left_out, line
 
 
@@ -28,7 +29,7 @@ def printed(*folders):
 def cells_of(table, label):
     """The cells of the only row with this label, by heading."""
     rows = [row for row in table.splitlines() if row.startswith("|")]
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    rows = [[cell.strip("· ") for cell in row.split("|")[1:-1]] for row in rows]
     (found,) = [row for row in rows if row[0] == label]
     return dict(zip(rows[0][1:], found[1:], strict=True))
 
