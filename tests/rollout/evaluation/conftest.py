@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
+from models.qwen3_vl.hf import save
 from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol, render_call
 from paravt_jax.method.records import CropCall
+from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
 from rollout.agent.episode import Environment
 from rollout.evaluation.benchmarks import Item, VideoFolder, load
 from rollout.evaluation.settings import BenchmarkSettings
@@ -99,3 +101,12 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player
         return Player(make.sampler, environment, settings, VideoFolder(videos))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
+    """The small model as a folder that the command takes."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_vocabulary(small_vocabulary.tokenizer, folder / "tokenizer")
+    save(small_model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
+    return folder / "model"

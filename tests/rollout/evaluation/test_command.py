@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from models.qwen3_vl.hf import save
 from paravt_jax.data.question_files import read_questions
-from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
 from rollout import evaluate as command
 from rollout.agent.endpoint import EndpointError
 from rollout.evaluation import run as evaluation
@@ -27,15 +25,6 @@ from tests.paravt_jax.judge_server import Reply, serving
 
 ROOT = pathlib.Path(__file__).parents[3]
 ANSWER = "x\n</think>\n<answer>B</answer>"
-
-
-@pytest.fixture(scope="session")
-def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
-    """The small model as a folder that the command takes."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    save_vocabulary(small_vocabulary.tokenizer, folder / "tokenizer")
-    save(small_model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
-    return folder / "model"
 
 
 @pytest.fixture
