@@ -12,6 +12,7 @@ has `SampleStop.FAILED`. The caller decides when a server is hopeless (`Endpoint
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import itertools
 import re
@@ -92,15 +93,23 @@ class EndpointSampler:
         model: Name of the model at the endpoint.
         vocabulary: Tokenizer of the model, for the ids of replies.
         images: Frames as pictures.
+        ids_per_token: Upper bound on the vocabulary's ids per token of the server, if the
+            vocabulary is not the model's own.
     """
 
     def __init__(
-        self, settings: ServerSettings, model: str, vocabulary: Vocabulary, images: FrameImages
+        self,
+        settings: ServerSettings,
+        model: str,
+        vocabulary: Vocabulary,
+        images: FrameImages,
+        ids_per_token: int = 1,
     ):
         self._settings = settings
         self._model = model
         self._vocabulary = vocabulary
         self._images = images
+        self._ids_per_token = ids_per_token
         self._client = Client(settings)
         self._tickets = itertools.count()
         # Requests in flight by ticket, with one future per sample.
@@ -121,11 +130,12 @@ class EndpointSampler:
             sample = self._sample(request, "", SampleStop.UNREADABLE)
             self._failed.append((ticket, (sample,) * len(request.seeds)))
             return ticket
+        # The server counts its own tokens.
+        most = -(-request.sampling.max_new_tokens // self._ids_per_token)
+        asked = dataclasses.replace(request.sampling, max_new_tokens=most)
         futures = [
             self._client.ask(
-                body(chat, request.sampling, seed, self._model, self._vocabulary),
-                self._read,
-                request.sampling.deadline,
+                body(chat, asked, seed, self._model, self._vocabulary), self._read, asked.deadline
             )
             for seed in request.seeds
         ]

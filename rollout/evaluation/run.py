@@ -50,6 +50,7 @@ from rollout.evaluation.native_video import video_overview, video_tokens
 from rollout.evaluation.packs import PackError, PromptPack, own_pack
 from rollout.evaluation.protocols import as_the_pack_plays, open_pack
 from rollout.evaluation.provenance import commit, questions_hash, versions, weights_hash
+from rollout.evaluation.served import BUILT_IN, Served, served
 from rollout.evaluation.server_watch import ServerWatch
 from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.split import Player
@@ -97,14 +98,17 @@ def _evaluate(
         )
     videos = VideoFolder(_videos(settings))
     loaded = _load(settings, questions, videos.root)
-    model = local_folder(settings.model, weights=not settings.endpoint)
+    model = None
+    if settings.model:
+        model = local_folder(settings.model, weights=not settings.endpoint)
+    files = _model_files(settings, model)
     weights = None  # an endpoint does not reveal its weights
-    if not settings.endpoint:
+    if model and not settings.endpoint:
         weights_files(model)  # raises before hashing if a file is missing
         weights = weights_hash(model)
-    _check_prompts(settings, model, pack)
+    _check_prompts(files.scaled(settings), files, pack)
 
-    name = settings.name or _name(settings.model)
+    name = settings.name or _name(settings.model or settings.endpoint_model)
     split = settings.benchmark or pathlib.Path(settings.questions or OWN).stem
     out = pathlib.Path(settings.out or f"evaluations/{name.replace('/', '--')}/{split}")
     identity = settings.identity() | {
@@ -112,6 +116,8 @@ def _evaluate(
         "questions": questions_hash(loaded.items),
         "protocol": pack.name,
         "protocol_digest": pack.digest,
+        # Limits mean something else in the books of the built-in vocabulary.
+        **({"tokenizer": BUILT_IN} if files.tokenizer == BUILT_IN else {}),
     }
     details = {
         "name": name,
@@ -190,7 +196,7 @@ def _videos(settings: BenchmarkSettings) -> str:
 
 def load_player(
     settings: BenchmarkSettings,
-    folder: pathlib.Path,
+    folder: pathlib.Path | None,
     videos: VideoFolder,
     subtitled: bool,
     stack: contextlib.ExitStack,
@@ -198,19 +204,20 @@ def load_player(
 ) -> Player:
     """Load the model or connect to the endpoint. `stack` closes the connections.
 
-    Without a pack, this project's wording is used.
+    Without a pack, this project's wording is used. Without a folder, the settings name an endpoint.
     """
     pack = pack or own_pack()
     judge = None
     rewards = settings.rewards()
     if rewards.judge:
         judge = stack.enter_context(contextlib.closing(RemoteJudge(rewards.judge)))
-    config = from_hf(folder / "config.json")
-    vocabulary = tokenizer.load(folder)
+    files = _model_files(settings, folder)
+    config, vocabulary = files.config, files.vocabulary
+    settings = files.scaled(settings)
     wording = pack.wording(settings.benchmark, settings.prompt)
     protocol, prompt, crop = _protocol(settings, vocabulary, config.vision, subtitled, wording)
-    if settings.endpoint:
-        features, sampler = _endpoint(settings, config, videos, vocabulary, stack)
+    if settings.endpoint or folder is None:
+        features, sampler = _endpoint(settings, files, videos, stack)
     else:
         features, sampler = _engine(settings, folder, config, videos, protocol, prompt, crop)
     overview = video_overview if settings.native_video else FrameFeatures.overview
@@ -218,12 +225,19 @@ def load_player(
     return Player(sampler, environment, settings, videos, judge, pack)
 
 
-def _check_prompts(settings: BenchmarkSettings, model: pathlib.Path, pack: PromptPack) -> None:
+def _model_files(settings: BenchmarkSettings, folder: pathlib.Path | None) -> Served:
+    """Sizes and tokenizer of the model. An endpoint needs neither."""
+    if settings.endpoint or folder is None:
+        return served(folder)
+    vocabulary = tokenizer.load(folder)
+    return Served(from_hf(folder / "config.json"), vocabulary, vocabulary.digest)
+
+
+def _check_prompts(settings: BenchmarkSettings, files: Served, pack: PromptPack) -> None:
     """Render a prompt, so that texts that do not work end the run before it has a folder."""
     wording = pack.wording(settings.benchmark, settings.prompt)
-    vision = from_hf(model / "config.json").vision
     try:
-        _protocol(settings, tokenizer.load(model), vision, False, wording)
+        _protocol(settings, files.vocabulary, files.config.vision, False, wording)
     except ValueError as error:
         raise PackError(f"--protocol {pack.name}: {error}") from error
 
@@ -262,17 +276,18 @@ def _protocol(
 
 def _endpoint(
     settings: BenchmarkSettings,
-    config: Qwen3VLConfig,
+    files: Served,
     videos: VideoFolder,
-    vocabulary: Vocabulary,
     stack: contextlib.ExitStack,
 ) -> tuple[FrameImages, Sampler]:
     """A sampler that sends requests to the endpoint, with frames as images."""
-    images = FrameImages(config, settings.pixels(), videos.root, source=video)
+    images = FrameImages(files.config, settings.pixels(), videos.root, source=video)
     server = ServerSettings(
         settings.endpoint, timeout=settings.request_seconds, concurrency=settings.concurrency
     )
-    sampler = EndpointSampler(server, settings.endpoint_model, vocabulary, images)
+    sampler = EndpointSampler(
+        server, settings.endpoint_model, files.vocabulary, images, files.ids_per_token
+    )
     return images, stack.enter_context(contextlib.closing(sampler))
 
 

@@ -51,8 +51,9 @@ NOT_IDENTITY = (
 class BenchmarkSettings:
     """One evaluation: a model on a split, or on your own questions."""
 
-    model: str
-    """Folder or hub id of a Qwen3-VL; with an endpoint, only tokenizer and config.json are read."""
+    model: str = ""
+    """Folder or hub id of a Qwen3-VL. With an endpoint, only tokenizer and config.json are read if
+    they exist, and the model may be left out."""
     benchmark: str = ""
     """Name of the split to play."""
     data: str = ""
@@ -209,6 +210,10 @@ class BenchmarkSettings:
             raise ValueError(f"--shuffle: {self.benchmark} has no options; leave it out")
 
     def _check_servers(self) -> None:
+        if not (self.model or self.endpoint):
+            raise ValueError(
+                "--model is missing: give the folder or hub id of a Qwen3-VL, or --endpoint"
+            )
         if bool(self.endpoint) != bool(self.endpoint_model):
             raise ValueError(
                 "--endpoint, --endpoint-model: an address needs the name of a model there; "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from paravt_jax.data.question_files import read_questions
 from rollout import evaluate as command
@@ -229,6 +233,77 @@ def test_an_endpoint_needs_no_weights(checkpoint, split, videos, tmp_path):
     assert summary["left_out"]["missing"]["questions"] == 2
 
 
+def pictures(received) -> list[Image.Image]:
+    """The pictures of a request."""
+    parts = [part for message in received.body["messages"] for part in message["content"]]
+    uris = [
+        part["image_url"]["url"] for part in parts if isinstance(part, dict) and "image_url" in part
+    ]
+    return [Image.open(io.BytesIO(base64.b64decode(uri.partition("base64,")[2]))) for uri in uris]
+
+
+@pytest.fixture
+def served_alone(split, videos, tmp_path):
+    """served_alone(model) plays the split with a server, without a Qwen3-VL's config."""
+
+    def play(model: str, **fields):
+        defaults: dict[str, Any] = {"benchmark": "videomme", "data": str(split), "frames": 4}
+        defaults |= {"videos": str(videos), "out": str(tmp_path / "out"), "endpoint_model": "gpt"}
+        with serving(refusing()) as server:
+            settings = BenchmarkSettings(
+                model, endpoint=server.endpoint, pin_think=False, **defaults | fields
+            )
+            summary = evaluation.evaluate(settings)
+        return summary, server.received
+
+    return play
+
+
+def test_a_model_that_is_only_served_needs_no_files(served_alone):
+    summary, received = served_alone("")
+    assert (summary["n"], summary["accuracy"]) == (3, pytest.approx(1 / 3))
+    assert summary["config"]["identity"]["tokenizer"] == "bytes"
+    assert summary["config"]["name"] == "gpt"
+    body = received[0].body
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    assert body["max_tokens"] == 2048  # of the server's tokens
+    # A plain request of OpenAI's API, without extensions of vLLM.
+    assert set(body) == {"model", "messages", "temperature", "max_tokens", "seed"}
+    shown = pictures(received[0])
+    assert len(shown) == 4
+    assert all(side % 32 == 0 for picture in shown for side in picture.size)
+
+
+def test_a_long_turn_of_a_model_that_is_only_served_is_not_cut(served_alone, monkeypatch):
+    """2,048 tokens of the server are more than 2,048 bytes."""
+    thought = "I look at it again. " * 400
+    answer = completion("C")
+    body = answer.body.replace(b"x\\n", json.dumps(thought).encode()[1:-1] + b"\\n")
+    monkeypatch.setattr(
+        "tests.rollout.evaluation.test_command.refusing", lambda: lambda *_: Reply(body)
+    )
+    summary, _ = served_alone("")
+    assert (summary["n"], summary["stops"]) == (3, {"answered": 3})
+
+
+def test_a_folder_with_a_tokenizer_alone_is_enough(served_alone, checkpoint, tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    shutil.copy(checkpoint / "tokenizer.json", folder)
+    summary, _ = served_alone(str(folder))
+    assert summary["n"] == 3
+    assert "tokenizer" not in summary["config"]["identity"]
+
+
+def test_pictures_have_the_sizes_of_the_served_models_patches(served_alone, tmp_path):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    sizes = {"patch_size": 14, "spatial_merge_size": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "x", "vision_config": sizes}))
+    _, received = served_alone(str(folder))
+    assert {side % 28 for picture in pictures(received[0]) for side in picture.size} == {0}
+
+
 def test_a_refused_question_is_left_out_and_asked_again_next_time(by_endpoint):
     rows = [numbered(number) for number in range(4)]
     summary, printed, _ = by_endpoint(refusing("number 0", "number 2"), rows)
@@ -341,6 +416,7 @@ MISTAKES = [
     (["--model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
     (["--frames", "0"], "frames = 0"),
     (["--prompt", "direct", "--dispatch", "parallel"], "--dispatch parallel: --prompt direct"),
+    (["--model", ""], "--model is missing"),
     (["--blind", "--dispatch", "frames"], "--dispatch frames: a blind run"),
     (["--limit", "0"], "--limit 0"),
     (["--shard", "2/2"], "--shard 2/2"),
