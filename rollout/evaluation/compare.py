@@ -117,7 +117,7 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
         f"  A {first}: {100 * score_a:.1f}",
         f"  B {second}: {100 * score_b:.1f}",
         f"  B - A: {100 * found['difference']:+.1f}, "
-        f"95 % interval [{100 * low:+.1f}, {100 * high:+.1f}] (by video)",
+        f"95 % interval [{100 * low:+.1f}, {100 * high:+.1f}] points (clustered by video)",
         f"  both right {found['both_right']}, only A {found['only_first']}, "
         f"only B {found['only_second']}, neither {found['both_wrong']}; "
         f"McNemar, exact, two-sided: p = {found['mcnemar_p']:.3g}",
