@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from paravt_jax.method.protocol import subtitled_text
-from paravt_jax.method.records import QuestionKind
+from paravt_jax.method.records import QuestionKind, Turn
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.wording import OUR_WORDING, PLACEHOLDER, Prompt, Wording, fill
 from rollout.evaluation.benchmarks import BENCHMARKS, BrokenRow, Item, VideoFolder
@@ -66,6 +66,8 @@ class PromptPack(abc.ABC):
     """Name in tables and in config.json."""
     digest: str
     """Hash of everything that the pack says and decides."""
+    prompt: Prompt | None = None
+    """The kind of prompt if the user gives none; None leaves it to the settings."""
 
     @abc.abstractmethod
     def wording(self, benchmark: str, prompt: Prompt) -> Wording:
@@ -104,9 +106,13 @@ class PromptPack(abc.ABC):
         """What still differs from the protocol that the pack stands for, as phrases."""
         return []
 
-    def score(self, benchmark: str, item: Item, answer: str | None) -> Mapping[str, Any] | None:
-        """The pack's own score of an answer, shown beside ours; None if it scores nothing."""
+    def score(self, benchmark: str, item: Item, turns: Sequence[Turn]) -> Mapping[str, Any] | None:
+        """The pack's own score of an episode's turns, stored beside ours; None if it has none."""
         return None
+
+    def figures(self, scores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Fields of the summary, from what `score` returned for the questions that were played."""
+        return {}
 
     def close(self) -> None:
         """Release what the pack holds open."""

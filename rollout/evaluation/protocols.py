@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection
+from typing import Any
 
+from rollout.evaluation.lmms_eval.pack import LmmsEvalPack
 from rollout.evaluation.pack_folder import read_pack
 from rollout.evaluation.packs import PackError, PromptPack, TextPack, own_pack
 from rollout.evaluation.release import read_release
 from rollout.evaluation.settings import BenchmarkSettings
 
 
-def open_pack(settings: BenchmarkSettings) -> PromptPack:
+def open_pack(settings: BenchmarkSettings, folder: str | os.PathLike) -> PromptPack:
     """The pack that the settings name. The caller closes it.
+
+    Args:
+        settings: the user's settings.
+        folder: the folder of the evaluation, where a pack may keep what it was told.
 
     Raises:
         PackError: it cannot be used.
     """
+    python = settings.lmms_eval_python
+    if bool(python) != (settings.pack == LmmsEvalPack.name):
+        raise PackError(
+            f"--protocol {settings.pack}, --lmms-eval-python {python!r}: --protocol lmms-eval and "
+            "the interpreter of lmms-eval's environment belong together; give both or neither"
+        )
+    if python:
+        index, count = settings.part()
+        part = "" if count == 1 else f"{index}-of-{count}"
+        return LmmsEvalPack(python, settings.benchmark, folder, part)
     return open_text_pack(settings.pack, settings.release)
 
 
@@ -48,6 +65,8 @@ def as_the_pack_plays(
     Raises:
         PackError: the user wants something else than the pack.
     """
+    if pack.prompt and settings.prompt == _default("prompt") and "prompt" not in given:
+        settings = dataclasses.replace(settings, prompt=pack.prompt)
     decided = dict(pack.style(settings.benchmark, settings.prompt))
     for field in dataclasses.fields(settings):
         if field.name not in decided:
@@ -62,3 +81,8 @@ def as_the_pack_plays(
                 f"leave --{flag} out, or give another protocol"
             )
     return dataclasses.replace(settings, **decided)
+
+
+def _default(name: str) -> Any:
+    """The default of a setting."""
+    return next(f.default for f in dataclasses.fields(BenchmarkSettings) if f.name == name)

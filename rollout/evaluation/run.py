@@ -82,7 +82,7 @@ def evaluate(
         FileNotFoundError, FolderError, ValueError: the run cannot start. The message is one line.
         EndpointError: the server does not answer, or refuses all questions.
     """
-    with contextlib.closing(open_pack(settings)) as pack:
+    with contextlib.closing(open_pack(settings, _out(settings))) as pack:
         return _evaluate(as_the_pack_plays(settings, pack, given), pack, questions)
 
 
@@ -108,9 +108,7 @@ def _evaluate(
         weights = weights_hash(model)
     _check_prompts(files.scaled(settings), files, pack)
 
-    name = settings.name or _name(settings.model or settings.endpoint_model)
-    split = settings.benchmark or pathlib.Path(settings.questions or OWN).stem
-    out = pathlib.Path(settings.out or f"evaluations/{name.replace('/', '--')}/{split}")
+    out = _out(settings)
     identity = settings.identity() | {
         "weights": weights,
         "questions": questions_hash(loaded.items),
@@ -120,7 +118,7 @@ def _evaluate(
         **({"tokenizer": BUILT_IN} if files.tokenizer == BUILT_IN else {}),
     }
     details = {
-        "name": name,
+        "name": _name(settings),
         "differences": pack.differences(settings.benchmark),
         "settings": dataclasses.asdict(settings),
         "versions": versions(),
@@ -136,14 +134,16 @@ def _evaluate(
             subtitled = any(item.subtitles or item.question.subtitles for item in items)
             with contextlib.ExitStack() as stack:
                 player = load_player(settings, model, videos, subtitled, stack, pack)
-                progress = _Progress(split, len(items))
+                progress = _Progress(_split(settings), len(items))
                 stack.enter_context(progress)
                 # An endpoint that answered questions in an earlier start needs no proof.
                 watch = ServerWatch(settings.endpoint, bool(done)) if settings.endpoint else None
                 _play(player, items, folder, progress, watch)
         score = BENCHMARKS[settings.benchmark].score if settings.benchmark else "accuracy"
         summary = folder.summarise(
-            lambda config, lines: summarise(config, lines, len(loaded.items), loaded.broken, score)
+            lambda config, lines: summarise(
+                config, lines, len(loaded.items), loaded.broken, score, pack.figures
+            )
         )
     print("\n".join(_report(summary, out)), file=sys.stderr)
     return summary
@@ -169,8 +169,22 @@ def _load(
     return Loaded(tuple(Item(question) for question in questions), {})
 
 
-def _name(model: str) -> str:
-    """Name a run after its model: NAME for `runs/NAME/model`, else the folder or the hub id."""
+def _out(settings: BenchmarkSettings) -> pathlib.Path:
+    """The folder of the evaluation."""
+    name = _name(settings).replace("/", "--")
+    return pathlib.Path(settings.out or f"evaluations/{name}/{_split(settings)}")
+
+
+def _split(settings: BenchmarkSettings) -> str:
+    """The name of the questions."""
+    return settings.benchmark or pathlib.Path(settings.questions or OWN).stem
+
+
+def _name(settings: BenchmarkSettings) -> str:
+    """The run's name, by default NAME for `runs/NAME/model`, else the model's folder or hub id."""
+    if settings.name:
+        return settings.name
+    model = settings.model or settings.endpoint_model
     folder = pathlib.Path(model).resolve()
     if not folder.is_dir():
         return model
@@ -394,6 +408,12 @@ def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
                 f"  as the {name} reads the same answers: {interval}; "
                 f"{found['differ']} of {found['n']} questions differ"
             )
+    if "lmms_eval_score" in summary:
+        found = summary["lmms_eval"]
+        yield (
+            f"  by lmms-eval's own functions: {100 * summary['lmms_eval_score']:.1f} "
+            f"({found['task']}, {found['n']} answers)"
+        )
     if summary["n"]:
         if summary["refused_reports"]:
             yield f"  {summary['refused_reports']} requests of sub-agents were refused"

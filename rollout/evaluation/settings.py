@@ -44,6 +44,7 @@ NOT_IDENTITY = (
     "request_seconds",
     "pack",
     "release",
+    "lmms_eval_python",
 )
 
 
@@ -67,9 +68,12 @@ class BenchmarkSettings:
     questions: str = ""
     """File of your own questions (.jsonl or .csv, see docs/evaluation.md) instead of a split."""
     pack: Annotated[str, tyro.conf.arg(name="protocol")] = "own"
-    """Words and ways of asking: own, published (with --release), or the folder of a pack."""
+    """Words and ways of asking: own, published (with --release), lmms-eval (with
+    --lmms-eval-python), or the folder of a pack."""
     release: str = ""
     """Your checkout of the ParaVT release, from which --protocol published reads its texts."""
+    lmms_eval_python: str = ""
+    """Interpreter of lmms-eval's environment, for --protocol lmms-eval."""
     limit: int | None = None
     """Play only this many questions; the same command without a limit plays the rest."""
     shard: str = "0/1"

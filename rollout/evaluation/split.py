@@ -164,7 +164,10 @@ class Player:
         line = transcript(episode, outcome.rewards, self._setting, vocabulary)
         # `video` is the benchmark's path of the video, `file` the path at which it was found.
         places = {"video": video, "file": episode.question.video, "subtitles": subtitles}
-        others = {"other_scores": other_scores(episode.question, episode.turns)}
+        others: Line = {"other_scores": other_scores(episode.question, episode.turns)}
+        theirs = self._pack.score(self._settings.benchmark, item, episode.turns)
+        if theirs is not None:
+            others["protocol_score"] = dict(theirs)
         return about | line | measures(outcome) | places | others
 
 

@@ -37,6 +37,7 @@ def summarise(
     questions: int,
     broken: Mapping[str, str],
     score: Score = "accuracy",
+    protocol_figures: Callable[[Sequence[Line]], Mapping[str, Any]] | None = None,
 ) -> Line:
     """Compute the content of summary.json.
 
@@ -49,6 +50,7 @@ def summarise(
         questions: the number of questions in the split.
         broken: row number -> reason, for every row of the split that cannot be asked.
         score: the name of the mean score.
+        protocol_figures: makes further fields from the scores that the protocol gave by itself.
     """
     # Sorted, so that the summary does not depend on the order in which questions were finished.
     found = sorted(latest(lines).values(), key=lambda line: line["id"])
@@ -58,10 +60,15 @@ def summarise(
         "questions": questions,
         "n": len(played),
         **(_split_figures(played, score) if played else {}),
+        **(protocol_figures(_protocol_scores(played)) if protocol_figures and played else {}),
         "left_out": _left_out([line for line in found if "left_out" in line]),
         "broken_rows": dict(broken),
         "config": config,
     }
+
+
+def _protocol_scores(played: Sequence[Line]) -> list[Line]:
+    return [line["protocol_score"] for line in played if "protocol_score" in line]
 
 
 def read_summary(folder: pathlib.Path) -> Line:

@@ -19,6 +19,7 @@ from rollout.evaluation.benchmarks.tables import Row
 from rollout.evaluation.lmms_eval.cache import Cache, key_of
 from rollout.evaluation.lmms_eval.pipe import Message, Pipe, PipeError
 from rollout.evaluation.lmms_eval.tasks import TASKS
+from rollout.evaluation.packs import PackError
 
 VERSIONS = "0.7."
 """Versions of lmms-eval whose files are laid out as expected begin like this."""
@@ -38,8 +39,12 @@ _SET_UP = (
 _REMOVED = ("API", "KEY", "TOKEN", "OPENAI", "AZURE", "PYTHONPATH", "PYTHONHOME", "HF_", "PROXY")
 
 
-class LmmsEvalError(ValueError):
+class LmmsEvalError(PackError):
     """lmms-eval cannot be asked, or cannot answer; the message is one line for people."""
+
+
+class UnaskableRow(LmmsEvalError):
+    """The task cannot make a prompt of a row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +123,8 @@ class LmmsEval:
                 "subtitle/ID.srt" with their absolute paths.
 
         Raises:
-            LmmsEvalError: the task cannot make a prompt of a row.
+            UnaskableRow: the task cannot make a prompt of a row.
+            LmmsEvalError: lmms-eval cannot be loaded.
         """
         files = files if files is not None else [{}] * len(rows)
         rows = [self.task.row(row) for row in rows]
@@ -139,7 +145,7 @@ class LmmsEval:
             for number, prompt in zip(asked, reply["prompts"], strict=True):
                 if "text" not in prompt:
                     reason = prompt.get("error") or f"it asks the server {prompt['judge']}"
-                    raise LmmsEvalError(self._bad_row(rows[number], reason))
+                    raise UnaskableRow(self._bad_row(rows[number], reason))
                 self._cache[keys[number]] = prompt["text"]
         return [self._cache[key] for key in keys]
 

@@ -48,6 +48,9 @@ _NOT_TAKEN = (
     "open_ended",
     "judge",
     "judge_model",
+    "pack",
+    "release",
+    "lmms_eval_python",
 )
 
 
@@ -142,9 +145,12 @@ def main() -> int:
             reply({"error": str(error)})
             return 2
         reply({"ready": True})
-        for line in sys.stdin.buffer:
-            for answer in play(player, json.loads(line)["requests"], settings.question_tokens):
-                reply(answer)
+        try:
+            for line in sys.stdin.buffer:
+                for answer in play(player, json.loads(line)["requests"], settings.question_tokens):
+                    reply(answer)
+        except KeyboardInterrupt:  # Ctrl-C reaches lmms-eval and this process
+            return 130
     return 0
 
 

@@ -1,0 +1,160 @@
+"""`rollout.evaluate --protocol lmms-eval`, with a scripted model and a stand-in for lmms-eval."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from models.qwen3_vl.hf import save
+from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
+from rollout import evaluate as command
+from rollout.engine.requests import SampleStop
+from rollout.evaluation import run as evaluation
+from rollout.evaluation.folder import read_json
+from rollout.evaluation.packs import PackError
+from rollout.evaluation.split import Player
+from tests.paravt_jax.benchmarks import published
+from tests.rollout.conftest import Cut
+from tests.rollout.evaluation.lmms_eval import standin
+
+ROWS = [
+    published.mlvu(f"w{number % 2}.mp4", "a boat", question=f"{number}?") for number in range(4)
+]
+AGENTIC = "x\n</think>\n<answer>a boat</answer>"
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> pathlib.Path:
+    return standin.install(tmp_path_factory.mktemp("environment"))
+
+
+@pytest.fixture(scope="module")
+def model(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_vocabulary(small_vocabulary.tokenizer, folder / "tokenizer")
+    save(small_model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
+    return folder / "model"
+
+
+@pytest.fixture
+def evaluate(python, model, player, videos, monkeypatch, capsys, tmp_path):
+    """evaluate(said, *flags) plays MLVU; returns the exit code, what was printed, and the player's
+    settings and sampler."""
+    published.write_split("mlvu", tmp_path / "split", ROWS)
+
+    def play(said, *flags):
+        seen = {}
+
+        def scripted(settings, folder, where, subtitled, stack, pack):
+            made = player([said], prompt=settings.prompt)
+            environment = made.environment
+            wording = pack.wording(settings.benchmark, settings.prompt)
+            environment.protocol.wording = wording
+            seen["settings"], seen["sampler"] = settings, player.sampler
+            return Player(player.sampler, environment, settings, where, pack=pack)
+
+        monkeypatch.setattr(evaluation, "load_player", scripted)
+        code = command.main(
+            [
+                *("--model", str(model), "--benchmark", "mlvu", "--data"),
+                *(str(tmp_path / "split"), "--videos", str(videos), "--out", str(tmp_path / "out")),
+                *("--frames", "4", "--protocol", "lmms-eval", "--lmms-eval-python", str(python)),
+                *flags,
+            ]
+        )
+        return code, capsys.readouterr().err, seen
+
+    return play
+
+
+def test_the_model_answers_directly_and_is_scored_by_both(evaluate, tmp_path) -> None:
+    code, printed, seen = evaluate("a boat")
+    assert code == 0, printed
+    settings = seen["settings"]
+    assert (settings.prompt, settings.turn_tokens, settings.temperature) == ("direct", 16, 0.0)
+    assert settings.episode_settings().dispatch == "none"
+    summary = read_json(tmp_path / "out" / "summary.json")
+    assert summary["accuracy"] == 1.0
+    assert summary["lmms_eval_score"] == 1.0
+    assert summary["lmms_eval"]["metrics"] == {"mlvu_percetion_score": 100.0}
+    assert "by lmms-eval's own functions: 100.0 (mlvu_dev, 4 answers)" in printed
+
+
+def test_prompts_are_those_of_lmms_eval(evaluate, small_vocabulary) -> None:
+    _, _, seen = evaluate("a boat")
+    prompts = [small_vocabulary.decode(request.ids) for request in seen["sampler"].asked]
+    assert len(prompts) == 4
+    for number, prompt in enumerate(prompts):
+        assert prompt.startswith("<|im_start|>system\nBe quick.<|im_end|>\n")
+        assert f"<|vision_end|>For all: {number}??<|im_end|>\n<|im_start|>assistant\n" in prompt
+
+
+def test_an_answer_that_was_cut_off_is_scored_as_it_stands(evaluate, tmp_path) -> None:
+    """lmms-eval reads whatever was generated; this project counts no answer that was cut off."""
+    evaluate(Cut("a boat or so", SampleStop.LENGTH))
+    (line, *_) = (tmp_path / "out" / "questions.jsonl").read_text().splitlines()
+    assert json.loads(line)["read"] is None
+    result = json.loads(line)["protocol_score"]["result"]["mlvu_percetion_score"]
+    assert result["pred_answer"] == "a boat or so"
+
+
+def test_agents_can_be_asked_in_lmms_evals_words(evaluate, small_vocabulary, tmp_path) -> None:
+    code, printed, seen = evaluate(AGENTIC, "--prompt", "agentic")
+    assert code == 0, printed
+    assert seen["settings"].turn_tokens == 2048
+    prompt = small_vocabulary.decode(seen["sampler"].asked[0].ids)
+    assert "crop_video" in prompt
+    assert "For all: 0??" in prompt
+    assert read_json(tmp_path / "out" / "summary.json")["lmms_eval_score"] == 1.0
+
+
+def test_a_second_start_asks_lmms_eval_for_nothing(evaluate, monkeypatch, tmp_path) -> None:
+    evaluate("a boat", "--limit", "2")
+    before = (tmp_path / "out" / "lmms_eval.jsonl").read_bytes()
+    evaluate("a boat", "--limit", "2")
+    assert (tmp_path / "out" / "lmms_eval.jsonl").read_bytes() == before
+    _, _, seen = evaluate("a boat")
+    assert len(seen["sampler"].asked) == 2
+    assert read_json(tmp_path / "out" / "summary.json")["lmms_eval"]["n"] == 4
+
+
+def test_another_version_of_the_task_is_another_evaluation(evaluate, python) -> None:
+    evaluate("a boat", "--limit", "2")
+    (utils,) = python.parents[1].glob("lib/*/site-packages/lmms_eval/tasks/mlvu/utils.py")
+    text = utils.read_text()
+    utils.write_text(text + "\n# changed\n")
+    try:
+        code, printed, _ = evaluate("a boat")
+    finally:
+        utils.write_text(text)
+    assert code == 2
+    assert "protocol_digest" in printed
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--turn-tokens", "99"), "--turn-tokens 99: --protocol lmms-eval plays with 16"),
+        (("--shuffle",), "--shuffle True: --protocol lmms-eval plays with False"),
+        (("--temperature", "0.7"), "--temperature 0.7: --protocol lmms-eval plays with 0.0"),
+        (("--protocol", "own"), "--protocol lmms-eval and the interpreter"),
+        (("--lmms-eval-python", ""), "--protocol lmms-eval and the interpreter"),
+        (("--lmms-eval-python", "/no/python"), "--lmms-eval-python /no/python: "),
+    ],
+)
+def test_what_does_not_belong_together_is_one_line(evaluate, flags, words) -> None:
+    code, printed, _ = evaluate("a boat", *flags)
+    assert code == 2
+    assert words in printed.strip().splitlines()[-1]
+
+
+def test_own_questions_have_no_task_of_lmms_eval(python, model, videos) -> None:
+    settings = evaluation.BenchmarkSettings(
+        str(model), videos=str(videos), pack="lmms-eval", lmms_eval_python=str(python)
+    )
+    question = Question("1", "w0.mp4", "What follows?", QuestionKind.OPEN_ENDED, "rain")
+    with pytest.raises(PackError, match="lmms-eval has no task for own questions"):
+        evaluation.evaluate(settings, [question])
