@@ -132,17 +132,23 @@ class Player:
     def _fitting(self, entries: Sequence[Subtitle]) -> list[Subtitle]:
         return fitting(entries, self.environment.protocol, self._settings.subtitle_tokens)
 
+    def too_long(self, question: Question, subtitled: bool = False) -> LeftOut | None:
+        """Why a question is left out, if it has more tokens than there is room for."""
+        room = self._settings.question_tokens
+        if subtitled:
+            room += self._settings.subtitle_tokens
+        length = len(self.environment.protocol.question(question).ids)
+        if length <= room:
+            return None
+        reason = f"the question has {length} tokens, and there is room for {room}"
+        return LeftOut(question, "too_long", reason)
+
     def _with_file(self, question: Question, subtitled: bool) -> Question | LeftOut:
         """The question with the path of its video's file, or the reason why it cannot be asked."""
-        settings = self._settings
-        room = settings.question_tokens
-        if subtitled:
-            room += settings.subtitle_tokens
-        length = len(self.environment.protocol.question(question).ids)
-        if length > room:
-            reason = f"the question has {length} tokens, and there is room for {room}"
-            return LeftOut(question, "too_long", reason)
-        if settings.blind:
+        long = self.too_long(question, subtitled)
+        if long:
+            return long
+        if self._settings.blind:
             return question
         path = self._videos.find(question.video)
         if path is None:

@@ -35,7 +35,7 @@ class ParaVT(lmms):
 
         Args:
             python: path of the interpreter in whose environment paravt-jax is installed.
-            pretrained: folder or hub id of the model.
+            pretrained: folder or hub id of the model. It may be left out with an endpoint.
             batch_size: `--batch_size`; above 1, the number of concurrent episodes.
             settings: options of `python -m rollout.evaluate` with "_" for "-", such as frames.
 
@@ -43,7 +43,7 @@ class ParaVT(lmms):
             ValueError: an argument is missing or wrong, or the engine cannot start.
         """
         super().__init__()
-        if not python or not pretrained:
+        if not python or not (pretrained or settings.get("endpoint")):
             raise ValueError(
                 "--model_args: python and pretrained are needed; give "
                 "python=PATH (an interpreter with paravt-jax) and pretrained=FOLDER"

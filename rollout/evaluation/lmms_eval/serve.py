@@ -58,7 +58,7 @@ def settings_of(model: str, given: Message) -> BenchmarkSettings:
     """The settings of the episodes.
 
     Args:
-        model: folder or hub id.
+        model: folder or hub id; "" with an endpoint.
         given: options of `rollout.evaluate`. Tools are separated by "+".
 
     Raises:
@@ -86,13 +86,12 @@ def settings_of(model: str, given: Message) -> BenchmarkSettings:
     return BenchmarkSettings(model, **taken)
 
 
-def play(player: Player, requests: Sequence[Message], room: int) -> Iterator[Message]:
+def play(player: Player, requests: Sequence[Message]) -> Iterator[Message]:
     """Play requests side by side.
 
     Args:
         player: the player.
         requests: the requests. A bad one gets an error, and the others are played.
-        room: the longest question, in tokens.
 
     Yields:
         One reply per request, in the order in which they are done.
@@ -103,14 +102,10 @@ def play(player: Player, requests: Sequence[Message], room: int) -> Iterator[Mes
             question = Question(
                 request["name"], request["video"], request["text"], QuestionKind.OPEN_ENDED, ""
             )
-            length = len(player.environment.protocol.question(question).ids)
             if not pathlib.Path(question.video).is_file():
                 yield LeftOut(question, "missing", f"no file {question.video}")
-            elif length > room:
-                reason = f"the question has {length} tokens; give question_tokens={length}"
-                yield LeftOut(question, "too_long", reason)
             else:
-                yield question
+                yield player.too_long(question) or question
 
     remaining = collections.Counter(request["video"] for request in requests)
     for number, outcome in player.outcomes(questions()):
@@ -139,7 +134,9 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         try:
             settings = settings_of(start["model"], start["settings"])
-            folder = local_folder(settings.model, weights=not settings.endpoint)
+            folder = None
+            if settings.model:
+                folder = local_folder(settings.model, weights=not settings.endpoint)
             player = load_player(settings, folder, VideoFolder("/"), False, stack)
         except (FileNotFoundError, ValueError) as error:
             reply({"error": str(error)})
@@ -147,7 +144,7 @@ def main() -> int:
         reply({"ready": True})
         try:
             for line in sys.stdin.buffer:
-                for answer in play(player, json.loads(line)["requests"], settings.question_tokens):
+                for answer in play(player, json.loads(line)["requests"]):
                     reply(answer)
         except KeyboardInterrupt:  # Ctrl-C reaches lmms-eval and this process
             return 130
