@@ -1,0 +1,341 @@
+"""Evaluates against a server that misbehaves: `python -m benchmarks.misbehaving_server`.
+
+The server answers 1,000 generated questions, each only after one of the faults in `FAULTS`: errors
+with and without Retry-After, proxies' pages, broken and endless bodies, closed connections,
+refusals. The evaluation is killed (SIGKILL) half way and started again until no question is left.
+Then this holds, or the command fails:
+
+- Every question has an outcome: played and right, or refused where the server refused it.
+- No question was asked again that had its answer on disk when the evaluation was killed.
+- No question was asked again by the process that had got its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import email.utils
+import gzip
+import json
+import pathlib
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from rollout.evaluation.folder import Line, latest, read_lines
+
+REQUEST_SECONDS = 1.0
+"""Time limit of a request, in seconds. Faults that stall take longer."""
+
+_STALL = 2.5 * REQUEST_SECONDS
+_QUESTION = re.compile(r"Question (\d+)\b")
+_PROXY_PAGE = b"<html><head><title>502</title></head><body><h1>Bad gateway</h1></body></html>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A way to misbehave, once per question unless it is `lasting`."""
+
+    send: Callable[[_Handler], None]
+    answers: bool = False
+    """Whether the reply contains the answer nevertheless."""
+    lasting: str = ""
+    """How a question ends that always gets this reply: "refused", or "" for none."""
+
+
+def completion(text: str | None, finish: str | None = "stop") -> bytes:
+    """The body of a chat completion."""
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+ANSWER = "I see it.\n</think>\n<answer>B</answer>"
+
+
+def _replies(body: bytes, status: int = 200, **headers: str) -> Callable[[_Handler], None]:
+    """A fault that sends a whole reply. `_` in names of headers stands for "-"."""
+    return lambda handler: handler.reply(body, status, headers)
+
+
+def _error(status: int, message: str, **headers: str) -> Callable[[_Handler], None]:
+    return _replies(json.dumps({"error": {"message": message}}).encode(), status, **headers)
+
+
+def _retry_at_date(handler: _Handler) -> None:
+    until = email.utils.formatdate(time.time() + 1, usegmt=True)
+    handler.reply(b'{"error": "busy"}', 429, {"Retry-After": until})
+
+
+def _close(handler: _Handler) -> None:
+    handler.close_connection = True
+
+
+def _reset(handler: _Handler) -> None:
+    # With no time to linger, closing sends a reset instead of an orderly end.
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    handler.connection.close()
+    handler.close_connection = True
+
+
+def _half_a_body(handler: _Handler) -> None:
+    """Promises more bytes than it sends."""
+    body = completion(ANSWER)
+    handler.head(200, len(body), {})
+    handler.wfile.write(body[: len(body) // 2])
+    handler.close_connection = True
+
+
+def _drip(handler: _Handler) -> None:
+    """Sends a byte now and then, so that no single wait is long."""
+    body = completion(ANSWER)
+    handler.head(200, len(body), {})
+    start = time.monotonic()
+    for byte in body:
+        if time.monotonic() - start > _STALL:
+            break
+        handler.wfile.write(bytes([byte]))
+        handler.wfile.flush()
+        time.sleep(_STALL / 20)
+    handler.close_connection = True
+
+
+def _hang(handler: _Handler) -> None:
+    time.sleep(_STALL)
+    handler.close_connection = True
+
+
+FAULTS: dict[str, Fault] = {
+    "none": Fault(_replies(completion(ANSWER)), answers=True),
+    "429, Retry-After in seconds": Fault(_error(429, "slow down", Retry_After="0.2")),
+    "429, Retry-After as a date": Fault(_retry_at_date),
+    "429 alone": Fault(_error(429, "slow down")),
+    "408": Fault(_error(408, "too slow")),
+    "500": Fault(_error(500, "out of memory")),
+    "502, a proxy's page": Fault(_replies(_PROXY_PAGE, 502, Content_Type="text/html")),
+    "503, Retry-After": Fault(_error(503, "loading the model", Retry_After="0.1")),
+    "504, no body": Fault(_replies(b"", 504)),
+    "a proxy's page with status 200": Fault(_replies(_PROXY_PAGE, 200, Content_Type="text/html")),
+    "truncated JSON": Fault(_replies(completion(ANSWER)[:-20])),
+    "half of the promised body": Fault(_half_a_body),
+    "empty body": Fault(_replies(b"")),
+    "slow drip": Fault(_drip),
+    "no reply": Fault(_hang),
+    "closed without a reply": Fault(_close),
+    "reset": Fault(_reset),
+    "no choices": Fault(_replies(b'{"choices": []}')),
+    "null content": Fault(_replies(completion(None))),
+    "no finish reason": Fault(_replies(completion(ANSWER, None))),
+    "huge body": Fault(_replies(completion("x" * (5 << 20)))),
+    "invalid UTF-8": Fault(_replies(completion("abc").replace(b"abc", b"\xff\xfe"))),
+    "redirect": Fault(_replies(b"", 307, Location="http://127.0.0.1:9/v1")),
+    "lone surrogate": Fault(_replies(completion("\ud83d " + ANSWER)), answers=True),
+    "extra end tokens": Fault(
+        _replies(completion(ANSWER + "<|im_end|><|im_end|>\n<|im_start|>user\nC")), answers=True
+    ),
+    "gzip although not asked for": Fault(
+        _replies(gzip.compress(completion(ANSWER)), Content_Encoding="gzip"), answers=True
+    ),
+    "wrong content type": Fault(
+        _replies(completion(ANSWER), Content_Type="text/plain"), answers=True
+    ),
+    "content_filter": Fault(_replies(completion("", "content_filter")), lasting="refused"),
+    "400, context length": Fault(_error(400, "the context is too long"), lasting="refused"),
+}
+
+
+class MisbehavingServer(ThreadingHTTPServer):
+    """A server that shows question n the n-th fault, in turn, and answers it the next time.
+
+    `asked` has the number of every question that was asked, and whether it got its answer then.
+    """
+
+    daemon_threads = True
+    block_on_close = False  # a request that stalls is left behind
+    request_queue_size = 64
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[tuple[int, bool]] = []
+        self.lock = threading.Lock()
+        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up on a stalled request is expected."""
+
+
+def fault_of(number: int) -> str:
+    """The name of the fault of a question."""
+    return list(FAULTS)[number % len(FAULTS)]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: MisbehavingServer
+
+    def do_POST(self) -> None:
+        chat = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"]
+        found = _QUESTION.search(json.dumps(chat))
+        assert found, chat
+        number = int(found[1])
+        fault = FAULTS[fault_of(number)]
+        with self.server.lock:
+            before = any(asked == number for asked, _ in self.server.asked)
+            again = before and not fault.lasting
+            self.server.asked.append((number, again or fault.answers))
+        if again:
+            self.reply(completion(ANSWER), 200, {})
+        else:
+            fault.send(self)
+
+    def reply(self, body: bytes, status: int, headers: dict[str, str]) -> None:
+        self.head(status, len(body), headers)
+        self.wfile.write(body)
+
+    def head(self, status: int, length: int, headers: dict[str, str]) -> None:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **given}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing on the terminal."""
+
+
+@contextlib.contextmanager
+def misbehaving() -> Iterator[MisbehavingServer]:
+    """A server while the block runs."""
+    server = MisbehavingServer()
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def write_questions(file: pathlib.Path, count: int) -> None:
+    """Write a file of generated questions; the right answer is always B."""
+    rows = [
+        {
+            "id": str(number),
+            "video": "none.mp4",
+            "question": f"Question {number}: which one?",
+            "options": ["the first", "the second", "the third"],
+            "answer": "B",
+        }
+        for number in range(count)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def problems(lines: dict[str, Line], count: int) -> list[str]:
+    """Questions without the outcome that their fault leads to."""
+    found = []
+    for number in range(count):
+        line = lines.get(str(number), {"left_out": "lost"})
+        wanted = FAULTS[fault_of(number)].lasting
+        if line.get("left_out", "") != wanted or (not wanted and line["score"] != 1.0):
+            outcome = line.get("left_out", "played")
+            found.append(
+                f"question {number} ({fault_of(number)}): {outcome}, not {wanted or 'right'}"
+            )
+    return found
+
+
+def asked_again(asked: Sequence[tuple[int, bool]]) -> list[int]:
+    """Questions that were asked after they had got their answer."""
+    answered: set[int] = set()
+    again = []
+    for number, answers in asked:
+        if number in answered:
+            again.append(number)
+        if answers:
+            answered.add(number)
+    return again
+
+
+def _command(endpoint: str, folder: pathlib.Path, concurrency: int) -> list[str]:
+    options = {
+        "--questions": folder / "questions.jsonl",
+        "--endpoint": endpoint,
+        "--endpoint-model": "m",
+        "--request-seconds": REQUEST_SECONDS,
+        "--episodes": concurrency,
+        "--concurrency": concurrency,
+        "--out": folder / "out",
+    }
+    pairs = [str(word) for pair in options.items() for word in pair]
+    return [sys.executable, "-m", "rollout.evaluate", *pairs, "--blind", "--no-pin-think"]
+
+
+def _lines(folder: pathlib.Path) -> dict[str, Line]:
+    return latest(read_lines(folder / "out")) if (folder / "out").exists() else {}
+
+
+def _played(folder: pathlib.Path) -> set[int]:
+    return {int(id) for id, line in _lines(folder).items() if "left_out" not in line}
+
+
+def run(count: int, concurrency: int, folder: pathlib.Path) -> bool:
+    """Evaluate, kill, evaluate again, and print what happened. Returns whether all went well."""
+    write_questions(folder / "questions.jsonl", count)
+    start = time.monotonic()
+    with misbehaving() as server:
+        command = _command(server.endpoint, folder, concurrency)
+        with (folder / "log.txt").open("wb") as log:
+            process = subprocess.Popen(command, stderr=log)
+            while process.poll() is None and len(_lines(folder)) < count // 2:
+                time.sleep(0.2)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            before = _played(folder)
+            first = list(server.asked)
+            print(f"killed after {time.monotonic() - start:.0f} s with {len(before)} answers")
+            # Questions that failed are asked again by the next command.
+            for _ in range(2):
+                subprocess.run(command, stderr=log, check=False)
+        rest = server.asked[len(first) :]
+    wrong = problems(_lines(folder), count)
+    repeated = before & {number for number, _ in rest}
+    # Refused and redirected questions are asked by every command; answered ones never again.
+    twice = [*asked_again(first), *asked_again(rest)]
+    causes = collections.Counter(line.get("left_out", "played") for line in _lines(folder).values())
+    print(f"{len(FAULTS) - 1} faults, {count} questions, {len(first) + len(rest)} requests")
+    print(f"outcomes: {', '.join(f'{n} {cause}' for cause, n in sorted(causes.items()))}")
+    print(
+        f"asked again though answered: {len(repeated)} after the kill, {len(twice)} by one process"
+    )
+    print(f"{time.monotonic() - start:.0f} s")
+    print("\n".join(wrong[:10]))
+    return not (wrong or repeated or twice)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--questions", type=int, default=1000, help="number of questions")
+    parser.add_argument("--concurrency", type=int, default=32, help="requests at the same time")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        return 0 if run(options.questions, options.concurrency, pathlib.Path(folder)) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
