@@ -93,6 +93,19 @@ def plain_options(options: Any) -> tuple[str, ...]:
     return tuple(texts if without_letters is None else without_letters)
 
 
+def without_unused(options: Sequence[Any]) -> list[Any]:
+    """Drop the unused options at the end of a list of fixed length: None, "" and "N/A".
+
+    Raises:
+        BrokenRow: an option follows an unused one, so letters and indices would name other options.
+    """
+    used = [option not in (None, "", "N/A") for option in options]
+    count = sum(used)
+    if not all(used[:count]):
+        raise BrokenRow("an option is missing before the last one")
+    return list(options[:count])
+
+
 def split_options(text: str) -> tuple[str, tuple[str, ...]]:
     """Split a text into the question and the options in its last lines.
 

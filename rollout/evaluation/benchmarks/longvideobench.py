@@ -11,6 +11,7 @@ from rollout.evaluation.benchmarks.items import (
     optional_task,
     plain_options,
     text_of,
+    without_unused,
 )
 from rollout.evaluation.benchmarks.tables import Row
 
@@ -19,8 +20,7 @@ _OPTIONS = tuple(f"option{i}" for i in range(5))
 
 def _read(row: Row) -> Item:
     candidates = row.get("candidates") or [row.get(name) for name in _OPTIONS]
-    # Unused columns come last, so dropping them does not change the index of the right option.
-    options = plain_options([text for text in candidates if text is not None and text != "N/A"])
+    options = plain_options(without_unused(candidates))
     question = choice(
         id=text_of(row, "id"),
         video=f"videos/{text_of(row, 'video_path')}",

@@ -16,6 +16,7 @@ from rollout.evaluation.benchmarks.items import (
     path_of,
     plain_options,
     text_of,
+    without_unused,
 )
 from rollout.evaluation.benchmarks.tables import Row
 
@@ -54,7 +55,7 @@ def _option_texts(choices: Any) -> list[Any] | None:
     """The options in a column {"A": text, "B": text, ...}. Unused letters have empty texts."""
     if not isinstance(choices, dict):
         return None
-    return [choices[letter] for letter in "ABCDE" if choices.get(letter)]
+    return without_unused([choices.get(letter) for letter in "ABCDE"])
 
 
 MMVU = Benchmark(

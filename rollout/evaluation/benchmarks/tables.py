@@ -69,7 +69,8 @@ def _read(file: pathlib.Path, fields: Sequence[str]) -> list[Row]:
             return _read_parquet(file, fields)
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".jsonl":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            # splitlines() would also split at characters that JSON allows inside a text (U+2028).
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             rows = json.loads(text)
     except (OSError, ValueError, pa.ArrowException) as error:

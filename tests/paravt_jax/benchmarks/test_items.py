@@ -6,7 +6,7 @@ import pytest
 
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, shuffled
-from rollout.evaluation.benchmarks.items import plain_options, split_options
+from rollout.evaluation.benchmarks.items import plain_options, split_options, without_unused
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,15 @@ def test_options_are_split_from_the_text():
         "Why?\n(A)\n(B)",
     ):
         assert split_options(text) == (text, ())
+
+
+@pytest.mark.parametrize("unused", [None, "", "N/A"])
+def test_unused_options_are_dropped_only_at_the_end(unused):
+    assert without_unused(["one", "two", unused, unused]) == ["one", "two"]
+    assert without_unused(["one", "two"]) == ["one", "two"]
+    # Without the gap, index 2 and letter C would name no option, or another one.
+    with pytest.raises(BrokenRow, match="missing before the last one"):
+        without_unused(["one", unused, "two"])
 
 
 def item(n: int, id: str = "q") -> Item:
@@ -94,3 +103,17 @@ def test_videos_are_found_where_archives_put_them(tmp_path):
     assert folder.find("videos/Art/9.mp4") is None
     with pytest.raises(FileNotFoundError, match="--videos .*nowhere"):
         VideoFolder(tmp_path / "nowhere")
+
+
+def test_a_video_may_have_another_container_than_its_row_says(tmp_path):
+    for path in ("data/a.MP4", "data/b.mkv", "c.mp4", "c.mkv", "part_1/d.webm", "s.txt"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    folder = VideoFolder(tmp_path)
+    assert folder.find("data/a.mp4") == "data/a.MP4"
+    assert folder.find("data/b.mp4") == "data/b.mkv"
+    # The file that the row names comes first.
+    assert folder.find("c.mp4") == "c.mp4"
+    assert folder.find("d.mp4") == "part_1/d.webm"
+    # Subtitles have no other container.
+    assert folder.find("s.srt") is None

@@ -177,6 +177,8 @@ BROKEN = [
     ("lvbench", {"answer": "F"}, "answer 'F'"),
     ("mlvu", {"answer": "a green car"}, "answer 'a green car'"),
     ("mlvu", {"answer": "a boat", "candidates": ["a boat", "a boat", "x", "y"]}, "several"),
+    ("longvideobench", {"option0": "N/A"}, "missing before the last"),
+    ("mmvu", {"choices": {"A": "one", "B": "", "C": "two"}, "answer": "C"}, "missing before"),
     ("mmvu", {"question_type": "essay"}, "question_type 'essay'"),
     ("mmvu", {"video": "https://example.org/18.mp4"}, "18.mp4"),
     ("charades", {"timestamp": [30.0, 24.0]}, "[30.0, 24.0]"),
@@ -212,6 +214,16 @@ def test_files_that_are_not_tables_are_refused(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=name):
             load("videomme", str(tmp_path / name))
+
+
+def test_a_text_may_have_any_character_in_a_file_of_lines(tmp_path):
+    """JSON allows line separators of Unicode inside a text; they end no line of the file."""
+    text = "Which\u2028sign\x85is shown?"
+    row = published.videomme("1-0", "v", question=text)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    (item,) = load("videomme", str(file)).items
+    assert item.question.text == text
 
 
 def test_files_of_another_benchmark_are_refused(tmp_path):
