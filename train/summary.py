@@ -119,7 +119,7 @@ def _line(name: str, cells: Iterable[str], last: str) -> str:
     return f"| {' | '.join([name, *cells, last])} |"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m train.summary", description=__doc__)
     parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of finished runs")
@@ -158,4 +158,4 @@ def _result(run: pathlib.Path) -> Row:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

@@ -1,42 +1,67 @@
-"""How an evaluation differs from the protocol with which the paper's numbers were measured."""
+"""The protocol behind the paper's numbers, as settings, and how an evaluation differs from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+PLAY: Mapping[str, Any] = {
+    "frames": 64,
+    "dispatch": "frames",
+    "max_num_frames": 0,
+    "tools": ["crop_video"],
+    "temperature": 0.0,
+    "blind": False,
+    "shuffle": False,
+    "max_tool_turns": 3,
+    "max_calls": 5,
+    "turn_tokens": 2048,
+    "pin_think": False,
+    "frame_times": False,
+    "native_video": False,
+    "min_pixels": 100_352,
+    "max_pixels": 602_112,
+    "crop_min_pixels": 784,
+    "crop_max_pixels": 50_176,
+    "snap": 28,
+    "jpeg": 85,
+    "processor_min_pixels": 65_536,
+}
+"""How the release's evaluator plays: values of `BenchmarkSettings` by field.
 
-class _Aspect(NamedTuple):
-    """A setting, its published value, and words for another value."""
+Frames go through qwen_vl_utils, JPEG, and the processor of the server, whose smallest frame has
+65,536 pixels.
+"""
 
-    field: str
-    published: Any
-    words: str
-    """{0} stands for the value of the run."""
+PLAY_CHARADES: Mapping[str, Any] = {"prompt": "agentic-minimal", "native_video": True}
+"""What differs for Charades-STA."""
 
-
-_ASPECTS = (
-    _Aspect("frames", 64, "{0} overview frames instead of 64"),
-    _Aspect("max_pixels", 602_112, "overview frames of at most {0:,} pixels instead of 602,112"),
-    _Aspect("snap", 28, "sizes not snapped to 28"),
-    _Aspect("jpeg", 85, "JPEG quality {0} instead of 85"),
-    _Aspect("frame_times", False, "times before frames"),
-    _Aspect("dispatch", "frames", "dispatch {0} instead of frames"),
-    _Aspect("temperature", 0.0, "temperature {0:g} instead of greedy"),
-    _Aspect("turn_tokens", 2048, "{0:,} tokens per turn instead of 2,048"),
-    _Aspect("max_tool_turns", 3, "{0} turns with tools instead of 3"),
-    _Aspect("max_calls", 5, "{0} calls per turn instead of 5"),
-    _Aspect("blind", False, "no frames (blind)"),
-    _Aspect("shuffle", False, "options shuffled"),
-)
-_CROP_PIXELS = 50_176
+_WORDS = {
+    "frames": "{0} overview frames instead of {1}",
+    "native_video": "a native video: {0} instead of {1}",
+    "frame_times": "times before frames",
+    "snap": "sizes not snapped to {1}",
+    "jpeg": "JPEG quality {0} instead of {1}",
+    "processor_min_pixels": "no second enlargement of frames below {1:,} pixels",
+    "dispatch": "dispatch {0} instead of {1}",
+    "tools": "tools {0} instead of {1}",
+    "max_num_frames": "num_frames in calls",
+    "temperature": "temperature {0:g} instead of greedy",
+    "turn_tokens": "{0:,} tokens per turn instead of {1:,}",
+    "max_tool_turns": "{0} turns with tools instead of {1}",
+    "max_calls": "{0} calls per turn instead of {1}",
+    "pin_think": "responses begin with <think>",
+    "blind": "no frames (blind)",
+    "shuffle": "options shuffled",
+}
+"""Phrases for a setting with another value, {0}, than the published one, {1}."""
 
 
 def prompts(identity: Mapping[str, Any]) -> str:
-    """Names the prompts of an evaluation: the pack, the beginning of its digest, our prompt."""
-    pack = identity.get("protocol", "own")
-    named = ["ours"] if pack == "own" else [pack, identity.get("protocol_digest", "")[:12]]
-    return " ".join(part for part in ("prompts", *named, f"({identity['prompt']})") if part)
+    """Names the prompts of an evaluation: the pack, its digest's beginning, the system prompt."""
+    digest = identity.get("protocol_digest", "")[:12]
+    parts = ["prompts", identity.get("protocol", ""), digest, f"({identity['prompt']})"]
+    return " ".join(part for part in parts if part)
 
 
 def differences(identity: Mapping[str, Any]) -> list[str]:
@@ -46,12 +71,21 @@ def differences(identity: Mapping[str, Any]) -> list[str]:
         identity: the settings that affect answers, as config.json holds them. Settings that it
             lacks are passed over.
     """
+    published = PLAY | (PLAY_CHARADES if identity["benchmark"] == "charades" else {})
     found = []
-    for field, published, words in _ASPECTS:
-        value = identity.get(field, published)
-        if value != published:
-            found.append("no JPEG" if field == "jpeg" and not value else words.format(value))
-    crops = identity.get("crop_max_pixels") or identity.get("max_pixels", _CROP_PIXELS)
-    if crops != _CROP_PIXELS:
-        found.append(f"crops of at most {crops:,} pixels instead of 50,176")
+    for kind, prefix in (("overview frames", ""), ("crops", "crop_")):
+        own, wanted = _limits(identity, prefix), _limits(published, prefix)
+        if own not in ("", wanted):
+            found.append(f"{kind} of {own} instead of {wanted}")
+    for field, words in _WORDS.items():
+        value = identity.get(field, published[field])
+        if value != published[field]:
+            found.append(words.format(value, published[field]))
     return found
+
+
+def _limits(settings: Mapping[str, Any], prefix: str) -> str:
+    """The sizes of the overview's frames, or with a prefix those of crops; "" if not stated."""
+    names = ("min_pixels", "max_pixels")
+    low, high = (settings.get(prefix + name) or settings.get(name) for name in names)
+    return f"{low:,} to {high:,} pixels" if low and high else ""

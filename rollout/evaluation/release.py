@@ -26,6 +26,7 @@ from typing import Any
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.wording import PLACEHOLDER, Prompt
 from rollout.evaluation.packs import PackError, TextPack
+from rollout.evaluation.published_protocol import PLAY, PLAY_CHARADES
 
 DRIVER = "paravt/eval/driver.py"
 LOADERS = "paravt/eval/utils.py"
@@ -53,32 +54,6 @@ _BENCHMARKS: Mapping[str, Sequence[QuestionKind]] = {
     "mmvu": (QuestionKind.MULTIPLE_CHOICE, QuestionKind.OPEN_ENDED),
     "charades": (QuestionKind.TEMPORAL_GROUNDING,),
 }
-
-# How the release's evaluator plays. Frames go through qwen_vl_utils, JPEG, and the processor of the
-# server, whose smallest frame has 65,536 pixels.
-_PLAY: Mapping[str, Any] = {
-    "frames": 64,
-    "dispatch": "frames",
-    "max_num_frames": 0,
-    "tools": ["crop_video"],
-    "temperature": 0.0,
-    "blind": False,
-    "shuffle": False,
-    "max_tool_turns": 3,
-    "max_calls": 5,
-    "turn_tokens": 2048,
-    "pin_think": False,
-    "frame_times": False,
-    "native_video": False,
-    "min_pixels": 100_352,
-    "max_pixels": 602_112,
-    "crop_min_pixels": 784,
-    "crop_max_pixels": 50_176,
-    "snap": 28,
-    "jpeg": 85,
-    "processor_min_pixels": 65_536,
-}
-_PLAY_CHARADES: Mapping[str, Any] = {"prompt": "agentic-minimal", "native_video": True}
 
 # Beside what `rollout.evaluation.published_protocol` finds in the settings.
 _DIFFERENCES = (
@@ -118,7 +93,7 @@ def read_release(checkout: str | os.PathLike) -> ReleasePack:
             "published",
             texts,
             {"text_first": False, "responses_apart": True},
-            {"": _PLAY, "charades": _PLAY_CHARADES},
+            {"": PLAY, "charades": PLAY_CHARADES},
         )
     except PackError as error:
         raise PackError(f"--release {checkout}: {error}; {_REMEDY}") from error

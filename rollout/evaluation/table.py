@@ -40,7 +40,7 @@ def contents(folders: Sequence[pathlib.Path]) -> dict[str, Any]:
         paper: rows of table 1: group, model, scores and average, and whether it is published.
         runs: rows of the folders. Per split: `score` and `interval` in per cent, `n`, `rows`,
             `left_out` by cause, `calls`, `unread`, `without_answer`, `open_ended`,
-            `published_readings`, `differences` from the published protocol, `prompts`,
+            `other_readings`, `differences` from the published protocol, `prompts`,
             `made_with`.
 
     Raises:
@@ -98,8 +98,13 @@ def _entry(summary: Line) -> Line:
         "prompts": prompts(identity),
         "made_with": _made_with(summary["config"]),
     }
-    counts = ("calls", "unread", "without_answer", "refused_reports", "published_readings")
+    counts = ("calls", "unread", "without_answer", "refused_reports")
     entry |= {name: summary[name] for name in counts if name in summary}
+    readings = summary.get("other_readings", {})
+    entry["other_readings"] = {
+        name: {"score": 100 * found["score"], "differ": found["differ"]}
+        for name, found in readings.items()
+    }
     if "open_ended" in summary:
         found = summary["open_ended"]
         entry["open_ended"] = {
@@ -114,7 +119,9 @@ def _entry(summary: Line) -> Line:
 def _made_with(config: Line) -> str:
     """The weights and the code behind a score."""
     commits = ", ".join(str(commit) for commit in config["commits"])
-    return f"weights {config['identity']['weights'] or 'unknown'}, commit {commits}"
+    identity = config["identity"]
+    weights = identity["weights"] or f"unknown ({identity.get('endpoint_model', 'a server')})"
+    return f"weights {weights}, commit {commits}"
 
 
 def _average(scores: dict[str, Line]) -> float | None:
@@ -194,11 +201,13 @@ def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str
     figures: dict[str, Callable[[Line], str]] = {
         "questions": lambda entry: str(_closed(entry)),
         "95 % interval": lambda entry: _interval(entry["interval"]),
-        "as published": _published,
         "unread answers": lambda entry: str(entry.get("unread", "")),
         "no answer": lambda entry: str(entry.get("without_answer", "")),
         "calls per question": lambda entry: f"{entry['calls']:.2f}" if "calls" in entry else "",
     }
+    names = {name for entry in entries if entry for name in entry["other_readings"]}
+    for name in sorted(names):
+        figures[f"as read by {name}"] = lambda entry, name=name: _reading(entry, name)
     for opened in (entry["open_ended"] for entry in entries if entry and "open_ended" in entry):
         figures[f"open-ended {opened['scoring']}, {opened['n']}"] = lambda entry: (
             _one_digit(entry["open_ended"]["score"]) if "open_ended" in entry else ""
@@ -227,9 +236,9 @@ def _closed(entry: Line) -> int:
     return entry["n"] - entry.get("open_ended", {"n": 0})["n"]
 
 
-def _published(entry: Line) -> str:
-    readings = entry.get("published_readings")
-    return f"{100 * readings['score']:.1f}" if readings else ""
+def _reading(entry: Line, name: str) -> str:
+    found = entry["other_readings"].get(name)
+    return f"{found['score']:.1f} ({found['differ']})" if found else ""
 
 
 def _remark(run: str, split: str, entry: Line) -> str:
@@ -256,8 +265,11 @@ def _legend(table: dict[str, Any]) -> list[str]:
         "- Unread answers name no option or span. Like questions without an answer, they score 0.",
     ]
     entries = [entry for run in table["runs"] for entry in run["scores"].values()]
-    if any("published_readings" in entry for entry in entries):
-        lines.append("- As published: the same answers, read and scored as the release does.")
+    if any(entry["other_readings"] for entry in entries):
+        lines.append(
+            "- As read by another evaluator: its score of the same answers, and in brackets the "
+            "number of questions that it scores differently."
+        )
     return lines
 
 

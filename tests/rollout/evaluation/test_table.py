@@ -11,7 +11,8 @@ from rollout.evaluation.folder import FolderError
 from rollout.evaluation.markdown import WIDTH
 from rollout.evaluation.markdown import table as markdown
 from rollout.evaluation.paper import COLUMNS, TABLE_1, TABLE_2
-from rollout.evaluation.published_protocol import differences
+from rollout.evaluation.published_protocol import PLAY, PLAY_CHARADES, differences
+from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.summary import summarise
 from rollout.evaluation.table import contents, text
 from tests.rollout.evaluation.finished import config, folder, left_out, line
@@ -122,7 +123,7 @@ def test_under_a_runs_scores_are_the_figures_that_belong_to_them(tmp_path):
     assert shown.pop("95 % interval") == "18.8-81.2"
     assert shown == {"questions": "6", "unread answers": "5", "no answer": "1"}
     assert cells_of(table, "calls per question")["VideoMME"] == "2.00"
-    assert "as published" not in table
+    assert "as read by" not in table
 
 
 def test_another_benchmark_gets_a_column_and_no_part_in_the_average(tmp_path):
@@ -176,42 +177,66 @@ def test_mmvus_score_is_multiple_choice_and_open_answers_have_lines_of_their_own
 
 
 def test_notes_name_prompts_differences_weights_and_commits_once_for_equal_splits(tmp_path):
-    theirs = {"protocol": "theirs", "protocol_digest": "abc"}
+    ours = {"min_pixels": 784, "max_pixels": 50_176, "frame_times": True}
+    own = {"protocol": "own", "protocol_digest": "0123456789abcdef"}
+    theirs = {"protocol": "theirs", "weights": None, "endpoint_model": "served"}
     runs = [
-        folder(tmp_path / "a", six(), max_pixels=50_176, frame_times=True),
-        folder(tmp_path / "b", six(), benchmark="mlvu", max_pixels=50_176, frame_times=True),
+        folder(tmp_path / "a", six(), **ours, **own),
+        folder(tmp_path / "b", six(), benchmark="mlvu", **ours, **own),
         folder(tmp_path / "c", six(), benchmark="lvbench", **theirs),
     ]
     notes = " ".join(printed(*runs).split())
     assert (
-        "- mine (VideoMME, MLVU): prompts ours (agentic); overview frames of at most 50,176 pixels "
-        "instead of 602,112; times before frames; dispatch parallel instead of frames; weights w0, "
-        "commit c0"
+        "- mine (VideoMME, MLVU): prompts own 0123456789ab (agentic); overview frames of 784 to "
+        "50,176 pixels instead of 100,352 to 602,112 pixels; times before frames; dispatch "
+        "parallel instead of frames; weights w0, commit c0"
     ) in notes
-    assert "- mine (LVBench): prompts theirs abc (agentic); dispatch parallel" in notes
+    assert "- mine (LVBench): prompts theirs (agentic); dispatch parallel" in notes
+    assert "weights unknown (served)" in notes
+
+
+def test_what_a_pack_leaves_different_is_noted(tmp_path):
+    run = folder(tmp_path / "a", six())
+    summary = json.loads((run / "summary.json").read_text())
+    summary["config"]["differences"] = ["calls in code are not run"]
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert "dispatch parallel instead of frames; calls in code are not run;" in printed(run)
 
 
 def test_nothing_differs_under_the_published_settings():
-    published = {
-        "frames": 64,
-        "max_pixels": 602_112,
-        "crop_max_pixels": 50_176,
-        "snap": 28,
-        "jpeg": 85,
-        "frame_times": False,
-        "dispatch": "frames",
-        "temperature": 0.0,
-        "blind": False,
-    }
+    published = {"benchmark": "videomme", **PLAY}
     assert differences(published) == []
-    assert differences(published | {"crop_max_pixels": 0}) == [
-        "crops of at most 602,112 pixels instead of 50,176"
+    assert differences({"benchmark": "charades", **PLAY, **PLAY_CHARADES}) == []
+    assert differences(published | {"crop_min_pixels": 0, "crop_max_pixels": 0}) == [
+        "crops of 100,352 to 602,112 pixels instead of 784 to 50,176 pixels"
     ]
-    assert differences(published | {"jpeg": 0, "temperature": 0.7, "frames": 16}) == [
+    assert differences(published | {"jpeg": 75, "temperature": 0.7, "frames": 16}) == [
         "16 overview frames instead of 64",
-        "no JPEG",
+        "JPEG quality 75 instead of 85",
         "temperature 0.7 instead of greedy",
     ]
+
+
+def test_every_published_setting_is_a_setting_and_has_words():
+    """A renamed setting would otherwise never differ again."""
+    fields = {field.name: field.default for field in dataclasses.fields(BenchmarkSettings)}
+    assert PLAY.keys() <= fields.keys()
+    for field, value in PLAY.items():
+        other = {bool: not value, str: "other", list: ["other"]}.get(type(value), 7_654_321)
+        assert differences({"benchmark": "videomme", **PLAY, field: other}), field
+
+
+def test_another_evaluators_score_of_the_same_answers_stands_below_ours(tmp_path):
+    lines = [
+        line("a", 1.0, other_scores={"release": 1.0}),
+        line("b", 0.0, other_scores={"release": 1.0}),
+        line("c", 0.0, other_scores={"release": 0.0}),
+        line("d", 1.0, other_scores={"release": 1.0}),
+    ]
+    table = printed(folder(tmp_path / "a", lines))
+    assert cells_of(table, "mine")["VideoMME"] == "50.0 [1]"
+    assert cells_of(table, "as read by release")["VideoMME"] == "75.0 (1)"
+    assert "number of questions that it scores differently" in " ".join(table.split())
 
 
 def test_the_table_fits_a_terminal(tmp_path):
