@@ -71,7 +71,8 @@ def differences(identity: Mapping[str, Any]) -> list[str]:
         identity: the settings that affect answers, as config.json holds them. Settings that it
             lacks are passed over.
     """
-    published = PLAY | (PLAY_CHARADES if identity["benchmark"] == "charades" else {})
+    charades = identity["benchmark"] == "charades"
+    published = {**PLAY, **(PLAY_CHARADES if charades else {})}
     found = []
     for kind, prefix in (("overview frames", ""), ("crops", "crop_")):
         own, wanted = _limits(identity, prefix), _limits(published, prefix)
