@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.features import FrameFeatures
+from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.rope import mrope_positions, next_position
@@ -40,12 +40,13 @@ class Pictures(FrameFeatures):
         self, config: Qwen3VLConfig, sizes: dict[str, tuple[int, int]], gone: Many[str] = ()
     ):
         self.config = config
+        self.settings = FrameSettings()
         self.sizes = sizes
         self.gone = gone
         self.version = 0
 
-    def grid(self, name: str) -> tuple[int, int]:
-        return self.sizes[name]
+    def grid(self, frame: Frame | str) -> tuple[int, int]:
+        return self.sizes[frame if isinstance(frame, str) else frame.video]
 
     def _content(self, name: str) -> None:
         """There is no file that could change."""
