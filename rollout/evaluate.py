@@ -15,6 +15,8 @@ import tyro
 
 from paravt_jax.command_name import command_name
 from paravt_jax.data.frames import VideoError
+from paravt_jax.processes import cluster
+from paravt_jax.processes.hosts import HostsError
 from rollout.agent.endpoint import EndpointError
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.compare import compare, comparison_text
@@ -44,12 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = tyro.cli(
             BenchmarkSettings, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}"
         )
-        summary = evaluate(settings, given=_given(argv))
-        return 0 if summary["n"] else 1  # 1: no question could be played
+        return _evaluate(settings, _given(argv))
     except KeyboardInterrupt:
         print("stopped; the same command continues with the next question", file=sys.stderr)
         return 130
-    except (FileNotFoundError, FolderError, EndpointError, ValueError, VideoError) as error:
+    except (OSError, FolderError, EndpointError, ValueError, VideoError, HostsError) as error:
         print(f"{_PROG}: {error}", file=sys.stderr)
         return 2
 
@@ -71,6 +72,17 @@ def _write_protocol(argv: Sequence[str]) -> int:
     write_pack(pack, asked.write_protocol)
     print(f"{asked.write_protocol}: {len(pack.texts)} texts, digest {pack.digest}")
     return 0
+
+
+def _evaluate(settings: BenchmarkSettings, given: set[str]) -> int:
+    # With a server, hosts join only where that is asked for: joining takes hold of the devices,
+    # which the server may be using.
+    if settings.hosts.coordinator or not settings.endpoint:
+        # Before JAX sees a device: afterwards it cannot add other hosts.
+        cluster.connect(settings.hosts)
+    with cluster.ending_with_the_others():
+        summary = evaluate(settings, given=given)
+    return 0 if summary["n"] else 1  # 1: no question could be played
 
 
 def _show_finished(argv: Sequence[str]) -> int:

@@ -125,12 +125,14 @@ def has_tpu_chips(root: pathlib.Path = pathlib.Path("/")) -> bool:
     return google and any(root.glob("dev/vfio/[0-9]*"))
 
 
-def require_shared(folder: pathlib.Path) -> None:
+def require_shared(folder: pathlib.Path, field: str = "run_dir") -> None:
     """Raises ValueError on every process if `folder` is not the same directory for all of them.
 
-    The first process must have created `folder`.
+    Args:
+        folder: The first process must have created it.
+        field: The setting that names it, for the message.
     """
-    if jax.process_count() == 1:
+    if hosts.process_count() == 1:
         return
 
     def make_marker() -> str:
@@ -147,7 +149,7 @@ def require_shared(folder: pathlib.Path) -> None:
     for index, (found, path) in enumerate(answers):
         if not found:
             raise ValueError(
-                f"run_dir: {path} on process {index} is another directory than {answers[0][1]} on "
+                f"{field}: {path} on process {index} is another directory than {answers[0][1]} on "
                 "process 0; name a directory on a disk that all hosts share"
             )
 
@@ -168,7 +170,7 @@ def ending_with_the_others() -> Iterator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         local = any(word in str(error) for word in _LOCAL_ERRORS)
-        if jax.process_count() == 1 or local:
+        if hosts.process_count() == 1 or local:
             raise
         print(
             "error: another process of this run ended or cannot be reached "

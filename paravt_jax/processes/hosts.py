@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -26,9 +26,19 @@ class HostsError(RuntimeError):
 _SMALLEST_MESSAGE = 1 << 20  # bytes
 
 
+def process_count() -> int:
+    """Number of processes that have joined this run; does not wait for a device if it is one."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def process_index() -> int:
+    """Index of this process; does not wait for a device if it is the only one."""
+    return jax.process_index() if jax.distributed.is_initialized() else 0
+
+
 def is_first() -> bool:
     """Whether this process writes the files that a run has once: metrics, records, results."""
-    return jax.process_index() == 0
+    return process_index() == 0
 
 
 def gather(value: T) -> list[T]:
@@ -37,7 +47,7 @@ def gather(value: T) -> list[T]:
     Values are pickled and copied through device memory: use it for trajectories and metrics, not
     for weights.
     """
-    if jax.process_count() == 1:
+    if process_count() == 1:
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(data)))
@@ -77,15 +87,45 @@ def from_first(make: Callable[[], T]) -> T:
     return cast(T, made)
 
 
+def on_all(make: Callable[[], T]) -> T:
+    """Calls `make` on every process and returns its own result, unless it fails on some process.
+
+    Raises:
+        HostsError: on processes where `make` succeeds, if it fails on others. Those raise the
+            exception itself.
+    """
+    if process_count() == 1:
+        return make()
+    made = None
+    error = None
+    try:
+        made = make()
+    except Exception as raised:
+        # Sent like a result: the others wait in gather.
+        error = raised
+    failures = gather(_described(error))
+    if error is not None:
+        raise error
+    for index, failure in enumerate(failures):
+        _raise_failure(failure, index)
+    return cast(T, made)
+
+
 def require_same(name: str, value: Any) -> None:
     """Raises ValueError on every process if `value` differs between processes."""
-    values = gather(value)
-    for index, other in enumerate(values):
-        if other != values[0]:
-            raise ValueError(
-                f"{name}: {values[0]!r} on process 0 and {other!r} on process {index}; start every "
-                "process with the same command (except for hosts.index) and the same code"
-            )
+    require_same_fields({name: value})
+
+
+def require_same_fields(fields: Mapping[str, Any]) -> None:
+    """Raises ValueError on every process if one of the named values differs between processes."""
+    values = gather(dict(fields))
+    for name, first in values[0].items():
+        for index, other in enumerate(values):
+            if other[name] != first:
+                raise ValueError(
+                    f"{name}: {first!r} on process 0 and {other[name]!r} on process {index}; start "
+                    "every process with the same command (except for hosts.index) and the same code"
+                )
 
 
 @contextlib.contextmanager
@@ -124,9 +164,9 @@ def _described(error: BaseException | None) -> str | None:
     return f"{type(error).__name__}: {error}"
 
 
-def _raise_failure(failure: str | None) -> None:
+def _raise_failure(failure: str | None, index: int = 0) -> None:
     if failure is not None:
-        raise HostsError(f"process 0 failed first: {failure}")
+        raise HostsError(f"process {index} failed first: {failure}")
 
 
 def share_of(count: int) -> slice:
@@ -134,7 +174,7 @@ def share_of(count: int) -> slice:
 
     7 items over 2 processes give slice(0, 4) and slice(4, 7).
     """
-    per_process = math.ceil(count / jax.process_count())
-    start = min(jax.process_index() * per_process, count)
+    per_process = math.ceil(count / process_count())
+    start = min(process_index() * per_process, count)
     end = min(start + per_process, count)
     return slice(start, end)

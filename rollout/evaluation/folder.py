@@ -1,7 +1,7 @@
 """The folder of an evaluation: its settings, one line per finished question, and the summary.
 
 A killed process may leave half a line, which the next start cuts off. If a question has several
-lines, the last one counts.
+lines, the last one with an answer counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FolderError(RuntimeError):
 
 
 class EvaluationFolder:
-    """The folder of an evaluation, open for a process that plays one shard. A context manager."""
+    """The folder of an evaluation, open for one process of it. A context manager."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class EvaluationFolder:
         identity: Line,
         details: Line,
         commit: str | None,
-        shard: tuple[int, int] = (0, 1),
+        process: int = 0,
     ):
         """Open the folder, and create it if needed.
 
@@ -43,15 +43,15 @@ class EvaluationFolder:
             identity: the settings and hashes that decide an answer.
             details: other settings, which may change from one start to the next.
             commit: the commit of the code. config.json lists the commits of all starts.
-            shard: index of the shard, and number of shards. Each shard writes its own file.
+            process: index of this process. Each has its own file of lines, and the first one makes
+                the folder before the others open it.
 
         Raises:
-            FolderError: the folder holds an evaluation with another identity, another process plays
-                this shard, or the folder cannot be written.
+            FolderError: the folder holds an evaluation with another identity, another evaluation
+                writes into it, or it cannot be written.
         """
         self.path = pathlib.Path(path)
-        index, count = shard
-        name = "questions.jsonl" if count == 1 else f"questions-{index}-of-{count}.jsonl"
+        name = f"questions-{process}.jsonl" if process else "questions.jsonl"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # One lock per file of lines: two processes must not append to the same one.
@@ -66,7 +66,8 @@ class EvaluationFolder:
                 f"--out {self.path} cannot be used: {error}; name a writable folder"
             ) from error
         try:
-            self._claim(identity, details, commit)
+            if not process:
+                self._claim(identity, details, commit)
             self._cut_off_partial_line()
         except BaseException:
             self.close()
@@ -89,34 +90,30 @@ class EvaluationFolder:
         os.fsync(self._lines.fileno())
 
     def summarise(self, make: Callable[[Line, Iterator[Line]], Line]) -> Line:
-        """Write summary.json, made from config.json and the lines of all shards, and return it."""
-        # Under the lock, shards that finish together summarise one after another. The last one then
-        # sees the lines of all.
-        with lock(self.path / ".lock", wait=True):
-            summary = make(read_json(self.path / "config.json"), read_lines(self.path))
-            write_atomically(self.path / "summary.json", _as_text(summary))
+        """Write summary.json, made from config.json and the lines of all processes."""
+        summary = make(read_json(self.path / "config.json"), read_lines(self.path))
+        write_atomically(self.path / "summary.json", _as_text(summary))
         return summary
 
     def _claim(self, identity: Line, details: Line, commit: str | None) -> None:
         """Write config.json, or check that the one in the folder has the same identity."""
         file = self.path / "config.json"
-        with lock(self.path / ".lock", wait=True):
-            if not file.exists():
-                config = {"identity": identity, **details, "commits": [commit]}
-                write_atomically(file, _as_text(config))
-                return
-            stored = read_json(file)
-            require_same(
-                f"--out {self.path} holds another evaluation",
-                stored.get("identity", {}),
-                identity,
-                "Give another --name or --out, or the settings of that evaluation.",
-                FolderError,
-            )
-            commits = stored["commits"]
-            if commit not in commits:
-                commits = [*commits, commit]
-            write_atomically(file, _as_text(stored | details | {"commits": commits}))
+        if not file.exists():
+            config = {"identity": identity, **details, "commits": [commit]}
+            write_atomically(file, _as_text(config))
+            return
+        stored = read_json(file)
+        require_same(
+            f"--out {self.path} holds another evaluation",
+            stored.get("identity", {}),
+            identity,
+            "Give another --name or --out, or the settings of that evaluation.",
+            FolderError,
+        )
+        commits = stored["commits"]
+        if commit not in commits:
+            commits = [*commits, commit]
+        write_atomically(file, _as_text(stored | details | {"commits": commits}))
 
     def _cut_off_partial_line(self) -> None:
         """Truncate the file after its last whole line, in case a process was killed mid-write."""
@@ -131,7 +128,7 @@ class EvaluationFolder:
 
 
 def read_lines(folder: pathlib.Path) -> Iterator[Line]:
-    """Read the lines of all shards, without transcripts. Each shard's lines stay in order."""
+    """Read the lines of all processes, without transcripts. Those of each process stay in order."""
     for file in sorted(folder.glob("questions*.jsonl")):
         with file.open("rb") as stream:
             for text in stream:
@@ -144,8 +141,22 @@ def read_lines(folder: pathlib.Path) -> Iterator[Line]:
 
 
 def latest(lines: Iterator[Line]) -> dict[str, Line]:
-    """The last line of each question, by question id."""
-    return {line["id"]: line for line in lines}
+    """The line of each question that counts, by question id.
+
+    It is the last one. But a question that one process left out may have been played by another one
+    since, whose file comes first, so an answer counts in any case.
+    """
+    found: dict[str, Line] = {}
+    for line in lines:
+        known = found.get(line["id"])
+        if known is None or "left_out" not in line or "left_out" in known:
+            found[line["id"]] = line
+    return found
+
+
+def answered(folder: pathlib.Path) -> set[str]:
+    """The ids of the questions that were played."""
+    return {id for id, line in latest(read_lines(folder)).items() if "left_out" not in line}
 
 
 def read_json(file: pathlib.Path) -> Line:

@@ -12,6 +12,8 @@ import pathlib
 import sys
 from collections.abc import Collection, Iterator, Sequence
 
+import jax
+
 from models.features import FrameFeatures, frame_tokens
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.hf import load as load_model
@@ -26,6 +28,7 @@ from paravt_jax.method.records import Question
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.wording import Wording
+from paravt_jax.processes import cluster, hosts
 from paravt_jax.progress import Progress
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.endpoint import EndpointSampler, FrameImages
@@ -45,14 +48,16 @@ from rollout.evaluation.benchmarks import (
     load,
     title_of,
 )
-from rollout.evaluation.folder import EvaluationFolder, Line, latest, read_lines
+from rollout.evaluation.folder import EvaluationFolder, Line, answered
 from rollout.evaluation.native_video import video_overview, video_tokens
 from rollout.evaluation.packs import PackError, PromptPack, own_pack
 from rollout.evaluation.protocols import as_the_pack_plays, open_pack
 from rollout.evaluation.provenance import commit, questions_hash, versions, weights_hash
+from rollout.evaluation.replicas import Devices, device_groups, play_all
 from rollout.evaluation.served import BUILT_IN, Served, served
 from rollout.evaluation.server_watch import ServerWatch
 from rollout.evaluation.settings import OWN, BenchmarkSettings
+from rollout.evaluation.sharing import Deal, forget_meetings, meet, units_of
 from rollout.evaluation.split import Player
 from rollout.evaluation.summary import rows_of, score_of, summarise
 
@@ -67,7 +72,8 @@ def evaluate(
 ) -> Line:
     """Play all questions that have no result yet, then write and return the summary.
 
-    Progress and a short report go to stderr.
+    Progress and a short report go to stderr. If several processes have joined
+    (`paravt_jax.processes.cluster`), all of them call this, share the work, and return the summary.
 
     Args:
         settings: the model, the questions, and how to play them.
@@ -81,8 +87,10 @@ def evaluate(
     Raises:
         FileNotFoundError, FolderError, ValueError: the run cannot start. The message is one line.
         EndpointError: the server does not answer, or refuses all questions.
+        HostsError: another process failed.
     """
-    with contextlib.closing(open_pack(settings, _out(settings))) as pack:
+    opened = hosts.on_all(lambda: open_pack(settings, _out(settings)))
+    with contextlib.closing(opened) as pack:
         return _evaluate(as_the_pack_plays(settings, pack, given), pack, questions)
 
 
@@ -91,6 +99,52 @@ def _evaluate(
 ) -> Line:
     """`evaluate` with the settings as the pack plays them."""
     # All checks of files come before the model is loaded, which takes minutes.
+    work = hosts.on_all(lambda: _prepare(settings, pack, questions))
+    same = work.identity | {"limit": settings.limit, "benchmark": settings.benchmark}
+    hosts.require_same_fields({f"--{name.replace('_', '-')}": same[name] for name in same})
+    with contextlib.ExitStack() as stack:
+        folder = _open(work, stack)
+        # Try questions again that were left out: their videos may have been added since.
+        done = hosts.from_first(lambda: answered(work.out))
+        items = [
+            item for item in work.loaded.items[: settings.limit] if item.question.id not in done
+        ]
+        if items:
+            # An endpoint that answered questions in an earlier start needs no proof.
+            _play(work, items, folder, proven=bool(done))
+        summary = hosts.from_first(lambda: folder.summarise(work.summary))
+        if hosts.is_first():
+            forget_meetings(work.out)
+    if hosts.is_first():
+        print("\n".join(_report(summary, work.out)), file=sys.stderr)
+    return summary
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What is evaluated, once all files have been found."""
+
+    settings: BenchmarkSettings
+    pack: PromptPack
+    videos: VideoFolder
+    loaded: Loaded
+    model: pathlib.Path | None
+    """Folder of the model, if it is known."""
+    out: pathlib.Path
+    identity: Line
+
+    def summary(self, config: Line, lines: Iterator[Line]) -> Line:
+        """The content of summary.json."""
+        benchmark = BENCHMARKS.get(self.settings.benchmark)
+        score = benchmark.score if benchmark else "accuracy"
+        figures = self.pack.figures
+        return summarise(config, lines, len(self.loaded.items), self.loaded.broken, score, figures)
+
+
+def _prepare(
+    settings: BenchmarkSettings, pack: PromptPack, questions: Sequence[Question] | None
+) -> _Work:
+    """Find the questions, the videos and the model."""
     if not (settings.benchmark or settings.questions or questions):
         raise ValueError(
             "--benchmark, --questions: there is nothing to play; give the name of a split "
@@ -117,36 +171,29 @@ def _evaluate(
         # Limits mean something else in the books of the built-in vocabulary.
         **({"tokenizer": BUILT_IN} if files.tokenizer == BUILT_IN else {}),
     }
+    return _Work(settings, pack, videos, loaded, model, out, identity)
+
+
+def _open(work: _Work, stack: contextlib.ExitStack) -> EvaluationFolder:
+    """Open the folder on all hosts, which must see the same one. `stack` closes it."""
+    settings = dataclasses.asdict(work.settings)
+    del settings["hosts"]
     details = {
-        "name": _name(settings),
-        "differences": pack.differences(settings.benchmark),
-        "settings": dataclasses.asdict(settings),
+        "name": _name(work.settings),
+        "differences": work.pack.differences(work.settings.benchmark),
+        "settings": settings,
         "versions": versions(),
     }
-    index, count = settings.part()
-    with EvaluationFolder(out, identity, details, commit(), (index, count)) as folder:
-        # Try questions again that were left out: their videos may have been added since.
-        done = {id for id, line in latest(read_lines(out)).items() if "left_out" not in line}
-        # The limit applies to all shards together. Interleaving gives shards similar questions.
-        shard = loaded.items[: settings.limit][index::count]
-        items = [item for item in shard if item.question.id not in done]
-        if items:
-            subtitled = any(item.subtitles or item.question.subtitles for item in items)
-            with contextlib.ExitStack() as stack:
-                player = load_player(settings, model, videos, subtitled, stack, pack)
-                progress = _Progress(_split(settings), len(items))
-                stack.enter_context(progress)
-                # An endpoint that answered questions in an earlier start needs no proof.
-                watch = ServerWatch(settings.endpoint, bool(done)) if settings.endpoint else None
-                _play(player, items, folder, progress, watch)
-        score = BENCHMARKS[settings.benchmark].score if settings.benchmark else "accuracy"
-        summary = folder.summarise(
-            lambda config, lines: summarise(
-                config, lines, len(loaded.items), loaded.broken, score, pack.figures
-            )
-        )
-    print("\n".join(_report(summary, out)), file=sys.stderr)
-    return summary
+
+    def open_own() -> EvaluationFolder:
+        process = hosts.process_index()
+        opened = EvaluationFolder(work.out, work.identity, details, commit(), process)
+        return stack.enter_context(opened)
+
+    with hosts.one_after_another():
+        folder = open_own() if hosts.is_first() else None
+    cluster.require_shared(work.out, "--out")
+    return hosts.on_all(lambda: folder or open_own())
 
 
 # --- the questions ---
@@ -208,6 +255,18 @@ def _videos(settings: BenchmarkSettings) -> str:
 # --- the model ---
 
 
+def _load_players(
+    work: _Work, subtitled: bool, groups: Sequence[Devices], stack: contextlib.ExitStack
+) -> list[Player]:
+    """One player per group of devices."""
+    given = (work.settings, work.model, work.videos, subtitled, stack, work.pack)
+    players = []
+    for devices in groups:
+        with jax.default_device(devices[0]) if len(groups) > 1 else contextlib.nullcontext():
+            players.append(load_player(*given, devices))
+    return players
+
+
 def load_player(
     settings: BenchmarkSettings,
     folder: pathlib.Path | None,
@@ -215,10 +274,12 @@ def load_player(
     subtitled: bool,
     stack: contextlib.ExitStack,
     pack: PromptPack | None = None,
+    devices: Devices = (),
 ) -> Player:
     """Load the model or connect to the endpoint. `stack` closes the connections.
 
     Without a pack, this project's wording is used. Without a folder, the settings name an endpoint.
+    Without `devices`, the model goes to the first ones.
     """
     pack = pack or own_pack()
     judge = None
@@ -233,7 +294,9 @@ def load_player(
     if settings.endpoint or folder is None:
         features, sampler = _endpoint(settings, files, videos, stack)
     else:
-        features, sampler = _engine(settings, folder, config, videos, protocol, prompt, crop)
+        features, sampler = _engine(
+            settings, folder, config, videos, protocol, prompt, crop, devices
+        )
     overview = video_overview if settings.native_video else FrameFeatures.overview
     environment = Environment(protocol, features, overview=overview)
     return Player(sampler, environment, settings, videos, judge, pack)
@@ -313,9 +376,12 @@ def _engine(
     protocol: Protocol,
     overview: int,
     crop: int,
+    devices: Devices,
 ) -> tuple[FrameFeatures, Sampler]:
     """The engine with the model in `folder`, sized for prompts of `overview` and `crop` tokens."""
-    mesh = make_mesh(1, 1, settings.tensor) if settings.tensor > 1 else None
+    mesh = None
+    if settings.tensor > 1:
+        mesh = make_mesh(1, 1, settings.tensor, devices or device_groups(settings.tensor)[0])
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
     features = FrameFeatures(model.vision, config, settings.pixels(), videos.root, source=video)
     sizes = sizes_for_single_episodes(
@@ -327,40 +393,47 @@ def _engine(
 # --- playing and reporting ---
 
 
-def _play(
-    player: Player,
-    items: Sequence[Item],
-    folder: EvaluationFolder,
-    progress: _Progress,
-    watch: ServerWatch | None,
-) -> None:
-    """Play the items and append their lines to the folder.
+def _play(work: _Work, items: Sequence[Item], folder: EvaluationFolder, proven: bool) -> None:
+    """Play the items on all hosts, and append the lines to the folder.
 
     Args:
-        player: plays the items.
-        items: the items that have no result yet.
+        work: what is evaluated.
+        items: the items that have no result yet, the same on all hosts.
         folder: the folder of the evaluation.
-        progress: shows the figures so far.
-        watch: ends the run if an endpoint is hopeless; None for the engine.
+        proven: whether an endpoint has answered questions in an earlier start.
 
     Raises:
         EndpointError: see `ServerWatch`.
+        HostsError: another host failed.
     """
-    for line in player.lines(items):
-        folder.append(line)
-        progress.add(line)
+    settings = work.settings
+    subtitled = any(item.subtitles or item.question.subtitles for item in items)
+    with contextlib.ExitStack() as stack:
+        groups = [()] if settings.endpoint else device_groups(settings.tensor)
+        players = hosts.on_all(lambda: _load_players(work, subtitled, groups, stack))
+        peers = meet(work.out)
+        deal = Deal(units_of(items, settings.episodes), peers)
+        progress = _Progress(_split(work.settings), len(items), deal)
+        stack.enter_context(progress)
+        watch = ServerWatch(settings.endpoint, proven) if settings.endpoint else None
+        stack.enter_context(peers.together())
+        playing = play_all(players, groups, deal, peers.check)
+        for line in stack.enter_context(contextlib.closing(playing)):
+            folder.append(line)
+            progress.add(line)
+            if watch:
+                watch.add(line)
         if watch:
-            watch.add(line)
-    if watch:
-        watch.finish()
+            watch.finish()
 
 
 class _Progress(Progress):
     """Counts finished questions and shows score, calls per question and questions left out."""
 
-    def __init__(self, title: str, total: int):
-        super().__init__(title, "question", every=10.0)
+    def __init__(self, title: str, total: int, deal: Deal):
+        super().__init__(title, "question", every=10.0, shown=hosts.is_first())
         self._total = total
+        self._deal = deal
         self._left_out = 0
         self._played = 0
         self._calls = 0
@@ -380,7 +453,8 @@ class _Progress(Progress):
             figures["calls"] = self._calls / self._played
         if self._left_out:
             figures["left out"] = self._left_out
-        self.update(self._left_out + self._played, self._total, figures)
+        elsewhere = self._deal.given_to_others() if hosts.is_first() else 0
+        self.update(elsewhere + self._left_out + self._played, self._total, figures)
 
 
 def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:

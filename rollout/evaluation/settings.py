@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -19,6 +18,7 @@ from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.protocol import Prompt, ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.server import check_address
+from paravt_jax.processes.cluster import HostSettings
 from rollout.agent.episode import Dispatch, EpisodeSettings
 from rollout.evaluation.benchmarks import BENCHMARKS
 
@@ -35,12 +35,12 @@ NOT_IDENTITY = (
     "out",
     "name",
     "limit",
-    "shard",
     "episodes",
     "cache_tokens",
     "tensor",
     "endpoint",
     "concurrency",
+    "hosts",
     "request_seconds",
     "pack",
     "release",
@@ -76,8 +76,6 @@ class BenchmarkSettings:
     """Interpreter of lmms-eval's environment, for --protocol lmms-eval."""
     limit: int | None = None
     """Play only this many questions; the same command without a limit plays the rest."""
-    shard: str = "0/1"
-    """Part of the questions to play: "0/4" to "3/4" on four hosts with the same output folder."""
     frames: int = 64
     """Overview budget K, in frames."""
     dispatch: Dispatch | None = None
@@ -139,11 +137,11 @@ class BenchmarkSettings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations; bfloat16 for published checkpoints."""
     tensor: int = 1
-    """Devices over which each weight is sharded."""
+    """Devices per replica, which share its weights. The devices of all hosts play replicas."""
     episodes: int = 4
-    """Episodes played side by side."""
+    """Episodes that each replica plays side by side."""
     cache_tokens: int = 0
-    """Size of the KV cache, in tokens. 0: enough for all concurrent episodes at full length."""
+    """Tokens in a replica's KV cache; 0: enough for all concurrent episodes at full length."""
     endpoint: str = ""
     """OpenAI-compatible API to use instead of the engine, such as http://localhost:8000/v1."""
     endpoint_model: str = ""
@@ -152,6 +150,7 @@ class BenchmarkSettings:
     """Concurrent requests to the endpoint."""
     request_seconds: float = 600.0
     """Time limit of one request to the endpoint; it is then sent again."""
+    hosts: HostSettings = HostSettings()
 
     def __post_init__(self):
         self._check_numbers()
@@ -160,7 +159,6 @@ class BenchmarkSettings:
         self._check_servers()
         require_local("--out", self.out)
         # Each of these raises if its fields are out of range.
-        self.part()
         self.episode_settings()
         self.protocol(0)
         self.pixels()
@@ -232,15 +230,6 @@ class BenchmarkSettings:
                 "--open-ended judge, --judge, --judge-model: belong together; "
                 "give all three or none"
             )
-
-    def part(self) -> tuple[int, int]:
-        """Index of the shard, and number of shards."""
-        found = re.fullmatch(r"(\d+)/(\d+)", self.shard)
-        if not found or int(found[1]) >= int(found[2]):
-            raise ValueError(
-                f"--shard {self.shard}: not INDEX/COUNT; give one from 0/COUNT to COUNT-1/COUNT"
-            )
-        return int(found[1]), int(found[2])
 
     def episode_settings(self) -> EpisodeSettings:
         """How the episodes are played; `dispatch` and `frames` follow from prompt and `blind`."""

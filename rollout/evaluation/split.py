@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
@@ -18,7 +19,7 @@ from paravt_jax.method.records import Question
 from paravt_jax.method.subtitles import Subtitle, read_srt
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
-from rollout.engine.requests import Sampler
+from rollout.engine.requests import Completion, Request, Sampler
 from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, shuffled
 from rollout.evaluation.folder import Line
 from rollout.evaluation.packs import PromptPack, own_pack
@@ -26,6 +27,8 @@ from rollout.evaluation.play import LeftOut, Played, Scoring, measures, play_and
 from rollout.evaluation.published_readings import other_scores
 from rollout.evaluation.settings import BenchmarkSettings
 
+# A pack may ask another process, which answers the replicas one at a time.
+_PACK = threading.Lock()
 _SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
 _LINE_BREAK = 2  # tokens allowed for the end of a line: joined text may split differently there
 
@@ -60,44 +63,61 @@ class Player:
         self._setting = settings.episode_settings()
         self._scoring = Scoring(settings.rewards(), judge, blocks_only=False)
 
-    def lines(self, items: Sequence[Item]) -> Iterator[Line]:
+    def lines(
+        self, items: Iterable[Item], check: Callable[[], None] = lambda: None
+    ) -> Iterator[Line]:
         """Play the items and yield one line per question, in the order in which they finish.
 
         A line's `spent` is the time since the previous line, in seconds.
-        """
-        remaining = collections.Counter(item.question.video for item in items)
-        shown_subtitles: dict[int, int | None] = {}  # by question number
 
-        # A generator: a question is prepared only when there is room to play it.
+        Args:
+            items: the items. Each is taken when there is room to play it. Those on one video should
+                follow each other: its frames are forgotten when the next video begins.
+            check: called before every step of the sampler; may raise an exception to stop.
+        """
+        taken: dict[int, tuple[Item, int | None]] = {}  # with the number of shown subtitle lines
+        open_questions: collections.Counter[str] = collections.Counter()  # by video
+        video = ""
+
         def questions() -> Iterator[Question | LeftOut]:
+            nonlocal video
             for number, item in enumerate(items):
+                video = item.question.video
+                open_questions[video] += 1
+                taken[number] = (item, None)
                 try:
-                    question, shown_subtitles[number] = self._prepared(item)
+                    with _PACK:
+                        question, shown = self._prepared(item)
                 except BrokenRow as error:
-                    shown_subtitles[number] = None
                     yield LeftOut(item.question, "broken", str(error))
                     continue
-                yield self._with_file(question, shown_subtitles[number] is not None)
+                taken[number] = (item, shown)
+                yield self._with_file(question, shown is not None)
+            video = ""
 
         last = time.monotonic()
-        for number, outcome in self.outcomes(questions()):
-            item = items[number]
-            line = self._line(item, outcome, shown_subtitles.pop(number))
+        for number, outcome in self.outcomes(questions(), check):
+            item, shown = taken.pop(number)
+            line = self._line(item, outcome, shown)
             now = time.monotonic()
             yield line | {"spent": round(now - last, 3)}
             last = now
-            video = item.question.video
-            remaining[video] -= 1
-            if not remaining[video]:
-                # A split has thousands of videos: keeping them all would fill the memory.
-                self.environment.features.forget(self._videos.find(video) or video)
+            open_questions[item.question.video] -= 1
+            # A split has thousands of videos: keeping them all would fill the memory.
+            for name in [name for name, count in open_questions.items() if not count]:
+                if name != video:
+                    del open_questions[name]
+                    self.environment.features.forget(self._videos.find(name) or name)
 
     def outcomes(
-        self, questions: Iterable[Question | LeftOut]
+        self, questions: Iterable[Question | LeftOut], check: Callable[[], None] = lambda: None
     ) -> Iterator[tuple[int, Played | LeftOut]]:
-        """Play questions side by side, and yield (number, outcome) as they finish."""
+        """Play questions side by side, and yield (number, outcome) as they finish.
+
+        `check` is called before every step of the sampler.
+        """
         return play_and_score(
-            self._sampler,
+            _Checked(self._sampler, check),
             self.environment,
             questions,
             self._setting,
@@ -171,10 +191,29 @@ class Player:
         # `video` is the benchmark's path of the video, `file` the path at which it was found.
         places = {"video": video, "file": episode.question.video, "subtitles": subtitles}
         others: Line = {"other_scores": other_scores(episode.question, episode.turns)}
-        theirs = self._pack.score(self._settings.benchmark, item, episode.turns)
+        with _PACK:
+            theirs = self._pack.score(self._settings.benchmark, item, episode.turns)
         if theirs is not None:
             others["protocol_score"] = dict(theirs)
         return about | line | measures(outcome) | places | others
+
+
+class _Checked:
+    """A sampler that calls a function before each step."""
+
+    def __init__(self, sampler: Sampler, check: Callable[[], None]):
+        self._sampler = sampler
+        self._check = check
+
+    def submit(self, request: Request) -> int:
+        return self._sampler.submit(request)
+
+    def step(self) -> list[Completion]:
+        self._check()
+        return self._sampler.step()
+
+    def cancel(self, ticket: int) -> None:
+        self._sampler.cancel(ticket)
 
 
 def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> list[Subtitle]:

@@ -23,7 +23,7 @@ from paravt_jax.processes import cluster, hosts
 from train.check import data, disk, loggers, machine, run_folder, weights
 from train.check.asking import Asked, started
 from train.check.finding import Finding, failed, summary, table
-from train.check.subject import Subject, process_count
+from train.check.subject import Subject
 from train.settings import Run
 from train.slices import Devices, found_devices
 
@@ -90,12 +90,12 @@ def _devices_of_all() -> Devices | None:
     Processes compare their memory, each on its main thread: an item that is given up would compare
     it at another moment than the other processes do.
     """
-    return found_devices() if process_count() > 1 else None
+    return found_devices() if hosts.process_count() > 1 else None
 
 
 def _together(findings: list[Finding], subject: Subject) -> list[Finding]:
     """The findings of all processes, and whether they have one run and one folder."""
-    if process_count() == 1:
+    if hosts.process_count() == 1:
         return [finding for finding in findings if finding.item not in _OF_SEVERAL]
     together = merged(hosts.gather(findings))
     same = same_settings(hosts.gather(subject.settings))

@@ -12,10 +12,11 @@ from packaging.requirements import Requirement
 
 from paravt_jax.data import video
 from paravt_jax.processes.cluster import has_tpu_chips
+from paravt_jax.processes.hosts import process_count
 from paravt_jax.progress import size
 from train.check import sizes
 from train.check.finding import Finding, failed
-from train.check.subject import Subject, process_count
+from train.check.subject import Subject
 from train.fit import GIB, fit
 from train.slices import Topology, found_devices, host_memory
 

@@ -6,8 +6,6 @@ import dataclasses
 import pathlib
 from typing import Any
 
-import jax
-
 from train.check.asking import Asked
 from train.settings import Run
 from train.slices import Devices
@@ -26,11 +24,6 @@ class Subject:
     """A TPU slice to check for instead of this host's devices."""
     devices: Devices | None = None
     """The devices of all hosts, once several have joined; None: a process asks JAX alone."""
-
-
-def process_count() -> int:
-    """Number of processes that have joined this run; does not wait for a device if it is one."""
-    return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def existing(path: pathlib.Path) -> pathlib.Path:

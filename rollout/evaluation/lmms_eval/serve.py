@@ -41,7 +41,6 @@ _NOT_TAKEN = (
     "name",
     "questions",
     "limit",
-    "shard",
     "blind",
     "shuffle",
     "subtitle_tokens",
@@ -51,6 +50,7 @@ _NOT_TAKEN = (
     "pack",
     "release",
     "lmms_eval_python",
+    "hosts",
 )
 
 

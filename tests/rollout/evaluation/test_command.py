@@ -22,7 +22,7 @@ from paravt_jax.data.question_files import read_questions
 from rollout import evaluate as command
 from rollout.agent.endpoint import EndpointError
 from rollout.evaluation import run as evaluation
-from rollout.evaluation.folder import FolderError, latest, read_json, read_lines
+from rollout.evaluation.folder import FolderError, latest, read_json
 from rollout.evaluation.settings import BenchmarkSettings
 from tests.paravt_jax.benchmarks import published
 from tests.paravt_jax.judge_server import Reply, serving
@@ -36,7 +36,7 @@ def run(checkpoint, split, videos, player, monkeypatch, capfd, tmp_path):
     """run(**settings) evaluates with a scripted sampler; returns summary and printed text."""
 
     def evaluate(records=None, said=ANSWER, **fields):
-        def scripted_player(settings, folder, where, subtitled, stack, pack):
+        def scripted_player(settings, *_):
             return player([said], blind=settings.blind)
 
         monkeypatch.setattr(evaluation, "load_player", scripted_player)
@@ -110,15 +110,6 @@ def test_another_model_or_setting_needs_another_folder(run, checkpoint, tmp_path
     (copy / "model.safetensors").write_bytes(weights)
     with pytest.raises(FolderError, match="weights: "):
         run(limit=1, model=str(copy))
-
-
-def test_shards_share_a_folder(run, tmp_path):
-    first, _ = run(shard="0/2")
-    second, _ = run(shard="1/2")
-    whole, _ = run(out=str(tmp_path / "whole"))
-    assert first["n"] < second["n"] == whole["n"] == 3
-    ids = [sorted(latest(read_lines(tmp_path / name))) for name in ("out", "whole")]
-    assert ids[0] == ids[1]
 
 
 def own_rows() -> list[dict[str, Any]]:
@@ -419,7 +410,7 @@ MISTAKES = [
     (["--model", ""], "--model is missing"),
     (["--blind", "--dispatch", "frames"], "--dispatch frames: a blind run"),
     (["--limit", "0"], "--limit 0"),
-    (["--shard", "2/2"], "--shard 2/2"),
+    (["--hosts.count", "2"], "hosts.count, hosts.index: 2, 0 "),
     (["--endpoint", "http://localhost:1/v1"], "--endpoint, --endpoint-model"),
     (["--open-ended", "judge"], "--open-ended judge, --judge, --judge-model"),
     (

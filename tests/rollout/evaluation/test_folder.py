@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.evaluation.folder import EvaluationFolder, FolderError, latest, read_json, read_lines
+from rollout.evaluation.folder import (
+    EvaluationFolder,
+    FolderError,
+    answered,
+    latest,
+    read_json,
+    read_lines,
+)
 
 IDENTITY = {"benchmark": "mlvu", "frames": 64, "pair": (1, 2)}
 
 
-def opened(path, identity=IDENTITY, commit: str | None = "c1", shard=(0, 1)) -> EvaluationFolder:
-    return EvaluationFolder(path, identity, {"name": "n"}, commit, shard)
+def opened(path, identity=IDENTITY, commit: str | None = "c1", process=0) -> EvaluationFolder:
+    return EvaluationFolder(path, identity, {"name": "n"}, commit, process)
 
 
 def test_half_a_line_is_cut_off_and_the_last_line_of_a_question_counts(tmp_path):
@@ -53,18 +60,32 @@ def test_the_configuration_lists_commits_in_order_and_the_latest_details(tmp_pat
     }
 
 
-def test_a_shard_has_one_process_and_the_last_summary_covers_all_shards(tmp_path):
+def test_every_process_has_a_file_and_the_summary_covers_all(tmp_path):
     def make(config, lines):
         return {"ids": [line["id"] for line in lines], "name": config["name"]}
 
-    with opened(tmp_path, shard=(0, 2)) as first, opened(tmp_path, shard=(1, 2)) as second:
-        with pytest.raises(FolderError, match=r"questions-0-of-2\.jsonl is in use"):
-            opened(tmp_path, shard=(0, 2))
+    with opened(tmp_path) as first, opened(tmp_path, process=1) as second:
+        for process, name in enumerate((r"questions\.jsonl", r"questions-1\.jsonl")):
+            with pytest.raises(FolderError, match=f"{name} is in use"):
+                opened(tmp_path, process=process)
         first.append({"id": "a"})
         second.append({"id": "b"})
-        summary = second.summarise(make)
-    assert summary == {"ids": ["a", "b"], "name": "n"}
+        summary = first.summarise(make)
+    assert summary == {"ids": ["b", "a"], "name": "n"}
     assert read_json(tmp_path / "summary.json") == summary
+
+
+def test_an_answer_counts_whichever_process_left_the_question_out_before(tmp_path):
+    with opened(tmp_path) as first, opened(tmp_path, process=1) as second:
+        second.append({"id": "a", "left_out": "missing"})
+        first.append({"id": "a", "score": 1.0})
+        first.append({"id": "b", "left_out": "missing"})
+        second.append({"id": "b", "score": 0.5})
+        second.append({"id": "c", "left_out": "missing"})
+        second.append({"id": "c", "left_out": "unreadable"})
+    scores = {id: line.get("score") for id, line in latest(read_lines(tmp_path)).items()}
+    assert scores == {"a": 1.0, "b": 0.5, "c": None}
+    assert answered(tmp_path) == {"a", "b"}
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path):

@@ -1,0 +1,359 @@
+"""Questions are shared between hosts and replicas as the work is done; a failure ends all."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.qwen3_vl.hf import save
+from models.qwen3_vl.model import abstract_model
+from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.processes import cluster
+from paravt_jax.processes.hosts import HostsError
+from paravt_jax.world.vocabulary import save_tokenizer
+from rollout.evaluation.benchmarks import Item
+from rollout.evaluation.folder import latest, read_json
+from rollout.evaluation.replicas import device_groups, play_all
+from rollout.evaluation.sharing import Deal, Peers, units_of
+
+
+def items_on(*videos: str) -> list[Item]:
+    """One item per name of a video."""
+    return [
+        Item(Question(f"{n}", video, "?", QuestionKind.OPEN_ENDED, "x"))
+        for n, video in enumerate(videos)
+    ]
+
+
+def ids(items) -> list[str]:
+    return [item.question.id for item in items]
+
+
+def test_questions_on_one_video_stay_together_up_to_a_bound():
+    units = units_of(items_on("a", "b", "a", "a", "c", "b"), most=2)
+    assert [ids(unit) for unit in units] == [["0", "2"], ["3"], ["1", "5"], ["4"]]
+
+
+def test_one_host_takes_all_in_order():
+    items = items_on(*"abcde")
+    deal = Deal(units_of(items, 4), Peers())
+    assert ids(deal.coming(2)) == ["0", "1"]
+    taking = deal.items()
+    assert ids(itertools.islice(taking, 2)) == ["0", "1"]
+    assert ids(deal.coming(9)) == ["2", "3", "4"], "what is taken is not coming"
+    assert ids(taking) == ["2", "3", "4"]
+    assert deal.given_to_others() == 0
+
+
+def test_a_host_begins_with_its_own_share_and_then_takes_what_a_slow_one_has_left(tmp_path):
+    units = units_of(items_on(*"abcdefg"), 1)
+    slow, fast = (Deal(units, Peers(tmp_path, index, 2)) for index in (0, 1))
+    first = slow.items()
+    assert ids([next(first)]) == ["0"]
+    assert ids(fast.items()) == ["1", "3", "5", "6", "4", "2"]
+    assert slow.given_to_others() == 6
+    assert ids(first) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_question_is_given_once(tmp_path, seed):
+    items = items_on(*(random.Random(seed).choices("abcdefghijklmnop", k=60)))
+    units = units_of(items, 3)
+    taken: list[list[str]] = [[] for _ in range(6)]
+
+    def take(deal: Deal, number: int) -> None:
+        pause = random.Random(100 * seed + number)
+        for item in deal.items():
+            taken[number].append(item.question.id)
+            time.sleep(pause.random() / 1000)
+
+    deals = [Deal(units, Peers(tmp_path, index, 3)) for index in range(3)]
+    threads = [threading.Thread(target=take, args=(deals[n % 3], n)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(itertools.chain(*taken), key=int) == ids(items)
+
+
+def test_a_failure_of_one_host_ends_the_others_with_its_reason(tmp_path):
+    failing, other = Peers(tmp_path, 1, 2), Peers(tmp_path, 0, 2)
+    other.check()
+    with pytest.raises(OSError, match="disk"), failing.together():
+        raise OSError("disk\nfull")
+    with pytest.raises(HostsError, match="^process 1 failed first: OSError: disk full$"):
+        with Peers(tmp_path, 0, 2).together():
+            pass
+    other._next_look = 0.0
+    with pytest.raises(HostsError, match="process 1 failed first"):
+        other.check()
+
+
+def test_hosts_wait_for_each_other_at_the_end(tmp_path):
+    left: list[int] = []
+
+    def work(index: int) -> None:
+        with Peers(tmp_path, index, 3).together():
+            time.sleep(0.3 * index)
+        left.append(len(list(tmp_path.glob("finished-*"))))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert left == [3, 3, 3]
+
+
+# --- replicas ---
+
+
+class Counting:
+    """A player that makes a line of every item, and may fail."""
+
+    def __init__(self, fails_after: int = 10_000):
+        self.fails_after = fails_after
+        self.played: list[str] = []
+
+    def lines(self, items, check):
+        for item in items:
+            check()
+            if len(self.played) == self.fails_after:
+                raise OSError("no memory")
+            self.played.append(item.question.id)
+            time.sleep(0.002)
+            yield {"id": item.question.id}
+
+
+@pytest.fixture
+def play(unchecked) -> Callable[..., list[str]]:
+    """play(players, items) returns the ids of the lines."""
+
+    def run(players, items, check=lambda: None) -> list[str]:
+        deal = Deal(units_of(items, 2), Peers())
+        groups = [tuple(jax.local_devices()[:1])] * len(players)
+        return [line["id"] for line in play_all(players, groups, deal, check)]
+
+    return run
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_replicas_take_from_one_queue(play, count):
+    players = [Counting() for _ in range(count)]
+    items = items_on(*(f"v{n}" for n in range(40)))
+    assert sorted(play(players, items), key=int) == ids(items)
+    assert all(player.played for player in players)
+
+
+def test_a_failure_of_one_replica_ends_the_others(play):
+    players = [Counting(), Counting(fails_after=3)]
+    items = items_on(*(f"v{n}" for n in range(4000)))
+    with pytest.raises(OSError, match="no memory"):
+        play(players, items)
+    assert sum(len(player.played) for player in players) < 2000
+    assert threading.active_count() < 10
+
+
+def test_a_check_ends_all_replicas(play):
+    def check() -> None:
+        raise HostsError("process 1 failed first: OSError: disk full")
+
+    with pytest.raises(HostsError, match="disk full"):
+        play([Counting(), Counting()], items_on(*"abcd"), check)
+
+
+def test_too_few_devices_are_named():
+    with pytest.raises(ValueError, match="--tensor 64: this host has .* give at most that many"):
+        device_groups(64)
+
+
+# --- the whole command, on several devices and hosts ---
+
+
+@pytest.fixture(scope="module")
+def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
+    """A small model of which every part divides over two devices."""
+    text = dataclasses.replace(
+        small_model.config.text,
+        vocab_size=small_vocabulary.size + small_vocabulary.size % 2,
+        num_key_value_heads=2,
+    )
+    config = dataclasses.replace(small_model.config, text=text)
+    graph, state = nnx.split(abstract_model(config))
+    rng = np.random.default_rng(0)
+    noise = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(0.1, 0.2, leaf.shape), leaf.dtype), state
+    )
+    folder = tmp_path_factory.mktemp("even")
+    save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
+    model = nnx.merge(graph, noise)
+    save(model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def arguments(checkpoint, videos, tmp_path_factory) -> list[str]:
+    """The command's arguments, without --out. Questions are on two videos and a missing one."""
+    file = tmp_path_factory.mktemp("own") / "own.jsonl"
+    rows = [
+        {
+            "id": str(n),
+            "video": ("data/w0.mp4", "data/w1.mp4", "data/gone.mp4")[n % 3],
+            "question": f"How many of number {n}?",
+            "options": ["one", "two", "three"],
+            "answer": "ABC"[n % 3],
+        }
+        for n in range(24)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return [
+        *("-m", "rollout.evaluate"),
+        f"--model={checkpoint}",
+        f"--questions={file}",
+        f"--videos={videos}",
+        "--frames=4",
+        "--episodes=2",
+        "--turn-tokens=24",
+        "--summary-tokens=8",
+        "--trajectory-tokens=128",
+        "--question-tokens=1024",
+        "--max-pixels=4096",
+    ]
+
+
+def played(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The line of each question with its transcript, without the time that it took."""
+    files = sorted(folder.glob("questions*.jsonl"))
+    lines = (json.loads(line) for file in files for line in file.read_text().splitlines())
+    found = latest(lines)
+    return {id: {k: v for k, v in line.items() if k != "spent"} for id, line in found.items()}
+
+
+def count_lines(folder: pathlib.Path) -> int:
+    return sum(file.read_bytes().count(b"\n") for file in folder.glob("questions*.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def alone(together, arguments, tmp_path_factory) -> pathlib.Path:
+    """The folder of a run on one device."""
+    out = tmp_path_factory.mktemp("alone") / "out"
+    (ended,) = together([*arguments, f"--out={out}"], 1, devices=1)
+    assert ended.code == 0, ended.err
+    assert len(played(out)) == 24
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_all_devices_of_a_host_play_and_nothing_changes(
+    together, arguments, alone, tmp_path, tensor
+):
+    """Two replicas, of one device or of two."""
+    out = tmp_path / "out"
+    command = [*arguments, f"--out={out}", f"--tensor={tensor}"]
+    (ended,) = together(command, 1, devices=2 * tensor)
+    assert ended.code == 0, ended.err
+    assert same_answers(out, alone)
+
+
+def words_of(turn: dict[str, Any]) -> list[str]:
+    return [token["text"] for token in turn["tokens"]]
+
+
+def same_answers(first: pathlib.Path, second: pathlib.Path) -> bool:
+    """Whether all texts are the same. Log-probs differ in their last bits."""
+    lines = played(first), played(second)
+    assert lines[0].keys() == lines[1].keys()
+    fields = ("left_out", "read", "score", "calls", "stop", "file")
+    for id in lines[0]:
+        mine, other = ({field: side[id].get(field) for field in fields} for side in lines)
+        assert mine == other
+        texts = [[words_of(turn) for turn in side[id].get("turns", ())] for side in lines]
+        assert texts[0] == texts[1]
+    return True
+
+
+@pytest.mark.slow
+def test_two_hosts_of_two_devices_print_one_table_and_equal_one_device(
+    together, arguments, alone, tmp_path
+):
+    out = tmp_path / "out"
+    first, second = together([*arguments, f"--out={out}"], 2, devices=2)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert same_answers(out, alone)
+    assert "summary.json" in first.err
+    assert "summary.json" not in second.err
+    assert sorted(file.name for file in out.glob("questions*")) == [
+        "questions-1.jsonl",
+        "questions.jsonl",
+    ]
+    assert not list(out.glob(".hosts-*"))
+    ours, theirs = (read_json(folder / "summary.json") for folder in (out, alone))
+    for name in ("n", "accuracy", "calls", "left_out", "questions"):
+        assert ours[name] == theirs[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_killed_host_ends_the_other_and_the_same_command_continues(
+    together, arguments, alone, tmp_path, who
+):
+    out = tmp_path / "out"
+    command = [*arguments, f"--out={out}", "--hosts.heartbeat=10"]
+
+    def kill(processes) -> None:
+        deadline = time.monotonic() + 300
+        while count_lines(out) < 3:
+            assert time.monotonic() < deadline
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.01)
+        os.kill(processes[who].pid, signal.SIGKILL)
+
+    ended = together(command, 2, devices=1, disturb=kill)
+    assert ended[who].code == -signal.SIGKILL
+    assert ended[1 - who].code in (cluster.LOST, -signal.SIGABRT)
+    assert not (out / "summary.json").exists()
+    before = count_lines(out)
+    # On one host, because a slice may have become another one.
+    (again,) = together(command, 1, devices=1)
+    assert again.code == 0, again.err
+    assert before >= 3
+    assert same_answers(out, alone)
+
+
+@pytest.mark.slow
+def test_a_host_that_fails_ends_all_with_one_line(together, arguments, tmp_path):
+    """The second host has other questions, and another folder."""
+    out = tmp_path / "out"
+    other = tmp_path / "other"
+    other.mkdir()
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        "from rollout.evaluate import main\n"
+        "own = [f'--limit={5 + int(sys.argv[-1])}'] if 'limit' in sys.argv[1] else []\n"
+        f"out = {str(out)!r} if sys.argv[-1] == '0' else {str(other)!r}\n"
+        "out = [f'--out={out}'] if 'out' in sys.argv[1] else [f'--out=' + sys.argv[2]]\n"
+        "raise SystemExit(main([*out, *own, *sys.argv[3:]]))\n"
+    )
+    for what, message in (("limit", "--limit: 5 on process 0 and 6 on"), ("out", "--out: ")):
+        command = [str(program), what, str(out), *arguments[2:]]
+        for ended in together(command, 2, devices=1):
+            assert ended.code == 2, ended.err
+            (line,) = [line for line in ended.err.splitlines() if "rollout.evaluate: " in line]
+            assert message in line
