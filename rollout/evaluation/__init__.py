@@ -1,5 +1,10 @@
 """Evaluates models on benchmarks, computes the figures, and compares runs.
 
-The limits on frames, turns and calls are those of the paper's released code. Frame sizes, prompts
-and timestamps are this project's own, so scores cannot be compared directly with the paper's.
+`run.evaluate` is the entry point. It loads a split (`benchmarks`), asks in the words of a prompt pack
+(`packs`), plays the episodes (`play`, `split`) and writes the folder (`folder`, `summary`). `compare`
+and `table` read finished folders.
+
+By default, limits on turns and calls are those of the paper's released code; frame sizes, prompts
+and times before frames are this project's own. Such scores cannot be compared with the paper's.
+`--protocol published` asks and shows frames as the release's evaluator does.
 """
