@@ -118,12 +118,14 @@ class Environment:
     """What all episodes share: protocol, frames, and the clock (in seconds) of the time limits.
 
     `overview` chooses the overview's frames from the features, a video's name and their number.
+    `canonical` rewrites a main agent's text for models that write calls and answers in other forms.
     """
 
     protocol: Protocol
     features: FrameFeatures
     clock: Callable[[], float] = time.monotonic
     overview: Callable[[FrameFeatures, str, int], tuple[Frame, ...]] = FrameFeatures.overview
+    canonical: Callable[[str], str] = str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +288,8 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
     state.trajectory.append(_sampled_segment(sample))
 
     ids = np.concatenate([protocol.pinned.ids, sample.ids])
-    return protocol.vocabulary.decode(ids).removesuffix("<|im_end|>"), sample
+    text = protocol.vocabulary.decode(ids).removesuffix("<|im_end|>")
+    return state.environment.canonical(text), sample
 
 
 def _tools_offered(state: _EpisodeState) -> bool:

@@ -16,6 +16,7 @@ import pathlib
 import tomllib
 from typing import Any
 
+from rollout.evaluation.native_format import NativeFormat
 from rollout.evaluation.packs import TURNS, PackError, TextPack
 from rollout.evaluation.settings import NOT_IDENTITY, BenchmarkSettings
 
@@ -23,7 +24,7 @@ FORMAT = 1
 """Version of the folder's layout."""
 
 _FILE = "pack.toml"
-_KEYS = ("format", "name", "turns", "play")
+_KEYS = ("format", "name", "turns", "play", "read")
 _MOST_BYTES = 1 << 20
 # What is scored and where is no matter of a protocol.
 _NOT_PLAYED = (*NOT_IDENTITY, "benchmark", "open_ended", "judge", "judge_model", "dtype", "seed")
@@ -51,7 +52,11 @@ def read_pack(folder: str | os.PathLike) -> TextPack:
         about = _read_about(root / _FILE)
         texts = dict(_read_text(root, file) for file in _files(root))
         return TextPack(
-            about.get("name", root.resolve().name), texts, about["turns"], about["play"]
+            about.get("name", root.resolve().name),
+            texts,
+            about["turns"],
+            about["play"],
+            about["read"],
         )
     except PackError as error:
         raise PackError(f"--protocol {folder}: {error}") from error
@@ -140,7 +145,19 @@ def _read_about(file: pathlib.Path) -> dict[str, Any]:
         if key not in TURNS or not isinstance(value, bool):
             raise PackError(f"{_FILE}: turns.{key}: {value!r}; give {' or '.join(TURNS)} a boolean")
     play = _table(about, "play")
-    return about | {"turns": turns, "play": _read_play(play)}
+    read = _native_format(_table(about, "read"))
+    return about | {"turns": turns, "play": _read_play(play), "read": read}
+
+
+def _native_format(read: dict[str, Any]) -> NativeFormat:
+    known = [field.name for field in dataclasses.fields(NativeFormat)]
+    for key, value in read.items():
+        if key not in known or not isinstance(value, str):
+            raise PackError(f"{_FILE}: read.{key}: {value!r}; give {', '.join(known)} as texts")
+    try:
+        return NativeFormat(**read)
+    except ValueError as error:
+        raise PackError(f"{_FILE}: read.{error}") from error
 
 
 def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
@@ -175,7 +192,8 @@ def _checked(place: str, field: str, value: Any) -> Any:
 
 def _about(name: str, pack: TextPack) -> str:
     lines = [f"format = {FORMAT}", f"name = {json.dumps(name)}", ""]
-    tables = {"turns": pack.turns}
+    written = {key: text for key, text in dataclasses.asdict(pack.read).items() if text}
+    tables = {"turns": pack.turns, "read": written}
     for benchmark, values in pack.play.items():
         tables["play" + (f".{benchmark}" if benchmark else "")] = values
     for table, values in tables.items():

@@ -7,6 +7,7 @@ folder of a user's (`pack_folder`), or what another evaluator's files say (`rele
 from __future__ import annotations
 
 import abc
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -18,6 +19,7 @@ from paravt_jax.method.records import QuestionKind, Turn
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.wording import OUR_WORDING, PLACEHOLDER, Prompt, Wording, fill
 from rollout.evaluation.benchmarks import BENCHMARKS, BrokenRow, Item, VideoFolder
+from rollout.evaluation.native_format import NativeFormat
 
 PROMPTS: tuple[Prompt, ...] = get_args(Prompt)
 SINGLE_TURN: tuple[Prompt, ...] = ("direct", "reasoning")
@@ -102,6 +104,10 @@ class PromptPack(abc.ABC):
         """
         return {}
 
+    def reads(self) -> NativeFormat:
+        """How the pack reads what models write."""
+        return NativeFormat()
+
     def differences(self, benchmark: str) -> list[str]:
         """What still differs from the protocol that the pack stands for, as phrases."""
         return []
@@ -133,6 +139,7 @@ class TextPack(PromptPack):
         texts: Mapping[str, str],
         turns: Mapping[str, bool] | None = None,
         play: Mapping[str, Mapping[str, Any]] | None = None,
+        read: NativeFormat | None = None,
     ):
         """Check the texts.
 
@@ -141,6 +148,7 @@ class TextPack(PromptPack):
             texts: the texts by name.
             turns: values of `TURNS`.
             play: values of settings, by benchmark; "" for all.
+            read: how models write; by default in our form.
 
         Raises:
             PackError: a text is missing, or has a placeholder that it cannot have.
@@ -154,7 +162,11 @@ class TextPack(PromptPack):
         missing = sorted(_REQUIRED - self.texts.keys())
         if missing:
             raise PackError(f"{missing[0]}: missing; write it, or copy ours (--write-protocol)")
-        self.digest = digest_of(self.texts, self.turns, self.play)
+        self.read = read or NativeFormat()
+        self.digest = digest_of(self.texts, self.turns, self.play, dataclasses.asdict(self.read))
+
+    def reads(self) -> NativeFormat:
+        return self.read
 
     def wording(self, benchmark: str, prompt: Prompt) -> Wording:
         texts = self._texts(benchmark)

@@ -25,6 +25,7 @@ from typing import Any
 
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.wording import PLACEHOLDER, Prompt
+from rollout.evaluation.native_format import NativeFormat
 from rollout.evaluation.packs import PackError, TextPack
 from rollout.evaluation.published_protocol import PLAY, PLAY_CHARADES
 
@@ -55,10 +56,11 @@ _BENCHMARKS: Mapping[str, Sequence[QuestionKind]] = {
     "charades": (QuestionKind.TEMPORAL_GROUNDING,),
 }
 
+# A call that leaks into code is a call for the release's evaluator, too.
+_LEAKED_CALL = r"<tool_code>\s*crop_video\s*\((.*?)\)\s*</tool_code>"
 # Beside what `rollout.evaluation.published_protocol` finds in the settings.
 _DIFFERENCES = (
     "unreadable calls and those beyond the fifth get an error response",
-    "<tool_code> is not run",
     "the forced answer may have as many tokens as a turn",
 )
 _OF_CHARADES = ("at most 64 frames of a native video",)
@@ -94,6 +96,7 @@ def read_release(checkout: str | os.PathLike) -> ReleasePack:
             texts,
             {"text_first": False, "responses_apart": True},
             {"": PLAY, "charades": PLAY_CHARADES},
+            NativeFormat(call=_LEAKED_CALL),
         )
     except PackError as error:
         raise PackError(f"--release {checkout}: {error}; {_REMEDY}") from error

@@ -298,7 +298,7 @@ def load_player(
             settings, folder, config, videos, protocol, prompt, crop, devices
         )
     overview = video_overview if settings.native_video else FrameFeatures.overview
-    environment = Environment(protocol, features, overview=overview)
+    environment = Environment(protocol, features, overview=overview, canonical=pack.reads())
     return Player(sampler, environment, settings, videos, judge, pack)
 
 

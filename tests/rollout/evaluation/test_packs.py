@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 
 import pytest
@@ -107,6 +108,9 @@ BROKEN = [
     ("pack.toml", b"format = 1\n[play]\nseed = 1", "play.seed: a pack does not decide this"),
     ("pack.toml", b"format = 1\n[play]\nframes = 'a'", "play.frames: 'a'; give a value such as 64"),
     ("pack.toml", b"format = 1\n[play.mlvu]\nblind = 1", "play.mlvu.blind: 1; give a value"),
+    ("pack.toml", b"format = 1\n[read]\ncall = '('", "read.call: not a regular expression"),
+    ("pack.toml", b"format = 1\n[read]\ncall = 'a'", "read.call: has 0 groups; give one"),
+    ("pack.toml", b"format = 1\n[read]\ncalls = 'a'", "read.calls: 'a'; give answer, call, tool"),
     ("answer_now.txt", b"\xff\xfe", "answer_now.txt: is not UTF-8"),
     ("answer_now.txt", b"{question}", "answer_now: {question} is no placeholder of this text"),
     ("option.txt", b"{Letter} {lettre}", "option: {lettre} is no placeholder of this text"),
@@ -273,6 +277,26 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
 
 
 # --- how a pack plays ---
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<tool_code>crop_video(start_time=2, end_time=6.5)</tool_code>", ("2", "6.5")),
+        ("<tool_code> crop_video(start='2', end=\"6.5\") </tool_code>", ("2", "6.5")),
+        ('<tool_code>crop_video({"start_time": 2, "end_time": 6.5})</tool_code>', (2, 6.5)),
+        ("<tool_code>print(1)</tool_code>", None),
+        ("<tool_code>crop_video()</tool_code>", None),
+    ],
+)
+def test_the_release_reads_calls_that_leak_into_code(release, text, arguments):
+    found = release.reads()(f"a {text} b")
+    if arguments is None:
+        assert found == f"a {text} b"
+    else:
+        call = json.loads(found.partition("<tool_call>")[2].partition("</tool_call>")[0])
+        assert call["name"] == "crop_video"
+        assert (call["arguments"]["start_time"], call["arguments"]["end_time"]) == arguments
 
 
 def test_the_release_plays_as_its_evaluator(release):
