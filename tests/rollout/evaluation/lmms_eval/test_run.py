@@ -19,6 +19,7 @@ from rollout.evaluation.split import Player
 from tests.paravt_jax.benchmarks import published
 from tests.rollout.conftest import Cut
 from tests.rollout.evaluation.lmms_eval import standin
+from tests.rollout.evaluation.lmms_eval.test_real import real_python
 
 ROWS = [
     published.mlvu(f"w{number % 2}.mp4", "a boat", question=f"{number}?") for number in range(4)
@@ -158,3 +159,32 @@ def test_own_questions_have_no_task_of_lmms_eval(python, model, videos) -> None:
     question = Question("1", "w0.mp4", "What follows?", QuestionKind.OPEN_ENDED, "rain")
     with pytest.raises(PackError, match="lmms-eval has no task for own questions"):
         evaluation.evaluate(settings, [question])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--prompt", "agentic", "--turn-tokens", "24")])
+def test_lmms_eval_itself_asks_and_scores_a_run_of_the_engine(
+    flags, model, videos, tmp_path, capsys
+) -> None:
+    text = "What follows?\n(A) a cat\n(B) a dog\n(C) a hat\n(D) rain"
+    rows = [published.mlvu(f"w{n % 2}.mp4", "ABCD"[n], question=f"{n}. {text}") for n in range(4)]
+    published.write_split("mlvu", tmp_path / "split", rows)
+    arguments = [
+        *("--model", str(model), "--benchmark", "mlvu", "--data", str(tmp_path / "split")),
+        *("--videos", str(videos), "--out", str(tmp_path / "out"), "--frames", "4"),
+        *("--protocol", "lmms-eval", "--lmms-eval-python", real_python(), *flags),
+    ]
+    code = command.main(arguments)
+    printed = capsys.readouterr().err
+    assert code == 0, printed
+    summary = read_json(tmp_path / "out" / "summary.json")
+    assert summary["n"] == 4
+    assert summary["lmms_eval"]["n"] == 4
+    assert summary["lmms_eval"]["version"].startswith("0.7.")
+    assert 0 <= summary["lmms_eval_score"] <= 1
+    with capsys.disabled():
+        print("\n" + printed[-600:])
+
+    lines = (tmp_path / "out" / "questions.jsonl").read_bytes()
+    assert command.main(arguments) == 0
+    assert (tmp_path / "out" / "questions.jsonl").read_bytes() == lines
