@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection
 from typing import Any
 
+from paravt_jax.processes import hosts
 from rollout.evaluation.lmms_eval.pack import LmmsEvalPack
 from rollout.evaluation.pack_folder import read_pack
 from rollout.evaluation.packs import PackError, PromptPack, TextPack, own_pack
@@ -31,8 +32,8 @@ def open_pack(settings: BenchmarkSettings, folder: str | os.PathLike) -> PromptP
             "the interpreter of lmms-eval's environment belong together; give both or neither"
         )
     if python:
-        index, count = settings.part()
-        part = "" if count == 1 else f"{index}-of-{count}"
+        index = hosts.process_index()
+        part = str(index) if index else ""
         return LmmsEvalPack(python, settings.benchmark, folder, part)
     return open_text_pack(settings.pack, settings.release)
 
