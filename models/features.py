@@ -40,6 +40,8 @@ _MAX_INFOS = 1024
 # qwen_vl_utils resizes to multiples of this many pixels, two patches of Qwen2-VL.
 _CLIENT_FACTOR = 28
 
+_SMALL_FRAME = 49  # visual tokens of the largest frame by default
+
 
 @dataclasses.dataclass(frozen=True)
 class FrameSettings:
@@ -60,7 +62,7 @@ class FrameSettings:
     processor_min_pixels: int = 0
     """Resized frames below this area are enlarged, as Qwen3-VL's processor does (65,536); 0: no."""
     batch: int = 16
-    """Frames per call of the vision tower, about one crop. A partly filled call costs the same."""
+    """Frames of up to 49 tokens (50,176 pixels) per call of the vision tower; fewer if larger."""
     whole_frames: int = 0
     """Videos of at most this many frames are encoded whole on first use."""
     cache_mib: int = 4096
@@ -106,6 +108,14 @@ class FrameSettings:
                 f"frames.crop_max_pixels, frames.crop_min_pixels: crops have at least {least} and "
                 f"at most {most} pixels; raise the one or lower the other"
             )
+
+    def batch_of(self, tokens: int) -> int:
+        """Frames per call of the vision tower if each has this many visual tokens.
+
+        A call has about as many tokens with large frames as with small ones. A partly filled call
+        costs the same as a full one.
+        """
+        return max(1, self.batch * _SMALL_FRAME // max(_SMALL_FRAME, tokens))
 
     def rules(self, vision: VisionConfig, crop: bool = False) -> PixelRules:
         """How a frame of an overview, or of a crop, becomes what the tower reads."""
@@ -344,7 +354,7 @@ class FrameFeatures:
         A subclass may cache something else per visual token.
         """
         config = self.config.vision
-        batch = self.settings.batch
+        batch = self.settings.batch_of(grid[0] * grid[1] // config.spatial_merge_size**2)
         layout = frame_layout(grid, config)
         vectors = []
         for first in range(0, len(pixels), batch):
@@ -359,7 +369,8 @@ class FrameFeatures:
                 video=pixels.shape[1] > 1,
             )
             features = np.asarray(self._encode(self._weights, patches, layout), np.float32)
-            vectors += list(features[: len(part)])
+            # Copies: a view would keep the features of the whole batch in memory.
+            vectors += [row.copy() for row in features[: len(part)]]
         return vectors
 
     def _remember(self, fresh: dict[tuple, np.ndarray]) -> None:
@@ -367,8 +378,7 @@ class FrameFeatures:
             if key in self._store:
                 self._drop(key)
             self._frames_in_store[key[0]] += 1
-            # A copy: a view would keep the features of the whole batch in memory.
-            self._store[key] = row.copy()
+            self._store[key] = row
             self.cached_bytes += row.nbytes
         while self.cached_bytes > self.settings.cache_mib * 2**20:
             self._drop(next(iter(self._store)))

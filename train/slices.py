@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-import os
-import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from models.device_memory import reported_memory
 from paravt_jax.processes import hosts
 
 INSTALL = "pip install -e '.[tpu]'"
@@ -195,30 +194,7 @@ def device_memory(device: Any) -> float | None:
     generation = _KINDS.get(device.device_kind)
     if generation is not None:
         return CHIPS[generation].hbm
-    if device.platform == "cpu":
-        # The devices of a CPU share the memory of their host.
-        return host_memory() / jax.local_device_count()
-    # GPUs report what the allocator may use.
-    reported = device.memory_stats()
-    if not reported or "bytes_limit" not in reported:
-        return None
-    return float(reported["bytes_limit"])
-
-
-# Files with the limit of a container, in versions 2 and 1 of cgroups.
-MEMORY_LIMITS = tuple(
-    pathlib.Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")
-)
-
-
-def host_memory() -> float:
-    """Bytes of memory that the processes of this host may use."""
-    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
-    # A container may have less than the machine.
-    for file in MEMORY_LIMITS:
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
-            limits.append(float(text))
-    return min(limits)
+    return reported_memory(device)
 
 
 def known_slices() -> Iterator[Topology]:

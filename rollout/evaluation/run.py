@@ -49,6 +49,7 @@ from rollout.evaluation.benchmarks import (
     title_of,
 )
 from rollout.evaluation.folder import EvaluationFolder, Line, answered
+from rollout.evaluation.memory import MemoryPlan, plan_memory, planned_paged, require_room
 from rollout.evaluation.native_video import video_overview, video_tokens
 from rollout.evaluation.packs import PackError, PromptPack, own_pack
 from rollout.evaluation.protocols import as_the_pack_plays, open_pack
@@ -294,6 +295,7 @@ def load_player(
     if settings.endpoint or folder is None:
         features, sampler = _endpoint(settings, files, videos, stack)
     else:
+        require_room(settings, lambda changed: _planned(changed, config, vocabulary, subtitled))
         features, sampler = _engine(
             settings, folder, config, videos, protocol, prompt, crop, devices
         )
@@ -349,6 +351,17 @@ def _protocol(
     if subtitled:
         overview += settings.subtitle_tokens
     return protocol, overview, crop
+
+
+def _planned(
+    settings: BenchmarkSettings, config: Qwen3VLConfig, vocabulary: Vocabulary, subtitled: bool
+) -> MemoryPlan:
+    """The memory that the engine needs with these settings."""
+    protocol, prompt, crop = _protocol(settings, vocabulary, config.vision, subtitled)
+    sizes = sizes_for_single_episodes(
+        protocol, prompt, crop, settings.episodes, settings.cache_tokens
+    )
+    return plan_memory(settings, config, sizes, planned_paged())
 
 
 def _endpoint(

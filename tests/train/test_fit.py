@@ -10,11 +10,12 @@ import jax
 import pytest
 
 from configs import RECIPES
-from train import slices
+from models import device_memory
+from models.device_memory import host_memory
 from train.fit import GIB, OPEN_FIELDS, choose_mesh, fit
 from train.rehearsal import cut
 from train.settings import Run, change
-from train.slices import Devices, Topology, found_devices, host_memory, known_slices
+from train.slices import Devices, Topology, found_devices, known_slices
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = RECIPES["paravt_8b"]()
@@ -171,7 +172,9 @@ def test_the_memory_of_a_host_is_at_most_its_physical_memory():
 
 @pytest.mark.parametrize(("limit", "expected"), [("4096\n", 4096), ("max\n", None)])
 def test_a_container_lowers_the_memory_of_a_host(limit, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(slices, "MEMORY_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
+    monkeypatch.setattr(
+        device_memory, "MEMORY_LIMITS", (tmp_path / "none", tmp_path / "memory.max")
+    )
     physical = host_memory()
     (tmp_path / "memory.max").write_text(limit)
     assert host_memory() == (expected or physical)

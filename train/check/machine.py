@@ -10,6 +10,7 @@ import platform
 import jax
 from packaging.requirements import Requirement
 
+from models.device_memory import host_memory
 from paravt_jax.data import video
 from paravt_jax.processes.cluster import has_tpu_chips
 from paravt_jax.processes.hosts import process_count
@@ -18,7 +19,7 @@ from train.check import sizes
 from train.check.finding import Finding, failed
 from train.check.subject import Subject
 from train.fit import GIB, fit
-from train.slices import Topology, found_devices, host_memory
+from train.slices import Topology, found_devices
 
 _PROJECT = "paravt-jax"
 _SHOWN = ("jax", "jaxlib", "flax", "libtpu")

@@ -363,8 +363,9 @@ class Plan:
         encode = jax.jit(
             lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout)
         )
-        frames = self.run.frames.batch
-        patches = shape(jnp.float32, frames, grid[0] * grid[1], self.config.vision.patch_dim)
+        vision = self.config.vision
+        frames = self.run.frames.batch_of(grid[0] * grid[1] // vision.spatial_merge_size**2)
+        patches = shape(jnp.float32, frames, grid[0] * grid[1], vision.patch_dim)
         layout = frame_layout(grid, self.config.vision)
         return PlannedProgram(
             "vision",

@@ -1,0 +1,36 @@
+"""How many bytes programs may use on a device, and on its host."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+# Files with the limit of a container, in versions 2 and 1 of cgroups.
+MEMORY_LIMITS = tuple(
+    pathlib.Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")
+)
+
+
+def host_memory() -> float:
+    """Bytes of memory that the processes of this host may use."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    # A container may have less than the machine.
+    for file in MEMORY_LIMITS:
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            limits.append(float(text))
+    return min(limits)
+
+
+def reported_memory(device: Any) -> float | None:
+    """Bytes that programs may use on a device, as JAX reports them; None if it does not."""
+    if device.platform == "cpu":
+        # The devices of a CPU share the memory of their host.
+        return host_memory() / jax.local_device_count()
+    # On GPUs this is what the allocator may use.
+    reported = device.memory_stats()
+    if not reported or "bytes_limit" not in reported:
+        return None
+    return float(reported["bytes_limit"])

@@ -1,0 +1,260 @@
+"""Plans the memory of an evaluation from its settings, before any weights are loaded.
+
+The plan is an upper bound. It adds what stays (weights, KV cache) to the largest of the parts that
+come and go (a call of the vision tower, of prefill, of decoding). The host keeps visual features
+and pixels; on a CPU both count together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention import QUERY_CHUNK, platform
+from models.device_memory import host_memory, reported_memory
+from models.features import FrameSettings, frame_tokens
+from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.model import abstract_model
+from rollout.engine.settings import EngineSizes
+from rollout.evaluation.native_video import most_video_tokens
+from rollout.evaluation.settings import BenchmarkSettings
+
+GIB = 2**30
+
+# The largest decoded frame that is planned for, 3840 x 2160 in RGB, before it is resized; a decoder
+# holds several of them.
+_DECODED_FRAME = 3840 * 2160 * 3
+_DECODER_FRAMES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that an evaluation needs at most, by part."""
+
+    kept: dict[str, float]
+    """On each device, all the time."""
+    calls: dict[str, float]
+    """On each device, during one kind of call. Only one runs at a time."""
+    host: dict[str, float]
+    """On the host."""
+
+    @property
+    def device(self) -> float:
+        """Bytes per device."""
+        return sum(self.kept.values()) + max(self.calls.values())
+
+    def describe(self) -> str:
+        """The parts in GiB, for people."""
+        parts = self.kept | {"calls": max(self.calls.values())}
+        return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+
+
+def plan_memory(
+    settings: BenchmarkSettings, config: Qwen3VLConfig, sizes: EngineSizes, paged: bool
+) -> MemoryPlan:
+    """Bytes that an evaluation with the engine needs at most.
+
+    Args:
+        settings: the evaluation.
+        config: the model's sizes.
+        sizes: the engine's sizes.
+        paged: whether decoding works on the pages of the KV cache, as on TPU.
+    """
+    item = jnp.dtype(settings.dtype).itemsize
+    text = config.text
+    shards = settings.tensor
+    model = abstract_model(config, dtype=settings.dtype, param_dtype=settings.dtype)
+    token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * item / shards
+    pool = (sizes.pages + 1) * sizes.page * token
+    calls = {
+        "prefill": max(
+            _prefill(config, sizes, item, token, length, before)
+            for length in sizes.prefill_lengths
+            for before in (0, *sizes.row_lengths)
+        ),
+        "decoding": max(
+            _decode(config, sizes, item, token, width, paged) for width in sizes.row_lengths
+        ),
+        "vision tower": max(
+            _tower(config, settings.pixels(), tokens, item)
+            for tokens in _frame_sizes(settings, config)
+        ),
+    }
+    return MemoryPlan(
+        kept={
+            "weights": _bytes(model.text) / shards + _bytes(model.vision),
+            "KV cache": pool,
+        },
+        calls=calls,
+        host=_host(settings, config, sizes),
+    )
+
+
+def require_room(
+    settings: BenchmarkSettings, plan: Callable[[BenchmarkSettings], MemoryPlan]
+) -> None:
+    """Check that the evaluation fits on the devices of this process.
+
+    Args:
+        settings: the evaluation.
+        plan: plans an evaluation with other settings.
+
+    Raises:
+        ValueError: it does not fit; the message names settings with which it would.
+    """
+    device = jax.local_devices()[0]
+    limit = reported_memory(device)
+    on_cpu = device.platform == "cpu"
+    host = host_memory()
+
+    def needed(changed: BenchmarkSettings) -> float:
+        planned = plan(changed)
+        # Bytes in excess of what there is: of the device, or of the host.
+        excess = sum(planned.host.values()) + (planned.device if on_cpu else 0) - host
+        if limit is not None:
+            excess = max(excess, planned.device - limit)
+        return excess
+
+    if needed(settings) <= 0:
+        return
+    planned = plan(settings)
+    found = next((change for change in _changes(settings) if needed(change[1]) <= 0), None)
+    remedy = "use --dtype bfloat16, --tensor over more devices, or a larger device"
+    if found is not None:
+        remedy = f"{found[0]} would fit"
+    there = host if limit is None or on_cpu else limit
+    raise ValueError(
+        f"--episodes {settings.episodes}, --frames {settings.frames}, --max-pixels "
+        f"{settings.max_pixels}: the evaluation needs up to {planned.device / GIB:.1f} GiB per "
+        f"device ({planned.describe()}) and {sum(planned.host.values()) / GIB:.1f} GiB of the "
+        f"host, and there are {there / GIB:.1f} GiB; {remedy}"
+    )
+
+
+def _changes(settings: BenchmarkSettings) -> Iterator[tuple[str, BenchmarkSettings]]:
+    """Smaller settings, those that change least of what is measured first, each with its flags."""
+    episodes = list(_halves(settings.episodes, 1))
+    smaller: list[dict[str, Any]] = [{"episodes": count} for count in episodes]
+    if settings.cache_tokens:
+        smaller += [{"cache_tokens": count} for count in _halves(settings.cache_tokens, 1024)]
+    alone = {"episodes": 1} if episodes else {}
+    pixels = list(_halves(settings.max_pixels, settings.min_pixels))
+    frames = list(_halves(settings.frames, 1))
+    smaller += [alone | {"max_pixels": count} for count in pixels]
+    smaller += [alone | {"frames": count} for count in frames]
+    smaller += [
+        alone | {"max_pixels": area, "frames": count}
+        for area, count in itertools.product(pixels, frames)
+    ]
+    for changes in smaller:
+        flags = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in changes.items())
+        try:
+            yield flags, dataclasses.replace(settings, **changes)
+        except ValueError:
+            continue  # for instance, fewer frames than a native video has
+
+
+def _halves(value: int, least: int) -> Iterator[int]:
+    while value // 2 >= least:
+        value //= 2
+        yield value
+
+
+def _bytes(module: nnx.Module) -> float:
+    leaves = jax.tree.leaves(nnx.state(module))
+    return float(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves))
+
+
+def _prefill(
+    config: Qwen3VLConfig, sizes: EngineSizes, item: int, token: float, length: int, before: int
+) -> float:
+    """A call that prefills `length` tokens per row after up to `before` cached ones."""
+    text = config.text
+    rows = sizes.prefill_rows(length, before)
+    tokens = rows * length
+    # What a layer computes for all tokens, and hidden states that stay.
+    layer = 3 * text.intermediate_size + 8 * text.hidden_size
+    vectors = (1 + config.vision.levels) * text.hidden_size * (4 + item)
+    scores = 2 * rows * min(QUERY_CHUNK, length) * text.num_attention_heads * (length + before) * 4
+    cached = 2 * rows * before * token / text.num_hidden_layers
+    return tokens * (layer * item + vectors + 3 * token) + scores + cached
+
+
+def _decode(
+    config: Qwen3VLConfig, sizes: EngineSizes, item: int, token: float, width: int, paged: bool
+) -> float:
+    """A call that decodes rows which read up to `width` tokens."""
+    text = config.text
+    rows = sizes.slots if paged else sizes.rows(width)
+    logits = 4 * rows * text.vocab_size * 4
+    # The pages are gathered and then split into keys and values.
+    copies = 0.0 if paged else 3 * rows * (width + sizes.steps) * token
+    scores = 2 * rows * text.num_attention_heads * (width + sizes.steps) * 4
+    return logits + copies + scores
+
+
+def _frame_sizes(settings: BenchmarkSettings, config: Qwen3VLConfig) -> Iterator[int]:
+    """Largest numbers of visual tokens of a frame, of each kind."""
+    pixels = settings.pixels()
+    yield frame_tokens(pixels, config.vision)
+    yield frame_tokens(pixels, config.vision, crop=True)
+    if settings.native_video:
+        # A slice of the shortest video has the most tokens.
+        yield most_video_tokens(4, _factor(config)) // 2
+
+
+def _tower(config: Qwen3VLConfig, pixels: FrameSettings, tokens: int, item: int) -> float:
+    """A call of the vision tower on frames of this many visual tokens."""
+    vision = config.vision
+    frames = pixels.batch_of(tokens)
+    patches = tokens * vision.spatial_merge_size**2
+    hidden = (8 + vision.levels + 1) * vision.hidden_size + 2 * vision.intermediate_size
+    values = frames * patches * (hidden * item + 2 * vision.patch_dim * 4)
+    scores = 2 * frames * min(QUERY_CHUNK, patches) * vision.num_heads * patches * 4
+    merged = 3 * vision.hidden_size * vision.spatial_merge_size**2 + 2 * vision.out_hidden_size
+    return values + scores + frames * tokens * (1 + vision.levels) * merged * 4
+
+
+def _host(
+    settings: BenchmarkSettings, config: Qwen3VLConfig, sizes: EngineSizes
+) -> dict[str, float]:
+    if settings.blind:
+        return {"features": 0.0}
+    pixels = settings.pixels()
+    vector = (1 + config.vision.levels) * config.text.hidden_size * 4
+    overview = settings.frames * frame_tokens(pixels, config.vision)
+    if settings.native_video:
+        overview = most_video_tokens(settings.frames, _factor(config))
+    limits = settings.protocol(0)
+    calls = limits.max_calls * (
+        limits.max_tool_turns if settings.episode_settings().dispatch != "none" else 0
+    )
+    crop = limits.most_crop_frames * frame_tokens(pixels, config.vision, crop=True)
+    seen = settings.episodes * (overview + calls * crop) * vector
+    # The vectors of a prompt, from its request until it is prefilled: an overview per episode, or
+    # the crops of its sub-agents.
+    waiting = settings.episodes * max(overview, limits.max_calls * crop) * vector
+    pieces = sizes.prefill_tokens * vector
+    shown = _factor(config) ** 2 * 3 * max(overview, crop)
+    decoder = _DECODER_FRAMES * _DECODED_FRAME
+    return {
+        "cached features": min(pixels.cache_mib * 2.0**20, seen) + overview * vector,
+        "features of prompts": waiting + 2 * pieces,
+        "pixels": 2 * shown + decoder,
+    }
+
+
+def _factor(config: Qwen3VLConfig) -> int:
+    return config.vision.patch_size * config.vision.spatial_merge_size
+
+
+def planned_paged() -> bool:
+    """Whether the engine decodes on pages on this process's devices."""
+    return platform() == "tpu"
