@@ -4,6 +4,7 @@ from configs import ablations
 from configs.paradox import paradox_tiny
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
+from configs.released import paravt_8b_released, sft_8b_released
 from configs.sft import sft_8b, sft_tiny
 
 RECIPES = {
@@ -12,6 +13,8 @@ RECIPES = {
         paravt_tiny,
         paravt_8b,
         sft_8b,
+        paravt_8b_released,
+        sft_8b_released,
         sft_tiny,
         paradox_tiny,
         *ablations.RECIPES.values(),

@@ -22,7 +22,7 @@ REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's t
 _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 # Tokens of a sequence that are prefilled in one call. Longer prompts take several calls: the
 # activations and visual vectors of a call take memory.
-_MOST_PREFILL = 8192
+MOST_PREFILL = 8192
 
 
 def lengths(
@@ -79,17 +79,17 @@ def engine_sizes(
         prefix_lengths = (half, prompt) if half >= _SHORTEST_READ else (prompt,)
     # A turn's tool results are much shorter than a crop, so they get a length of their own.
     tool_results = min(2 * page, crop)
-    piece = min(prompt, round_up(_MOST_PREFILL, page))
+    piece = round_up(MOST_PREFILL, page)
     slots = round_up(max(1, settings.slots), rows_per_prefix)
     return EngineSizes(
         row_lengths=row_lengths,
         prefix_lengths=prefix_lengths,
-        prefill_lengths=tuple(sorted({tool_results, min(crop, piece), piece})),
+        prefill_lengths=tuple(sorted({tool_results, min(crop, piece), min(prompt, piece)})),
         slots=slots,
         rows_per_prefix=rows_per_prefix,
         page=page,
         pages=page_count(max(whole, settings.cache_tokens), page),
-        prefill_tokens=max(piece, settings.prefill_tokens),
+        prefill_tokens=max(min(prompt, piece), settings.prefill_tokens),
         read_tokens=max(slots * row_lengths[0], settings.read_tokens),
         steps=settings.steps,
         paged=settings.paged,

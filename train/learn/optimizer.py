@@ -25,6 +25,8 @@ class OptimizerSettings:
     """Learning rate after the warm-up: constant, or cosine decay to zero at the last step."""
     warmup: float = 0.0
     """Share of the steps over which the learning rate rises linearly from zero."""
+    horizon: int = 0
+    """Steps of warm-up and schedule, at least those of the run; 0: the same."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
     b1: float = 0.9
@@ -51,6 +53,11 @@ class OptimizerSettings:
                     f"OptimizerSettings.{name}: {value!r} is unknown; "
                     f"choose one of {', '.join(known)}"
                 )
+        if self.horizon < 0 or (self.horizon and self.schedule == "constant" and not self.warmup):
+            raise ValueError(
+                f"OptimizerSettings.horizon: {self.horizon} with schedule {self.schedule!r} and "
+                f"warmup {self.warmup}; give it with a cosine or a warm-up, 0 otherwise"
+            )
         for name in ("learning_rate", "muon_learning_rate", "eps", "max_grad_norm"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -79,6 +86,12 @@ def require_counts(section: str, minimum: int = 1, **counts: int) -> None:
 
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
     """The optimizer for `steps` updates. It clips gradients by their global norm first."""
+    if 0 < settings.horizon < steps:
+        raise ValueError(
+            f"OptimizerSettings.horizon: {settings.horizon}, which ends before the {steps} steps; "
+            "give at least as many, or 0"
+        )
+    steps = settings.horizon or steps
     clip = optax.clip_by_global_norm(settings.max_grad_norm)
     make = _adamw if settings.name == "adamw" else _muon
     return optax.chain(clip, make(settings, steps))
