@@ -35,7 +35,7 @@ from paravt_jax.method.records import CropCall, Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import Environment, play
 from rollout.engine.engine import Engine
-from rollout.engine.requests import Completion, Request, run
+from rollout.engine.requests import Completion, Request, SampleStop, run
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
 from rollout.evaluation.memory import plan_memory
 from rollout.evaluation.settings import BenchmarkSettings
@@ -56,7 +56,7 @@ SETTINGS = BenchmarkSettings(
     crop_max_pixels=50_176,
     snap=28,
     jpeg=85,
-    turn_tokens=512,
+    turn_tokens=192,
     summary_tokens=32,
     trajectory_tokens=2048,
     episodes=1,
@@ -138,7 +138,9 @@ class FiveCalls:
 
     def _replaced(self, sample: Any) -> Any:
         logprobs = np.zeros(len(self._ids), np.float32)
-        return dataclasses.replace(sample, ids=self._ids, logprobs=logprobs)
+        return dataclasses.replace(
+            sample, ids=self._ids, logprobs=logprobs, stop=SampleStop.STOP_ID
+        )
 
 
 def measure(path: pathlib.Path) -> dict[str, Any]:
