@@ -295,7 +295,12 @@ def load_player(
     if settings.endpoint or folder is None:
         features, sampler = _endpoint(settings, files, videos, stack)
     else:
-        require_room(settings, lambda changed: _planned(changed, config, vocabulary, subtitled))
+
+        def planned(changed: BenchmarkSettings) -> MemoryPlan:
+            lengths = _protocol(changed, vocabulary, config.vision, subtitled, wording)
+            return _planned(changed, config, *lengths)
+
+        require_room(settings, planned)
         features, sampler = _engine(
             settings, folder, config, videos, protocol, prompt, crop, devices
         )
@@ -354,10 +359,9 @@ def _protocol(
 
 
 def _planned(
-    settings: BenchmarkSettings, config: Qwen3VLConfig, vocabulary: Vocabulary, subtitled: bool
+    settings: BenchmarkSettings, config: Qwen3VLConfig, protocol: Protocol, prompt: int, crop: int
 ) -> MemoryPlan:
-    """The memory that the engine needs with these settings."""
-    protocol, prompt, crop = _protocol(settings, vocabulary, config.vision, subtitled)
+    """The memory that the engine needs for prompts of `prompt` and `crop` tokens."""
     sizes = sizes_for_single_episodes(
         protocol, prompt, crop, settings.episodes, settings.cache_tokens
     )

@@ -84,7 +84,8 @@ def test_the_named_slices_are_the_smallest_that_fit(recipe, row):
 
 
 def test_more_steps_are_an_option():
-    assert change(paravt_8b_released(), "longer", {"rl.steps": 700}).rl.steps == 700
+    longer = change(paravt_8b_released(), "longer", {"rl.steps": 700}).rl
+    assert longer is not None and longer.steps == 700
 
 
 def test_a_schedule_that_ends_before_the_run_is_refused():
