@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from paravt_jax.method.records import QuestionKind
 from rollout.evaluation.benchmarks import title_of
 from rollout.evaluation.folder import Line, latest, read_json, read_lines
 from rollout.evaluation.statistics import interval_of_difference, mcnemar
@@ -38,7 +39,8 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         The content of `--compare --json`: the counts of the four outcomes, the scores on the shared
         questions, their difference B - A with a 95 % interval, the numbers of videos and of videos
         on which scores differ, McNemar's p-value, the settings that differ, and the ids of the
-        questions that only one run got right.
+        questions that only one run got right. Open-ended questions are left to `open_ended`, which
+        has the same figures, unless there are no others.
 
     Raises:
         ValueError: the runs are of different splits, or share no question.
@@ -59,26 +61,40 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
             "play the same questions with both"
         )
 
-    # Both runs' scores on the same questions, in the same order, so that differences are paired.
-    scores_a = np.array([played_a[id]["score"] for id in shared])
-    scores_b = np.array([played_b[id]["score"] for id in shared])
-    videos = [played_a[id]["video"] for id in shared]
+    # A mean of their F1 and the 0 or 1 of multiple choice would be meaningless.
+    opened = [id for id in shared if played_a[id]["kind"] == QuestionKind.OPEN_ENDED]
+    closed = [id for id in shared if id not in set(opened)]
+    found: dict[str, Any] = {
+        "benchmark": names[0],
+        "made_with": _differing(*identities),
+        "not_shared": len(played_a.keys() ^ played_b.keys()),
+        "left_out": [_left_out(lines) for lines in (lines_a, lines_b)],
+        **_paired(closed or opened, played_a, played_b),
+    }
+    if closed and opened:
+        found["open_ended"] = _paired(opened, played_a, played_b)
+    return found
+
+
+def _paired(
+    ids: Sequence[str], played_a: dict[str, Line], played_b: dict[str, Line]
+) -> dict[str, Any]:
+    """Compare the scores of both runs on the same questions."""
+    # In the same order, so that differences are paired.
+    scores_a = np.array([played_a[id]["score"] for id in ids])
+    scores_b = np.array([played_b[id]["score"] for id in ids])
+    videos = [played_a[id]["video"] for id in ids]
     gains = scores_b - scores_a
-    low, high = interval_of_difference(gains.tolist(), videos)
     differing = {video for video, gain in zip(videos, gains, strict=True) if gain}
     right_a = scores_a >= RIGHT
     right_b = scores_b >= RIGHT
-    only_a = [id for id, only in zip(shared, right_a & ~right_b, strict=True) if only]
-    only_b = [id for id, only in zip(shared, right_b & ~right_a, strict=True) if only]
+    only_a = [id for id, only in zip(ids, right_a & ~right_b, strict=True) if only]
+    only_b = [id for id, only in zip(ids, right_b & ~right_a, strict=True) if only]
     return {
-        "benchmark": names[0],
-        "made_with": _differing(*identities),
-        "questions": len(shared),
-        "not_shared": len(played_a.keys() ^ played_b.keys()),
-        "left_out": [_left_out(lines) for lines in (lines_a, lines_b)],
+        "questions": len(ids),
         "scores": [float(np.mean(scores)) for scores in (scores_a, scores_b)],
         "difference": float(gains.mean()),
-        "interval": [low, high],
+        "interval": list(interval_of_difference(gains.tolist(), videos)),
         "videos": len(set(videos)),
         "differing_videos": len(differing),
         "both_right": int((right_a & right_b).sum()),
@@ -109,15 +125,13 @@ def _differing(first: Line, second: Line) -> dict[str, list[Any]]:
 
 def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, Any]) -> str:
     """Format the result of `compare` as text."""
-    low, high = found["interval"]
     score_a, score_b = found["scores"]
     lines = [
         f"{title_of(found['benchmark'])}: {found['questions']} questions played by both "
         f"({found['not_shared']} by only one)",
         f"  A {first}: {100 * score_a:.1f}",
         f"  B {second}: {100 * score_b:.1f}",
-        f"  B - A: {100 * found['difference']:+.1f}, "
-        f"95 % interval [{100 * low:+.1f}, {100 * high:+.1f}] points (clustered by video)",
+        f"  B - A: {_difference(found)}",
         f"  both right {found['both_right']}, only A {found['only_first']}, "
         f"only B {found['only_second']}, neither {found['both_wrong']}; "
         f"McNemar, exact, two-sided: p = {found['mcnemar_p']:.3g}",
@@ -126,6 +140,13 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
         lines.append(
             f"  warning: scores differ on {found['differing_videos']} of {found['videos']} videos; "
             f"with fewer than {FEW_VIDEOS}, the interval is only a rough guide"
+        )
+    if "open_ended" in found:
+        opened = found["open_ended"]
+        score_a, score_b = (100 * score for score in opened["scores"])
+        lines.append(
+            f"  {opened['questions']} open-ended questions apart: A {score_a:.1f}, "
+            f"B {score_b:.1f}, B - A: {_difference(opened)}"
         )
     for run, causes in zip("AB", found["left_out"], strict=True):
         if causes:
@@ -137,6 +158,15 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
     for run, name in (("A", "first"), ("B", "second")):
         lines.append(f"  only {run}: {_some_of(found[f'only_{name}_ids'])}")
     return "\n".join(lines)
+
+
+def _difference(found: dict[str, Any]) -> str:
+    """The difference and its interval, in points."""
+    low, high = (100 * end for end in found["interval"])
+    gain = 100 * found["difference"]
+    digits = 2 if high - low < 1 else 1
+    interval = f"[{low:+.{digits}f}, {high:+.{digits}f}]"
+    return f"{gain:+.{digits}f}, 95 % interval {interval} points (clustered by video)"
 
 
 def _some_of(ids: Sequence[str]) -> str:

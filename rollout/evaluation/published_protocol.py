@@ -41,7 +41,7 @@ _WORDS = {
     "native_video": "a native video: {0} instead of {1}",
     "frame_times": "times before frames",
     "snap": "sizes not snapped to {1}",
-    "jpeg": "JPEG quality {0} instead of {1}",
+    "jpeg": "JPEG quality {0} (0: none) instead of {1}",
     "processor_min_pixels": "no second enlargement of frames below {1:,} pixels",
     "dispatch": "dispatch {0} instead of {1}",
     "tools": "tools {0} instead of {1}",

@@ -259,7 +259,7 @@ def _remark(run: str, split: str, entry: Line) -> str:
 def _legend(table: dict[str, Any]) -> list[str]:
     marks = "; ".join(f"`{mark}` {meaning}" for mark, meaning in MARKS.items())
     lines = [
-        f"- Paper: {marks}.",
+        f"- Paper: {marks}. It gives no intervals.",
         "- Averages: (p) published, (c) computed here. Incomplete rows have none.",
         "- Charades is mIoU. MMVU is multiple choice; open-ended answers have lines of their own.",
         "- Unread answers name no option or span. Like questions without an answer, they score 0.",

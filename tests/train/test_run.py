@@ -30,6 +30,7 @@ from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics
+from train.table_2 import read_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = pathlib.Path(__file__).with_name("small.py")
@@ -82,6 +83,14 @@ def test_the_result_has_a_row_for_every_setting(finished, small):
             assert 0 <= row["compliance"] <= 1
             assert row["calls"] == 0 or row["dispatch"] != "none"
     assert set(result) == set(RESULT_FIELDS)
+
+
+def test_a_finished_run_has_its_lines_of_table_2(finished):
+    start, rl = read_run(finished, [])
+    steps = [step for step in read_metrics(finished / "metrics.jsonl") if step["phase"] == "rl"]
+    assert rl.f == pytest.approx(sum(step["format_reward"] for step in steps) / len(steps))
+    assert start.key == "sft" and start.f is not None and 0 <= start.f <= 1
+    assert "rl.rewards" in rl.note, "the recipe has another reward than the paper"
 
 
 def test_format_is_measured_at_its_temperatures_before_and_after(finished, small):

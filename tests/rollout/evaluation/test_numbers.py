@@ -159,6 +159,31 @@ def test_a_comparison_warns_if_few_videos_differ(tmp_path):
     assert same["interval"][1] == -same["interval"][0] > 0
 
 
+def test_open_ended_questions_are_compared_apart(tmp_path):
+    def run(name, choices, opened):
+        lines = [line(f"c{i}", score, f"v{i}") for i, score in enumerate(choices)]
+        lines += [line(f"o{i}", score, f"v{i}", kind="oe") for i, score in enumerate(opened)]
+        return folder(tmp_path / name, lines, benchmark="mmvu")
+
+    first, second = run("a", [1.0, 0.0, 0.0, 1.0], [0.4, 0.2]), run("b", [1.0] * 4, [0.1, 0.3])
+    found = compare(first, second)
+    assert (found["questions"], found["difference"]) == (4, 0.5)
+    assert found["open_ended"]["questions"] == 2
+    assert found["open_ended"]["difference"] == pytest.approx(-0.1)
+    text = comparison_text(first, second, found)
+    assert "2 open-ended questions apart: A 30.0, B 20.0, B - A: -10.0, 95 % interval [" in text
+    alone = compare(run("c", [], [0.4]), run("d", [], [0.5]))
+    assert alone["difference"] == pytest.approx(0.1) and "open_ended" not in alone
+
+
+def test_a_narrow_interval_is_printed_with_two_digits(tmp_path):
+    """Otherwise two equal runs of a whole split would print [-0.1, +0.1] or worse, [-0.0, +0.0]."""
+    lines = [line(str(i), float(i % 2), f"v{i // 3}") for i in range(2700)]
+    first, second = folder(tmp_path / "a", lines), folder(tmp_path / "b", lines)
+    text = comparison_text(first, second, compare(first, second))
+    assert "B - A: +0.00, 95 % interval [-0.10, +0.10] points" in text
+
+
 def test_grounding_counts_as_right_from_half_an_overlap_on(tmp_path):
     first = folder(tmp_path / "a", [line("1", 0.5), line("2", 0.49)], benchmark="charades")
     second = folder(tmp_path / "b", [line("1", 0.4), line("2", 0.9)], benchmark="charades")

@@ -213,7 +213,7 @@ def test_nothing_differs_under_the_published_settings():
     ]
     assert differences(published | {"jpeg": 75, "temperature": 0.7, "frames": 16}) == [
         "16 overview frames instead of 64",
-        "JPEG quality 75 instead of 85",
+        "JPEG quality 75 (0: none) instead of 85",
         "temperature 0.7 instead of greedy",
     ]
 
