@@ -32,7 +32,7 @@ def play(checkpoint, split, videos, scripted, small_model, monkeypatch, tmp_path
     def run(*argv: str, turns=(LOOK, ANSWER)) -> tuple[int, list[str], str]:
         sampler = scripted(turns)
 
-        def engine(settings, folder, config, where, protocol, prompt, crop):
+        def engine(settings, folder, config, where, *rest):
             features = FrameFeatures(
                 small_model.vision, config, settings.pixels(), where.root, source=video
             )
