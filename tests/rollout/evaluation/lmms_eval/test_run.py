@@ -49,7 +49,7 @@ def evaluate(python, model, player, videos, monkeypatch, capsys, tmp_path):
     def play(said, *flags):
         seen = {}
 
-        def scripted(settings, folder, where, subtitled, stack, pack):
+        def scripted(settings, folder, where, subtitled, stack, pack, _devices):
             made = player([said], prompt=settings.prompt)
             environment = made.environment
             wording = pack.wording(settings.benchmark, settings.prompt)
