@@ -1,6 +1,6 @@
 """`python -m rollout.evaluate`: evaluates a model on a split or on your own questions.
 
-It can also compare two finished runs, and show a table of several.
+Other uses compare two finished runs, show a table of several, or write a prompt pack.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.table import contents, text
 
 _PROG = command_name("python -m rollout.evaluate")
-_MODES = (
-    f"Splits: {', '.join(BENCHMARKS)}.\n"
-    f"Finished runs: {_PROG} --compare A B [--json] compares two, question by question; "
-    f"{_PROG} --table RUN ... [--json] shows several beside table 1 of the paper."
+# Blank lines: the help would join single lines.
+_MODES = "\n\n".join(
+    [
+        f"Splits for --benchmark: {', '.join(BENCHMARKS)}.",
+        f"{_PROG} --compare A B [--json]: compare two finished runs question by question.",
+        f"{_PROG} --table RUN ... [--json]: show finished runs beside table 1 of the paper.",
+        f"{_PROG} --write-protocol FOLDER [--protocol ...]: write a prompt pack, to change it.",
+    ]
 )
 
 

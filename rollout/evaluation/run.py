@@ -247,9 +247,10 @@ def _videos(settings: BenchmarkSettings) -> str:
         return str(pathlib.Path(settings.questions).parent)
     if settings.data and pathlib.Path(settings.data).is_dir():
         return settings.data
+    data = f", and --data {settings.data} is no folder here" if settings.data else ""
     raise ValueError(
-        "--videos is missing: give the folder of the videos (for a split, the folder into which "
-        "its archives were unpacked)"
+        f"--videos is missing{data}: give the folder of the videos; `rollout.download` fetches "
+        "those of a split"
     )
 
 
