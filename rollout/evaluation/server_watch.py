@@ -57,9 +57,11 @@ class ServerWatch:
             raise self._hopeless()
 
     def finish(self) -> None:
-        """The end of the run. Raises EndpointError if the server has answered nothing that it got.
+        """Check the whole run.
 
-        Then the setup is at fault, not the questions.
+        Raises:
+            EndpointError: the server has answered none of the questions that it got. Then the
+                setup is at fault, not the questions.
         """
         if not self._proven and (self._failed or self._refused):
             raise self._hopeless()
