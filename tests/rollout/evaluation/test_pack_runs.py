@@ -144,6 +144,22 @@ def test_the_release_is_asked_and_played_as_its_evaluator_does(play, tmp_path):
     assert command.main(["--table", str(tmp_path / "out")]) == 0
 
 
+def test_the_release_asks_charades_about_a_native_video_in_its_minimal_prompt(play, tmp_path):
+    checkout = write_release(tmp_path / "release")
+    data = published.write_split("charades", tmp_path / "rows", [published.charades("w0.mp4")])
+    argv = ("--protocol", "published", "--release", str(checkout), "--benchmark", "charades")
+    turns = ("The event happens in the 24.3 - 30.4 seconds.",)
+    code, (prompt,), _ = play(*argv, "--data", str(data), turns=turns)
+    assert code == 0
+    assert prompt.startswith("<|im_start|>system\n# Cut\n{")
+    assert "<|vision_start|><1.0 seconds><|vision_start|><|video_pad|>" in prompt
+    assert prompt.endswith(
+        'Look for "person turn a light on.". Say from and to. Its file is w0.mp4'
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert read_json(tmp_path / "out" / "summary.json")["miou"] == 1.0
+
+
 def test_a_refused_run_leaves_no_folder(play, tmp_path):
     checkout = write_release(tmp_path / "release")
     published_argv = ("--protocol", "published", "--release", str(checkout))
