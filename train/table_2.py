@@ -152,12 +152,8 @@ def _mean(rows: Sequence[Row], field: str) -> float | None:
 
 def _cold_start(name: str, result: Row, scores: Mapping[str, float]) -> Figures | None:
     """The sampled rollouts on held-out questions before RL; None if none were played."""
-    rows = [row for row in result.get("by_temperature", []) if row["phase"] == "before"]
-    rows = [
-        row
-        for row in rows or result.get("before", [])
-        if row["temperature"] == TEMPERATURE and row["dispatch"] == "parallel"
-    ]
+    measured = [row for row in result.get("by_temperature", []) if row["phase"] == "before"]
+    rows = _sampled(measured) or _sampled(result.get("before", []))
     if not rows:
         return None
     total = sum(row["n"] for row in rows)
@@ -168,6 +164,13 @@ def _cold_start(name: str, result: Row, scores: Mapping[str, float]) -> Figures 
     note = f"in the row of SFT, {total} rollouts before RL on held-out questions"
     figures = (mean(field) for field in ("format_reward", "calls", "compliance"))
     return Figures(name, "sft", *figures, scores=scores, note=note)
+
+
+def _sampled(rows: Sequence[Row]) -> list[Row]:
+    """The rows of parallel episodes at the paper's temperature."""
+    return [
+        row for row in rows if row["temperature"] == TEMPERATURE and row["dispatch"] == "parallel"
+    ]
 
 
 def _scores(

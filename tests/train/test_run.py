@@ -90,7 +90,7 @@ def test_a_finished_run_has_its_lines_of_table_2(finished):
     steps = [step for step in read_metrics(finished / "metrics.jsonl") if step["phase"] == "rl"]
     assert rl.f == pytest.approx(sum(step["format_reward"] for step in steps) / len(steps))
     assert start.key == "sft" and start.f is not None and 0 <= start.f <= 1
-    assert "rl.rewards" in rl.note, "the recipe has another reward than the paper"
+    assert "rl.frame_budgets [4, 16]" in rl.note, "what the recipe changes"
 
 
 def test_format_is_measured_at_its_temperatures_before_and_after(finished, small):

@@ -131,6 +131,19 @@ def test_f_and_kappa_are_means_over_training_and_compliance_stands_apart(tmp_pat
     assert "- mine, 8b: 2 steps of 7 x 8 rollouts" in lines
 
 
+def test_the_cold_start_is_read_from_the_evaluation_if_format_was_measured_elsewhere(tmp_path):
+    run = stored(tmp_path / "mine", paravt_8b(), **metrics())
+    file = run / "result.json"
+    result = json.loads(file.read_text())
+    rows = result["by_temperature"]
+    elsewhere = [row | {"temperature": 1.0} for row in rows]
+    file.write_text(json.dumps({"by_temperature": elsewhere, "before": rows}))
+    start, _ = read_run(run, [])
+    assert start.f == pytest.approx((1 * 0.17 + 3 * 0.37) / 4)
+    file.write_text(json.dumps({"by_temperature": elsewhere, "before": []}))
+    assert [found.key for found in read_run(run, [])] == ["paravt"]
+
+
 def test_runs_of_own_settings_stand_at_the_end_with_their_changes(tmp_path):
     own = change(paravt_8b(), "own", {"rl.rewards.tool_turn_cost": 0.2})
     run = stored(tmp_path / "own", own, **metrics(0.6))
