@@ -24,7 +24,7 @@ from paravt_jax.data import video
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.method.records import Question
+from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.wording import Wording
@@ -455,7 +455,7 @@ class _Progress(Progress):
         self._left_out = 0
         self._played = 0
         self._calls = 0
-        self._score = 0.0
+        self._scores: list[float] = []  # of closed questions, as in the summary
 
     def add(self, line: Line) -> None:
         """Count a finished question."""
@@ -463,11 +463,13 @@ class _Progress(Progress):
             self._left_out += 1
         else:
             self._played += 1
-            self._score += line["score"]
+            if line["kind"] != QuestionKind.OPEN_ENDED:
+                self._scores.append(line["score"])
             self._calls += line["calls"]
         figures: dict[str, float] = {}
+        if self._scores:
+            figures["score"] = 100 * sum(self._scores) / len(self._scores)
         if self._played:
-            figures["score"] = 100 * self._score / self._played
             figures["calls"] = self._calls / self._played
         if self._left_out:
             figures["left out"] = self._left_out

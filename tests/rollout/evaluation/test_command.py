@@ -237,10 +237,10 @@ def pictures(received) -> list[Image.Image]:
 def served_alone(split, videos, tmp_path):
     """served_alone(model) plays the split with a server, without a Qwen3-VL's config."""
 
-    def play(model: str, **fields):
+    def play(model: str, answer=None, **fields):
         defaults: dict[str, Any] = {"benchmark": "videomme", "data": str(split), "frames": 4}
         defaults |= {"videos": str(videos), "out": str(tmp_path / "out"), "endpoint_model": "gpt"}
-        with serving(refusing()) as server:
+        with serving(answer or refusing()) as server:
             settings = BenchmarkSettings(
                 model, endpoint=server.endpoint, pin_think=False, **defaults | fields
             )
@@ -265,16 +265,15 @@ def test_a_model_that_is_only_served_needs_no_files(served_alone):
     assert all(side % 32 == 0 for picture in shown for side in picture.size)
 
 
-def test_a_long_turn_of_a_model_that_is_only_served_is_not_cut(served_alone, monkeypatch):
+def test_a_long_turn_of_a_model_that_is_only_served_is_not_cut(served_alone, tmp_path):
     """2,048 tokens of the server are more than 2,048 bytes."""
     thought = "I look at it again. " * 400
     answer = completion("C")
     body = answer.body.replace(b"x\\n", json.dumps(thought).encode()[1:-1] + b"\\n")
-    monkeypatch.setattr(
-        "tests.rollout.evaluation.test_command.refusing", lambda: lambda *_: Reply(body)
-    )
-    summary, _ = served_alone("")
+    summary, _ = served_alone("", lambda *_: Reply(body))
     assert (summary["n"], summary["stops"]) == (3, {"answered": 3})
+    line = json.loads((tmp_path / "out" / "questions.jsonl").read_text().splitlines()[-1])
+    assert len(line["turns"][0]["tokens"]) > 8000
 
 
 def test_a_folder_with_a_tokenizer_alone_is_enough(served_alone, checkpoint, tmp_path):
