@@ -32,9 +32,7 @@ def open_pack(settings: BenchmarkSettings, folder: str | os.PathLike) -> PromptP
             "the interpreter of lmms-eval's environment belong together; give both or neither"
         )
     if python:
-        index = hosts.process_index()
-        part = str(index) if index else ""
-        return LmmsEvalPack(python, settings.benchmark, folder, part)
+        return LmmsEvalPack(python, settings.benchmark, folder, hosts.process_index())
     return open_text_pack(settings.pack, settings.release)
 
 

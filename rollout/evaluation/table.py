@@ -105,6 +105,11 @@ def _entry(summary: Line) -> Line:
         name: {"score": 100 * found["score"], "differ": found["differ"]}
         for name, found in readings.items()
     }
+    if "lmms_eval_score" in summary:
+        entry["lmms_eval"] = {
+            "score": 100 * summary["lmms_eval_score"],
+            "n": summary["lmms_eval"]["n"],
+        }
     if "open_ended" in summary:
         found = summary["open_ended"]
         entry["open_ended"] = {
@@ -208,6 +213,9 @@ def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str
     names = {name for entry in entries if entry for name in entry["other_readings"]}
     for name in sorted(names):
         figures[f"as read by {name}"] = lambda entry, name=name: _reading(entry, name)
+    figures["by lmms-eval's functions"] = lambda entry: (
+        _one_digit(entry["lmms_eval"]["score"]) if "lmms_eval" in entry else ""
+    )
     for opened in (entry["open_ended"] for entry in entries if entry and "open_ended" in entry):
         figures[f"open-ended {opened['scoring']}, {opened['n']}"] = lambda entry: (
             _one_digit(entry["open_ended"]["score"]) if "open_ended" in entry else ""

@@ -16,16 +16,16 @@ class Cache:
     left unfinished is ignored.
     """
 
-    def __init__(self, folder: str | os.PathLike, part: str = ""):
+    def __init__(self, folder: str | os.PathLike, process: int = 0):
         """Read what is there.
 
         Args:
             folder: the folder of the files; it is created with the first value.
-            part: name of this process's file, for processes that share the folder.
+            process: index of this process. Each has its own file and reads those of all.
         """
-        self._file = pathlib.Path(folder) / f"lmms_eval{part and '-'}{part}.jsonl"
+        self._file = pathlib.Path(folder) / f"lmms_eval-{process}.jsonl"
         self._values: dict[str, Any] = {}
-        for file in sorted(self._file.parent.glob("lmms_eval*.jsonl")):
+        for file in sorted(self._file.parent.glob("lmms_eval-*.jsonl")):
             with file.open("rb") as lines:
                 for line in lines:
                     self._read(line)

@@ -30,19 +30,19 @@ class LmmsEvalPack(PromptPack):
     name = "lmms-eval"
     prompt = "direct"
 
-    def __init__(self, python: str, benchmark: str, folder: str | os.PathLike, part: str = ""):
+    def __init__(self, python: str, benchmark: str, folder: str | os.PathLike, process: int = 0):
         """Find the task.
 
         Args:
             python: path of the interpreter of lmms-eval's environment.
             benchmark: the split.
             folder: where prompts and scores are kept, so that they are asked for once.
-            part: name of this process among those that share the folder.
+            process: index of this process among those that share the folder.
 
         Raises:
             LmmsEvalError: the interpreter, lmms-eval or the task is missing.
         """
-        self._client = LmmsEval(python, benchmark, Cache(folder, part))
+        self._client = LmmsEval(python, benchmark, Cache(folder, process))
         self.digest = digest_of(self._client.digest, self._client.system, MODEL)
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ def evaluate(python, model, player, videos, monkeypatch, capsys, tmp_path):
     def play(said, *flags):
         seen = {}
 
-        def scripted(settings, folder, where, subtitled, stack, pack, _devices):
+        def scripted(settings, folder, where, subtitled, stack, pack, devices):
             made = player([said], prompt=settings.prompt)
             environment = made.environment
             wording = pack.wording(settings.benchmark, settings.prompt)
@@ -114,9 +114,9 @@ def test_agents_can_be_asked_in_lmms_evals_words(evaluate, small_vocabulary, tmp
 
 def test_a_second_start_asks_lmms_eval_for_nothing(evaluate, monkeypatch, tmp_path) -> None:
     evaluate("a boat", "--limit", "2")
-    before = (tmp_path / "out" / "lmms_eval.jsonl").read_bytes()
+    before = (tmp_path / "out" / "lmms_eval-0.jsonl").read_bytes()
     evaluate("a boat", "--limit", "2")
-    assert (tmp_path / "out" / "lmms_eval.jsonl").read_bytes() == before
+    assert (tmp_path / "out" / "lmms_eval-0.jsonl").read_bytes() == before
     _, _, seen = evaluate("a boat")
     assert len(seen["sampler"].asked) == 2
     assert read_json(tmp_path / "out" / "summary.json")["lmms_eval"]["n"] == 4
