@@ -8,11 +8,13 @@ question that the cache cannot answer, and loads lmms-eval with the first one th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout.evaluation.benchmarks.tables import Row
@@ -58,6 +60,17 @@ class Scored:
     reason: str = ""
 
 
+def _one_at_a_time(method: Callable[..., Any]) -> Any:
+    """Lets one thread at a time into a method of `LmmsEval`."""
+
+    @functools.wraps(method)
+    def locked(self: LmmsEval, *args: Any, **fields: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **fields)
+
+    return locked
+
+
 class LmmsEval:
     """lmms-eval's task for one split. A context manager: leaving it ends the process."""
 
@@ -82,6 +95,8 @@ class LmmsEval:
         self._python = python
         self._cache = cache
         self._opened = False
+        # Replicas of the model play in threads of their own, and there is one process to ask.
+        self._lock = threading.RLock()
         self._home = tempfile.mkdtemp(prefix="lmms-eval-")
         try:
             self._pipe = self._start()
@@ -104,6 +119,7 @@ class LmmsEval:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @_one_at_a_time
     def settings(self) -> Message:
         """`generation`: the task's limits on answers; `metrics`: its metrics; `source`: its data
         set on the hub."""
@@ -112,6 +128,7 @@ class LmmsEval:
             self._cache[key] = self._open()
         return self._cache[key]
 
+    @_one_at_a_time
     def prompts(
         self, rows: Sequence[Row], files: Sequence[Mapping[str, pathlib.Path]] | None = None
     ) -> list[str]:
@@ -149,6 +166,7 @@ class LmmsEval:
                 self._cache[keys[number]] = prompt["text"]
         return [self._cache[key] for key in keys]
 
+    @_one_at_a_time
     def score(self, row: Row, answer: str) -> Scored:
         """What the task makes of an answer. Answers that only a judge can score get no score."""
         row = self.task.row(row)
@@ -180,6 +198,7 @@ class LmmsEval:
             score = self.aggregate([result])[self.task.metric] / self.task.whole
         return {"score": score, "result": result}
 
+    @_one_at_a_time
     def aggregate(self, results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The task's own figures of results, by metric.
 

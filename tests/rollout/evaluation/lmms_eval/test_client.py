@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pathlib
 import shutil
@@ -113,6 +114,20 @@ def test_a_second_start_asks_for_nothing_again(ask, monkeypatch) -> None:
     assert second.settings() == settings
     with pytest.raises(AssertionError, match="asked again"):
         second.score(rows[0], "another answer")
+
+
+def test_threads_may_ask_side_by_side(ask) -> None:
+    client = ask("mlvu")
+    rows = [published.mlvu("v.mp4", "rain", question=str(number)) for number in range(40)]
+
+    def play(row):
+        return client.prompts([row]), client.score(row, row["question"]).result
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(play, rows))
+    for row, (prompt, result) in zip(rows, found, strict=True):
+        assert prompt == [f"For all: {row['question']}?"]
+        assert result["mlvu_percetion_score"]["pred_answer"] == row["question"]
 
 
 def test_half_a_line_of_the_cache_is_asked_for_again(ask, tmp_path) -> None:

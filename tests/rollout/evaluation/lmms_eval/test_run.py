@@ -87,10 +87,9 @@ def test_the_model_answers_directly_and_is_scored_by_both(evaluate, tmp_path) ->
 def test_prompts_are_those_of_lmms_eval(evaluate, small_vocabulary) -> None:
     _, _, seen = evaluate("a boat")
     prompts = [small_vocabulary.decode(request.ids) for request in seen["sampler"].asked]
-    assert len(prompts) == 4
-    for number, prompt in enumerate(prompts):
-        assert prompt.startswith("<|im_start|>system\nBe quick.<|im_end|>\n")
-        assert f"<|vision_end|>For all: {number}??<|im_end|>\n<|im_start|>assistant\n" in prompt
+    assert all(prompt.startswith("<|im_start|>system\nBe quick.<|im_end|>\n") for prompt in prompts)
+    endings = {prompt.rpartition("<|vision_end|>")[2] for prompt in prompts}
+    assert endings == {f"For all: {n}??<|im_end|>\n<|im_start|>assistant\n" for n in range(4)}
 
 
 def test_an_answer_that_was_cut_off_is_scored_as_it_stands(evaluate, tmp_path) -> None:
