@@ -326,6 +326,14 @@ def test_an_option_that_contradicts_the_pack_is_refused(release, fields, given, 
         as_the_pack_plays(BenchmarkSettings("m", "videomme", **fields), release, given)
 
 
+def test_options_of_the_published_row_are_not_shuffled(ours):
+    shuffled = BenchmarkSettings("m", "mlvu", shuffle=True)
+    assert as_the_pack_plays(shuffled, read_pack(ours)).shuffle
+    (ours / "question.mcq.txt").write_text("{question}{raw_options}")
+    with pytest.raises(PackError, match="--shuffle True"):
+        as_the_pack_plays(shuffled, read_pack(ours))
+
+
 def test_a_release_without_its_protocol_is_refused(tmp_path, capsys):
     argv = ["--model", "m", "--benchmark", "mlvu", "--videos", str(tmp_path)]
     assert command.main([*argv, "--release", "somewhere"]) == 2
