@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 
+from rollout.evaluation.benchmarks import Item
 from rollout.evaluation.folder import Line
-from rollout.evaluation.sharing import Deal
 from rollout.evaluation.split import Player
 
 Devices = tuple[jax.Device, ...]
@@ -41,7 +41,7 @@ def device_groups(tensor: int) -> list[Devices]:
 def play_all(
     players: Sequence[Player],
     groups: Sequence[Devices],
-    deal: Deal,
+    take: Callable[[], Iterator[Item]],
     check: Callable[[], None],
 ) -> Generator[Line, None, None]:
     """Play all items that this host gets, and yield one line per question as it is done.
@@ -49,11 +49,11 @@ def play_all(
     Args:
         players: one player per replica.
         groups: their devices. One player alone uses the default device.
-        deal: gives the items to replicas.
+        take: gives a replica its items, one after another.
         check: called before every step of a replica; may raise an exception to stop.
     """
     if len(players) == 1:
-        yield from players[0].lines(deal.items(), check)
+        yield from players[0].lines(take(), check)
         return
     stop = threading.Event()
 
@@ -68,7 +68,7 @@ def play_all(
     def play(player: Player, devices: Devices) -> None:
         try:
             with jax.default_device(devices[0]):
-                for line in player.lines(deal.items(), check_both):
+                for line in player.lines(take(), check_both):
                     done.put(line)
             done.put(None)
         except BaseException as error:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 
@@ -40,6 +40,7 @@ from rollout.engine.sizing import (
     overview_tokens,
     sizes_for_single_episodes,
 )
+from rollout.evaluation.ahead import ReadAhead
 from rollout.evaluation.benchmarks import (
     BENCHMARKS,
     Item,
@@ -435,7 +436,7 @@ def _play(work: _Work, items: Sequence[Item], folder: EvaluationFolder, proven: 
         stack.enter_context(progress)
         watch = ServerWatch(settings.endpoint, proven) if settings.endpoint else None
         stack.enter_context(peers.together())
-        playing = play_all(players, groups, deal, peers.check)
+        playing = play_all(players, groups, _taking(work, players, deal, stack), peers.check)
         for line in stack.enter_context(contextlib.closing(playing)):
             folder.append(line)
             progress.add(line)
@@ -443,6 +444,24 @@ def _play(work: _Work, items: Sequence[Item], folder: EvaluationFolder, proven: 
                 watch.add(line)
         if watch:
             watch.finish()
+
+
+def _taking(
+    work: _Work, players: Sequence[Player], deal: Deal, stack: contextlib.ExitStack
+) -> Callable[[], Iterator[Item]]:
+    """How replicas take items: with overviews that are read ahead, unless there are none."""
+    settings = work.settings
+    frames = settings.episode_settings().frames
+    # A native video's size follows from its length, which is not known before it is opened.
+    if not frames or settings.native_video:
+        return deal.items
+    features = players[0].environment.features
+    rules = features.settings.rules(features.config.vision)
+    count = settings.episodes * len(players)
+    ahead = stack.enter_context(ReadAhead(work.videos, frames, rules, count))
+    for player in players:
+        player.environment.features.source = ahead
+    return lambda: ahead.items(deal)
 
 
 class _Progress(Progress):

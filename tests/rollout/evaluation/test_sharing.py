@@ -147,7 +147,7 @@ def play(unchecked) -> Callable[..., list[str]]:
     def run(players, items, check=lambda: None) -> list[str]:
         deal = Deal(units_of(items, 2), Peers())
         groups = [tuple(jax.local_devices()[:1])] * len(players)
-        return [line["id"] for line in play_all(players, groups, deal, check)]
+        return [line["id"] for line in play_all(players, groups, deal.items, check)]
 
     return run
 
