@@ -8,6 +8,7 @@ and pixels; on a CPU both count together.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -70,7 +71,7 @@ def plan_memory(
     item = jnp.dtype(settings.dtype).itemsize
     text = config.text
     shards = settings.tensor
-    model = abstract_model(config, dtype=settings.dtype, param_dtype=settings.dtype)
+    text_weights, vision_weights = _weights(config, settings.dtype)
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * item / shards
     pool = (sizes.pages + 1) * sizes.page * token
     calls = {
@@ -89,7 +90,7 @@ def plan_memory(
     }
     return MemoryPlan(
         kept={
-            "weights": _bytes(model.text) / shards + _bytes(model.vision),
+            "weights": text_weights / shards + vision_weights,
             "KV cache": pool,
         },
         calls=calls,
@@ -165,6 +166,14 @@ def _halves(value: int, least: int) -> Iterator[int]:
     while value // 2 >= least:
         value //= 2
         yield value
+
+
+# The search for settings that fit plans many times.
+@functools.cache
+def _weights(config: Qwen3VLConfig, dtype: str) -> tuple[float, float]:
+    """Bytes of the decoder and of the vision tower."""
+    model = abstract_model(config, dtype=dtype, param_dtype=dtype)
+    return _bytes(model.text), _bytes(model.vision)
 
 
 def _bytes(module: nnx.Module) -> float:

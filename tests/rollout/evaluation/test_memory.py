@@ -1,0 +1,97 @@
+"""The plan of an evaluation's memory, and the refusal of one that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from models.features import frame_tokens
+from models.qwen3_vl.config import qwen3_vl
+from paravt_jax.method.protocol import Protocol
+from rollout.engine.sizing import MOST_PREFILL, sizes_for_single_episodes
+from rollout.evaluation import memory
+from rollout.evaluation.memory import GIB, MemoryPlan, plan_memory, require_room
+from rollout.evaluation.settings import BenchmarkSettings
+
+CONFIG = qwen3_vl("8b")
+PUBLISHED = BenchmarkSettings(
+    "m", max_pixels=602_112, crop_max_pixels=50_176, snap=28, jpeg=85, dtype="bfloat16"
+)
+
+
+@pytest.fixture
+def plan(small_vocabulary):
+    """plan(settings) plans an evaluation of the 8B model, with 600 tokens of text per prompt."""
+
+    def planned(settings: BenchmarkSettings) -> MemoryPlan:
+        protocol = Protocol(small_vocabulary, settings.protocol(0))
+        labels = 12
+        pixels = settings.pixels()
+        sizes = sizes_for_single_episodes(
+            protocol,
+            settings.frames * (frame_tokens(pixels, CONFIG.vision) + labels) + 600,
+            16 * (frame_tokens(pixels, CONFIG.vision, crop=True) + labels) + 32,
+            settings.episodes,
+            settings.cache_tokens,
+        )
+        assert sizes.prefill_lengths[-1] <= MOST_PREFILL
+        return plan_memory(settings, CONFIG, sizes, paged=True)
+
+    return planned
+
+
+def test_the_plan_counts_what_is_sure_to_be_there(plan):
+    planned = plan(PUBLISHED)
+    assert 16.0 < planned.kept["weights"] / GIB < 17.5
+    # 4 episodes of at least 64 x 576 tokens, at 144 KiB.
+    assert planned.kept["KV cache"] > 4 * 64 * 576 * 144 * 1024
+    vectors = 64 * 576 * 4 * 4096 * 4  # four vectors of 4,096 float32 per visual token
+    assert planned.host["cached features"] > min(vectors, 4 * GIB)
+    assert planned.device < 120 * GIB and max(planned.calls.values()) < 24 * GIB
+
+
+def test_larger_settings_need_more(plan):
+    small = plan(BenchmarkSettings("m", dtype="bfloat16"))
+    for changes in (
+        {"episodes": 8},
+        {"max_pixels": 602_112},
+        {"frames": 256},
+        {"dtype": "float32"},
+    ):
+        settings = dataclasses.replace(BenchmarkSettings("m", dtype="bfloat16"), **changes)
+        assert plan(settings).device > small.device
+
+
+@pytest.mark.parametrize(("gib", "flag"), [(48, "--episodes"), (25, "--max-pixels")])
+def test_a_refusal_names_settings_that_fit(plan, monkeypatch, gib, flag):
+    monkeypatch.setattr(memory, "reported_memory", lambda device: gib * GIB)
+    monkeypatch.setattr(memory, "host_memory", lambda: 1000 * GIB)
+    with pytest.raises(ValueError, match=f"{flag} .* would fit") as error:
+        require_room(PUBLISHED, plan)
+    message = str(error.value)
+    assert "\n" not in message and "KV cache" in message
+    found = re.findall(r"--([a-z-]+) (\d+)", message.rpartition("; ")[2])
+    changes = {name.replace("-", "_"): int(value) for name, value in found}
+    require_room(dataclasses.replace(PUBLISHED, **changes), plan)
+
+
+def test_a_model_that_never_fits_gets_another_remedy(plan, monkeypatch):
+    monkeypatch.setattr(memory, "reported_memory", lambda device: 8 * GIB)
+    monkeypatch.setattr(memory, "host_memory", lambda: 1000 * GIB)
+    with pytest.raises(ValueError, match="use --dtype bfloat16, --tensor"):
+        require_room(PUBLISHED, plan)
+
+
+def test_a_device_that_reports_nothing_is_not_compared(plan, monkeypatch):
+    monkeypatch.setattr(memory, "reported_memory", lambda device: None)
+    monkeypatch.setattr(memory, "host_memory", lambda: 1000 * GIB)
+    require_room(PUBLISHED, plan)
+
+
+def test_the_host_has_to_hold_the_features(plan, monkeypatch):
+    monkeypatch.setattr(memory, "reported_memory", lambda device: 1000 * GIB)
+    monkeypatch.setattr(memory, "host_memory", lambda: 2 * GIB)
+    with pytest.raises(ValueError, match="GiB of the host"):
+        require_room(PUBLISHED, plan)
