@@ -64,7 +64,7 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.search_subtitles import SearchSubtitles
 from paravt_jax.method.tools.tool import Tool
-from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording, fill
+from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording, fill, untimed
 
 PINNED = "<think>\n"
 VIDEO_NAME = "video.mp4"  # the model never sees a path; in its calls this is only text
@@ -333,7 +333,7 @@ class Protocol:
     ):
         self.vocabulary = vocabulary
         self.settings = settings
-        self.wording = wording
+        self.wording = wording if settings.frame_times else untimed(wording)
         self.tools = {tool.name: tool for tool in settings.make_tools()}
         # Longest first: a regular expression takes the first alternative that matches.
         special_texts = sorted(vocabulary.special_texts, key=len, reverse=True)
