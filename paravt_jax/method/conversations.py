@@ -99,7 +99,6 @@ def render(
         [*protocol.tools.values()] if conversation.tools else (),
         video=any(not clip.still for clip in conversation.clips),
         wording=protocol.wording,
-        wording=protocol.wording,
     )
     opening = system + "<|im_start|>user\n"
     trajectory = Trajectory()
