@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 
@@ -142,4 +143,4 @@ def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path):
 @pytest.mark.parametrize("field", ["workers", "ready", "deadline"])
 def test_impossible_settings_are_refused(field):
     with pytest.raises(ValueError, match=f"reader.{field}: 0"):
-        ReaderSettings(**{field: 0})
+        dataclasses.replace(ReaderSettings(), **{field: 0})

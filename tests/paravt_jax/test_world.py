@@ -156,7 +156,7 @@ def test_frames_drawn_on_demand_equal_those_of_the_files(small_world):
     assert (info.width, info.height) == (of_file.width, of_file.height)
     np.testing.assert_array_equal(info.times, of_file.times)
     indices = list(range(world.FRAMES))
-    here = drawn.read(pathlib.Path(path), indices).astype(int)
+    here = drawn.read(pathlib.Path(path), indices, None).astype(int)
     there = video.read(small_world.folder / path, indices).astype(int)
     # Colours are stored at half the resolution.
     assert np.abs(here - there).mean(axis=(1, 2, 3)).max() < 8

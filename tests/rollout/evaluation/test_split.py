@@ -110,7 +110,7 @@ def test_answers_outside_a_block_are_read(player, items, written, score, read):
 
 
 @pytest.mark.parametrize(
-    ("text", "unread"), [("B", False), ("one of them", True), ("A or B", True), (None, False)]
+    ("text", "unread"), [("B", False), ("none of them", True), ("A or B", True), (None, False)]
 )
 def test_an_answer_that_names_no_option_counts_as_unread(player, items, text, unread):
     written = "x\n</think>\n" if text is None else answer(text)
