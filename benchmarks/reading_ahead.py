@@ -32,7 +32,7 @@ from paravt_jax.world.text import PIECES
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.evaluation.ahead import ReadAhead
 from rollout.evaluation.benchmarks import Item, VideoFolder
-from rollout.evaluation.run import load_player
+from rollout.evaluation.players import load_player
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.sharing import Deal, Peers, units_of
 

@@ -55,6 +55,9 @@ _CUT_SHORT = {
     SampleStop.FAILED: StopReason.FAILED,
 }
 
+# Begins the response to a call that was not carried out.
+_ERROR = "error: "
+
 # Why a sub-agent has no report: the status of its call, and the response to the main agent.
 _NO_REPORT = {
     SampleStop.DEADLINE: (CallStatus.TIMED_OUT, "error: no report in time"),
@@ -226,7 +229,11 @@ async def play(
         # Dispatch. A model that calls again after its last tool turn gets one refusal.
         offered = _tools_offered(state)
         outcomes = await _dispatch(state, calls) if offered else _refuse(calls)
-        failures = [o.response for o in outcomes if o.status is CallStatus.FAILED]
+        failures = [
+            outcome.response.removeprefix(_ERROR)
+            for outcome in outcomes
+            if outcome.status is CallStatus.FAILED
+        ]
         outcomes = [_cut_response(state.protocol, outcome) for outcome in outcomes]
         state.turns.append(Turn(text, tuple(outcomes)))
         if failures:  # without these reports, the answer would not be the model's own
@@ -317,7 +324,8 @@ def _forges_frames(state: _EpisodeState) -> bool:
 async def _dispatch(state: _EpisodeState, calls: list[Call | FailedCall]) -> list[CallOutcome]:
     """Carry out the calls of one turn; the sub-agents of all windows run side by side.
 
-    If a sub-agent fails, is refused or times out, only its own report is lost.
+    If a sub-agent is refused or times out, only its own report is lost. If the server gives it no
+    usable reply, `play` ends the episode.
     """
     limits = state.protocol.settings
     max_calls = 1 if state.settings.dispatch == "sequential" else limits.max_calls
@@ -347,7 +355,8 @@ async def _dispatch(state: _EpisodeState, calls: list[Call | FailedCall]) -> lis
 def _report(protocol: Protocol, outcome: CallOutcome, sample: Sample) -> CallOutcome:
     """A call's outcome with the report of its sub-agent, or the reason why there is none."""
     if sample.stop is SampleStop.FAILED:
-        return dataclasses.replace(outcome, status=CallStatus.FAILED, response=sample.reason)
+        response = _ERROR + sample.reason
+        return dataclasses.replace(outcome, status=CallStatus.FAILED, response=response)
     if sample.stop in _NO_REPORT:
         status, response = _NO_REPORT[sample.stop]
         return dataclasses.replace(outcome, status=status, response=response)

@@ -53,8 +53,7 @@ class BenchmarkSettings:
     """One evaluation: a model on a split, or on your own questions."""
 
     model: str = ""
-    """Folder or hub id of a Qwen3-VL. With an endpoint, only tokenizer and config.json are read if
-    they exist, and the model may be left out."""
+    """Folder or hub id of a Qwen3-VL; with an endpoint optional, and read without weights."""
     benchmark: str = ""
     """Name of the split to play."""
     data: str = ""
@@ -68,8 +67,7 @@ class BenchmarkSettings:
     questions: str = ""
     """File of your own questions (.jsonl or .csv, see docs/evaluation.md) instead of a split."""
     pack: Annotated[str, tyro.conf.arg(name="protocol")] = "own"
-    """Words and ways of asking: own, published (with --release), lmms-eval (with
-    --lmms-eval-python), or the folder of a pack."""
+    """Prompt pack: own, published, lmms-eval, or the folder of a pack (docs/evaluation.md)."""
     release: str = ""
     """Your checkout of the ParaVT release, from which --protocol published reads its texts."""
     lmms_eval_python: str = ""

@@ -16,8 +16,7 @@ from models.qwen3_vl.vision import frame_layout
 from paravt_jax.data import video
 from paravt_jax.data.sizes import video_size
 from paravt_jax.method import tokenizer
-from paravt_jax.method.protocol import Protocol, ProtocolSettings, question_text, system_text
-from paravt_jax.method.tools.crop_video import CropVideo
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, question_text
 from rollout.agent.endpoint import FrameImages, messages
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.engine.engine import Engine
@@ -92,7 +91,7 @@ def test_tokens_positions_and_pixels_equal_the_processors(
     indices = [i for pair in pairs for i in pair.indices][:most]
     frames = video.read(small_world.folder / question.video, indices)
     clip = (frames, features.info(question.video).times[indices].tolist())
-    system = system_text((CropVideo(),)).removeprefix("<|im_start|>system\n")
+    system = protocol.system().removeprefix("<|im_start|>system\n")
     inputs = processor(
         [
             {"role": "system", "content": system.removesuffix("<|im_end|>\n")},

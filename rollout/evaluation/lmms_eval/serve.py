@@ -25,7 +25,7 @@ from rollout.evaluation.benchmarks import VideoFolder
 from rollout.evaluation.lmms_eval.answers import answer_text
 from rollout.evaluation.lmms_eval.worker import own_stdout
 from rollout.evaluation.play import LeftOut
-from rollout.evaluation.run import load_player
+from rollout.evaluation.players import load_player
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.split import Player
 

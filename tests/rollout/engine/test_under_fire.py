@@ -285,6 +285,7 @@ STATUS_OF_STOP = {
     SampleStop.DEADLINE: CallStatus.TIMED_OUT,
     SampleStop.UNREADABLE: CallStatus.UNREADABLE,
     SampleStop.REFUSED: CallStatus.REFUSED,
+    SampleStop.FAILED: CallStatus.FAILED,
 }
 
 
@@ -346,13 +347,13 @@ def check_battle(battle: Battle, episodes: int) -> None:
 
 def test_every_end_is_named_and_counted(battle):
     check_battle(battle, 600)
-    assert min(battle.stops.values()) >= 10 and min(battle.calls.values()) >= 10
+    assert min(battle.stops.values()) >= 8 and min(battle.calls.values()) >= 8
     assert sum(battle.calls.values()) > 2000
 
 
 def test_the_fuzzer_uses_its_whole_grammar(battle):
     assert {name for name, _ in battle.fuzzer.used} == set(GRAMMAR)
-    assert len(battle.fuzzer.accidents) == 12
+    assert len(battle.fuzzer.accidents) == 13
 
 
 def test_only_the_questions_own_video_is_opened(battle, field):
@@ -537,10 +538,12 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
     assert_nothing_held(sampler.engine)
     assert not sampler.owner
     outcomes = outcomes_of(episodes)
-    # An engine refuses nothing. The other missing ones are rare here.
-    rare = {StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT, StopReason.REFUSED}
+    # An engine neither refuses nor fails. The other missing ones are rare here.
+    of_servers = {StopReason.REFUSED, StopReason.FAILED}
+    rare = {StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT} | of_servers
     assert {episode.stop for episode in episodes} >= set(StopReason) - rare
-    rare = {CallStatus.CLAMPED, CallStatus.TOO_MANY, CallStatus.UNREADABLE, CallStatus.REFUSED}
+    of_servers = {CallStatus.REFUSED, CallStatus.FAILED}
+    rare = {CallStatus.CLAMPED, CallStatus.TOO_MANY, CallStatus.UNREADABLE} | of_servers
     assert {outcome.status for outcome in outcomes} >= set(CallStatus) - rare
     for episode in episodes:
         earned = score(episode.question, episode.turns, REWARDS[0])

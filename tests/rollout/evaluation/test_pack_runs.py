@@ -11,7 +11,7 @@ from paravt_jax.data import video
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall
 from rollout import evaluate as command
-from rollout.evaluation import run as evaluation
+from rollout.evaluation import players
 from rollout.evaluation.folder import read_json
 from rollout.evaluation.packs import own_pack
 from tests.paravt_jax.benchmarks import published
@@ -38,7 +38,7 @@ def play(checkpoint, split, videos, scripted, small_model, monkeypatch, tmp_path
             )
             return features, sampler
 
-        monkeypatch.setattr(evaluation, "_engine", engine)
+        monkeypatch.setattr(players, "_engine", engine)
         places = {"--model": checkpoint, "--data": split, "--videos": videos}
         defaults = {name: str(place) for name, place in places.items() if name not in argv}
         defaults |= {"--benchmark": "videomme"} if "--benchmark" not in argv else {}

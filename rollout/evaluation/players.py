@@ -1,0 +1,174 @@
+"""Loads what plays the questions: the model with its engine, or the connection to an endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+
+from models.features import FrameFeatures, frame_tokens
+from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
+from models.qwen3_vl.hf import load as load_model
+from models.qwen3_vl.hf_config import from_hf
+from models.sharding import make_mesh
+from paravt_jax.data import video
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.server import ServerSettings
+from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.method.wording import Wording
+from paravt_jax.remote.judge import RemoteJudge
+from rollout.agent.endpoint import EndpointSampler, FrameImages
+from rollout.agent.episode import Environment
+from rollout.engine.engine import Engine
+from rollout.engine.requests import Sampler
+from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
+from rollout.evaluation.benchmarks import VideoFolder
+from rollout.evaluation.memory import MemoryPlan, plan_memory, planned_paged, require_room
+from rollout.evaluation.native_video import video_overview, video_tokens
+from rollout.evaluation.packs import PackError, PromptPack, own_pack
+from rollout.evaluation.replicas import Devices, device_groups
+from rollout.evaluation.served import Served, served
+from rollout.evaluation.settings import BenchmarkSettings
+from rollout.evaluation.split import Player
+
+# Timestamp in seconds, as long as any label gets. It bounds the lengths of prompts.
+_LATEST_FRAME = 99_999.9
+
+
+def load_player(
+    settings: BenchmarkSettings,
+    folder: pathlib.Path | None,
+    videos: VideoFolder,
+    subtitled: bool,
+    stack: contextlib.ExitStack,
+    pack: PromptPack | None = None,
+    devices: Devices = (),
+) -> Player:
+    """Load the model or connect to the endpoint. `stack` closes the connections.
+
+    Without a pack, this project's wording is used. Without a folder, the settings name an endpoint.
+    Without `devices`, the model goes to the first ones.
+    """
+    pack = pack or own_pack()
+    judge = None
+    rewards = settings.rewards()
+    if rewards.judge:
+        judge = stack.enter_context(contextlib.closing(RemoteJudge(rewards.judge)))
+    files = model_files(settings, folder)
+    config, vocabulary = files.config, files.vocabulary
+    settings = files.scaled(settings)
+    wording = pack.wording(settings.benchmark, settings.prompt)
+    protocol, prompt, crop = _protocol(settings, vocabulary, config.vision, subtitled, wording)
+    if settings.endpoint or folder is None:
+        features, sampler = _endpoint(settings, files, videos, stack)
+    else:
+
+        def planned(changed: BenchmarkSettings) -> MemoryPlan:
+            lengths = _protocol(changed, vocabulary, config.vision, subtitled, wording)
+            return _planned(changed, config, *lengths)
+
+        require_room(settings, planned)
+        features, sampler = _engine(
+            settings, folder, config, videos, protocol, prompt, crop, devices
+        )
+    overview = video_overview if settings.native_video else FrameFeatures.overview
+    environment = Environment(protocol, features, overview=overview, canonical=pack.reads())
+    return Player(sampler, environment, settings, videos, judge, pack)
+
+
+def model_files(settings: BenchmarkSettings, folder: pathlib.Path | None) -> Served:
+    """Sizes and tokenizer of the model. An endpoint needs neither."""
+    if settings.endpoint or folder is None:
+        return served(folder)
+    vocabulary = tokenizer.load(folder)
+    return Served(from_hf(folder / "config.json"), vocabulary, vocabulary.digest)
+
+
+def check_prompts(settings: BenchmarkSettings, files: Served, pack: PromptPack) -> None:
+    """Render a prompt, so that texts that do not work end the run before it has a folder."""
+    wording = pack.wording(settings.benchmark, settings.prompt)
+    try:
+        _protocol(settings, files.vocabulary, files.config.vision, False, wording)
+    except ValueError as error:
+        raise PackError(f"--protocol {pack.name}: {error}") from error
+
+
+def _protocol(
+    settings: BenchmarkSettings,
+    vocabulary: Vocabulary,
+    vision: VisionConfig,
+    subtitled: bool,
+    wording: Wording,
+) -> tuple[Protocol, int, int]:
+    """The protocol, and the longest prompts of a main agent and of a sub-agent, in tokens."""
+    # With dispatch `frames`, the token limits include crops. The size of a crop does not depend on
+    # these limits, so measure it under preliminary ones.
+    without_crops = Protocol(vocabulary, settings.protocol(0), wording)
+    pixels = settings.pixels()
+    crop_frame_tokens = frame_tokens(pixels, vision, crop=True)
+    crop = crop_tokens(without_crops, crop_frame_tokens, _LATEST_FRAME)
+    if "{question}" in wording.subagent:
+        crop += settings.question_tokens
+    protocol = Protocol(vocabulary, settings.protocol(crop), wording)
+    episode = settings.episode_settings()
+    with_tools = episode.dispatch != "none"
+    if settings.native_video and episode.frames:
+        factor = vision.patch_size * vision.spatial_merge_size
+        overview = video_tokens(protocol, episode.frames, factor, _LATEST_FRAME, with_tools)
+    else:
+        overview = overview_tokens(
+            protocol, episode.frames, frame_tokens(pixels, vision), _LATEST_FRAME, with_tools
+        )
+    overview += settings.question_tokens
+    if subtitled:
+        overview += settings.subtitle_tokens
+    return protocol, overview, crop
+
+
+def _planned(
+    settings: BenchmarkSettings, config: Qwen3VLConfig, protocol: Protocol, prompt: int, crop: int
+) -> MemoryPlan:
+    """The memory that the engine needs for prompts of `prompt` and `crop` tokens."""
+    sizes = sizes_for_single_episodes(
+        protocol, prompt, crop, settings.episodes, settings.cache_tokens
+    )
+    return plan_memory(settings, config, sizes, planned_paged())
+
+
+def _endpoint(
+    settings: BenchmarkSettings,
+    files: Served,
+    videos: VideoFolder,
+    stack: contextlib.ExitStack,
+) -> tuple[FrameImages, Sampler]:
+    """A sampler that sends requests to the endpoint, with frames as images."""
+    images = FrameImages(files.config, settings.pixels(), videos.root, source=video)
+    server = ServerSettings(
+        settings.endpoint, timeout=settings.request_seconds, concurrency=settings.concurrency
+    )
+    sampler = EndpointSampler(
+        server, settings.endpoint_model, files.vocabulary, images, files.ids_per_token
+    )
+    return images, stack.enter_context(contextlib.closing(sampler))
+
+
+def _engine(
+    settings: BenchmarkSettings,
+    folder: pathlib.Path,
+    config: Qwen3VLConfig,
+    videos: VideoFolder,
+    protocol: Protocol,
+    overview: int,
+    crop: int,
+    devices: Devices,
+) -> tuple[FrameFeatures, Sampler]:
+    """The engine with the model in `folder`, sized for prompts of `overview` and `crop` tokens."""
+    mesh = None
+    if settings.tensor > 1:
+        mesh = make_mesh(1, 1, settings.tensor, devices or device_groups(settings.tensor)[0])
+    model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
+    features = FrameFeatures(model.vision, config, settings.pixels(), videos.root, source=video)
+    sizes = sizes_for_single_episodes(
+        protocol, overview, crop, settings.episodes, settings.cache_tokens
+    )
+    return features, Engine(model, features, sizes)

@@ -1,0 +1,102 @@
+"""What an evaluation prints: its progress, and a short report at its end."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Sequence
+
+from paravt_jax.method.records import QuestionKind
+from paravt_jax.processes import hosts
+from paravt_jax.progress import Progress
+from rollout.evaluation.benchmarks import title_of
+from rollout.evaluation.folder import Line
+from rollout.evaluation.sharing import Deal
+from rollout.evaluation.summary import rows_of, score_of
+
+
+class PlayProgress(Progress):
+    """Counts finished questions and shows score, calls per question and questions left out."""
+
+    def __init__(self, title: str, total: int, deal: Deal):
+        super().__init__(title, "question", every=10.0, shown=hosts.is_first())
+        self._total = total
+        self._deal = deal
+        self._left_out = 0
+        self._played = 0
+        self._calls = 0
+        self._scores: list[float] = []  # of closed questions, as in the summary
+
+    def add(self, line: Line) -> None:
+        """Count a finished question."""
+        if "left_out" in line:
+            self._left_out += 1
+        else:
+            self._played += 1
+            if line["kind"] != QuestionKind.OPEN_ENDED:
+                self._scores.append(line["score"])
+            self._calls += line["calls"]
+        figures: dict[str, float] = {}
+        if self._scores:
+            figures["score"] = 100 * sum(self._scores) / len(self._scores)
+        if self._played:
+            figures["calls"] = self._calls / self._played
+        if self._left_out:
+            figures["left out"] = self._left_out
+        elsewhere = self._deal.given_to_others() if hosts.is_first() else 0
+        self.update(elsewhere + self._left_out + self._played, self._total, figures)
+
+
+def report(summary: Line, out: pathlib.Path) -> Iterator[str]:
+    """Format the summary as lines of text."""
+    title = title_of(summary["benchmark"])
+    rows = rows_of(summary)
+    score = score_of(summary)
+    if not summary["n"]:
+        yield f"{title}: none of {rows} questions was played"
+    elif score is not None:
+        closed = summary["n"] - summary.get("open_ended", {}).get("n", 0)
+        interval = _with_interval(score, summary["interval"])
+        yield f"{title}: {interval} on {closed} of {rows} questions"
+    if "open_ended" in summary:
+        found = summary["open_ended"]
+        interval = _with_interval(found["score"], found["interval"])
+        yield (
+            f"{title}, open-ended questions alone: {interval} on {found['n']} questions, "
+            f"{found['without_answer']} without an answer"
+        )
+    for name, found in summary.get("other_readings", {}).items():
+        if found["differ"]:
+            interval = _with_interval(found["score"], found["interval"])
+            yield (
+                f"  as the {name} reads the same answers: {interval}; "
+                f"{found['differ']} of {found['n']} questions differ"
+            )
+    if "lmms_eval_score" in summary:
+        found = summary["lmms_eval"]
+        yield (
+            f"  by lmms-eval's own functions: {100 * summary['lmms_eval_score']:.1f} "
+            f"({found['task']}, {found['n']} answers)"
+        )
+    if summary["n"]:
+        if summary["refused_reports"]:
+            yield f"  {summary['refused_reports']} requests of sub-agents were refused"
+        yield (
+            f"  {summary['calls']:.2f} calls per question, "
+            f"{100 * summary['share_with_calls']:.0f} % with calls, "
+            f"{summary['without_answer']} without an answer, "
+            f"{summary['unread']} whose answer names no option or span, "
+            f"{summary['seconds_per_question']:.2f} s per question"
+        )
+    for cause, found in summary["left_out"].items():
+        example, reason = next(iter(found["videos"].items()))
+        counts = f"{found['questions']} questions on {len(found['videos'])} videos"
+        yield f"  left out, {cause.replace('_', ' ')}: {counts}, such as {example}: {reason}"
+    if summary["broken_rows"]:
+        number, reason = next(iter(summary["broken_rows"].items()))
+        yield f"  broken rows: {len(summary['broken_rows'])}, such as {number}: {reason}"
+    yield f"  {out / 'summary.json'}"
+
+
+def _with_interval(score: float, interval: Sequence[float]) -> str:
+    low, high = interval
+    return f"{100 * score:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
