@@ -76,8 +76,8 @@ class LmmsEvalPack(PromptPack):
             style |= {"turn_tokens": limit, "trajectory_tokens": limit}
         return style
 
-    def differences(self, benchmark: str) -> str:
-        return "frames of this project instead of lmms-eval's video"
+    def differences(self, benchmark: str) -> list[str]:
+        return ["frames of this project instead of lmms-eval's video"]
 
     def score(self, benchmark: str, item: Item, turns: Sequence[Turn]) -> Mapping[str, Any]:
         """The task's own score and result of an answer."""
