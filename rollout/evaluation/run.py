@@ -102,7 +102,9 @@ def _evaluate(
     """`evaluate` with the settings as the pack plays them."""
     # All checks of files come before the model is loaded, which takes minutes.
     work = hosts.on_all(lambda: _prepare(settings, pack, questions))
-    same = work.identity | {"limit": settings.limit, "benchmark": settings.benchmark}
+    # Hosts deal units by their numbers, and `episodes` bounds the size of a unit.
+    apart = ("limit", "benchmark", "episodes")
+    same = work.identity | {name: getattr(settings, name) for name in apart}
     hosts.require_same_fields({f"--{name.replace('_', '-')}": same[name] for name in same})
     with contextlib.ExitStack() as stack:
         folder = _open(work, stack)
