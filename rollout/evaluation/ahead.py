@@ -54,6 +54,10 @@ class ReadAhead:
                 if self._count_taken >= self._count:
                     self._request(deal.coming(self._count))
             yield item
+            # The next one is asked for: this overview has been read by now, or its question was
+            # left out. A request that stayed would take the place of others.
+            with self._lock:
+                self._drop(item.question.video)
 
     def _request(self, items: list[Item]) -> None:
         coming = dict.fromkeys(item.question.video for item in items)
@@ -68,6 +72,10 @@ class ReadAhead:
             if path is not None and not known and len(self._requested) < self._count:
                 self._requested[file] = name
                 self._reader.ahead(file, self._frames)
+
+    def _drop(self, video: str) -> None:
+        for file in [file for file, name in self._requested.items() if name == video]:
+            del self._requested[file]
 
     def probe(self, path: pathlib.Path) -> VideoInfo:
         """List the frames of a file, which may have been read ahead."""
