@@ -430,7 +430,7 @@ def _play(work: _Work, items: Sequence[Item], folder: EvaluationFolder, proven: 
     settings = work.settings
     subtitled = any(item.subtitles or item.question.subtitles for item in items)
     with contextlib.ExitStack() as stack:
-        groups = [()] if settings.endpoint else device_groups(settings.tensor)
+        groups = hosts.on_all(lambda: [()] if settings.endpoint else device_groups(settings.tensor))
         players = hosts.on_all(lambda: _load_players(work, subtitled, groups, stack))
         peers = meet(work.out)
         deal = Deal(units_of(items, settings.episodes), peers)
