@@ -20,6 +20,11 @@ from rollout.evaluation.sharing import Deal
 _DEADLINE = 600.0  # seconds for an overview, which may be of a film on a slow disk
 
 
+def worker_count(count: int) -> int:
+    """Number of processes that read `count` overviews ahead."""
+    return min(count, max(1, (os.cpu_count() or 1) - 1))
+
+
 class ReadAhead:
     """Reads videos for features (a `FrameSource`): overviews ahead, everything else when asked.
 
@@ -34,7 +39,7 @@ class ReadAhead:
     """
 
     def __init__(self, videos: VideoFolder, frames: int, rules: PixelRules, count: int):
-        workers = min(count, max(1, (os.cpu_count() or 1) - 1))
+        workers = worker_count(count)
         self._reader = FrameReader(ReaderSettings(workers, _DEADLINE, ready=count, rules=rules))
         self._videos = videos
         self._frames = frames
