@@ -117,8 +117,11 @@ _WEAK = (
     re.compile(rf"(?:[.!?:,]\s+|\n){_OPENING}({_LETTER})\W*$"),  # "He meets a friend. D"
 )
 _STANDING = re.compile(rf"(?<![A-Za-z0-9]){_LETTER}")
+# "Actually" retracts only where a clause begins: not in "C. There is not actually a dog."
 _RETRACTION = re.compile(
-    r"\b(?i:no,?\s+wait|wait,?\s+no|scratch\s+that|correction|i\s+mean|actually)\b[,:.]?"
+    r"\b(?:no,?\s+wait|wait,?\s+no|scratch\s+that|correction|i\s+mean"
+    r"|(?:\A|(?<=[.!?,;:–—-]\s)|(?<=[.!?…\n])|(?<=but\s)|(?<=it\sis\s)|(?<=it['’]s\s))actually)\b[,:.]?",
+    re.IGNORECASE,
 )
 _FURTHER = re.compile(_MORE)
 _LEADING = re.compile(

@@ -44,7 +44,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import get_args
 
 import numpy as np
@@ -272,11 +272,16 @@ def _of_prompt(texts: Mapping[str, str], prompt: Prompt) -> str:
     return texts[prompt]
 
 
-def question_text(question: Question, wording: Wording = OUR_WORDING) -> str:
-    """The text of a question in its prompt. Options of multiple choice are lines "A. ..."."""
+def question_text(
+    question: Question, wording: Wording = OUR_WORDING, filled: Callable[..., str] = fill
+) -> str:
+    """The text of a question in its prompt. Options of multiple choice are lines "A. ...".
+
+    `filled` fills in the wording's template, as `fill` or `Protocol.filled` do.
+    """
     if question.prompt:
         return question.prompt
-    return fill(
+    return filled(
         wording.question[question.kind],
         question=question.text,
         options=wording.listed([option.strip() for option in question.options]),
@@ -286,11 +291,15 @@ def question_text(question: Question, wording: Wording = OUR_WORDING) -> str:
 
 def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording = OUR_WORDING) -> str:
     """Put the video's subtitles before a question's text, one line per entry with its timestamp."""
-    lines = "".join(f"{subtitle_line(entry)}\n" for entry in entries)
-    if not lines:
+    if not entries:
         return text
-    spoken = "\n".join(entry.text for entry in entries)
-    return fill(wording.subtitled, subtitles=lines, spoken=spoken, question=text)
+    return fill(wording.subtitled, **subtitle_texts(entries), question=text)
+
+
+def subtitle_texts(entries: Sequence[Subtitle]) -> dict[str, str]:
+    """The values of `{subtitles}` and `{spoken}` in `Wording.subtitled`."""
+    lines = "".join(f"{subtitle_line(entry)}\n" for entry in entries)
+    return {"subtitles": lines, "spoken": "\n".join(entry.text for entry in entries)}
 
 
 def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
@@ -383,7 +392,7 @@ class Protocol:
         return Segment(np.concatenate(ids), Author.PROMPT)
 
     def _question(self, question: Question) -> str:
-        return self.plain(question_text(question, self.wording))
+        return question_text(question, self.wording, self.filled)
 
     def window(
         self,
@@ -478,6 +487,13 @@ class Protocol:
     def plain(self, text: str) -> str:
         """Make text from outside the protocol safe: a space breaks each special token in it."""
         return self._special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+
+    def filled(self, template: str, **values: str) -> str:
+        """Fill in a template. Its own special tokens stay, those of the values are broken."""
+        text = fill(template, **{name: self.plain(value) for name, value in values.items()})
+        # Values that have no special token may form one with their neighbours.
+        forged = len(self._special.findall(text)) > len(self._special.findall(template))
+        return self.plain(text) if forged else text
 
     def measure_label(self, time: float) -> int:
         """Count the tokens of a frame's label: its timestamp, if shown, and two vision marks."""

@@ -42,7 +42,8 @@ class Question:
     evidence: tuple[float, float] | None = None
     """When the video shows the answer, from the first to the last second; None if unknown."""
     prompt: str = ""
-    """The whole text of the question in its prompt; if empty, the protocol writes it."""
+    """The whole text of the question in its prompt; if empty, the protocol writes it. It may have
+    special tokens, so it is made with `Protocol.filled`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,7 +139,7 @@ class Rewards:
     """The weighted sum R."""
     compliant: bool
     """Whether all turns keep the format. The metric `compliance` is the share of such rollouts; the
-    paper's f is the mean of `format` instead."""
+    paper's f is the mean of `published_format` instead."""
     capped: bool = False
     """Whether the cap changed R_fmt."""
 

@@ -20,6 +20,11 @@ from rollout.evaluation.sharing import Deal
 _DEADLINE = 600.0  # seconds for an overview, which may be of a film on a slow disk
 
 
+def worker_count(count: int) -> int:
+    """Number of processes that read `count` overviews ahead."""
+    return min(count, max(1, (os.cpu_count() or 1) - 1))
+
+
 class ReadAhead:
     """Reads videos for features (a `FrameSource`): overviews ahead, everything else when asked.
 
@@ -34,7 +39,7 @@ class ReadAhead:
     """
 
     def __init__(self, videos: VideoFolder, frames: int, rules: PixelRules, count: int):
-        workers = min(count, max(1, (os.cpu_count() or 1) - 1))
+        workers = worker_count(count)
         self._reader = FrameReader(ReaderSettings(workers, _DEADLINE, ready=count, rules=rules))
         self._videos = videos
         self._frames = frames
@@ -54,6 +59,10 @@ class ReadAhead:
                 if self._count_taken >= self._count:
                     self._request(deal.coming(self._count))
             yield item
+            # The next one is asked for: this overview has been read by now, or its question was
+            # left out. A request that stayed would take the place of others.
+            with self._lock:
+                self._drop(item.question.video)
 
     def _request(self, items: list[Item]) -> None:
         coming = dict.fromkeys(item.question.video for item in items)
@@ -68,6 +77,10 @@ class ReadAhead:
             if path is not None and not known and len(self._requested) < self._count:
                 self._requested[file] = name
                 self._reader.ahead(file, self._frames)
+
+    def _drop(self, video: str) -> None:
+        for file in [file for file, name in self._requested.items() if name == video]:
+            del self._requested[file]
 
     def probe(self, path: pathlib.Path) -> VideoInfo:
         """List the frames of a file, which may have been read ahead."""

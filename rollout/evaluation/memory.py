@@ -24,6 +24,7 @@ from models.features import FrameSettings, frame_tokens
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import abstract_model
 from rollout.engine.settings import EngineSizes
+from rollout.evaluation.ahead import worker_count
 from rollout.evaluation.native_video import most_video_tokens
 from rollout.evaluation.settings import BenchmarkSettings
 
@@ -44,7 +45,7 @@ class MemoryPlan:
     calls: dict[str, float]
     """On each device, during one kind of call. Only one runs at a time."""
     host: dict[str, float]
-    """On the host."""
+    """On the host, of all its replicas."""
 
     @property
     def device(self) -> float:
@@ -58,7 +59,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    settings: BenchmarkSettings, config: Qwen3VLConfig, sizes: EngineSizes, paged: bool
+    settings: BenchmarkSettings,
+    config: Qwen3VLConfig,
+    sizes: EngineSizes,
+    paged: bool,
+    replicas: int = 1,
 ) -> MemoryPlan:
     """Bytes that an evaluation with the engine needs at most.
 
@@ -67,6 +72,7 @@ def plan_memory(
         config: the model's sizes.
         sizes: the engine's sizes.
         paged: whether decoding works on the pages of the KV cache, as on TPU.
+        replicas: number of replicas that share the host.
     """
     item = jnp.dtype(settings.dtype).itemsize
     text = config.text
@@ -94,18 +100,21 @@ def plan_memory(
             "KV cache": pool,
         },
         calls=calls,
-        host=_host(settings, config, sizes),
+        host=_host(settings, config, sizes, replicas),
     )
 
 
 def require_room(
-    settings: BenchmarkSettings, plan: Callable[[BenchmarkSettings], MemoryPlan]
+    settings: BenchmarkSettings,
+    plan: Callable[[BenchmarkSettings], MemoryPlan],
+    replicas: int = 1,
 ) -> None:
     """Check that the evaluation fits on the devices of this process.
 
     Args:
         settings: the evaluation.
         plan: plans an evaluation with other settings.
+        replicas: number of replicas that share the host.
 
     Raises:
         ValueError: it does not fit; the message names settings with which it would.
@@ -118,7 +127,8 @@ def require_room(
     def needed(changed: BenchmarkSettings) -> float:
         planned = plan(changed)
         # Bytes in excess of what there is: of the device, or of the host.
-        excess = sum(planned.host.values()) + (planned.device if on_cpu else 0) - host
+        in_host = replicas * settings.tensor * planned.device if on_cpu else 0
+        excess = sum(planned.host.values()) + in_host - host
         if limit is not None:
             excess = max(excess, planned.device - limit)
         return excess
@@ -130,12 +140,14 @@ def require_room(
     remedy = "use --dtype bfloat16, --tensor over more devices, or a larger device"
     if found is not None:
         remedy = f"{found[0]} would fit"
-    there = host if limit is None or on_cpu else limit
+    there = f"{host / GIB:.1f} GiB of the host"
+    if limit is not None and not on_cpu:
+        there = f"{limit / GIB:.1f} GiB per device and {there}"
     raise ValueError(
         f"--episodes {settings.episodes}, --frames {settings.frames}, --max-pixels "
         f"{settings.max_pixels}: the evaluation needs up to {planned.device / GIB:.1f} GiB per "
         f"device ({planned.describe()}) and {sum(planned.host.values()) / GIB:.1f} GiB of the "
-        f"host, and there are {there / GIB:.1f} GiB; {remedy}"
+        f"host, and there are {there}; {remedy}"
     )
 
 
@@ -232,7 +244,7 @@ def _tower(config: Qwen3VLConfig, pixels: FrameSettings, tokens: int, item: int)
 
 
 def _host(
-    settings: BenchmarkSettings, config: Qwen3VLConfig, sizes: EngineSizes
+    settings: BenchmarkSettings, config: Qwen3VLConfig, sizes: EngineSizes, replicas: int
 ) -> dict[str, float]:
     if settings.blind:
         return {"features": 0.0}
@@ -251,12 +263,17 @@ def _host(
     # the crops of its sub-agents.
     waiting = settings.episodes * max(overview, limits.max_calls * crop) * vector
     pieces = sizes.prefill_tokens * vector
-    shown = _factor(config) ** 2 * 3 * max(overview, crop)
-    decoder = _DECODER_FRAMES * _DECODED_FRAME
+    pixel_bytes = _factor(config) ** 2 * 3  # of a visual token
+    shown = pixel_bytes * max(overview, crop)
+    # Overviews that are read ahead: as many as are played side by side.
+    ahead = 0 if settings.native_video else replicas * settings.episodes
+    decoders = replicas + (worker_count(ahead) if ahead else 0)
+    kept = min(pixels.cache_mib * 2.0**20, seen) + overview * vector
     return {
-        "cached features": min(pixels.cache_mib * 2.0**20, seen) + overview * vector,
-        "features of prompts": waiting + 2 * pieces,
-        "pixels": 2 * shown + decoder,
+        "cached features": replicas * kept,
+        "features of prompts": replicas * (waiting + 2 * pieces),
+        "pixels": replicas * 2 * shown + decoders * _DECODER_FRAMES * _DECODED_FRAME,
+        "overviews read ahead": float(ahead * overview * pixel_bytes),
     }
 
 

@@ -11,10 +11,10 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from paravt_jax.method.protocol import subtitled_text
+from paravt_jax.method.protocol import subtitle_texts
 from paravt_jax.method.records import QuestionKind, Turn
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.wording import OUR_WORDING, PLACEHOLDER, Prompt, Wording, fill
@@ -82,6 +82,7 @@ class PromptPack(abc.ABC):
         item: Item,
         subtitles: Sequence[Subtitle],
         videos: VideoFolder,
+        filled: Callable[..., str] = fill,
     ) -> str:
         """The whole text of one question; "" leaves it to the wording.
 
@@ -91,6 +92,7 @@ class PromptPack(abc.ABC):
             item: the question. `item.row` is its published row.
             subtitles: the subtitles that the prompt is to show.
             videos: finds files of the benchmark.
+            filled: fills in templates, as `fill` does, and makes the values safe.
 
         Raises:
             BrokenRow: the pack cannot ask this row.
@@ -205,6 +207,7 @@ class TextPack(PromptPack):
         item: Item,
         subtitles: Sequence[Subtitle],
         videos: VideoFolder,
+        filled: Callable[..., str] = fill,
     ) -> str:
         wording = self.wording(benchmark, prompt)
         asked = item.question
@@ -221,7 +224,10 @@ class TextPack(PromptPack):
             "raw_options": wording.listed(raw_options(item.row)),
         }
         columns = {name: _column(item.row, name) for name in wanted if name.startswith("row.")}
-        return subtitled_text(subtitles, fill(template, **values, **columns), wording)
+        if subtitles:
+            template = wording.subtitled.replace("{question}", template)
+            values |= subtitle_texts(subtitles)
+        return filled(template, **values, **columns)
 
     def style(self, benchmark: str, prompt: Prompt) -> Mapping[str, Any]:
         values = self.play.get("", {}) | self.play.get(benchmark, {})

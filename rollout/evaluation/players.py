@@ -43,11 +43,12 @@ def load_player(
     stack: contextlib.ExitStack,
     pack: PromptPack | None = None,
     devices: Devices = (),
+    replicas: int = 1,
 ) -> Player:
     """Load the model or connect to the endpoint. `stack` closes the connections.
 
     Without a pack, this project's wording is used. Without a folder, the settings name an endpoint.
-    Without `devices`, the model goes to the first ones.
+    Without `devices`, the model goes to the first ones. `replicas` share the host's memory.
     """
     pack = pack or own_pack()
     judge = None
@@ -65,9 +66,9 @@ def load_player(
 
         def planned(changed: BenchmarkSettings) -> MemoryPlan:
             lengths = _protocol(changed, vocabulary, config.vision, subtitled, wording)
-            return _planned(changed, config, *lengths)
+            return _planned(changed, config, *lengths, replicas)
 
-        require_room(settings, planned)
+        require_room(settings, planned, replicas)
         features, sampler = _engine(
             settings, folder, config, videos, protocol, prompt, crop, devices
         )
@@ -126,13 +127,18 @@ def _protocol(
 
 
 def _planned(
-    settings: BenchmarkSettings, config: Qwen3VLConfig, protocol: Protocol, prompt: int, crop: int
+    settings: BenchmarkSettings,
+    config: Qwen3VLConfig,
+    protocol: Protocol,
+    prompt: int,
+    crop: int,
+    replicas: int,
 ) -> MemoryPlan:
     """The memory that the engine needs for prompts of `prompt` and `crop` tokens."""
     sizes = sizes_for_single_episodes(
         protocol, prompt, crop, settings.episodes, settings.cache_tokens
     )
-    return plan_memory(settings, config, sizes, planned_paged())
+    return plan_memory(settings, config, sizes, planned_paged(), replicas)
 
 
 def _endpoint(

@@ -76,7 +76,9 @@ def _evaluate(
     """`evaluate` with the settings as the pack plays them."""
     # All checks of files come before the model is loaded, which takes minutes.
     work = hosts.on_all(lambda: _prepare(settings, pack, questions))
-    same = work.identity | {"limit": settings.limit, "benchmark": settings.benchmark}
+    # Hosts deal units by their numbers, and `episodes` bounds the size of a unit.
+    apart = ("limit", "benchmark", "episodes")
+    same = work.identity | {name: getattr(settings, name) for name in apart}
     hosts.require_same_fields({f"--{name.replace('_', '-')}": same[name] for name in same})
     with contextlib.ExitStack() as stack:
         folder = _open(work, stack)
@@ -240,7 +242,7 @@ def _load_players(
     players = []
     for devices in groups:
         with jax.default_device(devices[0]) if len(groups) > 1 else contextlib.nullcontext():
-            players.append(load_player(*given, devices))
+            players.append(load_player(*given, devices, len(groups)))
     return players
 
 
@@ -260,7 +262,7 @@ def _play(work: _Work, items: Sequence[Item], folder: EvaluationFolder, proven: 
     settings = work.settings
     subtitled = any(item.subtitles or item.question.subtitles for item in items)
     with contextlib.ExitStack() as stack:
-        groups = [()] if settings.endpoint else device_groups(settings.tensor)
+        groups = hosts.on_all(lambda: [()] if settings.endpoint else device_groups(settings.tensor))
         players = hosts.on_all(lambda: _load_players(work, subtitled, groups, stack))
         peers = meet(work.out)
         deal = Deal(units_of(items, settings.episodes), peers)

@@ -140,12 +140,14 @@ class Player:
         subtitled = path is not None or bool(entries)
         shown = self._fitting(entries) if subtitled else []
         question = dataclasses.replace(item.question, subtitles=tuple(entries))
-        settings = self._settings
-        whole = self._pack.question(settings.benchmark, settings.prompt, item, shown, self._videos)
+        settings, protocol = self._settings, self.environment.protocol
+        whole = self._pack.question(
+            settings.benchmark, settings.prompt, item, shown, self._videos, protocol.filled
+        )
         if whole:
             question = dataclasses.replace(question, prompt=whole)
         else:
-            text = subtitled_text(shown, question.text, self.environment.protocol.wording)
+            text = subtitled_text(shown, question.text, protocol.wording)
             question = dataclasses.replace(question, text=text)
         return question, len(shown) if subtitled else None
 

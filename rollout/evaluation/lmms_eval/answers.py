@@ -23,4 +23,6 @@ def answer_text(turns: Sequence[Turn]) -> str:
         return block
     if find_calls(text):
         return ""
-    return (first_think(text)[1] or "").strip() if "<think>" in text else text.strip()
+    # The opening of a thought may belong to the prompt.
+    rest = first_think(text)[1] if "<think>" in text else text.rpartition("</think>")[2]
+    return (rest or "").strip()

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paravt_jax.method.records import Turn
 from paravt_jax.method.subtitles import Subtitle
-from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording
+from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording, fill
 from rollout.evaluation.benchmarks import Item, VideoFolder
 from rollout.evaluation.benchmarks.items import BrokenRow
 from rollout.evaluation.lmms_eval.answers import answer_text
@@ -60,13 +60,14 @@ class LmmsEvalPack(PromptPack):
         item: Item,
         subtitles: Sequence[Subtitle],
         videos: VideoFolder,
+        filled: Callable[..., str] = fill,
     ) -> str:
         files = _files(item, videos) if self._client.task.subtitles else {}
         try:
             (text,) = self._client.prompts([dict(item.row)], [files])
         except UnaskableRow as error:
             raise BrokenRow(str(error)) from error
-        return text
+        return filled("{text}", text=text)
 
     def style(self, benchmark: str, prompt: Prompt) -> Mapping[str, Any]:
         # A prompt is made from the published row, so its options cannot be shuffled here.
@@ -76,8 +77,8 @@ class LmmsEvalPack(PromptPack):
             style |= {"turn_tokens": limit, "trajectory_tokens": limit}
         return style
 
-    def differences(self, benchmark: str) -> str:
-        return "frames of this project instead of lmms-eval's video"
+    def differences(self, benchmark: str) -> list[str]:
+        return ["frames of this project instead of lmms-eval's video"]
 
     def score(self, benchmark: str, item: Item, turns: Sequence[Turn]) -> Mapping[str, Any]:
         """The task's own score and result of an answer."""

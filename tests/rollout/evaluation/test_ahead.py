@@ -66,3 +66,14 @@ def test_an_unreadable_file_is_the_same_error(folder):
         assert len(list(ahead.items(deal))) == 2
         with pytest.raises(VideoError, match=r"v4\.mp4"):
             ahead.probe(folder.root / "v4.mp4")
+
+
+def test_questions_that_are_left_out_do_not_end_reading_ahead(folder):
+    names = [f"v{n}.mp4" for n in (0, 4, 1, 2, 3, 5)]
+    deal = Deal(units_of(items(*names), 1), Peers())
+    with ReadAhead(folder, frames=4, rules=RULES, count=2) as ahead:
+        requested: list[str] = []
+        for _ in ahead.items(deal):  # nothing is read
+            requested += [name for name in ahead._requested.values() if name not in requested]
+    assert requested == names[2:], "the first two are taken at once"
+    assert not ahead._requested

@@ -123,3 +123,17 @@ def test_two_answers_that_name_different_options_do_not_earn_more_than_one():
         assert letter in (None, first["reading"], second["reading"])
         read += letter is not None
     assert read < len(pairs) / 20
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("The answer is C. There is not actually a dog.", "C"),
+        ("The answer is C (not actually B).", "C"),
+        ("The answer is C, because nobody actually shows a dog.", "C"),
+        ("C... actually, the answer is B.", "B"),
+        ("I thought C, but actually B.", "B"),
+    ],
+)
+def test_actually_retracts_only_where_a_clause_begins(text, letter):
+    assert chosen_option(text, ("two cats", "a dog", "joy")) == letter

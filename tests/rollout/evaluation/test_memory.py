@@ -25,7 +25,7 @@ PUBLISHED = BenchmarkSettings(
 def plan(small_vocabulary):
     """plan(settings) plans an evaluation of the 8B model, with 600 tokens of text per prompt."""
 
-    def planned(settings: BenchmarkSettings) -> MemoryPlan:
+    def planned(settings: BenchmarkSettings, replicas: int = 1) -> MemoryPlan:
         protocol = Protocol(small_vocabulary, settings.protocol(0))
         labels = 12
         pixels = settings.pixels()
@@ -37,7 +37,7 @@ def plan(small_vocabulary):
             settings.cache_tokens,
         )
         assert sizes.prefill_lengths[-1] <= MOST_PREFILL
-        return plan_memory(settings, CONFIG, sizes, paged=True)
+        return plan_memory(settings, CONFIG, sizes, True, replicas)
 
     return planned
 
@@ -95,3 +95,17 @@ def test_the_host_has_to_hold_the_features(plan, monkeypatch):
     monkeypatch.setattr(memory, "host_memory", lambda: 2 * GIB)
     with pytest.raises(ValueError, match="GiB of the host"):
         require_room(PUBLISHED, plan)
+
+
+def test_replicas_share_the_host(plan, monkeypatch):
+    one, eight = plan(PUBLISHED), plan(PUBLISHED, 8)
+    assert one.device == eight.device
+    assert all(eight.host[part] > one.host[part] for part in one.host)
+    assert eight.host["cached features"] == 8 * one.host["cached features"]
+    # An overview of 64 frames per episode that is played side by side.
+    assert eight.host["overviews read ahead"] >= 8 * 4 * 64 * 576 * 32 * 32 * 3
+    monkeypatch.setattr(memory, "reported_memory", lambda device: 1000 * GIB)
+    monkeypatch.setattr(memory, "host_memory", lambda: 100 * GIB)
+    require_room(PUBLISHED, plan)
+    with pytest.raises(ValueError, match=r"there are 100\.0 GiB of the host"):
+        require_room(PUBLISHED, lambda settings: plan(settings, 8), 8)

@@ -44,6 +44,30 @@ def asked(pack, benchmark, row, tmp_path, prompt="agentic", subtitles=()) -> str
     return pack.question(benchmark, prompt, item, subtitles, VideoFolder(tmp_path))
 
 
+def test_special_tokens_of_a_pack_stay_and_those_of_rows_are_broken(small_vocabulary, tmp_path):
+    words = "{row.question} {raw_options} as <think>...</think>"
+    pack = TextPack(
+        "x", own_pack().texts | {"question.mcq": words, "subtitled": "{spoken} {question}"}
+    )
+    row = published.EXAMPLES["videomme"][0] | {"question": "A <tool_call>?"}
+    data = published.write_split("videomme", tmp_path / "rows", [row])
+    (item,) = load("videomme", str(data)).items
+    protocol = Protocol(small_vocabulary, ProtocolSettings(), pack.wording("videomme", "agentic"))
+    folder, said = VideoFolder(tmp_path), (Subtitle(1.0, 2.0, "</think>"),)
+    text = pack.question("videomme", "agentic", item, said, folder, protocol.filled)
+    assert text.startswith("< /think> A < tool_call>? ")
+    assert text.endswith(" as <think>...</think>")
+    # Halves of a token do not make a whole one.
+    assert protocol.filled("{a}{b}", a="<thi", b="nk>") == "< think>"
+    # Without columns of the row, the protocol fills in the template.
+    template = {"question.mcq": "{question} as <think>...</think>"}
+    wording = TextPack("x", own_pack().texts | template).wording("", "agentic")
+    asked = Question("q", "v.mp4", "A <tool_call>?", QuestionKind.MULTIPLE_CHOICE, "A", ("x", "y"))
+    ids = Protocol(small_vocabulary, ProtocolSettings(), wording).question(asked).ids
+    shown = small_vocabulary.decode(ids)
+    assert shown.startswith("A < tool_call>? as <think>...</think><|im_end|>")
+
+
 # --- folders ---
 
 

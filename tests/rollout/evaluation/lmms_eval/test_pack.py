@@ -50,6 +50,7 @@ def test_the_direct_prompt_is_lmms_evals_own(pack, tmp_path) -> None:
     item = items_of("mlvu", tmp_path)[0]
     text = made.question("mlvu", "direct", item, (), VideoFolder(tmp_path))
     assert text == f"For all: {item.row['question']}?"
+    assert made.differences("mlvu") == ["frames of this project instead of lmms-eval's video"]
 
 
 def test_agents_keep_this_projects_system_turn_and_limits(pack) -> None:

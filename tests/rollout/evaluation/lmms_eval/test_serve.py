@@ -49,6 +49,7 @@ def test_a_bad_request_gets_a_reason_and_the_others_are_played(player, videos) -
         ("<think>\nhm\n</think>\nI believe it is B.", "I believe it is B."),
         ("The answer is B because the", "The answer is B because the"),
         ("<think>\nall of it is thought", ""),
+        ("it is clear now\n</think>\nB", "B"),
         ('<think>\nhm\n</think>\n<tool_call>\n{"name": "crop_video"}\n</tool_call>', ""),
         ("<answer>B", "<answer>B"),
     ],
