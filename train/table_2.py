@@ -176,7 +176,11 @@ def _sampled(rows: Sequence[Row]) -> list[Row]:
 def _scores(
     folder: pathlib.Path, evaluations: Sequence[pathlib.Path]
 ) -> dict[str, dict[str, float]]:
-    """The scores of a run's final weights in per cent, by dispatch and split."""
+    """The scores of a run's final weights in per cent, by dispatch and split.
+
+    Raises:
+        ValueError: two evaluations are of the same weights, dispatch and split.
+    """
     found: dict[str, dict[str, float]] = {"parallel": {}, "sequential": {}}
     for evaluation in evaluations:
         summary = read_summary(evaluation)
@@ -184,7 +188,13 @@ def _scores(
         dispatch = summary["config"]["identity"]["dispatch"]
         score = score_of(summary)
         if model == (folder / "model").resolve() and dispatch in found and score is not None:
-            found[dispatch][summary["benchmark"]] = 100 * score
+            split = summary["benchmark"]
+            if split in found[dispatch]:
+                raise ValueError(
+                    f"--evaluations {evaluation}: {split} of {folder}, dispatch {dispatch}, is "
+                    "given twice; name one folder per split and dispatch"
+                )
+            found[dispatch][split] = 100 * score
     return found
 
 

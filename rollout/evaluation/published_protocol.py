@@ -16,6 +16,7 @@ PLAY: Mapping[str, Any] = {
     "max_tool_turns": 3,
     "max_calls": 5,
     "turn_tokens": 2048,
+    "question_tokens": 2048,  # the release has no limit
     "pin_think": False,
     "frame_times": False,
     "native_video": False,

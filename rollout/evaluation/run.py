@@ -33,7 +33,6 @@ from rollout.evaluation.protocols import as_the_pack_plays, open_pack
 from rollout.evaluation.provenance import commit, questions_hash, versions, weights_hash
 from rollout.evaluation.replicas import Devices, device_groups, play_all
 from rollout.evaluation.report import PlayProgress, report
-from rollout.evaluation.served import BUILT_IN
 from rollout.evaluation.server_watch import ServerWatch
 from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.sharing import Deal, forget_meetings, meet, units_of
@@ -67,7 +66,8 @@ def evaluate(
     """
     opened = hosts.on_all(lambda: open_pack(settings, _out(settings)))
     with contextlib.closing(opened) as pack:
-        return _evaluate(as_the_pack_plays(settings, pack, given), pack, questions)
+        played = hosts.on_all(lambda: as_the_pack_plays(settings, pack, given))
+        return _evaluate(played, pack, questions)
 
 
 def _evaluate(
@@ -146,8 +146,8 @@ def _prepare(
         "questions": questions_hash(loaded.items),
         "protocol": pack.name,
         "protocol_digest": pack.digest,
-        # Limits mean something else in the books of the built-in vocabulary.
-        **({"tokenizer": BUILT_IN} if files.tokenizer == BUILT_IN else {}),
+        # Limits count tokens. With the engine, the hash of the model covers its tokenizer.
+        **({"tokenizer": files.tokenizer} if settings.endpoint else {}),
     }
     return _Work(settings, pack, videos, loaded, model, out, identity)
 

@@ -282,7 +282,7 @@ def test_a_folder_with_a_tokenizer_alone_is_enough(served_alone, checkpoint, tmp
     shutil.copy(checkpoint / "tokenizer.json", folder)
     summary, _ = served_alone(str(folder))
     assert summary["n"] == 3
-    assert "tokenizer" not in summary["config"]["identity"]
+    assert summary["config"]["identity"]["tokenizer"] != "bytes"
 
 
 def test_pictures_have_the_sizes_of_the_served_models_patches(served_alone, tmp_path):
