@@ -115,6 +115,9 @@ def _show_finished(argv: Sequence[str]) -> int:
     if asked.compare:
         first, second = asked.compare
         comparison = compare(first, second)
+        for run in asked.compare:
+            if not (run / "summary.json").exists():
+                print(f"warning: {run}: {_why_unfinished(run)}", file=sys.stderr)
         if asked.json:
             print(json.dumps(comparison, indent=1))
         else:

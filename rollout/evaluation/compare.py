@@ -43,9 +43,11 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         has the same figures, unless there are no others.
 
     Raises:
-        ValueError: the runs are of different splits, or share no question.
-        FolderError: a folder holds no evaluation.
+        ValueError: the runs are one and the same, are of different splits, or share no question.
+        FolderError: a folder holds no evaluation, or a damaged one.
     """
+    if first.resolve() == second.resolve():
+        raise ValueError(f"--compare: {first} is given twice; give the folders of two runs")
     identities = [read_json(folder / "config.json")["identity"] for folder in (first, second)]
     names = [identity["benchmark"] for identity in identities]
     if names[0] != names[1]:

@@ -128,16 +128,33 @@ class EvaluationFolder:
 
 
 def read_lines(folder: pathlib.Path) -> Iterator[Line]:
-    """Read the lines of all processes, without transcripts. Those of each process stay in order."""
+    """Read the lines of all processes, without transcripts. Those of each process stay in order.
+
+    Raises:
+        FolderError: a whole line is damaged. The message names the file and the line.
+    """
     for file in sorted(folder.glob("questions*.jsonl")):
         with file.open("rb") as stream:
-            for text in stream:
+            for number, text in enumerate(stream, 1):
                 if not text.endswith(b"\n"):  # another process is still writing it
                     continue
-                line = json.loads(text)
-                for field in _LONG_FIELDS:
-                    line.pop(field, None)
-                yield line
+                yield _parsed(text, file, number)
+
+
+def _parsed(text: bytes, file: pathlib.Path, number: int) -> Line:
+    """A line of a file without its transcript."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        line = None
+    if not isinstance(line, dict) or "id" not in line:
+        raise FolderError(
+            f"{file}, line {number}: is damaged; "
+            "delete the line, and the command that started the run asks that question again"
+        )
+    for field in _LONG_FIELDS:
+        line.pop(field, None)
+    return line
 
 
 def latest(lines: Iterator[Line]) -> dict[str, Line]:
@@ -164,7 +181,9 @@ def read_json(file: pathlib.Path) -> Line:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise FolderError(f"{file}: no such file; give the folder of an evaluation") from error
+        raise FolderError(
+            f"{file}: no such file; give a folder such as evaluations/NAME/BENCHMARK"
+        ) from error
     except ValueError as error:
         raise FolderError(
             f"{file}: is damaged ({error}); delete its folder and evaluate again"

@@ -39,6 +39,18 @@ def test_half_a_line_is_cut_off_and_the_last_line_of_a_question_counts(tmp_path)
 
 
 @pytest.mark.parametrize(
+    "damage", [b"garbage", b'{"id": "b", "sco', b"\xff\xfe", b"[]", b"{}", b""]
+)
+def test_a_damaged_whole_line_is_named_with_its_remedy(tmp_path, damage):
+    with opened(tmp_path) as folder:
+        folder.append({"id": "a", "score": 1.0})
+    with (tmp_path / "questions.jsonl").open("ab") as file:
+        file.write(damage + b"\n")
+    with pytest.raises(FolderError, match=r"questions\.jsonl, line 2: is damaged; delete the line"):
+        answered(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("change", "difference"),
     [({"frames": 16}, r"\n  frames: 64 -> 16\n"), ({"seed": 3}, r"seed: \(absent\) -> 3")],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rollout.evaluate import main
 from rollout.evaluation.compare import compare, comparison_text
 from rollout.evaluation.folder import FolderError
 from rollout.evaluation.summary import summarise
@@ -198,5 +199,18 @@ def test_runs_without_anything_in_common_are_not_compared(tmp_path):
         compare(one, folder(tmp_path / "b", [line("1", 1.0)], benchmark="mlvu"))
     with pytest.raises(ValueError, match="in common"):
         compare(one, folder(tmp_path / "c", [line("2", 1.0)]))
-    with pytest.raises(FolderError, match="nowhere/config.json"):
+    with pytest.raises(FolderError, match="nowhere/config.json: .* evaluations/NAME/BENCHMARK"):
         compare(one, tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="a is given twice"):
+        compare(one, tmp_path / "b" / ".." / "a")
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_comparison_warns_of_a_run_that_is_not_finished(tmp_path, capsys, form):
+    first, second = (folder(tmp_path / name, [line("1", 1.0)]) for name in "ab")
+    argv = ["--compare", str(first), str(second), *form]
+    assert main(argv) == 0
+    assert "warning" not in capsys.readouterr().err
+    (first / "summary.json").unlink()
+    assert main(argv) == 0
+    assert f"warning: {first}: it is not finished; repeat the command" in capsys.readouterr().err
