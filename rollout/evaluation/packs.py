@@ -119,7 +119,10 @@ class PromptPack(abc.ABC):
         return None
 
     def figures(self, scores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Fields of the summary, from what `score` returned for the questions that were played."""
+        """Fields of the summary, from what `score` returned for the questions that were played.
+
+        Each score also has this project's score of the same answer, as `ours`.
+        """
         return {}
 
     def close(self) -> None:

@@ -75,7 +75,8 @@ def report(summary: Line, out: pathlib.Path) -> Iterator[str]:
         found = summary["lmms_eval"]
         yield (
             f"  by lmms-eval's own functions: {100 * summary['lmms_eval_score']:.1f} "
-            f"({found['task']}, {found['n']} answers)"
+            f"({found['task']}, {found['n']} answers); "
+            f"{found['differ']} of {found['n']} questions differ"
         )
     if summary["n"]:
         if summary["refused_reports"]:

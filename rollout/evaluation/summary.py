@@ -50,7 +50,8 @@ def summarise(
         questions: the number of questions in the split.
         broken: row number -> reason, for every row of the split that cannot be asked.
         score: the name of the mean score.
-        protocol_figures: makes further fields from the scores that the protocol gave by itself.
+        protocol_figures: makes further fields from the scores that the protocol gave by itself,
+            each with our score of the same answer as `ours`.
     """
     # Sorted, so that the summary does not depend on the order in which questions were finished.
     found = sorted(latest(lines).values(), key=lambda line: line["id"])
@@ -68,7 +69,12 @@ def summarise(
 
 
 def _protocol_scores(played: Sequence[Line]) -> list[Line]:
-    return [line["protocol_score"] for line in played if "protocol_score" in line]
+    """The protocol's own scores, each with our score of the same answer as `ours`."""
+    return [
+        line["protocol_score"] | {"ours": line["score"]}
+        for line in played
+        if "protocol_score" in line
+    ]
 
 
 def read_summary(folder: pathlib.Path) -> Line:

@@ -167,6 +167,19 @@ class LmmsEval:
         return [self._cache[key] for key in keys]
 
     @_one_at_a_time
+    def misfit(self, row: Row) -> str:
+        """Why no answer to a row could be right, as one line; "" if one can."""
+        row = self.task.row(row)
+        if self.task.can_be_right(row):
+            return ""
+        source = self.settings()["source"]
+        return (
+            f"lmms-eval's {self.task.name} needs the table of {source}, with letters as answers; "
+            f"{self.task.letter} is {str(row.get(self.task.letter, ''))[:40]!r}"
+            + (", and the question has to repeat its options" * self.task.options_in_question)
+        )
+
+    @_one_at_a_time
     def score(self, row: Row, answer: str) -> Scored:
         """What the task makes of an answer. Answers that only a judge can score get no score."""
         row = self.task.row(row)
@@ -184,10 +197,9 @@ class LmmsEval:
 
     def _result(self, found: Message) -> Message:
         if "judge" in found:
-            raise LmmsEvalError(
-                f"--protocol lmms-eval: lmms-eval's {self.task.name} needs a judge (it asks the "
-                f"server {found['judge']}), and none may be asked; use another protocol"
-            )
+            # The question has been played; an error would end the run, and each new start of it.
+            words = f"needs a judge (it asks the server {found['judge']}), and none may be asked"
+            return {"error": f"lmms-eval's {self.task.name} {words}"}
         if "result" not in found:
             return found
         result = {metric: found["result"].get(metric) for metric in self.settings()["metrics"]}

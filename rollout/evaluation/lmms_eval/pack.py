@@ -22,6 +22,7 @@ from rollout.evaluation.lmms_eval.answers import answer_text
 from rollout.evaluation.lmms_eval.cache import Cache
 from rollout.evaluation.lmms_eval.client import MODEL, LmmsEval, LmmsEvalError, UnaskableRow
 from rollout.evaluation.packs import PromptPack, digest_of
+from rollout.evaluation.summary import SAME
 
 
 class LmmsEvalPack(PromptPack):
@@ -65,8 +66,11 @@ class LmmsEvalPack(PromptPack):
         files = _files(item, videos) if self._client.task.subtitles else {}
         try:
             (text,) = self._client.prompts([dict(item.row)], [files])
+            misfit = self._client.misfit(dict(item.row))
         except UnaskableRow as error:
             raise BrokenRow(str(error)) from error
+        if misfit:
+            raise BrokenRow(misfit)
         return filled("{text}", text=text)
 
     def style(self, benchmark: str, prompt: Prompt) -> Mapping[str, Any]:
@@ -89,19 +93,23 @@ class LmmsEvalPack(PromptPack):
         """lmms-eval's own figures of a run.
 
         Args:
-            scores: what `score` returned for the questions that were played.
+            scores: what `score` returned for the questions that were played, and our score of
+                each as `ours`.
 
         Returns:
             `lmms_eval_score`, which corresponds to this project's score, in [0, 1], and
-            `lmms_eval`: version, task, its metrics as it prints them, and the number of scores.
+            `lmms_eval`: version, task, its metrics as it prints them, the number of scores, and
+            the number of questions whose score `differ`s from ours.
         """
-        results = [score["result"] for score in scores if score.get("result") is not None]
+        scored = [score for score in scores if score.get("result") is not None]
+        results = [score["result"] for score in scored]
         task = self._client.task
         about: dict[str, Any] = {
             "version": self._client.version,
             "task": task.name,
             "n": len(results),
             "without_score": len(scores) - len(results),
+            "differ": sum(abs(score["score"] - score["ours"]) > SAME for score in scored),
         }
         if not results:
             return {"lmms_eval": about}

@@ -6,6 +6,7 @@ The names of folders, tasks and metrics are those of lmms-eval 0.7.3.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,6 +51,10 @@ def _with_video_path(row: Row) -> Row:
     return row | {"video_path": "/".join(str(row.get("video", "")).split("/")[-3:])}
 
 
+# The second of the options that a question repeats.
+_OPTION_B = re.compile(r"\(B\)|^\s*B[.):]", re.MULTILINE)
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """One of lmms-eval's tasks."""
@@ -71,10 +76,29 @@ class Task:
     """Whether a row's answers are scored by a judge, a model behind a server."""
     subtitles: bool = False
     """Whether prompts contain the subtitles of the video."""
+    letter: str = ""
+    """Column with the right option's letter, which the task compares with the answer's letter."""
+    options_in_question: bool = False
+    """Whether prompts have no other options than those that the question itself repeats."""
+
+    def can_be_right(self, row: Row) -> bool:
+        """Whether any answer to a row can be right: it has what the task asks and compares."""
+        if self.judged(row):
+            return True
+        if self.letter and not re.fullmatch("[A-Z]", str(row.get(self.letter, "")).strip()):
+            return False
+        return not self.options_in_question or bool(_OPTION_B.search(str(row.get("question", ""))))
 
 
 TASKS: Mapping[str, Task] = {
-    "videomme": Task("videomme", "videomme", "videomme_perception_score", 100, _field("score")),
+    "videomme": Task(
+        "videomme",
+        "videomme",
+        "videomme_perception_score",
+        100,
+        _field("score"),
+        letter="answer",
+    ),
     "videomme_wsub": Task(
         "videomme",
         "videomme_w_subtitle",
@@ -82,6 +106,7 @@ TASKS: Mapping[str, Task] = {
         100,
         _field("score"),
         subtitles=True,
+        letter="answer",
     ),
     "longvideobench": Task(
         "longvideobench",
@@ -91,9 +116,15 @@ TASKS: Mapping[str, Task] = {
         _same_fields("parsed_pred", "answer"),
         row=_with_candidates,
     ),
-    "lvbench": Task("lvbench", "lvbench", "lvbench_score", 1, float),
+    "lvbench": Task("lvbench", "lvbench", "lvbench_score", 1, float, letter="answer"),
     "mlvu": Task(
-        "mlvu", "mlvu_dev", "mlvu_percetion_score", 100, _same_fields("pred_answer", "answer")
+        "mlvu",
+        "mlvu_dev",
+        "mlvu_percetion_score",
+        100,
+        _same_fields("pred_answer", "answer"),
+        letter="answer",
+        options_in_question=True,
     ),
     "mmvu": Task(
         "mmvu",
@@ -103,8 +134,11 @@ TASKS: Mapping[str, Task] = {
         _field("correct"),
         row=_with_video_path,
         judged=_is_open_ended,
+        letter="answer",
     ),
     "charades": Task("charades_sta", "temporal_grounding_charades", "charades_sta_mIOU", 100, None),
-    "cgbench": Task("cgbench", "cgbench", "cgbench_accuracy", 100, _field("score")),
+    "cgbench": Task(
+        "cgbench", "cgbench", "cgbench_accuracy", 100, _field("score"), letter="right_answer"
+    ),
 }
 """Tasks by this project's name of the split."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import pathlib
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -171,10 +172,40 @@ def test_open_questions_of_mmvu_get_no_score_because_a_judge_would_give_it(ask) 
     assert client.score(closed, "B").score == 1.0
 
 
-def test_a_task_that_turns_to_a_server_is_refused_by_name(ask) -> None:
+def test_an_answer_for_which_a_task_turns_to_a_server_has_no_score(ask) -> None:
     (row,) = published.EXAMPLES["mlvu"][:1]
-    with pytest.raises(LmmsEvalError, match=r"mlvu_dev needs a judge .*127\.0\.0\.1"):
-        ask("mlvu").score(row, "ask a judge")
+    scored = ask("mlvu").score(row, "ask a judge")
+    assert scored.score is None
+    assert re.search(r"mlvu_dev needs a judge .*127\.0\.0\.1", scored.reason)
+
+
+def with_letters(row):
+    return row | {"question": "What?\n(A) a boat\n(B) a car", "answer": "B"}
+
+
+@pytest.mark.parametrize(
+    ("split", "changes"),
+    [
+        ("mlvu", {"answer": "a boat"}),
+        ("mlvu", {"question": "What?"}),
+        ("videomme", {"answer": "(B)"}),
+        ("lvbench", {"answer": "B."}),
+        ("cgbench", {"right_answer": "Red."}),
+        ("mmvu", {"answer": "Merge sort"}),
+    ],
+)
+def test_rows_without_the_letter_that_is_compared_are_misfits(ask, split, changes) -> None:
+    row = with_letters(published.EXAMPLES[split][0])
+    client = ask(split)
+    assert client.misfit(row) == ""
+    task = TASKS[split].name
+    assert f"lmms-eval's {task} needs the table of stand-in/{task}" in client.misfit(row | changes)
+
+
+@pytest.mark.parametrize("split", sorted(set(TASKS) - {"mlvu"}))
+def test_published_rows_are_no_misfits(ask, split) -> None:
+    rows = [row for row in published.EXAMPLES[split] if row.get("answer") != "(D)"]
+    assert [ask(split).misfit(row) for row in rows] == [""] * len(rows)
 
 
 def test_keys_of_servers_do_not_reach_lmms_eval(ask, environment, monkeypatch) -> None:

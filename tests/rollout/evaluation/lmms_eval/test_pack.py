@@ -47,7 +47,8 @@ def test_the_direct_prompt_is_lmms_evals_own(pack, tmp_path) -> None:
         "turn_tokens": 16,
         "trajectory_tokens": 16,
     }
-    item = items_of("mlvu", tmp_path)[0]
+    question = "What is it?\n(A) a boat\n(B) a car"
+    (item,) = items_of("mlvu", tmp_path, [published.mlvu("v.mp4", "B", question=question)])
     text = made.question("mlvu", "direct", item, (), VideoFolder(tmp_path))
     assert text == f"For all: {item.row['question']}?"
     assert made.differences("mlvu") == ["frames of this project instead of lmms-eval's video"]
@@ -86,17 +87,23 @@ def test_scores_and_figures_are_lmms_evals(pack, tmp_path) -> None:
     wrong = made.score("mmvu", closed, [])
     judged = made.score("mmvu", open_ended, [Turn("merge sort")])
     assert (right["score"], wrong["score"], judged["score"]) == (1.0, 0.0, None)
-    figures = made.figures([right, wrong, wrong, judged])
+    ours = [right | {"ours": 1.0}, wrong | {"ours": 0.0}, wrong | {"ours": 1.0}]
+    figures = made.figures([*ours, judged | {"ours": 0.4}])
     assert figures["lmms_eval_score"] == pytest.approx(1 / 3)
     assert figures["lmms_eval"] == {
         "version": "0.7.3",
         "task": "mmvu_val",
         "n": 3,
         "without_score": 1,
+        "differ": 1,
         "metrics": {"accuracy": pytest.approx(100 / 3)},
     }
-    assert made.figures([judged]) == {
-        "lmms_eval": {"version": "0.7.3", "task": "mmvu_val", "n": 0, "without_score": 1}
+    assert made.figures([judged | {"ours": 0.4}])["lmms_eval"] == {
+        "version": "0.7.3",
+        "task": "mmvu_val",
+        "n": 0,
+        "without_score": 1,
+        "differ": 0,
     }
 
 

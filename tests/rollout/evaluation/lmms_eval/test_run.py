@@ -21,10 +21,11 @@ from tests.rollout.conftest import Cut
 from tests.rollout.evaluation.lmms_eval import standin
 from tests.rollout.evaluation.lmms_eval.test_real import real_python
 
+OPTIONS = "\n(A) a red car\n(B) a blue car\n(C) a boat\n(D) nothing"
 ROWS = [
-    published.mlvu(f"w{number % 2}.mp4", "a boat", question=f"{number}?") for number in range(4)
+    published.mlvu(f"w{number % 2}.mp4", "C", question=f"{number}?{OPTIONS}") for number in range(4)
 ]
-AGENTIC = "x\n</think>\n<answer>a boat</answer>"
+AGENTIC = "x\n</think>\n<answer>C</answer>"
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +45,12 @@ def model(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
 def evaluate(python, model, player, videos, monkeypatch, capsys, tmp_path):
     """evaluate(said, *flags) plays MLVU; returns the exit code, what was printed, and the player's
     settings and sampler."""
-    published.write_split("mlvu", tmp_path / "split", ROWS)
 
-    def play(said, *flags):
+    def play(said, *flags, rows=ROWS):
+        published.write_split("mlvu", tmp_path / "split", rows)
         seen = {}
 
-        def scripted(settings, folder, where, subtitled, stack, pack, devices):
+        def scripted(settings, folder, where, subtitled, stack, pack, devices, replicas):
             made = player([said], prompt=settings.prompt)
             environment = made.environment
             wording = pack.wording(settings.benchmark, settings.prompt)
@@ -72,7 +73,7 @@ def evaluate(python, model, player, videos, monkeypatch, capsys, tmp_path):
 
 
 def test_the_model_answers_directly_and_is_scored_by_both(evaluate, tmp_path) -> None:
-    code, printed, seen = evaluate("a boat")
+    code, printed, seen = evaluate("C")
     assert code == 0, printed
     settings = seen["settings"]
     assert (settings.prompt, settings.turn_tokens, settings.temperature) == ("direct", 16, 0.0)
@@ -84,21 +85,51 @@ def test_the_model_answers_directly_and_is_scored_by_both(evaluate, tmp_path) ->
     assert "by lmms-eval's own functions: 100.0 (mlvu_dev, 4 answers)" in printed
 
 
+def test_rows_that_lmms_eval_could_never_score_right_are_left_out(evaluate, tmp_path) -> None:
+    """The publisher's own files have the text of an option as the answer."""
+    rows = [*ROWS[:1], published.mlvu("w0.mp4", "a boat"), published.mlvu("w1.mp4", "C")]
+    code, printed, _ = evaluate("C", rows=rows)
+    assert code == 0, printed
+    summary = read_json(tmp_path / "out" / "summary.json")
+    assert (summary["n"], summary["left_out"]["broken"]["questions"]) == (1, 2)
+    assert (summary["accuracy"], summary["lmms_eval_score"]) == (1.0, 1.0)
+    assert "lmms-eval's mlvu_dev needs the table of stand-in/mlvu_dev, with letters" in printed
+
+
+def test_the_report_counts_answers_that_the_two_score_differently(evaluate, tmp_path) -> None:
+    """The stand-in takes an answer as it is written; this project finds the letter in it."""
+    code, printed, _ = evaluate("(C)")
+    assert code == 0, printed
+    summary = read_json(tmp_path / "out" / "summary.json")
+    assert (summary["accuracy"], summary["lmms_eval_score"]) == (1.0, 0.0)
+    assert summary["lmms_eval"]["differ"] == 4
+    assert "(mlvu_dev, 4 answers); 4 of 4 questions differ" in printed
+
+
+def test_an_answer_that_needs_a_judge_does_not_end_the_run(evaluate, tmp_path) -> None:
+    code, printed, _ = evaluate("ask a judge")
+    assert code == 0, printed
+    summary = read_json(tmp_path / "out" / "summary.json")
+    assert (summary["n"], summary["lmms_eval"]["without_score"]) == (4, 4)
+
+
 def test_prompts_are_those_of_lmms_eval(evaluate, small_vocabulary) -> None:
-    _, _, seen = evaluate("a boat")
+    _, _, seen = evaluate("C")
     prompts = [small_vocabulary.decode(request.ids) for request in seen["sampler"].asked]
     assert all(prompt.startswith("<|im_start|>system\nBe quick.<|im_end|>\n") for prompt in prompts)
     endings = {prompt.rpartition("<|vision_end|>")[2] for prompt in prompts}
-    assert endings == {f"For all: {n}??<|im_end|>\n<|im_start|>assistant\n" for n in range(4)}
+    assert endings == {
+        f"For all: {n}?{OPTIONS}?<|im_end|>\n<|im_start|>assistant\n" for n in range(4)
+    }
 
 
 def test_an_answer_that_was_cut_off_is_scored_as_it_stands(evaluate, tmp_path) -> None:
     """lmms-eval reads whatever was generated; this project counts no answer that was cut off."""
-    evaluate(Cut("a boat or so", SampleStop.LENGTH))
+    evaluate(Cut("C or so", SampleStop.LENGTH))
     (line, *_) = (tmp_path / "out" / "questions.jsonl").read_text().splitlines()
     assert json.loads(line)["read"] is None
     result = json.loads(line)["protocol_score"]["result"]["mlvu_percetion_score"]
-    assert result["pred_answer"] == "a boat or so"
+    assert result["pred_answer"] == "C or so"
 
 
 def test_agents_can_be_asked_in_lmms_evals_words(evaluate, small_vocabulary, tmp_path) -> None:
@@ -107,27 +138,27 @@ def test_agents_can_be_asked_in_lmms_evals_words(evaluate, small_vocabulary, tmp
     assert seen["settings"].turn_tokens == 2048
     prompt = small_vocabulary.decode(seen["sampler"].asked[0].ids)
     assert "crop_video" in prompt
-    assert "For all: 0??" in prompt
+    assert f"For all: 0?{OPTIONS}?" in prompt
     assert read_json(tmp_path / "out" / "summary.json")["lmms_eval_score"] == 1.0
 
 
 def test_a_second_start_asks_lmms_eval_for_nothing(evaluate, monkeypatch, tmp_path) -> None:
-    evaluate("a boat", "--limit", "2")
+    evaluate("C", "--limit", "2")
     before = (tmp_path / "out" / "lmms_eval-0.jsonl").read_bytes()
-    evaluate("a boat", "--limit", "2")
+    evaluate("C", "--limit", "2")
     assert (tmp_path / "out" / "lmms_eval-0.jsonl").read_bytes() == before
-    _, _, seen = evaluate("a boat")
+    _, _, seen = evaluate("C")
     assert len(seen["sampler"].asked) == 2
     assert read_json(tmp_path / "out" / "summary.json")["lmms_eval"]["n"] == 4
 
 
 def test_another_version_of_the_task_is_another_evaluation(evaluate, python) -> None:
-    evaluate("a boat", "--limit", "2")
+    evaluate("C", "--limit", "2")
     (utils,) = python.parents[1].glob("lib/*/site-packages/lmms_eval/tasks/mlvu/utils.py")
     text = utils.read_text()
     utils.write_text(text + "\n# changed\n")
     try:
-        code, printed, _ = evaluate("a boat")
+        code, printed, _ = evaluate("C")
     finally:
         utils.write_text(text)
     assert code == 2
@@ -146,7 +177,7 @@ def test_another_version_of_the_task_is_another_evaluation(evaluate, python) -> 
     ],
 )
 def test_what_does_not_belong_together_is_one_line(evaluate, flags, words) -> None:
-    code, printed, _ = evaluate("a boat", *flags)
+    code, printed, _ = evaluate("C", *flags)
     assert code == 2
     assert words in printed.strip().splitlines()[-1]
 
