@@ -16,8 +16,9 @@ import pathlib
 import tomllib
 from typing import Any
 
+from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.native_format import NativeFormat
-from rollout.evaluation.packs import TURNS, PackError, TextPack
+from rollout.evaluation.packs import TURNS, PackError, TextPack, file_of
 from rollout.evaluation.settings import NOT_IDENTITY, BenchmarkSettings
 
 FORMAT = 1
@@ -72,8 +73,7 @@ def write_pack(pack: TextPack, folder: str | os.PathLike) -> None:
     try:
         root.mkdir(parents=True)
         for name, text in pack.texts.items():
-            kind = "json" if _is_schema(name) else "txt"
-            file = root / f"{name}.{kind}"
+            file = root / file_of(name)
             file.parent.mkdir(exist_ok=True)
             file.write_bytes(f"{text}\n".encode())
         (root / _FILE).write_text(_about(root.resolve().name, pack), encoding="utf-8")
@@ -83,10 +83,6 @@ def write_pack(pack: TextPack, folder: str | os.PathLike) -> None:
         raise PackError(
             f"--write-protocol {folder}: cannot be written ({error}); name another folder"
         ) from error
-
-
-def _is_schema(name: str) -> bool:
-    return name.rpartition("/")[2].startswith("schemas.")
 
 
 def _files(root: pathlib.Path) -> list[pathlib.Path]:
@@ -105,9 +101,10 @@ def _read_text(root: pathlib.Path, file: pathlib.Path) -> tuple[str, str]:
     """A text's name and content."""
     local = file.relative_to(root)
     name = local.with_suffix("").as_posix()
-    wanted = ".json" if _is_schema(name) else ".txt"
-    if file.suffix != wanted:
-        raise PackError(f"{local}: not a text of a pack; rename it to {name}{wanted}, or remove it")
+    if local.as_posix() != file_of(name):
+        raise PackError(
+            f"{local}: not a text of a pack; rename it to {file_of(name)}, or remove it"
+        )
     text = _read(file, str(local))
     return name, text.removesuffix("\n")
 
@@ -142,8 +139,10 @@ def _read_about(file: pathlib.Path) -> dict[str, Any]:
         raise PackError(f"{_FILE}: name: {name!r}; give one line of text")
     turns = _table(about, "turns")
     for key, value in turns.items():
-        if key not in TURNS or not isinstance(value, bool):
-            raise PackError(f"{_FILE}: turns.{key}: {value!r}; give {' or '.join(TURNS)} a boolean")
+        if key not in TURNS:
+            raise PackError(f"{_FILE}: turns.{key}: no such key; give {', '.join(TURNS)}")
+        if not isinstance(value, bool):
+            raise PackError(f"{_FILE}: turns.{key}: {value!r}; give true or false")
     play = _table(about, "play")
     read = _native_format(_table(about, "read"))
     return about | {"turns": turns, "play": _read_play(play), "read": read}
@@ -152,8 +151,10 @@ def _read_about(file: pathlib.Path) -> dict[str, Any]:
 def _native_format(read: dict[str, Any]) -> NativeFormat:
     known = [field.name for field in dataclasses.fields(NativeFormat)]
     for key, value in read.items():
-        if key not in known or not isinstance(value, str):
-            raise PackError(f"{_FILE}: read.{key}: {value!r}; give {', '.join(known)} as texts")
+        if key not in known:
+            raise PackError(f"{_FILE}: read.{key}: no such key; give {', '.join(known)}")
+        if not isinstance(value, str):
+            raise PackError(f"{_FILE}: read.{key}: {value!r}; give a text")
     try:
         return NativeFormat(**read)
     except ValueError as error:
@@ -172,6 +173,10 @@ def _read_play(play: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for key, value in play.items():
         benchmark, values = (key, value) if isinstance(value, dict) else ("", {key: value})
+        if benchmark and benchmark not in BENCHMARKS:
+            raise PackError(
+                f"{_FILE}: play.{benchmark}: no such benchmark; give one of {', '.join(BENCHMARKS)}"
+            )
         for field, given in values.items():
             place = f"{_FILE}: play.{benchmark + '.' if benchmark else ''}{field}"
             found.setdefault(benchmark, {})[field] = _checked(place, field, given)

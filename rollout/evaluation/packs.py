@@ -51,6 +51,15 @@ KEYED: Mapping[str, tuple[str, ...]] = {
 }
 """Fields with several texts, and their keys; hints and schemas are keyed by the tool's name."""
 
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "system": ("tools",),
+    "question": ("question",),
+    "option": ("option",),
+    "subtitled": ("question",),
+    "shown": ("frames",),
+}
+"""The placeholders without which the texts of a field would hide what they are for."""
+
 TURNS = ("text_first", "responses_apart")
 """Fields of `Wording` that are no texts."""
 
@@ -166,7 +175,7 @@ class TextPack(PromptPack):
             check_text(text_name, text)
         missing = sorted(_REQUIRED - self.texts.keys())
         if missing:
-            raise PackError(f"{missing[0]}: missing; write it, or copy ours (--write-protocol)")
+            raise PackError(f"{file_of(missing[0])}: missing; {_WRITE}")
         self.read = read or NativeFormat()
         self.digest = digest_of(self.texts, self.turns, self.play, dataclasses.asdict(self.read))
 
@@ -259,16 +268,27 @@ def _reads_row(placeholder: str) -> bool:
     return placeholder == "raw_options" or placeholder.startswith("row.")
 
 
+def is_schema(name: str) -> bool:
+    """Whether a text is a tool's schema, which is JSON."""
+    return name.rpartition("/")[2].startswith("schemas.")
+
+
+def file_of(name: str) -> str:
+    """The file of a text in a pack's folder."""
+    return f"{name}.{'json' if is_schema(name) else 'txt'}"
+
+
 def check_text(name: str, text: str) -> None:
     """Check a text's name and its placeholders. Raises PackError, without the pack's name."""
+    file = file_of(name)
     benchmark, slash, local = name.rpartition("/")
     field, _, key = local.partition(".")
     if slash and benchmark not in BENCHMARKS:
         raise PackError(
-            f"{name}: {benchmark!r} is no benchmark; give one of {', '.join(BENCHMARKS)}"
+            f"{file}: {benchmark!r} is no benchmark; give one of {', '.join(BENCHMARKS)}"
         )
     if field not in PLACEHOLDERS:
-        raise PackError(f"{name}: no such text; the texts are {', '.join(PLACEHOLDERS)}")
+        raise PackError(f"{file}: no such text; the texts are {', '.join(PLACEHOLDERS)}")
     keys = KEYED.get(field)
     kind, _, prompt = key.partition(".")
     by_prompt = field == "question" and prompt in ("", *PROMPTS)
@@ -277,34 +297,58 @@ def check_text(name: str, text: str) -> None:
         known = key in keys
     if not known:
         remedy = f"give one of {', '.join(f'{field}.{one}' for one in keys)}" if keys else "rename"
-        raise PackError(f"{name}: no such text; {remedy}")
+        raise PackError(f"{file}: no such text; {remedy}")
     allowed = PLACEHOLDERS[field]
     if allowed is None:
-        _check_schema(name, text)
+        _check_schema(file, key, text)
         return
     for found in PLACEHOLDER.findall(text):
         if found in allowed or (field == "question" and found.startswith("row.")):
             continue
         names = ", ".join(f"{{{one}}}" for one in allowed) or "none"
         raise PackError(
-            f"{name}: {{{found}}} is no placeholder of this text, which may have {names}; "
+            f"{file}: {{{found}}} is no placeholder of this text, which may have {names}; "
             "correct its name, or leave it out"
         )
     for special in _FORBIDDEN:
         if special in text:
             raise PackError(
-                f"{name}: has {special}, which stands for a frame; leave it out, frames are "
+                f"{file}: has {special}, which stands for a frame; leave it out, frames are "
                 "placed by the protocol"
             )
+    _check_needed(file, field, kind, text)
 
 
-def _check_schema(name: str, text: str) -> None:
+def _check_needed(file: str, field: str, kind: str, text: str) -> None:
+    """Check that a text shows what it is for: a question its words and options, and so on."""
+    found = PLACEHOLDER.findall(text)
+    if field == "question" and any(name.startswith("row.") for name in found):
+        return  # columns of the row may hold the question and its options
+    if field == "system" and not text:
+        return  # no system turn
+    needed: list[tuple[str, ...]] = [(name,) for name in _NEEDED.get(field, ())]
+    if field == "question" and kind == QuestionKind.MULTIPLE_CHOICE:
+        needed.append(("options", "raw_options"))
+    for names in needed:
+        if not set(names) & set(found):
+            wanted = " or ".join(f"{{{name}}}" for name in names)
+            raise PackError(f"{file}: lacks {wanted}, which the model must see; write it there")
+
+
+def _check_schema(file: str, tool: str, text: str) -> None:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PackError(f"{name}: not JSON ({error}); write the tool's schema as JSON") from error
+        raise PackError(f"{file}: not JSON ({error}); write the tool's schema as JSON") from error
     if not isinstance(schema, dict):
-        raise PackError(f"{name}: not a JSON object; write the tool's schema as one")
+        raise PackError(f"{file}: not a JSON object; write the tool's schema as one")
+    function = schema.get("function")
+    if schema.get("type") != "function" or not isinstance(function, dict):
+        raise PackError(f'{file}: no schema of a tool; give "type": "function" and a "function"')
+    if function.get("name") != tool:
+        raise PackError(
+            f"{file}: function.name: {function.get('name')!r}; give {tool!r}, as the file is called"
+        )
 
 
 def raw_options(row: Mapping[str, Any]) -> list[str]:
@@ -351,4 +395,5 @@ def digest_of(*contents: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
+_WRITE = "write it, or copy ours (--write-protocol)"
 _REQUIRED = frozenset(("option", "subtitled", "subagent", "answer_now"))

@@ -84,7 +84,7 @@ def test_a_changed_pack_is_read_by_every_agent_and_does_not_continue_the_folder(
         (folder / f"{name}.txt").write_text(text + "\n")
     about = (folder / "pack.toml").read_text()
     (folder / "pack.toml").write_text(about.replace("text_first = false", "text_first = true"))
-    schema = {"name": "crop_video"}
+    schema = {"type": "function", "function": {"name": "crop_video"}}
     (folder / "schemas.crop_video.json").write_text(json.dumps(schema))
     argv = ("--frames", "2", "--protocol", str(folder))
     code, (first, crop, second), _ = play(*argv)

@@ -60,12 +60,12 @@ def test_special_tokens_of_a_pack_stay_and_those_of_rows_are_broken(small_vocabu
     # Halves of a token do not make a whole one.
     assert protocol.filled("{a}{b}", a="<thi", b="nk>") == "< think>"
     # Without columns of the row, the protocol fills in the template.
-    template = {"question.mcq": "{question} as <think>...</think>"}
+    template = {"question.mcq": "{question}{options} as <think>...</think>"}
     wording = TextPack("x", own_pack().texts | template).wording("", "agentic")
     asked = Question("q", "v.mp4", "A <tool_call>?", QuestionKind.MULTIPLE_CHOICE, "A", ("x", "y"))
     ids = Protocol(small_vocabulary, ProtocolSettings(), wording).question(asked).ids
     shown = small_vocabulary.decode(ids)
-    assert shown.startswith("A < tool_call>? as <think>...</think><|im_end|>")
+    assert shown.startswith("A < tool_call>?\nA. x\nB. y as <think>...</think><|im_end|>")
 
 
 # --- folders ---
@@ -123,7 +123,7 @@ def test_a_question_may_be_worded_by_prompt_and_by_benchmark(ours):
 
 
 BROKEN = [
-    ("option.txt", None, "option: missing; write it"),
+    ("option.txt", None, "option.txt: missing; write it"),
     ("pack.toml", None, "pack.toml: missing"),
     ("pack.toml", b"format = 2", "pack.toml: format: 2; this version reads 1"),
     ("pack.toml", b"format = ", "pack.toml: not TOML"),
@@ -134,18 +134,38 @@ BROKEN = [
     ("pack.toml", b"format = 1\n[play.mlvu]\nblind = 1", "play.mlvu.blind: 1; give a value"),
     ("pack.toml", b"format = 1\n[read]\ncall = '('", "read.call: not a regular expression"),
     ("pack.toml", b"format = 1\n[read]\ncall = 'a'", "read.call: has 0 groups; give one"),
-    ("pack.toml", b"format = 1\n[read]\ncalls = 'a'", "read.calls: 'a'; give answer, call, tool"),
+    (
+        "pack.toml",
+        b"format = 1\n[read]\ncalls = 'a'",
+        "read.calls: no such key; give answer, call, tool",
+    ),
     ("answer_now.txt", b"\xff\xfe", "answer_now.txt: is not UTF-8"),
-    ("answer_now.txt", b"{question}", "answer_now: {question} is no placeholder of this text"),
-    ("option.txt", b"{Letter} {lettre}", "option: {lettre} is no placeholder of this text"),
-    ("option.txt", b"<|image_pad|>", "option: has <|image_pad|>, which stands for a frame"),
-    ("options.txt", b"", "options: no such text; the texts are system"),
-    ("question.quiz.txt", b"", "question.quiz: no such text; give one of question.mcq"),
-    ("system.direct.x.txt", b"", "system.direct.x: no such text"),
-    ("nobench/option.txt", b"", "nobench/option: 'nobench' is no benchmark"),
+    ("answer_now.txt", b"{question}", "answer_now.txt: {question} is no placeholder of this text"),
+    ("option.txt", b"{Letter} {lettre}", "option.txt: {lettre} is no placeholder of this text"),
+    ("option.txt", b"<|image_pad|>", "option.txt: has <|image_pad|>, which stands for"),
+    ("options.txt", b"", "options.txt: no such text; the texts are system"),
+    ("question.quiz.txt", b"", "question.quiz.txt: no such text; give one of question.mcq"),
+    ("system.direct.x.txt", b"", "system.direct.x.txt: no such text"),
+    ("nobench/option.txt", b"", "nobench/option.txt: 'nobench' is no benchmark"),
     ("notes.doc", b"", "notes.doc: not a text of a pack; rename it to notes.txt"),
-    ("schemas.crop_video.json", b"{", "schemas.crop_video: not JSON"),
-    ("schemas.crop_video.json", b"[]", "schemas.crop_video: not a JSON object"),
+    ("schemas.crop_video.json", b"{", "schemas.crop_video.json: not JSON"),
+    ("schemas.crop_video.json", b"[]", "schemas.crop_video.json: not a JSON object"),
+    ("schemas.crop_video.json", b'{"type": 1}', "schemas.crop_video.json: no schema of a tool"),
+    (
+        "schemas.crop_video.json",
+        b'{"type": "function", "function": {"name": "crop"}}',
+        "schemas.crop_video.json: function.name: 'crop'; give 'crop_video'",
+    ),
+    ("pack.toml", b"format = 1\n[turns]\ntext_fist = true", "turns.text_fist: no such key; give"),
+    ("pack.toml", b"format = 1\n[play.mlvv]\nframes = 2", "play.mlvv: no such benchmark; give one"),
+    ("question.mcq.txt", b"{options}", "question.mcq.txt: lacks {question}, which the model"),
+    ("question.mcq.txt", b"{question}", "question.mcq.txt: lacks {options} or {raw_options}"),
+    ("mlvu/question.mcq.direct.txt", b"Which?", "mlvu/question.mcq.direct.txt: lacks {question}"),
+    ("question.tvg.txt", b"When?", "question.tvg.txt: lacks {question}"),
+    ("option.txt", b"{letter}", "option.txt: lacks {option}"),
+    ("subtitled.txt", b"{subtitles}", "subtitled.txt: lacks {question}"),
+    ("shown.txt", b"{response}", "shown.txt: lacks {frames}"),
+    ("system.agentic.txt", b"Think.", "system.agentic.txt: lacks {tools}"),
 ]
 
 
