@@ -64,6 +64,9 @@ def evaluate(
         EndpointError: the server does not answer, or refuses all questions.
         HostsError: another process failed.
     """
+    # Not checked by the settings themselves: a pack that plays with native videos may be run blind.
+    if settings.blind and settings.native_video:
+        raise ValueError("--blind, --native-video: a blind run shows no video; give only one")
     opened = hosts.on_all(lambda: open_pack(settings, _out(settings)))
     with contextlib.closing(opened) as pack:
         played = hosts.on_all(lambda: as_the_pack_plays(settings, pack, given))

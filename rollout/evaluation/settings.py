@@ -125,7 +125,8 @@ class BenchmarkSettings:
     frame_times: bool = True
     """Write each frame's time before it."""
     native_video: bool = False
-    """Show the overview as one video, at 2 frames per second and at most --frames of them."""
+    """Show the overview as one video, at 2 frames per second and at most --frames of them. Sizes
+    and JPEG quality (--max-pixels, --snap, --jpeg and so on) then apply to crops only."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
@@ -172,6 +173,10 @@ class BenchmarkSettings:
             value = getattr(self, field)
             if value < 1:
                 raise ValueError(f"--{field.replace('_', '-')} {value}: give 1 or more")
+        if not self.frames and not self.blind:
+            raise ValueError(
+                "--frames 0: a run without frames is a blind one; give --blind instead"
+            )
         if self.native_video and self.frames < 4:
             raise ValueError(
                 f"--frames {self.frames}: --native-video shows at least 4 frames; give 4 or more"
@@ -222,8 +227,8 @@ class BenchmarkSettings:
         for field, address in (("--endpoint", self.endpoint), ("--judge", self.judge)):
             if address:
                 check_address(field, address, "the environment variable OPENAI_API_KEY")
-        has_judge = bool(self.judge and self.judge_model.strip())
-        if (self.open_ended == "judge") != has_judge:
+        of_judge = {self.open_ended == "judge", bool(self.judge), bool(self.judge_model.strip())}
+        if len(of_judge) > 1:
             raise ValueError(
                 "--open-ended judge, --judge, --judge-model: belong together; "
                 "give all three or none"
@@ -283,4 +288,6 @@ class BenchmarkSettings:
             "benchmark": self.benchmark or OWN,
             "dispatch": self.episode_settings().dispatch,
         }
-        return {field: value for field, value in fields.items() if field not in NOT_IDENTITY}
+        # A server chooses the type of its weights itself.
+        left_out = (*NOT_IDENTITY, "dtype") if self.endpoint else NOT_IDENTITY
+        return {field: value for field, value in fields.items() if field not in left_out}

@@ -404,7 +404,12 @@ MISTAKES = [
     (["--videos", "nowhere"], "--videos nowhere: no such folder"),
     (["--data", "nowhere/at/all"], "--data nowhere/at/all"),
     (["--model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
-    (["--frames", "0"], "frames = 0"),
+    (["--frames", "0"], "--frames 0: a run without frames is a blind one; give --blind"),
+    (["--frames", "0", "--dispatch", "none"], "--frames 0: a run without frames is a blind one"),
+    (["--frames", "-1"], "frames = -1"),
+    (["--blind", "--native-video"], "--blind, --native-video: a blind run shows no video"),
+    (["--judge", "http://h/v1"], "--open-ended judge, --judge, --judge-model"),
+    (["--judge-model", "m"], "--open-ended judge, --judge, --judge-model"),
     (["--prompt", "direct", "--dispatch", "parallel"], "--dispatch parallel: --prompt direct"),
     (["--model", ""], "--model is missing"),
     (["--blind", "--dispatch", "frames"], "--dispatch frames: a blind run"),
@@ -493,6 +498,16 @@ def test_dispatch_frames_adds_the_frames_of_every_crop_to_the_trajectory():
     assert BenchmarkSettings("m", "mlvu").protocol(100).trajectory_tokens == 8192
     frames = BenchmarkSettings("m", "mlvu", dispatch="frames")
     assert frames.protocol(100).trajectory_tokens == 8192 + 15 * 100  # 3 turns of 5 calls
+
+
+@pytest.mark.parametrize("server", ["", "http://localhost:1/v1"])
+def test_the_type_of_weights_is_part_of_a_run_unless_a_server_has_them(server):
+    name = "m" if server else ""
+    whole, half = (
+        BenchmarkSettings("m", "mlvu", dtype=dtype, endpoint=server, endpoint_model=name)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert (whole.identity() == half.identity()) == bool(server)
 
 
 # --- the whole command, as a process ---
