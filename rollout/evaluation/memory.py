@@ -227,8 +227,8 @@ def _frame_sizes(settings: BenchmarkSettings, config: Qwen3VLConfig) -> Iterator
     yield frame_tokens(pixels, config.vision)
     yield frame_tokens(pixels, config.vision, crop=True)
     if settings.native_video:
-        # A slice of the shortest video has the most tokens.
-        yield most_video_tokens(4, _factor(config)) // 2
+        # The only slice of a video of 2 frames has the most tokens.
+        yield most_video_tokens(2, _factor(config))
 
 
 def _tower(config: Qwen3VLConfig, pixels: FrameSettings, tokens: int, item: int) -> float:

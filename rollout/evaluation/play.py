@@ -198,7 +198,9 @@ async def _play(
         return question
     if setting.frames:  # a blind episode never opens the video
         try:
-            environment.features.tokens(question.video)
+            # A native video has other rules of sizes than pictures.
+            first, *_ = environment.overview(environment.features, question.video, setting.frames)
+            environment.features.tokens(first)
         except VideoError as error:
             return LeftOut(question, "unreadable", error.reason)
     episode = await play(environment, question, setting, seed_of(seed, question.id, sample))

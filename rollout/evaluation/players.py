@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 
 from models.features import FrameFeatures, frame_tokens
@@ -48,13 +49,17 @@ def load_player(
     """Load the model or connect to the endpoint. `stack` closes the connections.
 
     Without a pack, this project's wording is used. Without a folder, the settings name an endpoint.
-    Without `devices`, the model goes to the first ones. `replicas` share the host's memory.
+    Without `devices`, the model goes to the first ones. `replicas` share the host's memory and the
+    requests that a judge may get at once.
     """
     pack = pack or own_pack()
     judge = None
     rewards = settings.rewards()
     if rewards.judge:
-        judge = stack.enter_context(contextlib.closing(RemoteJudge(rewards.judge)))
+        # Each replica has a judge of its own, and together they send as many requests as one may.
+        share = max(1, rewards.judge.concurrency // replicas)
+        shared = dataclasses.replace(rewards.judge, concurrency=share)
+        judge = stack.enter_context(contextlib.closing(RemoteJudge(shared)))
     files = model_files(settings, folder)
     config, vocabulary = files.config, files.vocabulary
     settings = files.scaled(settings)

@@ -75,19 +75,26 @@ class ParaVT(lmms):
         Returns:
             One text per request, in order, as the model wrote it. A request that cannot be
             answered gets "", and its reason is logged.
+
+        Raises:
+            SystemExit: the engine has ended. The harness would print a traceback of other errors,
+                and end as if all were well.
         """
-        readable = list(self._readable(requests))
         answers = [""] * len(requests)
         answered = 0
-        for chunk in _chunks(readable):
-            self._pipe.send({"do": "play", "requests": chunk})
-            for _ in chunk:
-                reply = self._pipe.receive()
+        try:
+            for reply in self._replies(list(self._readable(requests))):
                 if "error" in reply:
                     _log.warning("%s: no answer, %s", reply["name"], reply["error"])
                 else:
                     answered += 1
                     answers[reply["id"]] = reply["answer"]
+        except PipeError as error:
+            self._pipe.close()
+            raise SystemExit(
+                f"paravt_jax, {answered} of {len(requests)} requests answered: the engine stopped, "
+                f"{error}; see its log above"
+            ) from None
         for request, answer in zip(requests, answers, strict=True):
             context, _, settings = request.args[:3]
             self.cache_hook.add_partial("generate_until", (context, settings), answer)
@@ -106,6 +113,13 @@ class ParaVT(lmms):
         """End the engine; the harness calls this after the last request."""
         self._pipe.close()
         super().clean()
+
+    def _replies(self, requests: Sequence[Message]) -> Iterator[Message]:
+        """One reply per request, in the order in which they are done."""
+        for chunk in _chunks(requests):
+            self._pipe.send({"do": "play", "requests": chunk})
+            for _ in chunk:
+                yield self._pipe.receive()
 
     def _readable(self, requests: Sequence[Any]) -> Iterator[Message]:
         """The requests as `serve` takes them. One that cannot be read is logged and left out."""

@@ -13,6 +13,7 @@ from paravt_jax.method.protocol import Protocol
 from rollout.engine.sizing import MOST_PREFILL, sizes_for_single_episodes
 from rollout.evaluation import memory
 from rollout.evaluation.memory import GIB, MemoryPlan, plan_memory, require_room
+from rollout.evaluation.native_video import VideoRules
 from rollout.evaluation.settings import BenchmarkSettings
 
 CONFIG = qwen3_vl("8b")
@@ -62,6 +63,14 @@ def test_larger_settings_need_more(plan):
     ):
         settings = dataclasses.replace(BenchmarkSettings("m", dtype="bfloat16"), **changes)
         assert plan(settings).device > small.device
+
+
+def test_a_slice_of_two_frames_is_planned_for(plan):
+    """A video of 2 frames is one slice, with as many tokens as the whole of a longer one."""
+    native = dataclasses.replace(PUBLISHED, native_video=True, frames=768)
+    patches = 4 * VideoRules(2).most_tokens
+    # Hidden states, attention scores and merged vectors of a patch have 160 kB.
+    assert plan(native).calls["vision tower"] > patches * 150e3
 
 
 @pytest.mark.parametrize(("gib", "flag"), [(48, "--episodes"), (25, "--max-pixels")])

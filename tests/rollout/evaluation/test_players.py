@@ -1,0 +1,36 @@
+"""What plays the questions."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from paravt_jax.remote.judge import RemoteJudge
+from rollout.evaluation import players
+from rollout.evaluation.benchmarks import VideoFolder
+from rollout.evaluation.settings import BenchmarkSettings
+
+
+@pytest.mark.parametrize(("replicas", "most"), [(1, 16), (3, 5), (99, 1)])
+def test_replicas_share_the_requests_that_a_judge_may_get_at_once(
+    replicas, most, tmp_path, monkeypatch
+):
+    opened = []
+
+    class Judge(RemoteJudge):
+        def __init__(self, settings):
+            opened.append(settings)
+            super().__init__(settings)
+
+    monkeypatch.setattr(players, "RemoteJudge", Judge)
+    settings = BenchmarkSettings(
+        endpoint="http://127.0.0.1:9/v1",
+        endpoint_model="m",
+        open_ended="judge",
+        judge="http://127.0.0.1:9/v1",
+        judge_model="j",
+    )
+    with contextlib.ExitStack() as stack:
+        players.load_player(settings, None, VideoFolder(tmp_path), False, stack, replicas=replicas)
+    assert [judge.concurrency for judge in opened] == [most]
