@@ -42,13 +42,14 @@ _WORDS = {
     "native_video": "a native video: {0} instead of {1}",
     "frame_times": "times before frames",
     "snap": "sizes not snapped to {1}",
-    "jpeg": "JPEG quality {0} (0: none) instead of {1}",
+    "jpeg": "JPEG quality {0} instead of {1}",
     "processor_min_pixels": "no second enlargement of frames below {1:,} pixels",
     "dispatch": "dispatch {0} instead of {1}",
     "tools": "tools {0} instead of {1}",
     "max_num_frames": "num_frames in calls",
     "temperature": "temperature {0:g} instead of greedy",
     "turn_tokens": "{0:,} tokens per turn instead of {1:,}",
+    "question_tokens": "questions of up to {0:,} tokens instead of {1:,}",
     "max_tool_turns": "{0} turns with tools instead of {1}",
     "max_calls": "{0} calls per turn instead of {1}",
     "pin_think": "responses begin with <think>",
@@ -56,6 +57,12 @@ _WORDS = {
     "shuffle": "options shuffled",
 }
 """Phrases for a setting with another value, {0}, than the published one, {1}."""
+
+_WORDS_OF_0 = {"jpeg": "no JPEG instead of quality {1}"}
+"""Phrases for the value 0, where it needs one of its own."""
+
+_OF_FRAMES = ("frames", "native_video", "frame_times", "snap", "jpeg", "processor_min_pixels")
+"""Settings that mean nothing in a blind run."""
 
 
 def prompts(identity: Mapping[str, Any]) -> str:
@@ -74,14 +81,18 @@ def differences(identity: Mapping[str, Any]) -> list[str]:
     """
     charades = identity["benchmark"] == "charades"
     published = {**PLAY, **(PLAY_CHARADES if charades else {})}
+    blind = identity.get("blind", False)
     found = []
-    for kind, prefix in (("overview frames", ""), ("crops", "crop_")):
+    for kind, prefix in () if blind else (("overview frames", ""), ("crops", "crop_")):
         own, wanted = _limits(identity, prefix), _limits(published, prefix)
         if own not in ("", wanted):
             found.append(f"{kind} of {own} instead of {wanted}")
     for field, words in _WORDS.items():
+        if blind and field in _OF_FRAMES:
+            continue
         value = identity.get(field, published[field])
         if value != published[field]:
+            words = words if value else _WORDS_OF_0.get(field, words)
             found.append(words.format(value, published[field]))
     return found
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import jax
 
 from models.weights.folder import local_folder, weights_files
+from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
@@ -227,10 +228,17 @@ def _videos(settings: BenchmarkSettings) -> str:
         return str(pathlib.Path(settings.questions).parent)
     if settings.data and pathlib.Path(settings.data).is_dir():
         return settings.data
-    data = f", and --data {settings.data} is no folder here" if settings.data else ""
+    wanted = "give the folder of the videos; `rollout.download` fetches those of a split"
+    if not settings.data or pathlib.Path(settings.data).exists():
+        raise ValueError(f"--videos is missing: {wanted}")
+    if not is_hub_id(settings.data):
+        raise FileNotFoundError(
+            f"--data {settings.data}: no such file or folder, and no hub id (owner/name); "
+            "give the split's published files, or leave it out to read them from the hub"
+        )
     raise ValueError(
-        f"--videos is missing{data}: give the folder of the videos; `rollout.download` fetches "
-        "those of a split"
+        f"--data {settings.data}: no such file or folder here; if it is a hub id, --videos is "
+        f"missing: {wanted}"
     )
 
 

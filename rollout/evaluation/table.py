@@ -123,10 +123,17 @@ def _entry(summary: Line) -> Line:
 
 def _made_with(config: Line) -> str:
     """The weights and the code behind a score."""
-    commits = ", ".join(str(commit) for commit in config["commits"])
+    commits = ", ".join(_short(str(commit)) for commit in config["commits"])
     identity = config["identity"]
-    weights = identity["weights"] or f"unknown ({identity.get('endpoint_model', 'a server')})"
+    weights = f"unknown ({identity.get('endpoint_model', 'a server')})"
+    if identity["weights"]:
+        weights = _short(identity["weights"])
     return f"weights {weights}, commit {commits}"
+
+
+def _short(hashed: str) -> str:
+    """The beginning of a hash, with the "+" of a commit whose files had changed."""
+    return hashed[:12] + "+" * hashed[12:].endswith("+")
 
 
 def _average(scores: dict[str, Line]) -> float | None:
@@ -210,8 +217,8 @@ def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str
         "no answer": lambda entry: str(entry.get("without_answer", "")),
         "calls per question": lambda entry: f"{entry['calls']:.2f}" if "calls" in entry else "",
     }
-    names = {name for entry in entries if entry for name in entry["other_readings"]}
-    for name in sorted(names):
+    counts = set(figures) - {"questions", "95 % interval"}
+    for name in sorted({name for entry in entries if entry for name in _differing(entry)}):
         figures[f"as read by {name}"] = lambda entry, name=name: _reading(entry, name)
     figures["by lmms-eval's functions"] = lambda entry: (
         _one_digit(entry["lmms_eval"]["score"]) if "lmms_eval" in entry else ""
@@ -226,7 +233,8 @@ def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str
     rows = [[run["name"], *(score or "" for score in scores), average]]
     for title, show in figures.items():
         cells = [show(entry) if entry else "" for entry in entries]
-        if any(cells):
+        empty = {"", "0", "0.00"} if title in counts else {""}
+        if not empty.issuperset(cells):
             rows.append([f"· {title}", *cells])
     return rows
 
@@ -242,6 +250,11 @@ def _interval(ends: Sequence[float] | None) -> str:
 def _closed(entry: Line) -> int:
     """The number of questions behind the score."""
     return entry["n"] - entry.get("open_ended", {"n": 0})["n"]
+
+
+def _differing(entry: Line) -> list[str]:
+    """The other readings of the answers that change the score of a question."""
+    return [name for name, found in entry["other_readings"].items() if found["differ"]]
 
 
 def _reading(entry: Line, name: str) -> str:
@@ -271,9 +284,10 @@ def _legend(table: dict[str, Any]) -> list[str]:
         "- Averages: (p) published, (c) computed here. Incomplete rows have none.",
         "- Charades is mIoU. MMVU is multiple choice; open-ended answers have lines of their own.",
         "- Unread answers name no option or span. Like questions without an answer, they score 0.",
+        "- Rows of counts that are 0 everywhere are left out.",
     ]
     entries = [entry for run in table["runs"] for entry in run["scores"].values()]
-    if any(entry["other_readings"] for entry in entries):
+    if any(map(_differing, entries)):
         lines.append(
             "- As read by another evaluator: its score of the same answers, and in brackets the "
             "number of questions that it scores differently."

@@ -452,6 +452,22 @@ def test_a_mistake_ends_in_a_message_and_code_2(
 
 
 @pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("./nowhere", "--data ./nowhere: no such file or folder, and no hub id"),
+        ("no/where/at-all", "--data no/where/at-all: no such file or folder, and no hub id"),
+        ("no/where", "--data no/where: no such file or folder here; if it is a hub id, --videos"),
+        (__file__, "--videos is missing: give"),
+        ("", "--videos is missing: give"),
+    ],
+)
+def test_a_wrong_data_folder_is_named_before_the_videos(data, message, checkpoint, capfd):
+    code, printed = call(["--model", str(checkpoint), "--benchmark=mlvu", "--data", data], capfd)
+    assert code == 2
+    assert f": {message}" in printed
+
+
+@pytest.mark.parametrize(
     "address", ["http://user:sk-17@localhost:1/v1", "http://localhost:1/v1?api_key=sk-17"]
 )
 def test_a_secret_in_the_endpoints_address_is_written_nowhere(

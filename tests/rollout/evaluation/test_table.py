@@ -213,9 +213,39 @@ def test_nothing_differs_under_the_published_settings():
     ]
     assert differences(published | {"jpeg": 75, "temperature": 0.7, "frames": 16}) == [
         "16 overview frames instead of 64",
-        "JPEG quality 75 (0: none) instead of 85",
+        "JPEG quality 75 instead of 85",
         "temperature 0.7 instead of greedy",
     ]
+    assert differences(published | {"jpeg": 0}) == ["no JPEG instead of quality 85"]
+
+
+def test_the_note_on_a_blind_run_says_nothing_of_frames():
+    ours = {"frames": 16, "max_pixels": 50_176, "jpeg": 0, "frame_times": True}
+    blind = {"benchmark": "charades", **PLAY, **ours, "blind": True, "temperature": 0.7}
+    assert differences(blind) == ["temperature 0.7 instead of greedy", "no frames (blind)"]
+
+
+def test_notes_have_the_beginnings_of_hashes(tmp_path):
+    run = folder(tmp_path / "a", six(), weights="0123456789abcdef")
+    summary = json.loads((run / "summary.json").read_text())
+    summary["config"]["commits"] = ["f" * 40, "e" * 40 + "+"]
+    (run / "summary.json").write_text(json.dumps(summary))
+    notes = " ".join(printed(run).split())
+    assert f"weights 0123456789ab, commit {'f' * 12}, {'e' * 12}+" in notes
+
+
+def test_rows_of_counts_that_are_all_0_are_left_out(tmp_path):
+    quiet = six(right=0, calls=0, other_scores={"release": 0.0})
+    first = folder(tmp_path / "a", quiet)
+    table = printed(first)
+    for label in ("unread answers", "no answer", "calls per question", "as read by release"):
+        assert f"· {label}" not in table
+    assert cells_of(table, "mine")["VideoMME"] == "0.0"
+    assert "As read by another" not in table
+    # A row with one figure above 0 has those of all splits.
+    other = folder(tmp_path / "b", six(unread=True), benchmark="mlvu")
+    unread = cells_of(printed(first, other), "unread answers")
+    assert (unread["VideoMME"], unread["MLVU"]) == ("0", "6")
 
 
 def test_every_published_setting_is_a_setting_and_has_words():
