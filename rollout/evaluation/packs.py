@@ -11,12 +11,14 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
 from paravt_jax.method.protocol import subtitle_texts
 from paravt_jax.method.records import QuestionKind, Turn
 from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.tools.crop_video import CropVideo
+from paravt_jax.method.tools.search_subtitles import SearchSubtitles
 from paravt_jax.method.wording import OUR_WORDING, PLACEHOLDER, Prompt, Wording, fill
 from rollout.evaluation.benchmarks import BENCHMARKS, BrokenRow, Item, VideoFolder
 from rollout.evaluation.native_format import NativeFormat
@@ -107,6 +109,22 @@ class PromptPack(abc.ABC):
             BrokenRow: the pack cannot ask this row.
         """
         return ""
+
+    def check(
+        self, benchmark: str, prompt: Prompt, items: Sequence[Item], tools: Collection[str]
+    ) -> None:
+        """Check that the pack has what the run needs, before the model is loaded.
+
+        Args:
+            benchmark: name of the benchmark; "" for a user's own questions.
+            prompt: the kind of prompt.
+            items: the questions.
+            tools: names of the tools that prompts offer.
+
+        Raises:
+            PackError: it lacks something. The message does not name the pack.
+        """
+        return
 
     def style(self, benchmark: str, prompt: Prompt) -> Mapping[str, Any]:
         """How the pack plays: values of `BenchmarkSettings` by field.
@@ -200,8 +218,8 @@ class TextPack(PromptPack):
         }
         if not questions:
             raise PackError(
-                f"--protocol {self.name}: has no wording for questions of "
-                f"{benchmark or 'your own'}; give another protocol, or a split that it words"
+                f"has no wording for questions of {benchmark or 'your own'}; "
+                "give another protocol, or a split that it words"
             )
         return Wording(
             system=keyed["system"],
@@ -211,6 +229,33 @@ class TextPack(PromptPack):
             schemas={tool: json.loads(text) for tool, text in keyed["schemas"].items()},
             **fields,
         )
+
+    def check(
+        self, benchmark: str, prompt: Prompt, items: Sequence[Item], tools: Collection[str]
+    ) -> None:
+        wording = self.wording(benchmark, prompt)
+        systems = wording.system if tools else wording.system_alone
+        if prompt not in systems:
+            file = file_of(f"{'system' if tools else 'system_alone'}.{prompt}")
+            raise PackError(f"{file}: missing; {_WRITE}, or give another --prompt")
+        rows: dict[QuestionKind, list[Mapping[str, Any]]] = {}
+        for item in items:
+            rows.setdefault(item.question.kind, []).append(item.row)
+        for kind, of_kind in rows.items():
+            places = (f"{benchmark}/question.{kind}", f"question.{kind}")
+            named = [name for place in places for name in (f"{place}.{prompt}", place)]
+            used = (name for name in named if name in self.texts)
+            file = file_of(next(used, f"question.{kind}"))
+            if kind not in wording.question:
+                raise PackError(f"{file}: missing; {_WRITE}")
+            _check_columns(file, wording.question[kind], of_kind)
+        if tools:
+            known = {*tools, CropVideo.name, SearchSubtitles.name}
+            for name in self._texts(benchmark):
+                field, _, tool = name.partition(".")
+                if field in ("hints", "schemas") and tool not in known:
+                    names = ", ".join(sorted(known))
+                    raise PackError(f"{file_of(name)}: no such tool; rename it to one of {names}")
 
     def question(
         self,
@@ -361,6 +406,15 @@ def raw_options(row: Mapping[str, Any]) -> list[str]:
             return [str(option) for option in found if option not in (None, "")]
     numbered = (row.get(f"option{number}") for number in range(10))
     return [str(option) for option in numbered if option not in (None, "", "N/A")]
+
+
+def _check_columns(file: str, template: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Check that at least one row has each column of a question's template."""
+    for name in PLACEHOLDER.findall(template):
+        column = name.removeprefix("row.")
+        if name != column and not any(column in row for row in rows):
+            columns = ", ".join(rows[0]) or "none, your own questions have no published row"
+            raise PackError(f"{file}: {{{name}}}: no row has this column; there are {columns}")
 
 
 def _column(row: Mapping[str, Any], placeholder: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 from models.features import FrameFeatures, frame_tokens
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
@@ -23,7 +24,7 @@ from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Sampler
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
-from rollout.evaluation.benchmarks import VideoFolder
+from rollout.evaluation.benchmarks import Item, VideoFolder
 from rollout.evaluation.memory import MemoryPlan, plan_memory, planned_paged, require_room
 from rollout.evaluation.native_video import video_overview, video_tokens
 from rollout.evaluation.packs import PackError, PromptPack, own_pack
@@ -90,13 +91,18 @@ def model_files(settings: BenchmarkSettings, folder: pathlib.Path | None) -> Ser
     return Served(from_hf(folder / "config.json"), vocabulary, vocabulary.digest)
 
 
-def check_prompts(settings: BenchmarkSettings, files: Served, pack: PromptPack) -> None:
+def check_prompts(
+    settings: BenchmarkSettings, files: Served, pack: PromptPack, items: Sequence[Item]
+) -> None:
     """Render a prompt, so that texts that do not work end the run before it has a folder."""
-    wording = pack.wording(settings.benchmark, settings.prompt)
+    offers = settings.episode_settings().dispatch != "none"
+    tools = [tool.name for tool in settings.protocol(0).make_tools()] if offers else []
     try:
+        pack.check(settings.benchmark, settings.prompt, items, tools)
+        wording = pack.wording(settings.benchmark, settings.prompt)
         _protocol(settings, files.vocabulary, files.config.vision, False, wording)
     except ValueError as error:
-        raise PackError(f"--protocol {pack.name}: {error}") from error
+        raise PackError(f"--protocol {settings.pack}: {error}") from error
 
 
 def _protocol(

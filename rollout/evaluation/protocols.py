@@ -26,10 +26,15 @@ def open_pack(settings: BenchmarkSettings, folder: str | os.PathLike) -> PromptP
         PackError: it cannot be used.
     """
     python = settings.lmms_eval_python
-    if bool(python) != (settings.pack == LmmsEvalPack.name):
+    if settings.pack == LmmsEvalPack.name and not python:
         raise PackError(
-            f"--protocol {settings.pack}, --lmms-eval-python {python!r}: --protocol lmms-eval and "
-            "the interpreter of lmms-eval's environment belong together; give both or neither"
+            "--lmms-eval-python is missing: --protocol lmms-eval runs lmms-eval's own functions; "
+            "give the interpreter of its environment"
+        )
+    if python and settings.pack != LmmsEvalPack.name:
+        raise PackError(
+            f"--lmms-eval-python {python}: --protocol {settings.pack} does not use it; leave it "
+            "out, or give --protocol lmms-eval"
         )
     if python:
         return LmmsEvalPack(python, settings.benchmark, folder, hosts.process_index())
@@ -44,6 +49,11 @@ def open_text_pack(name: str, release: str = "") -> TextPack:
     """
     if release and name != "published":
         raise PackError(f"--release {release}: is read by --protocol published only; give both")
+    if name == LmmsEvalPack.name:
+        raise PackError(
+            f"--protocol {name}: its texts come from lmms-eval's functions, so it is no pack of "
+            "texts and cannot be written; give own or published"
+        )
     if name == "own":
         return own_pack()
     if name == "published":
@@ -77,9 +87,16 @@ def as_the_pack_plays(
             flag = field.name.replace("_", "-")
             raise PackError(
                 f"--{flag} {value}: --protocol {pack.name} plays with {wanted}; "
-                f"leave --{flag} out, or give another protocol"
+                f"leave --{flag} out, or {_other_ways(pack)}"
             )
     return dataclasses.replace(settings, **decided)
+
+
+def _other_ways(pack: PromptPack) -> str:
+    """What else a user can do who wants a value that the pack does not play with."""
+    if pack.name == "published":
+        return "write the pack as a folder (--write-protocol) and change [play] there"
+    return "give another protocol"
 
 
 def _default(name: str) -> Any:

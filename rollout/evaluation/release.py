@@ -84,6 +84,8 @@ def read_release(checkout: str | os.PathLike) -> ReleasePack:
     if not checkout:
         raise PackError(f"--protocol published: --release is missing; {_REMEDY}")
     root = pathlib.Path(checkout)
+    if not root.is_dir():
+        raise PackError(f"--release {checkout}: no such folder; {_REMEDY}")
     try:
         driver = _Source(root, DRIVER)
         loaders = _Source(root, LOADERS)

@@ -142,7 +142,7 @@ def _prepare(
     if model and not settings.endpoint:
         weights_files(model)  # raises before hashing if a file is missing
         weights = weights_hash(model)
-    check_prompts(files.scaled(settings), files, pack)
+    check_prompts(files.scaled(settings), files, pack, loaded.items)
 
     out = _out(settings)
     identity = settings.identity() | {

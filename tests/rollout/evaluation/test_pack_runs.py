@@ -174,13 +174,27 @@ def test_a_refused_run_leaves_no_folder(play, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_a_system_turn_that_is_missing_is_named_before_the_model_is_loaded(play, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("system.agentic.txt", None, "system.agentic.txt: missing; write it"),
+        ("question.mcq.txt", None, "question.mcq.txt: missing; write it"),
+        ("question.mcq.txt", "{row.nosuch}", "question.mcq.txt: {row.nosuch}: no row has this"),
+        ("hints.nosuch.txt", "Look.", "hints.nosuch.txt: no such tool; rename it to one of crop_"),
+    ],
+)
+def test_a_text_that_the_run_needs_is_missed_before_the_model_is_loaded(
+    play, tmp_path, file, content, message
+):
     folder = tmp_path / "mine"
     assert command.main(["--write-protocol", str(folder)]) == 0
-    (folder / "system.agentic.txt").unlink()
-    code, _, printed = play("--protocol", str(folder))
-    assert code == 2
-    assert "no system turn 'agentic'" in printed
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    code, prompts, printed = play("--protocol", str(folder))
+    assert (code, prompts) == (2, [])
+    assert f"--protocol {folder}: {message}" in printed
     assert not (tmp_path / "out").exists()
 
 

@@ -318,6 +318,15 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
         read_release(tmp_path)
     with pytest.raises(PackError, match="--release is missing"):
         read_release("")
+    with pytest.raises(PackError, match=r"^--release .*nowhere: no such folder; give a checkout"):
+        read_release(tmp_path / "nowhere")
+
+
+def test_the_texts_of_lmms_eval_cannot_be_written(tmp_path, capsys):
+    argv = ["--write-protocol", str(tmp_path / "copy"), "--protocol", "lmms-eval"]
+    assert command.main(argv) == 2
+    assert "its texts come from lmms-eval's functions" in capsys.readouterr().err
+    assert not (tmp_path / "copy").exists()
 
 
 # --- how a pack plays ---
@@ -366,8 +375,9 @@ def test_the_release_plays_as_its_evaluator(release):
     ],
 )
 def test_an_option_that_contradicts_the_pack_is_refused(release, fields, given, message):
-    with pytest.raises(PackError, match=message):
+    with pytest.raises(PackError, match=message) as error:
         as_the_pack_plays(BenchmarkSettings("m", "videomme", **fields), release, given)
+    assert str(error.value).endswith("as a folder (--write-protocol) and change [play] there")
 
 
 def test_options_of_the_published_row_are_not_shuffled(ours):

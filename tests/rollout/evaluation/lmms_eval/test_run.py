@@ -171,8 +171,8 @@ def test_another_version_of_the_task_is_another_evaluation(evaluate, python) -> 
         (("--turn-tokens", "99"), "--turn-tokens 99: --protocol lmms-eval plays with 16"),
         (("--shuffle",), "--shuffle True: --protocol lmms-eval plays with False"),
         (("--temperature", "0.7"), "--temperature 0.7: --protocol lmms-eval plays with 0.0"),
-        (("--protocol", "own"), "--protocol lmms-eval and the interpreter"),
-        (("--lmms-eval-python", ""), "--protocol lmms-eval and the interpreter"),
+        (("--protocol", "own"), ": --protocol own does not use it; leave it out"),
+        (("--lmms-eval-python", ""), "--lmms-eval-python is missing: "),
         (("--lmms-eval-python", "/no/python"), "--lmms-eval-python /no/python: "),
     ],
 )
