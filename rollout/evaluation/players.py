@@ -74,6 +74,7 @@ def load_player(
             lengths = _protocol(changed, vocabulary, config.vision, subtitled, wording)
             return _planned(changed, config, *lengths, replicas)
 
+        _require_cache(settings, protocol, prompt, crop)
         require_room(settings, planned, replicas)
         features, sampler = _engine(
             settings, folder, config, videos, protocol, prompt, crop, devices
@@ -135,6 +136,16 @@ def _protocol(
     if subtitled:
         overview += settings.subtitle_tokens
     return protocol, overview, crop
+
+
+def _require_cache(settings: BenchmarkSettings, protocol: Protocol, prompt: int, crop: int) -> None:
+    """Raise ValueError if the longest sequence does not fit into `cache_tokens`."""
+    longest = sizes_for_single_episodes(protocol, prompt, crop, settings.episodes).row_lengths[-1]
+    if settings.cache_tokens and settings.cache_tokens < longest:
+        raise ValueError(
+            f"--cache-tokens {settings.cache_tokens}: the longest sequence takes {longest}; "
+            f"give {longest} or more, or 0 for room for all episodes"
+        )
 
 
 def _planned(

@@ -407,6 +407,7 @@ MISTAKES = [
     (["--frames", "0"], "--frames 0: a run without frames is a blind one; give --blind"),
     (["--frames", "0", "--dispatch", "none"], "--frames 0: a run without frames is a blind one"),
     (["--frames", "-1"], "frames = -1"),
+    (["--cache-tokens", "10"], "--cache-tokens 10: the longest sequence takes "),
     (["--blind", "--native-video"], "--blind, --native-video: a blind run shows no video"),
     (["--judge", "http://h/v1"], "--open-ended judge, --judge, --judge-model"),
     (["--judge-model", "m"], "--open-ended judge, --judge, --judge-model"),
