@@ -6,6 +6,7 @@ Other uses compare two finished runs, show a table of several, or write a prompt
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
@@ -39,6 +40,18 @@ _MODES = "\n\n".join(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked(BenchmarkSettings):
+    """Settings that are not checked yet: tyro would print their errors in a box."""
+
+    def __post_init__(self):
+        """Check nothing."""
+
+    def checked(self) -> BenchmarkSettings:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return BenchmarkSettings(**fields)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -47,10 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _show_finished(argv)
         if "--write-protocol" in argv:
             return _write_protocol(argv)
-        settings = tyro.cli(
-            BenchmarkSettings, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}"
-        )
-        return _evaluate(settings, _given(argv))
+        asked = tyro.cli(_Asked, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}")
+        return _evaluate(asked.checked(), _given(argv))
     except KeyboardInterrupt:
         print("stopped; the same command continues with the next question", file=sys.stderr)
         return 130

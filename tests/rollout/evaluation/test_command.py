@@ -452,6 +452,12 @@ def test_a_mistake_ends_in_a_message_and_code_2(
     assert not (tmp_path / "o" / "summary.json").exists()
 
 
+def test_an_error_of_the_settings_is_one_line(capfd):
+    assert command.main(["--model=m", "--benchmark=mlvu", "--limit=0"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert ": --limit 0: number of questions to play; give 1 or more" in line
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
