@@ -125,8 +125,7 @@ class BenchmarkSettings:
     frame_times: bool = True
     """Write each frame's time before it."""
     native_video: bool = False
-    """Show the overview as one video, at 2 frames per second and at most --frames of them. Sizes
-    and JPEG quality (--max-pixels, --snap, --jpeg and so on) then apply to crops only."""
+    """Show the overview as one video of 2 frames per second; only crops then follow pixel options."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
