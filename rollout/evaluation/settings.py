@@ -125,7 +125,7 @@ class BenchmarkSettings:
     frame_times: bool = True
     """Write each frame's time before it."""
     native_video: bool = False
-    """Show the overview as one video of 2 frames per second; only crops then follow pixel options."""
+    """Show the overview as one video of 2 frames per second; pixel options act on crops only."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
