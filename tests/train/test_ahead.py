@@ -29,6 +29,8 @@ def folder(tmp_path) -> pathlib.Path:
     for k in (4, 16):
         content = {"rows": rows, "seconds": [40.0, 20.0, 4.0, 2.0], "episodes": []}
         (tmp_path / "evaluation" / f"before-{k}.json").write_text(json.dumps(content))
+    content = {"rows": [{"dispatch": "parallel", "temperature": 0.3}], "seconds": [18.0]}
+    (tmp_path / "evaluation" / "format_before-4.json").write_text(json.dumps(content))
     return tmp_path
 
 
@@ -43,10 +45,15 @@ def test_the_cold_start_tells_the_control_and_one_evaluation_the_other(folder):
     assert parts_after("control", RUN, folder, evaluates=True) == [
         Part("evaluation of the control", 40.0),
         Part("rl", None),
-        Part("after", 132.0),
+        Part("after", 150.0),
     ]
     assert parts_after("sft", RUN, folder, evaluates=True)[1] == Part("control", 2 * RUN.rl.steps)
-    assert parts_after("rl", RUN, folder, evaluates=True) == [Part("after", 132.0)]
+    assert parts_after("rl", RUN, folder, evaluates=True) == [Part("after", 150.0)]
+
+
+def test_an_evaluation_with_a_part_of_unknown_length_has_no_time(folder):
+    (folder / "evaluation" / "format_before-4.json").unlink()
+    assert parts_after("rl", RUN, folder, evaluates=True) == [Part("after", None)]
 
 
 def test_a_run_without_held_out_questions_has_no_evaluations(folder):

@@ -32,7 +32,7 @@ def evaluation_seconds(folder: pathlib.Path, name: str, greedy: bool = False) ->
 
     Args:
         folder: The run's folder.
-        name: `before`, `control` or `after`.
+        name: `before`, `control`, `after` or `format_before`.
         greedy: Count greedy decoding with parallel dispatch only.
     """
     seconds = []

@@ -74,7 +74,7 @@ def test_options_come_from_the_command_line_of_lmms_eval() -> None:
         ({"frame": 8}, "^frame: no option of paravt_jax; give one of frames"),
         ({"benchmark": "mlvu"}, "^benchmark: no option"),
         ({"frames": "many"}, "^frames = 'many': not of the kind of 64"),
-        ({"frames": 0}, "frames = 0"),
+        ({"frames": 0}, "--frames 0: a run without frames"),
     ],
 )
 def test_a_wrong_option_is_named(given, words) -> None:
