@@ -54,6 +54,10 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "(rewards - settings.reward_bias) *",
             "(rewards + settings.reward_bias) *",
         ),
+        "reward_at_the_clip_is_not_clipped": (
+            "clipped = scaled >= (settings",
+            "clipped = scaled > (settings",
+        ),
         "reward_clip_above_only": (
             "jnp.clip(shaped, -settings.reward_clip, settings.reward_clip)",
             "jnp.minimum(shaped, settings.reward_clip)",
@@ -127,14 +131,22 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
     },
     (f"{_METHOD}/grpo/loss.py", _GRPO): {
-        "lower_clip_wider": ("(ratio, 1 - clip.lower,", "(ratio, 1 - 2 * clip.lower,"),
+        "lower_clip_wider": ("(ratio, 1 - settings.clip,", "(ratio, 1 - 2 * settings.clip,"),
         "loss_optimistic": (
             "jnp.maximum(-advantages * ratio, -advantages * clipped)",
             "jnp.minimum(-advantages * ratio, -advantages * clipped)",
         ),
         "dual_clip_from_below": (
-            "loss = jnp.minimum(loss, clip.dual",
-            "loss = jnp.maximum(loss, clip.dual",
+            "loss = jnp.minimum(loss, settings.dual_clip",
+            "loss = jnp.maximum(loss, settings.dual_clip",
+        ),
+        "clip_above_as_below": (
+            "1 + settings.clip_above)\n    loss",
+            "1 + settings.clip)\n    loss",
+        ),
+        "anchor_weighed_by_the_proximal": (
+            "weight = behaviour_weight(logprobs, batch.behaviour",
+            "weight = behaviour_weight(logprobs if proximal is None else proximal, batch.behaviour",
         ),
         "cap_excludes_itself": ("jnp.where(weight <= cap,", "jnp.where(weight < cap,"),
         "capped_tokens_count_once": (
@@ -146,8 +158,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "return jnp.where(weight <= cap, weight, 0.0)",
         ),
         "gradient_through_the_proximal": (
-            "proximal = jax.lax.stop_gradient(proximal)",
-            "proximal = proximal + 0.0",
+            "proximal = jax.lax.stop_gradient(proximal if given else logprobs)",
+            "proximal = proximal if given else logprobs",
         ),
         "sequence_mean_over_padding": (
             "x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1)",

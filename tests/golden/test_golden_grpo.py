@@ -190,9 +190,19 @@ def as_batch(config: Config, arrays: Arrays) -> tuple[GRPOBatch, GRPOSettings]:
         kl_coefficient=config["kl_ctl"],
         epsilon=(config["adv_norm"] or config["reward_norm"])["eps"],
         behaviour_cap=config["behav_imp_weight_cap"],
-        ratio=config["importance_sampling_level"],
+        **ratio_settings(config),
     )
     return batch, settings
+
+
+def ratio_settings(config: Config) -> dict[str, Any]:
+    """The kind of policy ratio and its clips, as fields of `GRPOSettings`."""
+    return {
+        "ratio": config["importance_sampling_level"],
+        "clip": config["eps_clip"],
+        "upper_clip": config["eps_clip_higher"],
+        "dual_clip": config["c_clip"],
+    }
 
 
 def group_size(config: Config, arrays: Arrays) -> int:
@@ -251,16 +261,9 @@ def loss_reason(config: Config, arrays: Arrays) -> str | None:
     return None
 
 
-def clip_of(config: Config) -> grpo.ClipBounds:
-    return grpo.ClipBounds(config["eps_clip"], config["eps_clip_higher"], config["c_clip"])
-
-
 def our_loss(config: Config, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.Array], np.ndarray]:
     """Loss, metrics and gradient in the record's own layout."""
-    settings = GRPOSettings(
-        behaviour_cap=config["behav_imp_weight_cap"],
-        ratio=config["importance_sampling_level"],
-    )
+    settings = GRPOSettings(behaviour_cap=config["behav_imp_weight_cap"], **ratio_settings(config))
     ends = arrays.get("in_cu_seqlens")
     # The two loss tables name them differently.
     names = {"in_proximal_logprobs": "in_prox_logp", "in_old_logprobs": "in_old_logp"}
@@ -273,9 +276,7 @@ def our_loss(config: Config, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.A
     mask = jnp.asarray(in_rows(arrays["in_loss_mask"] > 0, ends))
 
     def loss(x):
-        return grpo.policy_loss(
-            x, proximal, behaviour, credit, mask, settings, clip=clip_of(config)
-        )
+        return grpo.policy_loss(x, proximal, behaviour, credit, mask, settings)
 
     logprobs = jnp.asarray(in_rows(arrays["in_logprobs"], ends))
     loss_and_gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -389,7 +390,6 @@ def bigram_loss(
             batch.mask[rows],
             settings,
             tokens,
-            clip_of(config),
         )
         return value
 

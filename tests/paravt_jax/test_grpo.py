@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paravt_jax.method import grpo
-from paravt_jax.method.grpo import Anchor, ClipBounds, GRPOBatch, GRPOSettings, Normalisation
+from paravt_jax.method.grpo import Anchor, GRPOBatch, GRPOSettings, Normalisation
 from paravt_jax.method.structure import TAGS, Kind, Structure
 
 SETTINGS = GRPOSettings(group_size=4)
@@ -448,42 +448,115 @@ def test_a_token_five_times_as_likely_is_kept_and_a_little_more_is_not():
     np.testing.assert_allclose(weight, [[4.999, 0]], rtol=1e-4)
 
 
-def clipped_loss(ratios, advantage, clip, mask=None, **changes):
-    """The loss of one row of tokens with these policy ratios."""
+def loss_at(ratios, advantages, mask=None, **changes):
+    """Loss and metrics of one row of tokens with these policy ratios."""
     proximal = jnp.full((1, len(ratios)), -3.0)
     mask = jnp.ones(proximal.shape, bool) if mask is None else jnp.array([mask])
     logprobs = proximal + jnp.log(jnp.array([ratios]))
-    advantages = jnp.full(proximal.shape, advantage)
-    settings = dataclasses.replace(GRPOSettings(), **changes)
-    return float(
-        grpo.policy_loss(logprobs, proximal, proximal, advantages, mask, settings, clip=clip)[0]
-    )
+    advantages = jnp.broadcast_to(jnp.array(advantages), proximal.shape)
+    settings = GRPOSettings(**changes)
+    loss, metrics = grpo.policy_loss(logprobs, proximal, proximal, advantages, mask, settings)
+    return float(loss), {name: float(value) for name, value in metrics.items()}
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "clip", "expected"),
+    ("ratio", "advantage", "clips", "expected"),
     [
-        (0.5, -1.0, ClipBounds(), 0.8),  # no gain from making a bad token less likely still
-        (0.5, 1.0, ClipBounds(), -0.5),
-        (3.0, 1.0, ClipBounds(upper=0.28), -1.28),
-        (3.0, -1.0, ClipBounds(), 3.0),
-        (3.0, -1.0, ClipBounds(dual=1.5), 1.5),
-        (1.0, -1.0, ClipBounds(dual=1.5), 1.0),
+        (0.5, -1.0, {}, 0.8),  # no gain from making a bad token less likely still
+        (0.5, 1.0, {}, -0.5),
+        (3.0, 1.0, {"upper_clip": 0.28}, -1.28),
+        (3.0, 1.0, {"clip": 0.3}, -1.3),
+        (3.0, -1.0, {}, 3.0),
+        (3.0, -1.0, {"dual_clip": 1.5}, 1.5),
+        (1.0, -1.0, {"dual_clip": 1.5}, 1.0),
     ],
 )
-def test_each_bound_of_the_ratio_by_hand(ratio, advantage, clip, expected):
-    assert clipped_loss([ratio], advantage, clip) == pytest.approx(expected, rel=1e-5)
+def test_each_bound_of_the_ratio_by_hand(ratio, advantage, clips, expected):
+    assert loss_at([ratio], advantage, **clips)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_ratio_of_a_sequence_is_the_mean_over_its_own_tokens():
-    loss = clipped_loss(
+    loss, _ = loss_at(
         [2.0, 1.0, 1.0, 1.0],
         1.0,
-        ClipBounds(0.9, 9.0),
         mask=[True, True, False, False],
+        clip=0.9,
+        upper_clip=9.0,
         ratio="sequence",
     )
     assert loss == pytest.approx(-np.sqrt(2), rel=1e-5)
+
+
+def test_metrics_count_the_tokens_that_the_clips_change():
+    """A clipped token has no gradient; the last two are outside the mask."""
+    ratios = [0.5, 0.5, 1.25, 1.25, 3.0, 1.0, 9.0, 9.0]
+    gains = [-1.0, 1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0]
+    mask = [True] * 6 + [False] * 2
+    _, metrics = loss_at(ratios, gains, mask, dual_clip=2.0)
+    assert metrics["clip_fraction"] == pytest.approx(2 / 6)
+    assert metrics["dual_clip_fraction"] == pytest.approx(1 / 6)
+    assert metrics["ratio_mean"] == pytest.approx(7.5 / 6)
+    assert metrics["ratio_max"] == pytest.approx(3.0)
+    _, higher = loss_at(ratios, gains, mask, upper_clip=0.3)
+    assert higher["clip_fraction"] == pytest.approx(1 / 6)
+    assert "dual_clip_fraction" not in higher
+
+
+def test_the_first_update_of_a_batch_has_no_ratio():
+    """Its loss is that of a proximal policy equal to the current one."""
+    batch = make_batch()
+    credit, _ = advantages(batch, SETTINGS)
+    logprobs = current_logprobs(batch)
+
+    def result(proximal):
+        def loss(x):
+            return grpo.paravt_loss(x, credit, batch, SETTINGS, proximal=proximal)
+
+        (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(logprobs)
+        return metrics, gradient
+
+    first, gradient = result(None)
+    equal, same_gradient = result(logprobs)
+    np.testing.assert_array_equal(gradient, same_gradient)
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, equal[name])
+    assert not [name for name in first if "ratio" in name or "clip" in name]
+    assert equal["ratio_mean"] == equal["ratio_max"] == 1
+    assert equal["clip_fraction"] == 0
+    later, _ = result(current_logprobs(batch, seed=6))
+    assert later["clip_fraction"] > 0
+    assert later["loss"] != first["loss"]
+
+
+def test_the_anchor_needs_no_proximal_policy():
+    """Its importance weight compares the current policy with the sampler's."""
+    batch = make_batch()
+    settings = dataclasses.replace(SETTINGS, anchor="likelihood")
+    logprobs = current_logprobs(batch)
+    zero = jnp.zeros_like(logprobs)
+    first, later = (
+        jax.grad(lambda x, p: grpo.paravt_loss(x, zero, batch, settings, proximal=p)[0])(
+            logprobs, proximal
+        )
+        for proximal in (None, current_logprobs(batch, seed=6))
+    )
+    np.testing.assert_array_equal(first, later)
+    assert np.abs(first).max() > 0
+
+
+def test_a_sequence_ratio_averages_over_a_rollout_from_the_first_update_on():
+    """So the setting acts with one update per batch, too."""
+    batch = make_batch()
+    logprobs = current_logprobs(batch)
+    gradient = jax.grad(whole_loss, argnums=2)
+
+    def spread(ratio) -> float:
+        """The largest difference between the gradients of a rollout's tokens."""
+        settings = dataclasses.replace(SETTINGS, ratio=ratio)
+        values = np.where(batch.mask, gradient(batch, settings, logprobs), np.nan)
+        return float(np.max(np.nanmax(values, 1) - np.nanmin(values, 1)))
+
+    assert spread("sequence") < 1e-6 < 1e-2 < spread("token")
 
 
 def test_values_outside_a_mask_reach_neither_a_sum_nor_its_gradient():
@@ -507,18 +580,17 @@ def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():
 
 
 VARIANTS = {
-    "published": ("token", ClipBounds()),
-    "upper clip": ("token", ClipBounds(upper=0.28)),
-    "dual clip": ("token", ClipBounds(dual=1.5)),
-    "GSPO": ("sequence", ClipBounds(0.05)),
+    "published": {},
+    "upper clip": {"upper_clip": 0.28},
+    "dual clip": {"dual_clip": 1.5},
+    "GSPO": {"ratio": "sequence", "clip": 0.05},
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_by_differences(variant):
     """Away from the proximal policy, where clips act."""
-    ratio, clip = VARIANTS[variant]
-    settings = dataclasses.replace(SETTINGS, ratio=ratio)
+    settings = dataclasses.replace(SETTINGS, **VARIANTS[variant])
     batch = make_batch(seed=2)
     proximal = current_logprobs(batch, seed=9)
     logprobs = current_logprobs(batch, seed=10)
@@ -526,9 +598,7 @@ def test_gradient_by_differences(variant):
 
     @jax.jit
     def loss(x):
-        return grpo.policy_loss(
-            x, proximal, batch.behaviour, credit, batch.trained, settings, clip=clip
-        )[0]
+        return grpo.policy_loss(x, proximal, batch.behaviour, credit, batch.trained, settings)[0]
 
     gradient = np.asarray(jax.grad(loss)(logprobs))
     assert np.isfinite(gradient).all()
@@ -544,7 +614,7 @@ def test_gradient_by_differences(variant):
                 else difference[at]
             )
         )
-        corners = (1 - clip.lower, 1 + (clip.upper or clip.lower), clip.dual or 0)
+        corners = (1 - settings.clip, 1 + settings.clip_above, settings.dual_clip or 0)
         if min(abs(ratio - corner) for corner in corners) < 0.03 / (
             12 if settings.ratio == "sequence" else 1
         ):
@@ -593,6 +663,7 @@ def test_parts_with_the_whole_batch_totals_add_up(anchor):
     batch = make_batch(seed=4)
     totals = grpo.batch_totals(make_batch(seed=4))
     logprobs = current_logprobs(batch)
+    proximal = current_logprobs(batch, seed=6)
     credit, _ = advantages(batch, settings)
 
     def part(i):
@@ -600,11 +671,16 @@ def test_parts_with_the_whole_batch_totals_add_up(anchor):
         some = dataclasses.replace(
             batch, **{name: jax.tree.map(lambda x: x[rows], getattr(batch, name)) for name in ROWS}
         )
-        return grpo.paravt_loss(logprobs[rows], credit[rows], some, settings, totals)[1]
+        return grpo.paravt_loss(
+            logprobs[rows], credit[rows], some, settings, totals, proximal=proximal[rows]
+        )[1]
 
-    parts = [part(i) for i in range(3)]
-    for name, value in loss_metrics(batch, settings, logprobs).items():
-        assert float(sum(some[name] for some in parts)) == pytest.approx(float(value), rel=1e-4)
+    parts = functools.reduce(grpo.add_metrics, [part(i) for i in range(3)])
+    whole = grpo.paravt_loss(logprobs, credit, batch, settings, proximal=proximal)[1]
+    assert whole["ratio_max"] > 1
+    assert {name: float(value) for name, value in parts.items()} == {
+        name: pytest.approx(float(value), rel=1e-4) for name, value in whole.items()
+    }
 
 
 def test_rows_of_one_rollout_share_what_it_earned():
@@ -713,6 +789,10 @@ def test_contradicting_settings_are_refused():
         ("anchor", "somewhere"),
         ("kl_coefficient", -0.1),
         ("min_signal", 1.1),
+        ("clip", 0.0),
+        ("clip", 1.0),
+        ("upper_clip", 0.0),
+        ("dual_clip", 1.0),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -599,6 +599,8 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
         ({"remat": "half"}, r"rl\.remat: 'half'"),
         ({"subagents_per_rollout": -0.5}, r"rl\.subagents_per_rollout: -0\.5"),
         ({"temperature": 0.0}, r"rl\.temperature: 0\.0"),
+        ({"grpo": GRPOSettings(clip=0.3)}, r"rl\.grpo\.clip: 0\.3; .*leave it at 0\.2"),
+        ({"grpo": GRPOSettings(dual_clip=3.0)}, r"rl\.grpo\.dual_clip: 3\.0; .*leave it at None"),
         ({"frame_budgets": ()}, r"rl\.frame_budgets: \(\)"),
         ({"frame_budgets": (4, 0)}, r"rl\.frame_budgets: \(4, 0\)"),
         (

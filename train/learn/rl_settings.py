@@ -69,6 +69,7 @@ class RLSettings:
                 f"rl.frame_budgets: {self.frame_budgets}; give at least one number of frames, "
                 "each 1 or more"
             )
+        _require_no_clips(self.grpo)
         if not 0 <= self.subagents_per_rollout < math.inf:
             raise ValueError(
                 f"rl.subagents_per_rollout: {self.subagents_per_rollout}; "
@@ -100,3 +101,16 @@ class RLSettings:
         return main, BatchShape(
             subagents, 1, longest.crop_prompt, longest.crop_visual, longest.report
         )
+
+
+def _require_no_clips(grpo: GRPOSettings) -> None:
+    """Raise ValueError for a clip of the policy ratio: in a batch's only update, the ratio is 1."""
+    default = GRPOSettings()
+    for name in ("clip", "upper_clip", "dual_clip"):
+        value = getattr(grpo, name)
+        unchanged = getattr(default, name)
+        if value != unchanged:
+            raise ValueError(
+                f"rl.grpo.{name}: {value}; each batch has one update, whose policy ratio is 1, so "
+                f"it would have no effect: leave it at {unchanged}"
+            )

@@ -27,11 +27,18 @@ from paravt_jax.method.grpo.anchor import (
     tag_counts,
     tag_likelihood,
 )
-from paravt_jax.method.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean, masked_sum
+from paravt_jax.method.grpo.batch import (
+    GRPOBatch,
+    Metrics,
+    Totals,
+    add_metrics,
+    masked_mean,
+    masked_sum,
+)
 from paravt_jax.method.grpo.loss import (
-    ClipBounds,
     batch_totals,
     behaviour_weight,
+    clipped_loss,
     paravt_loss,
     policy_loss,
 )
@@ -39,17 +46,18 @@ from paravt_jax.method.grpo.settings import Anchor, GRPOSettings, Normalisation
 
 __all__ = [
     "Anchor",
-    "ClipBounds",
     "GRPOBatch",
     "GRPOSettings",
     "Metrics",
     "Normalisation",
     "Totals",
+    "add_metrics",
     "advantages",
     "anchor_credit",
     "anchor_likelihood",
     "batch_totals",
     "behaviour_weight",
+    "clipped_loss",
     "kl_penalty",
     "masked_mean",
     "masked_sum",

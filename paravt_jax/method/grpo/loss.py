@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -18,55 +16,38 @@ from paravt_jax.method.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean
 from paravt_jax.method.grpo.settings import GRPOSettings
 
 
-@dataclasses.dataclass(frozen=True)
-class ClipBounds:
-    """Bounds of the policy ratio.
-
-    They do not act in training, which makes one update per batch, so that the ratio is 1. They are
-    needed to compare the loss with the reference's tables, most of which use them.
-    """
-
-    lower: float = 0.2
-    """The ratio is clipped below at 1 - lower."""
-    upper: float | None = None
-    """The ratio is clipped above at 1 + upper; None for 1 + lower."""
-    dual: float | None = None
-    """A token of negative advantage A costs at most dual * |A|; None for no such bound."""
-
-
 def policy_loss(
     logprobs: Float[Array, "b t"],
-    proximal: Float[Array, "b t"],
+    proximal: Float[Array, "b t"] | None,
     behaviour: Float[Array, "b t"],
     advantages: Float[Array, "b t"],
     mask: Bool[Array, "b t"],
     settings: GRPOSettings,
     tokens: Float[Array, ""] | None = None,
-    clip: ClipBounds = ClipBounds(),
 ) -> tuple[Float[Array, ""], Metrics]:
     """Decoupled PPO (REFERENCE 3, step 4).
 
     The ratio is taken against the proximal policy (the weights at the start of the batch) and
     clipped. Each token's loss is weighted by its probability under the proximal policy divided by
-    that under the sampling weights. No gradient flows through the proximal policy or the weight. A
-    step with one update per batch passes its current log-probs as `proximal`; the ratio is then 1
-    and no clip acts.
+    that under the sampling weights. No gradient flows through the proximal policy or the weight.
 
     Args:
         logprobs: Log-probs under the current policy.
-        proximal: Log-probs under the proximal policy.
+        proximal: Log-probs under the proximal policy. None in the first update of a batch, where it
+            is the current policy: the ratio is 1, and no clip acts.
         behaviour: Log-probs under the weights that sampled.
         advantages: Advantages of all tokens.
         mask: Tokens to train on.
-        settings: The kind of ratio and the cap of the weight.
+        settings: The kind of ratio, its clips, and the cap of the weight.
         tokens: Denominator of the loss; the number of masked tokens by default. Capped tokens
             count in it, although their loss is 0.
-        clip: Bounds of the ratio.
 
     Returns:
-        The loss, and metrics: the share of capped tokens and the mean |proximal - behaviour|.
+        The loss, and metrics: the share of capped tokens and the mean |proximal - behaviour|; with
+        `proximal` also those of `_ratio_metrics`.
     """
-    proximal = jax.lax.stop_gradient(proximal)
+    given = proximal is not None
+    proximal = jax.lax.stop_gradient(proximal if given else logprobs)
     # Log-probs outside the mask may be NaN. They are replaced before exp: a NaN that `where`
     # discards afterwards would still make the gradient NaN.
     log_ratio = jnp.where(mask, logprobs - proximal, 0.0)
@@ -76,19 +57,66 @@ def policy_loss(
         log_ratio = _row_means(log_ratio, mask)
         advantages = _row_means(advantages, mask)
     ratio = jnp.exp(log_ratio)
-    upper = clip.lower if clip.upper is None else clip.upper
-    clipped = jnp.clip(ratio, 1 - clip.lower, 1 + upper)
-    # The larger loss of the two: clipping limits the gain from a token, never its cost.
-    loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
-    # A token of negative advantage costs more the likelier it has become. Limit that.
-    if clip.dual is not None:
-        loss = jnp.minimum(loss, clip.dual * jnp.abs(advantages))
+    loss = clipped_loss(ratio, advantages, settings)
     weight = behaviour_weight(proximal, behaviour, mask, settings)
     metrics = {
         "capped_fraction": masked_mean((weight == 0).astype(jnp.float32), mask, tokens),
         "behaviour_gap": masked_mean(jnp.abs(proximal - behaviour), mask, tokens),
     }
+    if given:
+        metrics |= _ratio_metrics(ratio, advantages, mask, settings, tokens)
     return masked_mean(loss * weight, mask, tokens), metrics
+
+
+def clipped_loss(
+    ratio: Float[Array, "b t"], advantages: Float[Array, "b t"], settings: GRPOSettings
+) -> Float[Array, "b t"]:
+    """The loss of each token: -A * ratio, with clips of the ratio.
+
+    The clip limits what is gained by a token, never what it costs: of the clipped and the unclipped
+    loss, the larger one counts. A token of negative advantage costs more the likelier it has
+    become, without bound unless there is a dual clip (arXiv:1912.09729).
+
+    Args:
+        ratio: Probability of each token under the current policy over the proximal one.
+        advantages: Advantages of all tokens.
+        settings: The clips.
+    """
+    clipped = jnp.clip(ratio, 1 - settings.clip, 1 + settings.clip_above)
+    loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
+    if settings.dual_clip is not None:
+        loss = jnp.minimum(loss, settings.dual_clip * jnp.abs(advantages))
+    return loss
+
+
+def _ratio_metrics(
+    ratio: Float[Array, "b t"],
+    advantages: Float[Array, "b t"],
+    mask: Bool[Array, "b t"],
+    settings: GRPOSettings,
+    tokens: Float[Array, ""] | None,
+) -> Metrics:
+    """Mean and largest ratio, and the shares of tokens whose loss the clips change.
+
+    `clip_fraction` counts tokens where the clip of the ratio acts, which gives them no gradient,
+    and `dual_clip_fraction` those where the dual clip does.
+    """
+
+    def share(chosen: Bool[Array, "b t"]) -> Float[Array, ""]:
+        return masked_mean(chosen.astype(jnp.float32), mask, tokens)
+
+    # The loss falls with the ratio where A > 0, and rises with it where A < 0.
+    too_high = (advantages > 0) & (ratio > 1 + settings.clip_above)
+    too_low = (advantages < 0) & (ratio < 1 - settings.clip)
+    metrics = {
+        "ratio_mean": masked_mean(ratio, mask, tokens),
+        "ratio_max": jnp.where(mask, ratio, 0.0).max(),
+        "clip_fraction": share(too_high | too_low),
+    }
+    if settings.dual_clip is not None:
+        too_costly = (advantages < 0) & (ratio > settings.dual_clip)
+        metrics["dual_clip_fraction"] = share(too_costly)
+    return metrics
 
 
 def behaviour_weight(
@@ -130,6 +158,7 @@ def paravt_loss(
     settings: GRPOSettings,
     totals: Totals | None = None,
     gamma: float = 0.3,
+    proximal: Float[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The whole loss of a batch: policy loss, and the anchor `likelihood` if the recipe uses it.
 
@@ -139,18 +168,20 @@ def paravt_loss(
         batch: The batch, or a part of it.
         settings: The recipe's variant of GRPO.
         totals: Denominators of the whole batch, with which losses and metrics of the parts add up
-            to those of the whole. By default, `batch` is the whole batch.
+            to those of the whole (`add_metrics`). By default, `batch` is the whole batch.
         gamma: `RewardSettings.gamma`, the penalty for violations under `likelihood`.
+        proximal: Log-probs at the start of the batch; None in the first update of a batch, where
+            they are the current ones.
 
     Returns:
         The loss, and metrics with the loss among them.
     """
     totals = batch_totals(batch) if totals is None else totals
-    # With one update per batch, the proximal policy is the current one.
     loss, metrics = policy_loss(
-        logprobs, logprobs, batch.behaviour, advantages, batch.trained, settings, totals.tokens
+        logprobs, proximal, batch.behaviour, advantages, batch.trained, settings, totals.tokens
     )
     if settings.anchor == "likelihood":
+        # No ratio here: the weight corrects from the sampling weights to the current ones at once.
         weight = behaviour_weight(logprobs, batch.behaviour, batch.trained, settings)
         likelihood = anchor_likelihood(logprobs, weight, batch, gamma, totals.structural)
         metrics["anchor_likelihood"] = likelihood

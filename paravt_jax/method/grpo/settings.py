@@ -74,7 +74,14 @@ class GRPOSettings:
     """Scale advantages down if less than this share of groups has unequal rewards; 0: never."""
     ratio: Ratio = "token"
     """Policy ratio: of each token, or the geometric mean over a rollout's tokens (GSPO)."""
-    # The importance weight is exp(current - behaviour log-prob).
+    # Ratios differ from 1 in the later updates of a batch only (`RLSettings.updates_per_batch`).
+    clip: float = 0.2
+    """The policy ratio is clipped below at 1 - clip."""
+    upper_clip: float | None = None
+    """The policy ratio is clipped above at 1 + upper_clip (clip-higher); None: at 1 + clip."""
+    dual_clip: float | None = None
+    """Bound on the policy ratio of tokens with a negative advantage; None for no bound."""
+    # The importance weight is exp(proximal - behaviour log-prob).
     behaviour_cap: float | None = 5.0
     """Tokens with a larger importance weight are left out of the loss. None for no bound."""
     epsilon: float = 1e-5
@@ -94,6 +101,14 @@ class GRPOSettings:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"GRPOSettings.{name}: {value}; give a finite number above 0")
+        if not 0 < self.clip < 1:
+            raise ValueError(f"GRPOSettings.clip: {self.clip}; give a number between 0 and 1")
+        for name, bound in (("upper_clip", 0), ("dual_clip", 1)):
+            value = getattr(self, name)
+            if value is not None and not bound < value < math.inf:
+                raise ValueError(
+                    f"GRPOSettings.{name}: {value}; give a finite number above {bound}, or None"
+                )
         for name in ("kl_coefficient", "anchor_weight"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -116,6 +131,11 @@ class GRPOSettings:
                 "credit of single tokens over the whole rollout; "
                 "choose another anchor, or ratio 'token'"
             )
+
+    @property
+    def clip_above(self) -> float:
+        """The policy ratio is clipped above at 1 plus this."""
+        return self.clip if self.upper_clip is None else self.upper_clip
 
     @property
     def sequence_anchor(self) -> float:
