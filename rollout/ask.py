@@ -29,6 +29,7 @@ from paravt_jax.command_name import command_name
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.local_path import require_local
+from paravt_jax.data.srt import read_srt
 from paravt_jax.data.video import probe
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -42,7 +43,7 @@ from paravt_jax.method.records import (
     ToolCall,
 )
 from paravt_jax.method.rewards import RewardSettings, score
-from paravt_jax.method.subtitles import Subtitle, read_srt
+from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
@@ -135,7 +136,7 @@ class Assistant:
             video: The video file.
             question: The question.
             options: Answers to choose from.
-            subtitles: Subtitles to search (`paravt_jax.method.subtitles.read_srt`), for a protocol
+            subtitles: Subtitles to search (`paravt_jax.data.srt.read_srt`), for a protocol
                 with the tool search_subtitles.
             frames: Overview frames (K).
             dispatch: How tool calls are carried out; "none" offers no tool.

@@ -16,8 +16,9 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from paravt_jax.data.srt import read_srt
 from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.method.subtitles import Subtitle, read_srt
+from paravt_jax.method.subtitles import Subtitle
 
 COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -62,9 +62,11 @@ from paravt_jax.method.records import (
 from paravt_jax.method.subtitles import Subtitle, subtitle_line
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.method.tools.search_subtitles import SearchSubtitles
 from paravt_jax.method.tools.tool import Tool
 from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording, fill, untimed
+
+# Tools of this project that are off by default, and so only imported if `tools` names them.
+_FURTHER_TOOLS = {"search_subtitles": "paravt_jax.method.tools.search_subtitles:SearchSubtitles"}
 
 PINNED = "<think>\n"
 VIDEO_NAME = "video.mp4"  # the model never sees a path; in its calls this is only text
@@ -160,12 +162,10 @@ class ProtocolSettings:
             raise ValueError(
                 "protocol.tools: empty; name at least one (dispatch 'none' offers no tool)"
             )
-        built_in: dict[str, Tool] = {
-            CropVideo.name: CropVideo(self.max_num_frames),
-            SearchSubtitles.name: SearchSubtitles(),
-        }
+        crop = CropVideo(self.max_num_frames)
         tools = tuple(
-            built_in[name] if name in built_in else _load_tool(name) for name in self.tools
+            crop if name == crop.name else _load_tool(_FURTHER_TOOLS.get(name, name))
+            for name in self.tools
         )
         names = [tool.name for tool in tools]
         if len(set(names)) < len(names):

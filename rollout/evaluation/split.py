@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from paravt_jax.data.srt import read_srt
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
 from paravt_jax.method.records import Question
-from paravt_jax.method.subtitles import Subtitle, read_srt
+from paravt_jax.method.subtitles import Subtitle
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Completion, Request, Sampler

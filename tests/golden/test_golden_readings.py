@@ -9,8 +9,8 @@ import re
 import numpy as np
 import pytest
 
+from paravt_jax.data.srt import read_srt
 from paravt_jax.method.accuracy import chosen_option, grounding_accuracy, read_range
-from paravt_jax.method.subtitles import read_srt
 from paravt_jax.method.tools.crop_video import read_seconds
 from rollout.evaluation.published_readings import released_letter, released_range
 from tests.golden.excuses import Excuse, check_examples

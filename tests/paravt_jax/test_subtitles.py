@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paravt_jax.method.subtitles import Subtitle, read_srt
+from paravt_jax.data.srt import read_srt
+from paravt_jax.method.subtitles import Subtitle
 
 HELLO = "1\n00:00:01,500 --> 00:01:02,000\nHello\n"
 

@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 
+from paravt_jax.data.srt import read_srt
 from paravt_jax.method.parsing import call_text, parse_calls
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import (
@@ -21,7 +22,7 @@ from paravt_jax.method.records import (
     ToolCall,
 )
 from paravt_jax.method.rewards import RewardSettings, score
-from paravt_jax.method.subtitles import Subtitle, read_srt
+from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.search_subtitles import ENTRIES, SearchSubtitles, best_entries
 from paravt_jax.method.tools.tool import Look, Tool

@@ -1,0 +1,54 @@
+"""Reads SubRip (.srt) files.
+
+    12
+    00:01:13,500 --> 00:01:15,000
+    <i>Add the yeast</i>
+
+Text without a line of times above it is skipped. No input makes `read_srt` raise.
+"""
+
+from __future__ import annotations
+
+import re
+
+from paravt_jax.method.subtitles import Subtitle
+
+_STAMP = r"(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{1,4}(?:[.,][0-9]{1,6})?)"
+# Some files have a position on the screen after the times.
+_TIMES = re.compile(rf"\s*{_STAMP}\s*-->\s*{_STAMP}(?:\s.*)?")
+_MARKUP = re.compile(r"<[^>]+>")
+
+
+def read_srt(data: bytes | str) -> list[Subtitle]:
+    """Read the entries of a SubRip file, in the order of the file.
+
+    Invalid UTF-8, markup and entries without words are dropped.
+    """
+    text = data.decode("utf-8", errors="ignore") if isinstance(data, bytes) else data
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    entries = []
+    for block in re.split(r"\n\s*\n", text.strip()):
+        entry = _read_block(block.strip().split("\n"))
+        if entry is not None:
+            entries.append(entry)
+    return entries
+
+
+def _read_block(lines: list[str]) -> Subtitle | None:
+    # The times are in the first line, or in the second below a number.
+    for i, line in enumerate(lines[:2]):
+        times = _TIMES.fullmatch(line)
+        if times is None:
+            continue
+        stripped = [_MARKUP.sub("", line).strip() for line in lines[i + 1 :]]
+        words = "\n".join(line for line in stripped if line)
+        if not words:
+            return None
+        start = _seconds(*times.group(1, 2, 3))
+        end = _seconds(*times.group(4, 5, 6))
+        return Subtitle(start, end, words)
+    return None
+
+
+def _seconds(hours: str | None, minutes: str, seconds: str) -> float:
+    return int(hours or 0) * 3600 + int(minutes) * 60 + float(seconds.replace(",", "."))
