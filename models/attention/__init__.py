@@ -1,9 +1,10 @@
 """Attention: `attend` for sequences; `DenseCache` and `PagedCache` for one new token per row.
 
-A token sees earlier tokens of its segment, and the valid positions of a prefix that several rows
-may share. The kernel is Splash on TPU (`splash`), cuDNN on GPU (`cudnn`), and plain XLA (`xla`)
-elsewhere or for arrays that a kernel does not support. Over several devices, kernels run inside
-`spread`. All kernels give valid tokens the same vectors; vectors of padding may differ.
+A token sees earlier tokens of its segment, and shared tokens before them: the valid positions of a
+prefix of several rows, or the prompt of its group at the beginning of a packed row. The kernel is
+Splash on TPU (`splash`), cuDNN on GPU (`cudnn`), and plain XLA (`xla`) elsewhere or for arrays that
+a kernel does not support. Over several devices, kernels run inside `spread`. All kernels give valid
+tokens the same vectors; vectors of padding may differ.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from models.attention import cudnn, splash, spread, xla
 from models.attention.cache import DenseCache, Shared
 from models.attention.paged import PagedCache
-from models.attention.target import SAVED, platform
+from models.attention.target import SAVED, Masks, platform
 from models.sharding import current_mesh
 
 __all__ = [
@@ -46,6 +47,8 @@ def attend(
     segment_ids: Int[Array | np.ndarray, "b t"] | None = None,
     prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None = None,
     prefix_mask: Bool[Array | np.ndarray, "p s"] | None = None,
+    starts: Int[Array | np.ndarray, "b t"] | None = None,
+    shared: Int[Array | np.ndarray, " b"] | None = None,
     pieces: int = 1,
     chunk: int = QUERY_CHUNK,
     implementation: Implementation | None = None,
@@ -60,6 +63,25 @@ def attend(
         row 1, token 0   # # #    . .     # .
         row 1, token 1   # # #    . .     # #
 
+    A packed row (`starts` and `shared`) holds prompts, and then segments that continue them. Here
+    groups 1 and 2 have a prompt each, and group 1 has two segments:
+
+        place        0 1   2     3 4   5     6
+        segment_ids  1 1   2     1 1   1     2
+        starts       0 0   2     3 3   5     6
+        shared       3
+
+        0            # .   .     . .   .     .
+        1            # #   .     . .   .     .
+        2            . .   #     . .   .     .
+        3            # #   .     # .   .     .
+        4            # #   .     # #   .     .
+        5            # #   .     . .   #     .
+        6            . .   #     . .   .     #
+
+    The query at place q sees the key at place k if their segment ids are equal, k <= q, and
+    k >= starts[q] or k < shared.
+
     The outputs of padding are finite but meaningless. If a mesh is set (`jax.set_mesh`), its
     platform decides the kernel. On TPU a mesh must be set if arrays are sharded over devices.
 
@@ -73,6 +95,10 @@ def attend(
         prefix: keys and values of p prompts, not repeated. With g = b / p, rows
             r * g ... r * g + g - 1 see prompt r.
         prefix_mask: which prefix positions are valid; None: all.
+        starts: packed rows: the place where the token's own segment, or prompt, begins. Places
+            count from the beginning of the row, or of its first piece.
+        shared: packed rows: number of leading places that hold prompts. All pieces of a row repeat
+            its number.
         pieces: number of consecutive rows that form one sequence, each on a device of its own. It
             applies to the rows of the prefix, or without one to those of q, k and v.
         chunk: queries that the XLA kernel takes at a time.
@@ -80,19 +106,25 @@ def attend(
             also runs away from its device, slowly, for tests.
 
     Raises:
-        ValueError: a prefix with causal=False.
+        ValueError: a prefix with causal=False; `starts` without `shared` and `segment_ids`, or with
+            a prefix or causal=False; `starts` and a named kernel that does not support it.
     """
     if prefix is not None and not causal:
         raise ValueError(
             "causal = False: a prefix comes before its rows; leave causal True, or put the prefix "
             "into the rows"
         )
-    if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids)
-        if prefix is not None:
-            segment_ids = (segment_ids != 0).astype(jnp.int32)
-    if prefix_mask is not None:
-        prefix_mask = jnp.asarray(prefix_mask)
+    packed = starts is not None or shared is not None
+    missing = starts is None or shared is None or segment_ids is None
+    if packed and (missing or prefix is not None or not causal):
+        raise ValueError(
+            "starts, shared: packed rows need both and segment_ids, are causal and have no prefix; "
+            "pass all three, leave causal True, and put the prefix into the rows"
+        )
+    given = (segment_ids, prefix_mask, starts, shared)
+    masks = Masks(*jax.tree.map(jnp.asarray, given))
+    if masks.segments is not None and prefix is not None:
+        masks = masks._replace(segments=(masks.segments != 0).astype(jnp.int32))
     target = platform()
     kernels = {
         "splash": functools.partial(splash.attend, interpret=target != "tpu"),
@@ -101,11 +133,11 @@ def attend(
         ),
         "xla": functools.partial(xla.attend, chunk=chunk),
     }
-    kernel = kernels[implementation or choose(target, q, k, prefix, pieces)]
+    name = implementation or choose(target, q, k, prefix, pieces, packed)
+    if packed and name != "xla":
+        raise ValueError(f"implementation = {name!r}: packed rows need 'xla'; choose it, or None")
     run = spread.attend if spread.fits(q, k, prefix, pieces) else spread.join
-    return run(
-        functools.partial(kernel, causal=causal), q, k, v, segment_ids, prefix, prefix_mask, pieces
-    )
+    return run(functools.partial(kernels[name], causal=causal), q, k, v, prefix, masks, pieces)
 
 
 def choose(
@@ -114,12 +146,13 @@ def choose(
     k: Float[Array | jax.ShapeDtypeStruct, "b t k h"],
     prefix: spread.AnyPrefix | None = None,
     pieces: int = 1,
+    packed: bool = False,
 ) -> Implementation:
     """The kernel of the platform `target` if it supports these arrays, else XLA."""
     # The compiler cannot shard the Splash kernel: over several devices it needs `spread`.
     whole_or_spread = current_mesh() is None or spread.fits(q, k, prefix, pieces)
-    if target == "tpu" and splash.supports(q) and whole_or_spread:
+    if target == "tpu" and splash.supports(q, packed) and whole_or_spread:
         return "splash"
-    if target == "gpu" and cudnn.supports(q, prefix):
+    if target == "gpu" and cudnn.supports(q, prefix, packed):
         return "cudnn"
     return "xla"

@@ -10,21 +10,25 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
+
+from models.attention.target import Masks
 
 
 def supports(
     q: Float[Array | jax.ShapeDtypeStruct, "b t n h"],
     prefix: tuple[Array | jax.ShapeDtypeStruct, Array | jax.ShapeDtypeStruct] | None,
+    packed: bool,
 ) -> bool:
     """Whether the kernel can take these arrays.
 
     It needs a 16-bit type and heads of at most 128, a multiple of 8. Gradients under a mask also
-    need even lengths.
+    need even lengths. Packed rows behind shared prompts would need a mask of t x t entries.
     """
     t, h = q.shape[1], q.shape[3]
     even = t % 2 == 0 and (prefix is None or prefix[0].shape[1] % 2 == 0)
-    return q.dtype in (jnp.bfloat16, jnp.float16) and h <= 128 and h % 8 == 0 and even
+    head_fits = h <= 128 and h % 8 == 0
+    return q.dtype in (jnp.bfloat16, jnp.float16) and head_fits and even and not packed
 
 
 def attend(
@@ -33,17 +37,16 @@ def attend(
     v: Float[Array, "b t k h"],
     *,
     causal: bool,
-    segment_ids: Int[Array, "b t"] | None,
     prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None,
-    prefix_mask: Bool[Array, "p s"] | None,
+    masks: Masks,
     implementation: Literal["cudnn", "xla"],
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` on this kernel."""
+    """`attention.attend` on this kernel, which has no packed rows."""
     mask = None
-    if segment_ids is not None:
-        mask = segment_ids[:, :, None] == segment_ids[:, None]
+    if masks.segments is not None:
+        mask = masks.segments[:, :, None] == masks.segments[:, None]
     if prefix is not None:
-        mask = _prefix_mask(q, prefix, prefix_mask, mask)
+        mask = _prefix_mask(q, prefix, masks.prefix, mask)
         # The mask is causal already. The kernel's own would count from the first prefix position.
         causal = False
         group = len(q) // len(prefix[0])

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention.target import SAVED
+from models.attention.target import SAVED, Masks
 
 # Tiles are a multiple of this, in positions.
 LANES = 128
@@ -27,9 +27,9 @@ BLOCK = 512
 PADDING = -1
 
 
-def supports(q: Float[Array | jax.ShapeDtypeStruct, "b t n h"]) -> bool:
-    """Whether the kernel can take these queries: bfloat16 or float32."""
-    return q.dtype in (jnp.bfloat16, jnp.float32)
+def supports(q: Float[Array | jax.ShapeDtypeStruct, "b t n h"], packed: bool) -> bool:
+    """Whether the kernel can take these queries: bfloat16 or float32, not in packed rows."""
+    return q.dtype in (jnp.bfloat16, jnp.float32) and not packed
 
 
 def attend(
@@ -38,17 +38,18 @@ def attend(
     v: Float[Array, "b t k h"],
     *,
     causal: bool,
-    segment_ids: Int[Array, "b t"] | None,
     prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None,
-    prefix_mask: Bool[Array, "p s"] | None,
+    masks: Masks,
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` on this kernel."""
-    segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    """`attention.attend` on this kernel, which has no packed rows."""
+    segments = masks.segments
+    if segments is None:
+        segments = jnp.ones(q.shape[:2], jnp.int32)
     if prefix is None:
         # A prefix of length 0 for every row: each row is a group of its own.
         prefix = (k[:, :0], v[:, :0])
-    valid = jnp.ones(prefix[0].shape[:2], bool) if prefix_mask is None else prefix_mask
+    valid = jnp.ones(prefix[0].shape[:2], bool) if masks.prefix is None else masks.prefix
     return _attend_groups(
         q * q.shape[-1] ** -0.5, k, v, segments, *prefix, valid, causal=causal, interpret=interpret
     )
@@ -85,7 +86,7 @@ def _attend_groups(
         kv=sequence(valid.astype(segments.dtype), segments, tile=tile_k, fill=PADDING),
     )
     shape = (ids.q.shape[1], ids.kv.shape[1])
-    mask = masks.MultiHeadMask([_mask(shape, prefix=s, row=t, rows=b // p, causal=causal)] * n)
+    mask = mask_lib.MultiHeadMask([_mask(shape, prefix=s, row=t, rows=b // p, causal=causal)] * n)
     tiles = splash.BlockSizes(
         block_q=tile_q,
         block_q_dkv=tile_q,
@@ -117,16 +118,18 @@ def _ceil_div(a: int, b: int) -> int:
     return (a + b - 1) // b
 
 
-def _mask(shape: tuple[int, int], *, prefix: int, row: int, rows: int, causal: bool) -> masks.Mask:
+def _mask(
+    shape: tuple[int, int], *, prefix: int, row: int, rows: int, causal: bool
+) -> mask_lib.Mask:
     if not causal:
-        return masks.FullMask(shape)
+        return mask_lib.FullMask(shape)
     if rows == 1:
-        return masks.CausalMask(shape, offset=prefix)
+        return mask_lib.CausalMask(shape, offset=prefix)
     return GroupMask(*shape, prefix, row)
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupMask(masks.Mask):
+class GroupMask(mask_lib.Mask):
     """The mask of a group: a query sees the whole prefix, and its own row causally.
 
                  prefix   row 1    row 2

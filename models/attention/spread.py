@@ -20,8 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
+from models.attention.target import Masks
 from models.sharding import BATCH, ROWS, current_mesh, row_devices
 
 Kernel = Callable[..., Float[Array, "b t n h"]]
@@ -55,9 +56,8 @@ def attend(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
-    segment_ids: Int[Array, "b t"] | None,
     prefix: Prefix | None,
-    prefix_mask: Bool[Array, "p s"] | None,
+    masks: Masks,
     pieces: int,
 ) -> Float[Array, "b t n h"]:
     """Runs `kernel` on every device of the current mesh; `pieces` as in `attention.attend`."""
@@ -66,16 +66,16 @@ def attend(
     # blocks[i]: the row devices that hold the pieces of prompt i, in order.
     blocks = [[*range(first, first + pieces)] for first in range(0, row_devices(mesh), pieces)]
 
-    def local(q, k, v, segments, prefix, mask):
-        if pieces == 1:
-            return kernel(q, k, v, segment_ids=segments, prefix=prefix, prefix_mask=mask)
-        if prefix is None:
-            return _attend_in_pieces(kernel, q, k, v, segments, blocks)
-        prefix, mask = jax.tree.map(lambda x: _gather(x, blocks), (prefix, mask))
-        return kernel(q, k, v, segment_ids=segments, prefix=prefix, prefix_mask=mask)
+    def local(q, k, v, prefix, masks):
+        if pieces > 1 and prefix is None:
+            return _attend_in_pieces(kernel, q, k, v, masks, blocks)
+        if pieces > 1:
+            prefix, mask = jax.tree.map(lambda x: _gather(x, blocks), (prefix, masks.prefix))
+            masks = masks._replace(prefix=mask)
+        return kernel(q, k, v, prefix=prefix, masks=masks)
 
-    arrays = (q, k, v, segment_ids, prefix, prefix_mask)
-    # [rows, positions, heads, head_dim] and [rows, positions]
+    arrays = (q, k, v, prefix, masks)
+    # [rows, positions, heads, head_dim], [rows, positions] and [rows]
     heads = PartitionSpec(*BATCH, None, "tensor")
     specs = jax.tree.map(lambda x: heads if x.ndim == 4 else BATCH, arrays)
     return jax.shard_map(local, in_specs=specs, out_specs=heads, check_vma=False)(*arrays)
@@ -86,9 +86,8 @@ def join(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
-    segment_ids: Int[Array, "b t"] | None,
     prefix: Prefix | None,
-    prefix_mask: Bool[Array, "p s"] | None,
+    masks: Masks,
     pieces: int,
 ) -> Float[Array, "b t n h"]:
     """Runs `kernel` without a mesh: the pieces of a sequence are joined."""
@@ -97,12 +96,13 @@ def join(
         """[sequences * pieces, t, ...] -> [sequences, pieces * t, ...]"""
         return jax.tree.map(lambda x: x.reshape(len(x) // pieces, -1, *x.shape[2:]), arrays)
 
-    if prefix is None:
-        queries, k, v, segment_ids = whole((q, k, v, segment_ids))
-        out = kernel(queries, k, v, segment_ids=segment_ids, prefix=None, prefix_mask=None)
-        return out.reshape(q.shape)
-    prefix, prefix_mask = whole((prefix, prefix_mask))
-    return kernel(q, k, v, segment_ids=segment_ids, prefix=prefix, prefix_mask=prefix_mask)
+    if prefix is not None:
+        prefix, mask = whole((prefix, masks.prefix))
+        return kernel(q, k, v, prefix=prefix, masks=masks._replace(prefix=mask))
+    queries, k, v, segments, starts = whole((q, k, v, masks.segments, masks.starts))
+    shared = None if masks.shared is None else masks.shared[::pieces]
+    masks = Masks(segments, None, starts, shared)
+    return kernel(queries, k, v, prefix=None, masks=masks).reshape(q.shape)
 
 
 def _attend_in_pieces(
@@ -110,20 +110,20 @@ def _attend_in_pieces(
     q: Float[Array, "1 t n h"],
     k: Float[Array, "1 t k h"],
     v: Float[Array, "1 t k h"],
-    segments: Int[Array, "1 t"] | None,
+    masks: Masks,
     blocks: list[list[int]],
 ) -> Float[Array, "1 t n h"]:
-    """Attention of this device's piece to its whole prompt."""
+    """Attention of this device's piece to its whole prompt or row."""
     pieces = len(blocks[0])
     t = q.shape[1]
     heads = q.shape[2]
     kv_heads = k.shape[2]
-    if segments is not None:
-        segments = _gather(segments, blocks)
+    segments, starts = jax.tree.map(lambda x: _gather(x, blocks), (masks.segments, masks.starts))
+    masks = Masks(segments, None, starts, masks.shared)
     if heads % pieces or (kv_heads % pieces and pieces % kv_heads):
         # Heads do not divide: every device computes the whole prompt, and keeps its own piece.
         q, k, v = (_gather(x, blocks) for x in (q, k, v))
-        out = kernel(q, k, v, segment_ids=segments, prefix=None, prefix_mask=None)
+        out = kernel(q, k, v, prefix=None, masks=masks)
         # This device's number among those of its prompt, which are consecutive.
         number = jax.lax.axis_index(ROWS) % pieces
         return jax.lax.dynamic_slice_in_dim(out, number * t, t, 1)
@@ -137,8 +137,7 @@ def _attend_in_pieces(
         v = jnp.repeat(v, pieces // kv_heads, axis=2)
     # [1, t, n, h] -> [1, pieces * t, n / pieces, h], and back.
     q, k, v = (exchange(x, 2, 1) for x in (q, k, v))
-    out = kernel(q, k, v, segment_ids=segments, prefix=None, prefix_mask=None)
-    return exchange(out, 1, 2)
+    return exchange(kernel(q, k, v, prefix=None, masks=masks), 1, 2)
 
 
 def _gather(x: Array, blocks: list[list[int]]) -> Array:

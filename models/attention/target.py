@@ -1,12 +1,24 @@
-"""Shared by all kernels: the platform to compile for, and the name of what attention saves."""
+"""Shared by all kernels: masks, the platform to compile for, what attention saves."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
+from jaxtyping import Array, Bool, Int
 
 # `checkpoint_name` of outputs and log-sum-exps. If a remat policy saves this name, the backward
 # pass does not repeat the forward pass of attention.
 SAVED = "attention"
+
+
+class Masks(NamedTuple):
+    """What hides keys besides causality; None: nothing does. `attention.attend` explains each."""
+
+    segments: Int[Array, "b t"] | None = None
+    prefix: Bool[Array, "p s"] | None = None
+    starts: Int[Array, "b t"] | None = None
+    shared: Int[Array, " b"] | None = None
 
 
 def platform() -> str:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention.target import SAVED
+from models.attention.target import SAVED, Masks
 
 # Upper bound on the spans of whole chunks, each a loop, that causal attention compiles to.
 SPANS = 8
@@ -36,13 +36,6 @@ class _Keys(NamedTuple):
     v: Float[Array, "b k t h"]
     prefix_k: Float[Array, "p k s h"] | None
     prefix_v: Float[Array, "p k s h"] | None
-
-
-class _Masks(NamedTuple):
-    """Which keys are visible: those of equal segments, and valid prefix positions. None: all."""
-
-    segments: Int[Array, "b t"] | None
-    prefix: Bool[Array, "p s"] | None
 
 
 class _Partial(NamedTuple):
@@ -63,9 +56,8 @@ def attend(
     v: Float[Array, "b t k h"],
     *,
     causal: bool,
-    segment_ids: Int[Array, "b t"] | None,
     prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None,
-    prefix_mask: Bool[Array, "p s"] | None,
+    masks: Masks,
     chunk: int,
 ) -> Float[Array, "b t n h"]:
     """`attention.attend` in chunks of `chunk` queries."""
@@ -79,22 +71,22 @@ def attend(
         prefix_k = prefix[0].transpose(0, 2, 1, 3)
         prefix_v = prefix[1].transpose(0, 2, 1, 3)
     keys = _Keys(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), prefix_k, prefix_v)
-    out: Any = _attend(queries, keys, _Masks(segment_ids, prefix_mask), causal, chunk)
+    out: Any = _attend(queries, keys, masks, causal, chunk)
     return out.transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _attend(
-    q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: bool, chunk: int
+    q: Float[Array, "b k t r h"], keys: _Keys, masks: Masks, causal: bool, chunk: int
 ) -> Float[Array, "b k t r h"]:
     return _forward(q, keys, masks, causal, chunk)[0]
 
 
-def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: bool, chunk: int):
+def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: Masks, causal: bool, chunk: int):
     def step(done, start, span: _Span):
         out, logsumexp = done
         part = _cut(q, start, span.size)
-        scores = _own_scores(part, keys.k[:, :, : span.end], masks.segments, causal, start)
+        scores = _own_scores(part, keys.k[:, :, : span.end], masks, causal, start)
         found = _weigh(scores, keys.v[:, :, : span.end])
         if keys.prefix_k is not None and keys.prefix_v is not None:
             scores = _prefix_scores(_fold(part, keys.prefix_k), keys.prefix_k, masks.prefix)
@@ -120,7 +112,7 @@ def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"])
         parts = [_cut(x, start, span.size) for x in (q, logsumexp, d_out, delta)]
         k = keys.k[:, :, : span.end]
         v = keys.v[:, :, : span.end]
-        scores = _own_scores(parts[0], k, masks.segments, causal, start)
+        scores = _own_scores(parts[0], k, masks, causal, start)
         d_part, d_k, d_v = _grads(parts[0], k, v, scores, *parts[1:])
         # Keys are seen by several chunks, so their gradients add up.
         d_k = _put(d_keys.k, d_keys.k[:, :, : span.end] + d_k, 0)
@@ -218,7 +210,7 @@ def _put(
 def _own_scores(
     q: Float[Array, "b k c r h"],
     k: Float[Array, "b k s h"],
-    segments: Int[Array, "b t"] | None,
+    masks: Masks,
     causal: bool,
     start: int | Int[Array, ""],
 ) -> Float[Array, "b k c r s"]:
@@ -230,11 +222,15 @@ def _own_scores(
         # [c, s] -> [1, 1, c, 1, s]
         earlier = start + jnp.arange(c)[:, None] >= jnp.arange(s)[None, :]
         scores = jnp.where(earlier[None, None, :, None], scores, MASKED)
-    if segments is not None:
+    if masks.segments is not None:
+        own = jax.lax.dynamic_slice_in_dim(masks.segments, start, c, axis=1)
+        seen = own[:, :, None] == masks.segments[:, None, :s]
+        if masks.starts is not None and masks.shared is not None:
+            begin = jax.lax.dynamic_slice_in_dim(masks.starts, start, c, axis=1)
+            key = jnp.arange(s)[None, None]
+            seen &= (key >= begin[:, :, None]) | (key < masks.shared[:, None, None])
         # [b, c, s] -> [b, 1, c, 1, s]
-        own = jax.lax.dynamic_slice_in_dim(segments, start, c, axis=1)
-        same = own[:, :, None] == segments[:, None, :s]
-        scores = jnp.where(same[:, None, :, None], scores, MASKED)
+        scores = jnp.where(seen[:, None, :, None], scores, MASKED)
     return scores
 
 

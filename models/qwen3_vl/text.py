@@ -43,9 +43,9 @@ class KV(NamedTuple):
 class VisualBank(NamedTuple):
     """Visual vectors of a batch, and the vector that each of its tokens takes.
 
-    A sequence has one bank of m vectors, which all its pieces share: n = b / pieces banks. Level 0
-    of a vector replaces the token's embedding; level 1 + i is added after decoder layer i
-    (DeepStack).
+    A sequence has one bank of m vectors, which all its pieces share: n = b / pieces banks. Or all
+    rows share one bank: n = 1. Level 0 of a vector replaces the token's embedding; level 1 + i is
+    added after decoder layer i (DeepStack).
     """
 
     vectors: Float[Array | np.ndarray, "n m c d"]
@@ -70,9 +70,14 @@ class VisualBank(NamedTuple):
         """One level's vectors at their tokens, 0 at text, in the type and shape of `like`."""
         bank = jax.lax.dynamic_index_in_dim(self.vectors, level, axis=2, keepdims=False)
         bank = bank.astype(like.dtype)
-        # [b, t] -> [n, pieces * t, 1]: the pieces of a sequence read their common bank.
-        places = jnp.maximum(self.index, 0).reshape(len(bank), -1, 1)
-        vectors = jnp.take_along_axis(bank, places, axis=1).reshape(like.shape)
+        places = jnp.maximum(self.index, 0)
+        if len(bank) == 1:
+            # Every row indexes the same array, so the compiler keeps rows sharded.
+            vectors = bank[0][places]
+        else:
+            # [b, t] -> [n, pieces * t, 1]: the pieces of a sequence read their common bank.
+            places = places.reshape(len(bank), -1, 1)
+            vectors = jnp.take_along_axis(bank, places, axis=1).reshape(like.shape)
         return jnp.where(self.index[..., None] >= 0, constrain(vectors, ROWS), 0)
 
 
@@ -171,6 +176,8 @@ class TextDecoder(nnx.Module):
         visual_index: Int[Array | np.ndarray, "b t"] | None = None,
         prefix: KV | Callable[[Int[Array, ""]], KV] | None = None,
         prefix_mask: Bool[Array | np.ndarray, "p s"] | None = None,
+        starts: Int[Array | np.ndarray, "b t"] | None = None,
+        shared: Int[Array | np.ndarray, " b"] | None = None,
         pieces: int = 1,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "b t d"], KV]:
@@ -183,12 +190,16 @@ class TextDecoder(nnx.Module):
             positions: time, height and width of every token (`rope.mrope_positions`).
             segment_ids: tokens attend causally to tokens of the same segment; 0 is padding. None:
                 every row is one segment.
-            visual: banks of m visual vectors, one bank per sequence; c = 1 + DeepStack levels.
+            visual: banks of m visual vectors, one bank per sequence or one for all rows;
+                c = 1 + DeepStack levels.
             visual_index: the vector in the bank that each token takes, -1 for text.
             prefix: keys and values of p prompts. With g = b / p, rows r * g ... r * g + g - 1 also
                 attend to prompt r, and each of these rows is one segment. A function from a layer's
                 number to its keys and values reads only one layer at a time.
             prefix_mask: which prefix positions are valid; None: all.
+            starts: packed rows (`attention.attend`): the place where the token's own segment, or
+                prompt, begins.
+            shared: packed rows: number of leading places that hold prompts.
             pieces: number of consecutive rows that form one sequence: rows of the prefix, or of
                 `ids` without a prefix.
             remat: what is kept for the backward pass.
@@ -197,7 +208,8 @@ class TextDecoder(nnx.Module):
             Hidden states after the final norm, and the keys and values of these tokens.
 
         Raises:
-            ValueError: only one of `visual` and `visual_index` is given.
+            ValueError: only one of `visual` and `visual_index` is given, or the arguments of a
+                packed row contradict each other (`attention.attend`).
         """
         if (visual is None) != (visual_index is None):
             raise ValueError(
@@ -229,6 +241,8 @@ class TextDecoder(nnx.Module):
                 segment_ids=segment_ids,
                 prefix=past,
                 prefix_mask=prefix_mask,
+                starts=starts,
+                shared=shared,
                 pieces=pieces,
             )
             x = block.finish(x, attended)

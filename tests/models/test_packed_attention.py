@@ -1,0 +1,267 @@
+"""Attention in packed rows: shared prompts of several groups, then segments that continue them.
+
+What these tests guard:
+1. every kernel gives the numbers and gradients of an explicit mask, over random packed rows;
+2. a rollout in a packed row gets what it gets alone behind its prompt;
+3. rows in pieces over devices give what one device gives;
+4. contradicting arguments are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.attention import attend, choose
+from models.qwen3_vl.config import TextConfig
+from models.qwen3_vl.text import TextDecoder
+from tests.models.program import run
+
+
+def explicit(q, k, v, segment_ids, starts, shared):
+    """Softmax over all keys at once under the mask of the rule, heads repeated."""
+    t, n, h = q.shape[1:]
+    place = np.arange(t)
+    seen = segment_ids[:, :, None] == segment_ids[:, None, :]
+    seen &= (place[:, None] >= place[None, :])[None]
+    place = place[None, None]
+    seen &= (place >= starts[:, :, None]) | (place < shared[:, None, None])
+    k = k.repeat(n // k.shape[2], 2)
+    v = v.repeat(n // v.shape[2], 2)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * h**-0.5
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def packed_rows(t, *rows):
+    """Segment ids, starts and shared of packed rows of t places.
+
+    A row is (prompts, segments), both lists of (group, length).
+    """
+    segment_ids = np.zeros((len(rows), t), np.int32)
+    starts = np.zeros((len(rows), t), np.int32)
+    for row, (prompts, segments) in enumerate(rows):
+        place = 0
+        for group, length in [*prompts, *segments]:
+            segment_ids[row, place : place + length] = group
+            starts[row, place : place + length] = place
+            place += length
+        assert place <= t
+    shared = [sum(length for _, length in prompts) for prompts, _ in rows]
+    return {"segment_ids": segment_ids, "starts": starts, "shared": np.array(shared, np.int32)}
+
+
+def random_row(rng, t):
+    """Up to four prompts, then segments of these and other groups, in any order, and padding."""
+    prompts = [(group, int(rng.integers(1, t // 6))) for group in rng.permutation(5)[1:] + 1]
+    prompts = prompts[: rng.integers(0, 5)]
+    left = t - sum(length for _, length in prompts) - int(rng.integers(0, t // 4))
+    segments = []
+    while left > 0:
+        length = min(left, int(rng.integers(1, t // 3)))
+        segments.append((int(rng.integers(1, 8)), length))
+        left -= length
+    return prompts, segments
+
+
+def arrays(rng, b, t, n, kv, h):
+    return [jnp.asarray(rng.normal(size=(b, t, heads, h)), jnp.float32) for heads in (n, kv, kv)]
+
+
+def results(function, qkv, weight):
+    """Output, and the gradients of its weighted sum."""
+
+    def loss(qkv):
+        out = function(*qkv)
+        return (out * weight).sum(), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(qkv)
+    return [out * (weight != 0), *gradients]
+
+
+# Segments of two groups alternate; one group has no prompt; the second row begins without prompts.
+TWO_ROWS = packed_rows(
+    300,
+    ([(4, 90), (2, 45)], [(2, 30), (4, 1), (2, 40), (7, 25), (4, 50)]),
+    ([], [(1, 140), (2, 3), (3, 100)]),
+)
+
+
+@pytest.mark.parametrize("chunk", [1, 32, 128, 1000])
+def test_packed_rows_equal_the_explicit_mask(chunk):
+    rng = np.random.default_rng(0)
+    qkv = arrays(rng, 2, 300, 4, 2, 16)
+    weight = rng.normal(size=qkv[0].shape) * (TWO_ROWS["segment_ids"] != 0)[..., None, None]
+    ours = functools.partial(attend, chunk=chunk, implementation="xla", **TWO_ROWS)
+    expected = results(functools.partial(explicit, **TWO_ROWS), qkv, weight)
+    for a, b in zip(results(ours, qkv, weight), expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
+
+
+def test_random_packed_rows_equal_the_explicit_mask():
+    rng = np.random.default_rng(1)
+    t = 97
+
+    @jax.jit
+    def both(qkv, weight, packing):
+        ours = functools.partial(attend, chunk=16, implementation="xla", **packing)
+        theirs = functools.partial(explicit, **packing)
+        return [results(function, qkv, weight) for function in (ours, theirs)]
+
+    for trial in range(12):
+        packing = packed_rows(t, *(random_row(rng, t) for _ in range(2)))
+        qkv = arrays(rng, 2, t, 2, 1, 8)
+        valid = (packing["segment_ids"] != 0)[..., None, None]
+        found, expected = both(qkv, rng.normal(size=qkv[0].shape) * valid, packing)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4, err_msg=str(trial))
+
+
+CONFIG = TextConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, mrope_section=(4, 2, 2),
+    rope_theta=10_000.0, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def test_a_rollout_in_a_packed_row_gets_what_it_gets_alone():
+    """Two groups with two rollouts each in one row, cut into two pieces that share one bank."""
+    text = TextDecoder(CONFIG, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(2)
+    prompts = {1: 7, 2: 4}
+    rollouts = [(1, 5), (2, 3), (1, 2), (2, 6)]
+    t = 32
+    packing = packed_rows(t, (list(prompts.items()), rollouts))
+    ids = rng.integers(0, 64, t)
+    positions = np.zeros(t, np.int32)
+    # Every second token takes one of five visual vectors.
+    index = np.where(np.arange(t) % 2, rng.integers(0, 5, t), -1)
+    visual = jnp.asarray(rng.normal(size=(1, 5, 2, 32)), jnp.float32)
+    first = {1: 0, 2: 7}
+    place = 11
+    alone = {}
+    for group, length in prompts.items():
+        positions[first[group] : first[group] + length] = np.arange(length)
+    for group, length in rollouts:
+        own = np.arange(place, place + length)
+        positions[own] = prompts[group] + np.arange(length)
+        alone[place] = np.concatenate([first[group] + np.arange(prompts[group]), own])
+        place += length
+
+    def rows(x):
+        return jnp.asarray(x).reshape(2, t // 2)
+
+    packed, _ = nnx.jit(TextDecoder.__call__, static_argnames="pieces")(
+        text,
+        rows(ids),
+        jnp.broadcast_to(rows(positions), (3, 2, t // 2)),
+        segment_ids=rows(packing["segment_ids"]),
+        visual=visual,
+        visual_index=rows(index),
+        starts=rows(packing["starts"]),
+        shared=packing["shared"].repeat(2),
+        pieces=2,
+    )
+    packed = packed.reshape(t, -1)
+    for place, places in alone.items():
+        row, _ = text(
+            jnp.asarray(ids[places])[None],
+            jnp.broadcast_to(jnp.asarray(positions[places]), (3, 1, len(places))),
+            visual=visual,
+            visual_index=jnp.asarray(index[places])[None],
+        )
+        np.testing.assert_allclose(packed[places], row[0], atol=2e-5, err_msg=str(place))
+
+
+def test_one_bank_for_all_rows_equals_a_bank_per_row():
+    text = TextDecoder(CONFIG, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(3)
+    ids = jnp.asarray(rng.integers(0, 64, (3, 6)))
+    index = jnp.asarray(rng.integers(-1, 4, (3, 6)))
+    bank = jnp.asarray(rng.normal(size=(1, 4, 2, 32)), jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(6), (3, 3, 6))
+    one, _ = text(ids, positions, visual=bank, visual_index=index)
+    three, _ = text(ids, positions, visual=bank.repeat(3, 0), visual_index=index)
+    np.testing.assert_array_equal(one, three)
+
+
+@pytest.mark.parametrize(("platform", "packed"), [("tpu", "xla"), ("gpu", "xla"), ("cpu", "xla")])
+def test_the_kernel_of_packed_rows_fits_the_platform(platform, packed):
+    q, k = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    assert choose(platform, q, k, packed=True) == packed
+
+
+@pytest.mark.parametrize("missing", ["starts", "shared", "segment_ids"])
+def test_part_of_a_packing_is_refused(missing):
+    qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
+    options = {**TWO_ROWS, missing: None}
+    with pytest.raises(ValueError, match="starts, shared: packed rows need both"):
+        attend(*qkv, **options)
+
+
+def test_a_packing_with_a_prefix_or_without_causality_is_refused():
+    qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
+    for options in ({"causal": False}, {"prefix": tuple(qkv[1:])}):
+        with pytest.raises(ValueError, match="starts, shared: packed rows need both"):
+            attend(*qkv, **TWO_ROWS, **options)
+
+
+def test_a_named_kernel_without_packed_rows_is_refused():
+    qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
+    with pytest.raises(ValueError, match="implementation = 'cudnn'"):
+        attend(*qkv, **TWO_ROWS, implementation="cudnn")
+
+
+@pytest.mark.slow
+def test_packed_rows_in_pieces_equal_whole_ones():
+    """With gradients. Heads divide over the pieces, or kv heads are repeated, or neither works."""
+    run(
+        """
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import NamedSharding
+        from models.attention import attend
+        from models.sharding import BATCH, make_mesh
+        from tests.models.test_packed_attention import packed_rows, random_row
+
+        rng = np.random.default_rng(0)
+        draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+
+        def loss(qkv, packing, pieces):
+            out = attend(*qkv, **packing, pieces=pieces, chunk=8)
+            valid = (packing["segment_ids"] != 0)[..., None, None]
+            return (out * valid * jnp.arange(1, 9)[None, None, None]).sum()
+
+        run = jax.jit(jax.value_and_grad(loss), static_argnums=2)
+        cases = (  # rows, pieces, query heads, kv heads, mesh
+            (4, 2, 4, 2, (2, 4, 1)), (1, 8, 8, 8, (1, 8, 1)), (1, 8, 8, 2, (2, 4, 1)),
+            (1, 8, 6, 2, (1, 8, 1)), (2, 2, 4, 2, (2, 2, 2)), (8, 1, 4, 2, (1, 8, 1)),
+        )
+        for b, pieces, n, kv, shape in cases:
+            qkv = draw(b, 96, n, 8), draw(b, 96, kv, 8), draw(b, 96, kv, 8)
+            packing = packed_rows(96, *(random_row(rng, 96) for _ in range(b)))
+            value, gradients = run(qkv, packing, 1)
+            whole = lambda x: x.reshape(b * pieces, -1, *x.shape[2:])
+            cut = lambda x: x.repeat(pieces) if x.ndim == 1 else whole(x)
+            mesh = make_mesh(*shape)
+            with jax.set_mesh(mesh):
+                placed = jax.device_put(
+                    jax.tree.map(cut, (qkv, packing)), NamedSharding(mesh, BATCH)
+                )
+                text = run.lower(*placed, pieces).as_text()
+                found, parts = run(*placed, pieces)
+            assert ("all_to_all" in text) == (pieces > 1 and n % pieces == 0), (b, shape)
+            np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-3)
+            for x, y in zip(gradients, parts, strict=True):
+                np.testing.assert_allclose(y, cut(x), atol=1e-4, rtol=1e-4, err_msg=str((b, n)))
+            # Without a mesh, pieces are joined.
+            joined, _ = run(*jax.tree.map(cut, (qkv, packing)), pieces)
+            np.testing.assert_allclose(joined, value, rtol=1e-5, atol=1e-3)
+        print("done")
+        """,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    )
