@@ -114,10 +114,10 @@ class Topology:
                 f"topology = {self.name!r}: a slice of {generation} has {self.chip.coordinates} "
                 f"sides; give one such as {generation}:{example}"
             )
-        if self.chips % HOST_CHIPS:
+        if self.chips % HOST_CHIPS and not self.single:
             raise ValueError(
                 f"topology = {self.name!r}: {self.chips} chips; a host has {HOST_CHIPS}, give a "
-                "multiple of that"
+                "multiple of that, or one chip of v5e or v6e"
             )
 
     @property
@@ -133,13 +133,18 @@ class Topology:
         return math.prod(self.sides)
 
     @property
+    def single(self) -> bool:
+        """Whether the slice is a single chip, which exists for generations of two coordinates."""
+        return self.chips == 1 and self.chip.coordinates == 2
+
+    @property
     def devices(self) -> int:
         """Number of JAX devices. A v4 chip is two of them."""
         return self.chips * self.chip.devices
 
     @property
     def hosts(self) -> int:
-        return self.chips // HOST_CHIPS
+        return max(1, self.chips // HOST_CHIPS)
 
     @property
     def host(self) -> Topology:
@@ -148,6 +153,8 @@ class Topology:
         Programs of a single host are compiled for it, because the compiler requires a program to
         use all devices of a slice.
         """
+        if self.single:
+            return self
         generation = self.name.partition(":")[0]
         sides = ("2", "2", "1")[: self.chip.coordinates]
         return Topology(f"{generation}:{'x'.join(sides)}")
@@ -169,7 +176,11 @@ class Topology:
             raise ImportError(f"libtpu, the TPU's compiler, is not installed: {INSTALL}")
         from jax.experimental import topologies
 
-        found = topologies.get_topology_desc(platform="tpu", topology_name=self.name).devices
+        # By default a host has 2 x 2 chips.
+        bounds = {"chips_per_host_bounds": (1, 1, 1)} if self.single else {}
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=self.name, **bounds
+        ).devices
         devices = sorted(found, key=lambda device: device.process_index)
         assert len(devices) == self.devices, (self.name, len(devices))
         return devices
@@ -200,6 +211,8 @@ def device_memory(device: Any) -> float | None:
 def known_slices() -> Iterator[Topology]:
     """All slices of every generation, from small to large."""
     for generation, chip in CHIPS.items():
+        if chip.coordinates == 2:
+            yield Topology(f"{generation}:1x1")
         sides = [2] * chip.coordinates
         if chip.coordinates == 3:
             sides[-1] = 1

@@ -144,7 +144,6 @@ def test_estimates_are_close_to_what_was_compiled():
         "RL update": "PARA-GRPO",
         "vision": "rollouts",
         "prefill": "rollouts",
-        "prefill after": "rollouts",
         "decode": "rollouts",
         "weight sync": "weight sync",
     }
@@ -152,8 +151,10 @@ def test_estimates_are_close_to_what_was_compiled():
         found = fit(RUN, Topology(plan["topology"]).available)
         assert found.chosen.items() >= plan["chosen"].items(), plan["topology"]
         for held in plan["together"]:
-            if held["program"] in parts:
-                estimate = found.needs[parts[held["program"]]]
+            program = held["program"]
+            part = parts.get(program) or parts.get(program.split()[0])
+            if part:
+                estimate = found.needs[part]
                 assert held["total"] <= 1.03 * estimate, (plan["topology"], held["program"])
                 assert held["total"] <= Topology(plan["topology"]).chip.hbm
 

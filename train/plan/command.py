@@ -1,8 +1,8 @@
-"""`python -m train.plan --config=NAME --topology=v5p:4x4x4 [--field value ...]`
+"""`python -m train.plan --config=NAME --topology=v5p:4x4x4 [--lengths FILE] [--field value ...]`
 
 Compiles the programs of a training step for a TPU slice, on a machine without one, and reports
-whether they fit, their memory, FLOPs and traffic, and a lower limit on the time of a step. Nothing
-is executed.
+whether they fit, their memory, FLOPs and traffic, and the time of a step: a lower limit and an
+expected time. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from train.cli import EXIT_USAGE, parse
 from train.fit import Fitted, fit
 from train.plan import step
 from train.plan.cache import cached
-from train.plan.compile import ROLLOUTS, SIZES, Case, Measured, compile_case, libtpu_version
+from train.plan.compile import SIZES, Case, Measured, compile_case, libtpu_version, on_host
 from train.plan.programs import planned_config, program_names
+from train.plan.rates import EXPECTED_HBM, EXPECTED_HFU
 from train.plan.table import report, scale
+from train.plan.workload import Workload, at_limits, read
 from train.settings import Run
 from train.slices import INSTALL, SCALE, SOURCE, Topology
 
@@ -39,13 +41,19 @@ Compile = Callable[[Case, float], Measured]
 MeshSizes = tuple[int, int, int]
 
 
-def plan(fitted: Fitted, topology: Topology, measured: dict[str, Measured]) -> dict[str, Any]:
+def plan(
+    fitted: Fitted,
+    topology: Topology,
+    measured: dict[str, Measured],
+    workload: Workload | None = None,
+) -> dict[str, Any]:
     """Combines the measurements of all programs into the plan for one slice.
 
     Args:
         fitted: the recipe, with the sizes chosen for the slice.
         topology: the slice.
         measured: by program name, with `SIZES` among them.
+        workload: lengths of the sequences of a step; None: every sequence has its limit.
 
     Returns:
         Every figure of the report, as JSON can hold it.
@@ -54,25 +62,16 @@ def plan(fitted: Fitted, topology: Topology, measured: dict[str, Measured]) -> d
     mesh = mesh_of(run)
     measured = dict(measured)
     sizes = measured.pop(SIZES).sizes
-    if "decode" in measured:
-        # The program is compiled once per generation, but the bytes that it reads depend on the
-        # slice: with more hosts, each has fewer rollouts.
-        read = step.decode_read(run, topology, sizes)
-        measured["decode"] = dataclasses.replace(measured["decode"], read=read)
-    residents = {
-        name: size
-        for name, size in sizes.items()
-        if not name.startswith("all ") and name != "prefill rows"
-    }
+    if workload is None and run.rl is not None:
+        workload = at_limits(run)
+    residents = {name: size for name, size in sizes.items() if not name.startswith("all ")}
     together = [step.held_together(m, residents) for m in measured.values() if m.peak]
     too_large = [held for held in together if held.total > topology.chip.hbm]
     no_errors = all(not m.error for m in measured.values())
-    calls = step.calls_of(run, topology, int(sizes["prefill rows"]))
-    phases = [
-        step.limit(measured[name], count, topology)
-        for name, count in calls.items()
-        if name in measured and not measured[name].error
-    ]
+    compiled = {name: m for name, m in measured.items() if not m.error}
+    phases = step.phases_of(run, topology, compiled, sizes, workload)
+    # The tail is a part of decoding.
+    summed = [phase for phase in phases if phase.phase != "tail"]
     host_memory = step.host_memory(run, topology, _all_arrays(topology, sizes, measured), mesh[0])
     return {
         "name": run.name,
@@ -86,14 +85,17 @@ def plan(fitted: Fitted, topology: Topology, measured: dict[str, Measured]) -> d
         "hosts": topology.hosts,
         "hbm": topology.chip.hbm,
         "fits": not too_large and no_errors,
-        "complete": no_errors and set(calls) <= set(measured),
+        "complete": no_errors and set(program_names(run)) <= set(measured),
         "programs": {name: dataclasses.asdict(m) for name, m in measured.items()},
         "residents": residents,
         "together": [dataclasses.asdict(held) | {"total": held.total} for held in together],
         "host_memory": host_memory,
-        "phases": [dataclasses.asdict(phase) | {"seconds": phase.seconds} for phase in phases],
-        "step_seconds": sum(phase.seconds for phase in phases),
-        "tokens": step.tokens_of(run),
+        "lengths": workload.describe() if workload else "",
+        "phases": [dataclasses.asdict(phase) for phase in phases],
+        "step_seconds": sum(phase.seconds for phase in summed),
+        "expected_seconds": sum(phase.expected for phase in summed),
+        "expected_rates": {"HFU": EXPECTED_HFU, "HBM": EXPECTED_HBM},
+        "tokens": workload.tokens if workload else step.tokens_of(run),
         "work": _work(run, measured),
         "source": SOURCE,
         "advice": _advice(run, topology, mesh, measured, together, residents),
@@ -130,7 +132,7 @@ def _advice(
         programs = {held.program for held in too_large}
         advice += step.remedies(programs, run, pool, topology, devices=mesh[0] * mesh[1])
     # If no rollout program was measured, assume that nothing is free.
-    used = max((held.total for held in together if held.program in ROLLOUTS), default=hbm)
+    used = max((held.total for held in together if on_host(held.program)), default=hbm)
     page = pool / (run.engine_sizes.pages + 1)
     return advice + step.pages_advice(run, topology, hbm - used, page)
 
@@ -245,6 +247,11 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     )
     parser.add_argument("--json", type=pathlib.Path, help="write every figure to this file")
     parser.add_argument(
+        "--lengths",
+        type=pathlib.Path,
+        help="lengths of rollouts, as benchmarks/lengths_8b.json, or a run's metrics.jsonl",
+    )
+    parser.add_argument(
         "--keep",
         type=pathlib.Path,
         help="store compiled results in this folder, so that the same command can resume",
@@ -252,7 +259,7 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument(
         "--only",
         default="",
-        help="comma-separated names of the programs to compile, as in the table; default: all",
+        help="comma-separated programs to compile, by name or first word; default: all",
     )
     parser.add_argument(
         "--timeout",
@@ -281,14 +288,17 @@ def _topologies(names: str) -> list[Topology]:
 
 
 def _only(names: str, run: Run) -> list[str]:
-    only = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = set(only) - set(program_names(run))
+    """The chosen programs. The first word of a name stands for all programs that begin with it."""
+    only = {name.strip() for name in names.split(",") if name.strip()}
+    known = program_names(run)
+    families = {name.split()[0] for name in known}
+    unknown = only - {*known, *families}
     if unknown:
         raise ValueError(
             f"--only: {', '.join(sorted(unknown))}: unknown; {run.name} has the programs "
-            f"{', '.join(program_names(run))}"
+            f"{', '.join(known)}"
         )
-    return only
+    return [name for name in known if not only.isdisjoint({name, name.split()[0]})]
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
@@ -329,7 +339,8 @@ def main(argv: list[str] | None = None) -> int:
         run = run.beginning()
         topologies = _topologies(arguments.topology)
         fitted = [_fit(run, topology) for topology in topologies]
-        only = _only(arguments.only, run)
+        only = _only(arguments.only, fitted[0].run)
+        workload = read(arguments.lengths, run) if arguments.lengths else None
         _check_arguments(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -354,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {of_slice[SIZES].error}", file=sys.stderr)
             return EXIT_USAGE
     plans = [
-        plan(one, topology, of_slice)
+        plan(one, topology, of_slice, workload)
         for one, topology, of_slice in zip(fitted, topologies, measured, strict=True)
     ]
     pages = [report(of_slice) for of_slice in plans]

@@ -32,8 +32,8 @@ OUT_OF_MEMORY = re.compile(
 # A line of the memory report: cumulative size and share; size; two counts; shape and origin.
 _REPORT_LINE = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+[GM]iB);\s*\d+;\s*\d+;\s*(.*)$")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
-# Programs that run while the engine is awake, each on the devices of one host.
-ROLLOUTS = ("vision", "prefill", "prefill after", "decode")
+# The first words of programs that run while the engine is awake, each on the devices of one host.
+ROLLOUTS = ("vision", "prefill", "decode")
 # Used like a program's name, for the sizes of everything that stays on devices and hosts.
 SIZES = "sizes"
 
@@ -51,7 +51,7 @@ class Case:
     def place(self) -> tuple[str, ...]:
         """The part of slice and mesh that the program depends on."""
         # A program of one host depends on the slice through the sizes of the engine only.
-        if self.program in ROLLOUTS:
+        if on_host(self.program):
             return (self.topology.host.name, str(self.run.engine))
         return (self.topology.name, str(self.mesh))
 
@@ -89,6 +89,11 @@ class Measured:
     """The largest temporaries, as the compiler describes them."""
     sizes: dict[str, float] = dataclasses.field(default_factory=dict)
     """For `SIZES` alone: bytes by name (`train.plan.programs.Plan.sizes`)."""
+
+
+def on_host(program: str) -> bool:
+    """Whether a program of this name runs on the devices of one host, while the engine is awake."""
+    return program.split()[0] in ROLLOUTS
 
 
 def libtpu_version() -> str:

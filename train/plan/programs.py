@@ -7,7 +7,6 @@ Nothing is allocated.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -101,14 +100,17 @@ class Plan:
         """The program of this name, one of `program_names`."""
         builders: dict[str, Callable[[], PlannedProgram]] = {
             "vision": self._vision,
-            "prefill": functools.partial(self._prefill, "prefill"),
-            "prefill after": functools.partial(self._prefill, "prefill after"),
-            "decode": self._decode,
             "SFT update": self._sft,
             "reference": self._reference,
             "RL update": self._update,
             "weight sync": self._sync,
         }
+        family, *words = name.split()
+        lengths = [int(word) for word in words if word.isdigit()]
+        if family == "prefill":
+            return self._prefill(*lengths)
+        if family == "decode":
+            return self._decode(*lengths)
         return builders[name]()
 
     def sizes(self) -> dict[str, float]:
@@ -117,18 +119,15 @@ class Plan:
         Returns:
             Bytes per device of each resident, by its name. Bytes over all devices as "all state"
             (the larger one of the phases), "all batch", "all pieces" (of one call of prefill), "all
-            reference" and "all tower". The number of "prefill rows". Entries that the run does not
-            have are 0.
+            reference" and "all tower". Entries that the run does not have are 0.
         """
         updates = self._training_arguments()
         batch = updates[-1][1]
         found = {name: float(device_bytes(tree)) for name, tree in self.residents.items()}
         pieces: Any = ()
         reference: Any = ()
-        prefill_rows = 0
         if self.run.plays_episodes:
-            pieces = self._prefill("prefill").arguments[2]
-            prefill_rows, _, _ = self.prefill_shape("prefill")
+            pieces = self._prefill(self.run.engine_sizes.prefill_lengths[-1]).arguments[2]
         if self.run.rl is not None:
             reference, _ = abstract_reference(self.run, self.mesh, self.config).arguments
         trees = {"batch": batch, "pieces": pieces, "reference": reference}
@@ -137,7 +136,6 @@ class Plan:
         # The optimizers of the two phases may store their moments in different types.
         found["all state"] = max(total_bytes(state) for state, _ in updates)
         found["all tower"] = total_bytes(nnx.state(self.model.vision))
-        found["prefill rows"] = float(prefill_rows)
         return found
 
     # --- training ---
@@ -244,10 +242,10 @@ class Plan:
         by_head = NamedSharding(self.host, PartitionSpec(None, None, None, "tensor"))
         return jax.ShapeDtypeStruct(shape, self.model.text.dtype, sharding=by_head)
 
-    def _decode(self) -> PlannedProgram:
+    def _decode(self, width: int) -> PlannedProgram:
+        """Decoding of rows that read up to `width` tokens."""
         engine = self.run.engine_sizes
         b = engine.slots
-        width = engine.row_lengths[-1]
         # A row's table has the pages that it reads and those for the tokens of this call.
         pages = width // engine.page + pages_of(engine.steps, engine.page)
         per_row = ("tokens", "positions", "prefix_tokens", "own_tokens", "drawn", "left")
@@ -265,18 +263,18 @@ class Plan:
         )
         weights = self.residents["engine's weights"]
         return PlannedProgram(
-            "decode",
+            f"decode {width}",
             # The engine wraps its jitted functions to set the mesh; the plan sets it itself.
             self._engine().decode.__wrapped__,
             (weights, self.residents["KV pool"], None, rows),
             self.host,
-            # Weights only. The pages that rows read depend on the slice: `step.decode_read` adds
-            # them.
+            # Weights only. The pages that rows read depend on their lengths: `step.engine_costs`
+            # adds them.
             engine.steps * device_bytes(weights),
             given=("engine's weights", "KV pool"),
             options={"steps": engine.steps, "width": width},
             trip_count=engine.steps,
-            pairs=lambda rows, _: rows * mean_context(self.run),
+            pairs=lambda rows, _: rows * width,
         )
 
     def _token_bytes(self) -> float:
@@ -284,22 +282,9 @@ class Plan:
         engine = self.run.engine_sizes
         return device_bytes(self.residents["KV pool"]) / ((engine.pages + 1) * engine.page)
 
-    def prefill_shape(self, name: str) -> tuple[int, int, int]:
-        """The largest call of a prefill program, as (rows, length, before).
-
-        "prefill" computes `length` tokens of new prompts. "prefill after" computes tokens behind
-        `before` cached ones; the largest call reads the most cached tokens.
-        """
-        engine = self.run.engine_sizes
-        length = engine.prefill_lengths[-1]
-        before = 0
-        if name == "prefill after":
-            choices = itertools.product(engine.prefill_lengths, engine.row_lengths)
-            length, before = max(choices, key=lambda pair: engine.prefill_rows(*pair) * pair[1])
-        return engine.prefill_rows(length, before), length, before
-
-    def _prefill(self, name: str) -> PlannedProgram:
-        rows, length, before = self.prefill_shape(name)
+    def _prefill(self, length: int, before: int = 0) -> PlannedProgram:
+        """Prefill of `length` tokens per row behind up to `before` cached ones."""
+        rows = self.run.engine_sizes.prefill_rows(length, before)
         page = self.run.engine_sizes.page
         pages = before // page + pages_of(length, page)
         levels = 1 + self.config.vision.levels
@@ -317,7 +302,7 @@ class Plan:
         weights = self.residents["engine's weights"]
         cached_bytes = rows * before * self._token_bytes()
         return PlannedProgram(
-            name,
+            prefill_name(length, before),
             self._engine().prefill.__wrapped__,
             (weights, self.residents["KV pool"], pieces),
             self.host,
@@ -379,10 +364,17 @@ class Plan:
 
 
 def program_names(run: Run) -> tuple[str, ...]:
-    """Names of the run's programs, in the order of its phases and of a step."""
+    """Names of all programs of a run, in the order of its phases and of a step.
+
+    Prefill and decoding have a program per length, as in `rollout.engine.runner`. The first word of
+    a name is that of its family.
+    """
     names = ["vision"]
     if run.plays_episodes:
-        names += ["prefill", "prefill after", "decode"]
+        engine = run.engine_sizes
+        lengths = itertools.product(engine.prefill_lengths, (0, *engine.row_lengths))
+        names += [prefill_name(length, before) for length, before in lengths]
+        names += [f"decode {width}" for width in engine.row_lengths]
     if run.sft is not None:
         names.append("SFT update")
     if run.rl is not None:
@@ -390,6 +382,11 @@ def program_names(run: Run) -> tuple[str, ...]:
     if run.plays_episodes:
         names.append("weight sync")
     return tuple(names)
+
+
+def prefill_name(length: int, before: int) -> str:
+    """The name of a program that prefills `length` tokens behind up to `before` cached ones."""
+    return f"prefill {length} after {before}" if before else f"prefill {length}"
 
 
 def planned_config(run: Run) -> Qwen3VLConfig:
@@ -410,12 +407,6 @@ def laid_out(tree: Any, shardings: Any) -> Any:
 def shape(dtype: Any, *sizes: int) -> Any:
     """An abstract array."""
     return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def mean_context(run: Run) -> float:
-    """Mean number of tokens that a new token attends to, for rollouts of the maximum length."""
-    # The context grows evenly, from the prompt to the longest row.
-    return run.engine_sizes.row_lengths[-1] - run.protocol.trajectory_tokens / 2
 
 
 def device_bytes(tree: Any) -> int:

@@ -1,20 +1,27 @@
-"""From single programs to a training step: device memory, host memory, and a lower limit on time.
+"""From single programs to a training step: memory of devices and hosts, and times of its phases.
 
-All functions are pure: they combine what was measured per program with the run's settings. Times
-are lower limits. A phase takes at least as long as the slowest of arithmetic, HBM and interconnect
-at their peak rates, with every rollout at its maximum length.
+All functions are pure: they combine what was measured per program with the run's settings and the
+lengths of its sequences. A lower limit on a phase is the slowest of arithmetic, HBM and
+interconnect at their peak rates. Its expected time has the rates of `train.plan.rates.expected`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
+from models.attention.paged import BLOCK
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.flops import flops_per_token
 from train.learn.batch import BatchShape
 from train.learn.placement import fit, parts_of
-from train.plan.compile import ROLLOUTS, Measured
-from train.plan.programs import mean_context
+from train.plan import rates
+from train.plan.compile import ROLLOUTS, Measured, on_host
+from train.plan.programs import planned_config
+from train.plan.rates import Cost, Rates
+from train.plan.rollouts import EngineCosts, Played, play, shares
+from train.plan.workload import Workload
 from train.settings import Run
 from train.slices import Topology
 
@@ -37,18 +44,20 @@ class Together:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limit:
-    """A lower limit on the seconds of one phase of a step."""
+class Phase:
+    """Times of one phase of a step, in seconds."""
 
     phase: str
-    calls: int
+    calls: float
+    """Calls of its program; a mean over several steps."""
     compute: float
+    """At the peak rate, as in the next two."""
     memory: float
     interconnect: float
-
-    @property
-    def seconds(self) -> float:
-        return max(self.compute, self.memory, self.interconnect)
+    seconds: float
+    """Lower limit: at the peak rates."""
+    expected: float
+    """At the rates of `train.plan.rates.expected`."""
 
 
 def _ceil_divide(a: int, b: int) -> int:
@@ -64,7 +73,7 @@ def held_together(measured: Measured, residents: dict[str, float]) -> Together:
     """
     # The engine sleeps from the last rollout until it receives new weights: its weights and pages
     # are freed. The batch exists only during that time.
-    if measured.program in ROLLOUTS:
+    if on_host(measured.program):
         absent = {"batch"}
     else:
         absent = {"engine's weights", "KV pool"}
@@ -116,55 +125,151 @@ def pages_advice(run: Run, topology: Topology, free: float, page: float) -> list
     ]
 
 
-def calls_of(run: Run, topology: Topology, prefill_rows: int) -> dict[str, int]:
-    """Calls of each program in a step, on the host with the most prompts.
+def phases_of(
+    run: Run,
+    topology: Topology,
+    measured: dict[str, Measured],
+    sizes: dict[str, float],
+    workload: Workload | None,
+) -> list[Phase]:
+    """The phases of a step, in their order.
 
     Args:
-        prefill_rows: prompts in one call of prefill.
+        measured: the programs that compiled, by name.
+        sizes: bytes on a device of "engine's weights" and "KV pool".
+        workload: lengths of the step's sequences; None if the run has no RL.
     """
+    found = []
+    families = {name.split()[0] for name in measured}
+    if workload is not None and families >= {*ROLLOUTS}:
+        found += rollout_phases(run, topology, measured, sizes, workload)
+    for name, calls in learner_calls(run).items():
+        if name in measured:
+            found.append(phase_of(measured[name], calls, topology))
+    return found
+
+
+def learner_calls(run: Run) -> dict[str, int]:
+    """Calls of each program of training in a step."""
     if run.rl is None:
         return {"SFT update": 1}
-    engine = run.engine_sizes
-    prompts = _ceil_divide(run.rl.prompts, topology.hosts)
-    rollouts, at_once, _ = rollouts_at_once(run, topology)
-    waves = _ceil_divide(rollouts, at_once)
-    return {
-        "vision": _ceil_divide(prompts * max(run.rl.frame_budgets), run.frames.batch),
-        "prefill": _ceil_divide(prompts, prefill_rows),
-        "decode": waves * _ceil_divide(run.protocol.trajectory_tokens, engine.steps),
-        "reference": 1,
-        "RL update": 1,
-        "weight sync": 1,
-    }
+    return {"reference": 1, "RL update": 1, "weight sync": 1}
 
 
-def decode_read(run: Run, topology: Topology, sizes: dict[str, float]) -> float:
-    """Bytes of HBM that a device reads in one call of decoding.
+def phase_of(measured: Measured, calls: float, topology: Topology) -> Phase:
+    """The times of `calls` calls of a program."""
+    least, likely = (
+        rates.cost_of(measured, speeds).times(calls)
+        for speeds in (rates.peak(topology), rates.expected(topology))
+    )
+    return _phase(measured.program, calls, least, least.seconds, likely.seconds)
 
-    A call decodes `engine.steps` tokens. Each of them reads all weights, and the pages of every
-    rollout that runs.
 
-    Args:
-        sizes: bytes on a device of "engine's weights" and "KV pool".
+def _phase(name: str, calls: float, least: Cost, seconds: float, expected: float) -> Phase:
+    interconnect = least.links + least.synchronous
+    return Phase(name, calls, least.compute, least.memory, interconnect, seconds, expected)
+
+
+def rollout_phases(
+    run: Run,
+    topology: Topology,
+    measured: dict[str, Measured],
+    sizes: dict[str, float],
+    workload: Workload,
+) -> list[Phase]:
+    """Phases of the rollouts on the slowest host, as means over the steps of a workload.
+
+    The other hosts wait for it. The phase "tail" is a part of "decode".
+    """
+    played = [
+        slowest_host(run, topology.hosts, engine_costs(run, measured, sizes, speeds), workload)
+        for speeds in (rates.peak(topology), rates.expected(topology))
+    ]
+    found = []
+    for name in ("vision", "prefill", "decode", "tail", "tools"):
+        count = len(workload.steps)
+        least = Cost()
+        for of_step in played[0]:
+            least = least.plus(of_step.phases.get(name, Cost()))
+        calls = sum(of_step.calls.get(name, 0) for of_step in played[0]) / count
+        seconds, expected = (
+            sum(of_step.seconds.get(name, 0.0) for of_step in at_rates) / count
+            for at_rates in played
+        )
+        if calls:
+            found.append(_phase(name, calls, least.times(1 / count), seconds, expected))
+    return found
+
+
+def slowest_host(run: Run, hosts: int, costs: EngineCosts, workload: Workload) -> list[Played]:
+    """Per step of a workload, the rollouts of the host that takes longest."""
+    sizes = run.engine_sizes
+    turn = run.protocol.turn_tokens
+    return [
+        max(
+            (play(groups, workload, sizes, turn, costs) for groups in shares(step, hosts)),
+            key=lambda played: played.total,
+        )
+        for step in workload.steps
+    ]
+
+
+def engine_costs(
+    run: Run, measured: dict[str, Measured], sizes: dict[str, float], speeds: Rates
+) -> EngineCosts:
+    """Costs of the engine's programs on a host, for arrays of any length.
+
+    FLOPs and bytes follow from the lengths. What the devices send to each other per token is taken
+    from the largest of the compiled programs.
     """
     engine = run.engine_sizes
-    _, at_once, _ = rollouts_at_once(run, topology)
+    config = planned_config(run)
     # The pool has one page more than the engine hands out (`Programs.make_pool`).
     token_bytes = sizes["KV pool"] / ((engine.pages + 1) * engine.page)
-    return engine.steps * (sizes["engine's weights"] + at_once * mean_context(run) * token_bytes)
+    weights = sizes["engine's weights"]
+    decode = _largest(measured, "decode")
+    prefill = _largest(measured, "prefill")
+    head = flops_per_token(config, 0.0) - _flops_without_head(config, 0.0)
+
+    def token(contexts: Sequence[int]) -> Cost:
+        # The kernel fetches whole blocks of tokens, and one for every row without a sequence.
+        blocks = [math.ceil((context + 1) / BLOCK) for context in contexts]
+        read = (sum(blocks) + engine.slots - len(contexts)) * BLOCK
+        context = sum(contexts) / engine.slots
+        flops = engine.slots * (_flops_without_head(config, context) + head)
+        return Cost(
+            flops / decode.devices / speeds.flops,
+            (weights + read * token_bytes) / speeds.hbm,
+            synchronous=sum(decode.sent.values()) / engine.steps / speeds.host_links,
+        )
+
+    def prefilled(rows: int, length: int, before: int) -> Cost:
+        tokens = rows * length
+        flops = tokens * _flops_without_head(config, before + (length + 1) / 2)
+        read = weights + rows * before * token_bytes
+        sent = sum(prefill.sent.values()) * tokens / engine.prefill_tokens
+        return Cost(
+            flops / decode.devices / speeds.flops,
+            read / speeds.hbm,
+            synchronous=sent / speeds.host_links,
+        )
+
+    def frames(count: int) -> Cost:
+        batch = run.frames.batch_of(run.frame_tokens)
+        return rates.cost_of(measured["vision"], speeds).times(math.ceil(count / batch))
+
+    return EngineCosts(token, prefilled, frames)
 
 
-def limit(measured: Measured, calls: int, topology: Topology) -> Limit:
-    """The lower limit on the time of `calls` calls of a program."""
-    chip = topology.chip
-    part = 1 / chip.devices  # each device of a chip gets an equal part of the chip's rates
-    return Limit(
-        measured.program,
-        calls,
-        calls * measured.flops / measured.devices / (chip.flops * part),
-        calls * measured.read / (chip.hbm_rate * part),
-        calls * sum(measured.sent.values()) / (chip.ici_rate * part),
-    )
+def _largest(measured: dict[str, Measured], family: str) -> Measured:
+    """The program of a family that sends most."""
+    members = [m for name, m in measured.items() if name.split()[0] == family]
+    return max(members, key=lambda m: sum(m.sent.values()))
+
+
+def _flops_without_head(config: Qwen3VLConfig, context: float) -> float:
+    head = 2.0 * config.text.vocab_size * config.text.hidden_size
+    return flops_per_token(config, context) - head
 
 
 def model_flops(shape: BatchShape, config: Qwen3VLConfig) -> float:
@@ -293,7 +398,7 @@ def remedies(
     """
     engine = run.engine_sizes
     found: list[str] = []
-    if not programs.isdisjoint(ROLLOUTS):
+    if any(on_host(program) for program in programs):
         tokens = engine.pages * engine.page
         found.append(
             f"engine.cache_tokens = {tokens}: {tokens // 2} would free {pool / 2 / GIB:.2f} GiB, "

@@ -51,6 +51,7 @@ def scale(plans: Sequence[dict[str, Any]]) -> str:
         "reference s",
         "update s",
         "step s",
+        "expected s",
         "tokens/s",
         "sent GB",
     )
@@ -62,16 +63,17 @@ def _scale_line(plan: dict[str, Any]) -> list[str]:
     phases = {phase["phase"]: phase for phase in plan["phases"]}
     update = "RL update" if "RL update" in programs else "SFT update"
 
-    def peak(*names: str) -> str:
-        found = [programs[name] for name in names if name in programs]
+    def peak(*families: str) -> str:
+        found = [program for name, program in programs.items() if name.startswith(families)]
         return _peak(max(found, key=lambda program: program["peak"])) if found else "-"
 
     def seconds(name: str) -> str:
         return f"{phases[name]['seconds']:.2f}" if name in phases else "-"
 
-    step_seconds = tokens_per_second = sent = "-"
+    step_seconds = expected = tokens_per_second = sent = "-"
     if plan["complete"]:
         step_seconds = f"{plan['step_seconds']:.1f}"
+        expected = f"{plan['expected_seconds']:.1f}"
         tokens_per_second = f"{plan['tokens'] / plan['step_seconds']:.0f}"
     if update in programs:
         sent = f"{sum(programs[update]['sent'].values()) / 1e9:.0f}"
@@ -81,13 +83,14 @@ def _scale_line(plan: dict[str, Any]) -> list[str]:
         " x ".join(map(str, plan["mesh"])),
         _fits(plan, ("yes", "yes, in part", "not known", "no")),
         f"{plan['hbm'] / GIB:.2f}",
-        peak("prefill", "prefill after", "decode"),
+        peak("prefill", "decode"),
         peak("reference"),
         peak(update),
         f"{together / GIB:.1f}",
         seconds("reference"),
         seconds(update),
         step_seconds,
+        expected,
         tokens_per_second,
         sent,
     ]
@@ -162,12 +165,23 @@ def _peak(program: dict[str, Any]) -> str:
 
 def _phases(plan: dict[str, Any]) -> str:
     rows = []
+    columns = ("compute", "memory", "interconnect", "seconds", "expected")
     for phase in plan["phases"]:
-        times = [phase[name] for name in ("compute", "memory", "interconnect", "seconds")]
-        rows.append([phase["phase"], str(phase["calls"]), *(f"{time:.3f}" for time in times)])
+        name = "of decode, the tail" if phase["phase"] == "tail" else phase["phase"]
+        times = [f"{phase[column]:.3f}" for column in columns]
+        rows.append([name, f"{phase['calls']:.0f}", *times])
     if plan["complete"]:
-        rows.append(["step", "", "", "", "", f"{plan['step_seconds']:.2f}"])
-    header = ("phase", "calls", "arithmetic s", "HBM s", "interconnect s", "at least s")
+        seconds = [f"{plan[name]:.2f}" for name in ("step_seconds", "expected_seconds")]
+        rows.append(["step", "", "", "", "", *seconds])
+    header = (
+        "phase",
+        "calls",
+        "arithmetic s",
+        "HBM s",
+        "interconnect s",
+        "at least s",
+        "expected s",
+    )
     return markdown(header, rows)
 
 
@@ -183,6 +197,15 @@ def _sums(plan: dict[str, Any]) -> str:
         f"On every device: {_sizes(plan['residents'])} GiB.",
         f"On every host: {_sizes(plan['host_memory'])} GiB.",
     ]
+    if plan["phases"]:
+        rates = plan["expected_rates"]
+        lines.append(
+            "Arithmetic, HBM, interconnect and at least: at 100 % of the peak rates. Expected: at "
+            f"{rates['HFU']:.0%} of the peak FLOP/s (HFU) and {rates['HBM']:.0%} of the HBM "
+            "bandwidth; an estimate."
+        )
+    if plan["lengths"]:
+        lines.append(f"Lengths: {plan['lengths']}.")
     if plan["complete"] and plan["step_seconds"]:
         rate = plan["tokens"] / plan["step_seconds"]
         lines.append(
