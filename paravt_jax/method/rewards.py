@@ -6,6 +6,8 @@
     R_fmt   format_base + anchor_weight * R_anchor, clipped to [0, 1] by default
     R_tool  executed calls, and a right answer after them, in [0, 1]
 
+In training, a penalty on overlong trajectories can be subtracted (`less_overlong`).
+
 Two choices of settings have names. `RewardSettings()` is the published reward. It also pays for
 calls: by R_tool, and by the order term of R_fmt, which only episodes with calls can earn.
 `frugal_reward` pays right answers and format alone, and a right answer is worth a little less for
@@ -58,6 +60,10 @@ class RewardSettings:
     # The terms of R_fmt can exceed 1 together. A capped R_fmt no longer tells good from better.
     format_cap: bool = True
     """Clip R_fmt to [0, 1]."""
+    overlong_buffer: int = 0
+    """Tokens below the limit of a trajectory in which a penalty grows (DAPO); 0: no penalty."""
+    overlong_penalty: float = 1.0
+    """Reward lost by a trajectory that reaches its limit, with `overlong_buffer`."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers are scored: word F1, exact match, or a language model."""
     judge: JudgeSettings | None = None
@@ -74,6 +80,20 @@ class RewardSettings:
             raise ValueError(
                 f"RewardSettings.tool_turn_cost: {self.tool_turn_cost}; "
                 "it is a share of R_acc, give 0 to 1"
+            )
+        if self.overlong_buffer < 0:
+            raise ValueError(
+                f"RewardSettings.overlong_buffer: {self.overlong_buffer}; give 0 or more tokens"
+            )
+        if not 0 < self.overlong_penalty < math.inf:
+            raise ValueError(
+                f"RewardSettings.overlong_penalty: {self.overlong_penalty}; give a finite number "
+                "above 0 (overlong_buffer 0 switches it off)"
+            )
+        if self.overlong_penalty != 1 and not self.overlong_buffer:
+            raise ValueError(
+                f"RewardSettings.overlong_penalty: {self.overlong_penalty} with overlong_buffer 0, "
+                "which has no penalty; give the buffer in tokens, or leave the penalty at 1"
             )
         if self.open_ended not in ("f1", "exact", "judge"):
             raise ValueError(
@@ -113,14 +133,27 @@ def describe(settings: RewardSettings) -> str:
         terms.append("calls")
     *others, last = terms
     paid = f"{', '.join(others)} and {last}" if others else last
-    # The names cover any cap and any scorer of open-ended answers.
-    compared = dataclasses.replace(settings, format_cap=False, open_ended="f1", judge=None)
+    # The names cover any cap, any scorer of open-ended answers and any penalty on length.
+    compared = dataclasses.replace(
+        settings,
+        format_cap=False,
+        open_ended="f1",
+        judge=None,
+        overlong_buffer=0,
+        overlong_penalty=1.0,
+    )
     name = "a reward"
     if compared == RewardSettings(format_cap=False):
         name = "the published reward"
     elif compared == frugal_reward():
         name = "the frugal reward"
-    return f"{name}, for {paid}"
+    cost = ""
+    if settings.overlong_buffer:
+        cost = (
+            f", less up to {settings.overlong_penalty:.3g} for the last "
+            f"{settings.overlong_buffer} tokens below the limit of a trajectory"
+        )
+    return f"{name}, for {paid}{cost}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +175,8 @@ class Rewards:
     paper's f is the mean of `published_format` instead."""
     capped: bool = False
     """Whether the cap changed R_fmt."""
+    overlong: float | None = None
+    """The penalty on an overlong trajectory, which `total` includes; None: there is none."""
 
 
 def _closes_think(text: str) -> bool:
@@ -315,6 +350,25 @@ def score_all(
         _combine(turns, r_acc, settings, anchor_weight)
         for (_, turns), r_acc in zip(played, accuracies, strict=True)
     ]
+
+
+def less_overlong(rewards: Rewards, tokens: int, limit: int, settings: RewardSettings) -> Rewards:
+    """Subtract the penalty on an overlong trajectory from the total, as in DAPO.
+
+    The penalty grows linearly with the tokens, from 0 at limit - overlong_buffer to
+    overlong_penalty at the limit (soft overlong punishment, arXiv:2503.14476, section 3.4).
+
+    Args:
+        rewards: Rewards of the episode.
+        tokens: Tokens of the main agent's trajectory after its prompt, tool responses included.
+        limit: `ProtocolSettings.trajectory_tokens`, which bounds them.
+        settings: Buffer and size of the penalty.
+    """
+    if not settings.overlong_buffer:
+        return rewards
+    share = (tokens - limit) / settings.overlong_buffer + 1
+    penalty = settings.overlong_penalty * min(max(share, 0.0), 1.0)
+    return dataclasses.replace(rewards, total=rewards.total - penalty, overlong=penalty)
 
 
 def final_answer(turns: Sequence[Turn]) -> str | None:

@@ -280,7 +280,7 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
     if limits.pin_think:
         state.trajectory.append(protocol.pinned)
 
-    room = limits.trajectory_tokens - _suffix_length(state.trajectory)
+    room = limits.trajectory_tokens - suffix_length(state.trajectory)
     stop_ids = (protocol.vocabulary.eos,)
     if state.settings.dispatch == "sequential":
         stop_ids += (protocol.vocabulary["</tool_call>"],)
@@ -463,7 +463,7 @@ def _gather(state: _EpisodeState, outcomes: Sequence[CallOutcome], sample: Sampl
 
 def _fits(state: _EpisodeState, results: Segment) -> bool:
     """Whether the trajectory has room for `results`, a pinned opening and at least one token."""
-    length = _suffix_length(state.trajectory) + len(results.ids) + len(state.protocol.pinned.ids)
+    length = suffix_length(state.trajectory) + len(results.ids) + len(state.protocol.pinned.ids)
     return length < state.protocol.settings.trajectory_tokens
 
 
@@ -504,6 +504,6 @@ def split_prompt(
     return ids[: length - 1], ids[length - 1 :]
 
 
-def _suffix_length(trajectory: Trajectory) -> int:
+def suffix_length(trajectory: Trajectory) -> int:
     """Tokens that count against `trajectory_tokens`: the second part of `split_prompt`."""
     return len(split_prompt(trajectory)[1])

@@ -21,6 +21,7 @@ from paravt_jax.method.rewards import (
     describe,
     format_base,
     frugal_reward,
+    less_overlong,
     published_format,
     score,
     score_all,
@@ -162,12 +163,27 @@ def test_a_reward_says_what_it_pays():
     assert describe(RewardSettings(tool_weight=0)).endswith("format and calls")
     # A reward with a changed weight is not the published one.
     assert describe(RewardSettings(gamma=0)).startswith("a reward, ")
+    overlong = describe(RewardSettings(overlong_buffer=512, overlong_penalty=0.5))
+    assert overlong.startswith(published) and "up to 0.5 for the last 512 tokens" in overlong
 
 
 @pytest.mark.parametrize("cost", [-0.1, 1.1, float("nan")])
 def test_the_cost_of_a_tool_turn_is_a_share(cost):
     with pytest.raises(ValueError, match=f"RewardSettings.tool_turn_cost: {cost}"):
         RewardSettings(tool_turn_cost=cost)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"overlong_buffer": -1}, "overlong_buffer: -1"),
+        ({"overlong_buffer": 9, "overlong_penalty": 0.0}, r"overlong_penalty: 0\.0; .* above 0"),
+        ({"overlong_penalty": 0.5}, r"overlong_penalty: 0\.5 with overlong_buffer 0"),
+    ],
+)
+def test_a_penalty_on_length_needs_a_buffer(changes, message):
+    with pytest.raises(ValueError, match=f"RewardSettings.{message}"):
+        RewardSettings(**changes)
 
 
 @pytest.mark.parametrize("name", ["format_weight", "tool_weight", "gamma"])
@@ -262,6 +278,18 @@ def test_bounds_hold_for_any_episode(turns, suffix):
     if got.compliant:
         assert got.anchor >= 0
         assert not any(turn.truncated for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(10, 0.0), (80, 0.0), (85, 0.5), (90, 1.0), (100, 2.0), (101, 2.0)]
+)
+def test_the_penalty_on_length_grows_from_the_buffer_to_the_limit(tokens, penalty):
+    settings = RewardSettings(overlong_buffer=20, overlong_penalty=2.0)
+    plain = score(QUESTION, [answer()], settings)
+    rewards = less_overlong(plain, tokens, 100, settings)
+    assert rewards.overlong == pytest.approx(penalty)
+    assert rewards.total == pytest.approx(plain.total - penalty)
+    assert less_overlong(plain, tokens, 100, SETTINGS) == plain
 
 
 @pytest.mark.usefixtures("unchecked")

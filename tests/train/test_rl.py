@@ -22,6 +22,7 @@ from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages, batch_totals
 from paravt_jax.method.rewards import Rewards, RewardSettings, published_format
 from paravt_jax.method.structure import Kind
+from rollout.agent.episode import suffix_length
 from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
 from train.learn.batch import BatchShape
@@ -30,6 +31,7 @@ from train.learn.rl_batch import RLBatch, as_grpo_batch, deal, lay_out, split_rl
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, describe, draw_budgets, require_current, roll_out
 from train.learn.step import make_logprobs
+from train.settings import change
 
 # Tags that are one token.
 TAGS = {
@@ -111,6 +113,26 @@ def test_a_group_shares_its_budget_and_its_question(road, small):
         }
     seen = {tuple(e.trajectory.ids.tolist()) for e in rollouts.groups[0]}
     assert len(seen) > 1, "each rollout of a group has its own seed"
+
+
+def test_overlong_trajectories_earn_less(road, small):
+    """The penalty is part of the rewards that GRPO normalises, and a metric of the step."""
+    plain = rolled_out(road, small.Script(road), road.data.questions[:2])
+    lengths = [suffix_length(episode.trajectory) for episode in plain.episodes]
+    assert len(set(lengths)) > 1
+    buffer = small.SUFFIX - min(lengths) - 1
+    rewards = dataclasses.replace(road.run.rl.rewards, overlong_buffer=buffer)
+    settings = dataclasses.replace(gated(road, 4, 16), rewards=rewards)
+    questions = road.data.questions[:2]
+    charged = roll_out(small.Script(road), road.environment, questions, settings, 0, 1)
+    lost = np.subtract(
+        [reward.total for group in plain.rewards for reward in group],
+        [reward.total for group in charged.rewards for reward in group],
+    )
+    wanted = [max(0, length - min(lengths) - 1) / buffer for length in lengths]
+    assert lost == pytest.approx(wanted) and lost.min() == 0 < lost.max()
+    assert describe(charged)["reward/overlong"] == pytest.approx(lost.mean())
+    assert "reward/overlong" not in describe(plain)
 
 
 # --- steps ---
@@ -613,6 +635,12 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
 def test_invalid_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         RLSettings(**({"steps": 2} | change))
+
+
+def test_a_buffer_longer_than_a_trajectory_is_refused(road):
+    with pytest.raises(ValueError, match=r"rl\.rewards\.overlong_buffer: 145 .*tokens 144"):
+        change(road.run, "long", {"rl.rewards.overlong_buffer": 145})
+    change(road.run, "whole", {"rl.rewards.overlong_buffer": 144})
 
 
 @pytest.mark.usefixtures("unchecked")

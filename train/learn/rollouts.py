@@ -10,9 +10,9 @@ import numpy as np
 
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Trajectory
-from paravt_jax.method.rewards import Rewards, published_format, score_all
+from paravt_jax.method.rewards import Rewards, less_overlong, published_format, score_all
 from paravt_jax.processes import hosts
-from rollout.agent.episode import Environment, EpisodeSettings, play
+from rollout.agent.episode import Environment, EpisodeSettings, play, suffix_length
 from rollout.agent.scoring import executed_calls, seed_of, tool_gap
 from rollout.engine.requests import Sampler, run
 from train.learn.rl_settings import RLSettings
@@ -94,8 +94,14 @@ def roll_out(
     readable = tuple(
         group for group in groups if all(e.stop is not StopReason.UNREADABLE for e in group)
     )
-    played = [(episode.question, episode.turns) for group in readable for episode in group]
-    rewards = score_all(played, settings.rewards, judge, settings.grpo.sequence_anchor)
+    episodes = [episode for group in readable for episode in group]
+    played = [(episode.question, episode.turns) for episode in episodes]
+    earned = score_all(played, settings.rewards, judge, settings.grpo.sequence_anchor)
+    limit = environment.protocol.settings.trajectory_tokens
+    rewards = [
+        less_overlong(reward, suffix_length(episode.trajectory), limit, settings.rewards)
+        for episode, reward in zip(episodes, earned, strict=True)
+    ]
     return Rollouts(readable, _grouped(rewards, size), len(groups) - len(readable))
 
 
@@ -136,6 +142,9 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
     metrics = _headline(episodes, rewards)
     for name in ("accuracy", "format", "anchor", "tool", "total"):
         metrics[f"reward/{name}"] = _mean([getattr(reward, name) for reward in rewards])
+    overlong = [reward.overlong for reward in rewards if reward.overlong is not None]
+    if overlong:
+        metrics["reward/overlong"] = _mean(overlong)
     # The paper's f is the mean of this over training. It does not depend on the run's own rewards.
     metrics["format_reward"] = _mean([published_format(episode.turns) for episode in episodes])
     metrics["reward/format_capped"] = _mean([reward.capped for reward in rewards])
