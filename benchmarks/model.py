@@ -35,10 +35,11 @@ from jaxtyping import Float, Int
 
 from models.attention import DenseCache
 from models.qwen3_vl import hf
-from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny
+from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.flops import flops_per_token, vision_flops
 from models.qwen3_vl.hf_config import to_hf
 from models.qwen3_vl.rope import mrope_positions, visual_index
+from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl.vision import frame_layout
 from paravt_jax.data.local_path import require_local
 from train.durable.allocator import reuse_freed_memory

@@ -22,9 +22,9 @@ import train.prepare
 import train.run
 from configs import RECIPES
 from models.features import FrameSettings
-from models.qwen3_vl.config import tiny
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import tiny
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings

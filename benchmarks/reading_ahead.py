@@ -20,9 +20,9 @@ import av
 import numpy as np
 from flax import nnx
 
-from models.qwen3_vl.config import tiny
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import tiny
 from paravt_jax.data import video
 from paravt_jax.method import protocol
 from paravt_jax.method.records import Question, QuestionKind

@@ -30,9 +30,9 @@ from flax import nnx
 
 from benchmarks.hub import Hub
 from benchmarks.killing import EXIT_CODES, check_end, environment
-from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import qwen3_vl
 from paravt_jax.data.local_path import require_local
 from paravt_jax.world.stand_in import write_stand_in
 from train.durable.metrics import read_metrics

@@ -22,8 +22,9 @@ import numpy as np
 from flax import nnx
 
 from models.features import FrameFeatures, FrameSettings
-from models.qwen3_vl.config import Qwen3VLConfig, tiny
+from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.data.loader import stream
 from paravt_jax.method import grpo

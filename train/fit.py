@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, qwen3_vl
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.remat import Remat
+from models.qwen3_vl.sizes import qwen3_vl
 from rollout.engine.pages import page_count
 from train.learn.batch import BatchShape
 from train.learn.optimizer import OptimizerSettings, make_optimizer

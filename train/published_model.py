@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny
+from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.hf_config import from_hf
+from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.weights.folder import CONFIG, local_folder, read_companions, weights_files
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import require_same

@@ -20,10 +20,10 @@ import pyarrow
 import pyarrow.parquet
 from flax import nnx
 
-from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.hf_config import from_hf
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import qwen3_vl
 from models.weights.folder import CONFIG, local_folder
 from paravt_jax.data import sources
 from paravt_jax.data.atomic import appearing, write_atomically

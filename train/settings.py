@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from models.features import FrameSettings, frame_tokens
-from models.qwen3_vl.config import VisionConfig, qwen3_vl, tiny
+from models.qwen3_vl.config import VisionConfig
+from models.qwen3_vl.sizes import qwen3_vl, tiny
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.tools.crop_video import CropVideo

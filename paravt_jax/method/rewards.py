@@ -119,43 +119,6 @@ def frugal_reward() -> RewardSettings:
     )
 
 
-def describe(settings: RewardSettings) -> str:
-    """What a reward pays, in a few words for the report."""
-    answers = "right answers"
-    if settings.tool_turn_cost:
-        answers += f" (worth {100 * settings.tool_turn_cost:.3g} % less per turn with tools)"
-    terms = [answers]
-    if settings.format_weight:
-        terms.append("format")
-    # The order term is part of the format reward, and may be earned by calls only.
-    order_pays_calls = settings.format_weight > 0 and not settings.order_without_calls
-    if settings.tool_weight or order_pays_calls:
-        terms.append("calls")
-    *others, last = terms
-    paid = f"{', '.join(others)} and {last}" if others else last
-    # The names cover any cap, any scorer of open-ended answers and any penalty on length.
-    compared = dataclasses.replace(
-        settings,
-        format_cap=False,
-        open_ended="f1",
-        judge=None,
-        overlong_buffer=0,
-        overlong_penalty=1.0,
-    )
-    name = "a reward"
-    if compared == RewardSettings(format_cap=False):
-        name = "the published reward"
-    elif compared == frugal_reward():
-        name = "the frugal reward"
-    cost = ""
-    if settings.overlong_buffer:
-        cost = (
-            f", less up to {settings.overlong_penalty:.3g} for the last "
-            f"{settings.overlong_buffer} tokens below the limit of a trajectory"
-        )
-    return f"{name}, for {paid}{cost}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Rewards:
     """The rewards of one episode."""

@@ -13,7 +13,8 @@ import json
 import pathlib
 from typing import Any
 
-from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl
+from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.sizes import qwen3_vl
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.vocabulary import build_tokenizer

@@ -21,8 +21,8 @@ from flax import nnx
 
 from configs import RECIPES
 from models.features import FrameSettings
-from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.model import abstract_model, num_params
+from models.qwen3_vl.sizes import qwen3_vl
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.grpo import Anchor, GRPOSettings

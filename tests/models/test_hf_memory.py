@@ -17,8 +17,9 @@ import pytest
 from safetensors import safe_open
 
 from models.qwen3_vl import hf_layout
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig, tiny
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
 from models.qwen3_vl.hf_config import to_hf
+from models.qwen3_vl.sizes import tiny
 from models.weights import folder as hf_folder
 
 pytestmark = pytest.mark.slow
@@ -203,7 +204,7 @@ def test_two_processes_read_only_their_slices_and_save_the_same_files(tmp_path):
 
 FAILING = """
     from models.qwen3_vl import hf
-    from models.qwen3_vl.config import tiny
+    from models.qwen3_vl.sizes import tiny
     from models.sharding import make_mesh
     from models.weights import tensor_file
     target, found = pathlib.Path(target), {}

@@ -13,9 +13,9 @@ from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 
 from models.attention import DenseCache
-from models.qwen3_vl.config import tiny
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.remat import check
+from models.qwen3_vl.sizes import tiny
 from models.qwen3_vl.vision import frame_layout, packed_layout
 
 CONFIG = tiny(97)

@@ -16,8 +16,8 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from models.attention import DenseCache, PagedCache, paged
-from models.qwen3_vl.config import tiny
 from models.qwen3_vl.model import abstract_model
+from models.qwen3_vl.sizes import tiny
 from models.qwen3_vl.text import KV, TextDecoder
 from models.sharding import MESH_AXES
 from tests.models.program import FOR_TPU, run
@@ -255,7 +255,7 @@ def test_decoding_compiles_for_tpu_without_a_copy_of_the_pool(topology, tensor, 
         from jax.experimental import topologies
         from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
         from models.attention import PagedCache
-        from models.qwen3_vl.config import qwen3_vl
+        from models.qwen3_vl.sizes import qwen3_vl
         from models.qwen3_vl.text import TextDecoder
         from models.sharding import MESH_AXES, param_shardings
 

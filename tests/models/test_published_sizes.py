@@ -15,10 +15,10 @@ from jax.extend.core import jaxprs_in_params
 
 from models.attention import DenseCache
 from models.qwen3_vl import hf_layout
-from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.flops import flops_per_token, vision_flops
 from models.qwen3_vl.hf_config import from_hf, to_hf
 from models.qwen3_vl.model import abstract_model, num_params
+from models.qwen3_vl.sizes import qwen3_vl
 from models.qwen3_vl.text import KV
 from models.qwen3_vl.vision import frame_layout
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.config import tiny
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import tiny
 from models.qwen3_vl.vision import frame_layout, frozen, pack_patches
 
 CONFIG = tiny(97)

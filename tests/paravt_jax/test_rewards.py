@@ -18,7 +18,6 @@ from paravt_jax.method.records import (
 from paravt_jax.method.rewards import (
     RewardSettings,
     anchor_reward,
-    describe,
     format_base,
     frugal_reward,
     less_overlong,
@@ -150,21 +149,6 @@ def test_the_published_order_term_pays_only_episodes_that_call():
     uncapped = score(QUESTION, direct, RewardSettings(format_cap=False))
     assert frugal.format - uncapped.format == pytest.approx(0.3)
     assert frugal.total == pytest.approx(1 + frugal.format)
-
-
-def test_a_reward_says_what_it_pays():
-    published = "the published reward, for right answers, format and calls"
-    assert describe(RewardSettings()) == describe(RewardSettings(format_cap=False)) == published
-    frugal = describe(frugal_reward())
-    assert frugal.startswith("the frugal reward, for right answers (worth 20 % less")
-    assert frugal.endswith(" and format")
-    assert describe(RewardSettings(format_weight=0, tool_weight=0)) == "a reward, for right answers"
-    # Without R_tool, the order term still pays for calls.
-    assert describe(RewardSettings(tool_weight=0)).endswith("format and calls")
-    # A reward with a changed weight is not the published one.
-    assert describe(RewardSettings(gamma=0)).startswith("a reward, ")
-    overlong = describe(RewardSettings(overlong_buffer=512, overlong_penalty=0.5))
-    assert overlong.startswith(published) and "up to 0.5 for the last 512 tokens" in overlong
 
 
 @pytest.mark.parametrize("cost", [-0.1, 1.1, float("nan")])

@@ -18,8 +18,8 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from models.qwen3_vl.config import tiny
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.processes import cluster, hosts
 from train.durable.interrupts import Interrupts, Stopped

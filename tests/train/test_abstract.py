@@ -52,7 +52,7 @@ def test_an_update_compiles_for_tpu():
         import dataclasses
         from jax.experimental import topologies
         from configs import RECIPES
-        from models.qwen3_vl.config import qwen3_vl
+        from models.qwen3_vl.sizes import qwen3_vl
         from models.sharding import make_mesh
         from train.plan.abstract import abstract_rl_update
 

@@ -24,9 +24,9 @@ import train.run
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
 from configs.sft import sft_8b
-from models.qwen3_vl.config import tiny
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import tiny
 from paravt_jax.data import video
 from paravt_jax.data.archives import Archive, mark_of
 from paravt_jax.data.stored_settings import lock

@@ -12,8 +12,8 @@ import optax
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.config import tiny
 from models.qwen3_vl.model import abstract_model
+from models.qwen3_vl.sizes import tiny
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 
 

@@ -21,9 +21,9 @@ from flax import nnx
 
 from benchmarks.lengths import drawn, file_of
 from configs import RECIPES
-from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.flops import flops_per_token
 from models.qwen3_vl.model import abstract_model
+from models.qwen3_vl.sizes import qwen3_vl
 from rollout.engine import runner
 from tests.train.small import small
 from train.fit import fit

@@ -11,9 +11,9 @@ from flax import nnx
 from jax import P
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from models.qwen3_vl.config import tiny
 from models.qwen3_vl.flops import flops_per_token, vision_flops
 from models.qwen3_vl.model import abstract_model
+from models.qwen3_vl.sizes import tiny
 from models.qwen3_vl.vision import frame_layout
 from models.sharding import MESH_AXES
 from tests.models.program import run

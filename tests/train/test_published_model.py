@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from models.features import FrameSettings
-from models.qwen3_vl.config import qwen3_vl
+from models.qwen3_vl.sizes import qwen3_vl
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method import tokenizer
 from paravt_jax.world.vocabulary import save_tokenizer

@@ -18,10 +18,10 @@ from benchmarks.rehearsal import MOMENTS, RUN, Setting, compare, finish, interru
 from configs import RECIPES
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
-from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.hf_config import from_hf
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import qwen3_vl
 from paravt_jax.data.preparation import find_tables
 from paravt_jax.world.stand_in import write_stand_in
 from paravt_jax.world.vocabulary import save_tokenizer

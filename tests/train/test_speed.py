@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from models.qwen3_vl.config import tiny
 from models.qwen3_vl.flops import flops_per_token
+from models.qwen3_vl.sizes import tiny
 from train.learn import speed
 from train.learn.batch import Sequences
 

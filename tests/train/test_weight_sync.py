@@ -6,8 +6,9 @@ import pathlib
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny
+from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import abstract_model
+from models.qwen3_vl.sizes import qwen3_vl, tiny
 from train.learn.weight_sync import sampler_devices
 
 PROGRAM = str(pathlib.Path(__file__).with_name("hosts_program.py"))

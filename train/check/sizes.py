@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.model import abstract_model
+from models.qwen3_vl.sizes import qwen3_vl
 from train.fit import total_bytes
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.settings import Run

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny
+from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.hf import load
 from models.qwen3_vl.hf_config import to_hf
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl.vision import frozen
 from models.sharding import param_shardings
 from paravt_jax.method.tokenizer import Vocabulary

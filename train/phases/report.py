@@ -7,11 +7,11 @@ import pathlib
 from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.method.rewards import describe
 from paravt_jax.processes import hosts
 from train.phases.context import Context
 from train.report.page import write_report
 from train.report.result import checks, collect_episodes, judged, read_by_temperature, read_curve
+from train.report.reward import describe
 
 Rows = list[dict[str, Any]]
 

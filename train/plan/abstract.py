@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl
+from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import abstract_model
+from models.qwen3_vl.sizes import qwen3_vl
 from models.sharding import param_shardings
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl
+from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.rope import visual_index
+from models.qwen3_vl.sizes import qwen3_vl
 from models.qwen3_vl.vision import frame_layout, frozen
 from models.sharding import make_mesh, param_shardings
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of

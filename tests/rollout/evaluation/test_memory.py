@@ -8,7 +8,7 @@ import re
 import pytest
 
 from models.features import frame_tokens
-from models.qwen3_vl.config import qwen3_vl
+from models.qwen3_vl.sizes import qwen3_vl
 from paravt_jax.method.protocol import Protocol
 from rollout.engine.sizing import MOST_PREFILL, sizes_for_single_episodes
 from rollout.evaluation import memory

@@ -1,0 +1,111 @@
+"""Sizes of Qwen3-VL: the published models, one for rehearsals and a small one for laptops."""
+
+from __future__ import annotations
+
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
+
+# hidden size, layers, heads, MLP size, tied embeddings, large vision tower
+_PUBLISHED = {
+    "2b": (2048, 28, 16, 6144, True, False),
+    "4b": (2560, 36, 32, 9728, True, False),
+    "8b": (4096, 36, 32, 12288, False, True),
+    "32b": (5120, 64, 64, 25600, False, True),
+}
+
+
+def qwen3_vl(size: str) -> Qwen3VLConfig:
+    """The dense model of `size`: published ("2b", "4b", "8b", "32b"), or cut for a rehearsal.
+
+    Raises:
+        ValueError: There is no such size.
+    """
+    if size == "rehearsal":
+        return _rehearsal()
+    if size not in _PUBLISHED:
+        raise ValueError(
+            f"size = {size!r}: no published size; choose one of {', '.join(_PUBLISHED)}, or build "
+            "a Qwen3VLConfig"
+        )
+    hidden, layers, heads, mlp, tied, large = _PUBLISHED[size]
+    vision = VisionConfig(
+        hidden_size=1152 if large else 1024,
+        depth=27 if large else 24,
+        num_heads=16,
+        intermediate_size=4304 if large else 4096,
+        out_hidden_size=hidden,
+        num_position_embeddings=48 * 48,
+        deepstack_visual_indexes=(8, 16, 24) if large else (5, 11, 17),
+    )
+    text = TextConfig(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        mrope_section=(24, 20, 20),
+        rope_theta=5_000_000.0,
+        tie_word_embeddings=tied,
+    )
+    return Qwen3VLConfig(vision, text)
+
+
+def _rehearsal() -> Qwen3VLConfig:
+    """A narrow and shallow model with the vocabulary, heads and DeepStack levels of a large one.
+
+    Numbers of heads and their width stay, because attention kernels and the tensor axis of a mesh
+    depend on them.
+    """
+    vision = VisionConfig(
+        hidden_size=64,
+        depth=3,
+        num_heads=4,
+        intermediate_size=128,
+        out_hidden_size=64,
+        num_position_embeddings=48 * 48,
+        deepstack_visual_indexes=(0, 1, 2),
+    )
+    text = TextConfig(
+        vocab_size=151_936,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        mrope_section=(24, 20, 20),
+        rope_theta=5_000_000.0,
+        tie_word_embeddings=False,
+    )
+    return Qwen3VLConfig(vision, text)
+
+
+def tiny(vocab_size: int) -> Qwen3VLConfig:
+    """The laptop model: about 0.8 M parameters plus embeddings.
+
+    It has every part of the published models, one DeepStack level and a position table of 2 x 2
+    patches.
+    """
+    vision = VisionConfig(
+        hidden_size=64,
+        depth=2,
+        num_heads=4,
+        intermediate_size=128,
+        out_hidden_size=128,
+        num_position_embeddings=4,
+        deepstack_visual_indexes=(0,),
+    )
+    text = TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        mrope_section=(12, 10, 10),
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+    )
+    return Qwen3VLConfig(vision, text)
