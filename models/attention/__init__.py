@@ -121,8 +121,7 @@ def attend(
             "starts, shared: packed rows need both and segment_ids, are causal and have no prefix; "
             "pass all three, leave causal True, and put the prefix into the rows"
         )
-    given = (segment_ids, prefix_mask, starts, shared)
-    masks = Masks(*jax.tree.map(jnp.asarray, given))
+    masks = Masks(*jax.tree.map(jnp.asarray, (segment_ids, prefix_mask, starts, shared)))
     if masks.segments is not None and prefix is not None:
         masks = masks._replace(segments=(masks.segments != 0).astype(jnp.int32))
     target = platform()

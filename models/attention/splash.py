@@ -43,9 +43,7 @@ def attend(
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
     """`attention.attend` on this kernel, which has no packed rows."""
-    segments = masks.segments
-    if segments is None:
-        segments = jnp.ones(q.shape[:2], jnp.int32)
+    segments = jnp.ones(q.shape[:2], jnp.int32) if masks.segments is None else masks.segments
     if prefix is None:
         # A prefix of length 0 for every row: each row is a group of its own.
         prefix = (k[:, :0], v[:, :0])

@@ -1,10 +1,11 @@
-"""Shared by all kernels: masks, the platform to compile for, what attention saves."""
+"""Shared by all kernels: masks, tiles of packed rows, the platform, what attention saves."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 # `checkpoint_name` of outputs and log-sum-exps. If a remat policy saves this name, the backward
@@ -29,3 +30,30 @@ def platform() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def visible_tiles(masks: Masks, queries: int, keys: int) -> Bool[Array, "b i j"]:
+    """Which tiles of packed rows, of `queries` queries x `keys` keys, may hold a visible pair.
+
+    The length of a row is a multiple of both sizes. Prompts count by the lowest and highest number
+    of the groups in a tile, so the result is exact if groups are numbered in their order. The tile
+    of a query's own place always counts: every query, padding too, has at least one key.
+    """
+    segments, _, starts, shared = masks
+    assert segments is not None and starts is not None and shared is not None
+    b, t = segments.shape
+    valid = segments != 0
+    prompt = valid & (jnp.arange(t)[None] < shared[:, None])
+
+    def ends(x: Array, counted: Array, size: int) -> tuple[Array, Array]:
+        """Smallest and largest x per tile, of the places that are counted."""
+        smallest = jnp.where(counted, x, jnp.iinfo(jnp.int32).max).reshape(b, -1, size).min(-1)
+        return smallest, jnp.where(counted, x, -1).reshape(b, -1, size).max(-1)
+
+    first_group, last_group = (x[:, :, None] for x in ends(segments, valid, queries))
+    first_prompt, last_prompt = (x[:, None] for x in ends(segments, prompt, keys))
+    query = jnp.arange(0, t, queries)[None, :, None]
+    key = jnp.arange(0, t, keys)[None, None]
+    first_own = jnp.minimum(query, ends(starts, valid, queries)[0][:, :, None])
+    prompts = (first_prompt <= last_group) & (first_group <= last_prompt)
+    return (key < query + queries) & (prompts | (key + keys > first_own))

@@ -1,9 +1,10 @@
-"""Attention in plain XLA, for any device, in chunks of queries.
+"""Attention in plain XLA, for any device, in chunks of queries; packed rows in tiles.
 
 The backward pass computes the scores again from the log-sum-exp, as FlashAttention does: on CPU,
 saving and loading scores takes several times as long as computing them. Both passes hold the scores
 of one chunk at a time. The result does not depend on the chunk size, and a shared prefix gives what
-the same tokens in every row would give.
+the same tokens in every row would give. In packed rows, a chunk takes its keys tile by tile and
+skips the tiles that it does not see: the cost follows the visible pairs, not the square of the row.
 
 Softmax is in float32, as are all sums over keys: in bfloat16 they would lose small weights.
 
@@ -21,10 +22,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention.target import SAVED, Masks
+from models.attention.target import SAVED, Masks, visible_tiles
 
 # Upper bound on the spans of whole chunks, each a loop, that causal attention compiles to.
 SPANS = 8
+# Largest tile of a packed row, in queries and in keys: on CPU, 128 takes longer (docs/speed.md).
+TILE = 64
 # Score of a masked key. Finite: with -inf, a row without any key would be NaN.
 MASKED = -1e30
 
@@ -63,16 +66,21 @@ def attend(
     """`attention.attend` in chunks of `chunk` queries."""
     b, t, n, h = q.shape
     kv = k.shape[2]
+    if masks.starts is not None:
+        # Whole tiles.
+        chunk = min(chunk, TILE)
+        q, k, v, *places = (_pad(x, chunk) for x in (q, k, v, masks.segments, masks.starts))
+        masks = Masks(places[0], None, places[1], masks.shared)
     # [b, t, n, h] -> [b, k, t, r, h]. Heads come before positions, and the queries of a kv head are
     # neighbours, so that each (row, kv head) is one plain matmul.
-    queries = (q * h**-0.5).reshape(b, t, kv, n // kv, h).transpose(0, 2, 1, 3, 4)
+    queries = (q * h**-0.5).reshape(b, -1, kv, n // kv, h).transpose(0, 2, 1, 3, 4)
     prefix_k = prefix_v = None
     if prefix is not None:
         prefix_k = prefix[0].transpose(0, 2, 1, 3)
         prefix_v = prefix[1].transpose(0, 2, 1, 3)
     keys = _Keys(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), prefix_k, prefix_v)
     out: Any = _attend(queries, keys, masks, causal, chunk)
-    return out.transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
+    return out.transpose(0, 2, 1, 3, 4).reshape(b, -1, n, h)[:, :t]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -96,8 +104,11 @@ def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: Masks, causal: bo
         chunk_logsumexp = found.top + jnp.log(found.weights)
         return _put(out, chunk_out, start), _put(logsumexp, chunk_logsumexp, start)
 
-    empty = (jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:-1], jnp.float32))
-    out, logsumexp = _over_chunks(step, empty, q.shape[2], causal, chunk)
+    if masks.starts is not None:
+        out, logsumexp = _forward_packed(q, keys, masks, chunk)
+    else:
+        empty = (jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:-1], jnp.float32))
+        out, logsumexp = _over_chunks(step, empty, q.shape[2], causal, chunk)
     out = checkpoint_name(out, SAVED)
     return out, (q, keys, masks, out, checkpoint_name(logsumexp, SAVED))
 
@@ -129,11 +140,93 @@ def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"])
     # Sums over chunks stay in float32 until the end.
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys)
     empty = (jnp.zeros(q.shape, q.dtype), sums)
-    d_q, d_keys = _over_chunks(step, empty, q.shape[2], causal, chunk)
+    if masks.starts is not None:
+        d_q, d_keys = _backward_packed((q, logsumexp, d_out, delta), keys, masks, chunk)
+    else:
+        d_q, d_keys = _over_chunks(step, empty, q.shape[2], causal, chunk)
     return d_q, jax.tree.map(lambda d, x: d.astype(x.dtype), d_keys, keys), None
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _forward_packed(q: Float[Array, "b k t r h"], keys: _Keys, masks: Masks, tile: int):
+    """Outputs and log-sum-exps of packed rows; `tile` divides their length."""
+    first_keys, count = _tiles_to_visit(masks, tile)
+
+    def step(done, query):
+        part = _cut(q, query, tile)
+
+        def add_tile(i, found):
+            key = first_keys[query // tile, i]
+            scores = _tile_scores(part, keys.k, masks, query, key)
+            return _merge(found, _weigh(scores, _cut(keys.v, key, tile)))
+
+        values = jnp.zeros(part.shape, jnp.float32)
+        nothing = _Partial(values, values[..., 0], jnp.full_like(values[..., 0], MASKED))
+        found = jax.lax.fori_loop(0, count[query // tile], add_tile, nothing)
+        chunk_out = (found.values / found.weights[..., None]).astype(q.dtype)
+        logsumexp = found.top + jnp.log(found.weights)
+        return (_put(done[0], chunk_out, query), _put(done[1], logsumexp, query)), None
+
+    empty = (jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:-1], jnp.float32))
+    return jax.lax.scan(step, empty, jnp.arange(0, q.shape[2], tile))[0]
+
+
+def _backward_packed(of_queries: tuple[Array, ...], keys: _Keys, masks: Masks, tile: int):
+    """Gradients of queries, keys and values; the first of `of_queries` are the queries."""
+    first_keys, count = _tiles_to_visit(masks, tile)
+
+    def step(done, query):
+        q, *rest = (_cut(x, query, tile) for x in of_queries)
+
+        def add_tile(i, sums):
+            key = first_keys[query // tile, i]
+            k, v = (_cut(x, key, tile) for x in keys[:2])
+            grads = _grads(q, k, v, _tile_scores(q, keys.k, masks, query, key), *rest)
+            d_k, d_v = (_put(sums[i], _cut(sums[i], key, tile) + grads[i], key) for i in (1, 2))
+            return sums[0] + grads[0], d_k, d_v
+
+        start = (jnp.zeros(q.shape, jnp.float32), *done[1:])
+        d_part, *d_keys = jax.lax.fori_loop(0, count[query // tile], add_tile, start)
+        return (_put(done[0], d_part.astype(q.dtype), query), *d_keys), None
+
+    zeros = jnp.zeros(keys.k.shape, jnp.float32)
+    empty = (jnp.zeros_like(of_queries[0]), zeros, zeros)
+    d_q, d_k, d_v = jax.lax.scan(step, empty, jnp.arange(0, zeros.shape[2], tile))[0]
+    return d_q, _Keys(d_k, d_v, None, None)
+
+
+def _tiles_to_visit(masks: Masks, tile: int) -> tuple[Int[Array, "i j"], Int[Array, " i"]]:
+    """First keys of the tiles that each chunk of queries sees, and how many of them count."""
+    seen = visible_tiles(masks, tile, tile).any(axis=0)
+    # A stable sort puts the visible tiles first, in their order.
+    return jnp.argsort(~seen, axis=1, stable=True) * tile, jnp.sum(seen, axis=1)
+
+
+def _tile_scores(
+    q: Float[Array, "b k c r h"],
+    k: Float[Array, "b k t h"],
+    masks: Masks,
+    query: Int[Array, ""],
+    key: Int[Array, ""],
+) -> Float[Array, "b k c r s"]:
+    """Scores of the queries from place `query` against a tile of keys from place `key`."""
+    assert masks.segments is not None and masks.starts is not None and masks.shared is not None
+    tile = q.shape[2]
+    cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=tile, axis=1)
+    place = key + jnp.arange(tile)[None, None]
+    seen = cut(masks.segments, query)[:, :, None] == cut(masks.segments, key)[:, None]
+    seen &= place <= query + jnp.arange(tile)[None, :, None]
+    own = place >= cut(masks.starts, query)[:, :, None]
+    seen &= own | (place < masks.shared[:, None, None])
+    return jnp.where(seen[:, None, :, None], _scores(q, _cut(k, key, tile)), MASKED)
+
+
+def _pad(x: Array | None, tile: int) -> Any:
+    """Fills axis 1 up to whole tiles."""
+    assert x is not None
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % tile)] + [(0, 0)] * (x.ndim - 2))
 
 
 class _Span(NamedTuple):
@@ -225,10 +318,6 @@ def _own_scores(
     if masks.segments is not None:
         own = jax.lax.dynamic_slice_in_dim(masks.segments, start, c, axis=1)
         seen = own[:, :, None] == masks.segments[:, None, :s]
-        if masks.starts is not None and masks.shared is not None:
-            begin = jax.lax.dynamic_slice_in_dim(masks.starts, start, c, axis=1)
-            key = jnp.arange(s)[None, None]
-            seen &= (key >= begin[:, :, None]) | (key < masks.shared[:, None, None])
         # [b, c, s] -> [b, 1, c, 1, s]
         scores = jnp.where(seen[:, None, :, None], scores, MASKED)
     return scores
