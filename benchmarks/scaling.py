@@ -236,7 +236,7 @@ def rl_updates(road: Road, devices: int, steps: int) -> Updates:
     settings = road.run.rl
     assert settings is not None
     learner = Learner(
-        road.graph, road.fresh(fsdp=devices), road.model.config, settings, road.run.rl_shapes
+        road.graph, road.fresh(fsdp=devices), road.model.config, settings, road.run.rl_shape
     )
     timed = Timed(learner.update)
     learner.update = cast(Any, timed)

@@ -60,7 +60,7 @@ def paravt_8b() -> Run:
             grpo=GRPOSettings(anchor="likelihood", reward_clip=None, min_signal=0.25),
             rewards=RewardSettings(format_cap=False),
             remat="auto",
-            microbatches=0,
+            microbatch_tokens=0,
             logprob_chunk=512,
         ),
     )

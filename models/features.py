@@ -160,6 +160,8 @@ class FrameFeatures:
     ):
         self.config = config
         self.settings = settings
+        # Type of the features.
+        self.dtype = np.dtype(np.float32)
         self.root = Path(root)
         self.source = source
         self.version = version

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +27,10 @@ from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.sizes import qwen3_vl
 from rollout.engine.pages import page_count
-from train.learn.batch import BatchShape
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import fit_rows, parts_of_rows
-from train.learn.placement import fit as fit_batch
-from train.learn.placement import parts_of
+from train.learn.packing import MicrobatchShape
+from train.learn.placement import row_pieces
 from train.learn.weight_sync import sampler_devices
 from train.settings import Run, change
 from train.slices import Devices, known_slices
@@ -49,7 +48,7 @@ OPEN_FIELDS = (
     "engine.cache_tokens",
     "sft.microbatches",
     "sft.remat",
-    "rl.microbatches",
+    "rl.microbatch_tokens",
     "rl.remat",
 )
 
@@ -189,11 +188,11 @@ def _fit(run: Run, devices: Devices) -> Fitted:
     estimate = _Estimate(run, devices, mesh, sizes)
     needs = {}
     if run.sft is not None:
-        policy, parts, needs["cold start"] = estimate.choose_update("sft")
+        policy, parts, needs["cold start"] = estimate.choose_cold_start()
         fields |= {"sft.microbatches": parts, "sft.remat": policy}
     if run.rl is not None:
-        policy, parts, needs["PARA-GRPO"] = estimate.choose_update("rl")
-        fields |= {"rl.microbatches": parts, "rl.remat": policy}
+        policy, tokens, needs["PARA-GRPO"] = estimate.choose_rl()
+        fields |= {"rl.microbatch_tokens": tokens, "rl.remat": policy}
     if run.plays_episodes:
         engine, needs["rollouts"] = estimate.choose_engine()
         fields |= engine
@@ -212,7 +211,7 @@ def _most_tensor(text: TextConfig) -> int:
 def rows_of(run: Run) -> int:
     """Rows in the largest batch of an update."""
     if run.rl is not None:
-        return max(shape.groups * shape.rows for shape in run.rl_shapes)
+        return run.rl_shape.rows
     return 1 if run.sft is None else run.sft.rows
 
 
@@ -267,12 +266,13 @@ class _Estimate:
         self.devices = devices
         assert devices.memory is not None
         self.usable = USABLE * devices.memory
+        self.mesh = mesh
         self.row_devices = mesh[0] * mesh[1]
         self.shards = mesh[1] * mesh[2]
         self.sizes = sizes
         self.weights = total_bytes(sizes.text) / self.shards
 
-    def choose_update(self, phase: str) -> tuple[Remat, int, float]:
+    def choose_cold_start(self) -> tuple[Remat, int, float]:
         """The first policy, and the smallest number of micro-batches, with which an update fits.
 
         Fewer micro-batches gather the weights less often.
@@ -280,18 +280,38 @@ class _Estimate:
         Returns:
             The policy, the number of micro-batches, and the bytes that the update needs.
         """
-        settings = getattr(self.run, phase)
-        policies = POLICIES if settings.remat == "auto" else (settings.remat,)
-        numbers = [settings.microbatches]
-        if not settings.microbatches:
-            numbers = self._microbatches(phase)
+        sft = self.run.sft
+        assert sft is not None
+        most = parts_of_rows(sft.shape, self.row_devices, sft.rows)
+        numbers = [sft.microbatches] if sft.microbatches else list(range(1, most + 1))
+        return self._first("the cold start", sft.remat, numbers, self._cold_start)
+
+    def choose_rl(self) -> tuple[Remat, int, float]:
+        """The first policy, and the largest micro-batch, with which an RL update fits.
+
+        Returns:
+            The policy, the bound on the tokens of a micro-batch, and the bytes that it needs.
+        """
+        rl = self.run.rl
+        assert rl is not None
+        bounds = [rl.microbatch_tokens] if rl.microbatch_tokens else self._microbatch_tokens()
+        return self._first("PARA-GRPO", rl.remat, bounds, self._rl)
+
+    def _first(
+        self,
+        part: str,
+        remat: Remat,
+        numbers: Sequence[int],
+        needs: Callable[[Remat, int], float],
+    ) -> tuple[Remat, int, float]:
+        """The first policy and number whose needs are met."""
         needed = math.inf
-        for policy in policies:
-            for parts in numbers:
-                needed = self._update(phase, policy, parts)
+        for policy in POLICIES if remat == "auto" else (remat,):
+            for number in numbers:
+                needed = needs(policy, number)
                 if needed <= self.usable:
-                    return policy, parts, needed
-        raise _TooLarge("the cold start" if phase == "sft" else "PARA-GRPO", needed)
+                    return policy, number, needed
+        raise _TooLarge(part, needed)
 
     def choose_engine(self) -> tuple[dict[str, int], float]:
         """Slots and cache of the engine, by field, and the bytes that rollouts need.
@@ -330,38 +350,45 @@ class _Estimate:
 
     # --- updates ---
 
-    def _microbatches(self, phase: str) -> list[int]:
-        """All numbers of micro-batches down to one row, or group of rows, per device."""
-        if phase == "sft":
-            assert self.run.sft is not None
-            most = parts_of_rows(self.run.sft.shape, self.row_devices, self.run.sft.rows)
-            return list(range(1, most + 1))
-        assert self.run.rl is not None
-        limits = range(1, self.run.rl.prompts + 1)
-        return sorted({self._rl_parts(limit) for limit in limits})
+    def _microbatch_tokens(self) -> list[int]:
+        """Bounds on the tokens of a micro-batch: whole groups at their longest, then less.
 
-    def _rl_parts(self, limit: int) -> int:
-        return parts_of(self.run.rl_shapes, self.row_devices, limit, self.devices.hosts)
+        The last one gives every row just the longest trajectory.
+        """
+        shape = self.run.rl_shape
+        longest = shape.longest
+        group = longest.prompt + shape.rollouts * longest.response
+        rows = self.row_devices // self._pieces()
+        bounds = [groups * group for groups in range(shape.groups, 0, -1)]
+        while bounds[-1] > rows * shape.trajectory:
+            bounds.append(bounds[-1] // 2)
+        # Bounds that lead to the same sizes are one.
+        by_largest = {self._largest(bound).tokens: bound for bound in reversed(bounds)}
+        return [by_largest[tokens] for tokens in sorted(by_largest, reverse=True)]
 
-    def _update(self, phase: str, policy: Remat, parts: int) -> float:
-        if phase == "sft":
-            assert self.run.sft is not None
-            shape = fit_rows(self.run.sft.shape, self.row_devices, parts)
-            rows = shape.rows / self.row_devices
-            tokens = rows * shape.tokens / parts
-            visual = rows * shape.visual
-        else:
-            parts = self._rl_parts(parts)
-            shapes = [fit_batch(x, self.row_devices, parts) for x in self.run.rl_shapes]
-            tokens = sum(self._tokens(shape) for shape in shapes) / parts
-            visual = sum(shape.groups * shape.visual for shape in shapes) / self.row_devices
-        gradients = self.weights * (2 if parts > 1 else 1)  # a sum over micro-batches, and a term
-        state = self.weights + self._moments(phase) + gradients
+    def _pieces(self) -> int:
+        return row_pieces(self.sizes.config.text, self.row_devices, self.mesh[2])
+
+    def _largest(self, bound: int) -> MicrobatchShape:
+        return self.run.rl_shape.microbatches(bound, self.row_devices, self._pieces())[0]
+
+    def _rl(self, policy: Remat, bound: int) -> float:
+        slots = self.run.rl_shape.slots(self.devices.hosts, self.row_devices)
+        visual = slots * self.devices.hosts / self.row_devices
+        tokens = self._largest(bound).places / self.row_devices
+        # The sum over micro-batches, and the gradient of one of them.
+        state = self.weights + self._moments("rl") + 2 * self.weights
         return state + self.sizes.tower + self._vectors(visual) + self._activations(policy, tokens)
 
-    def _tokens(self, shape: BatchShape) -> float:
-        """Tokens of a batch that a device computes. Devices share the prompts."""
-        return shape.groups * (shape.rows * shape.suffix + shape.prompt) / self.row_devices
+    def _cold_start(self, policy: Remat, parts: int) -> float:
+        assert self.run.sft is not None
+        shape = fit_rows(self.run.sft.shape, self.row_devices, parts)
+        rows = shape.rows / self.row_devices
+        gradients = self.weights * (2 if parts > 1 else 1)  # a sum over micro-batches, and a term
+        state = self.weights + self._moments("sft") + gradients
+        vectors = self._vectors(rows * shape.visual)
+        activations = self._activations(policy, rows * shape.tokens / parts)
+        return state + self.sizes.tower + vectors + activations
 
     def _vectors(self, visual: float) -> float:
         """Visual vectors, one of each level per visual token, in float32."""
@@ -392,12 +419,12 @@ class _Estimate:
         longest = engine.row_lengths[-1]
         if run.rl is None:
             return slots * longest
-        shape = run.rl_shapes[0]
+        shape = run.rl_shape
         prompts = math.ceil(shape.groups / self.devices.hosts)
-        rollouts = min(prompts * shape.rows, slots)
+        rollouts = min(prompts * shape.rollouts, slots)
         # A group shares the pages of its prompt, but for a partly filled last one.
-        pages = prompts * page_count(shape.prompt, engine.page)
-        pages += rollouts * (page_count(shape.suffix, engine.page) + 1)
+        pages = prompts * page_count(shape.longest.prompt, engine.page)
+        pages += rollouts * (page_count(shape.longest.response, engine.page) + 1)
         return max(pages * engine.page, longest)
 
     def _sampler_devices(self) -> int:

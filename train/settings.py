@@ -24,8 +24,8 @@ from rollout.engine.sizing import engine_sizes, lengths
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.checkpoint import CheckpointSettings
 from train.learn.align import AlignSettings
-from train.learn.batch import BatchShape
 from train.learn.optimizer import require_counts
+from train.learn.packing import StepShape
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.published_data import DataSettings
@@ -205,10 +205,10 @@ class Run:
         return lengths(self.limits(dispatch), self.frame_tokens, frames, self.crop_frame_tokens)
 
     @property
-    def rl_shapes(self) -> tuple[BatchShape, ...]:
-        """Batch shapes of an RL step; see `RLSettings.shapes`."""
+    def rl_shape(self) -> StepShape:
+        """Upper bounds on the rollouts of an RL step; see `RLSettings.shape`."""
         assert self.rl is not None, f"{self.name} has no RL"
-        return self.rl.shapes(self.lengths(max(self.rl.frame_budgets)))
+        return self.rl.shape(self.lengths(max(self.rl.frame_budgets)))
 
     @property
     def engine_sizes(self) -> EngineSizes:

@@ -126,5 +126,4 @@ def host_memory(run: Run, hosts: int, on_cpu: bool) -> dict[str, float]:
 def _visual_bytes(run: Run) -> float:
     """Bytes of the features of an RL batch, which are most of it."""
     levels = 1 + run.vision.levels
-    hidden = run.vision.out_hidden_size
-    return sum(shape.groups * shape.visual * levels * hidden * 4.0 for shape in run.rl_shapes)
+    return run.rl_shape.slots(1, 1) * levels * run.vision.out_hidden_size * 4.0

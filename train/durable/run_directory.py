@@ -193,7 +193,7 @@ MAY_CHANGE = (
     "sft.microbatches",
     "sft.remat",
     "sft.logprob_chunk",
-    "rl.microbatches",
+    "rl.microbatch_tokens",
     "rl.remat",
     "rl.logprob_chunk",
 )

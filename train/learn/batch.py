@@ -1,85 +1,87 @@
-"""Arrays of a batch in which the rollouts of a group share one prompt.
+"""Arrays of a micro-batch of RL: packed rows in which the rollouts of a group share one prompt.
 
-A prompt is computed once per group. Each row then attends to it:
+A row begins with the shared prompts of its groups. Then come segments: a rollout from the last
+token of its prompt on, or a trajectory whose prompt nothing else in the row shares.
 
-    group of 2 rollouts of the prompt a b c d
-        prompt_ids   a b c . .      all but the last prompt token, padded on the right
-        ids          d x y t z .    row 0: the last prompt token, then what follows
-                     d u v . . .    row 1
-        sampled      0 1 1 0 1 0    row 0: the model wrote x, y and z; t is a tool response
-                     0 1 1 0 0 0    row 1
+    row of 16 tokens: two rollouts of the prompt a b c d, and a sub-agent's trajectory k l m n
+        place          0 1 2  3 4 5 6 7  8 9 10  11 12 13 14  15
+        ids            a b c  d x y t z  d u v   k  l  m  n   .
+        segments       1 1 1  1 1 1 1 1  1 1 1   2  2  2  2   0     the group; 0 is padding
+        starts         0 0 0  3 3 3 3 3  8 8 8   11 11 11 11  0     where the segment begins
+        shared         3                                            places with shared prompts
 
-The last prompt token belongs to the rows because its output predicts their first sampled token.
+A token sees earlier tokens of its group that are in its own segment or in the shared prompts
+(`models.attention.attend`). The last prompt token belongs to the rollouts because its output
+predicts their first sampled token.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import jax
 import numpy as np
 from flax import struct
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 
-from models.features import FrameFeatures
-from models.qwen3_vl.rope import mrope_positions, next_position
+from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.rope import mrope_positions, next_position, visual_index
 from paravt_jax.method.records import Author, Segment, Trajectory, digest
+from train.learn.packing import Chunk, GroupLengths, MicrobatchShape, PackedMicrobatch
 
 Array = np.ndarray | jax.Array
 """NumPy arrays while a batch is built; JAX arrays once it is placed on a mesh."""
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchShape:
-    """Static sizes of a batch.
-
-    Args:
-        groups: Number of prompts.
-        rows: Rollouts per prompt.
-        prompt: Length of the shared prompt in tokens.
-        visual: Number of visual tokens in the prompt; may be 0.
-        suffix: Length of a row in tokens: all that follows the shared prompt.
-    """
-
-    groups: int
-    rows: int
-    prompt: int
-    visual: int
-    suffix: int
-
-    def __post_init__(self):
-        for name in ("groups", "rows", "prompt", "suffix"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"BatchShape.{name}: {value}; give a whole number of at least 1")
-        if self.visual < 0:
-            raise ValueError(f"BatchShape.visual: {self.visual}; give 0 or more tokens")
-
-
-# Annotations are not checked, because JAX also builds this tree with shardings as leaves or with
-# micro-batches as a further axis.
+# Annotations are not checked, because JAX also builds this tree with shardings as leaves.
 @no_type_check
 @struct.dataclass
-class Sequences:
-    """A batch: p prompts, and b = p * g rows that continue them, group after group.
+class Microbatch:
+    """Packed rows, and where each rollout's tokens are in them.
 
-    `visual` holds m visual tokens per prompt, each with c vectors: one for the embedding layer and
-    one per DeepStack level. Segments are 1 for tokens and 0 for padding. `sampled` marks the tokens
-    that the model wrote: they have log-probs and a loss. `logprobs` are the sampler's, 0 elsewhere.
+    There are b = rows * pieces arrays of t tokens: a packed row is cut into `pieces`, one per
+    device. `starts` and `shared` count places of the whole row. `visual_index` is the slot of a
+    token's vectors in the step's bank, -1 for text.
+
+    `index` has the u tokens of each of the step's r rollouts: their places, counted over all rows,
+    and -1 for tokens that are not in this micro-batch. A rollout's first token is the last one of
+    its prompt.
     """
 
-    prompt_ids: Int[Array, "p s"]
-    prompt_positions: Int[Array, "3 p s"]
-    prompt_segments: Int[Array, "p s"]
-    visual: Float[Array, "p m c d"]
     ids: Int[Array, "b t"]
     positions: Int[Array, "3 b t"]
     segments: Int[Array, "b t"]
-    sampled: Bool[Array, "b t"]
-    logprobs: Float[Array, "b t"]
+    starts: Int[Array, "b t"]
+    shared: Int[Array, " b"]
+    visual_index: Int[Array, "b t"]
+    index: Int[Array, "r u"]
+    pieces: int = struct.field(pytree_node=False, default=1)
+
+
+class Group(NamedTuple):
+    """Trajectories that begin with the same prompt."""
+
+    trajectories: tuple[Trajectory, ...]
+    rollout: int
+    """Row of the first trajectory among the step's rollouts; the others follow."""
+    grids: tuple[tuple[int, int], ...]
+    """Height and width, in patches, of the prompt's frames."""
+    slot: int
+    """Slot of the prompt's first visual vector in the step's bank; the others follow."""
+
+    @property
+    def prompt(self) -> Int[np.ndarray, " s"]:
+        """The ids of the prompt, without its last token."""
+        segments = prompt_segments(self.trajectories[0])
+        return np.concatenate([segment.ids for segment in segments])[:-1]
+
+    @property
+    def lengths(self) -> GroupLengths:
+        """What `packing.pack` needs to know."""
+        prompt = len(self.prompt)
+        return GroupLengths(prompt, tuple(len(t.ids) - prompt for t in self.trajectories))
 
 
 def prompt_segments(trajectory: Trajectory) -> tuple[Segment, ...]:
@@ -88,136 +90,150 @@ def prompt_segments(trajectory: Trajectory) -> tuple[Segment, ...]:
 
 
 def build(
-    groups: Sequence[Sequence[Trajectory]], features: FrameFeatures, shape: BatchShape
-) -> Sequences:
-    """Lay trajectories out as arrays of a static shape.
+    packed: PackedMicrobatch,
+    groups: Sequence[Group],
+    config: Qwen3VLConfig,
+    rollouts: int,
+    suffix: int,
+) -> Microbatch:
+    """Lay out a micro-batch.
 
     Args:
-        groups: Groups of trajectories that begin with the same prompt.
-        features: Encodes the frames of the prompts.
-        shape: Sizes of the arrays; missing groups and rows become padding.
+        packed: Which trajectories are in which row.
+        groups: All groups of the step.
+        config: Gives positions and placeholders of visual tokens.
+        rollouts: Rows r of `Microbatch.index`.
+        suffix: Its width u, the length of the longest rollout.
 
     Returns:
         NumPy arrays.
-
-    Raises:
-        ValueError: A trajectory does not fit `shape`.
     """
-    arrays = _padding(features, shape)
-    _check(len(groups), shape.groups, "groups")
-    for p, group in enumerate(groups):
-        _check(len(group), shape.rows, "rows")
-        length, first = _write_prompt(arrays, p, group[0], features, shape)
-        for g, trajectory in enumerate(group):
-            _write_row(arrays, p * shape.rows + g, trajectory, length, first, shape)
-    return Sequences(**arrays)
-
-
-def _padding(features: FrameFeatures, shape: BatchShape) -> dict[str, np.ndarray]:
-    """The arrays of a batch that contains only padding."""
-    config = features.config
-    rows = shape.groups * shape.rows
-    levels = 1 + config.vision.levels
-    visual = (shape.groups, shape.visual, levels, config.text.hidden_size)
-    return {
-        "prompt_ids": np.zeros((shape.groups, shape.prompt), np.int32),
-        "prompt_positions": np.zeros((3, shape.groups, shape.prompt), np.int32),
-        "prompt_segments": np.zeros((shape.groups, shape.prompt), np.int32),
-        "visual": np.zeros(visual, np.float32),
-        "ids": np.zeros((rows, shape.suffix), np.int32),
-        "positions": np.zeros((3, rows, shape.suffix), np.int32),
-        "segments": np.zeros((rows, shape.suffix), np.int32),
-        "sampled": np.zeros((rows, shape.suffix), bool),
-        "logprobs": np.zeros((rows, shape.suffix), np.float32),
+    shape = packed.shape
+    index = np.full((rollouts, suffix), -1, np.int32)
+    arrays = _padding(shape)
+    for row, chunks in enumerate(packed.rows):
+        _write_row(arrays, row, chunks, groups, index, config)
+    # Every piece of a row repeats the number of its shared places.
+    shared = arrays.pop("shared").repeat(shape.pieces)
+    cut = {
+        name: x.reshape(*x.shape[:-2], shape.rows * shape.pieces, -1) for name, x in arrays.items()
     }
+    return Microbatch(**cut, shared=shared, index=index, pieces=shape.pieces)
 
 
-def _write_prompt(
-    arrays: dict[str, np.ndarray],
-    p: int,
-    trajectory: Trajectory,
-    features: FrameFeatures,
-    shape: BatchShape,
-) -> tuple[int, int]:
-    """Write the prompt of `trajectory` as prompt `p`; returns its length and the next position."""
-    segments = prompt_segments(trajectory)
-    frames = [frame for segment in segments for frame in segment.frames]
-    grids = [features.grid(frame) for frame in frames]
-    # Without the last token: each row begins with it.
-    ids = np.concatenate([segment.ids for segment in segments])[:-1]
-    length = len(ids)
-    _check(length, shape.prompt, "prompt")
-    # A frame's tokens share positions, so the next position is not the prompt's length.
-    positions = mrope_positions(ids, grids, features.config)
-    arrays["prompt_ids"][p, :length] = ids
-    arrays["prompt_segments"][p, :length] = 1
-    arrays["prompt_positions"][:, p, :length] = positions
-    if frames:
-        vectors = features(frames)
-        _check(len(vectors), shape.visual, "visual")
-        arrays["visual"][p, : len(vectors)] = vectors
-    return length, next_position(positions)
+def _padding(shape: MicrobatchShape) -> dict[str, np.ndarray]:
+    """The arrays by row of a micro-batch that contains only padding."""
+    size = (shape.rows, shape.tokens)
+    return {
+        "ids": np.zeros(size, np.int32),
+        "positions": np.zeros((3, *size), np.int32),
+        "segments": np.zeros(size, np.int32),
+        "starts": np.zeros(size, np.int32),
+        "visual_index": np.full(size, -1, np.int32),
+        "shared": np.zeros(shape.rows, np.int32),
+    }
 
 
 def _write_row(
     arrays: dict[str, np.ndarray],
     row: int,
-    trajectory: Trajectory,
-    length: int,
-    first_position: int,
-    shape: BatchShape,
+    chunks: Sequence[Chunk],
+    groups: Sequence[Group],
+    index: np.ndarray,
+    config: Qwen3VLConfig,
 ) -> None:
-    """Write as row `row` what follows the shared prompt of `length` tokens."""
-    ids = trajectory.ids[length:]
-    _check(len(ids), shape.suffix, "suffix")
-    part = slice(0, len(ids))
-    arrays["ids"][row, part] = ids
-    arrays["segments"][row, part] = 1
-    # Only prompts have frames, so positions advance by one in all three components.
-    arrays["positions"][:, row, part] = first_position + np.arange(len(ids))
-    arrays["sampled"][row, part] = trajectory.authors[length:] == Author.MODEL
-    arrays["logprobs"][row, part] = trajectory.logprobs[length:]
+    """Write the chunks of a row: all shared prompts, and then the segments."""
+    end = 0
+    # A prompt of a single trajectory is part of its segment.
+    shared_first = sorted(enumerate(chunks, 1), key=lambda item: len(item[1].members) == 1)
+    prompts: dict[int, _Tokens] = {}
+    for segment, chunk in shared_first:
+        prompts[segment] = _prompt_tokens(groups[chunk.group], config)
+        if len(chunk.members) > 1:
+            end = _write(arrays, row, end, end, segment, prompts[segment])
+    arrays["shared"][row] = end
+    for segment, chunk in shared_first:
+        group = groups[chunk.group]
+        prompt = prompts[segment]
+        for member in chunk.members:
+            start = end
+            if len(chunk.members) == 1:
+                end = _write(arrays, row, end, start, segment, prompt)
+            suffix = _suffix_tokens(group.trajectories[member], prompt)
+            places = row * arrays["ids"].shape[1] + end + np.arange(len(suffix.ids))
+            index[group.rollout + member, : len(places)] = places
+            end = _write(arrays, row, end, start, segment, suffix)
 
 
-def mismatches(batch: Sequences, groups: Sequence[Sequence[Trajectory]]) -> int:
-    """Count the rows whose token ids differ from the ids that the sampler read and wrote.
+class _Tokens(NamedTuple):
+    """Tokens to write side by side."""
+
+    ids: Int[np.ndarray, " n"]
+    positions: Int[np.ndarray, "3 n"]
+    slots: Int[np.ndarray, " n"]
+
+
+def _prompt_tokens(group: Group, config: Qwen3VLConfig) -> _Tokens:
+    ids = group.prompt
+    slots = visual_index(ids, config.image_token_id)
+    slots = np.where(slots < 0, -1, group.slot + slots)
+    return _Tokens(ids, mrope_positions(ids, group.grids, config), slots)
+
+
+def _suffix_tokens(trajectory: Trajectory, prompt: _Tokens) -> _Tokens:
+    ids = trajectory.ids[len(prompt.ids) :]
+    # Only prompts have frames, so positions advance by one in all three components. A frame's
+    # tokens share positions, so the first one is not the prompt's length.
+    positions = next_position(prompt.positions) + np.arange(len(ids))
+    return _Tokens(ids, np.broadcast_to(positions, (3, len(ids))), np.full(len(ids), -1))
+
+
+def _write(
+    arrays: dict[str, np.ndarray], row: int, place: int, start: int, segment: int, tokens: _Tokens
+) -> int:
+    """Write tokens of the segment that begins at `start`; returns the place after them."""
+    end = place + len(tokens.ids)
+    part = slice(place, end)
+    arrays["ids"][row, part] = tokens.ids
+    arrays["positions"][:, row, part] = tokens.positions
+    arrays["segments"][row, part] = segment
+    arrays["starts"][row, part] = start
+    arrays["visual_index"][row, part] = tokens.slots
+    return end
+
+
+def mismatches(batches: Sequence[Microbatch], groups: Sequence[Group]) -> int:
+    """Count the trajectories whose ids in the arrays differ from what the sampler read and wrote.
 
     With each response, the sampler stores a digest of all ids up to its end. The last digest of a
-    trajectory is compared with the ids in the arrays.
+    trajectory is compared with the ids that its last sampled token attends to.
     """
-    rows_per_group = len(batch.ids) // len(batch.prompt_ids)
     count = 0
-    for p, group in enumerate(groups):
-        prompt = batch.prompt_ids[p][batch.prompt_segments[p] > 0]
-        for g, trajectory in enumerate(group):
-            digests = [
-                segment.digest
-                for segment in trajectory.segments
-                if segment.author is Author.MODEL and len(segment.ids)
-            ]
-            if not digests:
-                continue
-            row = p * rows_per_group + g
-            # The last digest ends with the last sampled token; a tool response may follow.
-            end = int(np.flatnonzero(batch.sampled[row]).max(initial=-1)) + 1
-            ids = np.concatenate([prompt, batch.ids[row, :end]])
-            count += digest(ids) != digests[-1]
+    for batch in batches:
+        for group in groups:
+            for number, trajectory in enumerate(group.trajectories):
+                places = batch.index[group.rollout + number]
+                if places[0] >= 0:
+                    count += _differs(batch, places[places >= 0], trajectory)
     return count
 
 
-def _check(length: int, limit: int, field: str) -> None:
-    if length > limit:
-        raise ValueError(
-            f"batch.{field}: {length} does not fit the static size {limit}; {_REMEDIES[field]}"
-        )
-
-
-# In a run, shapes follow from settings that were checked at the start. These errors therefore mean
-# that a shape was given by hand, or that the code has a bug.
-_REMEDIES = {
-    "groups": "raise rl.prompts",
-    "rows": "raise rl.grpo.group_size",
-    "prompt": "raise protocol.text_tokens or protocol.label_tokens",
-    "visual": "lower frames.max_pixels, or raise the largest frame budget",
-    "suffix": "raise protocol.trajectory_tokens (of a sub-agent, protocol.summary_tokens)",
-}
+def _differs(batch: Microbatch, places: np.ndarray, trajectory: Trajectory) -> bool:
+    segments = trajectory.segments
+    sampled = [n for n, s in enumerate(segments) if s.author is Author.MODEL and len(s.ids)]
+    if not sampled:
+        return False
+    last = sampled[-1]
+    # A tool response may follow the last sampled token.
+    after = sum(len(segment.ids) for segment in segments[last + 1 :])
+    tokens = batch.pieces * batch.ids.shape[1]
+    row, place = divmod(int(places[len(places) - after - 1]), tokens)
+    ids, numbers, starts = (
+        np.asarray(x).reshape(-1, tokens)[row] for x in (batch.ids, batch.segments, batch.starts)
+    )
+    # The rule of `models.attention.attend`.
+    keys = np.arange(tokens)
+    own = keys >= starts[place]
+    shared = keys < batch.shared[row * batch.pieces]
+    visible = (numbers == numbers[place]) & (keys <= place) & (own | shared)
+    return digest(ids[visible]) != segments[last].digest

@@ -7,19 +7,23 @@ scores exactly the tokens that were sampled: the metric `token_mismatches` count
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from models.features import FrameFeatures
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.text import TextDecoder
+from models.sharding import row_devices
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
 from paravt_jax.method.judge import Judge
@@ -27,23 +31,27 @@ from paravt_jax.method.records import Question
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
 from rollout.engine.requests import Sampler
-from train.learn.batch import BatchShape, Sequences
+from train.learn.batch import Microbatch
 from train.learn.optimizer import make_optimizer
-from train.learn.placement import fitted, place, share_of_groups
-from train.learn.rl_batch import RLBatch, as_grpo_batch, lay_out, split_rl_batch, stack_rows
+from train.learn.packing import GroupLengths, StepShape
+from train.learn.placement import place, place_whole, row_pieces
+from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, describe, join, require_current, roll_out
 from train.learn.step import (
-    Loss,
     MeshProgram,
     TrainState,
     init_state,
+    make_accumulation,
     make_logprobs,
-    make_update,
     mesh_of,
-    row_logprobs,
+    rollout_logprobs,
 )
 from train.learn.weight_sync import WeightSync
+
+RLLoss = Callable[
+    [TextDecoder, Float[Array, "m c d"], Microbatch, RLBatch], tuple[Float[Array, ""], Metrics]
+]
 
 
 @runtime_checkable
@@ -59,58 +67,26 @@ class TrainedSampler(Sampler, Protocol):
         ...
 
 
-def rl_loss(image_token_id: int, settings: RLSettings) -> Loss:
-    """The loss of PARA-GRPO on an `RLBatch` or one of its micro-batches."""
+def rl_loss(settings: RLSettings) -> RLLoss:
+    """The loss of PARA-GRPO on a micro-batch: `f(decoder, visual, Microbatch, RLBatch)`."""
 
-    def loss(text: TextDecoder, batch: RLBatch) -> tuple[Float[Array, ""], Metrics]:
-        # Main agents and sub-agents have shapes of their own: one pass through the model each.
-        logprobs = [
-            row_logprobs(
-                text,
-                sequences,
-                image_token_id,
-                settings.temperature,
-                settings.remat,
-                settings.logprob_chunk,
-            )
-            for sequences in batch.sequences
-        ]
+    def loss(
+        text: TextDecoder, visual: Float[Array, "m c d"], part: Microbatch, batch: RLBatch
+    ) -> tuple[Float[Array, ""], Metrics]:
+        logprobs = rollout_logprobs(
+            text, visual, part, settings.temperature, settings.remat, settings.logprob_chunk
+        )
+        here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (part.index >= 0))
         return grpo.paravt_loss(
-            stack_rows(logprobs),
+            logprobs,
             batch.advantages,
-            batch.grpo,
+            here,
             settings.grpo,
             batch.totals,
             settings.rewards.gamma,
         )
 
     return loss
-
-
-def make_rl_update(
-    graph: nnx.GraphDef,
-    optimizer: optax.GradientTransformation,
-    image_token_id: int,
-    settings: RLSettings,
-    parts: int,
-    state: TrainState,
-) -> MeshProgram:
-    """Compile the update of PARA-GRPO: `f(state, RLBatch) -> (state, metrics)`.
-
-    Args:
-        graph: The decoder without its weights.
-        optimizer: The optimizer whose state `state` has.
-        image_token_id: Id of the placeholder tokens that visual vectors replace.
-        settings: Settings of the loss.
-        parts: Number of micro-batches.
-        state: A real or abstract state, with the shardings that updates keep.
-    """
-
-    def split(batch: RLBatch) -> RLBatch:
-        return split_rl_batch(batch, parts)
-
-    loss = rl_loss(image_token_id, settings)
-    return make_update(graph, optimizer, loss, state, split if parts > 1 else None)
 
 
 class Learner:
@@ -122,7 +98,7 @@ class Learner:
             type of the activations stays as the reference of the KL term.
         config: Sizes and token ids of the model.
         settings: Settings of RL.
-        shapes: Shapes of a step's batch, from `RLSettings.shapes`.
+        shape: Upper bounds on the rollouts of a step, from `RLSettings.shape`.
         judge: Scores open-ended answers; None: rules score them (`paravt_jax.method.accuracy`).
         sync: Brings weights to the engine's devices; None: made here.
     """
@@ -133,7 +109,7 @@ class Learner:
         weights: Any,
         config: Qwen3VLConfig,
         settings: RLSettings,
-        shapes: Sequence[BatchShape],
+        shape: StepShape,
         judge: Judge | None = None,
         sync: WeightSync | None = None,
     ):
@@ -150,15 +126,29 @@ class Learner:
         self.reference = self._to_host(weights, dtype)
         optimizer = make_optimizer(settings.optimizer, settings.steps)
         self.start = init_state(weights, optimizer)
-        padded, parts = fitted(shapes, settings.microbatches, mesh)
-        self._shapes = tuple(share_of_groups(shape) for shape in padded)
-        self.logprobs = make_logprobs(
-            graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts
-        )
-        self._advantages = MeshProgram(jax.jit(lambda batch: _advantages(batch, settings)), mesh)
-        self.update = make_rl_update(
-            graph, optimizer, config.image_token_id, settings, parts, self.start
-        )
+        self._shape = shape
+        self._devices = row_devices(mesh)
+        pieces = row_pieces(config.text, self._devices, mesh.shape["tensor"])
+        self.sizes = shape.microbatches(settings.microbatch_tokens, self._devices, pieces)
+        self.logprobs = make_logprobs(graph, settings.temperature, mesh, settings.logprob_chunk)
+        # Short arrays, which every device has as a whole.
+        whole = NamedSharding(mesh, PartitionSpec())
+        advantages = jax.jit(lambda batch: _advantages(batch, settings), out_shardings=whole)
+        self._advantages = MeshProgram(advantages, mesh)
+        self.update = make_accumulation(graph, optimizer, rl_loss(settings), self.start)
+
+    def warm_up(self, weights: Any, features: FrameFeatures) -> None:
+        """Compile the programs for every size of micro-batch, by computing an empty one of each.
+
+        Args:
+            weights: The current weights, which do not change.
+            features: Gives the size and type of visual vectors.
+        """
+        empty = lay_out_padding(self._shape, features, self.sizes, self._devices)
+        visual, microbatches, batch = self._place(empty)
+        self._reference_logprobs(visual, microbatches)
+        advantages, totals, _ = self._advantages(batch)
+        self._gradients(weights, visual, microbatches, RLBatch(batch, advantages, totals))
 
     def step(
         self,
@@ -169,7 +159,7 @@ class Learner:
         seed: int,
         on_rollouts: Callable[..., None] | None = None,
         play: Callable[..., Rollouts] = roll_out,
-        measure: Callable[[Sequence[Sequences], float], dict[str, float]] | None = None,
+        measure: Callable[[Sequence[GroupLengths], float], dict[str, float]] | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Run one step of PARA-GRPO, and load the new weights into the engine.
 
@@ -185,8 +175,8 @@ class Learner:
             on_rollouts: Called with this process's rollouts and the advantages of all rows,
                 float32[b, t].
             play: Plays and scores episodes; takes the arguments of `roll_out`.
-            measure: Called with the arrays of the update and its duration in seconds; returns
-                further metrics.
+            measure: Called with the lengths of all trajectories and the duration of the update in
+                seconds; returns further metrics.
 
         Returns:
             The new state, and the step's metrics. Times are in seconds.
@@ -208,25 +198,32 @@ class Learner:
         require_current(rollouts, number)
         times.append(time.perf_counter())
 
-        # 0x5A sets the draw of sub-agents apart from other draws with the same seed and step.
-        sequences, owners, counts = lay_out(
-            rollouts_by_process, environment.features, self._shapes, (seed, number, 0x5A)
+        laid_out = lay_out(
+            rollouts_by_process,
+            environment.features,
+            environment.protocol.vocabulary,
+            self._shape,
+            self.sizes,
+            # 0x5A sets the draw of sub-agents apart from other draws with the same seed and step.
+            (seed, number, 0x5A),
+            self._devices,
         )
-        counts = _sum_over_processes(counts)
-        placed = place(sequences, self.mesh)
+        visual, microbatches, played = self._place(laid_out)
         times.append(time.perf_counter())
 
-        reference = self._reference_logprobs(placed)
+        reference = self._reference_logprobs(visual, microbatches)
         times.append(time.perf_counter())
 
-        vocabulary = environment.protocol.vocabulary
-        batch = as_grpo_batch(own, placed, owners, reference, vocabulary, self._shapes, self.mesh)
-        advantages, totals, advantage_metrics = self._advantages(batch)
+        played = dataclasses.replace(played, reference=reference)
+        advantages, totals, advantage_metrics = self._advantages(played)
         if on_rollouts:
-            on_rollouts(own, multihost_utils.process_allgather(advantages, tiled=True))
-        state, update_metrics = self.update(state, RLBatch(placed, batch, advantages, totals))
+            on_rollouts(own, np.asarray(advantages))
+        batch = RLBatch(played, advantages, totals)
+        gradients, metrics = self._gradients(state.weights, visual, microbatches, batch)
+        state, norm = self.update.apply(state, gradients)
         # `_known` waits for the update, so the times below include it.
-        metrics = _known(advantage_metrics | update_metrics)
+        metrics = _known(metrics | {name: [x] for name, x in advantage_metrics.items()})
+        metrics["grad_norm"] = float(norm)
         # Loading allocates the engine's pages. Block until the sync has freed its own memory.
         engine.load(jax.block_until_ready(self.sync(state.weights)), number + 1)
         times.append(time.perf_counter())
@@ -234,15 +231,39 @@ class Learner:
         metrics["groups/silent"] = metrics.pop("silent_groups")
         metrics["logprob_gap"] = metrics.pop("behaviour_gap")
         metrics |= describe(rollouts)
-        metrics |= counts
+        metrics |= laid_out.metrics
         phases = ("rollout", "data", "reference", "update")
         seconds = dict(zip(phases, np.diff(times).tolist(), strict=True))
         metrics |= {f"time/{phase}": span for phase, span in seconds.items()}
         if measure is not None:
-            metrics |= measure(placed, seconds["update"])
+            metrics |= measure(laid_out.lengths, seconds["update"])
         if self.judge is not None:
             metrics |= _sum_over_processes(self.judge.metrics())
         return state, metrics
+
+    def _place(
+        self, laid_out: LaidOut
+    ) -> tuple[Float[Array, "m c d"], list[Microbatch], GRPOBatch]:
+        """The bank of visual vectors, the micro-batches and the rollouts, on the mesh."""
+        visual = place({"visual": laid_out.visual}, self.mesh)["visual"]
+        microbatches = [place_whole(part, self.mesh) for part in laid_out.microbatches]
+        return visual, microbatches, place(laid_out.grpo, self.mesh)
+
+    def _gradients(
+        self,
+        weights: Any,
+        visual: Float[Array, "m c d"],
+        microbatches: Sequence[Microbatch],
+        batch: RLBatch,
+    ) -> tuple[Any, dict[str, list[Array]]]:
+        """Gradients of the whole batch, and the metrics of every micro-batch."""
+        total = self.update.start(weights)
+        metrics: dict[str, list[Array]] = {}
+        for part in microbatches:
+            total, found = self.update.add(weights, total, visual, part, batch)
+            for name, value in found.items():
+                metrics.setdefault(name, []).append(value)
+        return total, metrics
 
     def _to_host(self, weights: Any, dtype: Any) -> Any:
         """A copy of the weights in `dtype`, in the host's memory."""
@@ -256,12 +277,15 @@ class Learner:
 
         return jax.jit(cast, out_shardings=shardings)(weights)
 
-    def _reference_logprobs(self, placed: tuple[Sequences, ...]) -> tuple[jax.Array, ...]:
+    def _reference_logprobs(
+        self, visual: Float[Array, "m c d"], microbatches: Sequence[Microbatch]
+    ) -> Float[Array, "r u"]:
         """Log-probs under the reference weights, which are on the devices only in this call."""
         weights = jax.device_put(self.reference, self._weight_shardings)
-        logprobs = tuple(self.logprobs(weights, sequences) for sequences in placed)
+        # A token is in one micro-batch, and 0 in all others.
+        logprobs = [self.logprobs(weights, visual, part) for part in microbatches]
         # The weights are freed on return, before the update needs their memory.
-        return jax.block_until_ready(logprobs)
+        return jax.block_until_ready(functools.reduce(jnp.add, logprobs))
 
 
 def _advantages(
@@ -271,9 +295,9 @@ def _advantages(
     return advantages, grpo.batch_totals(batch), metrics
 
 
-def _known(metrics: Metrics) -> dict[str, float]:
-    """The metrics as numbers, without means over tags that were never sampled."""
-    numbers = {name: float(x) for name, x in metrics.items()}
+def _known(metrics: Mapping[str, Sequence[Array]]) -> dict[str, float]:
+    """The sums over micro-batches, without means over tags that were never sampled."""
+    numbers = {name: sum(map(float, parts)) for name, parts in metrics.items()}
 
     def empty(name: str) -> bool:
         group, _, figure = name.rpartition("/")

@@ -1,224 +1,304 @@
-"""The arrays of one RL update: main agents' rows, then sub-agents' if these are trained.
+"""What one RL update reads: packed rows, visual vectors, and the rollouts that PARA-GRPO scores.
 
-Every row carries the number of its rollout. The loss therefore does not depend on the order of the
-rows, or on how they are spread over processes and micro-batches.
+Two layouts meet here. The model computes packed rows (`train.learn.batch`). PARA-GRPO works on
+rollouts, one per row: main agents', then sub-agents' if these are trained. Log-probs are gathered
+from the first layout into the second. The loss therefore does not depend on how trajectories are
+packed, ordered, or split into micro-batches.
+
+Every process knows all rollouts, and so lays out the same arrays. Visual vectors are the exception:
+each process provides those of the prompts that it played.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, TypeVar, no_type_check
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, no_type_check
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from models.features import FrameFeatures
-from models.sharding import ROWS, constrain
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOBatch, Totals
-from paravt_jax.method.records import Trajectory
+from paravt_jax.method.records import Author, Frame, Trajectory
 from paravt_jax.method.structure import find_structure, pad_structures
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from rollout.agent.episode import split_prompt
-from train.learn.batch import BatchShape, Sequences, build, mismatches
-from train.learn.placement import BY_ROW, place, split_microbatches
-from train.learn.rollouts import Rollouts
+from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments
+from train.learn.packing import (
+    GroupLengths,
+    MicrobatchShape,
+    PackedMicrobatch,
+    StepShape,
+    pack,
+)
+from train.learn.rollouts import Rollouts, join
 
-T = TypeVar("T")
 
+TokenBytes = Callable[[int], bytes]
 
-# Annotations are not checked, for the same reason as in `Sequences`.
+# Annotations are not checked, because JAX also builds this tree with shardings as leaves.
 @no_type_check
 @struct.dataclass
 class RLBatch:
-    """Input of an RL update.
+    """What the loss reads besides a micro-batch: the rollouts of the whole step, u tokens each.
 
-    `sequences` are the main agents' and, if they are trained, the sub-agents'. `grpo` and
-    `advantages` have the rows of both, stacked:
-
-        main agents   [groups * rows, t]     zeros on the right of the narrower part
-        sub-agents    [sub-agents, t]
-
-    `totals` are the totals of the whole step, even in a micro-batch.
+        main agents   [groups * rollouts, u]     zeros on the right of shorter ones
+        sub-agents    [sub-agents, u]
     """
 
-    sequences: tuple[Sequences, ...]
     grpo: GRPOBatch
-    advantages: Float[Array, "b t"]
+    advantages: Float[Array, "r u"]
     totals: Totals
+
+
+class LaidOut(NamedTuple):
+    """A step's arrays in the host's memory, the same on every process except for `visual`."""
+
+    microbatches: tuple[Microbatch, ...]
+    visual: Shaped[np.ndarray, "m c d"]
+    """This process's visual vectors, one of each level per visual token."""
+    grpo: GRPOBatch
+    """The rollouts, without log-probs of the reference (zeros)."""
+    lengths: tuple[GroupLengths, ...]
+    """Lengths of the trajectories that are trained."""
+    metrics: dict[str, float]
+    """`packing/filled` is the share of places with a token. `subagents/left_out` counts sub-agents
+    without room, and those with unreadable frames."""
+
+
+class _Prompt(NamedTuple):
+    """Trajectories with a common prompt, and who provides its visual vectors."""
+
+    trajectories: tuple[Trajectory, ...]
+    process: int
+    """The process that played them."""
+    row: int
+    """Row of the first trajectory; the others follow."""
+    owner: int
+    """The rollout that the first trajectory belongs to: its own, or that of its main agent."""
+
+    @property
+    def frames(self) -> list[Frame]:
+        segments = prompt_segments(self.trajectories[0])
+        return [frame for segment in segments for frame in segment.frames]
 
 
 def lay_out(
     parts: Sequence[Rollouts],
     features: FrameFeatures,
-    shapes: Sequence[BatchShape],
+    vocabulary: Vocabulary,
+    shape: StepShape,
+    sizes: Sequence[MicrobatchShape],
     seed: Sequence[int],
-) -> tuple[tuple[Sequences, ...], tuple[np.ndarray, ...], dict[str, float]]:
-    """Lay out this process's share of a step: its main agents and, with a second shape, sub-agents.
-
-    A process lays out the main agents that it played. Sub-agents beyond a process's room go to
-    processes that have room left. If there are more than fit anywhere, those to train are drawn at
-    random.
+    devices: int = 1,
+) -> LaidOut:
+    """Lay out a step. If there are more sub-agents than rows, those to train are drawn at random.
 
     Args:
         parts: Rollouts of every process, in the order of processes.
-        features: Encodes the frames of the prompts.
-        shapes: One process's shape of main agents and, if they are trained, of sub-agents.
-        seed: Seed of the draw; the same on every process.
-
-    Returns:
-        The arrays of each shape; for each, the rollout of every row, counted over the whole step;
-        and counts, to be summed over the processes. `subagents/left_out` counts sub-agents without
-        room and those whose frames cannot be read here.
-    """
-    process = jax.process_index()
-    main = shapes[0]
-    rows = main.groups * main.rows
-    groups = [[episode.trajectory for episode in group] for group in parts[process].groups]
-    sequences = build(groups, features, main)
-    owners = process * rows + np.arange(rows)
-    counts = {"token_mismatches": float(mismatches(sequences, groups))}
-    if len(shapes) == 1:
-        return (sequences,), (owners,), counts
-
-    agents, left_out = _assign_subagents(parts, rows, shapes[1].groups, seed)
-    readable = [agent for agent in agents if _readable(agent[1], features)]
-    left_out += len(agents) - len(readable)
-    # A sub-agent has a prompt of its own: a group of one row.
-    subagent_groups = [[trajectory] for _, trajectory in readable]
-    subagent_sequences = build(subagent_groups, features, shapes[1])
-    subagent_owners = np.zeros(shapes[1].groups, int)
-    subagent_owners[: len(readable)] = [rollout for rollout, _ in readable]
-    counts["token_mismatches"] += mismatches(subagent_sequences, subagent_groups)
-    counts["subagents/trained"] = float(len(readable))
-    counts["subagents/left_out"] = float(left_out)
-    return (sequences, subagent_sequences), (owners, subagent_owners), counts
-
-
-def _assign_subagents(
-    parts: Sequence[Rollouts], rows: int, room: int, seed: Sequence[int]
-) -> tuple[list[tuple[int, Trajectory]], int]:
-    """Returns this process's sub-agents, each with its rollout, and the number without room.
-
-    Args:
-        parts: Rollouts of every process.
-        rows: Rows of main agents per process.
-        room: Rows of sub-agents per process.
-        seed: Seed of the draw.
-    """
-    agents = [
-        (home, home * rows + episode, trajectory)
-        for home, part in enumerate(parts)
-        for episode, trajectory in part.subagents
-    ]
-    # Sorted: the seed decides which sub-agents are drawn, but not their order.
-    drawn = np.random.default_rng(seed).permutation(len(agents))[: room * len(parts)]
-    chosen = [agents[n] for n in sorted(drawn)]
-    items = deal([home for home, _, _ in chosen], len(parts), room)[jax.process_index()]
-    own = [chosen[n][1:] for n in items]
-    # Counts are summed over processes, so only the first process returns this one.
-    without_room = len(agents) - len(chosen) if jax.process_index() == 0 else 0
-    return own, without_room
-
-
-def deal(homes: Sequence[int], processes: int, room: int) -> list[list[int]]:
-    """Spread items over processes, at most `room` to each.
-
-    Each process keeps its own items first, then takes the overflow of others in order:
-
-        >>> deal([0, 0, 0, 1], processes=2, room=2)
-        [[0, 1], [3, 2]]
-
-    Args:
-        homes: The process that has each item now.
-        processes: Number of processes.
-        room: Items that one process can take.
-
-    Returns:
-        The numbers of the items of each process.
+        features: Encodes the frames of this process's prompts.
+        vocabulary: Gives the bytes of each token, from which struct(o) is parsed.
+        shape: Upper bounds on the step.
+        sizes: The sizes of micro-batches, from `StepShape.microbatches`.
+        seed: Seed of the draw of sub-agents; the same on every process.
+        devices: Devices of all processes, over which visual vectors are spread.
 
     Raises:
-        ValueError: There are more items than `processes * room`.
+        ValueError: There are more groups than `shape` has.
+        VideoError: The frames of a main agent's prompt cannot be read any more.
     """
-    if len(homes) > processes * room:
-        raise ValueError(
-            f"deal: {len(homes)} items for {processes} processes with room = {room}; "
-            "leave some items out first"
+    mains = _main_prompts(parts, shape)
+    if len(mains) > shape.groups:
+        raise ValueError(f"batch.groups: {len(mains)} of at most {shape.groups}; raise rl.prompts")
+    agents, without_room = _draw_subagents(parts, shape, seed)
+    prompts = mains + agents
+    vectors, grids = _encode(prompts, len(mains), features)
+    readable = sorted(grids)
+    slots, visual = _fill_bank(prompts, vectors, grids, features, shape.slots(len(parts), devices))
+    groups = [
+        Group(prompts[n].trajectories, prompts[n].row, grids[n], slots[n]) for n in readable
+    ]
+    lengths = tuple(group.lengths for group in groups)
+    microbatches = tuple(
+        build(packed, groups, features.config, shape.rows, shape.suffix)
+        for packed in pack(lengths, sizes)
+    )
+    metrics = {"token_mismatches": float(mismatches(microbatches, groups))}
+    metrics |= _packing_metrics(microbatches)
+    if shape.subagents:
+        trained = len(readable) - len(mains)
+        metrics["subagents/trained"] = float(trained)
+        metrics["subagents/left_out"] = float(without_room + len(agents) - trained)
+    batch = _grpo_batch(join(parts), [prompts[n] for n in readable], vocabulary.token_bytes, shape)
+    return LaidOut(microbatches, visual, batch, lengths, metrics)
+
+
+def lay_out_padding(
+    shape: StepShape, features: FrameFeatures, sizes: Sequence[MicrobatchShape], devices: int = 1
+) -> LaidOut:
+    """A step without rollouts, with one micro-batch of every size; the arguments of `lay_out`."""
+    room = shape.slots(hosts.process_count(), devices)
+    _, visual = _fill_bank([], {}, {}, features, room)
+    microbatches = tuple(
+        build(PackedMicrobatch(size, ()), [], features.config, shape.rows, shape.suffix)
+        for size in sizes
+    )
+    batch = _grpo_batch(Rollouts((), ()), [], lambda _: b"", shape)
+    return LaidOut(microbatches, visual, batch, (), {})
+
+
+def _main_prompts(parts: Sequence[Rollouts], shape: StepShape) -> list[_Prompt]:
+    """The prompts of main agents, numbered over all processes."""
+    groups = [(process, group) for process, part in enumerate(parts) for group in part.groups]
+    return [
+        _Prompt(
+            tuple(episode.trajectory for episode in group),
+            process,
+            row=number * shape.rollouts,
+            owner=number * shape.rollouts,
         )
-    taken: list[list[int]] = [[] for _ in range(processes)]
-    overflow = []
-    for item, home in enumerate(homes):
-        if len(taken[home]) < room:
-            taken[home].append(item)
-        else:
-            overflow.append(item)
-    for items in taken:
-        free = room - len(items)
-        items += overflow[:free]
-        overflow = overflow[free:]
-    return taken
+        for number, (process, group) in enumerate(groups)
+    ]
 
 
-def as_grpo_batch(
-    rollouts: Rollouts,
-    sequences: tuple[Sequences, ...],
-    owners: tuple[np.ndarray, ...],
-    reference: tuple[jax.Array, ...],
-    vocabulary: Vocabulary,
-    shapes: Sequence[BatchShape],
-    mesh: Mesh,
-) -> GRPOBatch:
-    """Collect on the mesh what PARA-GRPO reads about the rollouts of the whole step.
+def _draw_subagents(
+    parts: Sequence[Rollouts], shape: StepShape, seed: Sequence[int]
+) -> tuple[list[_Prompt], int]:
+    """The prompts of sub-agents to train, and the number of those without room."""
+    if not shape.subagents:
+        return [], 0
+    agents = []
+    episodes = 0
+    for process, part in enumerate(parts):
+        agents += [(episodes + number, process, agent) for number, agent in part.subagents]
+        episodes += len(part.episodes)
+    # Sorted: the seed decides which sub-agents are drawn, but not their order.
+    drawn = sorted(np.random.default_rng(seed).permutation(len(agents))[: shape.subagents])
+    first = shape.groups * shape.rollouts
+    prompts = []
+    for place, number in enumerate(drawn):
+        owner, process, trajectory = agents[number]
+        prompts.append(_Prompt((trajectory,), process, first + place, owner))
+    return prompts, len(agents) - len(drawn)
 
-    Args:
-        rollouts: This process's rollouts.
-        sequences: The step's rows, placed on the mesh: main agents', then sub-agents'.
-        owners: The rollout of each of this process's rows, as `lay_out` returns them.
-        reference: Log-probs of `sequences` under the reference weights, on the mesh.
-        vocabulary: Gives the bytes of each token, from which struct(o) is parsed.
-        shapes: One process's shapes, as for `lay_out`.
-        mesh: The mesh of training.
 
-    Returns:
-        A batch whose rollouts are padded to the groups and rows of all processes.
+def _encode(
+    prompts: Sequence[_Prompt], mains: int, features: FrameFeatures
+) -> tuple[dict[int, np.ndarray | None], dict[int, tuple[tuple[int, int], ...]]]:
+    """The visual vectors of this process's prompts, and the grids of every prompt's frames.
+
+    Both are by the number of the prompt. Prompts of sub-agents with unreadable frames are missing.
     """
-    # Only main agents have a struct(o): sub-agents have no format to keep.
-    no_structure = (np.zeros(0, np.int32), np.zeros(0, np.int8))
-    structures = [[no_structure] * len(rows) for rows in owners]
-    for p, group in enumerate(rollouts.groups):
-        for g, episode in enumerate(group):
-            structures[0][p * shapes[0].rows + g] = _structure(episode.trajectory, vocabulary)
+    vectors: dict[int, np.ndarray | None] = {}
+    grids = {}
+    for number, prompt in enumerate(prompts):
+        if prompt.process != hosts.process_index():
+            continue
+        try:
+            grids[number] = tuple(features.grid(frame) for frame in prompt.frames)
+            vectors[number] = features(prompt.frames) if prompt.frames else None
+        except VideoError:
+            # `features` has noted the video as unreadable.
+            grids.pop(number, None)
+            if number < mains:
+                raise
+    every: dict[int, tuple[tuple[int, int], ...]] = {}
+    for part in hosts.gather(grids):
+        every |= part
+    return vectors, every
+
+
+def _fill_bank(
+    prompts: Sequence[_Prompt],
+    vectors: Mapping[int, np.ndarray | None],
+    grids: Mapping[int, Sequence[tuple[int, int]]],
+    features: FrameFeatures,
+    room: int,
+) -> tuple[dict[int, int], Shaped[np.ndarray, "m c d"]]:
+    """The slot of each prompt's first vector, and this process's part of the bank.
+
+    The parts of all processes follow each other, with `room` slots each.
+    """
+    config = features.config
+    size = (room, 1 + config.vision.levels, config.text.hidden_size)
+    bank = np.zeros(size, features.dtype)
+    used: Counter[int] = Counter()
+    slots = {}
+    for number in sorted(grids):
+        process = prompts[number].process
+        slots[number] = process * room + used[process]
+        patches = sum(height * width for height, width in grids[number])
+        first = used[process]
+        used[process] += patches // config.vision.spatial_merge_size**2
+        if used[process] > room:
+            raise ValueError(
+                f"batch.visual: {used[process]} visual tokens of one process do not fit {room}; "
+                "lower frames.max_pixels, or raise the largest frame budget"
+            )
+        own = vectors.get(number)
+        if own is not None:
+            bank[first : used[process]] = own
+    return slots, bank
+
+
+def _packing_metrics(microbatches: Sequence[Microbatch]) -> dict[str, float]:
+    places = sum(microbatch.ids.size for microbatch in microbatches)
+    tokens = sum(int((microbatch.segments > 0).sum()) for microbatch in microbatches)
+    return {
+        "packing/microbatches": float(len(microbatches)),
+        "packing/places": float(places),
+        "packing/filled": tokens / places,
+    }
+
+
+def _grpo_batch(
+    rollouts: Rollouts, prompts: Sequence[_Prompt], token_bytes: TokenBytes, shape: StepShape
+) -> GRPOBatch:
+    """What PARA-GRPO reads about the rollouts, but for the log-probs of the reference (zeros)."""
+    size = (shape.rows, shape.suffix)
+    mask = np.zeros(size, bool)
+    behaviour = np.zeros(size, np.float32)
+    owners = np.zeros(shape.rows, np.int32)
+    structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * shape.rows
+    for prompt in prompts:
+        for n, trajectory in enumerate(prompt.trajectories):
+            row = prompt.row + n
+            owners[row] = prompt.owner + n
+            first = len(split_prompt(trajectory)[0])
+            length = len(trajectory.ids) - first
+            mask[row, :length] = trajectory.authors[first:] == Author.MODEL
+            behaviour[row, :length] = trajectory.logprobs[first:]
+            # Only main agents have a struct(o): sub-agents have no format to keep.
+            if row < shape.groups * shape.rollouts:
+                structures[row] = _structure(trajectory, first, token_bytes)
     # The width is the same in every step, so that nothing compiles again. It is the largest
     # possible: each token breaks at most one block and opens at most one.
-    width = 2 * max(shape.suffix for shape in shapes)
-    by_row = {
-        "mask": [s.sampled for s in sequences],
-        "behaviour": [s.logprobs for s in sequences],
-        "reference": reference,
-        "rollout": owners,
-        "structure": [pad_structures(part, multiple=width) for part in structures],
-    }
-    arrays: dict[str, Any] = {}
-    for name, parts in by_row.items():
-        # Place each part before stacking the parts. In the other order, rows would be grouped by
-        # process, with main agents and sub-agents mixed.
-        placed = [place({name: part}, mesh)[name] for part in parts]
-        arrays[name] = jax.tree.map(lambda *x: stack_rows(x), *placed)
-    # Arrays by rollout are short and replicated, so every process gathers them all.
-    for name, own in _by_rollout(rollouts, shapes[0]).items():
-        arrays[name] = np.concatenate(hosts.gather(own))
-    return place(GRPOBatch(**arrays), mesh)
+    structure = pad_structures(structures, multiple=2 * shape.suffix)
+    return GRPOBatch(
+        mask=mask,
+        behaviour=behaviour,
+        reference=np.zeros(size, np.float32),
+        rollout=owners,
+        structure=structure,
+        **_by_rollout(rollouts, shape),
+    )
 
 
-def _by_rollout(rollouts: Rollouts, shape: BatchShape) -> dict[str, np.ndarray]:
-    """Rewards of this process's rollouts, as arrays [groups, rows]; False and 0 for padding."""
-    size = (shape.groups, shape.rows)
+def _structure(
+    trajectory: Trajectory, first: int, token_bytes: TokenBytes
+) -> tuple[np.ndarray, np.ndarray]:
+    """struct(o) of a rollout that begins at token `first`: positions in its row, and kinds."""
+    positions, kinds = find_structure(token_bytes, trajectory.ids, trajectory.authors)
+    return positions - first, kinds
+
+
+def _by_rollout(rollouts: Rollouts, shape: StepShape) -> dict[str, Any]:
+    """Rewards as arrays [groups, rollouts]; False and 0 for padding."""
+    size = (shape.groups, shape.rollouts)
     arrays = {
         "rewards": np.zeros(size, np.float32),
         "anchor_rewards": np.zeros(size, np.float32),
@@ -232,63 +312,3 @@ def _by_rollout(rollouts: Rollouts, shape: BatchShape) -> dict[str, np.ndarray]:
             arrays["valid"][p, g] = True
             arrays["compliant"][p, g] = reward.compliant
     return arrays
-
-
-def stack_rows(parts: Sequence[Any]) -> Any:
-    """Stack arrays along their rows; narrower ones get zeros on the right."""
-    if len(parts) == 1:
-        return parts[0]
-    widest = np.max([x.shape[1:] for x in parts], axis=0)
-    padded = []
-    for x in parts:
-        missing = [(0, width - size) for width, size in zip(widest, x.shape[1:], strict=True)]
-        padded.append(jnp.pad(x, [(0, 0), *missing]))
-    return jnp.concatenate(padded)
-
-
-def split_rl_batch(batch: RLBatch, parts: int) -> RLBatch:
-    """Split a batch into micro-batches of whole groups: each array gets a first axis of `parts`."""
-    # Micro-batch n takes the n-th share of the main agents' rows and of the sub-agents' rows.
-    # With 4 and 2 rows in 2 parts: [[0, 1, 4], [2, 3, 5]].
-    counts = [len(s.ids) for s in batch.sequences]
-    starts = np.cumsum([0, *counts[:-1]])
-    shares = [
-        start + np.arange(count).reshape(parts, -1)
-        for start, count in zip(starts, counts, strict=True)
-    ]
-    rows = np.concatenate(shares, axis=1)
-
-    def take(x: T) -> T:
-        return jax.tree.map(lambda leaf: constrain(jnp.asarray(leaf)[rows], None, ROWS), x)
-
-    def repeat(x: T) -> T:
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (parts, *jnp.shape(leaf))), x)
-
-    # Rows are split. Arrays by rollout are repeated, since a row may belong to any rollout.
-    fields = {}
-    for field in dataclasses.fields(GRPOBatch):
-        value = getattr(batch.grpo, field.name)
-        fields[field.name] = take(value) if field.name in BY_ROW else repeat(value)
-    return RLBatch(
-        tuple(split_microbatches(s, parts) for s in batch.sequences),
-        GRPOBatch(**fields),
-        take(batch.advantages),
-        repeat(batch.totals),
-    )
-
-
-def _readable(trajectory: Trajectory, features: FrameFeatures) -> bool:
-    """Whether this process can read the frames, which another process may have played."""
-    try:
-        features(trajectory.frames)
-    except VideoError:
-        # `features` has noted the video as unreadable.
-        return False
-    return True
-
-
-def _structure(trajectory: Trajectory, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """struct(o) of a rollout: positions in its row, and kinds."""
-    prompt, _ = split_prompt(trajectory)
-    positions, kinds = find_structure(vocabulary.token_bytes, trajectory.ids, trajectory.authors)
-    return positions - len(prompt), kinds

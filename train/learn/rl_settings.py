@@ -11,8 +11,8 @@ from models.qwen3_vl.remat import Remat
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.rewards import RewardSettings
 from rollout.engine.settings import Lengths
-from train.learn.batch import BatchShape
 from train.learn.optimizer import OptimizerSettings, require_counts
+from train.learn.packing import StepShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class RLSettings:
     """Kinds of questions to train on: mcq (choice), tvg (grounding), oe (open); empty: all."""
     subagents_per_rollout: float = 0.0
     """Sub-agents trained per rollout on average, with their episode's reward; 0: none."""
-    microbatches: int = 1
-    """Gradient-accumulation steps, adapted to padding and hosts; 0: chosen for the devices."""
+    microbatch_tokens: int = 16_384
+    """Upper bound on the tokens of a micro-batch over all devices; 0: chosen for the devices."""
     save_every: int = 10
     """Steps between checkpoints."""
     control: bool = False
@@ -52,7 +52,7 @@ class RLSettings:
             prompts=self.prompts,
             save_every=self.save_every,
         )
-        require_counts("rl", minimum=0, microbatches=self.microbatches)
+        require_counts("rl", minimum=0, microbatch_tokens=self.microbatch_tokens)
         remat.check("rl.remat", self.remat)
         if not 0 < self.temperature < math.inf:
             raise ValueError(
@@ -82,25 +82,18 @@ class RLSettings:
                 "another anchor"
             )
 
-    def shapes(self, longest: Lengths) -> tuple[BatchShape, ...]:
-        """Shapes of a step's batch: of main agents and, if they are trained, of sub-agents.
+    def shape(self, longest: Lengths) -> StepShape:
+        """Upper bounds on the rollouts of a step.
 
-        A sub-agent has a prompt of its own, so it is a group of one row. If a step has more
-        sub-agents than rows, those to train are drawn at random.
+        If a step has more sub-agents than `subagents_per_rollout` allows, those to train are drawn
+        at random.
 
         Args:
             longest: Upper bounds on the lengths of the run's sequences, in tokens.
         """
-        main = BatchShape(
-            self.prompts, self.grpo.group_size, longest.prompt, longest.visual, longest.response
-        )
         rollouts = self.prompts * self.grpo.group_size
         subagents = math.ceil(rollouts * self.subagents_per_rollout)
-        if not subagents:
-            return (main,)
-        return main, BatchShape(
-            subagents, 1, longest.crop_prompt, longest.crop_visual, longest.report
-        )
+        return StepShape(self.prompts, self.grpo.group_size, subagents, longest)
 
 
 def _require_no_clips(grpo: GRPOSettings) -> None:

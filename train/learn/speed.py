@@ -10,19 +10,17 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float
 
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.flops import flops_per_token
-from train.learn.batch import Sequences
 from train.learn.packed_batch import PackedRows
+from train.learn.packing import GroupLengths
 
 # Dense bfloat16 FLOP/s from NVIDIA's data sheets. JAX knows the peaks of TPUs.
 _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -63,20 +61,12 @@ def _measured_flops() -> float:
     return 2 * _SIZE**3 / min(spans) / jax.local_device_count()
 
 
-Batches = Sequence[Any]
-"""Batches of `Sequences` or of `PackedRows`."""
-
-
-def real_tokens(batches: Batches) -> int:
+def real_tokens(lengths: Sequence[GroupLengths]) -> int:
     """Tokens without padding; those of a shared prompt count once per group."""
-    total = 0
-    for batch in batches:
-        prompts, rows = _lengths(batch)
-        total += int(prompts.sum() + rows.sum())
-    return total
+    return sum(group.prompt + sum(group.suffixes) for group in lengths)
 
 
-def update_flops(batches: Batches, config: Qwen3VLConfig) -> float:
+def update_flops(lengths: Sequence[GroupLengths], config: Qwen3VLConfig) -> float:
     """FLOPs that the forward and the backward pass need.
 
     Each token attends to the tokens before it. A shared prompt is computed once per group.
@@ -87,53 +77,37 @@ def update_flops(batches: Batches, config: Qwen3VLConfig) -> float:
     # Prompts need no logits.
     head = 2.0 * config.text.vocab_size * config.text.hidden_size
     total = 0.0
-    for batch in batches:
-        prompts, rows = _lengths(batch)
-        prompt_of_row = np.zeros(len(rows))
-        if len(prompts):
-            prompt_of_row = prompts.repeat(len(rows) // len(prompts))
-        # The tokens of a sequence of n attend to 1 + 2 + ... + n = n * (n + 1) / 2 tokens. A row's
-        # tokens attend to its whole prompt as well.
-        total += (prompts * (base - head) + slope * prompts * (prompts + 1) / 2).sum()
-        total += (rows * base + slope * rows * (prompt_of_row + (rows + 1) / 2)).sum()
+    for prompt, suffixes in lengths:
+        rows = np.asarray(suffixes, np.float64)
+        # The tokens of a sequence of n attend to 1 + 2 + ... + n = n * (n + 1) / 2 tokens. A
+        # rollout's tokens attend to its whole prompt as well.
+        total += prompt * (base - head) + slope * prompt * (prompt + 1) / 2
+        total += (rows * base + slope * rows * (prompt + (rows + 1) / 2)).sum()
     # The backward pass costs twice the forward pass.
     return 3 * float(total)
 
 
-def _lengths(
-    batch: Sequences | PackedRows,
-) -> tuple[Float[np.ndarray, " p"], Float[np.ndarray, " b"]]:
-    """Lengths of prompts and rows in tokens, on all processes.
-
-    A packed conversation counts as a row without a prompt.
-    """
-    if isinstance(batch, Sequences):
-        prompts = _whole((batch.prompt_segments > 0).sum(1))
-        return prompts, _whole((batch.segments > 0).sum(1))
-    segments = _whole(batch.segments)
-    lengths = [np.unique(row[row > 0], return_counts=True)[1] for row in segments]
-    return np.zeros(0), np.concatenate(lengths).astype(np.float64)
-
-
-def _whole(x: np.ndarray | jax.Array) -> np.ndarray:
-    """The array as float64, gathered if it is spread over processes."""
-    if isinstance(x, jax.Array):
-        x = multihost_utils.process_allgather(x, tiled=True)
-    return np.asarray(x, np.float64)
+def conversation_lengths(batch: PackedRows) -> list[GroupLengths]:
+    """The lengths of packed conversations on all processes, as groups without a prompt."""
+    segments = batch.segments
+    if isinstance(segments, jax.Array):
+        segments = multihost_utils.process_allgather(segments, tiled=True)
+    rows = [np.unique(row[row > 0], return_counts=True)[1] for row in np.asarray(segments)]
+    return [GroupLengths(0, tuple(row.tolist())) for row in rows]
 
 
 def speeds(
-    batches: Batches, config: Qwen3VLConfig, seconds: float, devices: int
+    lengths: Sequence[GroupLengths], config: Qwen3VLConfig, seconds: float, devices: int
 ) -> dict[str, float]:
     """The metrics `speed/tokens`, per second, and `speed/mfu`.
 
     Args:
-        batches: The arrays of one update.
+        lengths: Lengths of all trajectories of one update.
         config: Sizes of the model.
         seconds: Duration of the update.
         devices: Number of devices that computed it.
     """
     return {
-        "speed/tokens": real_tokens(batches) / seconds,
-        "speed/mfu": update_flops(batches, config) / seconds / (devices * peak_flops()),
+        "speed/tokens": real_tokens(lengths) / seconds,
+        "speed/mfu": update_flops(lengths, config) / seconds / (devices * peak_flops()),
     }

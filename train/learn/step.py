@@ -1,4 +1,4 @@
-"""The jitted programs of training: log-probs of a batch, and one update of the text decoder.
+"""The jitted programs of training: log-probs of a batch, and updates of the text decoder.
 
 The vision tower is frozen. Its vectors come with the batch.
 """
@@ -17,10 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from models.qwen3_vl.remat import Remat
-from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
-from train.learn.batch import Sequences
-from train.learn.placement import prompt_pieces, split_microbatches
+from models.sharding import ROWS, constrain
+from train.learn.batch import Microbatch
 
 
 # Annotations are not checked, because JAX also builds this tree with shardings as leaves.
@@ -98,96 +97,135 @@ def state_shardings(state: TrainState) -> TrainState:
     return jax.tree_util.tree_map_with_path(find, state)
 
 
-def row_logprobs(
+def rollout_logprobs(
     text: TextDecoder,
-    batch: Sequences,
-    image_token_id: int,
+    visual: Float[Array, "m c d"],
+    batch: Microbatch,
     temperature: float,
     remat: Remat = "none",
     chunk: int | None = None,
-) -> Float[Array, "b t"]:
-    """Log-prob of each token of the rows, given all tokens before it.
+) -> Float[Array, "r u"]:
+    """Log-prob of each token of the rollouts in a micro-batch, given all tokens before it.
 
     Args:
         text: The decoder.
-        batch: p prompts of s tokens, and b rows of t tokens.
-        image_token_id: Id of the placeholder tokens that visual vectors replace.
-        temperature: The temperature at which the rows were sampled.
+        visual: The step's bank of visual vectors.
+        batch: Packed rows, and the places of the rollouts' tokens in them.
+        temperature: The temperature at which the rollouts were sampled.
         remat: Activation checkpointing policy.
-        chunk: Tokens whose logits exist at a time; None: all.
+        chunk: Tokens per piece of a row whose logits exist at a time; None: all.
 
     Returns:
-        Log-probs by row; 0 for a row's first token.
+        Log-probs by rollout; 0 for a rollout's first token, which is the last one of its prompt,
+        and for tokens that are not in this micro-batch.
     """
-    x = jax.tree.map(jnp.asarray, batch)
-    p, s = x.prompt_ids.shape
-    # [p, s] -> [p * pieces, s / pieces]: every piece becomes a row, so that the devices that share
-    # a prompt compute one piece each. In the decoder, a piece attends to the pieces before it.
-    pieces = prompt_pieces(p, len(x.ids), s)
-    index = visual_index(x.prompt_ids, image_token_id)
-    prompt_ids = x.prompt_ids.reshape(p * pieces, -1)
-    prompt_segments = x.prompt_segments.reshape(p * pieces, -1)
-    # Gradients flow through the prompt's keys and values: its tokens are not scored, but they are
-    # computed with the weights that are trained.
-    _, prompts = text(
-        prompt_ids,
-        x.prompt_positions.reshape(3, p * pieces, -1),
-        segment_ids=prompt_segments,
-        visual=x.visual,
-        visual_index=index.reshape(p * pieces, -1),
-        pieces=pieces,
-        remat=remat,
-    )
-    # Each row attends to the keys and values of its prompt, and to itself.
+    # Vectors come split by slot, but any token may need any slot. Split by their width instead:
+    # every device then looks up its part of all vectors.
+    bank = constrain(visual, None, None, ROWS)
     hidden, _ = text(
-        x.ids,
-        x.positions,
-        segment_ids=x.segments,
-        prefix=prompts,
-        prefix_mask=prompt_segments > 0,
-        pieces=pieces,
+        batch.ids,
+        batch.positions,
+        segment_ids=batch.segments,
+        starts=batch.starts,
+        shared=batch.shared,
+        visual=bank[None],
+        visual_index=batch.visual_index,
+        pieces=batch.pieces,
         remat=remat,
     )
-    # The output at t - 1 predicts token t.
-    logprobs = text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], temperature, chunk)
-    # A row's first token is the last one of its prompt: nothing predicts it, so it gets 0.
-    return jnp.pad(logprobs, ((0, 0), (1, 0)))
+    # The output at place i predicts the token at place i + 1, which may be in the next piece.
+    # What follows a segment's last token is another segment's first, which nobody asks for.
+    following = jnp.roll(batch.ids.reshape(-1), -1).reshape(batch.ids.shape)
+    predicted = text.token_logprobs(hidden, following, temperature, chunk).reshape(-1)
+    gathered = predicted[jnp.maximum(batch.index - 1, 0)]
+    first = jnp.arange(batch.index.shape[1]) == 0
+    return jnp.where((batch.index < 0) | first, 0.0, gathered)
 
 
 def make_logprobs(
-    graph: nnx.GraphDef,
-    image_token_id: int,
-    temperature: float,
-    chunk: int | None = None,
-    mesh: Mesh | None = None,
-    parts: int = 1,
+    graph: nnx.GraphDef, temperature: float, mesh: Mesh, chunk: int | None = None
 ) -> MeshProgram:
-    """Compile the log-probs of a batch under given weights, without gradients.
+    """Compile the log-probs of a micro-batch under given weights, without gradients.
 
     Args:
         graph: The decoder without its weights.
-        image_token_id: See `row_logprobs`.
-        temperature: See `row_logprobs`.
-        chunk: See `row_logprobs`.
+        temperature: See `rollout_logprobs`.
         mesh: The mesh of weights and batch.
-        parts: Number of micro-batches, computed one after the other.
+        chunk: See `rollout_logprobs`.
 
     Returns:
-        `f(weights, Sequences) -> float32[b, t]`.
+        `f(weights, visual, Microbatch) -> float32[r, u]`.
     """
 
-    def reference_logprobs(weights: Any, batch: Sequences) -> jax.Array:
-        def of_part(part: Sequences) -> jax.Array:
-            text = nnx.merge(graph, weights)
-            return row_logprobs(text, part, image_token_id, temperature, chunk=chunk)
+    def logprobs(weights: Any, visual: jax.Array, batch: Microbatch) -> jax.Array:
+        text = nnx.merge(graph, weights)
+        return rollout_logprobs(text, visual, batch, temperature, chunk=chunk)
 
-        if parts == 1:
-            return of_part(batch)
-        # `map` computes one micro-batch at a time, which bounds the memory.
-        logprobs = jax.lax.map(of_part, split_microbatches(batch, parts))
-        return logprobs.reshape(batch.ids.shape)
+    return MeshProgram(jax.jit(logprobs, out_shardings=NamedSharding(mesh, PartitionSpec())), mesh)
 
-    return MeshProgram(jax.jit(reference_logprobs), mesh)
+
+class Accumulation(NamedTuple):
+    """The programs of an update whose micro-batches have several sizes.
+
+    Gradients are added in float32, in the order of the micro-batches: bfloat16 would round small
+    ones away, and a fixed order makes a resumed run equal an uninterrupted one bit for bit.
+    """
+
+    start: MeshProgram
+    """`f(weights) -> gradients`, all zero."""
+    add: MeshProgram
+    """`f(weights, gradients, *batch) -> (gradients, metrics)`. The gradients are donated."""
+    apply: MeshProgram
+    """`f(state, gradients) -> (state, grad_norm)`. Both arguments are donated."""
+
+
+def make_accumulation(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, loss: Any, state: TrainState
+) -> Accumulation:
+    """Compile an update in micro-batches, one call for each.
+
+    Args:
+        graph: The decoder without its weights.
+        optimizer: Turns gradients into changes of the weights.
+        loss: `f(decoder, *batch) -> (loss, metrics)` of a micro-batch. It divides by totals of the
+            whole batch, so that losses, metrics and gradients of micro-batches add up.
+        state: A real or abstract state, with the shardings that updates keep.
+    """
+    mesh = mesh_of(state.weights)
+    of_weights = jax.tree.map(lambda x: x.sharding, state.weights)
+
+    def start(weights: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
+
+    def add(weights: Any, total: Any, *batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        def value(weights: Any) -> Any:
+            return loss(nnx.merge(graph, weights), *batch)
+
+        (value_of_part, metrics), grads = jax.value_and_grad(value, has_aux=True)(weights)
+        total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)
+        return total, metrics | {"loss": value_of_part}
+
+    def apply(state: TrainState, total: Any) -> tuple[TrainState, jax.Array]:
+        grads = jax.tree.map(lambda g, w: g.astype(w.dtype), total, state.weights)
+        return _optimized(optimizer, state, grads), optax.global_norm(grads)
+
+    return Accumulation(
+        MeshProgram(jax.jit(start, out_shardings=of_weights), mesh),
+        MeshProgram(jax.jit(add, donate_argnums=1, out_shardings=(of_weights, None)), mesh),
+        MeshProgram(
+            jax.jit(apply, donate_argnums=(0, 1), out_shardings=(state_shardings(state), None)),
+            mesh,
+        ),
+    )
+
+
+def _optimized(
+    optimizer: optax.GradientTransformation, state: TrainState, grads: Any
+) -> TrainState:
+    """The state after a step of the optimizer."""
+    changes, optimizer_state = optimizer.update(grads, state.optimizer, state.weights)
+    weights = optax.apply_updates(state.weights, changes)
+    return TrainState(weights, optimizer_state, state.step + 1)
 
 
 def make_update(
@@ -236,10 +274,8 @@ def make_update(
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         (value, metrics), grads = accumulate(state.weights, batch)
-        changes, optimizer_state = optimizer.update(grads, state.optimizer, state.weights)
-        weights = optax.apply_updates(state.weights, changes)
         metrics = metrics | {"loss": value, "grad_norm": optax.global_norm(grads)}
-        return TrainState(weights, optimizer_state, state.step + 1), metrics
+        return _optimized(optimizer, state, grads), metrics
 
     # The new state keeps the shardings of the old one; otherwise the next update would compile
     # again. Donation lets XLA write the new state into the old one's memory.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from paravt_jax.data.frame_reader import FrameReader
 from rollout.agent.episode import Environment
 from train.learn.sft import SFTBatches, SFTSettings
-from train.learn.speed import speeds
+from train.learn.speed import conversation_lengths, speeds
 from train.phases.context import Context, as_saved, resume
 from train.phases.model import Parts
 
@@ -94,7 +94,8 @@ def _train(
             metrics = {name: float(value) for name, value in metrics.items()} | counts
             seconds = time.perf_counter() - start
             metrics["time/step"] = seconds
-            metrics |= speeds(arrays, config, seconds, context.mesh.size)
+            lengths = [group for rows in arrays for group in conversation_lengths(rows)]
+            metrics |= speeds(lengths, config, seconds, context.mesh.size)
             saved = as_saved(state, parts.tower)
             phase.done(step, metrics, saved, batches.get_state())
     return state.weights

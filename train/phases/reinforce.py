@@ -21,7 +21,7 @@ from rollout.agent.transcript import transcript
 from train.data import question_stream
 from train.durable.compilations import Compilations
 from train.durable.rollout_file import RolloutFile, forget_others, rollout_file_name
-from train.learn.batch import Sequences
+from train.learn.packing import GroupLengths
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, draw_budgets
@@ -55,7 +55,7 @@ def reinforce(
         weights,
         parts.model.config,
         settings,
-        run.rl_shapes,
+        run.rl_shape,
         actor.judge,
         actor.sync,
     )
@@ -65,6 +65,8 @@ def reinforce(
         if cursor is not None:
             questions.set_state(cursor["questions"])
         if phase.left:
+            # Before the engine takes its memory.
+            learner.warm_up(state.weights, environment.features)
             actor.wake(state.weights, phase.finished_steps)
             engine.warm_up()
         if hosts.is_first():
@@ -72,8 +74,8 @@ def reinforce(
         name = rollout_file_name(jax.process_index(), jax.process_count())
         rollout_file = RolloutFile(folder / name, phase.finished_steps)
 
-        def measure(batches: Sequence[Sequences], seconds: float) -> dict[str, float]:
-            return speeds(batches, parts.model.config, seconds, context.mesh.size)
+        def measure(lengths: Sequence[GroupLengths], seconds: float) -> dict[str, float]:
+            return speeds(lengths, parts.model.config, seconds, context.mesh.size)
 
         for step in phase.left:
             compiled_before = compilations.count

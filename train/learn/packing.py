@@ -1,0 +1,280 @@
+"""Packs the trajectories of an RL step into rows of a few compiled sizes.
+
+Trajectories with a common prompt form a group. In a row, a group's prompt stands once, and its
+trajectories attend to it. A group that does not fit into one row is cut into chunks, and the prompt
+is repeated in each. Rows of one size form a micro-batch.
+
+Only lengths matter here, so that every process packs alike and a plan can count without a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollout.engine.settings import Lengths
+
+# Upper bound on the number of sizes. Each is compiled before the first step.
+MOST_SIZES = 4
+# Rows are cut into tiles of this many tokens by the attention kernels.
+TILE = 128
+# Largest row, in trajectories of the greatest length. Longer rows would hardly save time, and would
+# make all sizes coarser.
+_MOST_LONGEST = 8
+# A micro-batch costs this share of the largest one, however short it is: weights are gathered and
+# gradients added once per micro-batch.
+_CHARGE = 1 / 32
+
+
+@dataclasses.dataclass(frozen=True)
+class MicrobatchShape:
+    """Static sizes of a micro-batch.
+
+    Args:
+        rows: Packed rows.
+        tokens: Tokens per row.
+        pieces: Devices that share a row. Each holds an equal piece of it.
+    """
+
+    rows: int
+    tokens: int
+    pieces: int = 1
+
+    @property
+    def places(self) -> int:
+        """Tokens of all rows, padding included."""
+        return self.rows * self.tokens
+
+
+class GroupLengths(NamedTuple):
+    """Lengths, in tokens, of trajectories with a common prompt."""
+
+    prompt: int
+    """The prompt without its last token."""
+    suffixes: tuple[int, ...]
+    """What follows in each trajectory, from the last token of the prompt on."""
+
+
+class Chunk(NamedTuple):
+    """Some trajectories of a group, in one row behind their prompt."""
+
+    group: int
+    members: tuple[int, ...]
+    """Numbers of the trajectories in their group."""
+
+
+class PackedMicrobatch(NamedTuple):
+    """The contents of a micro-batch: chunks by row. Rows at the end may be missing."""
+
+    shape: MicrobatchShape
+    rows: tuple[tuple[Chunk, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepShape:
+    """Upper bounds on the rollouts of a step.
+
+    Args:
+        groups: Prompts.
+        rollouts: Rollouts per prompt.
+        subagents: Sub-agents that are trained; may be 0.
+        longest: Upper bounds on lengths, in tokens.
+    """
+
+    groups: int
+    rollouts: int
+    subagents: int
+    longest: Lengths
+
+    @property
+    def rows(self) -> int:
+        """Rollouts of the step, sub-agents included."""
+        return self.groups * self.rollouts + self.subagents
+
+    @property
+    def suffix(self) -> int:
+        """Tokens of the longest rollout, with the last token of its prompt."""
+        reports = self.longest.report if self.subagents else 0
+        return max(self.longest.response, reports)
+
+    @property
+    def trajectory(self) -> int:
+        """Tokens of the longest trajectory, with its prompt."""
+        subagent = self.longest.crop_prompt + self.longest.report if self.subagents else 0
+        return max(self.longest.prompt + self.longest.response, subagent)
+
+    @property
+    def at_limits(self) -> list[GroupLengths]:
+        """The lengths of a step whose trajectories are all as long as they may be."""
+        longest = self.longest
+        main = GroupLengths(longest.prompt, (longest.response,) * self.rollouts)
+        subagent = GroupLengths(longest.crop_prompt, (longest.report,))
+        return [main] * self.groups + [subagent] * self.subagents
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step whose trajectories are all as long as they may be."""
+        return sum(group.prompt + sum(group.suffixes) for group in self.at_limits)
+
+    def slots(self, processes: int, devices: int) -> int:
+        """Visual vectors that one process may provide, padded to divide over its devices."""
+        prompts = math.ceil(self.groups / processes)
+        count = prompts * self.longest.visual + self.subagents * self.longest.crop_visual
+        own_devices = devices // processes
+        return max(1, math.ceil(count / own_devices)) * own_devices
+
+    def microbatches(self, most: int, devices: int, pieces: int) -> tuple[MicrobatchShape, ...]:
+        """Sizes of micro-batches of at most `most` tokens; see `microbatch_shapes`."""
+        return microbatch_shapes(most, self.trajectory, self.tokens, devices, pieces)
+
+
+def microbatch_shapes(
+    most: int, longest: int, total: int, devices: int = 1, pieces: int = 1
+) -> tuple[MicrobatchShape, ...]:
+    """The sizes of micro-batches that are compiled, the largest first.
+
+    Each has rows half as long as the one before, down to half of the longest trajectory.
+
+    Args:
+        most: Upper bound on the tokens of a micro-batch over all devices. A row always has room for
+            the longest trajectory.
+        longest: Tokens of the longest trajectory with its prompt.
+        total: Tokens of a whole step if every trajectory is as long as it may be.
+        devices: Devices that rows are spread over.
+        pieces: Devices that share a row; divides `devices`.
+    """
+    rows = devices // pieces
+    unit = pieces * TILE
+    bounds = (most // rows, _MOST_LONGEST * longest, math.ceil(total / rows))
+    # Rounded down, except where a row would have no room for the longest trajectory.
+    largest = max(min(bounds) // unit * unit, _ceil_to(longest, unit))
+    halves = (_ceil_to(math.ceil(largest / 2**n), unit) for n in range(MOST_SIZES))
+    lengths = {length for length in halves if length == largest or 2 * length >= longest}
+    return tuple(
+        MicrobatchShape(rows, length, pieces) for length in sorted(lengths, reverse=True)
+    )
+
+
+def pack(
+    groups: Sequence[GroupLengths], shapes: Sequence[MicrobatchShape]
+) -> tuple[PackedMicrobatch, ...]:
+    """Pack all trajectories into micro-batches with little padding.
+
+    Tries each size for the rows and for the chunks into which long groups are cut, and takes what
+    has the fewest tokens, padding and a charge per micro-batch included.
+
+    Args:
+        groups: Lengths of all trajectories.
+        shapes: The sizes of micro-batches, from `microbatch_shapes`.
+
+    Raises:
+        ValueError: A trajectory is longer than the largest row.
+    """
+    longest = max(group.prompt + max(group.suffixes) for group in groups)
+    lengths = [shape.tokens for shape in shapes]
+    if longest > lengths[0]:
+        raise ValueError(
+            f"batch.tokens: {longest} tokens of a trajectory do not fit a row of {lengths[0]}; "
+            "raise protocol.text_tokens, protocol.label_tokens or protocol.trajectory_tokens"
+        )
+    tried = [
+        _packed(groups, row, chunk, shapes)
+        for row, chunk in itertools.product(lengths, lengths)
+        if max(chunk, longest) <= row
+    ]
+    charge = _CHARGE * shapes[0].places
+
+    def cost(packed: Sequence[PackedMicrobatch]) -> float:
+        return sum(microbatch.shape.places + charge for microbatch in packed)
+
+    # `min` takes the first of equals: that with the longest rows and chunks.
+    return min(tried, key=cost)
+
+
+def chunk_tokens(chunk: Chunk, groups: Sequence[GroupLengths]) -> int:
+    """Tokens of a chunk in its row: its prompt and its trajectories."""
+    prompt, suffixes = groups[chunk.group]
+    return prompt + sum(suffixes[member] for member in chunk.members)
+
+
+def _packed(
+    groups: Sequence[GroupLengths],
+    row_tokens: int,
+    most_of_chunk: int,
+    shapes: Sequence[MicrobatchShape],
+) -> tuple[PackedMicrobatch, ...]:
+    """Packs rows of `row_tokens`, and then shrinks every micro-batch as far as possible."""
+    chunks = [
+        chunk
+        for number, group in enumerate(groups)
+        for chunk in _cut(number, group, min(most_of_chunk, row_tokens))
+    ]
+    rows = _fill(chunks, groups, row_tokens)
+    per_batch = shapes[0].rows
+    batches = [rows[start : start + per_batch] for start in range(0, len(rows), per_batch)]
+    return tuple(_shrunk(batch, groups, shapes) for batch in batches)
+
+
+def _cut(number: int, group: GroupLengths, most: int) -> list[Chunk]:
+    """Cuts a group into few chunks of at most `most` tokens, longest trajectories first."""
+    longest_first = sorted(range(len(group.suffixes)), key=lambda n: -group.suffixes[n])
+    room: list[int] = []
+    members: list[list[int]] = []
+    for member in longest_first:
+        needed = group.suffixes[member]
+        place = _first_with_room(room, needed)
+        if place is None:
+            # A trajectory that is longer than `most` gets a chunk of its own.
+            place = len(room)
+            room.append(most - group.prompt)
+            members.append([])
+        room[place] -= needed
+        members[place].append(member)
+    return [Chunk(number, tuple(sorted(chosen))) for chosen in members]
+
+
+def _fill(
+    chunks: Sequence[Chunk], groups: Sequence[GroupLengths], tokens: int
+) -> list[tuple[Chunk, ...]]:
+    """Puts every chunk, the longest first, into the first row that has room for it."""
+    sized = sorted(((chunk_tokens(chunk, groups), chunk) for chunk in chunks), key=lambda x: -x[0])
+    room: list[int] = []
+    rows: list[list[Chunk]] = []
+    for needed, chunk in sized:
+        place = _first_with_room(room, needed)
+        if place is None:
+            place = len(room)
+            room.append(tokens)
+            rows.append([])
+        room[place] -= needed
+        rows[place].append(chunk)
+    return [tuple(row) for row in rows]
+
+
+def _shrunk(
+    rows: Sequence[tuple[Chunk, ...]],
+    groups: Sequence[GroupLengths],
+    shapes: Sequence[MicrobatchShape],
+) -> PackedMicrobatch:
+    """The chunks of a micro-batch in the smallest size that holds them."""
+    chunks = [chunk for row in rows for chunk in row]
+    longest = max(chunk_tokens(chunk, groups) for chunk in chunks)
+    for shape in sorted(shapes, key=lambda shape: shape.tokens):
+        if shape.tokens < longest:
+            continue
+        packed = _fill(chunks, groups, shape.tokens)
+        if len(packed) <= shape.rows:
+            return PackedMicrobatch(shape, tuple(packed))
+    raise AssertionError("the rows came from one of these sizes")
+
+
+def _first_with_room(room: Sequence[int], needed: int) -> int | None:
+    return next((n for n, free in enumerate(room) if free >= needed), None)
+
+
+def _ceil_to(value: int, unit: int) -> int:
+    """`value` rounded up to a multiple of `unit`."""
+    return -(-value // unit) * unit
