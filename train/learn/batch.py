@@ -212,7 +212,7 @@ def mismatches(batches: Sequence[Microbatch], groups: Sequence[Group]) -> int:
     for batch in batches:
         for group in groups:
             for number, trajectory in enumerate(group.trajectories):
-                places = batch.index[group.rollout + number]
+                places = np.asarray(batch.index[group.rollout + number])
                 if places[0] >= 0:
                     count += _differs(batch, places[places >= 0], trajectory)
     return count

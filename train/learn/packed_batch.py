@@ -47,7 +47,7 @@ class PackedShape:
                 raise ValueError(f"PackedShape.{name}: {value}; give a whole number of at least 1")
 
 
-# Annotations are not checked, for the same reason as in `Sequences`.
+# Annotations are not checked, for the same reason as in `Microbatch`.
 @no_type_check
 @struct.dataclass
 class PackedRows:

@@ -245,7 +245,7 @@ class Learner:
         self, laid_out: LaidOut
     ) -> tuple[Float[Array, "m c d"], list[Microbatch], GRPOBatch]:
         """The bank of visual vectors, the micro-batches and the rollouts, on the mesh."""
-        visual = place({"visual": laid_out.visual}, self.mesh)["visual"]
+        visual: Any = place({"visual": laid_out.visual}, self.mesh)["visual"]
         microbatches = [place_whole(part, self.mesh) for part in laid_out.microbatches]
         return visual, microbatches, place(laid_out.grpo, self.mesh)
 

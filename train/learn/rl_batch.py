@@ -260,9 +260,12 @@ def _grpo_batch(
 ) -> GRPOBatch:
     """What PARA-GRPO reads about the rollouts, but for the log-probs of the reference (zeros)."""
     size = (shape.rows, shape.suffix)
-    mask = np.zeros(size, bool)
-    behaviour = np.zeros(size, np.float32)
-    owners = np.zeros(shape.rows, np.int32)
+    by_token: dict[str, Any] = {
+        "mask": np.zeros(size, bool),
+        "behaviour": np.zeros(size, np.float32),
+        "reference": np.zeros(size, np.float32),
+    }
+    owners: Any = np.zeros(shape.rows, np.int32)
     structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * shape.rows
     for prompt in prompts:
         for n, trajectory in enumerate(prompt.trajectories):
@@ -270,8 +273,8 @@ def _grpo_batch(
             owners[row] = prompt.owner + n
             first = len(split_prompt(trajectory)[0])
             length = len(trajectory.ids) - first
-            mask[row, :length] = trajectory.authors[first:] == Author.MODEL
-            behaviour[row, :length] = trajectory.logprobs[first:]
+            by_token["mask"][row, :length] = trajectory.authors[first:] == Author.MODEL
+            by_token["behaviour"][row, :length] = trajectory.logprobs[first:]
             # Only main agents have a struct(o): sub-agents have no format to keep.
             if row < shape.groups * shape.rollouts:
                 structures[row] = _structure(trajectory, first, token_bytes)
@@ -279,11 +282,9 @@ def _grpo_batch(
     # possible: each token breaks at most one block and opens at most one.
     structure = pad_structures(structures, multiple=2 * shape.suffix)
     return GRPOBatch(
-        mask=mask,
-        behaviour=behaviour,
-        reference=np.zeros(size, np.float32),
         rollout=owners,
         structure=structure,
+        **by_token,
         **_by_rollout(rollouts, shape),
     )
 

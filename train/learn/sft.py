@@ -81,7 +81,7 @@ class SFTSettings:
         return PackedShape(self.rows, self.row_tokens, self.row_tokens)
 
 
-# Annotations are not checked, for the same reason as in `Sequences`.
+# Annotations are not checked, for the same reason as in `Microbatch`.
 @no_type_check
 @struct.dataclass
 class SFTBatch:
