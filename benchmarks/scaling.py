@@ -175,13 +175,18 @@ def table(rows: Sequence[Row]) -> str:
 
 
 class Timed:
-    """Wraps an update's program, and records time, loss and argument shapes of its calls."""
+    """Wraps a program, and records loss, times and argument shapes of its calls, step by step."""
 
     def __init__(self, program: MeshProgram):
         self._program = program
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
+        self._steps: list[np.ndarray] = []
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """The next calls belong to a new step: those of its micro-batches add up."""
+        # Loss, seconds and CPU seconds.
+        self._step = np.zeros(3)
+        self._steps.append(self._step)
 
     def __call__(self, *arguments: Any) -> Any:
         jax.block_until_ready(arguments)
@@ -191,11 +196,11 @@ class Timed:
         )
         start = time.perf_counter()
         cpu_start = time.process_time()
-        state, figures = jax.block_until_ready(self._program(*arguments))
-        self.seconds.append(time.perf_counter() - start)
-        self.cpu_seconds.append(time.process_time() - cpu_start)
-        self.losses.append(float(figures["loss"]))
-        return state, figures
+        result, figures = jax.block_until_ready(self._program(*arguments))
+        seconds = time.perf_counter() - start
+        cpu_seconds = time.process_time() - cpu_start
+        self._step += (float(figures["loss"]), seconds, cpu_seconds)
+        return result, figures
 
     def updates(self, state: Any) -> Updates:
         """Return the records and the weights of `state`. All processes have to call it together."""
@@ -206,10 +211,11 @@ class Timed:
         # An array over several processes cannot be read, so replicate the weights to each.
         replicated = jax.NamedSharding(mesh, jax.P())
         weights = jax.jit(lambda x: x, out_shardings=replicated)(state.weights)
-        per_process = hosts.gather(self.cpu_seconds[1:])
+        losses, seconds, cpu_seconds = np.transpose(self._steps).tolist()
+        per_process = hosts.gather(cpu_seconds[1:])
         return Updates(
-            losses=tuple(self.losses),
-            seconds=tuple(self.seconds[1:]),
+            losses=tuple(losses),
+            seconds=tuple(seconds[1:]),
             cpu_seconds=tuple(sum(each) for each in zip(*per_process, strict=True)),
             sent=sum(sent.values()) / 1e6,
             weights=tuple(np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(weights)),
@@ -227,7 +233,9 @@ def sft_updates(road: Road, devices: int, steps: int) -> Updates:
     state, update = batches.start(road.graph, road.fresh(fsdp=devices))
     timed = Timed(update)
     batch, _, _ = next(batches)
-    for _ in range(steps):
+    for step in range(steps):
+        if step:
+            timed.begin_step()
         state, _ = timed(state, batch)
     return timed.updates(state)
 
@@ -238,12 +246,14 @@ def rl_updates(road: Road, devices: int, steps: int) -> Updates:
     learner = Learner(
         road.graph, road.fresh(fsdp=devices), road.model.config, settings, road.run.rl_shape
     )
-    timed = Timed(learner.update)
-    learner.update = cast(Any, timed)
+    timed = Timed(learner.update.add)
+    learner.update = learner.update._replace(add=cast(Any, timed))
     sampler = cast(Any, Script(road))
     state = learner.start
     questions = road.data.questions[: settings.prompts]
-    for _ in range(steps):
+    for step in range(steps):
+        if step:
+            timed.begin_step()
         state, _ = learner.step(state, sampler, road.environment, questions, seed=0)
     return timed.updates(state)
 

@@ -41,13 +41,12 @@ from rollout.engine.requests import run
 from rollout.engine.settings import EngineSettings
 from rollout.engine.sizing import engine_sizes, lengths
 from train.data import Data
-from train.learn.batch import BatchShape
 from train.learn.optimizer import OptimizerSettings, make_optimizer
-from train.learn.placement import place
-from train.learn.rl_batch import RLBatch, as_grpo_batch, lay_out
+from train.learn.packing import StepShape
+from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import Rollouts, describe
 from train.learn.sft import SFTBatches, SFTSettings
-from train.learn.step import init_state, make_logprobs, make_update, row_logprobs
+from train.learn.step import init_state, make_accumulation, make_logprobs, rollout_logprobs
 from train.world_data import world_vocabulary
 
 # Videos of 128 seconds, in four coloured scenes. A digit appears in a scene for 2 to 4 seconds.
@@ -141,7 +140,6 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     # The model. Its vision tower stays random: the few pictures of this world differ enough.
     vocabulary, mesh = world_vocabulary(LIMITS), make_mesh()
     model = Qwen3VL(small_config(vocabulary), rngs=nnx.Rngs(seed))
-    image_token_id = model.config.image_token_id
     # The world: videos, and questions about them.
     train_videos = videos.of_split(videos.plan(WORLD), "train")
     question_batches = stream(tuple(text.questions(train_videos, TEXT)), seed, PROMPTS)
@@ -159,10 +157,12 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     graph, weights = cold_start(model, environment, data, cold_start_steps, seed)
 
     # GRPO needs an engine, reference weights, and jitted `update`, `logprobs` and `advantages`.
-    def loss(decoder, batch):
-        logprobs = row_logprobs(decoder, batch.sequences[0], image_token_id, TEMPERATURE)
+    def loss(decoder, visual, part, batch):
+        # A micro-batch has some of the rollouts; the others have -1 in its index.
+        logprobs = rollout_logprobs(decoder, visual, part, TEMPERATURE)
+        here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (part.index >= 0))
         return grpo.paravt_loss(
-            logprobs, batch.advantages, batch.grpo, GRPO, totals=batch.totals, gamma=REWARDS.gamma
+            logprobs, batch.advantages, here, GRPO, totals=batch.totals, gamma=REWARDS.gamma
         )
 
     nnx.update(model.text, weights)
@@ -172,24 +172,29 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     reference = jax.tree.map(jnp.copy, weights)  # a copy: updates donate the weights
     optimizer = make_optimizer(ADAM, steps)
     state = init_state(weights, optimizer)
-    update = make_update(graph, optimizer, loss, state)
-    logprobs = make_logprobs(graph, image_token_id, TEMPERATURE, mesh=mesh)
+    update = make_accumulation(graph, optimizer, loss, state)
+    logprobs = make_logprobs(graph, TEMPERATURE, mesh)
     advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
-    shapes = [BatchShape(PROMPTS, GROUP, longest.prompt, longest.visual, longest.response)]
+    shape = StepShape(PROMPTS, GROUP, subagents=0, longest=longest)
+    row_sizes = shape.microbatches(most=2048, devices=1, pieces=1)
     history = []
     for step in range(steps):
         rollouts = roll_out(engine, environment, next(question_batches), step, seed)
-        # The batch: the sampled tokens, and their log-probs under the reference weights.
-        rows, owners, _ = lay_out([rollouts], features, shapes, (seed, step))
-        rows = place(rows, mesh)
-        reference_logprobs = tuple(logprobs(reference, part) for part in rows)
-        batch = as_grpo_batch(rollouts, rows, owners, reference_logprobs, vocabulary, shapes, mesh)
+        # Packed rows of the sampled tokens, and their log-probs under the reference weights.
+        laid_out = lay_out([rollouts], features, vocabulary, shape, row_sizes, (seed, step))
+        visual, parts = laid_out.visual, laid_out.microbatches
+        # A token is in one micro-batch, and 0 in all others.
+        under_reference = sum(logprobs(reference, visual, part) for part in parts)
+        batch = dataclasses.replace(laid_out.grpo, reference=under_reference)
         # Advantages of every token, one update, and the new weights into the engine.
         token_advantages, _ = advantages(batch)
-        rl_batch = RLBatch(rows, batch, token_advantages, grpo.batch_totals(batch))
-        state, metrics = update(state, rl_batch)
-        engine.load(state.weights, version=step + 1)  # `update` donated the old ones
-        history.append(describe(rollouts) | {name: float(value) for name, value in metrics.items()})
+        rl_batch = RLBatch(batch, token_advantages, grpo.batch_totals(batch))
+        gradients = update.start(state.weights)
+        for part in parts:
+            gradients, _ = update.add(state.weights, gradients, visual, part, rl_batch)
+        state, grad_norm = update.apply(state, gradients)
+        engine.load(state.weights, version=step + 1)  # `apply` donated the old ones
+        history.append(describe(rollouts) | {"grad_norm": float(grad_norm)})
         names = ("accuracy", "compliance", "calls", "reward/total", "grad_norm")
         print(f"step {step:2}", *(f"{name} {history[-1][name]:.2f}" for name in names), sep="  ")
         if step in (0, steps - 1):

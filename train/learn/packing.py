@@ -153,9 +153,7 @@ def microbatch_shapes(
     largest = max(min(bounds) // unit * unit, _ceil_to(longest, unit))
     halves = (_ceil_to(math.ceil(largest / 2**n), unit) for n in range(MOST_SIZES))
     lengths = {length for length in halves if length == largest or 2 * length >= longest}
-    return tuple(
-        MicrobatchShape(rows, length, pieces) for length in sorted(lengths, reverse=True)
-    )
+    return tuple(MicrobatchShape(rows, length, pieces) for length in sorted(lengths, reverse=True))
 
 
 def pack(

@@ -37,8 +37,8 @@ from train.learn.packing import (
 )
 from train.learn.rollouts import Rollouts, join
 
-
 TokenBytes = Callable[[int], bytes]
+
 
 # Annotations are not checked, because JAX also builds this tree with shardings as leaves.
 @no_type_check
@@ -46,8 +46,8 @@ TokenBytes = Callable[[int], bytes]
 class RLBatch:
     """What the loss reads besides a micro-batch: the rollouts of the whole step, u tokens each.
 
-        main agents   [groups * rollouts, u]     zeros on the right of shorter ones
-        sub-agents    [sub-agents, u]
+    main agents   [groups * rollouts, u]     zeros on the right of shorter ones
+    sub-agents    [sub-agents, u]
     """
 
     grpo: GRPOBatch
@@ -119,9 +119,7 @@ def lay_out(
     vectors, grids = _encode(prompts, len(mains), features)
     readable = sorted(grids)
     slots, visual = _fill_bank(prompts, vectors, grids, features, shape.slots(len(parts), devices))
-    groups = [
-        Group(prompts[n].trajectories, prompts[n].row, grids[n], slots[n]) for n in readable
-    ]
+    groups = [Group(prompts[n].trajectories, prompts[n].row, grids[n], slots[n]) for n in readable]
     lengths = tuple(group.lengths for group in groups)
     microbatches = tuple(
         build(packed, groups, features.config, shape.rows, shape.suffix)

@@ -176,7 +176,7 @@ class Accumulation(NamedTuple):
     add: MeshProgram
     """`f(weights, gradients, *batch) -> (gradients, metrics)`. The gradients are donated."""
     apply: MeshProgram
-    """`f(state, gradients) -> (state, grad_norm)`. Both arguments are donated."""
+    """`f(state, gradients) -> (state, grad_norm)`. The state is donated."""
 
 
 def make_accumulation(
@@ -213,7 +213,7 @@ def make_accumulation(
         MeshProgram(jax.jit(start, out_shardings=of_weights), mesh),
         MeshProgram(jax.jit(add, donate_argnums=1, out_shardings=(of_weights, None)), mesh),
         MeshProgram(
-            jax.jit(apply, donate_argnums=(0, 1), out_shardings=(state_shardings(state), None)),
+            jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings(state), None)),
             mesh,
         ),
     )

@@ -5,7 +5,6 @@ A run calls the same programs with the same shapes, types and shardings. Nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -16,17 +15,25 @@ from jax.sharding import Mesh
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
-from models.sharding import param_shardings
+from models.sharding import param_shardings, row_devices
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
-from train.learn.batch import BatchShape, Sequences
+from train.learn.batch import Microbatch
 from train.learn.optimizer import make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
-from train.learn.placement import fitted, shardings
-from train.learn.rl import make_rl_update
+from train.learn.packing import MicrobatchShape, StepShape
+from train.learn.placement import row_pieces, shardings
+from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.sft import SFTBatch, make_sft_update
-from train.learn.step import MeshProgram, TrainState, make_logprobs, state_shardings
+from train.learn.step import (
+    Accumulation,
+    MeshProgram,
+    TrainState,
+    make_accumulation,
+    make_logprobs,
+    state_shardings,
+)
 from train.settings import Run
 
 T = TypeVar("T")
@@ -39,16 +46,28 @@ class Abstract(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def abstract_rl_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
-    """The PARA-GRPO update of a recipe.
+class AbstractStep(NamedTuple):
+    """What the programs of an RL step take. Sizes and programs are those of a run's `Learner`."""
+
+    config: Qwen3VLConfig
+    graph: nnx.GraphDef
+    state: TrainState
+    visual: Any
+    """The bank of visual vectors."""
+    microbatches: tuple[Microbatch, ...]
+    """An empty micro-batch of every size, the largest first."""
+    batch: RLBatch
+    update: Accumulation
+    """The update's programs: adding gradients, and the step of the optimizer."""
+
+
+def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> AbstractStep:
+    """The arguments and programs of a recipe's PARA-GRPO step.
 
     Args:
         run: a recipe with RL.
         mesh: the mesh to shard over; its devices may be descriptions.
         config: model to use instead of the published one of the recipe's size.
-
-    Returns:
-        The program; its arguments are the state (donated) and an `RLBatch`.
 
     Raises:
         ValueError: the recipe has no RL.
@@ -57,14 +76,51 @@ def abstract_rl_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None
     config, graph, weights = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
-    shapes, parts = fitted(run.rl_shapes, settings.microbatches, mesh)
-    batch = _placed(_rl_batch(shapes, config), mesh)
-    program = make_rl_update(graph, optimizer, config.image_token_id, settings, parts, state)
-    return Abstract(program, (state, batch))
+    devices = row_devices(mesh)
+    pieces = row_pieces(config.text, devices, mesh.shape["tensor"])
+    shape = run.rl_shape
+    sizes = shape.microbatches(settings.microbatch_tokens, devices, pieces)
+    hosts = len({device.process_index for device in mesh.devices.flat})
+    slots = hosts * shape.slots(hosts, devices)
+    visual = _vectors(slots, config, jnp.dtype(run.model.dtype))
+    batch = RLBatch(_rollouts(shape), _shape((shape.rows, shape.suffix), jnp.float32), _totals())
+    return AbstractStep(
+        config,
+        graph,
+        state,
+        _placed({"visual": visual}, mesh)["visual"],
+        tuple(_placed(_microbatch(size, shape), mesh) for size in sizes),
+        _placed(batch, mesh),
+        make_accumulation(graph, optimizer, rl_loss(settings), state),
+    )
+
+
+def abstract_rl_gradients(
+    run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None, size: int = 0
+) -> Abstract:
+    """Gradients of a micro-batch, added to those of others; see `abstract_rl_step`.
+
+    Args:
+        size: number of the micro-batch's size; 0 is the largest.
+    """
+    step = abstract_rl_step(run, mesh, config)
+    total = jax.tree.map(lambda x: x.update(dtype=jnp.float32), step.state.weights)
+    arguments = (step.state.weights, total, step.visual, step.microbatches[size], step.batch)
+    return Abstract(step.update.add, arguments)
+
+
+def abstract_rl_optimizer(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
+    """The optimizer's step after the gradients; see `abstract_rl_step`."""
+    step = abstract_rl_step(run, mesh, config)
+    total = jax.tree.map(lambda x: x.update(dtype=jnp.float32), step.state.weights)
+    return Abstract(step.update.apply, (step.state, total))
 
 
 def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
-    """The SFT update of a recipe; see `abstract_rl_update`. The batch is an `SFTBatch`."""
+    """The SFT update of a recipe; see `abstract_rl_step`.
+
+    The arguments are the state (donated) and an `SFTBatch`.
+    """
     settings = _phase(run, "sft", run.sft)
     config, graph, weights = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
@@ -75,20 +131,17 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
     return Abstract(program, (state, batch))
 
 
-def abstract_reference(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
-    """The reference log-probs of the main agents' batch; see `abstract_rl_update`.
-
-    The arguments are the reference's weights and `Sequences`.
-    """
+def abstract_reference(
+    run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None, size: int = 0
+) -> Abstract:
+    """The reference log-probs of a micro-batch; see `abstract_rl_gradients`."""
     settings = _phase(run, "rl", run.rl)
-    config, graph, weights = _model(run, mesh, config)
-    shapes, parts = fitted(run.rl_shapes, settings.microbatches, mesh)
-    program = make_logprobs(
-        graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts
-    )
+    step = abstract_rl_step(run, mesh, config)
+    program = make_logprobs(step.graph, settings.temperature, mesh, settings.logprob_chunk)
     # The reference is stored in the type of the activations, to save memory.
-    reference = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(run.model.dtype)), weights)
-    return Abstract(program, (reference, _placed(_sequences(shapes[0], config), mesh)))
+    dtype = jnp.dtype(run.model.dtype)
+    reference = jax.tree.map(lambda x: x.update(dtype=dtype), step.state.weights)
+    return Abstract(program, (reference, step.visual, step.microbatches[size]))
 
 
 def _phase(run: Run, name: str, settings: T | None) -> T:
@@ -130,19 +183,22 @@ def _visual(rows: int, tokens: int, config: Qwen3VLConfig) -> Any:
     return _shape((rows, tokens, levels, config.text.hidden_size), jnp.float32)
 
 
-def _sequences(shape: BatchShape, config: Qwen3VLConfig) -> Sequences:
-    prompts = (shape.groups, shape.prompt)
-    rows = (shape.groups * shape.rows, shape.suffix)
-    return Sequences(
-        prompt_ids=_shape(prompts, jnp.int32),
-        prompt_positions=_shape((3, *prompts), jnp.int32),
-        prompt_segments=_shape(prompts, jnp.int32),
-        visual=_visual(shape.groups, shape.visual, config),
+def _vectors(slots: int, config: Qwen3VLConfig, dtype: Any) -> Any:
+    """Visual vectors: the tower's output, and one vector per DeepStack level."""
+    return _shape((slots, 1 + config.vision.levels, config.text.hidden_size), dtype)
+
+
+def _microbatch(size: MicrobatchShape, shape: StepShape) -> Microbatch:
+    rows = (size.rows * size.pieces, size.tokens // size.pieces)
+    return Microbatch(
         ids=_shape(rows, jnp.int32),
         positions=_shape((3, *rows), jnp.int32),
         segments=_shape(rows, jnp.int32),
-        sampled=_shape(rows, jnp.bool_),
-        logprobs=_shape(rows, jnp.float32),
+        starts=_shape(rows, jnp.int32),
+        shared=_shape(rows[:1], jnp.int32),
+        visual_index=_shape(rows, jnp.int32),
+        index=_shape((shape.rows, shape.suffix), jnp.int32),
+        pieces=size.pieces,
     )
 
 
@@ -157,35 +213,32 @@ def _packed(shape: PackedShape, config: Qwen3VLConfig) -> PackedRows:
     )
 
 
-def _rl_batch(shapes: Sequence[BatchShape], config: Qwen3VLConfig) -> RLBatch:
-    # Rows of main agents and of sub-agents follow each other in one batch, padded to the longer of
-    # their lengths. Rewards exist per group of main agents.
-    total_rows = sum(shape.groups * shape.rows for shape in shapes)
-    length = max(shape.suffix for shape in shapes)
-    per_token = (total_rows, length)
-    per_rollout = (shapes[0].groups, shapes[0].rows)
+def _rollouts(shape: StepShape) -> GRPOBatch:
+    per_token = (shape.rows, shape.suffix)
+    per_rollout = (shape.groups, shape.rollouts)
     # A token may be structural in two ways: a call that breaks an open think is a violation too.
-    per_structural_token = (total_rows, 2 * length)
+    per_structural_token = (shape.rows, 2 * shape.suffix)
     structure = Structure(
         _shape(per_structural_token, jnp.int32),
         _shape(per_structural_token, jnp.int8),
         _shape(per_structural_token, jnp.bool_),
     )
-    rollouts = GRPOBatch(
+    return GRPOBatch(
         mask=_shape(per_token, jnp.bool_),
         behaviour=_shape(per_token, jnp.float32),
         reference=_shape(per_token, jnp.float32),
-        rollout=_shape((total_rows,), jnp.int32),
+        rollout=_shape((shape.rows,), jnp.int32),
         structure=structure,
         rewards=_shape(per_rollout, jnp.float32),
         anchor_rewards=_shape(per_rollout, jnp.float32),
         valid=_shape(per_rollout, jnp.bool_),
         compliant=_shape(per_rollout, jnp.bool_),
     )
-    sequences = tuple(_sequences(shape, config) for shape in shapes)
-    totals = Totals(
+
+
+def _totals() -> Totals:
+    return Totals(
         tokens=_shape((), jnp.float32),
         structural=_shape((), jnp.float32),
         tags=_shape((len(TAGS),), jnp.float32),
     )
-    return RLBatch(sequences, rollouts, _shape(per_token, jnp.float32), totals)

@@ -27,6 +27,7 @@ from paravt_jax.command_name import command_name
 from paravt_jax.data.local_path import require_local
 from train.cli import EXIT_USAGE, parse
 from train.fit import Fitted, fit
+from train.learn.speed import update_flops
 from train.plan import step
 from train.plan.cache import cached
 from train.plan.compile import SIZES, Case, Measured, compile_case, libtpu_version, on_host
@@ -124,8 +125,7 @@ def _advice(
     hbm = topology.chip.hbm
     pool = residents.get("KV pool", 0.0)
     too_large = [held for held in together if held.total > hbm]
-    advice = step.padding_advice(run, topology, mesh)
-    advice += [f"{m.program}: {m.error}" for m in measured.values() if m.error and not m.peak]
+    advice = [f"{m.program}: {m.error}" for m in measured.values() if m.error and not m.peak]
     for held in too_large:
         advice += step.held(held, measured[held.program], hbm)
     if too_large:
@@ -138,20 +138,17 @@ def _advice(
 
 
 def _work(run: Run, measured: dict[str, Measured]) -> dict[str, float]:
-    """FLOPs of an update: by formula, by its program, and saved by sharing prompts."""
+    """FLOPs of an update at the limits: by formula, and by its programs."""
     update = measured.get("RL update")
     if run.rl is None or update is None or not update.flops:
         return {}
-    config = planned_config(run)
-    model = sum(step.model_flops(shape, config) for shape in step.shapes_of(run))
+    model = update_flops(run.rl_shape.at_limits, planned_config(run))
     return {
         "model": model,
         # Forward once and backward (twice the forward) make 3 parts; full remat repeats the
         # forward pass, which makes 4.
         "full remat": model * 4 / 3,
-        "done": update.flops,
-        "apart": update.unshared,
-        "saved": update.unshared - update.flops,
+        "done": step.learner_calls(run)["RL update"] * update.flops,
     }
 
 

@@ -77,8 +77,6 @@ class Measured:
     """Bytes kept in the host's memory while the program runs."""
     flops: float = 0.0
     """FLOPs of all devices together."""
-    unshared: float = 0.0
-    """The same if every row computed its prompt instead of sharing it with its group."""
     read: float = 0.0
     """Bytes of HBM that must be read."""
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -171,12 +169,10 @@ def measure(case: Case) -> Measured:
     with jax.set_mesh(program.mesh), tempfile.TemporaryDirectory() as dump_folder:
         traced = program.function.trace(*program.arguments, **program.options)
         flops = count_flops(traced.jaxpr, trip_count=program.trip_count or 1.0, pairs=program.pairs)
-        unshared = 0.0 if program.unshared is None else flops + program.unshared()
         base = Measured(
             case.program,
             devices=program.mesh.size,
             flops=flops,
-            unshared=unshared,
             read=program.read,
             given=program.given,
         )

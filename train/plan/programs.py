@@ -19,23 +19,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import abstract_model
-from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.sizes import qwen3_vl
 from models.qwen3_vl.vision import frame_layout, frozen
 from models.sharding import make_mesh, param_shardings
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
 from train.fit import total_bytes
-from train.learn.batch import Sequences
 from train.learn.weight_sync import host_mesh, make_sync, sampler_devices
 from train.phases.model import model_config
 from train.plan.abstract import (
     Abstract,
     abstract_reference,
-    abstract_rl_update,
+    abstract_rl_gradients,
+    abstract_rl_optimizer,
+    abstract_rl_step,
     abstract_sft_update,
 )
-from train.plan.flops import Pairs, causal, count_flops, every, pairs_of_rows
+from train.plan.flops import Pairs, causal, every, pairs_of_rows
 from train.settings import Run
 from train.world_data import world_vocabulary
 
@@ -58,8 +58,6 @@ class PlannedProgram:
     """Iterations of while-loops that end on a condition; None if there are none."""
     pairs: Pairs | None = None
     """Query-key pairs that its attention kernels compute."""
-    unshared: Callable[[], float] | None = None
-    """Computes the additional FLOPs if every row computed its prompt."""
 
 
 class Plan:
@@ -104,6 +102,7 @@ class Plan:
             "SFT update": self._sft,
             "reference": self._reference,
             "RL update": self._update,
+            "RL optimizer": self._optimizer,
             "weight sync": self._sync,
         }
         family, *words = name.split()
@@ -130,7 +129,7 @@ class Plan:
         if self.run.plays_episodes:
             pieces = self._prefill(self.run.engine_sizes.prefill_lengths[-1]).arguments[2]
         if self.run.rl is not None:
-            reference, _ = abstract_reference(self.run, self.mesh, self.config).arguments
+            reference = abstract_reference(self.run, self.mesh, self.config).arguments[0]
         trees = {"batch": batch, "pieces": pieces, "reference": reference}
         for name, tree in trees.items():
             found[f"all {name}"] = total_bytes(tree)
@@ -147,7 +146,8 @@ class Plan:
         if self.run.sft is not None:
             found.append(abstract_sft_update(self.run, self.mesh, self.config).arguments)
         if self.run.rl is not None:
-            found.append(abstract_rl_update(self.run, self.mesh, self.config).arguments)
+            step = abstract_rl_step(self.run, self.mesh, self.config)
+            found.append((step.state, (step.visual, step.microbatches[0], step.batch)))
         return found
 
     def _sft(self) -> PlannedProgram:
@@ -157,46 +157,16 @@ class Plan:
         return self._training("SFT update", update, pairs, ("weights", "moments", "batch"))
 
     def _update(self) -> PlannedProgram:
-        update = abstract_rl_update(self.run, self.mesh, self.config)
-        given = ("weights", "moments", "batch")
-        program = self._training("RL update", update, self._pairs(), given)
-        return dataclasses.replace(program, unshared=self._unshared)
+        update = abstract_rl_gradients(self.run, self.mesh, self.config)
+        return self._training("RL update", update, causal, ("weights", "batch"))
+
+    def _optimizer(self) -> PlannedProgram:
+        step = abstract_rl_optimizer(self.run, self.mesh, self.config)
+        return self._training("RL optimizer", step, causal, ("weights", "moments"))
 
     def _reference(self) -> PlannedProgram:
         reference = abstract_reference(self.run, self.mesh, self.config)
-        return self._training("reference", reference, self._pairs(), ("batch",))
-
-    def _unshared(self) -> float:
-        """FLOPs, forward and backward, that sharing the prompts saves in an update."""
-        assert self.run.rl is not None
-        rl = self.run.rl
-        weights, batch = abstract_reference(self.run, self.one, self.config).arguments
-
-        def loss(weights: Any, x: Sequences) -> Any:
-            text = nnx.merge(self.graph, weights)
-            prompt_ids = jnp.asarray(x.prompt_ids)
-            _, kv = text(
-                prompt_ids,
-                jnp.asarray(x.prompt_positions),
-                segment_ids=jnp.asarray(x.prompt_segments),
-                visual=jnp.asarray(x.visual),
-                visual_index=visual_index(prompt_ids, self.config.image_token_id),
-                remat=rl.remat,
-            )
-            # Rows see a prompt only through its keys and values. Differentiating their sum keeps
-            # exactly the work that a prompt causes: the last layer's output and the head drop out.
-            return kv.k.astype(jnp.float32).sum() + kv.v.astype(jnp.float32).sum()
-
-        with jax.set_mesh(self.one):
-            traced = jax.make_jaxpr(jax.value_and_grad(loss))(weights, batch)
-        prompts = count_flops(traced, pairs=self._pairs())
-        # An update computes one copy of each prompt; without sharing it would be one per row.
-        return prompts * (rl.grpo.group_size - 1)
-
-    def _pairs(self) -> Pairs:
-        """Pairs of the main agents' rows behind their shared prompt."""
-        assert self.run.rl is not None
-        return pairs_of_rows(self.run.rl_shapes[0].suffix)
+        return self._training("reference", reference, causal, ("batch",))
 
     def _training(
         self, name: str, abstract: Abstract, pairs: Pairs, given: tuple[str, ...]
@@ -379,7 +349,7 @@ def program_names(run: Run) -> tuple[str, ...]:
     if run.sft is not None:
         names.append("SFT update")
     if run.rl is not None:
-        names += ["reference", "RL update"]
+        names += ["reference", "RL update", "RL optimizer"]
     if run.plays_episodes:
         names.append("weight sync")
     return tuple(names)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from models.attention.paged import BLOCK
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.flops import flops_per_token
-from train.learn.batch import BatchShape
-from train.learn.placement import fit, parts_of
+from train.learn.packing import pack
+from train.learn.placement import row_pieces
 from train.plan import rates
 from train.plan.compile import ROLLOUTS, Measured, on_host
 from train.plan.programs import planned_config
@@ -95,13 +95,13 @@ def rollouts_at_once(run: Run, topology: Topology) -> tuple[int, int, int]:
     engine = run.engine_sizes
     if run.rl is None:
         return engine.slots, engine.slots, engine.pages
-    shape = run.rl_shapes[0]
+    shape = run.rl_shape
     prompts = _ceil_divide(shape.groups, topology.hosts)
-    rollouts = prompts * shape.rows
+    rollouts = prompts * shape.rollouts
     # A group shares the pages of its prompt, except for a partly filled last page: every rollout
     # has its own copy of that page, in addition to the pages of its own tokens.
-    shared_pages = prompts * _ceil_divide(shape.prompt, engine.page)
-    own_pages = _ceil_divide(shape.suffix, engine.page) + 1
+    shared_pages = prompts * _ceil_divide(shape.longest.prompt, engine.page)
+    own_pages = _ceil_divide(shape.longest.response, engine.page) + 1
     in_slots = min(rollouts, engine.slots)
     at_once = max(1, min(in_slots, (engine.pages - shared_pages) // own_pages))
     return rollouts, at_once, shared_pages + in_slots * own_pages
@@ -150,10 +150,14 @@ def phases_of(
 
 
 def learner_calls(run: Run) -> dict[str, int]:
-    """Calls of each program of training in a step."""
+    """Calls of each program of training in a step whose rollouts are as long as they may be."""
     if run.rl is None:
         return {"SFT update": 1}
-    return {"reference": 1, "RL update": 1, "weight sync": 1}
+    devices = run.mesh.data * run.mesh.fsdp
+    pieces = row_pieces(planned_config(run).text, devices, run.mesh.tensor)
+    sizes = run.rl_shape.microbatches(run.rl.microbatch_tokens, devices, pieces)
+    parts = len(pack(run.rl_shape.at_limits, sizes))
+    return {"reference": parts, "RL update": parts, "RL optimizer": 1, "weight sync": 1}
 
 
 def phase_of(measured: Measured, calls: float, topology: Topology) -> Phase:
@@ -272,80 +276,11 @@ def _flops_without_head(config: Qwen3VLConfig, context: float) -> float:
     return flops_per_token(config, context) - head
 
 
-def model_flops(shape: BatchShape, config: Qwen3VLConfig) -> float:
-    """Model FLOPs of an update: 6 N D and attention, without padding and recomputation.
-
-    N is the number of weights in matrix products. D is the number of tokens, with each prompt
-    counted once per group. 6 is 2 (a multiplication and an addition) times 3 (one forward pass, and
-    a backward pass that costs two).
-    """
-    # Only rows go through the head; a prompt has no loss.
-    head = 2.0 * config.text.vocab_size * config.text.hidden_size
-    # Under the causal mask a prompt's token sees (prompt + 1) / 2 positions on average. A row's
-    # token sees the whole prompt and (suffix + 1) / 2 positions of its own row.
-    per_prompt_token = flops_per_token(config, (shape.prompt + 1) / 2) - head
-    per_row_token = flops_per_token(config, shape.prompt + (shape.suffix + 1) / 2)
-    prompts = shape.groups * shape.prompt * per_prompt_token
-    rows = shape.groups * shape.rows * shape.suffix * per_row_token
-    return 3.0 * (prompts + rows)
-
-
-def shapes_of(run: Run) -> list[BatchShape]:
-    """Shapes of an update's batches: main agents, and sub-agents if they are trained.
-
-    Without RL it is the shape of the SFT batch. A packed row then counts as a prompt of one token,
-    continued by the rest of the row.
-    """
-    if run.rl is not None:
-        return [*run.rl_shapes]
-    if run.sft is None:
-        return []
-    shape = run.sft.shape
-    return [BatchShape(shape.rows, 1, 1, shape.visual, shape.tokens - 1)]
-
-
 def tokens_of(run: Run) -> int:
-    """Tokens in a step's batch: each prompt once, and its rows."""
-    return sum(
-        shape.groups * (shape.prompt + shape.rows * shape.suffix) for shape in shapes_of(run)
-    )
-
-
-def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> list[str]:
-    """Suggests settings that replace padding rows of an update.
-
-    Fewer micro-batches are suggested if they avoid more than an eighth of padding, more prompts if
-    more than a sixth remains.
-    """
-    if run.rl is None:
-        return []
-    shape = run.rl_shapes[0]
-    devices = mesh[0] * mesh[1]
-    wanted_rows = shape.groups * shape.rows
-    parts = parts_of(shapes_of(run), devices, run.rl.microbatches, topology.hosts)
-    rows = {n: fit(shape, devices, n).groups * shape.rows for n in range(1, parts + 1)}
-    # Every host needs the same number of whole groups.
-    rows = {n: count for n, count in rows.items() if count // shape.rows % topology.hosts == 0}
-    least = min(rows.values())
-    best = max(n for n in rows if rows[n] == least)
-    groups = rows[best] // shape.rows
-    found = []
-    if best != parts and rows[parts] * 8 > wanted_rows * 9:
-        found.append(
-            f"RL update: rl.microbatches = {run.rl.microbatches}: {wanted_rows} rows over "
-            f"mesh.data x mesh.fsdp = {mesh[0]} x {mesh[1]} devices in {parts} parts are padded to "
-            f"{rows[parts]}; with {best} to {rows[best]}"
-        )
-    if groups * 6 > shape.groups * 7:
-        if topology.hosts > 1:
-            cause = f"to give each of {topology.hosts} hosts the same number of whole groups"
-        else:
-            cause = f"to divide evenly over {devices} devices"
-        found.append(
-            f"RL update: {shape.groups} groups of rollouts are padded to {groups} {cause}; "
-            f"rl.prompts = {groups} would cost the same"
-        )
-    return found
+    """Tokens of an update if every sequence is as long as it may be, each prompt once."""
+    if run.rl is not None:
+        return run.rl_shape.tokens
+    return 0 if run.sft is None else run.sft.rows * run.sft.row_tokens
 
 
 def host_memory(
@@ -410,7 +345,7 @@ def remedies(
             "rows that attend to cached tokens"
         )
     if "RL update" in programs and run.rl is not None:
-        found += _update_remedies(run, topology, devices)
+        found += _update_remedies(run, devices)
     if run.rl is not None and run.rl.optimizer.moment_dtype == "float32":
         found.append(
             "rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment, which "
@@ -420,17 +355,17 @@ def remedies(
     return found
 
 
-def _update_remedies(run: Run, topology: Topology, devices: int) -> list[str]:
+def _update_remedies(run: Run, devices: int) -> list[str]:
     rl = run.rl
     assert rl is not None
     found = []
-    shapes = shapes_of(run)
-    parts = parts_of(shapes, devices, rl.microbatches, topology.hosts)
-    most_parts = parts_of(shapes, devices, rl.prompts, topology.hosts)
-    if parts < most_parts:
+    pieces = row_pieces(planned_config(run).text, devices, run.mesh.tensor)
+    sizes = run.rl_shape.microbatches(rl.microbatch_tokens, devices, pieces)
+    smallest = run.rl_shape.microbatches(1, devices, pieces)[0]
+    if sizes[0].tokens > smallest.tokens:
         found.append(
-            f"rl.microbatches = {rl.microbatches}: more micro-batches have fewer rows each, down "
-            "to one per device"
+            f"rl.microbatch_tokens = {rl.microbatch_tokens}: more micro-batches have fewer tokens "
+            f"each, down to {smallest.places}"
         )
     if rl.logprob_chunk is None or rl.logprob_chunk > 128:
         found.append(

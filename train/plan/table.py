@@ -218,9 +218,7 @@ def _sums(plan: dict[str, Any]) -> str:
             f"Model FLOPs of an update (6 N D and attention, prompts once): "
             f"{work['model'] / 1e15:.2f} PFLOP; with a second forward pass (8 N D and attention, "
             f"full remat): {work['full remat'] / 1e15:.2f}. The program computes "
-            f"{work['done'] / 1e15:.2f}: {_ratio(work, 'model')} and {_ratio(work, 'full remat')}. "
-            f"Sharing each group's prompt saves {work['saved'] / 1e15:.2f} PFLOP of "
-            f"{work['apart'] / 1e15:.2f}."
+            f"{work['done'] / 1e15:.2f}: {_ratio(work, 'model')} and {_ratio(work, 'full remat')}."
         )
     return "\n".join(f"- {line}" for line in lines)
 
