@@ -434,36 +434,46 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "one_token_over_the_limit": ("(counts < rows.left)", "(counts <= rows.left)"),
     },
     ("train/learn/batch.py", _BATCH): {
-        "tool_tokens_scored": (
-            "trajectory.authors[length:] == Author.MODEL",
-            "trajectory.authors[length:] != Author.PROMPT",
-        ),
         "rows_one_position_late": (
-            "first_position + np.arange(len(ids))",
-            "first_position + 1 + np.arange(len(ids))",
+            "next_position(prompt.positions) + np.arange(len(ids))",
+            "next_position(prompt.positions) + 1 + np.arange(len(ids))",
+        ),
+        "rollouts_see_each_other": (
+            "_write(arrays, row, end, start, segment, suffix)",
+            "_write(arrays, row, end, 0, segment, suffix)",
         ),
         "pinned_tokens_shared": ("s.author is Author.PROMPT", "s.author is not Author.MODEL"),
     },
+    ("train/learn/rl_batch.py", _STEP): {
+        "tool_tokens_scored": (
+            "trajectory.authors[first:] == Author.MODEL",
+            "trajectory.authors[first:] != Author.PROMPT",
+        ),
+    },
     ("train/learn/step.py", _STEP): {
-        "a_token_predicts_itself": ("hidden[:, :-1], x.ids[:, 1:]", "hidden[:, 1:], x.ids[:, 1:]"),
+        "a_token_predicts_itself": ("jnp.roll(batch.ids.reshape(-1), -1)", "batch.ids"),
         "logprobs_one_to_the_left": (
-            "jnp.pad(logprobs, ((0, 0), (1, 0)))",
-            "jnp.pad(logprobs, ((0, 0), (0, 1)))",
+            "predicted[jnp.maximum(batch.index - 1, 0)]",
+            "predicted[jnp.maximum(batch.index, 0)]",
         ),
-        "prompt_padding_attended": (
-            "prefix_mask=prompt_segments > 0",
-            "prefix_mask=prompt_segments >= 0",
-        ),
+        "prompts_not_shared": ("shared=batch.shared", "shared=jnp.zeros_like(batch.shared)"),
         "only_the_last_part_counts": (
-            "lambda a, b: a + b.astype(a.dtype)",
-            "lambda a, b: b.astype(a.dtype)",
+            "total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)",
+            "total = jax.tree.map(lambda a, b: b.astype(a.dtype), total, grads)",
+        ),
+        "only_the_last_part_of_sft_counts": (
+            "return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, new), None",
+            "return jax.tree.map(lambda a, b: b.astype(a.dtype), total, new), None",
         ),
         "steps_not_counted": ("state.step + 1", "state.step"),
         "trainer_ignores_the_temperature": (
-            "x.ids[:, 1:], temperature, chunk",
-            "x.ids[:, 1:], 1.0, chunk",
+            "following, temperature, chunk",
+            "following, 1.0, chunk",
         ),
-        "grad_norm_of_the_changes": ("optax.global_norm(grads)", "optax.global_norm(changes)"),
+        "grad_norm_of_the_weights": (
+            "state, grads), optax.global_norm(grads)",
+            "state, grads), optax.global_norm(state.weights)",
+        ),
     },
     ("train/durable/checkpoint.py", _CHECKPOINT): {
         "a_step_saved_twice": (

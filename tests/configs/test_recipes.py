@@ -12,7 +12,7 @@ import pathlib
 import re
 import textwrap
 from collections.abc import Iterator
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,8 @@ from train.fit import fit
 from train.plan.abstract import (
     Abstract,
     abstract_reference,
-    abstract_rl_update,
+    abstract_rl_gradients,
+    abstract_rl_optimizer,
     abstract_sft_update,
 )
 from train.settings import LogSettings, ModelSettings, Run
@@ -175,7 +176,7 @@ OVERRIDES = (
     ("--rl.prompts", "3"),
     ("--rl.grpo.group-size", "6"),
     ("--rl.subagents-per-rollout", "0.1"),
-    ("--rl.microbatches", "64"),
+    ("--rl.microbatch-tokens", "64"),
     *(("--rl.grpo.anchor", anchor) for anchor in get_args(Anchor) if anchor != "likelihood"),
     ("--evaluation.frames", "256"),
     ("--frames.max-pixels", "200704"),
@@ -192,23 +193,27 @@ OVERRIDES = (
 def test_any_single_override_works_alone(recipe, override):
     run = parse([f"--config={recipe}", *override], RECIPES)
     assert run.rl is not None and run != RECIPES[recipe]()
-    engine, (main, *subagents) = run.engine_sizes, run.rl_shapes
-    frames = max(run.rl.frame_budgets)
-    assert (main.groups, main.rows, main.suffix) == (
+    engine, shape = run.engine_sizes, run.rl_shape
+    frames, longest = max(run.rl.frame_budgets), shape.longest
+    assert (shape.groups, shape.rollouts, longest.response) == (
         run.rl.prompts,
         run.rl.grpo.group_size,
         run.protocol.trajectory_tokens,
     )
     assert (
-        main.visual == frames * run.frame_tokens
-        and main.prompt >= main.visual + frames * run.protocol.label_tokens
+        longest.visual == frames * run.frame_tokens
+        and longest.prompt >= longest.visual + frames * run.protocol.label_tokens
     )
-    assert engine.row_lengths[-1] >= main.prompt + main.suffix and engine.slots % main.rows == 0
-    for shape in subagents:
+    assert engine.row_lengths[-1] >= longest.prompt + longest.response
+    assert engine.slots % shape.rollouts == 0
+    if shape.subagents:
         assert (
-            shape.suffix > run.protocol.summary_tokens
-            and shape.visual == run.protocol.crop_frames * run.frame_tokens
+            longest.report > run.protocol.summary_tokens
+            and longest.crop_visual == run.protocol.crop_frames * run.frame_tokens
         )
+    # However small the bound on a micro-batch is, it has room for the longest rollout.
+    (largest, *_) = shape.microbatches(run.rl.microbatch_tokens, devices=1, pieces=1)
+    assert largest.tokens >= longest.prompt + longest.response
 
 
 def test_frames_shown_in_an_evaluation_have_room_beside_the_response():
@@ -221,7 +226,7 @@ def test_frames_shown_in_an_evaluation_have_room_beside_the_response():
         run.engine_sizes.row_lengths[-1]
         >= RECIPES["paravt_8b"]().engine_sizes.row_lengths[-1] + shown
     )
-    assert run.rl_shapes == RECIPES["paravt_8b"]().rl_shapes, (
+    assert run.rl_shape == RECIPES["paravt_8b"]().rl_shape, (
         "training rollouts show no frames in responses"
     )
 
@@ -352,12 +357,15 @@ def attributes_outside_checks(node: ast.AST) -> set[str]:
 # --- shapes of the large recipes: traced, never allocated ---
 
 
+def shapes_of(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
 def check_update(run: Run, update: Abstract) -> None:
     """An update returns every weight and moment in its shape and type."""
     state = update.arguments[0]
     after, metrics = jax.eval_shape(update.program.jitted, *update.arguments)
-    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (state, after)]
-    assert shapes[0] == shapes[1] and run.model.dtype == "bfloat16"
+    assert shapes_of(state) == shapes_of(after) and run.model.dtype == "bfloat16"
     assert (
         metrics["loss"].shape == metrics["grad_norm"].shape == ()
         and metrics["loss"].dtype == jnp.float32
@@ -394,22 +402,32 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     run = fit(RECIPES[name](), Topology(slice_of(name)).available).run
     settings = run.rl
     assert settings is not None
-    check_update(run, abstract_rl_update(run, make_mesh()))
-    rows = jax.eval_shape(
-        (reference := abstract_reference(run, make_mesh())).program.jitted, *reference.arguments
+    gradients, optimizer, reference = (
+        abstract(run, make_mesh())
+        for abstract in (abstract_rl_gradients, abstract_rl_optimizer, abstract_reference)
     )
-    (shape,), engine = run.rl_shapes, run.engine_sizes
-    assert rows.shape == (8 * 8, shape.suffix), "seven groups in four parts are eight"
+    weights, total, *_ = gradients.arguments
+    after, metrics = jax.eval_shape(gradients.program.jitted, *gradients.arguments)
+    assert shapes_of(after) == shapes_of(total), "gradients of micro-batches add up"
+    assert {dtype for _, dtype in shapes_of(total)} == {jnp.dtype("float32")}
+    assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
+    state, _ = optimizer.arguments
+    after, _ = jax.eval_shape(optimizer.program.jitted, *optimizer.arguments)
+    assert shapes_of(after) == shapes_of(state) and shapes_of(state.weights) == shapes_of(weights)
+    rows = jax.eval_shape(reference.program.jitted, *reference.arguments)
+    shape, engine = run.rl_shape, run.engine_sizes
+    assert rows.shape == (7 * 8, shape.suffix), "log-probs by rollout, without padding rows"
+    longest = shape.longest
     # The widest overview of the largest frames has room in the batch and in the engine.
     frame = run.frame_tokens
     visual = max(settings.frame_budgets) * frame
-    assert visual <= shape.visual < shape.prompt
-    assert engine.row_lengths[-1] >= shape.prompt + run.protocol.trajectory_tokens
+    assert visual <= longest.visual < longest.prompt
+    assert engine.row_lengths[-1] >= longest.prompt + run.protocol.trajectory_tokens
     assert any(
         run.protocol.crop_frames * frame + run.protocol.summary_tokens < length
         for length in engine.row_lengths[:-1]
     )
-    assert shape.prompt in engine.prefix_lengths
+    assert longest.prompt in engine.prefix_lengths
 
 
 @pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().sft])

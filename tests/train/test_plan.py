@@ -27,7 +27,7 @@ from models.qwen3_vl.sizes import qwen3_vl
 from rollout.engine import runner
 from tests.train.small import small
 from train.fit import fit
-from train.learn.batch import BatchShape
+from train.learn.speed import update_flops
 from train.plan import cache, rates, step
 from train.plan import command as plan
 from train.plan.compile import (
@@ -37,6 +37,7 @@ from train.plan.compile import (
     compile_case,
     memory_shortage,
 )
+from train.plan.flops import count_flops
 from train.plan.programs import Plan, planned_config, program_names
 from train.plan.workload import Rollout, at_limits
 from train.settings import change
@@ -52,7 +53,7 @@ BY_HAND = {
     "engine.cache_tokens": 143_360,
     "sft.microbatches": 4,
     "sft.remat": "full",
-    "rl.microbatches": 4,
+    "rl.microbatch_tokens": 17_664,
     "rl.remat": "full",
 }
 RUN = change(RECIPES["paravt_8b"](), "paravt_8b", BY_HAND)
@@ -118,8 +119,13 @@ def test_residents_beside_a_program():
     assert found.others == {"weights": 2 * GIB, "moments": 4 * GIB, "vision tower": GIB}
     assert found.total == 15 * GIB
     # The engine sleeps from the update until it has new weights: nothing of it is on the device.
-    update = Measured("RL update", peak=9 * GIB, given=("weights", "moments", "batch"))
-    assert step.held_together(update, RESIDENTS).total == 10 * GIB
+    update = Measured("RL update", peak=9 * GIB, given=("weights", "batch"))
+    assert step.held_together(update, RESIDENTS).total == 14 * GIB
+    optimizer = Measured("RL optimizer", peak=9 * GIB, given=("weights", "moments"))
+    assert step.held_together(optimizer, RESIDENTS).others == {
+        "vision tower": GIB,
+        "batch": GIB / 4,
+    }
     sync = Measured("weight sync", peak=7 * GIB, given=("weights",))
     assert step.held_together(sync, RESIDENTS).others == {
         "moments": 4 * GIB,
@@ -239,37 +245,25 @@ def test_sub_agents_tools_and_the_tail_take_time_with_committed_lengths():
     assert quiet["vision"].seconds < found["vision"].seconds
 
 
-def test_model_flops_of_an_update():
-    """Counted per token: a prompt's tokens have no logits, a row's tokens see the prompt too."""
-    config = qwen3_vl("2b")
-    shape = BatchShape(groups=2, rows=3, prompt=4, visual=0, suffix=5)
-    head = 2 * config.text.vocab_size * config.text.hidden_size
-    prompt = sum(flops_per_token(config, seen) - head for seen in range(1, 5))
-    row = sum(flops_per_token(config, 4 + seen) for seen in range(1, 6))
-    assert step.model_flops(shape, config) == pytest.approx(3 * 2 * (prompt + 3 * row))
-
-
 def test_tokens_of_a_step():
-    rl = dataclasses.replace(RL, subagents_per_rollout=16 / 56, microbatches=1)
+    rl = dataclasses.replace(RL, subagents_per_rollout=16 / 56)
     main_agents = 7 * (5120 + 8 * 8192)
     sub_agents = 16 * (1008 + 513)
     assert step.tokens_of(dataclasses.replace(RUN, rl=rl)) == main_agents + sub_agents
     assert step.tokens_of(RECIPES["sft_8b"]()) == 16 * 8192
 
 
-def test_padding_of_an_update():
-    four = dataclasses.replace(RUN, rl=dataclasses.replace(RL, microbatches=4))
-    # 64 rows for 56, and no number of micro-batches has fewer.
-    assert not step.padding_advice(four, V5E, (1, 16, 1))
-    (found,) = step.padding_advice(four, Topology("v5e:2x2"), (1, 1, 4))
-    assert "rl.microbatches = 4: 56 rows " in found
-    assert "in 4 parts are padded to 64; with 1 to 56" in found
-    (found,) = step.padding_advice(four, Topology("v5e:8x8"), (1, 64, 1))
-    assert "7 groups of rollouts are padded to 16 to give each of 16 hosts" in found
-    assert "rl.prompts = 16" in found
-    wide = dataclasses.replace(RUN, rl=dataclasses.replace(RL, prompts=9))
-    (found,) = step.padding_advice(wide, Topology("v5e:2x2"), (1, 128, 1))
-    assert "9 groups of rollouts are padded to 16 to divide evenly over 128 devices" in found
+def test_calls_of_training_in_a_step():
+    """A rollout and its prompt have 13,312 tokens, and a further rollout has 8,192."""
+
+    def calls(most: int) -> dict[str, int]:
+        return step.learner_calls(change(RUN, "paravt_8b", {"rl.microbatch_tokens": most}))
+
+    # One of 56 rollouts per micro-batch, two, and a whole group.
+    for most, parts in ((14_336, 56), (22_528, 28), (71_680, 7)):
+        expected = {"reference": parts, "RL update": parts, "RL optimizer": 1, "weight sync": 1}
+        assert calls(most) == expected, most
+    assert step.learner_calls(RECIPES["sft_8b"]()) == {"SFT update": 1}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -315,7 +309,8 @@ def fake(peaks: dict[str, float], errors: dict[str, str] | None = None):
         given = {
             "decode 13312": ("engine's weights", "KV pool"),
             "reference": ("batch",),
-            "RL update": ("weights", "moments", "batch"),
+            "RL update": ("weights", "batch"),
+            "RL optimizer": ("weights", "moments"),
             "weight sync": ("weights",),
         }
         return Measured(
@@ -327,7 +322,6 @@ def fake(peaks: dict[str, float], errors: dict[str, str] | None = None):
             temporary=peak / 2,
             peak=peak,
             flops=32e15,
-            unshared=48e15,
             read=1e9,
             sent={"all-gather": 1e9},
             given=given.get(case.program, ()),
@@ -364,7 +358,7 @@ def test_a_plan_that_fits(command, tmp_path):
     assert "mesh data x fsdp x tensor = 1 x 16 x 1" in printed.out
     assert found["tokens"] == 7 * (5120 + 8 * 8192)
     update = next(phase for phase in found["phases"] if phase["phase"] == "RL update")
-    assert update["seconds"] == pytest.approx(32e15 / 16 / 459e12)
+    assert update["seconds"] == pytest.approx(update["calls"] * 32e15 / 16 / 459e12)
     for name, column in (("step_seconds", "seconds"), ("expected_seconds", "expected")):
         total = sum(phase[column] for phase in found["phases"] if phase["phase"] != "tail")
         assert found[name] == pytest.approx(total)
@@ -380,11 +374,13 @@ def test_the_work_of_an_update(command, tmp_path):
     _, printed, _ = command("--topology=v5p:2x2x4", "--json", str(tmp_path / "plan.json"))
     (found,) = json.loads((tmp_path / "plan.json").read_text())
     work = found["work"]
-    assert work["saved"] == 16e15
-    assert "saves 16.00 PFLOP of 48.00" in printed.out
+    assert work["model"] == pytest.approx(update_flops(RUN.rl_shape.at_limits, qwen3_vl("8b")))
     assert work["full remat"] == pytest.approx(work["model"] * 4 / 3)
-    assert f"{32e15 / work['model']:.2f} times the first (within 1.3)" in printed.out
-    assert f"{24e15 / work['model']:.2f} times the second" in printed.out
+    # The program of one micro-batch has 32 PFLOP.
+    calls = step.learner_calls(fit(RECIPES["paravt_8b"](), V5P.available).run)["RL update"]
+    assert work["done"] == calls * 32e15
+    assert f"{calls * 32e15 / work['model']:.2f} times the first" in printed.out
+    assert f"{calls * 24e15 / work['model']:.2f} times the second" in printed.out
 
 
 def test_a_plan_with_lengths_is_faster(command, tmp_path):
@@ -409,13 +405,13 @@ def test_a_run_without_episodes_has_two_programs():
 
 
 def test_a_plan_that_does_not_fit_says_why_and_what_to_change(command):
-    peaks = {"RL update": 15 * GIB, "decode 13312": 9 * GIB}
+    peaks = {"RL update": 11 * GIB, "decode 13312": 9 * GIB}
     code, printed, _ = command("--topology=v5e:4x4", peaks=peaks)
     tokens = fit(RECIPES["paravt_8b"](), V5E.available).run.engine.cache_tokens
     assert code == 1
     for words in (
         "**does not fit**",
-        "RL update: 0.25 GiB too much. Held: the program 15.00, vision tower 1.00.",
+        "RL update: 0.25 GiB too much. Held: the program 11.00, moments 4.00, vision tower 1.00.",
         "decode 13312: 0.25 GiB too much. Held: the program 9.00, moments 4.00, weights 2.00",
         f"engine.cache_tokens = {tokens}: {tokens // 2} would free 1.50 GiB",
         "rl.logprob_chunk = 512: 128 ",
@@ -477,7 +473,7 @@ def test_a_stopped_plan_can_be_resumed(command, tmp_path, monkeypatch):
     assert "v5p:2x2x4, decode 13312: out of memory, compiled before" in second.err
     assert "decode 13312: 10.27 GiB too much" in second.out
     assert command(*keep)[1].out == second.out
-    for changed in (("--rl.microbatches", "4"), ("--rl.remat", "full")):
+    for changed in (("--rl.microbatch-tokens", "20000"), ("--rl.remat", "full")):
         assert len(command(*keep, *changed)[2]) == 1 + len(program_names(RUN))
     monkeypatch.setattr(cache, "compiler_fingerprint", lambda: "other code")
     assert len(command(*keep)[2]) == 1 + len(program_names(RUN))
@@ -596,26 +592,23 @@ def test_sizes_equal_those_of_the_arrays(tiny_plan):
     assert sizes["KV pool"] == 4 * tokens * per_token
 
 
-def test_sharing_prompts_saves_what_their_copies_would_cost(tiny_plan):
-    """Forward and backward of seven of the eight copies of each prompt, without the head."""
-    run = tiny_plan.run
-    config = tiny_plan.config
-    shape = run.rl_shapes[0]
-    unshared = tiny_plan.program("RL update").unshared
-    assert unshared is not None
-    head = 2.0 * config.text.vocab_size * config.text.hidden_size
-    tokens = shape.groups * (shape.rows - 1) * shape.prompt
+def test_an_update_computes_every_place_of_its_micro_batch(tiny_plan):
+    """Forward and backward once, whatever prompts and rollouts are packed into the places."""
+    run, config = tiny_plan.run, tiny_plan.config
+    (largest, *_) = run.rl_shape.microbatches(run.rl.microbatch_tokens, devices=1, pieces=1)
+    program = tiny_plan.program("RL update")
+    with jax.set_mesh(program.mesh):
+        found = count_flops(program.function.trace(*program.arguments).jaxpr)
     # On CPU a query's attention covers all keys up to the end of its chunk, and the backward pass
     # computes it once more.
-    low = flops_per_token(config, shape.prompt / 2) - head
-    high = flops_per_token(config, shape.prompt) - head
-    assert 3 * tokens * low <= unshared() <= 4 * tokens * high
-    # Full remat repeats most of the forward pass.
-    remat = dataclasses.replace(run, rl=dataclasses.replace(run.rl, remat="full"))
-    devices = jax.devices()[:1]
-    full = Plan(remat, devices, devices, (1, 1, 1)).program("RL update").unshared
-    assert full is not None
-    assert 1.2 < full() / unshared() < 1.4
+    low = 3 * largest.places * flops_per_token(config, largest.tokens / 2)
+    high = 4 * largest.places * flops_per_token(config, largest.tokens)
+    assert low <= found <= high
+    # The reference has a forward pass only.
+    reference = tiny_plan.program("reference")
+    with jax.set_mesh(reference.mesh):
+        forward = count_flops(reference.function.trace(*reference.arguments).jaxpr)
+    assert 3 * forward <= found <= 4 * forward
 
 
 # --- the compiler ---

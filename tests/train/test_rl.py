@@ -19,17 +19,25 @@ from models.features import FrameFeatures
 from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh
 from paravt_jax.data.frames import VideoError
-from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages, batch_totals
+from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages
 from paravt_jax.method.rewards import Rewards, RewardSettings, published_format
 from paravt_jax.method.structure import Kind
 from rollout.agent.episode import suffix_length
 from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
-from train.learn.batch import BatchShape
+from train.learn.batch import prompt_segments
+from train.learn.packing import StepShape
 from train.learn.rl import Learner
-from train.learn.rl_batch import RLBatch, as_grpo_batch, deal, lay_out, split_rl_batch
+from train.learn.rl_batch import LaidOut, lay_out
 from train.learn.rl_settings import RLSettings
-from train.learn.rollouts import Rollouts, describe, draw_budgets, require_current, roll_out
+from train.learn.rollouts import (
+    Rollouts,
+    describe,
+    draw_budgets,
+    join,
+    require_current,
+    roll_out,
+)
 from train.learn.step import make_logprobs
 from train.settings import change
 
@@ -43,7 +51,7 @@ TAGS = {
 
 @pytest.fixture(scope="module")
 def learner(road):
-    return Learner(road.graph, road.fresh(), road.model.config, road.run.rl, road.run.rl_shapes)
+    return Learner(road.graph, road.fresh(), road.model.config, road.run.rl, road.run.rl_shape)
 
 
 @pytest.fixture
@@ -62,17 +70,22 @@ def rolled_out(road, sampler, questions, step=1, *budgets):
     )
 
 
-def grpo_batch(road, rollouts, sequences, owners):
-    reference = tuple(jnp.zeros(s.ids.shape) for s in sequences)
-    return as_grpo_batch(
-        rollouts,
-        sequences,
-        owners,
-        reference,
-        road.data.vocabulary,
-        road.run.rl_shapes,
-        make_mesh(),
-    )
+def laid_out(road, parts, shape: StepShape | None = None) -> LaidOut:
+    """The arrays of rollouts by process, in micro-batches of one size."""
+    shape = road.run.rl_shape if shape is None else shape
+    sizes = shape.microbatches(shape.tokens, devices=1, pieces=1)[:1]
+    features, vocabulary = road.environment.features, road.data.vocabulary
+    return lay_out(parts, features, vocabulary, shape, sizes, (0,), devices=len(parts))
+
+
+def ids_of(step: LaidOut, row: int) -> np.ndarray:
+    """The ids of a rollout in the packed rows, from the last token of its prompt on."""
+    (found,) = [
+        np.asarray(part.ids).reshape(-1)[part.index[row][part.index[row] >= 0]]
+        for part in step.microbatches
+        if part.index[row, 0] >= 0
+    ]
+    return found
 
 
 def lost(question):
@@ -142,7 +155,7 @@ def test_the_reference_is_in_host_memory_in_the_type_of_activations(road, small)
     """Rounding weights to bfloat16 in advance or before each product gives equal log-probs."""
     model = abstract_model(road.model.config, dtype=jnp.bfloat16)
     graph, weights = nnx.split(model.text)[0], road.fresh()
-    learner = Learner(graph, weights, road.model.config, road.run.rl, road.run.rl_shapes)
+    learner = Learner(graph, weights, road.model.config, road.run.rl, road.run.rl_shape)
     for kept, trained in zip(
         jax.tree.leaves(learner.reference), jax.tree.leaves(learner.start.weights), strict=True
     ):
@@ -150,13 +163,14 @@ def test_the_reference_is_in_host_memory_in_the_type_of_activations(road, small)
         assert kept.dtype == jnp.bfloat16 != trained.dtype
         assert trained.sharding.memory_kind == "device"
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    (sequences,), _, _ = lay_out([rollouts], road.environment.features, road.run.rl_shapes, (0,))
-    logprobs = make_logprobs(graph, road.image, 0.7)
+    step = laid_out(road, [rollouts])
+    arguments = (step.visual, step.microbatches[0])
+    logprobs = make_logprobs(graph, 0.7, make_mesh())
     on_device = jax.device_put(learner.reference, jax.tree.map(lambda x: x.sharding, weights))
     # Otherwise XLA leaves out the rounding on CPUs.
     exactly: dict[str, str | bool] = {"xla_allow_excess_precision": False}
     one, other = (
-        logprobs.lower(w, sequences).compile(compiler_options=exactly)(w, sequences)
+        logprobs.lower(w, *arguments).compile(compiler_options=exactly)(w, *arguments)
         for w in (on_device, weights)
     )
     np.testing.assert_array_equal(one, other)
@@ -165,18 +179,15 @@ def test_the_reference_is_in_host_memory_in_the_type_of_activations(road, small)
 def test_the_engine_sleeps_during_the_update(road, small, learner, start, monkeypatch):
     sampler, seen = small.Script(road), []
 
-    def watched(name):
-        program = getattr(learner, name)
-        monkeypatch.setattr(
-            learner,
-            name,
-            lambda *arguments: seen.append((name, sampler.awake)) or program(*arguments),
-        )
+    def watched(name, program):
+        return lambda *arguments: seen.append((name, sampler.awake)) or program(*arguments)
 
-    watched("logprobs")
-    watched("update")
+    update = {name: watched(name, program) for name, program in learner.update._asdict().items()}
+    monkeypatch.setattr(learner, "logprobs", watched("logprobs", learner.logprobs))
+    monkeypatch.setattr(learner, "update", learner.update._replace(**update))
     learner.step(start, sampler, road.environment, road.data.questions[:2], seed=0)
-    assert seen == [("logprobs", False), ("update", False)] and sampler.awake
+    assert {name for name, _ in seen} == {"logprobs", "start", "add", "apply"}
+    assert not any(awake for _, awake in seen) and sampler.awake
 
 
 def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start):
@@ -290,18 +301,15 @@ def test_silent_groups_are_counted_and_leave_only_the_kl_term(road, small, learn
 
 def test_the_structure_points_at_the_tags_of_each_row(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    (sequences,), owners, _ = lay_out(
-        [rollouts], road.environment.features, road.run.rl_shapes, (0,)
-    )
-    structure = grpo_batch(road, rollouts, (sequences,), owners).structure
+    step = laid_out(road, [rollouts])
+    structure = step.grpo.structure
     decode, seen = road.data.vocabulary.decode, set()
     for row in range(8):
         for position, kind in zip(structure.positions[row], structure.kinds[row], strict=True):
             tag = TAGS.get(Kind(int(kind))) if position else None
             if tag:
                 assert (
-                    decode([sequences.ids[row, position]]) == tag
-                    and sequences.sampled[row, position]
+                    decode([ids_of(step, row)[position]]) == tag and step.grpo.mask[row, position]
                 )
                 seen.add(tag)
     assert {"</think>", "<tool_call>", "</tool_call>"} <= seen
@@ -380,13 +388,13 @@ def anchored_learner(road, **changes) -> Learner:
         road.run.rl, grpo=dataclasses.replace(road.run.rl.grpo, anchor="likelihood"), **changes
     )
     run = dataclasses.replace(road.run, rl=settings)
-    return Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shapes)
+    return Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shape)
 
 
 @pytest.fixture(scope="module")
-def shapes(road, small) -> tuple[BatchShape, ...]:
-    """Shapes of the main agents and of sixteen sub-agents."""
-    return small.with_subagents(road.run, 16).rl_shapes
+def shape(road, small) -> StepShape:
+    """Room for the main agents and for sixteen sub-agents."""
+    return small.with_subagents(road.run, 16).rl_shape
 
 
 @pytest.fixture(scope="module")
@@ -395,10 +403,10 @@ def both(road) -> Learner:
     return anchored_learner(road, subagents_per_rollout=2.0)
 
 
-def test_subagents_have_their_tokens_and_their_episodes_advantage(road, small, shapes):
+def test_subagents_have_their_tokens_and_their_episodes_advantage(road, small, shape):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    sequences, owners, counts = lay_out([rollouts], road.environment.features, shapes, (0,))
-    batch = grpo_batch(road, rollouts, sequences, owners)
+    step = laid_out(road, [rollouts], shape)
+    batch, counts = step.grpo, step.metrics
     agents = rollouts.subagents
     assert (
         0 < counts["subagents/trained"] == len(agents) <= 16
@@ -407,7 +415,8 @@ def test_subagents_have_their_tokens_and_their_episodes_advantage(road, small, s
     for n, (episode, trajectory) in enumerate(agents):
         row = 8 + n
         written = np.asarray(trajectory.segments[-1].ids)
-        own = np.asarray(sequences[1].ids[n])[np.asarray(batch.mask)[row][: shapes[1].suffix]]
+        own = ids_of(step, row)
+        own = own[np.asarray(batch.mask)[row][: len(own)]]
         assert (own == written).all() and batch.rollout[row] == episode
         assert not batch.structure.valid[row].any(), "only main agents have a format"
     settings = GRPOSettings(
@@ -416,7 +425,7 @@ def test_subagents_have_their_tokens_and_their_episodes_advantage(road, small, s
         anchor="none",
         advantage_normalisation=Normalisation("none", "none"),
     )
-    gains, _ = advantages(batch, settings)
+    gains, _ = advantages(jax.tree.map(jnp.asarray, batch), settings)
     for n, (episode, _) in enumerate(agents):
         earned = np.asarray(gains)[8 + n][np.asarray(batch.mask)[8 + n]]
         assert (
@@ -425,38 +434,18 @@ def test_subagents_have_their_tokens_and_their_episodes_advantage(road, small, s
         )
 
 
-def test_subagents_without_room_are_counted(road, small, shapes):
+def test_subagents_without_room_are_counted(road, small, shape):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    few = shapes[0], dataclasses.replace(shapes[1], groups=2)
-    sequences, owners, counts = lay_out([rollouts], road.environment.features, few, (0,))
-    assert (
-        counts["subagents/trained"] == 2
-        and counts["subagents/left_out"] == len(rollouts.subagents) - 2 > 0
-    )
-    again = lay_out([rollouts], road.environment.features, few, (0,))[0]
-    assert (again[1].ids == sequences[1].ids).all() and [len(rows) for rows in owners] == [8, 2]
+    few = dataclasses.replace(shape, subagents=2)
+    step = laid_out(road, [rollouts], few)
+    assert step.metrics["subagents/trained"] == 2
+    assert step.metrics["subagents/left_out"] == len(rollouts.subagents) - 2 > 0
+    again = laid_out(road, [rollouts], few)
+    for one, other in zip(step.microbatches, again.microbatches, strict=True):
+        assert (one.ids == other.ids).all(), "the seed decides which sub-agents are drawn"
 
 
-@pytest.mark.parametrize(
-    ("homes", "room", "wanted"),
-    [
-        ([0, 0, 1, 1], 2, [[0, 1], [2, 3]]),
-        ([0, 0, 0, 0], 2, [[0, 1], [2, 3]]),
-        ([1, 1, 1], 2, [[2], [0, 1]]),
-        ([0, 1, 1, 1, 2], 2, [[0, 3], [1, 2], [4]]),
-        ([], 1, [[], []]),
-    ],
-)
-def test_processes_keep_their_items_then_take_the_overflow(homes, room, wanted):
-    dealt = deal(homes, len(wanted), room)
-    assert dealt == wanted and sorted(n for items in dealt for n in items) == [*range(len(homes))]
-    with pytest.raises(ValueError, match="3 items.*room = 1"):
-        deal([0, 1, 1], 2, 1)
-
-
-def test_a_process_lays_out_its_groups_and_the_overflow_of_subagents(
-    road, small, shapes, monkeypatch
-):
+def test_processes_lay_out_the_same_rows_and_their_own_frames(road, small, shape, monkeypatch):
     """Of two processes the first has no sub-agents."""
 
     class Direct(small.Script):
@@ -464,32 +453,48 @@ def test_a_process_lays_out_its_groups_and_the_overflow_of_subagents(
 
     one = rolled_out(road, Direct(road), road.data.questions[:1])
     many = rolled_out(road, small.Script(road), road.data.questions[1:2])
-    agents = [trajectory for _, trajectory in many.subagents]
-    half = (
-        dataclasses.replace(shapes[0], groups=1),
-        dataclasses.replace(shapes[1], groups=len(agents) - 1),
-    )
+    whole = laid_out(road, [join([one, many])], shape)
+    grids = whole_grids(road, [one, many])
     found = []
     for here in (0, 1):
-        monkeypatch.setattr(train.learn.rl_batch.jax, "process_index", lambda here=here: here)
-        found.append(lay_out([one, many], road.environment.features, half, (0,)))
-    for here, (sequences, owners, counts) in enumerate(found):
-        taken = agents[:-1] if here else agents[-1:]
-        assert counts == {
-            "token_mismatches": 0,
-            "subagents/trained": len(taken),
-            "subagents/left_out": 0,
-        }
-        assert owners[0].tolist() == [4 * here + n for n in range(4)]
-        assert owners[1][: len(taken)].tolist() == [
-            4 + many.subagents[agents.index(t)][0] for t in taken
-        ]
-        assert sequences[1].sampled.any(1).sum() == len(taken)
-    first, _ = zip(*(sequences for sequences, _, _ in found), strict=True)
-    assert (first[0].prompt_ids != first[1].prompt_ids).any()
+        monkeypatch.setattr(train.learn.rl_batch.hosts, "process_index", lambda here=here: here)
+        # What the other process sends.
+        monkeypatch.setattr(train.learn.rl_batch.hosts, "gather", lambda own: [own, grids])
+        found.append(laid_out(road, [one, many], shape))
+    for step in found:
+        for part, other in zip(step.microbatches, found[0].microbatches, strict=True):
+            assert all(
+                (a == b).all()
+                for a, b in zip(jax.tree.leaves(part), jax.tree.leaves(other), strict=True)
+            )
+        assert step.metrics == whole.metrics and step.lengths == whole.lengths
+        for a, b in zip(jax.tree.leaves(step.grpo), jax.tree.leaves(whole.grpo), strict=True):
+            np.testing.assert_array_equal(a, b)
+    # The bank is the parts of both, in order; every token finds the vectors that it had.
+    bank = np.concatenate([step.visual for step in found])
+    (part,), (single,) = found[0].microbatches, whole.microbatches
+    shown = part.visual_index >= 0
+    assert shown.any() and (shown == (single.visual_index >= 0)).all()
+    np.testing.assert_array_equal(
+        bank[part.visual_index[shown]], whole.visual[single.visual_index[shown]]
+    )
+    assert found[0].visual.any() and found[1].visual.any()
 
 
-def test_a_subagent_with_unreadable_frames_is_counted(road, small, shapes, monkeypatch):
+def whole_grids(road, parts) -> dict:
+    """The grids of all prompts, by the number of the prompt."""
+    features, mains, agents = road.environment.features, [], []
+    for part in parts:
+        mains += [group[0].trajectory for group in part.groups]
+        agents += [trajectory for _, trajectory in part.subagents]
+    prompts = [
+        [frame for segment in prompt_segments(t) for frame in segment.frames]
+        for t in mains + agents
+    ]
+    return {n: tuple(map(features.grid, frames)) for n, frames in enumerate(prompts)}
+
+
+def test_a_subagent_with_unreadable_frames_is_counted(road, small, shape, monkeypatch):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     gone, read = rollouts.subagents[0][1].frames, FrameFeatures.__call__
 
@@ -499,10 +504,17 @@ def test_a_subagent_with_unreadable_frames_is_counted(road, small, shapes, monke
         return read(features, frames)
 
     monkeypatch.setattr(FrameFeatures, "__call__", call)
-    (_, below), _, counts = lay_out([rollouts], road.environment.features, shapes, (0,))
+    step = laid_out(road, [rollouts], shape)
     others = [trajectory for _, trajectory in rollouts.subagents if trajectory.frames != gone]
-    assert counts["subagents/left_out"] == len(rollouts.subagents) - len(others) > 0
-    assert counts["subagents/trained"] == len(others) == below.sampled.any(1).sum()
+    assert step.metrics["subagents/left_out"] == len(rollouts.subagents) - len(others) > 0
+    assert step.metrics["subagents/trained"] == len(others)
+    assert np.asarray(step.grpo.mask)[8:].any(1).sum() == len(others)
+
+
+def test_more_groups_than_a_step_has_are_refused(road, small):
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:3])
+    with pytest.raises(ValueError, match=r"batch\.groups: 3 of at most 2; raise rl\.prompts"):
+        laid_out(road, [rollouts])
 
 
 @pytest.mark.slow
@@ -539,13 +551,14 @@ def test_subagents_change_the_update(road, small, both, start):
 
 
 def test_micro_batches_change_nothing(road, small, both, start):
-    parts = anchored_learner(road, subagents_per_rollout=2.0, microbatches=2)
+    parts = anchored_learner(road, subagents_per_rollout=2.0, microbatch_tokens=1)
     whole, figures = both.step(
         start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
     cut, others = parts.step(
         parts.start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
+    assert others["packing/microbatches"] > figures["packing/microbatches"]
     for name in ("loss", "grad_norm", "logprob_gap", "capped_fraction"):
         assert others[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-6), name
     # Adam divides a gradient by its size, so rounding decides the sign of a gradient near 0.
@@ -553,33 +566,19 @@ def test_micro_batches_change_nothing(road, small, both, start):
         assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-5) < 0.01
 
 
-def test_a_micro_batch_has_whole_groups_and_a_share_of_subagents(road, small, shapes):
-    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    sequences, owners, _ = lay_out([rollouts], road.environment.features, shapes, (0,))
-    batch = grpo_batch(road, rollouts, sequences, owners)
-    whole = RLBatch(
-        sequences,
-        batch,
-        jnp.arange(24.0)[:, None] + jnp.zeros((1, small.SUFFIX)),
-        batch_totals(batch),
-    )
-    parts = split_rl_batch(whole, 2)
-    for n in range(2):
-        rows = np.concatenate([np.arange(4) + 4 * n, np.arange(8) + 8 + 8 * n])
-        assert (parts.advantages[n, :, 0] == rows).all() and (
-            parts.grpo.rollout[n] == batch.rollout[rows]
-        ).all()
-        assert (parts.sequences[0].ids[n] == sequences[0].ids[4 * n : 4 * n + 4]).all()
-        assert (
-            parts.sequences[0].positions[n] == sequences[0].positions[:, 4 * n : 4 * n + 4]
-        ).all()
-        assert (
-            parts.sequences[1].prompt_ids[n] == sequences[1].prompt_ids[8 * n : 8 * n + 8]
-        ).all()
-        assert (
-            parts.totals.tokens[n] == batch.trained.sum()
-            and (parts.grpo.rewards[n] == batch.rewards).all()
-        )
+def test_every_size_is_compiled_before_the_first_step(road, small, start):
+    """Steps that need other sizes later compile nothing."""
+    cut = anchored_learner(road, microbatch_tokens=600)
+    assert len(cut.sizes) > 1
+    cut.warm_up(start.weights, road.environment.features)
+    sizes = (cut.logprobs.jitted, cut.update.add.jitted)
+    compiled = [program._cache_size() for program in sizes]
+    assert compiled == [len(cut.sizes)] * 2
+    sampler = small.Script(road)
+    one, other = road.data.questions[:2]
+    for questions in ((one, other), (lost(one), other)):
+        start, _ = cut.step(start, sampler, road.environment, questions, seed=0)
+    assert [program._cache_size() for program in sizes] == compiled
 
 
 def test_a_trajectory_has_the_version_of_its_oldest_token(road, small):
@@ -616,7 +615,7 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
     ("change", "message"),
     [
         ({"save_every": 0}, r"rl\.save_every: 0"),
-        ({"microbatches": -1}, r"rl\.microbatches: -1"),
+        ({"microbatch_tokens": -1}, r"rl\.microbatch_tokens: -1"),
         ({"prompts": 0}, r"rl\.prompts: 0"),
         ({"remat": "half"}, r"rl\.remat: 'half'"),
         ({"subagents_per_rollout": -0.5}, r"rl\.subagents_per_rollout: -0\.5"),
@@ -644,16 +643,18 @@ def test_a_buffer_longer_than_a_trajectory_is_refused(road):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_gamma_of_the_rewards_reaches_the_loss(road, monkeypatch):
+def test_gamma_of_the_rewards_reaches_the_loss(road, small, monkeypatch):
     """`no_penalty` is the full recipe with another gamma, and nothing else."""
     given: list[Any] = []
-    monkeypatch.setattr(train.learn.rl, "row_logprobs", lambda *_: jnp.zeros((1, 1)))
+    monkeypatch.setattr(train.learn.rl, "rollout_logprobs", lambda *_: jnp.zeros((1, 1)))
     monkeypatch.setattr(
         train.learn.rl.grpo, "paravt_loss", lambda *arguments: given.append(arguments)
     )
     settings = dataclasses.replace(
         road.run.rl, rewards=dataclasses.replace(road.run.rl.rewards, gamma=0.125)
     )
-    batch = types.SimpleNamespace(sequences=(None,), advantages=None, grpo=None, totals=None)
-    train.learn.rl.rl_loss(0, settings)(cast(Any, None), cast(Any, batch))
+    step = laid_out(road, [rolled_out(road, small.Script(road), road.data.questions[:2])])
+    batch = types.SimpleNamespace(advantages=None, grpo=step.grpo, totals=None)
+    loss = train.learn.rl.rl_loss(settings)
+    loss(cast(Any, None), cast(Any, step.visual), step.microbatches[0], cast(Any, batch))
     assert given[0][5] == 0.125

@@ -1,23 +1,25 @@
 """FLOPs and speed of an update, against counts by hand."""
 
+import jax
 import numpy as np
 import pytest
 
 from models.qwen3_vl.flops import flops_per_token
 from models.qwen3_vl.sizes import tiny
+from models.sharding import make_mesh
 from train.learn import speed
-from train.learn.batch import Sequences
+from train.learn.packed_batch import PackedRows
+from train.learn.packing import GroupLengths
+from train.learn.placement import place
+
+GROUPS = [GroupLengths(5, (4, 2)), GroupLengths(3, (1, 6))]
 
 
-def batch(prompts: list[int], rows: list[int], padding: int = 0) -> Sequences:
-    """Prompts and rows of these lengths; only their segments matter here."""
-
-    def segments(lengths: list[int]) -> np.ndarray:
-        width = max(lengths) + padding
-        return (np.arange(width) < np.array(lengths)[:, None]).astype(np.int32)
-
-    none = np.zeros(0)
-    return Sequences(none, none, segments(prompts), none, none, none, segments(rows), none, none)
+def conversations(segments: list[list[int]]) -> PackedRows:
+    """Packed conversations; only their segments matter here."""
+    numbers = np.array(segments, np.int32)
+    none = np.zeros((len(segments), 0))
+    return PackedRows(none, np.zeros((3, *none.shape)), numbers, none, none)
 
 
 def test_flops_of_an_update_token_by_token():
@@ -30,22 +32,50 @@ def test_flops_of_an_update_token_by_token():
     )
     for length, before in ((4, 5), (2, 5), (1, 3), (6, 3)):
         wanted += sum(flops_per_token(config, before + own) for own in range(1, length + 1))
-    assert speed.update_flops([batch([5, 3], [4, 2, 1, 6])], config) == pytest.approx(3 * wanted)
+    assert speed.update_flops(GROUPS, config) == pytest.approx(3 * wanted)
 
 
-def test_padding_counts_for_nothing():
+def test_a_shared_prompt_counts_once():
     config = tiny(100)
-    tight, loose = (batch([5, 3], [4, 2, 1, 6], padding) for padding in (0, 9))
-    assert speed.update_flops([tight, tight], config) == 2 * speed.update_flops([loose], config)
-    assert speed.real_tokens([loose]) == 8 + 13
+    apart = [GroupLengths(prompt, (n,)) for prompt, suffixes in GROUPS for n in suffixes]
+    assert speed.real_tokens(GROUPS) == 8 + 13
+    assert speed.real_tokens(apart) == 16 + 13
+    assert speed.update_flops(apart, config) > speed.update_flops(GROUPS, config)
+
+
+def test_groups_add_up_in_any_order():
+    config = tiny(100)
+    whole = speed.update_flops(GROUPS[::-1], config)
+    parts = [speed.update_flops([group], config) for group in GROUPS]
+    assert whole == pytest.approx(sum(parts))
+    assert speed.update_flops([], config) == speed.real_tokens([]) == 0
+
+
+def test_a_conversation_is_all_scored():
+    """It has no prompt: every token needs logits."""
+    config = tiny(100)
+    wanted = sum(flops_per_token(config, context) for context in range(1, 8))
+    flops = speed.update_flops([GroupLengths(0, (7,))], config)
+    assert flops == pytest.approx(3 * wanted)
+
+
+@pytest.mark.parametrize("on_a_mesh", [False, True])
+def test_lengths_of_packed_conversations_leave_out_padding(on_a_mesh):
+    batch = conversations([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 3, 3, 3], [0] * 7])
+    if on_a_mesh:
+        batch = place(batch, make_mesh())
+        assert isinstance(batch.segments, jax.Array)
+    lengths = speed.conversation_lengths(batch)
+    assert lengths == [GroupLengths(0, (3, 2)), GroupLengths(0, (1, 3, 3)), GroupLengths(0, ())]
+    assert speed.real_tokens(lengths) == 12
 
 
 def test_mfu_is_relative_to_all_devices(monkeypatch):
     monkeypatch.setattr(speed, "peak_flops", lambda: 1e9)
-    config, one = tiny(100), batch([5], [4, 2])
-    figures = speed.speeds([one], config, seconds=2.0, devices=4)
+    config, one = tiny(100), GROUPS[:1]
+    figures = speed.speeds(one, config, seconds=2.0, devices=4)
     assert figures["speed/tokens"] == 5.5
-    assert figures["speed/mfu"] == pytest.approx(speed.update_flops([one], config) / 8e9)
+    assert figures["speed/mfu"] == pytest.approx(speed.update_flops(one, config) / 8e9)
 
 
 def test_the_peak_of_a_cpu_is_measured_and_plausible():

@@ -19,76 +19,95 @@ from paravt_jax.method.records import CropCall, Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world.vocabulary import build_tokenizer
-from train.learn.batch import BatchShape, build
+from train.learn.batch import Group, Microbatch, build
 from train.learn.packed_batch import PackedShape, build_packed, render_rows
+from train.learn.packing import MicrobatchShape, pack
 from train.learn.rl import Learner
 from train.learn.rollouts import roll_out
 from train.learn.sft import SFTBatch, start_sft
-from train.learn.step import row_logprobs
+from train.learn.step import rollout_logprobs
 
 MEANT = (
     "the figures of a step changed: update them only together with a deliberate change of loss, "
     "optimizer, model, protocol or videos"
 )
 
-SHAPE = BatchShape(groups=2, rows=4, prompt=144, visual=16, suffix=144)
-
 
 @pytest.fixture(scope="module")
-def groups(road, small):
-    """Two groups of rollouts."""
+def groups(road, small) -> list[Group]:
+    """Two groups of rollouts; the second prompt's visual vectors follow the first's."""
     rollouts = roll_out(
         small.Script(road), road.environment, road.data.questions[:2], road.run.rl, seed=0, step=1
     )
-    return [[episode.trajectory for episode in group] for group in rollouts.groups]
+    features, found, slot = road.environment.features, [], 0
+    for n, group in enumerate(rollouts.groups):
+        trajectories = tuple(episode.trajectory for episode in group)
+        grids = tuple(features.grid(frame) for frame in trajectories[0].frames)
+        found.append(Group(trajectories, 4 * n, grids, slot))
+        slot += len(grids)
+    return found
 
 
-@pytest.fixture(scope="module")
-def batch(road, groups):
-    return build(groups, road.environment.features, SHAPE)
+def rows_of(road, groups, *tokens: int) -> list[Microbatch]:
+    """Packed rows of these lengths, one per micro-batch; the first holds any trajectory."""
+    lengths = [group.lengths for group in groups]
+    packed = pack(lengths, [MicrobatchShape(1, n) for n in tokens])
+    return [build(part, groups, road.model.config, 8, 144) for part in packed]
 
 
-def whole_rows(road, groups) -> dict:
+def bank(road, groups) -> jax.Array:
+    features = road.environment.features
+    return jnp.concatenate([features(group.trajectories[0].frames) for group in groups])
+
+
+def alone(road, groups) -> dict:
     """Each trajectory as one whole row with its prompt and frames, so that nothing is shared."""
-    trajectories, features = [t for group in groups for t in group], road.environment.features
-    length, visual = max(len(t.ids) for t in trajectories), SHAPE.visual
+    features = road.environment.features
+    trajectories = [t for group in groups for t in group.trajectories]
+    length = max(len(t.ids) for t in trajectories)
+    most_frames = max(len(t.frames) for t in trajectories)
     ids, segments = np.zeros((2, len(trajectories), length), np.int32)
     positions = np.zeros((3, len(trajectories), length), np.int32)
-    bank = np.zeros((len(trajectories), visual, 2, road.model.config.text.hidden_size), np.float32)
+    width = road.model.config.text.hidden_size
+    vectors = np.zeros((len(trajectories), most_frames, 2, width), np.float32)
     for row, t in enumerate(trajectories):
-        n, grids = len(t.ids), [features.grid(f.video) for f in t.frames]
-        ids[row, :n], segments[row, :n], bank[row, : len(t.frames)] = t.ids, 1, features(t.frames)
+        n = len(t.ids)
+        ids[row, :n] = t.ids
+        segments[row, :n] = 1
+        vectors[row, : len(t.frames)] = features(t.frames)
+        grids = [features.grid(frame) for frame in t.frames]
         positions[:, row, :n] = mrope_positions(t.ids, grids, road.model.config)
-    index = visual_index(jnp.asarray(ids), road.image)
     return {
         "ids": ids,
         "positions": positions,
         "segment_ids": segments,
-        "visual": bank,
-        "visual_index": index,
+        "visual": vectors,
+        "visual_index": visual_index(jnp.asarray(ids), road.image),
     }
 
 
-def test_sharing_a_prompt_changes_neither_values_nor_gradients(road, groups, batch):
-    rows = whole_rows(road, groups)
-    weight = (
-        np.random.default_rng(0).normal(size=batch.ids.shape).astype(np.float32) * batch.sampled
-    )
-    # Each sampled token in both layouts: `place` without the prompt, `spot` in the whole row.
-    row, place = np.nonzero(batch.sampled)
-    spot = place + batch.prompt_segments.sum(1).repeat(4)[row]
-    assert len(row) > 100 and (batch.ids[row, place] == rows["ids"][row, spot]).all()
+def test_sharing_a_prompt_changes_neither_values_nor_gradients(road, groups):
+    rows, visual = alone(road, groups), bank(road, groups)
+    (packed,) = rows_of(road, groups, 1024)
+    prompts = np.repeat([len(group.prompt) for group in groups], 4)
+    # Each token of a rollout in both layouts: `place` without the prompt, `spot` in its own row.
+    row, place = np.nonzero(packed.index[:, 1:] >= 0)
+    place += 1
+    spot = place + prompts[row]
+    assert len(row) > 100
+    assert (packed.ids.reshape(-1)[packed.index[row, place]] == rows["ids"][row, spot]).all()
+    weight = np.random.default_rng(0).normal(size=len(row)).astype(np.float32)
 
     def shared(weights):
-        values = row_logprobs(nnx.merge(road.graph, weights), batch, road.image, 0.7)
-        return (values * weight).sum(), values[row, place]
+        text = nnx.merge(road.graph, weights)
+        values = rollout_logprobs(text, visual, packed, 0.7)[row, place]
+        return (values * weight).sum(), values
 
     def plain(weights):
         text = nnx.merge(road.graph, weights)
-        values = text.token_logprobs(text(**rows)[0][:, :-1], rows["ids"][:, 1:], 0.7)[
-            row, spot - 1
-        ]
-        return (values * weight[row, place]).sum(), values
+        hidden, _ = text(**rows)
+        values = text.token_logprobs(hidden[:, :-1], rows["ids"][:, 1:], 0.7)[row, spot - 1]
+        return (values * weight).sum(), values
 
     (_, values), gradients = jax.jit(jax.value_and_grad(shared, has_aux=True))(road.weights)
     (_, wanted), plain_gradients = jax.jit(jax.value_and_grad(plain, has_aux=True))(road.weights)
@@ -97,25 +116,25 @@ def test_sharing_a_prompt_changes_neither_values_nor_gradients(road, groups, bat
         np.testing.assert_allclose(a, b, atol=1e-4 * float(np.abs(b).max()))
 
 
-def test_padding_changes_no_logprob(road, groups, batch):
-    larger = dataclasses.replace(
-        SHAPE, groups=3, rows=5, prompt=SHAPE.prompt + 24, visual=24, suffix=SHAPE.suffix + 9
-    )
-    padded = build(groups, road.environment.features, larger)
+def test_neither_padding_nor_micro_batches_change_a_logprob(road, groups):
+    visual = bank(road, groups)
 
     @jax.jit
-    def values(weights, batch):
-        return row_logprobs(nnx.merge(road.graph, weights), batch, road.image, 1.0)
+    def values(weights, part):
+        return rollout_logprobs(nnx.merge(road.graph, weights), visual, part, 1.0)
 
-    want, found = values(road.weights, batch), values(road.weights, padded)
-    for p in range(2):
-        for g in range(4):
-            own = batch.sampled[p * 4 + g]
-            np.testing.assert_allclose(
-                np.asarray(found)[p * 5 + g, : len(own)][own],
-                np.asarray(want)[p * 4 + g][own],
-                atol=1e-5,
-            )
+    def of_all(parts):
+        return np.sum([values(road.weights, part) for part in parts], axis=0)
+
+    (whole,) = rows_of(road, groups, 1024)
+    wanted = of_all([whole])
+    assert np.count_nonzero(wanted) == (whole.index[:, 1:] >= 0).sum()
+    (padded,) = rows_of(road, groups, 1536)
+    longest = max(len(t.ids) for group in groups for t in group.trajectories)
+    cut = rows_of(road, groups, longest)
+    assert len(cut) > 1
+    np.testing.assert_allclose(of_all([padded]), wanted, atol=1e-5)
+    np.testing.assert_allclose(of_all(cut), wanted, atol=1e-5)
 
 
 # --- golden figures ---
@@ -193,7 +212,7 @@ def test_figures_of_cold_start_steps(fixed):
 def test_figures_of_an_rl_step(fixed, small):
     """The sampler is a script, so rounding cannot change a sampled token."""
     learner = Learner(
-        fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl, fixed.run.rl_shapes
+        fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl, fixed.run.rl_shape
     )
     state, metrics = learner.step(
         learner.start, small.Script(fixed), fixed.environment, fixed.data.questions, seed=0

@@ -5,12 +5,12 @@ The test runs this file as a program with eight fake devices.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,37 +19,41 @@ import pytest
 from flax import nnx
 
 from models.qwen3_vl.config import TextConfig
+from models.qwen3_vl.sizes import qwen3_vl
 from models.qwen3_vl.text import TextDecoder
-from models.sharding import make_mesh, param_shardings
+from models.sharding import make_mesh, param_shardings, row_devices
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
+from paravt_jax.method.records import Author, Segment, Trajectory
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.structure import Kind, Structure
-from train.learn.batch import BatchShape, Sequences
+from rollout.engine.settings import Lengths
+from train.learn.batch import Group, build
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
-from train.learn.placement import fit, fitted, parts_of, place
-from train.learn.rl import make_rl_update
+from train.learn.packing import StepShape, pack
+from train.learn.placement import place, place_whole, row_pieces
+from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTBatch, SFTSettings, make_sft_update
-from train.learn.step import init_state
+from train.learn.step import init_state, make_accumulation
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Weights move by up to LEARNING_RATE in the step, and may differ by BOUND.
 LEARNING_RATE = 1e-2
 BOUND = 1e-6
 
-# (data, fsdp, tensor), upper bound on micro-batches, remat. Most meshes have more devices than the
-# six prompts, which are then computed in 2, 4 or 8 pieces.
+# (data, fsdp, tensor), upper bound on the tokens of a micro-batch, remat. Packed rows lie in up to
+# eight pieces.
 RL = (
-    ((8, 1, 1), 1, "none"),
-    ((1, 8, 1), 4, "full"),
-    ((2, 4, 1), 2, "attention"),
-    ((2, 2, 2), 4, "dots"),
-    ((1, 2, 4), 2, "none"),
-    ((1, 1, 8), 5, "full"),
-    ((1, 2, 2), 5, "offload"),
+    ((8, 1, 1), 4096, "none"),
+    ((1, 8, 1), 1024, "full"),
+    ((2, 4, 1), 2048, "attention"),
+    ((2, 2, 2), 1, "dots"),
+    ((1, 2, 4), 512, "none"),
+    ((1, 1, 8), 256, "full"),
+    ((1, 2, 2), 1, "offload"),
 )
 SFT = (((8, 1, 1), 1, "full"), ((2, 4, 1), 2, "none"), ((2, 2, 2), 1, "none"))
 
@@ -66,57 +70,45 @@ TEXT = TextConfig(
     tie_word_embeddings=False,
 )
 IMAGE = 95
-MAIN = BatchShape(groups=6, rows=4, prompt=22, visual=4, suffix=20)
-WINDOWS = BatchShape(groups=5, rows=1, prompt=12, visual=2, suffix=9)
+# Six prompts of four rollouts, and five sub-agents.
+SHAPE = StepShape(
+    groups=6,
+    rollouts=4,
+    subagents=5,
+    longest=Lengths(prompt=22, visual=4, response=20, crop_prompt=12, crop_visual=2, report=9),
+)
 ROWS = PackedShape(rows=5, tokens=24, visual=5)
 # A large eps: the rounding of a small gradient must not decide the sign of an update.
 ADAM = OptimizerSettings(learning_rate=LEARNING_RATE, eps=1e-2)
 
 
-def sequences(shape: BatchShape, fitted: BatchShape) -> Sequences:
-    """Random prompts and rows of various lengths in `shape`, padded to `fitted`."""
-    rng = np.random.default_rng(shape.groups)
-    p, b = shape.groups, shape.groups * shape.rows
+def group(rng: np.random.Generator, rollout: int, members: int, slot: int) -> Group:
+    """Random trajectories behind a random prompt with one image of 2 x 2 or 1 x 2 tokens."""
+    longest = SHAPE.longest
+    most, response, grid = longest.prompt, longest.response, (4, 4)
+    if members == 1:
+        most, response, grid = longest.crop_prompt, longest.report, (2, 4)
+    length = int(rng.integers(most // 2, most + 1))
+    ids = rng.integers(0, IMAGE, length).astype(np.int32)
+    ids[1 : 1 + grid[0] * grid[1] // 4] = IMAGE
+    trajectories = []
+    for _ in range(members):
+        count = int(rng.integers(response // 2, response))
+        drawn = rng.integers(0, IMAGE, count).astype(np.int32)
+        logprobs = (-4.5 + 0.1 * rng.normal(size=count)).astype(np.float32)
+        half = count // 2
+        prompt = Segment(ids, Author.PROMPT)
+        first = Segment(drawn[:half], Author.MODEL, logprobs[:half])
+        tool = Segment(drawn[half : half + 2], Author.TOOL)
+        last = Segment(drawn[half + 2 :], Author.MODEL, logprobs[half + 2 :])
+        trajectories.append(Trajectory((prompt, first, tool, last)))
+    return Group(tuple(trajectories), rollout, (grid,), slot)
 
-    def tokens(count: int, length: int, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        segments = (np.arange(length) < rng.integers(length // 2, length + 1, (count, 1))).astype(
-            np.int32
-        )
-        return (
-            rng.integers(0, IMAGE, (count, length), np.int32) * segments,
-            segments,
-            start + np.arange(length, dtype=np.int32) * segments,
-        )
 
-    prompt_ids, prompt_segments, prompt_positions = tokens(p, shape.prompt, 0)
-    prompt_ids[:, 1 : 1 + shape.visual] = IMAGE
-    ids, segments, positions = tokens(b, shape.suffix, shape.prompt)
-    sampled = (segments > 0) & (rng.random(segments.shape) < 0.7)
-    arrays = {
-        "prompt_ids": prompt_ids,
-        "prompt_positions": np.broadcast_to(prompt_positions, (3, *prompt_positions.shape)),
-        "prompt_segments": prompt_segments,
-        "visual": rng.normal(size=(p, shape.visual, 3, TEXT.hidden_size)).astype(np.float32),
-        "ids": ids,
-        "positions": np.broadcast_to(positions, (3, *positions.shape)),
-        "segments": segments,
-        "sampled": sampled,
-        "logprobs": np.where(sampled, -4.5 + 0.1 * rng.normal(size=sampled.shape), 0).astype(
-            np.float32
-        ),
-    }
-    more = {
-        name: (fitted.groups - p, fitted.prompt - shape.prompt if name != "visual" else 0)
-        for name in arrays
-        if "prompt" in name
-    }
-    more |= {"visual": (fitted.groups - p, 0)}
-    return Sequences(
-        **{
-            name: pad(x, *more.get(name, (fitted.groups * shape.rows - b, 0)))
-            for name, x in arrays.items()
-        }
-    )
+def groups() -> list[Group]:
+    rng = np.random.default_rng(6)
+    mains = [group(rng, 4 * n, 4, 4 * n) for n in range(6)]
+    return mains + [group(rng, 24 + n, 1, 24 + 2 * n) for n in range(5)]
 
 
 def pad(x: np.ndarray, rows: int, length: int) -> np.ndarray:
@@ -128,73 +120,79 @@ def pad(x: np.ndarray, rows: int, length: int) -> np.ndarray:
     return np.pad(x, widths)
 
 
-def rl_batch(settings: RLSettings, shapes: Sequence[BatchShape], mesh: Any) -> RLBatch:
-    shape, windows = shapes
-    parts = sequences(MAIN, shape), sequences(WINDOWS, windows)
+def rl_batch(settings: RLSettings) -> GRPOBatch:
+    """What PARA-GRPO reads about the rollouts, with random rewards and tags."""
     rng = np.random.default_rng(1)
-    counts = [MAIN.groups * MAIN.rows, WINDOWS.groups]
-    room = [len(s.ids) for s in parts]
-
-    def rows(real: np.ndarray) -> np.ndarray:
-        main, alone = np.split(real, [counts[0]])
-        return np.concatenate(
-            [pad(main, room[0] - counts[0], 0), pad(alone, room[1] - counts[1], 0)]
-        )
-
-    def of_parts(name: str) -> np.ndarray:
-        return np.concatenate(
-            [pad(getattr(s, name), 0, MAIN.suffix - s.ids.shape[1]) for s in parts]
-        )
-
-    def groups(real: np.ndarray) -> np.ndarray:
-        return pad(real, shape.groups - MAIN.groups, 0)
-
-    b, p, tags = sum(counts), (MAIN.groups, MAIN.rows), 6
-    positions = np.sort(
-        rng.permuted(np.tile(np.arange(MAIN.suffix), (b, 1)), axis=1)[:, :tags]
-    ).astype(np.int32)
+    size = (SHAPE.rows, SHAPE.suffix)
+    mask = np.zeros(size, bool)
+    behaviour = np.zeros(size, np.float32)
+    for found in groups():
+        for n, trajectory in enumerate(found.trajectories):
+            first = len(found.prompt)
+            length = len(trajectory.ids) - first
+            mask[found.rollout + n, :length] = trajectory.authors[first:] == Author.MODEL
+            behaviour[found.rollout + n, :length] = trajectory.logprobs[first:]
+    rollouts = (SHAPE.groups, SHAPE.rollouts)
+    tags = (SHAPE.rows, 6)
+    places = rng.permuted(np.tile(np.arange(SHAPE.suffix), (SHAPE.rows, 1)), axis=1)
     structure = Structure(
-        rows(positions),
-        rows(rng.integers(0, len(Kind), (b, tags)).astype(np.int8)),
-        rows(rng.random((b, tags)) < 0.8),
+        np.sort(places[:, :6]).astype(np.int32),
+        rng.integers(0, len(Kind), tags).astype(np.int8),
+        rng.random(tags) < 0.8,
     )
-    owners = np.concatenate([np.arange(counts[0]), rng.integers(0, counts[0], counts[1])])[:, None]
-    fields = {
-        "mask": of_parts("sampled"),
-        "behaviour": of_parts("logprobs"),
-        "reference": of_parts("logprobs")
-        + rows(0.1 * rng.normal(size=(b, MAIN.suffix))).astype(np.float32),
-        "rollout": rows(owners)[:, 0].astype(np.int32),
-        "rewards": groups(rng.random(p).astype(np.float32) * 2.5),
-        "anchor_rewards": groups(rng.choice([-0.3, 0.2, 0.7], p).astype(np.float32)),
-        "valid": groups(np.ones(p, bool)),
-        "compliant": groups(rng.random(p) < 0.6),
+    owners = np.concatenate([np.arange(24), rng.integers(0, 24, 5)]).astype(np.int32)
+    fields: dict[str, Any] = {
+        "mask": mask,
+        "behaviour": behaviour,
+        "reference": behaviour + 0.1 * rng.normal(size=size).astype(np.float32) * mask,
+        "rollout": owners,
+        "rewards": rng.random(rollouts).astype(np.float32) * 2.5,
+        "anchor_rewards": rng.choice([-0.3, 0.2, 0.7], rollouts).astype(np.float32),
+        "valid": np.ones(rollouts, bool),
+        "compliant": rng.random(rollouts) < 0.6,
     }
-    placed = place(GRPOBatch(structure=structure, **fields), mesh)
-    advantages, _ = grpo.advantages(placed, settings.grpo, settings.rewards.gamma)
-    return RLBatch(place(parts, mesh), placed, advantages, grpo.batch_totals(placed))
+    return GRPOBatch(structure=structure, **fields)
 
 
 def rl_step(
-    graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any
+    graph: nnx.GraphDef, weights: Any, mesh: Any, most_tokens: int, remat: Any
 ) -> tuple[Any, dict[str, jax.Array]]:
     settings = RLSettings(
         steps=1,
-        subagents_per_rollout=WINDOWS.groups / (MAIN.groups * MAIN.rows),
+        subagents_per_rollout=5 / 24,
         optimizer=ADAM,
         grpo=GRPOSettings(group_size=4, anchor="likelihood", reward_clip=None, behaviour_cap=None),
         rewards=RewardSettings(format_cap=False),
         frame_budgets=(4,),
-        microbatches=microbatches,
         remat=remat,
         logprob_chunk=8,
     )
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
-    shapes, parts = fitted((MAIN, WINDOWS), microbatches, mesh)
-    return make_rl_update(graph, optimizer, IMAGE, settings, parts, state)(
-        state, rl_batch(settings, shapes, mesh)
-    )
+    devices = row_devices(mesh)
+    pieces = row_pieces(TEXT, devices, mesh.shape["tensor"])
+    sizes = SHAPE.microbatches(most_tokens, devices, pieces)
+    packed = pack([found.lengths for found in groups()], sizes)
+    vectors = np.random.default_rng(3).normal(size=(40, 3, TEXT.hidden_size)).astype(np.float32)
+    visual = place({"visual": vectors}, mesh)["visual"]
+    published = qwen3_vl("2b")
+    vision = dataclasses.replace(published.vision, out_hidden_size=TEXT.hidden_size)
+    config = dataclasses.replace(published, text=TEXT, vision=vision, image_token_id=IMAGE)
+    batch = place(rl_batch(settings), mesh)
+    with jax.set_mesh(mesh):
+        advantages, _ = grpo.advantages(batch, settings.grpo, settings.rewards.gamma)
+        whole = RLBatch(batch, advantages, grpo.batch_totals(batch))
+    update = make_accumulation(graph, optimizer, rl_loss(settings), state)
+    total = update.start(state.weights)
+    figures: dict[str, Any] = {}
+    for part in packed:
+        microbatch = place_whole(build(part, groups(), config, SHAPE.rows, SHAPE.suffix), mesh)
+        total, found = update.add(state.weights, total, visual, microbatch, whole)
+        for name, value in found.items():
+            figures[name] = figures.get(name, 0.0) + np.asarray(value)
+    state, figures["grad_norm"] = update.apply(state, total)
+    print(f"{len(packed)} micro-batches, rows in {pieces} pieces")
+    return state, figures
 
 
 def packed_rows(fitted: PackedShape) -> PackedRows:
@@ -241,7 +239,8 @@ def main() -> None:
     weights = jax.tree.map(np.asarray, weights)
     for step, table in ((rl_step, RL), (sft_step, SFT)):
         run = functools.partial(step, graph, weights)
-        state, figures = jax.tree.map(np.asarray, run(make_mesh(), 1, "none"))
+        most = 4096 if step is rl_step else 1
+        state, figures = jax.tree.map(np.asarray, run(make_mesh(), most, "none"))
         moved = max(
             np.abs(a - b).max()
             for a, b in zip(jax.tree.leaves(state.weights), jax.tree.leaves(weights), strict=True)
@@ -249,7 +248,7 @@ def main() -> None:
         assert moved > LEARNING_RATE / 10, moved
         for shape, parts, remat in table:
             many, found = run(make_mesh(*shape), parts, remat)
-            where = f"{step.__name__} {shape} at most {parts} parts, remat {remat}"
+            where = f"{step.__name__} {shape} at most {parts}, remat {remat}"
             assert len(jax.tree.leaves(many.weights)[0].sharding.device_set) == np.prod(shape), (
                 where
             )
@@ -285,60 +284,25 @@ def test_a_step_is_the_same_on_every_mesh():
 
 
 @pytest.mark.parametrize(
-    ("shape", "devices", "parts", "groups", "prompt"),
+    ("heads", "kv_heads", "devices", "tensor", "pieces"),
     [
-        ((7, 8), 1, 1, 7, 30),
-        ((7, 8), 1, 4, 8, 30),
-        ((7, 8), 16, 1, 8, 30),
-        # Two prompts per micro-batch, each on eight devices.
-        ((7, 8), 16, 4, 8, 32),
-        ((7, 8), 64, 1, 8, 32),
-        # The eight rows of a group take at most eight devices.
-        ((7, 8), 128, 1, 16, 32),
-        ((16, 1), 16, 2, 32, 30),
-        ((17, 1), 16, 1, 32, 30),
+        (32, 8, 16, 1, 16),
+        (32, 8, 64, 1, 32),
+        # Eight heads and two kv heads per device of `tensor`.
+        (32, 8, 64, 4, 8),
+        (32, 8, 12, 1, 4),
+        # Every kv head is repeated for two devices.
+        (16, 8, 16, 1, 16),
+        # Three kv heads divide over three devices only.
+        (9, 3, 8, 1, 1),
+        (16, 8, 1, 1, 1),
     ],
 )
-def test_groups_and_prompts_are_padded_to_divide_over_devices(
-    shape, devices, parts, groups, prompt
+def test_a_row_lies_over_as_many_devices_as_its_heads_allow(
+    heads, kv_heads, devices, tensor, pieces
 ):
-    fitted = fit(BatchShape(shape[0], shape[1], prompt=30, visual=4, suffix=20), devices, parts)
-    assert (fitted.groups, fitted.prompt, fitted.rows, fitted.suffix) == (
-        groups,
-        prompt,
-        shape[1],
-        20,
-    )
-
-
-@pytest.mark.parametrize(
-    ("shapes", "devices", "limit", "processes", "parts"),
-    [
-        (((7, 8),), 1, 7, 1, 7),
-        # A group's rows on eight devices: nothing is padded.
-        (((7, 8),), 8, 7, 1, 7),
-        (((7, 8),), 16, 7, 4, 4),
-        # Three parts would be as large.
-        (((7, 8),), 16, 3, 1, 2),
-        # Four parts would be as large as one, and four times the work.
-        (((7, 8),), 64, 4, 1, 1),
-        # Every process needs a group.
-        (((7, 8),), 64, 4, 16, 2),
-        (((6, 4), (5, 1)), 8, 4, 1, 3),
-        # The sub-agents' rows fill two.
-        (((6, 4), (32, 1)), 16, 2, 1, 2),
-    ],
-)
-def test_there_are_no_more_micro_batches_than_save_memory(shapes, devices, limit, processes, parts):
-    batches = [BatchShape(*shape, prompt=30, visual=4, suffix=20) for shape in shapes]
-    assert parts_of(batches, devices, limit, processes) == parts
-    assert all(fit(shape, devices, parts).groups % processes == 0 for shape in batches)
-    for shape in batches:
-        fewer, more = fit(shape, devices, parts), fit(shape, devices, limit)
-        # Micro-batches are as large as with `limit`, and the whole is no larger.
-        assert fewer.groups // parts == more.groups // limit
-        assert fewer.groups <= more.groups
-        assert fewer.prompt == more.prompt
+    text = dataclasses.replace(TEXT, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    assert row_pieces(text, devices, tensor) == pieces
 
 
 if __name__ == "__main__":

@@ -136,5 +136,6 @@ def split_microbatches(batch: T, parts: int) -> T:
 
 
 def _name(path: tuple) -> str:
-    """The name of an array in a batch."""
-    return jax.tree_util.keystr(path, simple=True, separator="/").rpartition("/")[2]
+    """The name of an array in a batch. All arrays of a `Structure` count as `structure`."""
+    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    return "structure" if "structure" in names else names[-1]

@@ -138,7 +138,7 @@ def rollout_logprobs(
     following = jnp.roll(batch.ids.reshape(-1), -1).reshape(batch.ids.shape)
     predicted = text.token_logprobs(hidden, following, temperature, chunk).reshape(-1)
     gathered = predicted[jnp.maximum(batch.index - 1, 0)]
-    first = jnp.arange(batch.index.shape[1]) == 0
+    first = jnp.arange(batch.index.shape[1])[None] == 0
     return jnp.where((batch.index < 0) | first, 0.0, gathered)
 
 

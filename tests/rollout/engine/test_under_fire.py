@@ -29,6 +29,7 @@ import pytest
 from flax import nnx
 
 from models.features import FrameFeatures, FrameSettings
+from models.sharding import make_mesh
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.parsing import extract_answer
@@ -54,7 +55,8 @@ from rollout.engine.settings import EngineSizes
 from tests.rollout.conftest import Cut, Scripted
 from tests.rollout.engine.fire import GRAMMAR, Fuzzer, watch
 from tests.rollout.engine.reference import assert_nothing_held
-from train.learn.batch import BatchShape, build, mismatches
+from train.learn.batch import Group, build, mismatches
+from train.learn.packing import MicrobatchShape, pack
 from train.learn.step import make_logprobs
 
 BATCH = 50  # episodes side by side, all on one video
@@ -552,18 +554,24 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
     # The trainer scores what the engine was fed and agrees with it, whatever was written:
     # placeholders and ids beyond the vocabulary too.
     graph, weights = nnx.split(small_model.text)
-    shape = BatchShape(groups=1, rows=1, prompt=144, visual=16, suffix=ROOM.trajectory_tokens)
-    logprobs = make_logprobs(graph, small_model.config.image_token_id, 2.5)
+    row = [MicrobatchShape(rows=1, tokens=512)]
+    logprobs = make_logprobs(graph, 2.5, make_mesh())
     compared = 0
     agents = [
         *(episode.trajectory for episode in episodes if episode.trajectory.segments),
         *(outcome.subagent for outcome in outcomes if outcome.subagent is not None),
     ]
     for trajectory in agents:
-        batch = build([[trajectory]], features, shape)
-        assert mismatches(batch, [[trajectory]]) == 0
-        again = np.asarray(logprobs(weights, batch))[0]
-        # A row of the batch begins after the prompt.
+        vectors = features(trajectory.frames)
+        visual = np.zeros((16, *vectors.shape[1:]), vectors.dtype)
+        visual[: len(vectors)] = vectors
+        grids = tuple(features.grid(frame) for frame in trajectory.frames)
+        group = Group((trajectory,), 0, grids, slot=0)
+        (packed,) = pack([group.lengths], row)
+        batch = build(packed, [group], small_model.config, 1, ROOM.trajectory_tokens)
+        assert mismatches([batch], [group]) == 0
+        again = np.asarray(logprobs(weights, visual, batch))[0]
+        # The log-probs begin with the last token of the prompt.
         start = -len(split_prompt(trajectory)[0])
         for segment in trajectory.segments:
             count = len(segment.ids)

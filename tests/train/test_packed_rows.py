@@ -1,0 +1,448 @@
+"""Packed rows do not change what PARA-GRPO learns.
+
+Loss, metrics and gradients equal those of the slow layout, in which every trajectory is alone in a
+row, behind a copy of its prompt. This holds for any lengths, sizes of micro-batches, and order of
+groups and rollouts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
+from models.qwen3_vl.rope import mrope_positions, visual_index
+from models.qwen3_vl.text import TextDecoder
+from models.sharding import make_mesh, param_shardings
+from paravt_jax.method import grpo
+from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
+from paravt_jax.method.records import Author, Segment, Trajectory
+from paravt_jax.method.structure import Kind, pad_structures
+from train.learn.batch import Group, build
+from train.learn.optimizer import OptimizerSettings, make_optimizer
+from train.learn.packing import MicrobatchShape, pack
+from train.learn.placement import place, place_whole
+from train.learn.rl import rl_loss
+from train.learn.rl_batch import RLBatch
+from train.learn.rl_settings import RLSettings
+from train.learn.step import init_state, make_accumulation, make_logprobs
+
+IMAGE = 63
+TEXT = TextConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    mrope_section=(2, 1, 1),
+    rope_theta=10_000.0,
+    tie_word_embeddings=False,
+)
+VISION = VisionConfig(
+    hidden_size=8,
+    depth=1,
+    num_heads=2,
+    intermediate_size=8,
+    out_hidden_size=32,
+    num_position_embeddings=4,
+    deepstack_visual_indexes=(0,),
+)
+CONFIG = Qwen3VLConfig(VISION, TEXT, IMAGE, 62, 61, 60)
+# No cap: rounding must not decide whether a token counts.
+SETTINGS = RLSettings(
+    steps=1,
+    grpo=GRPOSettings(group_size=3, anchor="likelihood", reward_clip=None, behaviour_cap=None),
+    temperature=0.8,
+    logprob_chunk=48,
+)
+
+# The most of each, so that the slow layout compiles once.
+GROUPS, ROLLOUTS, SUBAGENTS = 3, 3, 3
+ROWS = GROUPS * ROLLOUTS + SUBAGENTS
+SUFFIX = 20
+LONGEST = 48
+SLOTS = 64
+
+# Without shrinking: a failure is told by its plans.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+TAGS = 8
+
+# Sizes of micro-batches: one for the whole step, several of two sizes, rows in two pieces.
+SIZES = {
+    "one": (MicrobatchShape(1, 512),),
+    "several": (MicrobatchShape(2, 96), MicrobatchShape(2, 48)),
+    "pieces": (MicrobatchShape(1, 192, 2), MicrobatchShape(1, 96, 2)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """A trajectory, and what PARA-GRPO knows about it: arrays by token from `Group.prompt` on."""
+
+    trajectory: Trajectory
+    reference: np.ndarray
+    tags: np.ndarray
+    kinds: np.ndarray
+    reward: float
+    anchor_reward: float
+    compliant: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompted:
+    """Trajectories with a common prompt, and its frames."""
+
+    members: tuple[Played, ...]
+    grids: tuple[tuple[int, int], ...]
+    vectors: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Groups of main agents, and sub-agents with the group and number of their rollouts."""
+
+    groups: tuple[Prompted, ...]
+    subagents: tuple[tuple[Prompted, int, int], ...]
+
+
+# --- random steps ---
+
+
+def prompt_of(rng: np.random.Generator, text: int, grids: Sequence[tuple[int, int]]) -> Segment:
+    """Frames between words, and `text` words after them."""
+    parts = []
+    for height, width in grids:
+        parts += [rng.integers(0, 60, 1), np.full(height * width // 4, IMAGE)]
+    return Segment(np.concatenate([*parts, rng.integers(0, 60, text)]), Author.PROMPT)
+
+
+def played(rng: np.random.Generator, prompt: Segment, length: int) -> Played:
+    """A rollout of `length` tokens after its prompt: two responses, and a tool's between them."""
+    trajectory = Trajectory((prompt,))
+    ends = np.sort(rng.integers(0, length + 1, 3))
+    counts = np.diff([0, *ends, length])
+    authors = (Author.PINNED, Author.MODEL, Author.TOOL, Author.MODEL)
+    for author, count in zip(authors, counts.tolist(), strict=True):
+        logprobs = None
+        if author is Author.MODEL:
+            logprobs = rng.normal(-4.0, 0.2, count).astype(np.float32)
+        if count:
+            trajectory.append(Segment(rng.integers(0, 60, count), author, logprobs))
+    sampled = 1 + np.flatnonzero(trajectory.authors[len(prompt.ids) :] == Author.MODEL)
+    tags = np.sort(rng.permutation(sampled)[:TAGS])
+    return Played(
+        trajectory,
+        rng.normal(-4.0, 0.2, SUFFIX).astype(np.float32),
+        tags.astype(np.int32),
+        rng.integers(0, len(Kind), len(tags)).astype(np.int8),
+        float(rng.random()) * 2.5,
+        float(rng.choice([-0.3, 0.2, 0.7])),
+        bool(rng.random() < 0.6),
+    )
+
+
+# Patches; four are a visual token.
+GRIDS = st.lists(st.sampled_from([(2, 2), (2, 4), (4, 4)]), max_size=2).map(tuple)
+LENGTH = st.integers(0, SUFFIX - 1)
+
+
+class Plan(NamedTuple):
+    """What hypothesis draws for a prompt: a seed of the contents, and sizes."""
+
+    seed: int
+    words: int
+    grids: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]
+    owner: tuple[int, int] = (0, 0)
+
+    def play(self) -> Prompted:
+        rng = np.random.default_rng(self.seed)
+        prompt = prompt_of(rng, self.words, self.grids)
+        vectors = sum(height * width // 4 for height, width in self.grids)
+        return Prompted(
+            tuple(played(rng, prompt, length) for length in self.lengths),
+            self.grids,
+            rng.normal(size=(vectors, 2, TEXT.hidden_size)).astype(np.float32),
+        )
+
+
+def plans(rollouts: int) -> st.SearchStrategy[Plan]:
+    return st.builds(
+        Plan,
+        st.integers(0, 2**32 - 1),
+        st.integers(1, 12),
+        GRIDS,
+        st.tuples(*[LENGTH] * rollouts),
+        st.tuples(st.integers(0, GROUPS - 1), st.integers(0, ROLLOUTS - 1)),
+    )
+
+
+MAINS = st.lists(plans(ROLLOUTS), min_size=1, max_size=GROUPS)
+AGENTS = st.lists(plans(1), max_size=SUBAGENTS)
+
+
+def step_of(mains: Sequence[Plan], agents: Sequence[Plan]) -> Step:
+    groups = tuple(plan.play() for plan in mains)
+    return Step(
+        groups, tuple((plan.play(), plan.owner[0] % len(groups), plan.owner[1]) for plan in agents)
+    )
+
+
+def shuffled(step: Step, random: Any) -> Step:
+    """The same step, with its groups, the rollouts of each, and its sub-agents in another order."""
+    order = random.sample(range(len(step.groups)), len(step.groups))
+    members = [random.sample(range(ROLLOUTS), ROLLOUTS) for _ in order]
+    groups = [
+        dataclasses.replace(
+            step.groups[old], members=tuple(step.groups[old].members[n] for n in numbers)
+        )
+        for old, numbers in zip(order, members, strict=True)
+    ]
+    agents = [
+        (agent, order.index(group), members[order.index(group)].index(member))
+        for agent, group, member in random.sample(step.subagents, len(step.subagents))
+    ]
+    return Step(tuple(groups), tuple(agents))
+
+
+# --- what PARA-GRPO reads ---
+
+
+def rows_of(step: Step) -> dict[int, tuple[Played, Prompted]]:
+    """The rollouts by their rows: main agents, then sub-agents."""
+    rows = {
+        p * ROLLOUTS + g: (member, group)
+        for p, group in enumerate(step.groups)
+        for g, member in enumerate(group.members)
+    }
+    first = GROUPS * ROLLOUTS
+    return rows | {first + n: (a.members[0], a) for n, (a, _, _) in enumerate(step.subagents)}
+
+
+def grpo_batch(step: Step) -> GRPOBatch:
+    by_token = {name: np.zeros((ROWS, SUFFIX), np.float32) for name in ("behaviour", "reference")}
+    mask = np.zeros((ROWS, SUFFIX), bool)
+    structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * ROWS
+    for row, (member, _) in rows_of(step).items():
+        trajectory = member.trajectory
+        first = len(trajectory.segments[0].ids) - 1
+        length = len(trajectory.ids) - first
+        mask[row, :length] = trajectory.authors[first:] == Author.MODEL
+        by_token["behaviour"][row, :length] = trajectory.logprobs[first:]
+        by_token["reference"][row] = member.reference
+        if row < GROUPS * ROLLOUTS:
+            structures[row] = member.tags, member.kinds
+    size = (GROUPS, ROLLOUTS)
+    by_rollout = {
+        "rewards": np.zeros(size, np.float32),
+        "anchor_rewards": np.zeros(size, np.float32),
+        "valid": np.zeros(size, bool),
+        "compliant": np.zeros(size, bool),
+    }
+    for p, group in enumerate(step.groups):
+        for g, member in enumerate(group.members):
+            by_rollout["rewards"][p, g] = member.reward
+            by_rollout["anchor_rewards"][p, g] = member.anchor_reward
+            by_rollout["compliant"][p, g] = member.compliant
+            by_rollout["valid"][p, g] = True
+    owners = np.arange(ROWS, dtype=np.int32)
+    owners[GROUPS * ROLLOUTS :] = 0
+    for n, (_, group, member) in enumerate(step.subagents):
+        owners[GROUPS * ROLLOUTS + n] = group * ROLLOUTS + member
+    arrays = jax.tree.map(jnp.asarray, by_token | by_rollout)
+    structure = jax.tree.map(jnp.asarray, pad_structures(structures, TAGS))
+    return GRPOBatch(
+        mask=jnp.asarray(mask), rollout=jnp.asarray(owners), structure=structure, **arrays
+    )
+
+
+@functools.cache
+def jitted_advantages() -> Any:
+    gamma = SETTINGS.rewards.gamma
+    return jax.jit(lambda batch: grpo.advantages(batch, SETTINGS.grpo, gamma)[0])
+
+
+# --- the slow layout ---
+
+
+def slow_arrays(step: Step) -> dict[str, np.ndarray]:
+    """Every trajectory alone in a row, with its own visual vectors."""
+    arrays = {
+        "ids": np.zeros((ROWS, LONGEST), np.int32),
+        "positions": np.zeros((3, ROWS, LONGEST), np.int32),
+        "segments": np.zeros((ROWS, LONGEST), np.int32),
+        "visual": np.zeros((ROWS, 8, 2, TEXT.hidden_size), np.float32),
+        "visual_index": np.full((ROWS, LONGEST), -1, np.int32),
+        # Where in its row each token of a rollout is.
+        "index": np.full((ROWS, SUFFIX), -1, np.int32),
+    }
+    for row, (member, group) in rows_of(step).items():
+        ids = member.trajectory.ids
+        length = len(ids)
+        arrays["ids"][row, :length] = ids
+        arrays["positions"][:, row, :length] = mrope_positions(ids, group.grids, CONFIG)
+        arrays["segments"][row, :length] = 1
+        arrays["visual"][row, : len(group.vectors)] = group.vectors
+        arrays["visual_index"][row, :length] = visual_index(ids, IMAGE)
+        first = len(member.trajectory.segments[0].ids) - 1
+        arrays["index"][row, : length - first] = np.arange(first, length)
+    return arrays
+
+
+def slow_logprobs(text: TextDecoder, arrays: dict[str, jax.Array]) -> jax.Array:
+    hidden, _ = text(
+        arrays["ids"],
+        arrays["positions"],
+        segment_ids=arrays["segments"],
+        visual=arrays["visual"],
+        visual_index=arrays["visual_index"],
+    )
+    scored = text.token_logprobs(hidden[:, :-1], arrays["ids"][:, 1:], SETTINGS.temperature)
+    # The log-prob of the token at place i is the one at place i - 1.
+    found = jnp.take_along_axis(scored, jnp.maximum(arrays["index"] - 1, 0), axis=1)
+    first = (jnp.arange(SUFFIX) == 0)[None]
+    return jnp.where((arrays["index"] < 0) | first, 0.0, found)
+
+
+# --- both layouts ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """The compiled programs of both layouts: a step gives a loss, metrics and gradients."""
+
+    slow: Callable[[Step], tuple[dict[str, float], Any]]
+    packed: Callable[[Step, tuple[MicrobatchShape, ...]], tuple[dict[str, float], Any]]
+    slow_logprobs: Callable[[Step], np.ndarray]
+    packed_logprobs: Callable[[Step, tuple[MicrobatchShape, ...]], list[np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def layouts() -> Layouts:
+    graph, weights = nnx.split(nnx.jit(lambda: TextDecoder(TEXT, rngs=nnx.Rngs(0)))())
+    weights = jax.tree.map(np.asarray, weights)
+    mesh = make_mesh()
+    optimizer = make_optimizer(OptimizerSettings(), 1)
+    state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
+    update = make_accumulation(graph, optimizer, rl_loss(SETTINGS), state)
+    score = make_logprobs(graph, SETTINGS.temperature, mesh)
+
+    def loss(weights, arrays, batch, advantages):
+        logprobs = slow_logprobs(nnx.merge(graph, weights), arrays)
+        gamma = SETTINGS.rewards.gamma
+        return grpo.paravt_loss(logprobs, advantages, batch, SETTINGS.grpo, gamma=gamma)
+
+    slow_gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    score_slowly = jax.jit(lambda weights, arrays: slow_logprobs(nnx.merge(graph, weights), arrays))
+
+    def slow(step):
+        batch = grpo_batch(step)
+        advantages = jitted_advantages()(batch)
+        (_, metrics), grads = slow_gradients(weights, slow_arrays(step), batch, advantages)
+        return {name: float(value) for name, value in metrics.items()}, grads
+
+    def placed(step, sizes):
+        microbatches, visual = pack_step(step, sizes)
+        visual = place({"visual": visual}, mesh)["visual"]
+        return [place_whole(part, mesh) for part in microbatches], visual
+
+    def packed(step, sizes):
+        batch = grpo_batch(step)
+        advantages = jitted_advantages()(batch)
+        whole = place_whole(RLBatch(batch, advantages, grpo.batch_totals(batch)), mesh)
+        microbatches, visual = placed(step, sizes)
+        total = update.start(state.weights)
+        metrics: dict[str, float] = {}
+        for part in microbatches:
+            total, found = update.add(state.weights, total, visual, part, whole)
+            for name, value in found.items():
+                metrics[name] = metrics.get(name, 0.0) + float(value)
+        return metrics, total
+
+    def packed_logprobs(step, sizes):
+        microbatches, visual = placed(step, sizes)
+        return [np.asarray(score(state.weights, visual, part)) for part in microbatches]
+
+    return Layouts(
+        slow,
+        packed,
+        lambda step: np.asarray(score_slowly(weights, slow_arrays(step))),
+        packed_logprobs,
+    )
+
+
+def pack_step(step: Step, sizes: Sequence[MicrobatchShape]) -> tuple[list[Any], np.ndarray]:
+    """The micro-batches of a step, and its bank of visual vectors."""
+    bank = np.zeros((SLOTS, 2, TEXT.hidden_size), np.float32)
+    groups = []
+    used = 0
+    numbered = [(p * ROLLOUTS, group) for p, group in enumerate(step.groups)]
+    numbered += [(GROUPS * ROLLOUTS + n, agent) for n, (agent, _, _) in enumerate(step.subagents)]
+    for row, group in numbered:
+        trajectories = tuple(member.trajectory for member in group.members)
+        groups.append(Group(trajectories, row, group.grids, used))
+        bank[used : used + len(group.vectors)] = group.vectors
+        used += len(group.vectors)
+    packed = pack([group.lengths for group in groups], sizes)
+    return [build(part, groups, CONFIG, ROWS, SUFFIX) for part in packed], bank
+
+
+def assert_same(found: tuple[dict[str, float], Any], wanted: tuple[dict[str, float], Any]) -> None:
+    """Equal losses, metrics and gradients, but for rounding."""
+    metrics, grads = found
+    assert metrics.keys() == wanted[0].keys()
+    assert metrics["loss"] == pytest.approx(wanted[0]["loss"], rel=1e-6, abs=1e-6)
+    assert metrics == pytest.approx(wanted[0], rel=1e-5, abs=1e-5)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(wanted[1]), strict=True)
+    for (path, gradient), right in pairs:
+        gap = np.linalg.norm(np.asarray(gradient) - np.asarray(right))
+        # The floor is for gradients that only rounding keeps from 0.
+        norm = max(1e-4, np.linalg.norm(np.asarray(right)))
+        where = jax.tree_util.keystr(path)
+        assert gap <= 1e-5 * norm, f"{where}: {gap:.1e} of {norm:.1e}"
+
+
+# --- properties ---
+
+
+@settings(max_examples=25, phases=PHASES)
+@given(mains=MAINS, agents=AGENTS, sizes=st.sampled_from(sorted(SIZES)))
+def test_packed_rows_give_the_gradients_of_trajectories_alone(layouts, mains, agents, sizes):
+    step = step_of(mains, agents)
+    assert_same(layouts.packed(step, SIZES[sizes]), layouts.slow(step))
+
+
+@settings(max_examples=15, phases=PHASES)
+@given(
+    mains=MAINS,
+    agents=AGENTS,
+    sizes=st.sampled_from(sorted(SIZES)),
+    random=st.randoms(use_true_random=False),
+)
+def test_the_order_of_groups_and_rollouts_does_not_change_gradients(
+    layouts, mains, agents, sizes, random
+):
+    step = step_of(mains, agents)
+    other = shuffled(step, random)
+    assert_same(layouts.packed(other, SIZES[sizes]), layouts.packed(step, SIZES["one"]))
+
+
+@settings(max_examples=15, phases=PHASES)
+@given(mains=MAINS, agents=AGENTS, sizes=st.sampled_from(sorted(SIZES)))
+def test_every_log_prob_is_in_one_micro_batch(layouts, mains, agents, sizes):
+    step = step_of(mains, agents)
+    parts = layouts.packed_logprobs(step, SIZES[sizes])
+    assert np.max(np.count_nonzero(parts, axis=0)) <= 1
+    np.testing.assert_allclose(sum(parts), layouts.slow_logprobs(step), rtol=0, atol=2e-5)

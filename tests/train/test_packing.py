@@ -1,0 +1,272 @@
+"""Packing: trajectories are in exactly one row that has room for them, and little is padding."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.engine.settings import Lengths
+from train.learn.packing import (
+    MOST_SIZES,
+    TILE,
+    GroupLengths,
+    MicrobatchShape,
+    PackedMicrobatch,
+    StepShape,
+    chunk_tokens,
+    microbatch_shapes,
+    pack,
+)
+
+LONGEST = 700
+
+# (most, longest, total, devices, pieces)
+SIZES = (
+    (16_384, 1000, 10**6, 1, 1),
+    (16_384, 1000, 10**6, 8, 1),
+    (16_384, 1000, 10**6, 8, 4),
+    (16_384, 1000, 10**6, 16, 16),
+    (1, 1000, 10**6, 8, 2),
+    (10**6, 1000, 10**6, 4, 1),
+    (16_384, 1000, 5000, 2, 1),
+    (3000, 130, 2900, 1, 1),
+)
+
+
+def real_tokens(groups: Sequence[GroupLengths]) -> int:
+    return sum(group.prompt + sum(group.suffixes) for group in groups)
+
+
+def places(packed: Sequence[PackedMicrobatch]) -> int:
+    return sum(microbatch.shape.places for microbatch in packed)
+
+
+@st.composite
+def groups_of(draw) -> GroupLengths:
+    """Trajectories of at most LONGEST tokens."""
+    prompt = draw(st.integers(0, LONGEST - 1))
+    suffixes = draw(st.lists(st.integers(1, LONGEST - prompt), min_size=1, max_size=5))
+    return GroupLengths(prompt, tuple(suffixes))
+
+
+# Upper bound on tokens, devices, pieces.
+BOUNDS = st.sampled_from(
+    [(1, 4, 1), (2000, 1, 1), (2000, 4, 2), (20_000, 1, 1), (20_000, 4, 1), (20_000, 8, 8)]
+)
+GROUPS = st.lists(groups_of(), min_size=1, max_size=8)
+
+
+def sizes_of(groups: Sequence[GroupLengths], bounds: tuple[int, int, int]):
+    most, devices, pieces = bounds
+    return microbatch_shapes(most, LONGEST, real_tokens(groups), devices, pieces)
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize(("most", "longest", "total", "devices", "pieces"), SIZES)
+def test_every_size_has_half_the_tokens_of_the_one_before(most, longest, total, devices, pieces):
+    shapes = microbatch_shapes(most, longest, total, devices, pieces)
+    assert 1 <= len(shapes) <= MOST_SIZES
+    for larger, smaller in zip(shapes, shapes[1:], strict=False):
+        assert smaller.tokens < larger.tokens
+        assert abs(smaller.tokens - larger.tokens / 2) < pieces * TILE
+    for shape in shapes:
+        assert (shape.rows, shape.pieces) == (devices // pieces, pieces)
+        assert shape.tokens % (pieces * TILE) == 0
+        # Smaller rows would hold only trajectories that fill less than half of a row.
+        assert shape == shapes[0] or 2 * shape.tokens >= longest
+
+
+@pytest.mark.parametrize(("most", "longest", "total", "devices", "pieces"), SIZES)
+def test_the_largest_size_keeps_all_bounds_but_has_room_for_the_longest(
+    most, longest, total, devices, pieces
+):
+    largest = microbatch_shapes(most, longest, total, devices, pieces)[0]
+    unit = pieces * TILE
+    assert largest.tokens >= longest
+    if largest.tokens >= longest + unit:
+        assert largest.places <= most
+        assert largest.places < total + devices
+        assert largest.tokens <= 8 * longest
+
+
+def test_sizes_of_a_single_device():
+    shapes = microbatch_shapes(16_384, 2048, 10**6)
+    assert [shape.tokens for shape in shapes] == [16_384, 8192, 4096, 2048]
+    assert [shape.tokens for shape in microbatch_shapes(2048, 2048, 10**6)] == [2048, 1024]
+
+
+def test_a_row_on_several_devices_is_cut_into_equal_tiles():
+    (largest, *_) = microbatch_shapes(60_000, 6000, 10**6, devices=16, pieces=16)
+    assert largest == MicrobatchShape(rows=1, tokens=47_104, pieces=16)
+    assert largest.tokens // largest.pieces % TILE == 0
+
+
+# --- packing ---
+
+
+@settings(max_examples=60)
+@given(GROUPS, BOUNDS)
+def test_every_trajectory_is_packed_exactly_once(groups, bounds):
+    shapes = sizes_of(groups, bounds)
+    packed = pack(groups, shapes)
+    found = collections.Counter(
+        (chunk.group, member)
+        for microbatch in packed
+        for row in microbatch.rows
+        for chunk in row
+        for member in chunk.members
+    )
+    wanted = {
+        (n, member) for n, group in enumerate(groups) for member in range(len(group.suffixes))
+    }
+    assert set(found) == wanted and set(found.values()) == {1}
+
+
+@settings(max_examples=60)
+@given(GROUPS, BOUNDS)
+def test_rows_and_micro_batches_keep_to_their_sizes(groups, bounds):
+    shapes = sizes_of(groups, bounds)
+    for microbatch in pack(groups, shapes):
+        assert microbatch.shape in shapes
+        assert 1 <= len(microbatch.rows) <= microbatch.shape.rows
+        for row in microbatch.rows:
+            assert row and all(chunk.members for chunk in row)
+            tokens = sum(chunk_tokens(chunk, groups) for chunk in row)
+            assert tokens <= microbatch.shape.tokens
+
+
+@settings(max_examples=60)
+@given(GROUPS, BOUNDS)
+def test_no_micro_batch_is_larger_than_needed(groups, bounds):
+    shapes = sizes_of(groups, bounds)
+    for microbatch in pack(groups, shapes):
+        smaller = [shape for shape in shapes if shape.tokens < microbatch.shape.tokens]
+        chunks = [chunk for row in microbatch.rows for chunk in row]
+        longest = max(chunk_tokens(chunk, groups) for chunk in chunks)
+        tokens = sum(chunk_tokens(chunk, groups) for chunk in chunks)
+        for shape in smaller:
+            # One that holds the longest chunk and twice the tokens would do.
+            assert longest > shape.tokens or 2 * tokens > shape.tokens * shape.rows
+
+
+@settings(max_examples=60)
+@given(GROUPS, BOUNDS, st.randoms(use_true_random=False))
+def test_the_order_of_groups_and_rollouts_does_not_change_the_sizes(groups, bounds, random):
+    shapes = sizes_of(groups, bounds)
+    shuffled = [
+        GroupLengths(prompt, tuple(random.sample(suffixes, len(suffixes))))
+        for prompt, suffixes in random.sample(groups, len(groups))
+    ]
+    one, other = (pack(each, shapes) for each in (groups, shuffled))
+    assert [microbatch.shape for microbatch in one] == [microbatch.shape for microbatch in other]
+
+
+def test_a_group_that_fits_a_row_shares_one_prompt():
+    (packed,) = pack([GroupLengths(100, (50, 60, 70))], microbatch_shapes(512, 170, 10**4))
+    ((chunk,),) = packed.rows
+    assert chunk.members == (0, 1, 2) and packed.shape.tokens == 512
+
+
+def test_a_group_that_fits_no_row_is_cut_and_its_prompt_repeated():
+    group = GroupLengths(100, (200,) * 8)
+    packed = pack([group], [MicrobatchShape(rows=1, tokens=768)])
+    chunks = [chunk for microbatch in packed for row in microbatch.rows for chunk in row]
+    assert sorted(len(chunk.members) for chunk in chunks) == [2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("devices", "pieces", "filled"), [(1, 1, 0.93), (16, 16, 0.85), (8, 1, 0.7)]
+)
+def test_rows_of_log_normal_lengths_have_little_padding(devices, pieces, filled):
+    """Padded to the longest prompt and rollout, they would fill less than 0.3 of their places.
+
+    A prompt that is repeated for another chunk of its group counts as padding.
+    """
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        groups = []
+        for prompt in rng.choice([300, 600, 1200], 28).tolist():
+            suffixes = rng.lognormal(np.log(400), 0.8, 8).astype(int) + 1
+            groups.append(GroupLengths(prompt, tuple(np.minimum(2048, suffixes).tolist())))
+        packed = pack(groups, microbatch_shapes(65_536, 3300, 10**6, devices, pieces))
+        assert real_tokens(groups) / places(packed) > filled
+        assert real_tokens(groups) / (28 * (1200 + 8 * 2048)) < 0.3
+
+
+def test_equal_lengths_fill_their_rows():
+    groups = [GroupLengths(128, (128,) * 7)] * 16
+    packed = pack(groups, microbatch_shapes(4096, 256, real_tokens(groups)))
+    assert places(packed) == real_tokens(groups)
+
+
+def test_a_charge_per_micro_batch_keeps_them_few():
+    """Four micro-batches of half the size would save no padding."""
+    groups = [GroupLengths(0, (512,))] * 8
+    packed = pack(groups, microbatch_shapes(2048, 512, 4096))
+    assert [microbatch.shape.tokens for microbatch in packed] == [2048, 2048]
+
+
+def test_a_trajectory_without_room_is_refused_in_one_line():
+    groups = [GroupLengths(10, (20,)), GroupLengths(100, (30, 200))]
+    with pytest.raises(ValueError, match=r"batch\.tokens: 300 .* row of 256; raise ") as refusal:
+        pack(groups, microbatch_shapes(256, 256, 10**4))
+    assert "\n" not in str(refusal.value)
+    assert pack(groups, microbatch_shapes(256, 300, 10**4))
+
+
+# --- the shape of a step ---
+
+LENGTHS = Lengths(prompt=100, visual=64, response=50, crop_prompt=30, crop_visual=16, report=8)
+
+
+def test_figures_of_a_step_without_sub_agents():
+    shape = StepShape(groups=3, rollouts=4, subagents=0, longest=LENGTHS)
+    assert (shape.rows, shape.suffix, shape.trajectory) == (12, 50, 150)
+    assert shape.at_limits == [GroupLengths(100, (50,) * 4)] * 3
+    assert shape.tokens == 3 * (100 + 4 * 50)
+
+
+def test_figures_of_a_step_with_sub_agents():
+    shape = StepShape(groups=3, rollouts=4, subagents=5, longest=LENGTHS)
+    assert (shape.rows, shape.suffix, shape.trajectory) == (17, 50, 150)
+    assert shape.at_limits[3:] == [GroupLengths(30, (8,))] * 5
+    assert shape.tokens == 3 * (100 + 4 * 50) + 5 * 38
+
+
+def test_long_sub_agents_decide_the_lengths_only_where_they_are_trained():
+    longest = dataclasses.replace(LENGTHS, crop_prompt=200, report=60)
+    without, with_agents = (StepShape(3, 4, subagents, longest) for subagents in (0, 1))
+    assert (without.suffix, without.trajectory) == (50, 150)
+    assert (with_agents.suffix, with_agents.trajectory) == (60, 260)
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices", "slots"),
+    [(1, 1, 3 * 64 + 5 * 16), (1, 16, 272), (2, 2, 2 * 64 + 5 * 16), (2, 12, 210)],
+)
+def test_slots_of_a_process_divide_over_its_devices(processes, devices, slots):
+    """A process plays at most two of three prompts, but all sub-agents may be its own."""
+    shape = StepShape(groups=3, rollouts=4, subagents=5, longest=LENGTHS)
+    assert shape.slots(processes, devices) == slots
+    assert slots % (devices // processes) == 0
+
+
+def test_a_step_without_frames_has_a_slot_per_device():
+    shape = StepShape(1, 2, 0, dataclasses.replace(LENGTHS, visual=0))
+    assert shape.slots(processes=2, devices=8) == 4
+
+
+def test_every_step_fits_the_sizes_of_its_shape():
+    shape = StepShape(groups=3, rollouts=4, subagents=5, longest=LENGTHS)
+    for most in (1, 1000, 10**6):
+        for devices, pieces in ((1, 1), (8, 2)):
+            sizes = shape.microbatches(most, devices, pieces)
+            assert places(pack(shape.at_limits, sizes)) >= shape.tokens
