@@ -258,6 +258,8 @@ class _Estimate:
 
     # Sequences decoded side by side. More would hardly be faster.
     MOST_SLOTS = 64
+    # A row of so many trajectories at their longest is large enough to hide gathering the weights.
+    LARGE_ROW = 4
 
     def __init__(
         self, run: Run, devices: Devices, mesh: tuple[int, int, int], sizes: _Sizes
@@ -289,13 +291,23 @@ class _Estimate:
     def choose_rl(self) -> tuple[Remat, int, float]:
         """The first policy, and the largest micro-batch, with which an RL update fits.
 
+        Every micro-batch gathers the weights, so small ones are the last choice: a policy that
+        computes more again costs less.
+
         Returns:
             The policy, the bound on the tokens of a micro-batch, and the bytes that it needs.
         """
         rl = self.run.rl
         assert rl is not None
-        bounds = [rl.microbatch_tokens] if rl.microbatch_tokens else self._microbatch_tokens()
-        return self._first("PARA-GRPO", rl.remat, bounds, self._rl)
+        if rl.microbatch_tokens:
+            return self._first("PARA-GRPO", rl.remat, [rl.microbatch_tokens], self._rl)
+        bounds = self._microbatch_tokens()
+        least = self.LARGE_ROW * self.run.rl_shape.trajectory
+        large = [bound for bound in bounds if self._largest(bound).tokens >= least]
+        try:
+            return self._first("PARA-GRPO", rl.remat, large, self._rl)
+        except _TooLarge:
+            return self._first("PARA-GRPO", rl.remat, bounds, self._rl)
 
     def _first(
         self,
@@ -362,8 +374,8 @@ class _Estimate:
         bounds = [groups * group for groups in range(shape.groups, 0, -1)]
         while bounds[-1] > rows * shape.trajectory:
             bounds.append(bounds[-1] // 2)
-        # Bounds that lead to the same sizes are one.
-        by_largest = {self._largest(bound).tokens: bound for bound in reversed(bounds)}
+        # Of bounds that lead to the same sizes, the smallest is enough.
+        by_largest = {self._largest(bound).tokens: bound for bound in bounds}
         return [by_largest[tokens] for tokens in sorted(by_largest, reverse=True)]
 
     def _pieces(self) -> int:

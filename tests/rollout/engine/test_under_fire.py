@@ -44,7 +44,7 @@ from paravt_jax.method.records import (
     QuestionKind,
     StopReason,
 )
-from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.rewards import Rewards, RewardSettings, score
 from paravt_jax.method.structure import find_structure
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import Environment, EpisodeSettings, play, split_prompt
@@ -228,7 +228,7 @@ def inspect(
         assert episode.answer == extract_answer(episode.turns[-1].text)
     for settings in REWARDS:
         earned = score(episode.question, episode.turns, settings)
-        assert all(math.isfinite(value) for value in dataclasses.astuple(earned))
+        assert_finite(earned)
     if not episode.trajectory.segments:
         assert episode.stop is StopReason.UNREADABLE
         assert not episode.turns
@@ -316,6 +316,14 @@ def inspect_call(
         assert outcome.status is STATUS_OF_STOP[sample.stop]
     else:
         assert outcome.status.executed
+
+
+def assert_finite(earned: Rewards) -> None:
+    """There is no penalty on overlong trajectories here, so it is None."""
+    assert earned.overlong is None
+    figures = dataclasses.asdict(earned)
+    del figures["overlong"]
+    assert all(math.isfinite(value) for value in figures.values())
 
 
 def inspect_responses(episode: Episode, number: int, vocabulary: Vocabulary) -> None:
@@ -549,7 +557,7 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
     assert {outcome.status for outcome in outcomes} >= set(CallStatus) - rare
     for episode in episodes:
         earned = score(episode.question, episode.turns, REWARDS[0])
-        assert all(math.isfinite(value) for value in dataclasses.astuple(earned))
+        assert_finite(earned)
 
     # The trainer scores what the engine was fed and agrees with it, whatever was written:
     # placeholders and ids beyond the vocabulary too.
