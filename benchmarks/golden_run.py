@@ -69,8 +69,8 @@ With SSSE3 or more, every run read the same pixels, by decord and by PyAV. Witho
 for encoding and decoding, which imitates other processors, colours differed by up to 3 grey levels.
 """
 
-CLOCK = ("wall", "time/", "speed/", "memory/")
-"""Prefixes of figures that depend on the machine's speed and size. They are not compared."""
+NOT_COMPARED = ("wall", "time/", "speed/", "memory/", "packing/")
+"""Prefixes of figures that depend on the machine's speed and size, or on how rows are packed."""
 
 MOST_LINES = 40
 """Upper bound on the printed differences."""
@@ -238,7 +238,7 @@ def _metrics(folder: pathlib.Path) -> Figures:
         phase = line.pop("phase")
         step = line.pop("step")
         for name, value in line.items():
-            if not name.startswith(CLOCK):
+            if not name.startswith(NOT_COMPARED):
                 figures[f"{phase} {step}: {name}"] = math.nan if value is None else value
     return figures
 
