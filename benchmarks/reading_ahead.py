@@ -24,10 +24,10 @@ from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.sizes import tiny
 from paravt_jax.data import video
-from paravt_jax.method import protocol
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
+from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.text import PIECES
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.evaluation.ahead import ReadAhead
@@ -42,7 +42,7 @@ _EPISODES = 2
 
 def write_model(folder: pathlib.Path) -> None:
     """A tiny model with random weights, as a folder that the command takes."""
-    pieces = (*PIECES, *protocol.recurring_texts((CropVideo(),)))
+    pieces = (*PIECES, *recurring_texts((CropVideo(),)))
     vocabulary = Vocabulary(build_tokenizer(pieces))
     save_tokenizer(vocabulary.tokenizer, folder / "tokenizer")
     names = {"image": "image_pad", "video": "video_pad"}

@@ -50,11 +50,11 @@ from models.qwen3_vl.config import (
     VisionConfig,
 )
 from models.qwen3_vl.model import Qwen3VL, abstract_model
-from paravt_jax.method import protocol
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
+from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.vocabulary import build_tokenizer
 from tests import processes
 
@@ -127,9 +127,7 @@ def small_world(tmp_path_factory) -> SmallWorld:
 @pytest.fixture(scope="session")
 def small_vocabulary() -> Vocabulary:
     """The vocabulary that the small world's texts are made of."""
-    return Vocabulary(
-        build_tokenizer((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
-    )
+    return Vocabulary(build_tokenizer((*world_text.PIECES, *recurring_texts((CropVideo(),)))))
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -129,38 +129,80 @@ def row_stream(
     return Ahead(batches, depth, prefetch)
 
 
-def question_stream(
-    data: Data,
-    reader: FrameReader | None,
-    seed: int,
-    prompts: int,
-    budgets: Callable[[int], Sequence[int]],
-    first: int,
-    depth: int = 1,
-) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
-    """Stream batches of questions without end.
+class QuestionStream:
+    """The questions of training, without end. The seed fixes their order.
+
+    Overviews of published videos are read in advance: those of the questions that are drawn, and
+    those of the step after them. With dynamic sampling, a step may draw further questions, which
+    are then taken from the next step, and that step's overviews are requested anew.
 
     Args:
         data: The questions.
-        reader: Reads this process's share of the overviews in advance; None: nothing is prefetched.
+        reader: Reads this process's share of the overviews; None: nothing is read in advance.
         seed: Decides the order of questions.
-        prompts: Questions per batch.
-        budgets: `budgets(step)` is the number of overview frames of each question of a step.
-        first: Step of the first batch; above 0 when a run is resumed.
-        depth: Number of batches to prefetch.
-
-    Returns:
-        An iterator over batches of `prompts` questions. All processes get the same batches.
+        budgets: `budgets(step)` is the number of overview frames for each place of a step.
     """
-    batches = stream(data.questions, seed, prompts)
-    if reader is None:
-        return batches
-    # `Ahead` calls `prefetch` exactly once per batch, in order, so this counts the steps.
-    steps = itertools.count(first)
 
-    def prefetch(batch: Sequence[Question]) -> None:
-        asked = list(zip(batch, budgets(next(steps)), strict=True))
-        for question, frames in asked[hosts.share_of(len(asked))]:
-            reader.ahead(data.root / question.video, frames)
+    def __init__(
+        self,
+        data: Data,
+        reader: FrameReader | None,
+        seed: int,
+        budgets: Callable[[int], Sequence[int]],
+    ):
+        self._root = data.root
+        self._reader = reader
+        self._budgets = budgets
+        self._source = stream(data.questions, seed, 1)
+        self._next: collections.deque[_Upcoming] = collections.deque()
 
-    return Ahead(batches, depth, prefetch)
+    def draw(self, step: int, places: Sequence[int] | None = None) -> tuple[Question, ...]:
+        """Draw a question for each place of a step, or for some of its places.
+
+        Every process gets the same questions.
+
+        Args:
+            step: Number of the step, from 0.
+            places: Places among the prompts of the step; None: all.
+        """
+        budgets = self._budgets(step)
+        places = range(len(budgets)) if places is None else places
+        self._read_ahead(budgets, places)
+        drawn = tuple(self._next.popleft().question for _ in places)
+        upcoming = self._budgets(step + 1)
+        self._read_ahead(upcoming, range(len(upcoming)))
+        return drawn
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state from which `set_state` resumes with the question that comes next."""
+        return self._next[0].state if self._next else self._source.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Resume at `state`."""
+        self._next.clear()
+        self._source.set_state(state)
+
+    def _read_ahead(self, budgets: Sequence[int], places: Sequence[int]) -> None:
+        """Request the overviews of the next questions, which will have these places."""
+        own = range(len(budgets))[hosts.share_of(len(budgets))]
+        while len(self._next) < len(places):
+            state = self._source.get_state()
+            (question,) = next(self._source)
+            self._next.append(_Upcoming(state, question))
+        for upcoming, place in zip(self._next, places, strict=False):
+            frames = budgets[place]
+            if self._reader is None or place not in own or upcoming.requested == frames:
+                continue
+            upcoming.requested = frames
+            self._reader.ahead(self._root / upcoming.question.video, frames)
+
+
+@dataclasses.dataclass
+class _Upcoming:
+    """A question that is not drawn yet."""
+
+    state: dict[str, Any]
+    """State of the source before the question."""
+    question: Question
+    requested: int = 0
+    """Number of overview frames that were requested; 0: none."""

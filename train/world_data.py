@@ -14,13 +14,14 @@ from models.weights.folder import local_folder
 from paravt_jax.data import datasets
 from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import render
-from paravt_jax.method.protocol import Protocol, ProtocolSettings, recurring_texts
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Author, Trajectory
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
+from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.vocabulary import build_tokenizer
 from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
 from train.settings import Run

@@ -50,11 +50,10 @@ from typing import get_args
 import numpy as np
 from jaxtyping import Int32
 
-from paravt_jax.method.parsing import call_text, parse_calls
+from paravt_jax.method.parsing import call_text
 from paravt_jax.method.records import (
     Author,
     CropCall,
-    FailedCall,
     Frame,
     Question,
     Segment,
@@ -74,14 +73,6 @@ VIDEO_NAME = "video.mp4"  # the model never sees a path; in its calls this is on
 TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 _NEXT_USER_TURN = "<|im_end|>\n<|im_start|>user\n"
 _RESPONSE = "<tool_response>\n{frames}{response}\n</tool_response>"  # of a call without frames
-
-# The most frequent malformed calls. Their error responses are in the small world's vocabulary.
-_BAD_CALLS = (
-    "<tool_code></tool_code>",
-    "<tool_call>",
-    "<tool_call></tool_call>",
-    "<tool_call>{}</tool_call>",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,34 +291,6 @@ def subtitle_texts(entries: Sequence[Subtitle]) -> dict[str, str]:
     """The values of `{subtitles}` and `{spoken}` in `Wording.subtitled`."""
     lines = "".join(f"{subtitle_line(entry)}\n" for entry in entries)
     return {"subtitles": lines, "spoken": "\n".join(entry.text for entry in entries)}
-
-
-def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
-    """Texts that the protocol repeats verbatim. A small vocabulary has a token for each.
-
-    These are the fixed lines of prompts, the parts of a call around its numbers, and the error
-    responses to the most frequent malformed calls.
-    """
-    texts = [
-        system_text(tools),
-        system_text(()),
-        OUR_WORDING.subagent,
-        OUR_WORDING.answer_now,
-        TO_ASSISTANT,
-        "<|im_start|>user\n",
-        render_call(CropCall(0, 1)),
-    ]
-    for bad_call in _BAD_CALLS:
-        for call in parse_calls(bad_call, tools):
-            if isinstance(call, FailedCall):
-                texts.append(f"error: {call.reason}")
-
-    pieces: list[str] = []
-    for text in texts:
-        for line in re.findall(r"[^\n]*\n+|[^\n]+", text):
-            # The times of a call vary, so they are not part of any piece.
-            pieces += re.split(r"(?<=_time\": )\d+", line)
-    return tuple(dict.fromkeys(pieces))  # each once, in order
 
 
 class Protocol:

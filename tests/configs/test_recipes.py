@@ -24,7 +24,7 @@ from models.features import FrameSettings
 from models.qwen3_vl.model import abstract_model, num_params
 from models.qwen3_vl.sizes import qwen3_vl
 from models.sharding import make_mesh, param_shardings
-from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method import tokenizer
 from paravt_jax.method.grpo import Anchor, GRPOSettings
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.rewards import RewardSettings
@@ -32,6 +32,7 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
+from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.vocabulary import build_tokenizer
 from rollout.ask import AskSettings
@@ -256,9 +257,7 @@ def test_the_8b_recipes_bounds_hold_with_the_real_tokenizer():
 
 def test_the_bounds_of_the_small_world_are_those_of_its_vocabulary():
     run = RECIPES["paravt_tiny"]()
-    vocabulary = Vocabulary(
-        build_tokenizer((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
-    )
+    vocabulary = Vocabulary(build_tokenizer((*world_text.PIECES, *recurring_texts((CropVideo(),)))))
     rules, longest = Protocol(vocabulary, run.protocol), run.lengths(64)
     assert (
         overview_tokens(rules, 64, 1, world.SECONDS) + 15

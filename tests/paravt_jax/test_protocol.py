@@ -23,6 +23,7 @@ from paravt_jax.method.records import (
     Trajectory,
 )
 from paravt_jax.method.tools.crop_video import CropVideo
+from paravt_jax.world.recurring import recurring_texts
 
 FRAMES = (Frame("v.mp4", 0, 0.0), Frame("v.mp4", 64, 64.0), Frame("v.mp4", 127, 127.04))
 QUESTION = Question(
@@ -279,12 +280,7 @@ def test_a_rendered_call_is_parsed_as_the_same_call():
 
 def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabulary):
     split = re.compile("|".join(map(re.escape, small_vocabulary.special_texts)))
-    parts = [
-        part
-        for text in protocol.recurring_texts((CropVideo(),))
-        for part in split.split(text)
-        if part
-    ]
+    parts = [part for text in recurring_texts((CropVideo(),)) for part in split.split(text) if part]
     assert parts
     assert {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(parts, 1)
     assert len(small_vocabulary.encode(protocol.system_text((CropVideo(),)))) < 30

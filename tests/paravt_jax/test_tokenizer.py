@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
+from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 
 # Any text, with parts of the protocol in it, so that added tokens get unusual neighbours.
@@ -31,7 +32,7 @@ _TEXTS = st.lists(st.one_of(st.text(), _PARTS), max_size=8).map("".join)
 @pytest.fixture(scope="module")
 def small() -> tokenizer.Vocabulary:
     return tokenizer.Vocabulary(
-        build_tokenizer((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
+        build_tokenizer((*world_text.PIECES, *recurring_texts((CropVideo(),))))
     )
 
 

@@ -117,6 +117,14 @@ def learn(folder: pathlib.Path, index: int) -> dict:
     return {"figures": small.learn(road, fsdp=8)}
 
 
+def resample(folder: pathlib.Path, index: int) -> dict:
+    import small
+
+    with hosts.one_after_another():
+        road = small.build_road(folder)
+    return small.resample(road)
+
+
 def look(folder: pathlib.Path, index: int) -> dict:
     """Checks a run of which the second host has another jax, other settings and its own folder.
 
@@ -182,6 +190,7 @@ if __name__ == "__main__":
         "fail": fail,
         "die": die,
         "learn": learn,
+        "resample": resample,
         "rehearse": rehearse,
     }
     print(json.dumps(tasks[program.task](program.folder, program.hosts.index)))

@@ -6,10 +6,12 @@ As a program it is `train.run` with one more recipe, `small`, so that a test can
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import pathlib
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -23,7 +25,7 @@ from models.sharding import make_mesh, param_shardings
 from paravt_jax.data import video
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
-from paravt_jax.method.records import CropCall, digest
+from paravt_jax.method.records import CropCall, Question, digest
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
@@ -32,11 +34,12 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.settings import EngineSettings
 from rollout.evaluation.play import EvaluationSettings
-from train.data import Data
+from train.data import Data, QuestionStream
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
+from train.learn.rollouts import Rollouts, draw_budgets, join, play_step, roll_out
 from train.learn.sft import SFTSettings
 from train.phases.model import model_config
 from train.prepare import prepare
@@ -225,6 +228,60 @@ class Uneven(Script):
         if self.quiet in self.vocabulary.decode(request.ids):
             self.plans = Script.plans[2:]
         return super()._sample(request, seed)
+
+
+class Picky(Script):
+    """Answers dull questions always alike, and gives all others answers of unequal format."""
+
+    lively = (
+        "guess\n</think><answer>B</answer>",
+        "guess\n</think>B",
+    )
+
+    def __init__(self, road: Road, dull: Sequence[str]):
+        super().__init__(road)
+        self.dull = dull
+        self.asked: list[Request] = []
+        self.answered = collections.Counter[bytes]()
+
+    def submit(self, request: Request) -> int:
+        self.asked.append(request)
+        return super().submit(request)
+
+    def _sample(self, request: Request, seed: int) -> Sample:
+        asked = self.vocabulary.decode(request.ids)
+        silent = any(text in asked for text in self.dull)
+        # The rollouts of a group get the answers in turn, so that they never agree by chance.
+        prompt = request.ids.tobytes()
+        number = 0 if silent else self.answered[prompt] % len(self.lively)
+        self.answered[prompt] += 1
+        self.plans = (self.lively[number],)
+        return super()._sample(request, seed)
+
+
+def resample(road: Road) -> dict[str, Any]:
+    """What dynamic sampling makes of a step in which half of the questions are dull."""
+    assert road.run.rl is not None
+    settings = dataclasses.replace(road.run.rl, prompts=5, dynamic_sampling=2)
+    budgets = functools.partial(draw_budgets, settings, 0, prompts=settings.prompts)
+    questions = QuestionStream(road.data, None, 7, budgets)
+    sampler = Picky(road, [question.text for question in road.data.questions[::2]])
+
+    def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
+        return roll_out(sampler, road.environment, questions, settings, 0, 3, **places)
+
+    further = functools.partial(questions.draw, 3)
+    played = play_step(play_some, questions.draw(3), further, settings)
+    batch = join(played.by_process)
+    return {
+        "questions": [group[0].question.id for group in batch.groups],
+        "places": batch.places,
+        "rewards": [[reward.total for reward in group] for group in batch.rewards],
+        "ids": [episode.trajectory.ids.tolist() for episode in batch.episodes],
+        "further": played.metrics["groups/further"],
+        "replaced": played.metrics["groups/replaced"],
+        "state": questions.get_state(),
+    }
 
 
 def with_subagents(run: Run, rows: int) -> Run:

@@ -26,7 +26,7 @@ from paravt_jax.processes import hosts
 from paravt_jax.world.vocabulary import save_tokenizer
 from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
-from train.data import pack_rows, question_stream, row_stream
+from train.data import QuestionStream, pack_rows, row_stream
 from train.learn.optimizer import OptimizerSettings
 from train.learn.sft import SFTBatches, SFTSettings
 from train.prepare import main, prepare
@@ -138,24 +138,49 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(da
             assert len(reader.read(path, indices)) == frames
         return reader.late - late
 
-    def fresh(reader, first):
-        return question_stream(data, reader, 3, 2, budgets.__getitem__, first)
+    def fresh(reader):
+        return QuestionStream(data, reader, 3, budgets.__getitem__)
 
     with FrameReader(ReaderSettings(workers=1)) as reader:
-        questions = fresh(reader, 0)
-        before = [next(questions) for _ in range(2)]
+        questions = fresh(reader)
+        before = [questions.draw(step) for step in range(2)]
         for step, batch in enumerate(before):
             assert late_reads(reader, batch, step) == 0
         state = json.loads(json.dumps(questions.get_state()))
-        after = [next(questions) for _ in range(3)]
+        after = [questions.draw(step) for step in range(2, 5)]
     with FrameReader(ReaderSettings(workers=1)) as reader:
-        again = fresh(reader, 2)
+        again = fresh(reader)
         again.set_state(state)
         for step, batch in enumerate(after, 2):
-            assert next(again) == batch
+            assert again.draw(step) == batch
             assert late_reads(reader, batch, step) == 0
     heldout = {question.id for question in data.heldout}
     assert heldout.isdisjoint(question.id for batch in before + after for question in batch)
+
+
+def test_overviews_of_further_questions_are_prefetched_with_the_budget_of_their_place(data):
+    """The next step's questions move on, and are prefetched with their new budgets."""
+    budgets = {0: [2, 3, 4], 1: [5, 6, 7], 2: [8, 8, 8]}
+    requested: list[tuple[str, int]] = []
+
+    class Reader(FrameReader):
+        def __init__(self):
+            """Starts no processes."""
+
+        def ahead(self, path, wanted, crop=False):
+            requested.append((pathlib.Path(path).name, wanted))
+
+    questions = QuestionStream(data, Reader(), 3, budgets.__getitem__)
+    questions.draw(0)
+    requested.clear()
+    further = questions.draw(0, places=[1, 2])
+    following = QuestionStream(data, None, 3, budgets.__getitem__)
+    following.set_state(questions.get_state())
+    assert {(pathlib.Path(q.video).name, k) for q, k in zip(further, [3, 4], strict=True)} <= {
+        *requested
+    }
+    wanted = zip(following.draw(1, places=[0, 1, 2]), budgets[1], strict=True)
+    assert {(pathlib.Path(q.video).name, k) for q, k in wanted} <= {*requested}
 
 
 def test_a_process_prefetches_its_own_share(data, monkeypatch):
@@ -170,9 +195,10 @@ def test_a_process_prefetches_its_own_share(data, monkeypatch):
 
     reader = Reader()
     monkeypatch.setattr(hosts, "share_of", lambda count: slice(count // 2, count))
-    questions = question_stream(data, reader, 3, 4, lambda step: [1, 2, 3, 4], 0, depth=0)
-    batch = next(questions)
-    assert prefetched == [pathlib.Path(question.video).name for question in batch[2:]]
+    questions = QuestionStream(data, reader, 3, lambda step: [1, 2, 3, 4])
+    batches = [questions.draw(step) for step in range(2)]
+    own = [question for batch in batches for question in batch[2:]]
+    assert prefetched[:4] == [pathlib.Path(question.video).name for question in own]
     prefetched.clear()
     rows = row_stream(data, pack_rows(data, 2048, seed=0), reader, seed=3, rows=2, depth=0)
     _, second = next(rows)

@@ -69,7 +69,8 @@ def test_stored_episodes_are_equal_bit_for_bit(road, small, tmp_path):
     found = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments)
     assert plain(found) == plain(played)
     content = json.loads((tmp_path / "rollouts.json").read_text())
-    content["judge"] = {"is": "JudgeCounts", **dataclasses.asdict(JudgeCounts(asked=3, answered=3))}
+    counts = dataclasses.asdict(JudgeCounts(asked=3, answered=3))
+    content["rounds"][0]["judge"] = {"is": "JudgeCounts", **counts}
     (tmp_path / "rollouts.json").write_text(json.dumps(content))
     RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments, judge)
     assert judge.counts.asked == 3

@@ -23,9 +23,10 @@ import train.run
 from benchmarks.killing import kill_again_and_again
 from models.processor import Processor
 from models.qwen3_vl.hf import load
-from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method import tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
+from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
@@ -303,7 +304,7 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
     finished, tmp_path, capsys
 ):
     shutil.copytree(finished, tmp_path / "run")
-    pieces = (*world_text.PIECES, *protocol.recurring_texts((CropVideo(),)), "another")
+    pieces = (*world_text.PIECES, *recurring_texts((CropVideo(),)), "another")
     save_tokenizer(build_tokenizer(pieces), tmp_path / "run" / "tokenizer")
     size = tokenizer.load(finished / "tokenizer").size
     assert command(tmp_path / "run") == 1

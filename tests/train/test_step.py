@@ -18,6 +18,7 @@ from paravt_jax.method.protocol import PINNED, render_call
 from paravt_jax.method.records import CropCall, Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
+from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.vocabulary import build_tokenizer
 from train.learn.batch import Group, Microbatch, build
 from train.learn.packed_batch import PackedShape, build_packed, render_rows
@@ -153,7 +154,7 @@ def clip(path: str, indices: Sequence[int]) -> Clip:
 @pytest.fixture(scope="module")
 def fixed(road, small):
     """The road with texts of this test, so that figures do not depend on the world's wording."""
-    pieces = (*protocol.recurring_texts((CropVideo(),)), *map(str, range(129)), ".0 seconds>")
+    pieces = (*recurring_texts((CropVideo(),)), *map(str, range(129)), ".0 seconds>")
     questions = tuple(
         Question(
             f"q{n}",

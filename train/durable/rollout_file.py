@@ -1,8 +1,9 @@
 """Stores the finished episodes of the current step, so that a killed run need not play them again.
 
 The file is JSON with arrays in base64, so reading it executes no code (a pickle would). Episodes
-come back bit for bit. They are written once, when the last episode of the step has ended; a step
-that is killed earlier plays all of its episodes again.
+come back bit for bit. They are written when the last episode of a round has ended: the questions of
+the step are the first round, and dynamic sampling may add others. A step that is killed earlier
+plays the episodes of that round again.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class RolloutFile:
     def __init__(self, path: pathlib.Path, first: int):
         self._path = path
         self._first = first
+        # Rounds of the current step, as they are stored.
+        self._rounds: list[dict[str, Any]] = []
 
     def roll_out(
         self,
@@ -97,46 +100,60 @@ class RolloutFile:
         seed: int,
         step: int,
         judge: RemoteJudge | None = None,
+        places: Sequence[int] | None = None,
+        first: int = 0,
     ) -> Rollouts:
-        """Returns the stored episodes of this step, or plays and stores them.
+        """Returns the stored episodes of this round of the step, or plays and stores them.
 
-        Takes the arguments of `train.learn.rollouts.roll_out`.
+        Takes the arguments of `train.learn.rollouts.roll_out`. The first round of a step has
+        `first` 0.
 
         Raises:
             ValueError: the file is damaged.
         """
-        question_ids = [question.id for question in questions]
+        if first == 0:
+            self._rounds = []
+        head = {
+            "step": step,
+            "questions": [question.id for question in questions],
+            "places": places if places is None else list(places),
+            "first": first,
+        }
         # Only the first step after a checkpoint may read the file: its episodes were played with
         # exactly the restored weights.
-        stored = self._read() if step == self._first else None
-        if stored is not None and (stored["step"], stored["questions"]) == (step, question_ids):
+        stored = self._read(len(self._rounds)) if step == self._first else None
+        if stored is not None and {name: stored[name] for name in head} == head:
+            self._rounds.append(stored)
             if judge is not None:
                 judge.counts = _unpack(stored["judge"])
             return _unpack(stored["rollouts"])
-        rollouts = roll_out(engine, environment, questions, settings, seed, step, judge)
-        content = {
-            "step": step,
-            "questions": question_ids,
+        rollouts = roll_out(
+            engine, environment, questions, settings, seed, step, judge, places, first
+        )
+        played = {
             "judge": None if judge is None else _pack(judge.counts),
             "rollouts": _pack(rollouts),
         }
-        write_atomically(self._path, json.dumps(content))
+        self._rounds.append(head | played)
+        write_atomically(self._path, json.dumps({"rounds": self._rounds}))
         return rollouts
 
     def remove(self) -> None:
         """Removes the file. Call it after the last step is saved."""
         self._path.unlink(missing_ok=True)
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self, number: int) -> dict[str, Any] | None:
+        """A stored round, counted from 0; None if there is none."""
         if not self._path.exists():
             return None
         try:
-            return json.loads(self._path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            rounds = json.loads(self._path.read_text(encoding="utf-8"))["rounds"]
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self._path}: damaged ({error}); delete it and the step's episodes are played "
                 "again"
             ) from error
+        return rounds[number] if number < len(rounds) else None
 
 
 def _pack(value: Any) -> Any:

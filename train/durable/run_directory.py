@@ -17,9 +17,9 @@ _CONFIG = "config.json"
 # Left by a process that was killed while it wrote config.json.
 _UNFINISHED = "config.json.tmp"
 
-FORMAT = 6
+FORMAT = 7
 """Version of a run's files. Raise it when this code cannot resume older runs."""
-READABLE = (1, 2, 3, 4, 5, 6)
+READABLE = (1, 2, 3, 4, 5, 6, 7)
 """Formats whose checkpoints can be exported. The first runs stored no number; they are format 1."""
 
 

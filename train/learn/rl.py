@@ -37,7 +37,14 @@ from train.learn.packing import GroupLengths, StepShape
 from train.learn.placement import place, place_whole, row_pieces
 from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
-from train.learn.rollouts import Rollouts, describe, join, require_current, roll_out
+from train.learn.rollouts import (
+    Rollouts,
+    describe,
+    join,
+    play_step,
+    require_current,
+    roll_out,
+)
 from train.learn.step import (
     MeshProgram,
     TrainState,
@@ -160,6 +167,7 @@ class Learner:
         on_rollouts: Callable[..., None] | None = None,
         play: Callable[..., Rollouts] = roll_out,
         measure: Callable[[Sequence[GroupLengths], float], dict[str, float]] | None = None,
+        further: Callable[[Sequence[int]], Sequence[Question]] | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Run one step of PARA-GRPO, and load the new weights into the engine.
 
@@ -177,6 +185,8 @@ class Learner:
             play: Plays and scores episodes; takes the arguments of `roll_out`.
             measure: Called with the lengths of all trajectories and the duration of the update in
                 seconds; returns further metrics.
+            further: Draws a question for each of some places of the step, for dynamic sampling; the
+                same on every process.
 
         Returns:
             The new state, and the step's metrics. Times are in seconds.
@@ -187,19 +197,24 @@ class Learner:
         """
         number = int(state.step)
         times = [time.perf_counter()]
-        own = play(engine, environment, questions, self.settings, seed, number, self.judge)
+
+        def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
+            fixed = (self.settings, seed, number, self.judge)
+            return play(engine, environment, questions, *fixed, **places)
+
+        sampled = play_step(play_some, questions, further, self.settings, self.judge)
         engine.sleep()
-        rollouts_by_process = hosts.gather(own)
-        rollouts = join(rollouts_by_process)
+        rollouts = join(sampled.by_process)
         if not rollouts.groups:
             raise ValueError(
                 f"rl: step {number} has no question with a readable video; check the data root"
             )
         require_current(rollouts, number)
+        own = sampled.by_process[hosts.process_index()]
         times.append(time.perf_counter())
 
         laid_out = lay_out(
-            rollouts_by_process,
+            sampled.by_process,
             environment.features,
             environment.protocol.vocabulary,
             self._shape,
@@ -230,15 +245,13 @@ class Learner:
 
         metrics["groups/silent"] = metrics.pop("silent_groups")
         metrics["logprob_gap"] = metrics.pop("behaviour_gap")
-        metrics |= describe(rollouts)
+        metrics |= describe(sampled.drawn) | sampled.metrics
         metrics |= laid_out.metrics
         phases = ("rollout", "data", "reference", "update")
         seconds = dict(zip(phases, np.diff(times).tolist(), strict=True))
         metrics |= {f"time/{phase}": span for phase, span in seconds.items()}
         if measure is not None:
             metrics |= measure(laid_out.lengths, seconds["update"])
-        if self.judge is not None:
-            metrics |= _sum_over_processes(self.judge.metrics())
         return state, metrics
 
     def _place(
@@ -304,9 +317,3 @@ def _known(metrics: Mapping[str, Sequence[Array]]) -> dict[str, float]:
         return figure in ("probability", "logprob") and numbers[f"{group}/count"] == 0
 
     return {name: number for name, number in numbers.items() if not empty(name)}
-
-
-def _sum_over_processes(counts: dict[str, float]) -> dict[str, float]:
-    """Every process's counts, added by name."""
-    parts = hosts.gather(counts)
-    return {name: sum(part[name] for part in parts) for name in counts}

@@ -34,6 +34,8 @@ class RLSettings:
     """Kinds of questions to train on: mcq (choice), tvg (grounding), oe (open); empty: all."""
     subagents_per_rollout: float = 0.0
     """Sub-agents trained per rollout on average, with their episode's reward; 0: none."""
+    dynamic_sampling: int = 0
+    """Rounds per step in which further prompts take the places of those without signal (DAPO)."""
     microbatch_tokens: int = 16_384
     """Upper bound on the tokens of a micro-batch over all devices; 0: chosen for the devices."""
     save_every: int = 10
@@ -52,7 +54,12 @@ class RLSettings:
             prompts=self.prompts,
             save_every=self.save_every,
         )
-        require_counts("rl", minimum=0, microbatch_tokens=self.microbatch_tokens)
+        require_counts(
+            "rl",
+            minimum=0,
+            microbatch_tokens=self.microbatch_tokens,
+            dynamic_sampling=self.dynamic_sampling,
+        )
         remat.check("rl.remat", self.remat)
         if not 0 < self.temperature < math.inf:
             raise ValueError(

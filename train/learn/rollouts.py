@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Sequence
-from typing import TypeVar
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 
+from paravt_jax.method import grpo
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Trajectory
 from paravt_jax.method.rewards import Rewards, less_overlong, published_format, score_all
@@ -30,6 +34,8 @@ class Rollouts:
     groups: tuple[tuple[Episode, ...], ...]
     rewards: tuple[tuple[Rewards, ...], ...]
     unreadable: int = 0
+    places: tuple[int, ...] = ()
+    """The place of each group among the prompts of the step."""
 
     @property
     def episodes(self) -> list[Episode]:
@@ -64,36 +70,44 @@ def roll_out(
     seed: int,
     step: int,
     judge: Judge | None = None,
+    places: Sequence[int] | None = None,
+    first: int = 0,
 ) -> Rollouts:
     """Play and score a group of episodes on each of this process's questions.
 
     Args:
         engine: Samples the agents' responses.
         environment: The protocol, and the frames' features.
-        questions: Questions of the whole step, on every process.
+        questions: Questions of the whole step, or further ones, on every process.
         settings: Group size, budgets, temperature and rewards.
         seed: Seed of the run.
         step: Number of the step.
         judge: Scores open-ended answers.
+        places: Each question's place among the prompts of the step, which decides its budget and
+            its process. None: all places, in order.
+        first: Number of the first question in the step. Seeds of episodes follow from the number.
 
     Returns:
         This process's rollouts.
     """
     size = settings.grpo.group_size
-    budgets = draw_budgets(settings, seed, step, len(questions))
-    drawn = list(zip(questions, budgets, strict=True))
-    # Numbered before they are shared out, so that seeds do not depend on the number of processes.
-    own = list(enumerate(drawn))[hosts.share_of(len(questions))]
+    prompts = len(questions) if places is None else settings.prompts
+    share = hosts.share_of(prompts)
+    own = range(prompts)[share]
+    budgets = draw_budgets(settings, seed, step, prompts)
     agents = []
-    for n, (question, budget) in own:
-        setting = EpisodeSettings(budget, settings.temperature)
+    played_places = []
+    # Numbered before they are shared out, so that seeds do not depend on the number of processes.
+    for n, (place, question) in enumerate(zip(places or range(prompts), questions, strict=True)):
+        if place not in own:
+            continue
+        played_places.append(place)
+        setting = EpisodeSettings(budgets[place], settings.temperature)
         for g in range(size):
-            episode_seed = seed_of(seed, step, n, g)
-            agents.append(play(environment, question, setting, episode_seed))
+            agents.append(play(environment, question, setting, seed_of(seed, step, first + n, g)))
     groups = _grouped(run(engine, agents), size)
-    readable = tuple(
-        group for group in groups if all(e.stop is not StopReason.UNREADABLE for e in group)
-    )
+    read = [all(e.stop is not StopReason.UNREADABLE for e in group) for group in groups]
+    readable = tuple(itertools.compress(groups, read))
     episodes = [episode for group in readable for episode in group]
     played = [(episode.question, episode.turns) for episode in episodes]
     earned = score_all(played, settings.rewards, judge, settings.grpo.sequence_anchor)
@@ -102,7 +116,100 @@ def roll_out(
         less_overlong(reward, suffix_length(episode.trajectory), limit, settings.rewards)
         for episode, reward in zip(episodes, earned, strict=True)
     ]
-    return Rollouts(readable, _grouped(rewards, size), len(groups) - len(readable))
+    return Rollouts(
+        readable,
+        _grouped(rewards, size),
+        read.count(False),
+        tuple(itertools.compress(played_places, read)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRollouts:
+    """The rollouts of a step, on every process."""
+
+    by_process: tuple[Rollouts, ...]
+    """The batch: the rollouts of each process."""
+    drawn: Rollouts
+    """The rollouts on the questions that were drawn first, a fair sample; the batch may differ."""
+    metrics: dict[str, float]
+    """Counts of further questions, and of the judge."""
+
+
+def play_step(
+    play: Callable[..., Rollouts],
+    questions: Sequence[Question],
+    further: Callable[[Sequence[int]], Sequence[Question]] | None,
+    settings: RLSettings,
+    judge: Judge | None = None,
+) -> StepRollouts:
+    """Play a step's episodes, with dynamic sampling (DAPO, arXiv:2503.14476, section 3.2).
+
+    In at most `settings.dynamic_sampling` rounds, further questions take the places of those
+    without signal: all rewards of the group are equal, or the video cannot be read. All processes
+    decide alike, because they see all rewards.
+
+    Args:
+        play: `play(questions)` and `play(questions, places=..., first=...)` play this process's
+            share, as `roll_out` does.
+        questions: The questions of the step.
+        further: Draws a further question for each of some places; needed for dynamic sampling.
+        settings: Settings of RL.
+        judge: The judge that `play` uses. Its counts are added up.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+
+    def play_everywhere(questions: Sequence[Question], **places: Any) -> tuple[Rollouts, ...]:
+        own = play(questions, **places)
+        parts = hosts.gather((own, judge.metrics() if judge is not None else {}))
+        for _, judged in parts:
+            counts.update(judged)
+        return tuple(rollouts for rollouts, _ in parts)
+
+    parts = drawn = play_everywhere(questions)
+    if settings.dynamic_sampling:
+        assert further is not None, "dynamic sampling draws further questions"
+        open_places = _without_signal(join(parts), len(questions), settings)
+        counts["groups/replaced"] = len(open_places)
+        counts["groups/further"] = 0
+        for _ in range(settings.dynamic_sampling):
+            if not open_places:
+                break
+            first = len(questions) + counts["groups/further"]
+            fresh = play_everywhere(further(open_places), places=open_places, first=first)
+            counts["groups/further"] += len(open_places)
+            parts = tuple(_replaced(old, new) for old, new in zip(parts, fresh, strict=True))
+            open_places = _without_signal(join(parts), len(questions), settings)
+        counts["groups/replaced"] -= len(open_places)
+    metrics = {name: float(count) for name, count in counts.items()}
+    return StepRollouts(parts, join(drawn), metrics)
+
+
+def _without_signal(rollouts: Rollouts, prompts: int, settings: RLSettings) -> list[int]:
+    """The places whose group is silent or missing."""
+    rewards = np.zeros((prompts, settings.grpo.group_size), np.float32)
+    valid = np.zeros(rewards.shape, bool)
+    for place, group in zip(rollouts.places, rollouts.rewards, strict=True):
+        rewards[place] = [reward.total for reward in group]
+        valid[place] = True
+    signal = grpo.has_signal(jnp.asarray(rewards), jnp.asarray(valid), settings.grpo)
+    return np.flatnonzero(~np.asarray(signal)).tolist()
+
+
+def _replaced(old: Rollouts, new: Rollouts) -> Rollouts:
+    """The groups of both in the order of their places; of two at one place, the new one."""
+    groups = {
+        place: (group, rewards)
+        for part in (old, new)
+        for place, group, rewards in zip(part.places, part.groups, part.rewards, strict=True)
+    }
+    places = tuple(sorted(groups))
+    return Rollouts(
+        tuple(groups[place][0] for place in places),
+        tuple(groups[place][1] for place in places),
+        old.unreadable + new.unreadable,
+        places,
+    )
 
 
 def _grouped(items: Sequence[T], size: int) -> tuple[tuple[T, ...], ...]:
@@ -115,7 +222,8 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     """Join the rollouts of all processes, in their order."""
     groups = tuple(group for part in parts for group in part.groups)
     rewards = tuple(group for part in parts for group in part.rewards)
-    return Rollouts(groups, rewards, sum(part.unreadable for part in parts))
+    places = tuple(place for part in parts for place in part.places)
+    return Rollouts(groups, rewards, sum(part.unreadable for part in parts), places)
 
 
 def require_current(rollouts: Rollouts, version: int) -> None:

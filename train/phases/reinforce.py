@@ -7,18 +7,15 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frame_reader import FrameReader
-from paravt_jax.data.loader import Ahead
-from paravt_jax.method.records import Question
 from paravt_jax.processes import hosts
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
-from train.data import question_stream
+from train.data import QuestionStream
 from train.durable.compilations import Compilations
 from train.durable.rollout_file import RolloutFile, forget_others, rollout_file_name
 from train.learn.packing import GroupLengths
@@ -60,7 +57,7 @@ def reinforce(
         actor.sync,
     )
     with context.open_phase("rl", settings, environment.features.unreadable) as phase:
-        questions = _questions(context, settings, reader, phase.finished_steps)
+        questions = _questions(context, settings, reader)
         state, cursor = resume(phase, learner.start, parts.tower)
         if cursor is not None:
             questions.set_state(cursor["questions"])
@@ -87,11 +84,12 @@ def reinforce(
                 state,
                 engine,
                 environment,
-                next(questions),
+                questions.draw(step - 1),
                 run.seed,
                 transcribe,
                 rollout_file.roll_out,
                 measure,
+                functools.partial(questions.draw, step - 1),
             )
             warm = step > phase.finished_steps + WARM_UP
             recompilations = compilations.count - compiled_before if warm else 0
@@ -104,15 +102,14 @@ def reinforce(
 
 
 def _questions(
-    context: Context, settings: RLSettings, reader: FrameReader | None, first: int
-) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
-    """The questions of each step. Overviews of published videos are read one step ahead."""
-    prompts = settings.prompts
+    context: Context, settings: RLSettings, reader: FrameReader | None
+) -> QuestionStream:
+    """The questions of the steps."""
     seed = context.run.seed
-    # Draws the same budgets as the step will, so that the right frames are prefetched.
-    budgets = functools.partial(draw_budgets, settings, seed, prompts=prompts)
+    # Draws the same budgets as the step will, so that the right frames are read in advance.
+    budgets = functools.partial(draw_budgets, settings, seed, prompts=settings.prompts)
     # Another seed than for conversations, so that the two orders are independent.
-    return question_stream(context.data, reader, seed + 2, prompts, budgets, first)
+    return QuestionStream(context.data, reader, seed + 2, budgets)
 
 
 def _transcriber(

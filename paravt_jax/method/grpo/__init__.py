@@ -12,6 +12,7 @@ group, or on the split into micro-batches (with `Totals` of the whole batch).
 
 from paravt_jax.method.grpo.advantages import (
     advantages,
+    has_signal,
     kl_penalty,
     normalise,
     normalise_tokens,
@@ -58,6 +59,7 @@ __all__ = [
     "batch_totals",
     "behaviour_weight",
     "clipped_loss",
+    "has_signal",
     "kl_penalty",
     "masked_mean",
     "masked_sum",

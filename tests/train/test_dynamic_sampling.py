@@ -1,0 +1,185 @@
+"""Dynamic sampling: further questions take the places of groups without signal."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from train.data import QuestionStream
+from train.durable.rollout_file import RolloutFile
+from train.learn.rl import Learner
+from train.learn.rl_settings import RLSettings
+from train.learn.rollouts import StepRollouts, draw_budgets, join, play_step, roll_out
+
+PROGRAM = pathlib.Path(__file__).with_name("hosts_program.py")
+STEP = 3
+
+
+def settings_of(road, rounds: int) -> RLSettings:
+    return dataclasses.replace(road.run.rl, prompts=3, dynamic_sampling=rounds)
+
+
+def stream_of(road, settings: RLSettings) -> QuestionStream:
+    budgets = functools.partial(draw_budgets, settings, 0, prompts=settings.prompts)
+    return QuestionStream(road.data, None, 7, budgets)
+
+
+def play(road, sampler, settings, questions, file: RolloutFile | None = None) -> StepRollouts:
+    """Play step 3 of a run with the questions that the stream draws next."""
+    play = roll_out if file is None else file.roll_out
+
+    def play_some(questions, **places):
+        return play(sampler, road.environment, questions, settings, 0, STEP, None, **places)
+
+    further = functools.partial(questions.draw, STEP)
+    return play_step(play_some, questions.draw(STEP), further, settings)
+
+
+def ids_of(rollouts) -> list[str]:
+    return [group[0].question.id for group in rollouts.groups]
+
+
+def totals_of(rollouts) -> np.ndarray:
+    return np.array([[reward.total for reward in group] for group in rollouts.rewards])
+
+
+def tokens_of(rollouts) -> list[list[int]]:
+    return [episode.trajectory.ids.tolist() for episode in rollouts.episodes]
+
+
+@pytest.fixture
+def upcoming(road) -> list:
+    """The first nine questions of the stream."""
+    settings = settings_of(road, 0)
+    questions = stream_of(road, settings)
+    return [question for step in range(3) for question in questions.draw(step)]
+
+
+def test_groups_without_signal_are_replaced(road, small, upcoming):
+    """The first and the third question are dull, and so is one of those drawn instead."""
+    dull = [upcoming[n].text for n in (0, 2, 4)]
+    settings = settings_of(road, 3)
+    played = play(road, small.Picky(road, dull), settings, stream_of(road, settings))
+    batch = join(played.by_process)
+    assert (np.ptp(totals_of(batch), axis=1) > 0).all()
+    wanted = [upcoming[n].id for n in (3, 1, 5)]
+    assert ids_of(batch) == wanted and batch.places == (0, 1, 2)
+    assert played.metrics == {"groups/further": 3, "groups/replaced": 2}
+    # A further question gets the frame budget of its place.
+    assert [group[0].frames for group in batch.groups] == draw_budgets(settings, 0, STEP, 3)
+    # Metrics of the step describe the questions that were drawn first.
+    assert ids_of(played.drawn) == [question.id for question in upcoming[:3]]
+
+
+def test_silent_groups_remain_when_the_rounds_are_spent(road, small, upcoming):
+    settings = settings_of(road, 2)
+    questions = stream_of(road, settings)
+    everything = [question.text for question in upcoming]
+    played = play(road, small.Picky(road, everything), settings, questions)
+    batch = join(played.by_process)
+    assert not np.ptp(totals_of(batch), axis=1).any() and len(batch.groups) == 3
+    assert played.metrics == {"groups/further": 6, "groups/replaced": 0}
+    # The cursor has counted all nine questions.
+    other = stream_of(road, settings)
+    for step in range(3):
+        other.draw(step)
+    assert questions.get_state() == other.get_state()
+
+
+def test_a_question_without_a_readable_video_is_replaced(road, small, upcoming):
+    settings = settings_of(road, 1)
+    questions = stream_of(road, settings)
+    first = list(questions.draw(STEP))
+    first[1] = dataclasses.replace(first[1], video="lost.mp4")
+    sampler = small.Picky(road, [])
+
+    def play_some(questions, **places):
+        return roll_out(sampler, road.environment, questions, settings, 0, STEP, **places)
+
+    played = play_step(play_some, first, functools.partial(questions.draw, STEP), settings)
+    batch = join(played.by_process)
+    assert batch.places == (0, 1, 2) and batch.unreadable == 1
+    assert ids_of(batch) == [upcoming[n].id for n in (0, 3, 2)]
+
+
+def test_without_dynamic_sampling_nothing_else_is_drawn(road, small, upcoming):
+    settings = settings_of(road, 0)
+    sampler = small.Picky(road, [question.text for question in upcoming])
+    played = play(road, sampler, settings, stream_of(road, settings))
+    plain = roll_out(sampler, road.environment, upcoming[:3], settings, 0, STEP)
+    assert tokens_of(join(played.by_process)) == tokens_of(plain)
+    assert played.metrics == {}
+
+
+def test_a_step_that_is_killed_between_rounds_gives_the_same_rollouts(
+    road, small, upcoming, tmp_path
+):
+    """The first round is read from the file; the second is played again."""
+
+    class Killed(small.Picky):
+        """Dies in the second round."""
+
+        def submit(self, request):
+            if upcoming[3].text in self.vocabulary.decode(request.ids):
+                raise KeyboardInterrupt
+            return super().submit(request)
+
+    dull = [upcoming[1].text]
+    settings = settings_of(road, 2)
+    wanted_questions = stream_of(road, settings)
+    wanted = play(road, small.Picky(road, dull), settings, wanted_questions)
+    path = tmp_path / "rollouts.json"
+    with pytest.raises(KeyboardInterrupt):
+        play(road, Killed(road, dull), settings, stream_of(road, settings), RolloutFile(path, STEP))
+    assert len(json.loads(path.read_text())["rounds"]) == 1
+
+    questions = stream_of(road, settings)
+    sampler = small.Picky(road, dull)
+    found = play(road, sampler, settings, questions, RolloutFile(path, STEP))
+    assert len(sampler.asked) == settings.grpo.group_size
+    assert tokens_of(join(found.by_process)) == tokens_of(join(wanted.by_process))
+    assert found.metrics == wanted.metrics
+    assert (totals_of(found.drawn) == totals_of(wanted.drawn)).all()
+    assert questions.get_state() == wanted_questions.get_state()
+    # Killed once more, after the last round: everything is read.
+    sampler = small.Picky(road, dull)
+    found = play(road, sampler, settings, stream_of(road, settings), RolloutFile(path, STEP))
+    assert not sampler.asked
+    assert tokens_of(join(found.by_process)) == tokens_of(join(wanted.by_process))
+
+
+def test_a_step_learns_from_the_groups_that_replace_others(road, small, upcoming):
+    settings = dataclasses.replace(settings_of(road, 2), steps=2)
+    run = dataclasses.replace(road.run, rl=settings)
+    learner = Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shapes)
+    questions = stream_of(road, settings)
+    sampler = small.Picky(road, [upcoming[1].text])
+    shown = []
+    state, metrics = learner.step(
+        learner.start,
+        sampler,
+        road.environment,
+        questions.draw(0),
+        0,
+        lambda rollouts, gains: shown.append(rollouts),
+        further=functools.partial(questions.draw, 0),
+    )
+    assert metrics["groups/silent"] == 0 and metrics["groups/replaced"] == 1
+    assert metrics["groups/further"] == 1 and metrics["token_mismatches"] == 0
+    assert ids_of(shown[0])[1] == upcoming[3].id
+    assert int(jax.device_get(state.step)) == 1
+
+
+@pytest.mark.slow
+def test_two_processes_replace_the_same_groups_as_one(together, road, small, tmp_path):
+    ended = together([str(PROGRAM), "resample", str(tmp_path)], 2, devices=1)
+    assert [process.code for process in ended] == [0, 0], ended[0].err[-3000:]
+    first, second = (json.loads(process.out.splitlines()[-1]) for process in ended)
+    assert first == second == json.loads(json.dumps(small.resample(road)))
+    assert first["further"] > 1 and first["replaced"] > 1
