@@ -91,7 +91,7 @@ def test_more_steps_are_an_option():
 def test_a_schedule_that_ends_before_the_run_is_refused():
     settings = OptimizerSettings(schedule="cosine", horizon=100)
     make_optimizer(settings, 100)
-    with pytest.raises(ValueError, match="horizon: 100, which ends before the 101 steps"):
+    with pytest.raises(ValueError, match="horizon: 100, which ends before the 101 updates"):
         make_optimizer(settings, 101)
     with pytest.raises(ValueError, match="horizon: 100 with schedule 'constant'"):
         OptimizerSettings(horizon=100)

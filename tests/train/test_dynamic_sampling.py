@@ -157,7 +157,7 @@ def test_a_step_that_is_killed_between_rounds_gives_the_same_rollouts(
 def test_a_step_learns_from_the_groups_that_replace_others(road, small, upcoming):
     settings = dataclasses.replace(settings_of(road, 2), steps=2)
     run = dataclasses.replace(road.run, rl=settings)
-    learner = Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shapes)
+    learner = Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shape)
     questions = stream_of(road, settings)
     sampler = small.Picky(road, [upcoming[1].text])
     shown = []

@@ -26,7 +26,7 @@ class OptimizerSettings:
     warmup: float = 0.0
     """Share of the steps over which the learning rate rises linearly from zero."""
     horizon: int = 0
-    """Steps of warm-up and schedule, at least those of the run; 0: the same."""
+    """Updates of warm-up and schedule, at least those of the run; 0: the same."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
     b1: float = 0.9
@@ -88,8 +88,8 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
     """The optimizer for `steps` updates. It clips gradients by their global norm first."""
     if 0 < settings.horizon < steps:
         raise ValueError(
-            f"OptimizerSettings.horizon: {settings.horizon}, which ends before the {steps} steps; "
-            "give at least as many, or 0"
+            f"OptimizerSettings.horizon: {settings.horizon}, which ends before the {steps} updates "
+            "of the run; give at least as many, or 0"
         )
     steps = settings.horizon or steps
     clip = optax.clip_by_global_norm(settings.max_grad_norm)

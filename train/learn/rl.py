@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -61,6 +62,11 @@ RLLoss = Callable[
 ]
 
 
+# Log-probs of the first update of a step, which later updates compare theirs with. They come with
+# the metrics, because the gradient computes them anyway.
+_LOGPROBS = "logprobs"
+
+
 @runtime_checkable
 class TrainedSampler(Sampler, Protocol):
     """A sampler that gets new weights after each step: the engine, or a script in a test."""
@@ -70,7 +76,7 @@ class TrainedSampler(Sampler, Protocol):
         ...
 
     def load(self, weights: Any, version: int) -> None:
-        """Sample under `weights`, those after `version` updates, from now on."""
+        """Sample under `weights`, those after `version` steps, from now on."""
         ...
 
 
@@ -84,14 +90,18 @@ def rl_loss(settings: RLSettings) -> RLLoss:
             text, visual, part, settings.temperature, settings.remat, settings.logprob_chunk
         )
         here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (part.index >= 0))
-        return grpo.paravt_loss(
+        value, metrics = grpo.paravt_loss(
             logprobs,
             batch.advantages,
             here,
             settings.grpo,
             batch.totals,
             settings.rewards.gamma,
+            batch.proximal,
         )
+        if settings.updates_per_batch > 1 and batch.proximal is None:
+            metrics[_LOGPROBS] = jax.lax.stop_gradient(logprobs)
+        return value, metrics
 
     return loss
 
@@ -131,7 +141,8 @@ class Learner:
         self.sync = sync or WeightSync(weights, dtype)
         self._weight_shardings = jax.tree.map(lambda x: x.sharding, weights)
         self.reference = self._to_host(weights, dtype)
-        optimizer = make_optimizer(settings.optimizer, settings.steps)
+        updates = settings.steps * settings.updates_per_batch
+        optimizer = make_optimizer(settings.optimizer, updates)
         self.start = init_state(weights, optimizer)
         self._shape = shape
         self._devices = row_devices(mesh)
@@ -139,8 +150,8 @@ class Learner:
         self.sizes = shape.microbatches(settings.microbatch_tokens, self._devices, pieces)
         self.logprobs = make_logprobs(graph, settings.temperature, mesh, settings.logprob_chunk)
         # Short arrays, which every device has as a whole.
-        whole = NamedSharding(mesh, PartitionSpec())
-        advantages = jax.jit(lambda batch: _advantages(batch, settings), out_shardings=whole)
+        self._whole = NamedSharding(mesh, PartitionSpec())
+        advantages = jax.jit(lambda batch: _advantages(batch, settings), out_shardings=self._whole)
         self._advantages = MeshProgram(advantages, mesh)
         self.update = make_accumulation(graph, optimizer, rl_loss(settings), self.start)
 
@@ -155,7 +166,11 @@ class Learner:
         visual, microbatches, batch = self._place(empty)
         self._reference_logprobs(visual, microbatches)
         advantages, totals, _ = self._advantages(batch)
-        self._gradients(weights, visual, microbatches, RLBatch(batch, advantages, totals))
+        rollouts = RLBatch(batch, advantages, totals)
+        _, metrics = self._gradients(weights, visual, microbatches, rollouts)
+        if self.settings.updates_per_batch > 1:
+            later = self._after_the_first(rollouts, metrics)
+            self._gradients(weights, visual, microbatches, later)
 
     def step(
         self,
@@ -175,7 +190,8 @@ class Learner:
         memory.
 
         Args:
-            state: The state before the step; donated. `state.step` is the step's number.
+            state: The state before the step; donated. `state.step` counts updates, of which each
+                step makes `updates_per_batch`.
             engine: Samples under the weights of `state`.
             environment: The protocol, and the frames' features.
             questions: Questions of the whole step, the same on every process.
@@ -183,7 +199,7 @@ class Learner:
             on_rollouts: Called with this process's rollouts and the advantages of all rows,
                 float32[b, t].
             play: Plays and scores episodes; takes the arguments of `roll_out`.
-            measure: Called with the lengths of all trajectories and the duration of the update in
+            measure: Called with the lengths of all trajectories and the duration of one update in
                 seconds; returns further metrics.
             further: Draws a question for each of some places of the step, for dynamic sampling; the
                 same on every process.
@@ -195,7 +211,7 @@ class Learner:
             ValueError: No question has a readable video, or a token was sampled under other
                 weights than those of this step.
         """
-        number = int(state.step)
+        number = int(state.step) // self.settings.updates_per_batch
         times = [time.perf_counter()]
 
         def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
@@ -234,11 +250,10 @@ class Learner:
         if on_rollouts:
             on_rollouts(own, np.asarray(advantages))
         batch = RLBatch(played, advantages, totals)
-        gradients, metrics = self._gradients(state.weights, visual, microbatches, batch)
-        state, norm = self.update.apply(state, gradients)
-        # `_known` waits for the update, so the times below include it.
-        metrics = _known(metrics | {name: [x] for name, x in advantage_metrics.items()})
-        metrics["grad_norm"] = float(norm)
+        state, updates = self._update(state, visual, microbatches, batch)
+        # `_known` waits for the updates, so the times below include them.
+        metrics = _over_updates([_known(found) for found in updates])
+        metrics |= _known({name: [x] for name, x in advantage_metrics.items()})
         # Loading allocates the engine's pages. Block until the sync has freed its own memory.
         engine.load(jax.block_until_ready(self.sync(state.weights)), number + 1)
         times.append(time.perf_counter())
@@ -251,7 +266,8 @@ class Learner:
         seconds = dict(zip(phases, np.diff(times).tolist(), strict=True))
         metrics |= {f"time/{phase}": span for phase, span in seconds.items()}
         if measure is not None:
-            metrics |= measure(laid_out.lengths, seconds["update"])
+            one_update = seconds["update"] / self.settings.updates_per_batch
+            metrics |= measure(laid_out.lengths, one_update)
         return state, metrics
 
     def _place(
@@ -261,6 +277,30 @@ class Learner:
         visual: Any = place({"visual": laid_out.visual}, self.mesh)["visual"]
         microbatches = [place_whole(part, self.mesh) for part in laid_out.microbatches]
         return visual, microbatches, place(laid_out.grpo, self.mesh)
+
+    def _update(
+        self,
+        state: TrainState,
+        visual: Float[Array, "m c d"],
+        microbatches: Sequence[Microbatch],
+        batch: RLBatch,
+    ) -> tuple[TrainState, list[dict[str, list[Array]]]]:
+        """All updates of a step: the state after them, and the metrics of each, by micro-batch."""
+        found = []
+        for _ in range(self.settings.updates_per_batch):
+            gradients, metrics = self._gradients(state.weights, visual, microbatches, batch)
+            state, norm = self.update.apply(state, gradients)
+            batch = self._after_the_first(batch, metrics)
+            found.append(metrics | {"grad_norm": [norm]})
+        return state, found
+
+    def _after_the_first(self, batch: RLBatch, metrics: dict[str, list[Array]]) -> RLBatch:
+        """The batch of later updates. Takes the log-probs of the first one out of its metrics."""
+        if _LOGPROBS not in metrics:
+            return batch
+        # A token is in one micro-batch, and 0 in all others.
+        proximal = functools.reduce(jnp.add, metrics.pop(_LOGPROBS))
+        return dataclasses.replace(batch, proximal=jax.device_put(proximal, self._whole))
 
     def _gradients(
         self,
@@ -309,11 +349,24 @@ def _advantages(
 
 
 def _known(metrics: Mapping[str, Sequence[Array]]) -> dict[str, float]:
-    """The sums over micro-batches, without means over tags that were never sampled."""
-    numbers = {name: sum(map(float, parts)) for name, parts in metrics.items()}
+    """The sums over micro-batches (of `*_max` the largest), without means over no tag at all."""
+    numbers = {
+        name: (max if name.endswith("_max") else sum)(map(float, parts))
+        for name, parts in metrics.items()
+    }
 
     def empty(name: str) -> bool:
         group, _, figure = name.rpartition("/")
         return figure in ("probability", "logprob") and numbers[f"{group}/count"] == 0
 
     return {name: number for name, number in numbers.items() if not empty(name)}
+
+
+def _over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the updates that have it; of `*_max` the largest."""
+    names = dict.fromkeys(itertools.chain(*updates))
+    values = {name: [found[name] for found in updates if name in found] for name in names}
+    return {
+        name: max(found) if name.endswith("_max") else sum(found) / len(found)
+        for name, found in values.items()
+    }

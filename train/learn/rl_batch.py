@@ -53,6 +53,8 @@ class RLBatch:
     grpo: GRPOBatch
     advantages: Float[Array, "r u"]
     totals: Totals
+    proximal: Float[Array, "r u"] | None = None
+    """Log-probs at the start of the step; None in its first update, where they are the current."""
 
 
 class LaidOut(NamedTuple):

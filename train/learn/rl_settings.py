@@ -20,9 +20,11 @@ class RLSettings:
     """Settings of reinforcement learning."""
 
     steps: int
-    """Number of updates. Each learns from fresh rollouts."""
+    """Number of steps. Each learns from fresh rollouts."""
     prompts: int = 7
     """Prompts per step; each gets `grpo.group_size` rollouts."""
+    updates_per_batch: int = 1
+    """Updates per step, each from all rollouts (mu of GRPO). Clips act from the second on."""
     optimizer: OptimizerSettings = OptimizerSettings()
     grpo: GRPOSettings = GRPOSettings()
     rewards: RewardSettings = RewardSettings()
@@ -52,6 +54,7 @@ class RLSettings:
             "rl",
             steps=self.steps,
             prompts=self.prompts,
+            updates_per_batch=self.updates_per_batch,
             save_every=self.save_every,
         )
         require_counts(
@@ -76,7 +79,8 @@ class RLSettings:
                 f"rl.frame_budgets: {self.frame_budgets}; give at least one number of frames, "
                 "each 1 or more"
             )
-        _require_no_clips(self.grpo)
+        if self.updates_per_batch == 1:
+            _require_no_clips(self.grpo)
         if not 0 <= self.subagents_per_rollout < math.inf:
             raise ValueError(
                 f"rl.subagents_per_rollout: {self.subagents_per_rollout}; "
@@ -104,13 +108,14 @@ class RLSettings:
 
 
 def _require_no_clips(grpo: GRPOSettings) -> None:
-    """Raise ValueError for a clip of the policy ratio: in a batch's only update, the ratio is 1."""
+    """Raise ValueError for a clip other than the default: in a first update, the ratio is 1."""
     default = GRPOSettings()
     for name in ("clip", "upper_clip", "dual_clip"):
         value = getattr(grpo, name)
         unchanged = getattr(default, name)
         if value != unchanged:
             raise ValueError(
-                f"rl.grpo.{name}: {value}; each batch has one update, whose policy ratio is 1, so "
-                f"it would have no effect: leave it at {unchanged}"
+                f"rl.grpo.{name}: {value} with rl.updates_per_batch 1; the policy ratio is 1 in a "
+                f"batch's first update, so no clip acts: raise rl.updates_per_batch, or leave "
+                f"{name} at {unchanged}"
             )

@@ -32,7 +32,6 @@ from paravt_jax.method.grpo.batch import (
     GRPOBatch,
     Metrics,
     Totals,
-    add_metrics,
     masked_mean,
     masked_sum,
 )
@@ -52,7 +51,6 @@ __all__ = [
     "Metrics",
     "Normalisation",
     "Totals",
-    "add_metrics",
     "advantages",
     "anchor_credit",
     "anchor_likelihood",

@@ -113,11 +113,3 @@ def masked_mean(
         total: Denominator, if it is not the number of masked values.
     """
     return masked_sum(x, mask) / jnp.maximum(mask.sum() if total is None else total, 1)
-
-
-def add_metrics(metrics: Metrics, others: Metrics) -> Metrics:
-    """Join the metrics of two parts of a batch: sums, and the larger of two maxima (`*_max`)."""
-    return {
-        name: jnp.maximum(value, others[name]) if name.endswith("_max") else value + others[name]
-        for name, value in metrics.items()
-    }

@@ -168,7 +168,8 @@ def paravt_loss(
         batch: The batch, or a part of it.
         settings: The recipe's variant of GRPO.
         totals: Denominators of the whole batch, with which losses and metrics of the parts add up
-            to those of the whole (`add_metrics`). By default, `batch` is the whole batch.
+            to those of the whole (of `ratio_max`, the largest counts). By default, `batch` is the
+            whole batch.
         gamma: `RewardSettings.gamma`, the penalty for violations under `likelihood`.
         proximal: Log-probs at the start of the batch; None in the first update of a batch, where
             they are the current ones.

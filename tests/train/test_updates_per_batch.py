@@ -1,0 +1,121 @@
+"""Several updates per batch: clips act from the second update on, and steps are counted right."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from paravt_jax.method.grpo import GRPOSettings
+from train.learn.optimizer import OptimizerSettings
+from train.learn.rl import Learner
+from train.learn.rl_settings import RLSettings
+
+# Large enough to move the ratios past the clips of these tests in one update.
+ADAM = OptimizerSettings(learning_rate=3e-3)
+
+
+def learner_of(road, updates: int = 2, **changes: Any) -> Learner:
+    rl = road.run.rl
+    grpo = dataclasses.replace(rl.grpo, anchor="none", **changes)
+    settings = dataclasses.replace(rl, updates_per_batch=updates, grpo=grpo, optimizer=ADAM)
+    return Learner(road.graph, road.fresh(), road.model.config, settings, road.run.rl_shape)
+
+
+def one_step(road, small, learner: Learner) -> tuple[Any, dict[str, float]]:
+    questions = road.data.questions[:2]
+    return learner.step(learner.start, small.Script(road), road.environment, questions, seed=0)
+
+
+def differ(one: Any, other: Any) -> bool:
+    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return any((np.asarray(a) != np.asarray(b)).any() for a, b in leaves)
+
+
+@pytest.fixture(scope="module")
+def unclipped(road, small):
+    """State and metrics of a step with two updates whose ratios no clip bounds."""
+    return one_step(road, small, learner_of(road, clip=0.99, upper_clip=99.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "figure"),
+    [
+        pytest.param({"clip": 0.01}, "clip_fraction", id="lower"),
+        pytest.param({"clip": 0.99, "upper_clip": 0.01}, "clip_fraction", id="upper"),
+        pytest.param({"clip": 0.99, "dual_clip": 1.001}, "dual_clip_fraction", id="dual"),
+    ],
+)
+def test_each_clip_acts_in_the_second_update(road, small, unclipped, changes, figure):
+    bounds = {"upper_clip": 99.0} | changes
+    state, metrics = one_step(road, small, learner_of(road, **bounds))
+    free, before = unclipped
+    assert before["clip_fraction"] == 0 and "dual_clip_fraction" not in before
+    assert 0 < metrics[figure] < 1
+    assert metrics["ratio_max"] == before["ratio_max"] > 1
+    assert differ(state.weights, free.weights)
+
+
+def test_the_ratio_of_a_sequence_acts_in_the_second_update(road, small, unclipped):
+    """Means over rollouts are closer to 1 than the ratios of single tokens."""
+    bounds: dict[str, Any] = {"clip": 0.99, "upper_clip": 99.0, "ratio": "sequence"}
+    state, metrics = one_step(road, small, learner_of(road, **bounds))
+    free, before = unclipped
+    assert 1 < metrics["ratio_max"] < before["ratio_max"]
+    assert differ(state.weights, free.weights)
+
+
+def test_the_second_update_continues_the_first(road, small, unclipped):
+    """Its loss, gradient and ratios are those of the weights after the first update."""
+    single = learner_of(road, updates=1)
+    state, metrics = one_step(road, small, single)
+    assert not [name for name in metrics if name.startswith(("ratio", "clip", "dual"))]
+    both, figures = unclipped
+    assert int(state.step) == 1 and int(both.step) == 2
+    count = optax.tree.get(both.optimizer, "count", filtering=lambda path, value: value.ndim == 0)
+    assert count is None or int(count) == 2
+    # Advantages and the gap to the sampler are computed once per step.
+    for name in ("advantage_rms", "logprob_gap", "kl_reference", "tags/count"):
+        assert figures[name] == pytest.approx(metrics[name], rel=1e-6), name
+    # The mean over both updates: the second loss is lower, because the batch is the same.
+    assert figures["loss"] < metrics["loss"]
+    assert differ(state.weights, both.weights)
+
+
+def test_steps_versions_and_the_schedule_count_updates_right(road, small):
+    """The engine gets versions 1 and 2, and the cosine of two steps ends at update 4."""
+    schedule = OptimizerSettings(learning_rate=1e-3, schedule="cosine")
+    settings = dataclasses.replace(road.run.rl, steps=2, updates_per_batch=2, optimizer=schedule)
+    learner = Learner(road.graph, road.fresh(), road.model.config, settings, road.run.rl_shape)
+    sampler = small.Script(road)
+    state = learner.start
+    for number in range(2):
+        before = jax.tree.map(np.asarray, state.weights)
+        questions = road.data.questions[2 * number : 2 * number + 2]
+        state, metrics = learner.step(state, sampler, road.environment, questions, seed=0)
+        assert metrics["token_mismatches"] == 0
+        assert differ(before, state.weights)
+    assert sampler.loaded == [1, 2] and int(state.step) == 4
+    counts = {int(x) for x in jax.tree.leaves(state.optimizer) if x.ndim == 0}
+    assert counts == {4}
+
+
+@pytest.mark.parametrize(
+    "grpo",
+    [GRPOSettings(clip=0.3), GRPOSettings(upper_clip=0.28), GRPOSettings(dual_clip=3.0)],
+    ids=["clip", "upper_clip", "dual_clip"],
+)
+def test_a_clip_that_cannot_act_is_refused(grpo):
+    with pytest.raises(ValueError, match=r"rl\.grpo\.\w+: [\d.]+ with rl\.updates_per_batch 1; .*"):
+        RLSettings(steps=2, grpo=grpo)
+    RLSettings(steps=2, grpo=grpo, updates_per_batch=2)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_batch_has_at_least_one_update():
+    with pytest.raises(ValueError, match=r"rl\.updates_per_batch: 0"):
+        RLSettings(steps=2, updates_per_batch=0)
