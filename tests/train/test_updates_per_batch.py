@@ -55,8 +55,8 @@ def test_each_clip_acts_in_the_second_update(road, small, unclipped, changes, fi
     state, metrics = one_step(road, small, learner_of(road, **bounds))
     free, before = unclipped
     assert before["clip_fraction"] == 0 and "dual_clip_fraction" not in before
-    assert 0 < metrics[figure] < 1
-    assert metrics["ratio_max"] == before["ratio_max"] > 1
+    assert 0 < metrics[figure] < 1 < metrics["ratio_max"]
+    assert metrics["ratio_max"] == pytest.approx(before["ratio_max"], rel=1e-4)
     assert differ(state.weights, free.weights)
 
 
@@ -73,7 +73,7 @@ def test_the_second_update_continues_the_first(road, small, unclipped):
     """Its loss, gradient and ratios are those of the weights after the first update."""
     single = learner_of(road, updates=1)
     state, metrics = one_step(road, small, single)
-    assert not [name for name in metrics if name.startswith(("ratio", "clip", "dual"))]
+    assert not [name for name in metrics if name.startswith("ratio_") or "clip_fr" in name]
     both, figures = unclipped
     assert int(state.step) == 1 and int(both.step) == 2
     count = optax.tree.get(both.optimizer, "count", filtering=lambda path, value: value.ndim == 0)
