@@ -30,6 +30,7 @@ import tyro
 from configs import RECIPES
 from models.sharding import make_mesh
 from paravt_jax.data.local_path import require_local
+from paravt_jax.method.scoring import Rules
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.world.videos import WorldSettings
 from tests.processes import free_port
@@ -244,7 +245,12 @@ def rl_updates(road: Road, devices: int, steps: int) -> Updates:
     settings = road.run.rl
     assert settings is not None
     learner = Learner(
-        road.graph, road.fresh(fsdp=devices), road.model.config, settings, road.run.rl_shape
+        road.graph,
+        road.fresh(fsdp=devices),
+        road.model.config,
+        settings,
+        road.run.rl_shape,
+        Rules(),
     )
     timed = Timed(learner.update.add)
     learner.update = learner.update._replace(add=cast(Any, timed))

@@ -31,7 +31,8 @@ from paravt_jax.method import grpo
 from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Episode
-from paravt_jax.method.rewards import RewardSettings, score_all
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.scoring import score_all
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text, videos
 from rollout.agent.episode import Environment, EpisodeSettings, play

@@ -42,7 +42,8 @@ from paravt_jax.method.records import (
     StopReason,
     ToolCall,
 )
-from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.scoring import score
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play

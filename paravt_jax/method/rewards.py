@@ -27,8 +27,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from paravt_jax.method.accuracy import accuracy
-from paravt_jax.method.judge import Judge, JudgeSettings
+from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.parsing import (
     extract_answer,
     find_calls,
@@ -37,7 +36,7 @@ from paravt_jax.method.parsing import (
     has_substantive_think,
     tags_balanced,
 )
-from paravt_jax.method.records import CallStatus, Question, Turn
+from paravt_jax.method.records import CallStatus, Turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,50 +270,6 @@ def tool_turns(turns: Sequence[Turn]) -> int:
     return sum(any(outcome.status.executed for outcome in turn.calls) for turn in turns)
 
 
-def score_all(
-    played: Sequence[tuple[Question, Sequence[Turn]]],
-    settings: RewardSettings,
-    judge: Judge | None = None,
-    anchor_weight: float = 0.5,
-    answers: Sequence[str | None] | None = None,
-) -> list[Rewards]:
-    """Score several episodes. A judge is asked about all of them at once.
-
-    Args:
-        played: Question and turns of each episode. An episode without turns earns 0.
-        settings: Weights and the scorer of open-ended answers.
-        judge: The client for `settings.judge`; None if there is no judge.
-        anchor_weight: Weight of R_anchor inside R_fmt (`GRPOSettings.sequence_anchor`); 0.5 in the
-            release.
-        answers: The answer of each episode; by default the result of `final_answer`.
-
-    Raises:
-        ValueError: Exactly one of `judge` and `settings.judge` is None.
-    """
-    if answers is None:
-        answers = [final_answer(turns) for _, turns in played]
-    items = [(question, answer) for (question, _), answer in zip(played, answers, strict=True)]
-    if settings.judge is None:
-        if judge is not None:
-            raise ValueError(
-                "score_all: judge is given, but RewardSettings.judge is None; "
-                "set RewardSettings.open_ended to 'judge', and its judge"
-            )
-        open_ended = "exact" if settings.open_ended == "exact" else "f1"
-        accuracies = [accuracy(question, answer, open_ended) for question, answer in items]
-    elif judge is None:
-        raise ValueError(
-            "score_all: judge is missing, but RewardSettings.judge is set; "
-            "make it with RemoteJudge(settings.judge)"
-        )
-    else:
-        accuracies = judge.scores(items)
-    return [
-        _combine(turns, r_acc, settings, anchor_weight)
-        for (_, turns), r_acc in zip(played, accuracies, strict=True)
-    ]
-
-
 def less_overlong(rewards: Rewards, tokens: int, limit: int, settings: RewardSettings) -> Rewards:
     """Subtract the penalty on an overlong trajectory from the total, as in DAPO.
 
@@ -341,20 +296,18 @@ def final_answer(turns: Sequence[Turn]) -> str | None:
     return extract_answer(turns[-1].text)
 
 
-def score(
-    question: Question,
-    turns: Sequence[Turn],
-    settings: RewardSettings,
-    anchor_weight: float = 0.5,
+def combine(
+    turns: Sequence[Turn], r_acc: float, settings: RewardSettings, anchor_weight: float = 0.5
 ) -> Rewards:
-    """Score one episode without a judge. The arguments are those of `score_all`."""
-    return score_all([(question, turns)], settings, anchor_weight=anchor_weight)[0]
+    """All rewards of an episode whose answer earned `r_acc`.
 
-
-def _combine(
-    turns: Sequence[Turn], r_acc: float, settings: RewardSettings, anchor_weight: float
-) -> Rewards:
-    """All rewards of an episode whose answer earned `r_acc`."""
+    Args:
+        turns: The main agent's turns. An episode without turns earns 0.
+        r_acc: R_acc, from a `Judge`.
+        settings: Weights of the terms.
+        anchor_weight: Weight of R_anchor inside R_fmt (`GRPOSettings.sequence_anchor`); 0.5 in the
+            release.
+    """
     r_anchor = anchor_reward(turns, settings.gamma)
     base = format_base(turns, settings.answer_suffix, settings.order_without_calls)
     uncapped = base + anchor_weight * r_anchor

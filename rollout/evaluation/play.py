@@ -22,7 +22,8 @@ from paravt_jax.method.accuracy import is_read
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
-from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer, score_all
+from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer
+from paravt_jax.method.scoring import score_all
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.scoring import calls_by_turn, overview_shows_answer, seed_of
 from rollout.engine.requests import Sampler, as_done

@@ -12,7 +12,8 @@ from typing import Any
 
 from paravt_jax.method.parsing import has_substantive_think
 from paravt_jax.method.records import CallStatus, CropCall, Question, QuestionKind, Turn
-from paravt_jax.method.rewards import Rewards, RewardSettings, score
+from paravt_jax.method.rewards import Rewards, RewardSettings
+from paravt_jax.method.scoring import score
 from tests.golden.answer_excuses import ACCURACIES, ANSWERS, RIGHT, flooded, judged, of
 from tests.golden.excuses import Excuse, check_examples, falls_under
 from tests.golden.texts import (

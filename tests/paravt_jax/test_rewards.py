@@ -22,10 +22,9 @@ from paravt_jax.method.rewards import (
     frugal_reward,
     less_overlong,
     published_format,
-    score,
-    score_all,
     tool_reward,
 )
+from paravt_jax.method.scoring import score, score_all
 from tests.turns import turn_of
 
 QUESTION = Question(

@@ -25,7 +25,8 @@ from paravt_jax.method.records import (
     StopReason,
     Trajectory,
 )
-from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.scoring import score
 from paravt_jax.world import text as world_text
 from paravt_jax.world.videos import FRAMES, STEP, WINDOW
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play, split_prompt

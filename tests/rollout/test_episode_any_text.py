@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from paravt_jax.method.parsing import extract_answer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
-from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.scoring import score
 from paravt_jax.method.structure import find_structure
 from rollout.agent.episode import Environment, EpisodeSettings, play, split_prompt
 from rollout.agent.transcript import transcript

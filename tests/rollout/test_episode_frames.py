@@ -9,7 +9,8 @@ import pytest
 
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
-from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.scoring import score
 from paravt_jax.method.tools.crop_video import CropVideo
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript

@@ -27,6 +27,7 @@ from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall, Question, digest
 from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.scoring import Rules
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Environment
@@ -268,10 +269,10 @@ def resample(road: Road) -> dict[str, Any]:
     sampler = Picky(road, [question.text for question in road.data.questions[::2]])
 
     def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
-        return roll_out(sampler, road.environment, questions, settings, 0, 3, **places)
+        return roll_out(sampler, road.environment, questions, settings, 0, 3, Rules(), **places)
 
     further = functools.partial(questions.draw, 3)
-    played = play_step(play_some, questions.draw(3), further, settings)
+    played = play_step(play_some, questions.draw(3), further, settings, Rules())
     batch = join(played.by_process)
     return {
         "questions": [group[0].question.id for group in batch.groups],
@@ -296,7 +297,9 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
     assert road.run.rl is not None
     run = with_subagents(road.run, 8)
     assert run.rl is not None
-    learner = Learner(road.graph, road.fresh(fsdp=fsdp), road.model.config, run.rl, run.rl_shape)
+    learner = Learner(
+        road.graph, road.fresh(fsdp=fsdp), road.model.config, run.rl, run.rl_shape, Rules()
+    )
     state, sampler, steps = learner.start, Uneven(road), []
     for _ in range(2):
         state, figures = learner.step(

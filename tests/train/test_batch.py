@@ -11,6 +11,7 @@ import pytest
 from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.qwen3_vl.sizes import tiny
 from paravt_jax.method.records import Author, Segment, Trajectory
+from paravt_jax.method.scoring import Rules
 from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments
 from train.learn.packing import Chunk, MicrobatchShape, PackedMicrobatch
 from train.learn.rollouts import roll_out
@@ -46,7 +47,13 @@ SUFFIX = 144
 def groups(road, small) -> list[Group]:
     """Groups of main agents with one or two turns, and sub-agents."""
     rollouts = roll_out(
-        small.Script(road), road.environment, road.data.questions[:2], road.run.rl, seed=0, step=1
+        small.Script(road),
+        road.environment,
+        road.data.questions[:2],
+        road.run.rl,
+        seed=0,
+        step=1,
+        judge=Rules(),
     )
     trajectories = [tuple(episode.trajectory for episode in group) for group in rollouts.groups]
     trajectories += [(agent,) for _, agent in rollouts.subagents[:3]]

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from paravt_jax.method.scoring import Rules
 from train.data import QuestionStream
 from train.durable.rollout_file import RolloutFile
 from train.learn.rl import Learner
@@ -35,10 +36,10 @@ def play(road, sampler, settings, questions, file: RolloutFile | None = None) ->
     play = roll_out if file is None else file.roll_out
 
     def play_some(questions, **places):
-        return play(sampler, road.environment, questions, settings, 0, STEP, None, **places)
+        return play(sampler, road.environment, questions, settings, 0, STEP, Rules(), **places)
 
     further = functools.partial(questions.draw, STEP)
-    return play_step(play_some, questions.draw(STEP), further, settings)
+    return play_step(play_some, questions.draw(STEP), further, settings, Rules())
 
 
 def ids_of(rollouts) -> list[str]:
@@ -100,9 +101,9 @@ def test_a_question_without_a_readable_video_is_replaced(road, small, upcoming):
     sampler = small.Picky(road, [])
 
     def play_some(questions, **places):
-        return roll_out(sampler, road.environment, questions, settings, 0, STEP, **places)
+        return roll_out(sampler, road.environment, questions, settings, 0, STEP, Rules(), **places)
 
-    played = play_step(play_some, first, functools.partial(questions.draw, STEP), settings)
+    played = play_step(play_some, first, functools.partial(questions.draw, STEP), settings, Rules())
     batch = join(played.by_process)
     assert batch.places == (0, 1, 2) and batch.unreadable == 1
     assert ids_of(batch) == [upcoming[n].id for n in (0, 3, 2)]
@@ -112,7 +113,7 @@ def test_without_dynamic_sampling_nothing_else_is_drawn(road, small, upcoming):
     settings = settings_of(road, 0)
     sampler = small.Picky(road, [question.text for question in upcoming])
     played = play(road, sampler, settings, stream_of(road, settings))
-    plain = roll_out(sampler, road.environment, upcoming[:3], settings, 0, STEP)
+    plain = roll_out(sampler, road.environment, upcoming[:3], settings, 0, STEP, Rules())
     assert tokens_of(join(played.by_process)) == tokens_of(plain)
     assert played.metrics == {}
 
@@ -157,7 +158,7 @@ def test_a_step_that_is_killed_between_rounds_gives_the_same_rollouts(
 def test_a_step_learns_from_the_groups_that_replace_others(road, small, upcoming):
     settings = dataclasses.replace(settings_of(road, 2), steps=2)
     run = dataclasses.replace(road.run, rl=settings)
-    learner = Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shape)
+    learner = Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shape, Rules())
     questions = stream_of(road, settings)
     sampler = small.Picky(road, [upcoming[1].text])
     shown = []

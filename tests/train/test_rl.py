@@ -21,6 +21,7 @@ from models.sharding import make_mesh
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages
 from paravt_jax.method.rewards import Rewards, RewardSettings, published_format
+from paravt_jax.method.scoring import Rules
 from paravt_jax.method.structure import Kind
 from rollout.agent.episode import suffix_length
 from rollout.agent.scoring import executed_calls
@@ -51,7 +52,14 @@ TAGS = {
 
 @pytest.fixture(scope="module")
 def learner(road):
-    return Learner(road.graph, road.fresh(), road.model.config, road.run.rl, road.run.rl_shape)
+    return Learner(
+        road.graph,
+        road.fresh(),
+        road.model.config,
+        road.run.rl,
+        road.run.rl_shape,
+        Rules(),
+    )
 
 
 @pytest.fixture
@@ -66,7 +74,7 @@ def gated(road, *budgets: int) -> RLSettings:
 
 def rolled_out(road, sampler, questions, step=1, *budgets):
     return roll_out(
-        sampler, road.environment, questions, gated(road, *(budgets or (4, 16))), 0, step
+        sampler, road.environment, questions, gated(road, *(budgets or (4, 16))), 0, step, Rules()
     )
 
 
@@ -137,7 +145,7 @@ def test_overlong_trajectories_earn_less(road, small):
     rewards = dataclasses.replace(road.run.rl.rewards, overlong_buffer=buffer)
     settings = dataclasses.replace(gated(road, 4, 16), rewards=rewards)
     questions = road.data.questions[:2]
-    charged = roll_out(small.Script(road), road.environment, questions, settings, 0, 1)
+    charged = roll_out(small.Script(road), road.environment, questions, settings, 0, 1, Rules())
     lost = np.subtract(
         [reward.total for group in plain.rewards for reward in group],
         [reward.total for group in charged.rewards for reward in group],
@@ -155,7 +163,7 @@ def test_the_reference_is_in_host_memory_in_the_type_of_activations(road, small)
     """Rounding weights to bfloat16 in advance or before each product gives equal log-probs."""
     model = abstract_model(road.model.config, dtype=jnp.bfloat16)
     graph, weights = nnx.split(model.text)[0], road.fresh()
-    learner = Learner(graph, weights, road.model.config, road.run.rl, road.run.rl_shape)
+    learner = Learner(graph, weights, road.model.config, road.run.rl, road.run.rl_shape, Rules())
     for kept, trained in zip(
         jax.tree.leaves(learner.reference), jax.tree.leaves(learner.start.weights), strict=True
     ):
@@ -388,7 +396,7 @@ def anchored_learner(road, **changes) -> Learner:
         road.run.rl, grpo=dataclasses.replace(road.run.rl.grpo, anchor="likelihood"), **changes
     )
     run = dataclasses.replace(road.run, rl=settings)
-    return Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shape)
+    return Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shape, Rules())
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.parsing import call_text
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import ToolCall, Trajectory
+from paravt_jax.method.scoring import Rules
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.remote.judge import JudgeCounts, RemoteJudge
 from rollout.engine.requests import Completion, Request
@@ -60,13 +61,14 @@ def questions_of(road):
 
 def test_stored_episodes_are_equal_bit_for_bit(road, small, tmp_path):
     arguments = (road.environment, questions_of(road), road.run.rl, 0, 3)
+    rules = Rules()
     judge = RemoteJudge(JudgeSettings("http://localhost:9/v1", model="unused"))
     file = RolloutFile(tmp_path / "rollouts.json", 3)
-    played = file.roll_out(small.Script(road), *arguments)
-    assert plain(played) == plain(roll_out(small.Script(road), *arguments))
+    played = file.roll_out(small.Script(road), *arguments, rules)
+    assert plain(played) == plain(roll_out(small.Script(road), *arguments, rules))
     assert played.unreadable == 1
     assert any(e.turns[0].calls for e in played.episodes), "every kind of record should occur"
-    found = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments)
+    found = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments, rules)
     assert plain(found) == plain(played)
     content = json.loads((tmp_path / "rollouts.json").read_text())
     counts = dataclasses.asdict(JudgeCounts(asked=3, answered=3))
@@ -90,7 +92,7 @@ def test_calls_of_every_tool_are_stored(road, small, tmp_path):
     line = f"look closer\n</think><tool_call>{written}</tool_call>"
     spoken = (Subtitle(1.0, 2.0, "The bread rises"),)
     questions = (dataclasses.replace(road.data.questions[0], subtitles=spoken),)
-    arguments = (environment, questions, road.run.rl, 0, 3)
+    arguments = (environment, questions, road.run.rl, 0, 3, Rules())
     script = Scripted(environment.protocol.vocabulary, [line])
     played = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(script, *arguments)
     (outcome,) = played.episodes[0].turns[0].calls
@@ -104,12 +106,12 @@ def test_episodes_of_another_step_or_other_questions_are_played_again(
     road, small, tmp_path, first, step, shift
 ):
     RolloutFile(tmp_path / "rollouts.json", 0).roll_out(
-        small.Script(road), road.environment, road.data.questions[:2], road.run.rl, 0, 3
+        small.Script(road), road.environment, road.data.questions[:2], road.run.rl, 0, 3, Rules()
     )
     questions = road.data.questions[shift : shift + 2]
     file = RolloutFile(tmp_path / "rollouts.json", first)
     with pytest.raises(AssertionError, match="played again"):
-        file.roll_out(IDLE, road.environment, questions, road.run.rl, 0, step)
+        file.roll_out(IDLE, road.environment, questions, road.run.rl, 0, step, Rules())
     file.remove()
     file.remove()
     assert not list(tmp_path.iterdir())
@@ -119,5 +121,5 @@ def test_a_damaged_file_is_an_error(road, tmp_path):
     (tmp_path / "rollouts.json").write_text('{"step": 3')
     with pytest.raises(ValueError, match=r"rollouts\.json: damaged"):
         RolloutFile(tmp_path / "rollouts.json", 3).roll_out(
-            IDLE, road.environment, questions_of(road), road.run.rl, 0, 3
+            IDLE, road.environment, questions_of(road), road.run.rl, 0, 3, Rules()
         )

@@ -16,6 +16,7 @@ from paravt_jax.method import protocol
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import PINNED, render_call
 from paravt_jax.method.records import CropCall, Question, QuestionKind
+from paravt_jax.method.scoring import Rules
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world.recurring import recurring_texts
@@ -38,7 +39,13 @@ MEANT = (
 def groups(road, small) -> list[Group]:
     """Two groups of rollouts; the second prompt's visual vectors follow the first's."""
     rollouts = roll_out(
-        small.Script(road), road.environment, road.data.questions[:2], road.run.rl, seed=0, step=1
+        small.Script(road),
+        road.environment,
+        road.data.questions[:2],
+        road.run.rl,
+        seed=0,
+        step=1,
+        judge=Rules(),
     )
     features, found, slot = road.environment.features, [], 0
     for n, group in enumerate(rollouts.groups):
@@ -213,7 +220,7 @@ def test_figures_of_cold_start_steps(fixed):
 def test_figures_of_an_rl_step(fixed, small):
     """The sampler is a script, so rounding cannot change a sampled token."""
     learner = Learner(
-        fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl, fixed.run.rl_shape
+        fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl, fixed.run.rl_shape, Rules()
     )
     state, metrics = learner.step(
         learner.start, small.Script(fixed), fixed.environment, fixed.data.questions, seed=0

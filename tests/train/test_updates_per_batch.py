@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.scoring import Rules
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
@@ -23,7 +24,14 @@ def learner_of(road, updates: int = 2, **changes: Any) -> Learner:
     rl = road.run.rl
     grpo = dataclasses.replace(rl.grpo, anchor="none", **changes)
     settings = dataclasses.replace(rl, updates_per_batch=updates, grpo=grpo, optimizer=ADAM)
-    return Learner(road.graph, road.fresh(), road.model.config, settings, road.run.rl_shape)
+    return Learner(
+        road.graph,
+        road.fresh(),
+        road.model.config,
+        settings,
+        road.run.rl_shape,
+        Rules(),
+    )
 
 
 def one_step(road, small, learner: Learner) -> tuple[Any, dict[str, float]]:
@@ -90,7 +98,14 @@ def test_steps_versions_and_the_schedule_count_updates_right(road, small):
     """The engine gets versions 1 and 2, and the cosine of two steps ends at update 4."""
     schedule = OptimizerSettings(learning_rate=1e-3, schedule="cosine")
     settings = dataclasses.replace(road.run.rl, steps=2, updates_per_batch=2, optimizer=schedule)
-    learner = Learner(road.graph, road.fresh(), road.model.config, settings, road.run.rl_shape)
+    learner = Learner(
+        road.graph,
+        road.fresh(),
+        road.model.config,
+        settings,
+        road.run.rl_shape,
+        Rules(),
+    )
     sampler = small.Script(road)
     state = learner.start
     for number in range(2):

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import (
     Author,
     CallOutcome,
@@ -99,7 +100,7 @@ class RolloutFile:
         settings: RLSettings,
         seed: int,
         step: int,
-        judge: RemoteJudge | None = None,
+        judge: Judge,
         places: Sequence[int] | None = None,
         first: int = 0,
     ) -> Rollouts:
@@ -124,14 +125,14 @@ class RolloutFile:
         stored = self._read(len(self._rounds)) if step == self._first else None
         if stored is not None and {name: stored[name] for name in head} == head:
             self._rounds.append(stored)
-            if judge is not None:
+            if isinstance(judge, RemoteJudge):
                 judge.counts = _unpack(stored["judge"])
             return _unpack(stored["rollouts"])
         rollouts = roll_out(
             engine, environment, questions, settings, seed, step, judge, places, first
         )
         played = {
-            "judge": None if judge is None else _pack(judge.counts),
+            "judge": _pack(judge.counts) if isinstance(judge, RemoteJudge) else None,
             "rollouts": _pack(rollouts),
         }
         self._rounds.append(head | played)

@@ -116,7 +116,7 @@ class Learner:
         config: Sizes and token ids of the model.
         settings: Settings of RL.
         shape: Upper bounds on the rollouts of a step, from `RLSettings.shape`.
-        judge: Scores open-ended answers; None: rules score them (`paravt_jax.method.accuracy`).
+        judge: Scores answers, by rules or by a model.
         sync: Brings weights to the engine's devices; None: made here.
     """
 
@@ -127,7 +127,7 @@ class Learner:
         config: Qwen3VLConfig,
         settings: RLSettings,
         shape: StepShape,
-        judge: Judge | None = None,
+        judge: Judge,
         sync: WeightSync | None = None,
     ):
         mesh = mesh_of(weights)

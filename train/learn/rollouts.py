@@ -14,7 +14,13 @@ import numpy as np
 from paravt_jax.method import grpo
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Trajectory
-from paravt_jax.method.rewards import Rewards, less_overlong, published_format, score_all
+from paravt_jax.method.rewards import (
+    Rewards,
+    combine,
+    final_answer,
+    less_overlong,
+    published_format,
+)
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment, EpisodeSettings, play, suffix_length
 from rollout.agent.scoring import executed_calls, seed_of, tool_gap
@@ -69,7 +75,7 @@ def roll_out(
     settings: RLSettings,
     seed: int,
     step: int,
-    judge: Judge | None = None,
+    judge: Judge,
     places: Sequence[int] | None = None,
     first: int = 0,
 ) -> Rollouts:
@@ -82,7 +88,7 @@ def roll_out(
         settings: Group size, budgets, temperature and rewards.
         seed: Seed of the run.
         step: Number of the step.
-        judge: Scores open-ended answers.
+        judge: Scores answers.
         places: Each question's place among the prompts of the step, which decides its budget and
             its process. None: all places, in order.
         first: Number of the first question in the step. Seeds of episodes follow from the number.
@@ -109,19 +115,26 @@ def roll_out(
     read = [all(e.stop is not StopReason.UNREADABLE for e in group) for group in groups]
     readable = tuple(itertools.compress(groups, read))
     episodes = [episode for group in readable for episode in group]
-    played = [(episode.question, episode.turns) for episode in episodes]
-    earned = score_all(played, settings.rewards, judge, settings.grpo.sequence_anchor)
     limit = environment.protocol.settings.trajectory_tokens
-    rewards = [
-        less_overlong(reward, suffix_length(episode.trajectory), limit, settings.rewards)
-        for episode, reward in zip(episodes, earned, strict=True)
-    ]
     return Rollouts(
         readable,
-        _grouped(rewards, size),
+        _grouped(_scored(episodes, settings, judge, limit), size),
         read.count(False),
         tuple(itertools.compress(played_places, read)),
     )
+
+
+def _scored(
+    episodes: Sequence[Episode], settings: RLSettings, judge: Judge, limit: int
+) -> list[Rewards]:
+    """The rewards of episodes whose trajectories have at most `limit` tokens."""
+    items = [(episode.question, final_answer(episode.turns)) for episode in episodes]
+    rewards = []
+    for episode, r_acc in zip(episodes, judge.scores(items), strict=True):
+        earned = combine(episode.turns, r_acc, settings.rewards, settings.grpo.sequence_anchor)
+        tokens = suffix_length(episode.trajectory)
+        rewards.append(less_overlong(earned, tokens, limit, settings.rewards))
+    return rewards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +154,7 @@ def play_step(
     questions: Sequence[Question],
     further: Callable[[Sequence[int]], Sequence[Question]] | None,
     settings: RLSettings,
-    judge: Judge | None = None,
+    judge: Judge,
 ) -> StepRollouts:
     """Play a step's episodes, with dynamic sampling (DAPO, arXiv:2503.14476, section 3.2).
 
@@ -161,7 +174,7 @@ def play_step(
 
     def play_everywhere(questions: Sequence[Question], **places: Any) -> tuple[Rollouts, ...]:
         own = play(questions, **places)
-        parts = hosts.gather((own, judge.metrics() if judge is not None else {}))
+        parts = hosts.gather((own, judge.metrics()))
         for _, judged in parts:
             counts.update(judged)
         return tuple(rollouts for rollouts, _ in parts)

@@ -12,6 +12,7 @@ import numpy as np
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frame_reader import FrameReader
+from paravt_jax.method.scoring import rules_of
 from paravt_jax.processes import hosts
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
@@ -53,7 +54,7 @@ def reinforce(
         parts.model.config,
         settings,
         run.rl_shape,
-        actor.judge,
+        actor.judge or rules_of(settings.rewards),
         actor.sync,
     )
     with context.open_phase("rl", settings, environment.features.unreadable) as phase:

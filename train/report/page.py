@@ -74,6 +74,7 @@ RL_CURVES = (
     Curve("k/mean", "overview budget K", "mean over prompts", 0),
     Curve("groups/silent", "silent groups", "share of groups without a learning signal", 0, 1),
     Curve("groups/further", "further prompts", "drawn by dynamic sampling", 0),
+    Curve("clip_fraction", "clipped tokens", "share, after a step's first update", 0),
     Curve("loss", "loss"),
     Curve("kl_reference", "KL to the reference"),
     Curve("logprob_gap", "log-prob gap", "mean; in float32 below 0.001", 0),

@@ -44,7 +44,8 @@ from paravt_jax.method.records import (
     QuestionKind,
     StopReason,
 )
-from paravt_jax.method.rewards import Rewards, RewardSettings, score
+from paravt_jax.method.rewards import Rewards, RewardSettings
+from paravt_jax.method.scoring import score
 from paravt_jax.method.structure import find_structure
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import Environment, EpisodeSettings, play, split_prompt

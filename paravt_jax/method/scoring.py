@@ -1,0 +1,86 @@
+"""Scores whole episodes: R_acc by rules or by a judge, and the rewards that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from paravt_jax.method.accuracy import accuracy
+from paravt_jax.method.judge import Judge
+from paravt_jax.method.records import Question, Turn
+from paravt_jax.method.rewards import Rewards, RewardSettings, combine, final_answer
+
+
+class Rules:
+    """Scores answers by rules (`paravt_jax.method.accuracy`); a `Judge` without a model.
+
+    Args:
+        open_ended: How open-ended answers are scored: word F1, or exact match.
+    """
+
+    def __init__(self, open_ended: Literal["f1", "exact"] = "f1"):
+        self._open_ended: Literal["f1", "exact"] = open_ended
+
+    def scores(self, items: Sequence[tuple[Question, str | None]]) -> list[float]:
+        """R_acc of each answer, in [0, 1]; 0 for None."""
+        return [accuracy(question, answer, self._open_ended) for question, answer in items]
+
+    def metrics(self) -> dict[str, float]:
+        """Rules count nothing."""
+        return {}
+
+
+def rules_of(settings: RewardSettings) -> Rules:
+    """The rules that score answers under these settings, where no judge does."""
+    return Rules("exact" if settings.open_ended == "exact" else "f1")
+
+
+def score_all(
+    played: Sequence[tuple[Question, Sequence[Turn]]],
+    settings: RewardSettings,
+    judge: Judge | None = None,
+    anchor_weight: float = 0.5,
+    answers: Sequence[str | None] | None = None,
+) -> list[Rewards]:
+    """Score several episodes. A judge is asked about all of them at once.
+
+    Args:
+        played: Question and turns of each episode. An episode without turns earns 0.
+        settings: Weights and the scorer of open-ended answers.
+        judge: The client for `settings.judge`; None if there is no judge.
+        anchor_weight: Weight of R_anchor inside R_fmt (`GRPOSettings.sequence_anchor`); 0.5 in the
+            release.
+        answers: The answer of each episode; by default the result of `final_answer`.
+
+    Raises:
+        ValueError: Exactly one of `judge` and `settings.judge` is None.
+    """
+    if answers is None:
+        answers = [final_answer(turns) for _, turns in played]
+    items = [(question, answer) for (question, _), answer in zip(played, answers, strict=True)]
+    if settings.judge is None:
+        if judge is not None:
+            raise ValueError(
+                "score_all: judge is given, but RewardSettings.judge is None; "
+                "set RewardSettings.open_ended to 'judge', and its judge"
+            )
+        judge = rules_of(settings)
+    elif judge is None:
+        raise ValueError(
+            "score_all: judge is missing, but RewardSettings.judge is set; "
+            "make it with RemoteJudge(settings.judge)"
+        )
+    return [
+        combine(turns, r_acc, settings, anchor_weight)
+        for (_, turns), r_acc in zip(played, judge.scores(items), strict=True)
+    ]
+
+
+def score(
+    question: Question,
+    turns: Sequence[Turn],
+    settings: RewardSettings,
+    anchor_weight: float = 0.5,
+) -> Rewards:
+    """Score one episode without a judge. The arguments are those of `score_all`."""
+    return score_all([(question, turns)], settings, anchor_weight=anchor_weight)[0]
