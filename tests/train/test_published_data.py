@@ -168,6 +168,7 @@ def test_overviews_of_further_questions_are_prefetched_with_the_budget_of_their_
             """Starts no processes."""
 
         def ahead(self, path, wanted, crop=False):
+            assert isinstance(wanted, int)
             requested.append((pathlib.Path(path).name, wanted))
 
     questions = QuestionStream(data, Reader(), 3, budgets.__getitem__)
