@@ -35,6 +35,8 @@ _SCHEDULE = ("tests/rollout/engine/test_schedules.py", "tests/rollout/engine/tes
 _BATCH = ("tests/train/test_batch.py",)
 _STEP = ("tests/train/test_step.py", "tests/train/test_rl.py")
 _CHECKPOINT = ("tests/train/test_checkpoint.py",)
+_DYNAMIC = ("tests/train/test_dynamic_sampling.py",)
+_UPDATES = ("tests/train/test_updates_per_batch.py",)
 _EPISODE = ("tests/rollout/test_episode.py", "tests/rollout/engine/test_under_fire.py")
 
 _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
@@ -268,10 +270,33 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "tool_bonus_for_wrong_answers": ("+ 0.5 * right, 1.0)", "+ 0.5, 1.0)"),
         "format_below_zero": ("min(max(uncapped, 0.0), 1.0)", "min(uncapped, 1.0)"),
+        "length_rewarded": ("total=rewards.total - penalty", "total=rewards.total + penalty"),
         "format_weight_ignored": ("settings.format_weight * r_fmt", "r_fmt"),
         "cut_off_answer_counts": (
             "if not turns or turns[-1].truncated:",
             "if not turns:",
+        ),
+    },
+    ("train/learn/rollouts.py", _DYNAMIC): {
+        "further_questions_reuse_seeds": (
+            "seed_of(seed, step, first + n, g)",
+            "seed_of(seed, step, n, g)",
+        ),
+        "replaced_groups_stay": ("for part in (old, new)", "for part in (new, old)"),
+        "budget_by_number": ("EpisodeSettings(budgets[place],", "EpisodeSettings(budgets[n],"),
+        "a_round_too_many": (
+            "for _ in range(settings.dynamic_sampling):",
+            "for _ in range(settings.dynamic_sampling + 1):",
+        ),
+    },
+    ("train/learn/rl.py", _UPDATES): {
+        "proximal_of_the_latest_update": (
+            "and batch.proximal is None:",
+            ":",
+        ),
+        "version_counts_updates": (
+            "int(state.step) // self.settings.updates_per_batch",
+            "int(state.step)",
         ),
     },
     ("paravt_jax/data/packing.py", _PACKING): {

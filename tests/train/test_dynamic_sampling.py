@@ -66,8 +66,10 @@ def test_groups_without_signal_are_replaced(road, small, upcoming):
     """The first and the third question are dull, and so is one of those drawn instead."""
     dull = [upcoming[n].text for n in (0, 2, 4)]
     settings = settings_of(road, 3)
-    played = play(road, small.Picky(road, dull), settings, stream_of(road, settings))
+    sampler = small.Picky(road, dull)
+    played = play(road, sampler, settings, stream_of(road, settings))
     batch = join(played.by_process)
+    assert len({request.seeds for request in sampler.asked}) == len(sampler.asked) == 6 * 4
     assert (np.ptp(totals_of(batch), axis=1) > 0).all()
     wanted = [upcoming[n].id for n in (3, 1, 5)]
     assert ids_of(batch) == wanted and batch.places == (0, 1, 2)
