@@ -29,7 +29,7 @@ MAY_IMPORT = {
 # which is what one reads to understand a training step. See `benchmarks.codebase`. The bound was
 # 7,000 while several statements shared a line, and 7,500 in 60 files while an agent's texts were
 # part of the protocol's code, and 7,600 while answers were read in fewer forms.
-MOST_LINES = 8000
+MOST_LINES = 7800
 MOST_FILES = 61
 # The walk must not reach these: they import the main path, never the reverse.
 SIDE_PATHS = (
