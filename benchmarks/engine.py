@@ -267,7 +267,7 @@ class MemoryFrames(FrameFeatures):
             return np.stack([shown(frame, rules) for frame in self._pixels[path.name][indices]])
 
         with mock.patch.object(video, "read", read):
-            return super()._encode_video(name, wanted)
+            yield from super()._encode_video(name, wanted)
 
     def _timed(self, *arguments: Any) -> jax.Array:
         start = time.perf_counter()

@@ -28,7 +28,7 @@ from models.qwen3_vl.sizes import tiny
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
-from rollout.engine.settings import EngineSettings
+from rollout.engine.sizing import EngineSettings
 from rollout.evaluation.play import EvaluationSettings
 from tests.paravt_jax.benchmarks import published
 from tests.paravt_jax.published_files import (

@@ -39,8 +39,7 @@ from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.scoring import seed_of
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
-from rollout.engine.settings import EngineSettings
-from rollout.engine.sizing import engine_sizes, lengths
+from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
 from train.data import Data
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import StepShape

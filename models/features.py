@@ -12,18 +12,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Shaped, UInt8
 
 from models.patches import patchify
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.vision import VisionTower, frame_layout
+from models.sharding import make_mesh
 from paravt_jax.data.frames import (
     FrameSource,
     VideoError,
@@ -134,11 +138,59 @@ def frame_tokens(settings: FrameSettings, vision: VisionConfig, crop: bool = Fal
     return settings.rules(vision, crop).most_tokens
 
 
+def tower_program(graph: nnx.GraphDef, mesh: Mesh) -> Callable[..., jax.Array]:
+    """The vision tower on frames of one size: `program(weights, patches, layout)`, jitted.
+
+    Frames are split over the devices of the mesh, each of which has all weights.
+    """
+
+    def encode(weights: Any, patches: Any, layout: Any) -> jax.Array:
+        return nnx.merge(graph, weights)(patches, layout)
+
+    # The weights are an argument: closed over, they would be compiled into the program.
+    if mesh.size == 1:
+        return jax.jit(encode)
+    whole, by_frame = PartitionSpec(), PartitionSpec("data")
+    specs = (whole, by_frame, whole)
+    # The compiler cannot shard attention kernels. Here each device runs its own.
+    split = jax.shard_map(encode, mesh=mesh, in_specs=specs, out_specs=by_frame, check_vma=False)
+    return jax.jit(split)
+
+
+def frames_per_call(settings: FrameSettings, tokens: int, devices: int) -> int:
+    """Frames per call of the tower if each has this many visual tokens, equally many per device."""
+    return math.ceil(settings.batch_of(tokens) / devices) * devices
+
+
+def tower_mesh(devices: Sequence[Any]) -> Mesh:
+    """The mesh over which frames are split."""
+    return make_mesh(data=len(devices), devices=devices)
+
+
+class Encoded(NamedTuple):
+    """Features of one frame, or of a pair: a row of what the tower returned for a batch of them.
+
+    The batch may still be on the devices, and not computed yet.
+    """
+
+    batch: jax.Array | Shaped[np.ndarray, "m tokens ..."]
+    row: int
+
+    def fetch(self) -> Shaped[np.ndarray, "tokens ..."]:
+        """Wait for the features."""
+        # A copy: a view would keep the features of the whole batch in memory.
+        return np.asarray(self.batch)[self.row].copy()
+
+
 class FrameFeatures:
     """A cache of frame features in front of a vision tower.
 
-    Calling it with frames returns float32 features [tokens, c, d]: the visual tokens of all frames
-    in order, with c = 1 + DeepStack levels. The least recently used frames leave the cache first.
+    Calling it with frames returns features [tokens, c, d]: the visual tokens of all frames in
+    order, with c = 1 + DeepStack levels. They are a NumPy array in `dtype`, the type in which the
+    tower computes (bfloat16 is that of ml_dtypes), and are never converted. The least recently used
+    frames leave the cache first.
+
+    A batch of frames is split over all devices that hold the tower's weights.
 
     Args:
         tower: the frozen vision tower; None for a subclass that does not need it.
@@ -168,12 +220,15 @@ class FrameFeatures:
         # Videos that could not be read, with the reason.
         self.unreadable: dict[str, str] = {}
         self.encoded_frames = 0
+        self.dtype = np.dtype(np.float32)
         if tower is not None:
-            # The weights are an argument: closed over, they would be compiled into the program.
-            graph, self._weights = nnx.split(tower)
-            self._encode = jax.jit(
-                lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout)
-            )
+            self.dtype = np.dtype(tower.dtype)
+            graph, weights = nnx.split(tower)
+            self._mesh = tower_mesh(list(jax.tree.leaves(weights)[0].sharding.device_set))
+            self._weights = jax.device_put(weights, NamedSharding(self._mesh, PartitionSpec()))
+            self._encode = tower_program(graph, self._mesh)
+        # Frames that `start` has begun to encode.
+        self._started: dict[tuple, Encoded] = {}
         # Both ordered dictionaries have the least recently used entry first.
         self._store: collections.OrderedDict[tuple, np.ndarray] = collections.OrderedDict()
         self.cached_bytes = 0
@@ -280,6 +335,8 @@ class FrameFeatures:
         self.unreadable.pop(name, None)
         for key in [key for key in self._store if key[0] == name]:
             self._drop(key)
+        for key in [key for key in self._started if key[0] == name]:
+            del self._started[key]
         self._frames_in_store.pop(name, None)
 
     def key(self, frame: Frame) -> tuple:
@@ -296,16 +353,15 @@ class FrameFeatures:
 
     def __call__(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:
         keys = [self.key(frame) for frame in frames]
-        # Missing frames by their key, per video and kind of frame.
-        missing: dict[tuple, dict[tuple, Frame]] = {}
-        for frame, key in zip(frames, keys, strict=True):
-            if key not in self._store:
-                kind = (frame.video, self._rules(frame))
-                missing.setdefault(kind, {})[key] = frame
         fresh: dict[tuple, np.ndarray] = {}
-        for (name, _), wanted in missing.items():
+        for key in dict.fromkeys(keys):
+            if key in self._started:
+                fresh[key] = self._started.pop(key).fetch()
+        for (name, _), wanted in self._missing(frames, keys, fresh).items():
             try:
-                fresh |= self._encode_video(name, [*wanted.values()])
+                # One batch after the other, so that the devices never hold all of them.
+                for key, encoded in self._encode_video(name, wanted):
+                    fresh[key] = encoded.fetch()
             except VideoError as error:
                 self.unreadable[name] = error.reason
                 raise
@@ -317,8 +373,37 @@ class FrameFeatures:
         self._remember(fresh)
         return np.concatenate(rows)
 
-    def _encode_video(self, name: str, wanted: list[Frame]) -> dict[tuple, np.ndarray]:
-        """Reads and encodes frames of one video and of one kind.
+    def start(self, frames: Sequence[Frame]) -> None:
+        """Read frames and begin to encode them, without waiting for the devices.
+
+        A later call with these frames takes the results, which are on the devices until then. Those
+        that no call has taken go into the cache at the next `start`. Frames that cannot be read are
+        left to the later call, which raises the error.
+        """
+        self._remember({key: encoded.fetch() for key, encoded in self._started.items()})
+        self._started = {}
+        readable: dict[tuple, Frame] = {}
+        for frame in frames:
+            with contextlib.suppress(VideoError):
+                readable[self.key(frame)] = frame
+        missing = self._missing([*readable.values()], [*readable], {})
+        for (name, _), wanted in missing.items():
+            with contextlib.suppress(VideoError):
+                self._started |= dict(self._encode_video(name, wanted))
+
+    def _missing(
+        self, frames: Sequence[Frame], keys: Sequence[tuple], fresh: dict[tuple, np.ndarray]
+    ) -> dict[tuple, list[Frame]]:
+        """The frames that are neither cached nor in `fresh`, per video and kind of frame."""
+        missing: dict[tuple, dict[tuple, Frame]] = {}
+        for frame, key in zip(frames, keys, strict=True):
+            if key not in self._store and key not in fresh:
+                kind = (frame.video, self._rules(frame))
+                missing.setdefault(kind, {})[key] = frame
+        return {kind: [*wanted.values()] for kind, wanted in missing.items()}
+
+    def _encode_video(self, name: str, wanted: list[Frame]) -> Iterator[tuple[tuple, Encoded]]:
+        """Read and encode frames of one video and of one kind, each with its key.
 
         Batches never mix videos, so that features do not depend on what else was asked for.
         """
@@ -344,21 +429,19 @@ class FrameFeatures:
         self.encoded_frames += len(indices)
         pixels = pixels.reshape(len(wanted), -1, *pixels.shape[1:])
         keys = [self.key(frame) for frame in wanted]
-        return dict(zip(keys, self._vectors(pixels, grid), strict=True))
+        yield from zip(keys, self._vectors(pixels, grid), strict=True)
 
     def _vectors(
         self, pixels: UInt8[np.ndarray, "m k h w 3"], grid: tuple[int, int]
-    ) -> list[Shaped[np.ndarray, "tokens ..."]]:
-        """Features of m frames of equal size (k = 1) or pairs of them (k = 2).
-
-        One array [tokens, c, d] per frame or pair.
+    ) -> Iterator[Encoded]:
+        """Encode m frames of equal size (k = 1) or pairs of them (k = 2), batch after batch.
 
         A subclass may cache something else per visual token.
         """
         config = self.config.vision
-        batch = self.settings.batch_of(grid[0] * grid[1] // config.spatial_merge_size**2)
+        tokens = grid[0] * grid[1] // config.spatial_merge_size**2
+        batch = frames_per_call(self.settings, tokens, self._mesh.size)
         layout = frame_layout(grid, config)
-        vectors = []
         for first in range(0, len(pixels), batch):
             part = pixels[first : first + batch]
             # The last batch is padded with black frames: the tower is compiled for one batch size.
@@ -370,10 +453,10 @@ class FrameFeatures:
                 config.spatial_merge_size,
                 video=pixels.shape[1] > 1,
             )
-            features = np.asarray(self._encode(self._weights, patches, layout), np.float32)
-            # Copies: a view would keep the features of the whole batch in memory.
-            vectors += [row.copy() for row in features[: len(part)]]
-        return vectors
+            features = self._encode(self._weights, patches, layout)
+            features.copy_to_host_async()
+            for row in range(len(part)):
+                yield Encoded(features, row)
 
     def _remember(self, fresh: dict[tuple, np.ndarray]) -> None:
         for key, row in fresh.items():

@@ -398,14 +398,16 @@ class _Estimate:
         rows = shape.rows / self.row_devices
         gradients = self.weights * (2 if parts > 1 else 1)  # a sum over micro-batches, and a term
         state = self.weights + self._moments("sft") + gradients
-        vectors = self._vectors(rows * shape.visual)
+        # The batch, the next one, and what the tower computes for the one after it.
+        vectors = 3 * self._vectors(rows * shape.visual)
         activations = self._activations(policy, rows * shape.tokens / parts)
         return state + self.sizes.tower + vectors + activations
 
     def _vectors(self, visual: float) -> float:
-        """Visual vectors, one of each level per visual token, in float32."""
+        """Visual vectors, one of each level per visual token, in the type of the activations."""
         config = self.sizes.config
-        return visual * (1 + config.vision.levels) * config.text.hidden_size * 4
+        levels = 1 + config.vision.levels
+        return visual * levels * config.text.hidden_size * self.sizes.itemsize
 
     def _activations(self, policy: Remat, tokens: float) -> float:
         """What layers keep for the backward pass, and the temporaries of a layer and the head."""
@@ -457,6 +459,7 @@ class _Estimate:
         prefilled = self.run.engine_sizes.prefill_tokens
         numbers = 3 * text.intermediate_size + 6 * text.hidden_size
         temporary = prefilled * numbers * self.sizes.itemsize
+        temporary += self._vectors(self.run.engine_sizes.bank_tokens)
         return self._resident() + self._engine_weights() + temporary
 
 

@@ -19,8 +19,8 @@ from paravt_jax.processes.cluster import HostSettings
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Dispatch
-from rollout.engine.settings import EngineSettings, EngineSizes, Lengths
-from rollout.engine.sizing import engine_sizes, lengths
+from rollout.engine.settings import EngineSizes, Lengths
+from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.checkpoint import CheckpointSettings
 from train.learn.align import AlignSettings

@@ -18,9 +18,10 @@ from jaxtyping import Array, Float, Int, Int32
 from models.attention import DenseCache
 from models.qwen3_vl.config import VisionConfig
 from models.qwen3_vl.model import Inputs, Qwen3VL
+from models.qwen3_vl.packing import PackedPatches, deal_rows, pack_patches
 from models.qwen3_vl.rope import next_position
 from models.qwen3_vl.text import KV, TextDecoder
-from models.qwen3_vl.vision import PackedPatches, PatchLayout, deal_rows, pack_patches
+from models.qwen3_vl.vision import PatchLayout
 
 # Smallest row of the tower, in visual tokens. Smaller frames share a row.
 _MIN_ROW = 256

@@ -7,12 +7,16 @@ process of a run sees the same batches and takes its share of each.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import grain
 
 _Record = TypeVar("_Record")
+_Begun = TypeVar("_Begun")
+_Batch = TypeVar("_Batch")
+_Item = TypeVar("_Item", covariant=True)
 
 
 def stream(
@@ -91,3 +95,98 @@ class Ahead(Generic[_Record]):
             batch = next(self._source)
             self._start(batch)
             self._next.append((state, batch))
+
+
+@runtime_checkable
+class Resumable(Protocol[_Item]):
+    """A stream whose position can be saved."""
+
+    def __next__(self) -> _Item: ...
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+
+class Pipeline(Generic[_Record, _Begun, _Batch]):
+    """Prepares the batches of the next steps while the devices compute this one.
+
+    A batch is prepared in two stages: `begin` queues work on the devices, and `finish` waits for
+    it. Devices run what they are given in order. So the work of batch 3 is queued before update 2,
+    and its result is there early enough to be laid out and transferred while update 2 runs:
+
+        devices   | update 1             | begun 3 | update 2             | begun 4 | update 3
+        host      | finish 2, begin 3    |         | finish 3, begin 4    |
+
+    Call `prepare` before the first batch, and after each update was dispatched, before waiting for
+    it. Without it, a batch is prepared when it is asked for. Batches are the same either way.
+
+    Args:
+        source: the stream of records.
+        begin: starts a batch.
+        finish: completes it.
+    """
+
+    def __init__(
+        self,
+        source: Resumable[_Record],
+        begin: Callable[[_Record], _Begun],
+        finish: Callable[[_Begun], _Batch],
+    ):
+        self._source = source
+        self._begin = begin
+        self._finish = finish
+        # Each batch is kept with the state of the source before it, as in `Ahead`. An error takes
+        # the place of its batch.
+        self._begun: collections.deque[tuple[dict[str, Any], Future[_Begun]]] = collections.deque()
+        self._ready: collections.deque[tuple[dict[str, Any], Future[_Batch]]] = collections.deque()
+
+    def __iter__(self) -> Iterator[_Batch]:
+        return self
+
+    def __next__(self) -> _Batch:
+        """The next batch; raises the error of its preparation."""
+        self.prepare(1)
+        _, batch = self._ready.popleft()
+        return batch.result()
+
+    def prepare(self, left: int) -> None:
+        """Finish the next batch and begin the one after it, unless that was done.
+
+        No more than `left` batches, those that are still needed, are prepared.
+        """
+        if left > 0 and not self._ready:
+            self._start()
+            state, begun = self._begun.popleft()
+            batch = _attempt(lambda: self._finish(begun.result()))
+            self._ready.append((state, batch))
+        if left > 1:
+            self._start()
+
+    def get_state(self) -> dict[str, Any]:
+        """The state from which `set_state` resumes with the batch that comes next."""
+        for waiting in (self._ready, self._begun):
+            if waiting:
+                return waiting[0][0]
+        return self._source.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Resume at `state`. Batches that were prepared ahead are dropped."""
+        self._ready.clear()
+        self._begun.clear()
+        self._source.set_state(state)
+
+    def _start(self) -> None:
+        if not self._begun:
+            state = self._source.get_state()
+            self._begun.append((state, _attempt(lambda: self._begin(next(self._source)))))
+
+
+def _attempt(make: Callable[[], _Batch]) -> Future[_Batch]:
+    """The result of `make`, or the error that it raised."""
+    outcome: Future[_Batch] = Future()
+    try:
+        outcome.set_result(make())
+    except Exception as error:
+        outcome.set_exception(error)
+    return outcome

@@ -16,7 +16,7 @@ import dataclasses
 import io
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from models.features import FrameFeatures, FrameSettings
+from models.features import Encoded, FrameFeatures, FrameSettings
 from models.qwen3_vl.config import Qwen3VLConfig
 from paravt_jax.data.frames import FrameSource, VideoError
 from paravt_jax.method.records import Frame, digest
@@ -78,11 +78,12 @@ class FrameImages(FrameFeatures):
         patch = self.config.vision.patch_size
         return self((frame,)).reshape(rows * patch, columns * patch, 3)
 
-    def _vectors(self, pixels: np.ndarray, grid: tuple[int, int]) -> list[np.ndarray]:
+    def _vectors(self, pixels: np.ndarray, grid: tuple[int, int]) -> Iterator[Encoded]:
         # The base class expects one row per visual token. Cut the pixels into that many rows;
         # `image` restores their shape.
         tokens = grid[0] * grid[1] // self.config.vision.spatial_merge_size**2
-        return [np.ascontiguousarray(shown).reshape(tokens, -1) for shown in pixels]
+        cut = np.ascontiguousarray(pixels).reshape(len(pixels), tokens, -1)
+        return (Encoded(cut, row) for row in range(len(cut)))
 
 
 class EndpointSampler:

@@ -614,7 +614,9 @@ class _PrefillBatch:
     def need(self, sequence: EngineSequence) -> _Need:
         """The needs of the batch if `sequence` joins it."""
         prompt = sequence.prompt
-        missing = prompt.content[sequence.computed : prompt.prefill_length]
+        part = slice(sequence.computed, prompt.prefill_length)
+        missing = prompt.content[part]
+        visual = bool(prompt.visual[part].any())
         pages = sequence.shared_pages
         return _Need(
             beginning=(
@@ -622,7 +624,7 @@ class _PrefillBatch:
                 missing[: self.settings.page].tobytes(),
             ),
             rows=1 if len(missing) else 0,
-            length=max(self._length, self.settings.piece(len(missing))),
+            length=max(self._length, self.settings.piece(len(missing), visual)),
             before=max(self._before, sequence.computed),
         )
 

@@ -18,6 +18,7 @@ All shapes come from `EngineSizes`, so after each program was compiled once noth
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,6 +36,10 @@ from rollout.engine.pages import page_count
 from rollout.engine.sampling import Choices, sample
 
 Pool = Float[Array, "l pages page kv h"]
+# Visual vectors of one call of prefill, those of all its rows; c = 1 + DeepStack levels.
+Bank = Float[Array, "bank c d"]
+# Vectors per transfer to the device. For the 8B model in bfloat16 these are 16 MiB.
+CHUNK = 512
 MOST_STOP_IDS = 4  # per row: the width of an array that every program takes
 
 _ALL_LAYERS = slice(None)
@@ -46,8 +51,7 @@ class Pieces(NamedTuple):
     Attributes:
         ids: token ids, padded to t.
         positions: M-RoPE positions.
-        visual: vectors at the visual tokens; c = 1 + DeepStack levels.
-        index: a visual token's own column, -1 for text: where the decoder looks up its vector.
+        index: the vector of each visual token in the bank, -1 for text; None in a program for text.
         lengths: number of tokens that are not padding.
         before: number of the sequence's tokens that are already on its pages.
         tables: the pages of the tokens before, then the pages that these tokens are written to.
@@ -55,8 +59,7 @@ class Pieces(NamedTuple):
 
     ids: Int[Any, "b t"]
     positions: Int[Any, "3 b t"]
-    visual: Float[Any, "b t c d"]
-    index: Int[Any, "b t"]
+    index: Int[Any, "b t"] | None
     lengths: Int[Any, " b"]
     before: Int[Any, " b"]
     tables: Int[Any, "b m"]
@@ -138,11 +141,14 @@ class Programs:
             result_sharding = NamedSharding(mesh, PartitionSpec())
         self._pool_sharding = pool_sharding
         self._prefix_sharding = prefix_sharding
+        self._bank_sharding = result_sharding
+        self._vectors = (1 + model.config.vision.levels, self.text.hidden_size)
 
-        # In `gather` the prefixes are donated, in all others the pool.
+        # In `gather` the prefixes are donated, in `fill` the bank, and in all others the pool.
         prefill = jax.jit(self._prefill, donate_argnums=1, out_shardings=pool_sharding)
         copy = jax.jit(self._copy, donate_argnums=0, out_shardings=pool_sharding)
         gather = jax.jit(self._gather, donate_argnums=1, out_shardings=prefix_sharding)
+        fill = jax.jit(self._fill, donate_argnums=0, out_shardings=result_sharding)
         decode = jax.jit(
             self._decode,
             static_argnames=("steps", "width"),
@@ -152,6 +158,7 @@ class Programs:
         self.prefill = _with_mesh(mesh, prefill)
         self.copy = _with_mesh(mesh, copy)
         self.gather = _with_mesh(mesh, gather)
+        self.fill = _with_mesh(mesh, fill)
         self.decode = _with_mesh(mesh, decode)
 
     def make_pool(self, pages: int) -> Pool:
@@ -168,6 +175,18 @@ class Programs:
         make_k = _zeros(((entries, h, length),) * layers, self.dtype, self._prefix_sharding)
         make_v = _zeros(((entries, length, h),) * layers, self.dtype, self._prefix_sharding)
         return Prefixes(make_k(), make_v())
+
+    def bank_shape(self, tokens: int) -> tuple[int, int, int]:
+        """The shape of a bank for up to `tokens` visual tokens, in whole chunks."""
+        return math.ceil(tokens / CHUNK) * CHUNK, *self._vectors
+
+    def make_bank(self, tokens: int) -> Bank:
+        """A bank of zeros for up to `tokens` visual tokens."""
+        return _zeros((self.bank_shape(tokens),), self.dtype, self._bank_sharding)()[0]
+
+    def _fill(self, bank: Bank, chunk: Float[Any, "n c d"], first: Int[Any, ""]) -> Bank:
+        """Write `chunk` to the bank's vectors from `first` on."""
+        return jax.lax.dynamic_update_slice_in_dim(bank, chunk, first, axis=0)
 
     def _read(
         self,
@@ -209,8 +228,11 @@ class Programs:
         both = both.reshape(*kv.k.shape[:3], -1, kv.k.shape[-1])
         return pool.at[:, pages, slots % self.page].set(both.astype(pool.dtype), mode="drop")
 
-    def _prefill(self, weights: Any, pool: Pool, pieces: Pieces) -> Pool:
-        """Compute the tokens of `pieces` and write their keys and values to their pages."""
+    def _prefill(self, weights: Any, pool: Pool, bank: Bank | None, pieces: Pieces) -> Pool:
+        """Compute the tokens of `pieces` and write their keys and values to their pages.
+
+        A program for text has neither a bank nor an index into it.
+        """
         text: TextDecoder = nnx.merge(self._graph, weights)
         t = pieces.ids.shape[1]
         valid = jnp.arange(t)[None, :] < pieces.lengths[:, None]
@@ -231,7 +253,7 @@ class Programs:
             pieces.ids,
             pieces.positions,
             segment_ids=valid.astype(jnp.int32),
-            visual=pieces.visual,
+            visual=None if bank is None else bank[None],
             visual_index=pieces.index,
             prefix=read_before if before else None,
             prefix_mask=mask if before else None,

@@ -29,7 +29,9 @@ from models.qwen3_vl.model import Qwen3VL
 from rollout.engine.layout import Layout, Serials, choose_layout
 from rollout.engine.pages import Node
 from rollout.engine.programs import (
+    CHUNK,
     MOST_STOP_IDS,
+    Bank,
     Pieces,
     Pool,
     Prefixes,
@@ -85,8 +87,8 @@ class ModelRunner:
         settings = self.settings
         for length in settings.prefill_lengths:
             for before in (0, *settings.row_lengths):
-                pieces = self._pieces([], length, before)
-                self.pool = self._programs.prefill(weights, self.pool, pieces)
+                self._prefill([], length, before, weights)
+        self._bank([np.zeros(self._programs.bank_shape(1), self._programs.dtype)])
         # Copy the page that is never allocated onto itself.
         self.copy([(settings.pages, settings.pages)])
         for row_length in settings.row_lengths:
@@ -123,16 +125,12 @@ class ModelRunner:
             todo = [sequence for sequence in batch if sequence.missing]
             if not todo:
                 return total
-            length = self.settings.piece(max(sequence.missing for sequence in todo))
+            visual = any(len(sequence.visual) for sequence in todo)
+            length = self.settings.piece(max(sequence.missing for sequence in todo), visual)
             before = self.settings.width(max(sequence.computed for sequence in todo))
             part = todo[: self.settings.prefill_rows(length, before)]
-            pieces = self._pieces(part, length, before)
-            start = time.perf_counter()
-            # Wait for the result, so that `seconds` measures more than the dispatch.
-            self.pool = jax.block_until_ready(self._programs.prefill(weights, self.pool, pieces))
-            self.seconds += time.perf_counter() - start
-            # Rows after the last sequence are idle.
-            for sequence, count in zip(part, pieces.lengths.tolist(), strict=False):
+            lengths = self._prefill(part, length, before, weights)
+            for sequence, count in zip(part, lengths, strict=False):
                 _advance(sequence, count)
                 total += count
 
@@ -187,17 +185,36 @@ class ModelRunner:
             row_lengths=settings.row_lengths,
         )
 
+    def _prefill(
+        self, sequences: Sequence[EngineSequence], length: int, before: int, weights: Any
+    ) -> list[int]:
+        """Run a prefill program once.
+
+        Returns:
+            Tokens that were computed, by row. Rows after the last sequence are idle.
+        """
+        pieces = self._pieces(sequences, length, before)
+        vectors: list[np.ndarray] = []
+        with_bank = not self.settings.only_text(length)
+        if with_bank:
+            pieces, vectors = _index_visual(pieces, sequences)
+        start = time.perf_counter()
+        bank = self._bank(vectors) if with_bank else None
+        self.pool = self._programs.prefill(weights, self.pool, bank, pieces)
+        # Wait for the result, so that `seconds` measures more than the dispatch.
+        jax.block_until_ready(self.pool)
+        self.seconds += time.perf_counter() - start
+        return np.asarray(pieces.lengths).tolist()
+
     def _pieces(self, sequences: Sequence[EngineSequence], length: int, before: int) -> Pieces:
         """The next `length` tokens of each sequence, for the program that reads `before` tokens."""
         settings = self.settings
         rows = settings.prefill_rows(length, before)
         columns = before // settings.page + pages_of(length, settings.page)
-        vectors = (1 + self.config.vision.levels, self.config.text.hidden_size)
         pieces = Pieces(
             ids=np.zeros((rows, length), np.int32),
             positions=np.zeros((3, rows, length), np.int32),
-            visual=np.zeros((rows, length, *vectors), np.float32),
-            index=np.full((rows, length), -1, np.int32),
+            index=None,
             lengths=np.zeros(rows, np.int32),
             before=np.zeros(rows, np.int32),
             tables=np.full((rows, columns), settings.pages, np.int32),
@@ -209,14 +226,23 @@ class ModelRunner:
             count = part.stop - part.start
             pieces.ids[row, :count] = prompt.request.ids[part]
             pieces.positions[:, row, :count] = prompt.positions[:, part]
-            places = np.flatnonzero(prompt.visual[part])
-            if places.size:
-                pieces.visual[row, places] = sequence.visual[: places.size]
-                pieces.index[row, places] = places
             pieces.lengths[row] = count
             pieces.before[row] = sequence.computed
             _fill(pieces.tables[row], sequence.pages)
         return pieces
+
+    def _bank(self, vectors: Sequence[np.ndarray]) -> Bank:
+        """Put visual vectors on the device. Only whole chunks of them travel, never zeros alone."""
+        bank = self._programs.make_bank(self.settings.bank_tokens)
+        if not vectors:
+            return bank
+        joined = np.concatenate(vectors).astype(bank.dtype, copy=False)
+        for first in range(0, len(joined), CHUNK):
+            part = joined[first : first + CHUNK]
+            chunk = np.zeros((CHUNK, *part.shape[1:]), part.dtype)
+            chunk[: len(part)] = part
+            bank = self._programs.fill(bank, chunk, np.int32(first))
+        return bank
 
     def _load_prefixes(self, sequences: Sequence[EngineSequence], layout: Layout) -> None:
         """Gather the layout's prefixes that are not in their block yet."""
@@ -318,6 +344,27 @@ class ModelRunner:
         rows.choices.temperatures[row] = sampling.temperature
         rows.choices.top_k[row] = sampling.top_k
         rows.choices.top_p[row] = sampling.top_p
+
+
+def _index_visual(
+    pieces: Pieces, sequences: Sequence[EngineSequence]
+) -> tuple[Pieces, list[np.ndarray]]:
+    """Number the visual tokens of all rows.
+
+    Returns:
+        The pieces with their index, and the vectors [m, c, d] of each row in its order.
+    """
+    index = np.full(pieces.ids.shape, -1, np.int32)
+    vectors = []
+    total = 0
+    for row, sequence in enumerate(sequences):
+        part = slice(sequence.computed, sequence.computed + int(pieces.lengths[row]))
+        places = np.flatnonzero(sequence.prompt.visual[part])
+        if places.size:
+            index[row, places] = total + np.arange(places.size)
+            vectors.append(sequence.visual[: places.size])
+            total += places.size
+    return pieces._replace(index=index), vectors
 
 
 def _advance(sequence: EngineSequence, count: int) -> None:

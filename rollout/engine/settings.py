@@ -1,40 +1,12 @@
 """Sizes of the engine. They determine which programs are compiled and how much memory is used.
 
-A recipe chooses `EngineSettings`. `rollout.engine.sizing` derives all `EngineSizes` from them and
-from the lengths of a run.
+`rollout.engine.sizing` derives all `EngineSizes` from a recipe's `EngineSettings` and from the
+lengths of a run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineSettings:
-    """Sizes that a recipe chooses. `rollout.engine.sizing` derives all lengths from the run."""
-
-    slots: int = 64
-    """Sequences decoded side by side, in whole groups; 0: chosen for the devices."""
-    page: int = 16
-    """Tokens per page of the KV cache."""
-    cache_tokens: int = 65_536
-    """Tokens in the KV cache; at least one whole rollout. 0: chosen for the devices."""
-    prefill_tokens: int = 1024
-    """Tokens prefilled per call, over all sequences; at least one whole prompt."""
-    read_tokens: int = 65_536
-    """Unshared cached tokens read per call, over all rows; longer sequences get fewer rows."""
-    steps: int = 16
-    """Tokens decoded per call, between scheduling decisions."""
-    paged: bool | None = None
-    """Decode on the KV cache's pages instead of copying them to dense arrays. None: on TPU."""
-
-    def __post_init__(self):
-        for name in ("page", "prefill_tokens", "read_tokens", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"engine.{name}: {getattr(self, name)}; give 1 or more")
-        for name in ("slots", "cache_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"engine.{name}: {getattr(self, name)}; give 0 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,15 +99,32 @@ class EngineSizes:
         """Rows of a program that prefills `length` tokens after `before` cached ones."""
         return max(1, min(self.rows(self.width(before)), self.prefill_tokens // length))
 
-    def piece(self, missing: int) -> int:
+    def only_text(self, length: int) -> bool:
+        """Whether the prefill programs of this length have no visual input.
+
+        These are the programs of the shortest of several lengths: what they compute is mostly the
+        results of tools. All others take visual tokens and text, so each length is compiled once.
+        """
+        return len(self.prefill_lengths) > 1 and length == self.prefill_lengths[0]
+
+    def piece(self, missing: int, visual: bool) -> int:
         """The smallest prefill length that holds `missing` tokens.
 
         If there are too many, the largest: prefill then takes several calls.
+
+        Args:
+            missing: tokens to compute.
+            visual: whether some of them are visual.
         """
         for length in self.prefill_lengths:
-            if length >= missing:
+            if length >= missing and not (visual and self.only_text(length)):
                 return length
         return self.prefill_lengths[-1]
+
+    @property
+    def bank_tokens(self) -> int:
+        """Upper bound on the visual tokens of one call of prefill."""
+        return max(self.prefill_rows(length, 0) * length for length in self.prefill_lengths)
 
 
 @dataclasses.dataclass(frozen=True)

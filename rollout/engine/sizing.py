@@ -7,12 +7,13 @@ batches and the sizes of the engine's compiled programs follow from these.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Frame
 from rollout.engine.pages import page_count
-from rollout.engine.settings import EngineSettings, EngineSizes, Lengths
+from rollout.engine.settings import EngineSizes, Lengths
 
 # Prompts of single episodes are rounded up to multiples of this many tokens, so that videos of
 # similar length share programs.
@@ -23,6 +24,34 @@ _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 # Tokens of a sequence that are prefilled in one call. Longer prompts take several calls: the
 # activations and visual vectors of a call take memory.
 MOST_PREFILL = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """Sizes that a recipe chooses. All lengths follow from the run."""
+
+    slots: int = 64
+    """Sequences decoded side by side, in whole groups; 0: chosen for the devices."""
+    page: int = 16
+    """Tokens per page of the KV cache."""
+    cache_tokens: int = 65_536
+    """Tokens in the KV cache; at least one whole rollout. 0: chosen for the devices."""
+    prefill_tokens: int = 1024
+    """Tokens prefilled per call, over all sequences; at least one whole prompt."""
+    read_tokens: int = 65_536
+    """Unshared cached tokens read per call, over all rows; longer sequences get fewer rows."""
+    steps: int = 16
+    """Tokens decoded per call, between scheduling decisions."""
+    paged: bool | None = None
+    """Decode on the KV cache's pages instead of copying them to dense arrays. None: on TPU."""
+
+    def __post_init__(self):
+        for name in ("page", "prefill_tokens", "read_tokens", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name}: {getattr(self, name)}; give 1 or more")
+        for name in ("slots", "cache_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"engine.{name}: {getattr(self, name)}; give 0 or more")
 
 
 def lengths(

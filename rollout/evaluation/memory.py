@@ -23,6 +23,7 @@ from models.device_memory import host_memory, reported_memory
 from models.features import FrameSettings, frame_tokens
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import abstract_model
+from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSizes
 from rollout.evaluation.ahead import worker_count
 from rollout.evaluation.native_video import most_video_tokens
@@ -202,10 +203,12 @@ def _prefill(
     tokens = rows * length
     # What a layer computes for all tokens, and hidden states that stay.
     layer = 3 * text.intermediate_size + 8 * text.hidden_size
-    vectors = (1 + config.vision.levels) * text.hidden_size * (4 + item)
+    # The bank of visual vectors, two of them while it is filled, and one level at all tokens.
+    bank = math.ceil(sizes.bank_tokens / CHUNK) * CHUNK
+    vectors = (2 * bank * (1 + config.vision.levels) + tokens) * text.hidden_size * item
     scores = 2 * rows * min(QUERY_CHUNK, length) * text.num_attention_heads * (length + before) * 4
     cached = 2 * rows * before * token / text.num_hidden_layers
-    return tokens * (layer * item + vectors + 3 * token) + scores + cached
+    return tokens * (layer * item + 3 * token) + vectors + scores + cached
 
 
 def _decode(
@@ -249,7 +252,8 @@ def _host(
     if settings.blind:
         return {"features": 0.0}
     pixels = settings.pixels()
-    vector = (1 + config.vision.levels) * config.text.hidden_size * 4
+    item = jnp.dtype(settings.dtype).itemsize
+    vector = (1 + config.vision.levels) * config.text.hidden_size * item
     overview = settings.frames * frame_tokens(pixels, config.vision)
     if settings.native_video:
         overview = most_video_tokens(settings.frames, _factor(config))

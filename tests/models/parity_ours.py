@@ -22,6 +22,7 @@ from models.attention import DenseCache, attend
 from models.qwen3_vl import hf
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.packing import packed_layout
 from models.qwen3_vl.rope import (
     mrope_angles,
     mrope_positions,
@@ -30,7 +31,7 @@ from models.qwen3_vl.rope import (
     visual_index,
 )
 from models.qwen3_vl.text import KV, DecoderLayer
-from models.qwen3_vl.vision import VisionBlock, packed_layout
+from models.qwen3_vl.vision import VisionBlock
 from tests.models.parity import IMAGE, NEW_TOKENS, VIDEO, Results, Sample, is_text
 
 Outputs = tuple[jax.Array, KV, jax.Array | None]

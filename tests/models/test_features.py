@@ -8,17 +8,21 @@ import shutil
 
 import av
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings, frame_tokens
 from models.patches import patchify
+from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.vision import frame_layout
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame
 from paravt_jax.world.videos import FRAMES, STEP
+from tests.models.program import run
 from train.durable.compilations import Compilations
 
 
@@ -333,3 +337,97 @@ def test_a_new_file_under_an_old_name_is_another_video(make, names, small_world,
     last = features(frames)
     file.unlink()
     assert np.array_equal(features(frames), last) and features.encoded_frames == encoded
+
+
+def test_features_travel_in_the_type_of_the_tower(small_model, small_world, names):
+    """No float32 copy of bfloat16 features exists on the host, neither cached nor returned."""
+    model = Qwen3VL(small_model.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    features = FrameFeatures(
+        model.vision, model.config, FrameSettings(batch=4), small_world.folder, source=video
+    )
+    frames = features.overview(names[0], 6)
+    vectors = features(frames)
+    assert vectors.dtype == features.dtype == jnp.bfloat16
+    assert vectors.shape == (6, 2, 32) and features.cached_bytes == 6 * 2 * 32 * 2
+    patches = patchify(video.read(small_world.folder / names[0], [f.index for f in frames[:4]]))
+    layout = frame_layout(features.grid(names[0]), model.config.vision)
+    expected = np.asarray(jax.jit(model.vision)(patches, layout))
+    np.testing.assert_array_equal(vectors[:4], expected[:, 0])
+
+
+def test_started_frames_are_read_and_encoded_once(make, names, monkeypatch):
+    reads = []
+    real = video.read
+    monkeypatch.setattr(video, "read", lambda *args: reads.append(args[0].name) or real(*args))
+    features = make(batch=4, cache_mib=0)
+    first, second = features.overview(names[0], 6), features.overview(names[1], 5)
+    gone = Frame("gone.mp4", 0, 0.0)
+    features.start([*first, gone, *second])
+    assert len(reads) == 2 and not features.unreadable and not features.cached_frames
+    assert np.array_equal(features(second), make(batch=4)(second))
+    assert np.array_equal(features(first), make(batch=4)(first))
+    assert features.encoded_frames == 11
+    with pytest.raises(VideoError, match="no such file"):
+        features([gone])
+
+
+def test_frames_that_were_started_in_vain_are_cached(make, names):
+    features = make(batch=4, whole_frames=FRAMES)
+    frames = features.overview(names[0], FRAMES)
+    features.start(frames[:1])
+    features(frames[:1])
+    features.start([])
+    assert features.cached_frames == features.encoded_frames == FRAMES
+    features(frames)
+    assert features.encoded_frames == FRAMES
+
+
+@pytest.mark.slow
+def test_eight_devices_share_the_frames():
+    """Each of them encodes two of sixteen frames, with the same result as one device."""
+    run(
+        """
+        import jax
+        import numpy as np
+        from flax import nnx
+        from models.features import FrameFeatures, FrameSettings, tower_mesh
+        from models.qwen3_vl.config import tiny
+        from models.qwen3_vl.model import Qwen3VL
+        from paravt_jax.data.frames import VideoInfo
+        from paravt_jax.method.records import Frame
+
+        class Source:
+            def probe(self, path):
+                return VideoInfo(str(path), 20, 20.0, np.arange(20.0), 64, 64)
+
+            def read(self, path, indices, rules):
+                rng = np.random.default_rng(0)
+                return rng.integers(0, 256, (20, 64, 64, 3), np.uint8)[np.asarray(indices)]
+
+        def features(devices, batch):
+            model = Qwen3VL(tiny(96), rngs=nnx.Rngs(0))
+            everywhere = jax.NamedSharding(tower_mesh(devices), jax.P())
+            nnx.update(model.vision, jax.device_put(nnx.state(model.vision), everywhere))
+            settings = FrameSettings(batch=batch)
+            return FrameFeatures(model.vision, model.config, settings, ".", source=Source())
+
+        shards = []
+
+        def seen(encode):
+            def call(*arguments):
+                found = encode(*arguments)
+                shards.append({s.device.id: s.data.shape[0] for s in found.addressable_shards})
+                return found
+            return call
+
+        frames = [Frame("a", n, float(n)) for n in range(20)]
+        expected = features(jax.devices()[:1], 16)(frames)
+        for batch in (9, 16):
+            several = features(jax.devices(), batch)
+            several._encode = seen(several._encode)
+            np.testing.assert_allclose(several(frames), expected, atol=1e-5)
+        assert shards == [{n: 2 for n in range(8)}] * 4, shards
+        print("done")
+        """,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    )

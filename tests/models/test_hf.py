@@ -33,8 +33,8 @@ from models.processor import Processor
 from models.qwen3_vl import hf, hf_layout
 from models.qwen3_vl.hf_config import to_hf
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.packing import packed_layout
 from models.qwen3_vl.sizes import tiny
-from models.qwen3_vl.vision import packed_layout
 from models.sharding import make_mesh
 from models.weights import folder as hf_folder
 from models.weights import tensor_file

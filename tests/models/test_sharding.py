@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models.attention import DenseCache
 from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
 from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.qwen3_vl.packing import packed_layout
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl.text import KV, TextDecoder
-from models.qwen3_vl.vision import packed_layout
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
 from train.plan.collectives import bytes_sent, find_collectives
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.packing import pack_patches
 from models.qwen3_vl.sizes import tiny
-from models.qwen3_vl.vision import frame_layout, frozen, pack_patches
+from models.qwen3_vl.vision import frame_layout
 
 CONFIG = tiny(97)
 # 8, 3 x 8, 16 and 4 patches.

@@ -33,7 +33,7 @@ from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
-from rollout.engine.settings import EngineSettings
+from rollout.engine.sizing import EngineSettings
 from rollout.evaluation.play import EvaluationSettings
 from train.data import Data, QuestionStream
 from train.learn.align import AlignSettings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -83,7 +84,7 @@ def test_packing_changes_no_conversation(small_model, features, rendered):
         assert packed.sampled[0, part].any() and not packed.sampled[0, at]
         at = part.stop
     loss, figures = sft_loss(small_model.config.image_token_id)(
-        small_model.text, SFTBatch.of(packed)
+        small_model.text, SFTBatch(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
     )
     assert float(loss) == pytest.approx(-together[packed.sampled].mean(), rel=1e-5)
     assert (int(figures["tokens"]), int(figures["conversations"])) == (packed.sampled.sum(), 3)

@@ -14,7 +14,7 @@ from models.sharding import make_mesh
 from paravt_jax.data import video
 from paravt_jax.method.protocol import PINNED
 from train.data import pack_rows
-from train.learn.sft import SFTBatch, SFTBatches, start_sft
+from train.learn.sft import SFTBatch, SFTBatches, sft_step, start_sft
 
 
 def batches(road, features=None) -> SFTBatches:
@@ -101,6 +101,41 @@ def test_the_order_of_conversations_resumes_exactly(road):
         jax.tree.leaves(next(again)[0]), jax.tree.leaves(wanted), strict=True
     ):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_the_next_batches_are_prepared_during_an_update(road):
+    """While the devices compute, the next step is laid out, and the frames after it are encoded."""
+    frames = dataclasses.replace(road.run.frames, cache_mib=0)
+    features = FrameFeatures(
+        road.model.vision, road.model.config, frames, road.data.root, source=video
+    )
+    steps, plain = batches(road, features), batches(road)
+    encoded = []
+
+    class Running:
+        """The metric of an update that still runs until a number is asked for."""
+
+        def __float__(self) -> float:
+            encoded.append(features.encoded_frames)
+            return 0.0
+
+    def update(state, batch):
+        encoded.append(features.encoded_frames)
+        for found, expected in zip(
+            jax.tree.leaves(batch), jax.tree.leaves(next(plain)[0]), strict=True
+        ):
+            np.testing.assert_array_equal(found, expected)
+        return state, {"loss": Running()}
+
+    for step in range(4):
+        _, _, metrics = sft_step(update, None, steps, left=3 - step)
+        assert metrics == {"loss": 0.0, "missing": 0.0}
+        assert steps.get_state() == plain.get_state()
+    # Frames that were encoded at the start of each update, and at its end.
+    starts, ends = encoded[0::2], encoded[1::2]
+    assert 0 < starts[0] < ends[0] < ends[1], encoded
+    assert starts[1:] == ends[:-1], "frames were encoded while no update ran"
+    assert ends[-1] == starts[-1], "frames were encoded for a step that does not exist"
 
 
 def test_steps_on_the_same_batch_lower_its_loss(road, batch, update):

@@ -207,7 +207,8 @@ def test_figures_of_cold_start_steps(fixed):
     rows, missing = render_rows([chats[::2], chats[1::2]], fixed.environment.protocol, features)
     assert not missing
     tokens = max(sum(len(t.ids) for t, _ in row) for row in rows)
-    batches = SFTBatch.of(build_packed(rows, features, PackedShape(2, tokens, tokens)))
+    packed = build_packed(rows, features, PackedShape(2, tokens, tokens))
+    batches = SFTBatch(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
     state, update = start_sft(fixed.graph, fixed.fresh(), fixed.image, fixed.run.sft)
     state, first = update(state, batches)
     state, second = update(state, batches)

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -229,7 +230,8 @@ def sft_step(
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     shape, parts = fitted_rows(ROWS, microbatches, mesh)
-    batch = SFTBatch.of(place(packed_rows(shape), mesh))
+    packed = place(packed_rows(shape), mesh)
+    batch = SFTBatch(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
     return make_sft_update(graph, optimizer, IMAGE, settings, parts, state)(state, batch)
 
 

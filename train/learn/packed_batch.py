@@ -54,7 +54,7 @@ class PackedRows:
     """Packed rows. Segments number a row's conversations from 1; 0 is padding.
 
     `sampled` marks the tokens with a loss. `visual` holds m visual tokens per row, each with c
-    vectors: one for the embedding layer and one per DeepStack level.
+    vectors: one for the embedding layer and one per DeepStack level, in the type of the features.
     """
 
     ids: Int[Array, "b t"]
@@ -155,7 +155,7 @@ def build_packed(
         "positions": np.zeros((3, shape.rows, shape.tokens), np.int32),
         "segments": np.zeros((shape.rows, shape.tokens), np.int32),
         "sampled": np.zeros((shape.rows, shape.tokens), bool),
-        "visual": np.zeros(visual, np.float32),
+        "visual": np.zeros(visual, features.dtype),
     }
     _check(len(rows), shape.rows, "rows")
     for r, row in enumerate(rows):

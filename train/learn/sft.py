@@ -7,10 +7,13 @@ conversation has the same log-probs in a packed row as in a row of its own.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, no_type_check
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
@@ -22,6 +25,9 @@ from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
 from paravt_jax.data.frame_reader import FrameReader
+from paravt_jax.data.frames import VideoError
+from paravt_jax.data.loader import Pipeline
+from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.grpo import masked_mean
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.processes import hosts
@@ -89,11 +95,6 @@ class SFTBatch:
 
     packed: PackedRows
     tokens: Float[Array, ""]
-
-    @classmethod
-    def of(cls, packed: PackedRows) -> SFTBatch:
-        # Rows placed on a mesh are those of all processes, so this sum covers the whole step.
-        return cls(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
 
 
 def split_sft_batch(batch: SFTBatch, parts: int) -> SFTBatch:
@@ -186,8 +187,49 @@ def make_sft_update(
     return make_update(graph, optimizer, loss, state, split if parts > 1 else None)
 
 
+def sft_step(
+    update: Callable[[Any, SFTBatch], tuple[Any, Mapping[str, Any]]],
+    state: Any,
+    batches: SFTBatches,
+    left: int,
+) -> tuple[Any, tuple[PackedRows, ...], dict[str, float]]:
+    """One update, during which the next batches are prepared.
+
+    Args:
+        update: The jitted update.
+        state: The state before it, which is donated.
+        batches: The batches.
+        left: Number of steps after this one.
+
+    Returns:
+        The new state, the arrays whose tokens count towards speed, and the metrics.
+    """
+    # Without effect but in the first step: the step before has prepared these.
+    batches.prepare(left + 1)
+    batch, arrays, counts = next(batches)
+    # This only dispatches the update. `float` below waits for it.
+    state, metrics = update(state, batch)
+    batches.prepare(left)
+    return state, arrays, {name: float(value) for name, value in metrics.items()} | counts
+
+
+class _Prepared(NamedTuple):
+    """This process's rows of a step, placed on the mesh."""
+
+    packed: PackedRows
+    tokens: int
+    """Trained tokens."""
+    missing: dict[str, VideoError]
+    """Errors of the conversations that are left out, by id."""
+
+
 class SFTBatches:
     """Iterates over the batches of a cold start without end; the position can be saved.
+
+    After an update was dispatched, `prepare` makes the next batches while it runs. On an
+    accelerator, the vision tower runs on the same devices as the updates: its work does not
+    overlap with them, but waits in the same queue, and the host never waits for it alone (see
+    `loader.Pipeline`). Reading frames, laying out arrays and transfers do overlap.
 
     A file that cannot be read leaves padding in its row and is added to `features.unreadable`.
 
@@ -220,7 +262,8 @@ class SFTBatches:
         self._protocol = protocol
         self._features = features
         packing = pack_rows(data, settings.row_tokens, seed)
-        self._rows = row_stream(data, packing, reader, seed, settings.rows)
+        rows = row_stream(data, packing, reader, seed, settings.rows)
+        self._pipeline = Pipeline(rows, self._begin, self._finish)
         self._shape, self._parts = fitted_rows(settings.shape, settings.microbatches, mesh)
 
     def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, MeshProgram]:
@@ -235,28 +278,44 @@ class SFTBatches:
             The batch for the update; the arrays whose tokens count towards speed; and the metric
             `missing`, the number of conversations left out because of an unreadable file.
         """
-        rows = next(self._rows)
-        # Each process renders and encodes its own share of the step's rows.
-        own_rows = [self._data.row(numbers) for numbers in rows[hosts.share_of(len(rows))]]
-        rendered, missing = render_rows(own_rows, self._protocol, self._features)
+        packed, tokens, missing = next(self._pipeline)
         for error in missing.values():
             path = error.path.removeprefix(f"{self._features.root}/")
             self._features.unreadable[path] = error.reason
-        own = build_packed(rendered, self._features, share_of_rows(self._shape))
-        counts = hosts.gather((len(missing), int(own.sampled.sum())))
-        if not any(tokens for _, tokens in counts):
+        # Processes talk here, at the step itself, and not in `prepare`, where one of them may fail.
+        counts = hosts.gather((len(missing), tokens))
+        total = sum(tokens for _, tokens in counts)
+        if not total:
             raise ValueError(
                 "sft: no conversation of this step has readable files; check the data root "
                 f"{self._data.root}"
             )
-        packed: PackedRows = place(own, self._mesh)
+        tokens_everywhere: Any = place(np.float32(total), self._mesh)
         metrics = {"missing": float(sum(count for count, _ in counts))}
-        return SFTBatch.of(packed), (packed,), metrics
+        return SFTBatch(packed, tokens_everywhere), (packed,), metrics
+
+    def prepare(self, left: int) -> None:
+        """Prepare the next batches while an update runs; `left` batches are still needed."""
+        self._pipeline.prepare(left)
+
+    def _begin(self, rows: Sequence[Sequence[int]]) -> list[tuple[Conversation, ...]]:
+        """Read and begin to encode the frames of this process's share of a step's rows."""
+        own_rows = [self._data.row(numbers) for numbers in rows[hosts.share_of(len(rows))]]
+        conversations = itertools.chain.from_iterable(own_rows)
+        clips = itertools.chain.from_iterable(chat.clips for chat in conversations)
+        self._features.start([frame for clip in clips for frame in clip.frames])
+        return own_rows
+
+    def _finish(self, own_rows: list[tuple[Conversation, ...]]) -> _Prepared:
+        """Render this process's rows, and put them on the mesh."""
+        rendered, missing = render_rows(own_rows, self._protocol, self._features)
+        own = build_packed(rendered, self._features, share_of_rows(self._shape))
+        return _Prepared(place(own, self._mesh), int(own.sampled.sum()), missing)
 
     def get_state(self) -> dict[str, Any]:
         """The position in the data, for a checkpoint."""
-        return self._rows.get_state()
+        return self._pipeline.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a position that `get_state` returned."""
-        self._rows.set_state(state)
+        self._pipeline.set_state(state)

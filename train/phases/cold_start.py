@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from paravt_jax.data.frame_reader import FrameReader
 from rollout.agent.episode import Environment
-from train.learn.sft import SFTBatches, SFTSettings
+from train.learn.sft import SFTBatches, SFTSettings, sft_step
 from train.learn.speed import conversation_lengths, speeds
 from train.phases.context import Context, as_saved, resume
 from train.phases.model import Parts
@@ -88,10 +88,8 @@ def _train(
             batches.set_state(cursor)
         for step in phase.left:
             start = time.perf_counter()
-            batch, arrays, counts = next(batches)
-            state, metrics = update(state, batch)
-            # float() waits for the update, so the measured time includes it.
-            metrics = {name: float(value) for name, value in metrics.items()} | counts
+            # The measured time includes the update: its metrics are numbers here.
+            state, arrays, metrics = sft_step(update, state, batches, phase.steps - step)
             seconds = time.perf_counter() - start
             metrics["time/step"] = seconds
             lengths = [group for rows in arrays for group in conversation_lengths(rows)]

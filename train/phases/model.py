@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.features import tower_mesh
 from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.hf import load
 from models.qwen3_vl.hf_config import to_hf
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.sizes import qwen3_vl, tiny
-from models.qwen3_vl.vision import frozen
 from models.sharding import param_shardings
 from paravt_jax.method.tokenizer import Vocabulary
 from train.data import Data
@@ -75,10 +76,11 @@ def take_apart(model: Qwen3VL, mesh: Mesh) -> tuple[Parts, Any]:
     """Split `model` into frozen parts and trained weights, which are sharded over `mesh`."""
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, mesh))
-    # Checkpoints store the tower as it was loaded, so keep it on the host. The devices get a copy
-    # in the type of the activations.
+    # Checkpoints store the tower as it was loaded, so keep it on the host. Each device of this
+    # process gets a copy in the type of the activations: they share the frames.
     tower = on_host(nnx.state(model.vision))
-    on_devices = jax.tree.map(jnp.asarray, frozen(tower, model.vision.dtype))
+    everywhere = NamedSharding(tower_mesh(mesh.local_devices), PartitionSpec())
+    on_devices = jax.device_put(frozen(tower, model.vision.dtype), everywhere)
     nnx.update(model.vision, on_devices)
     drop_weights(model)
     return Parts(model, graph, tower), weights

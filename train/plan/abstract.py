@@ -126,7 +126,8 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
     shape, parts = fitted_rows(settings.shape, settings.microbatches, mesh)
-    batch = _placed(SFTBatch(_packed(shape, config), _shape((), jnp.float32)), mesh)
+    dtype = jnp.dtype(run.model.dtype)
+    batch = _placed(SFTBatch(_packed(shape, config, dtype), _shape((), jnp.float32)), mesh)
     program = make_sft_update(graph, optimizer, config.image_token_id, settings, parts, state)
     return Abstract(program, (state, batch))
 
@@ -177,10 +178,10 @@ def _placed(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(_place, batch, shardings(batch, mesh))
 
 
-def _visual(rows: int, tokens: int, config: Qwen3VLConfig) -> Any:
+def _visual(rows: int, tokens: int, config: Qwen3VLConfig, dtype: Any) -> Any:
     """Features of visual tokens: the tower's output, and one vector per DeepStack level."""
     levels = 1 + config.vision.levels
-    return _shape((rows, tokens, levels, config.text.hidden_size), jnp.float32)
+    return _shape((rows, tokens, levels, config.text.hidden_size), dtype)
 
 
 def _vectors(slots: int, config: Qwen3VLConfig, dtype: Any) -> Any:
@@ -202,14 +203,14 @@ def _microbatch(size: MicrobatchShape, shape: StepShape) -> Microbatch:
     )
 
 
-def _packed(shape: PackedShape, config: Qwen3VLConfig) -> PackedRows:
+def _packed(shape: PackedShape, config: Qwen3VLConfig, dtype: Any) -> PackedRows:
     rows = (shape.rows, shape.tokens)
     return PackedRows(
         ids=_shape(rows, jnp.int32),
         positions=_shape((3, *rows), jnp.int32),
         segments=_shape(rows, jnp.int32),
         sampled=_shape(rows, jnp.bool_),
-        visual=_visual(shape.rows, shape.visual, config),
+        visual=_visual(shape.rows, shape.visual, config, dtype),
     )
 
 

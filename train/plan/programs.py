@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.features import frames_per_call, tower_mesh, tower_program
 from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
-from models.qwen3_vl.vision import frame_layout, frozen
+from models.qwen3_vl.vision import frame_layout
 from models.sharding import make_mesh, param_shardings
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
@@ -81,8 +83,9 @@ class Plan:
         sampler_size = sampler_devices(self.weights, len(host))
         self.host = make_mesh(tensor=sampler_size, devices=host)
         self.hosts = host_mesh(self.mesh, sampler_size)
-        # One device, for the vision tower.
         self.one = make_mesh(devices=host)
+        # The devices that share a batch of frames.
+        self.tower_mesh = tower_mesh(host)
         state, batch = self._training_arguments()[-1]
         _, tower_weights = self._tower()
         self.residents = {
@@ -127,7 +130,7 @@ class Plan:
         pieces: Any = ()
         reference: Any = ()
         if self.run.plays_episodes:
-            pieces = self._prefill(self.run.engine_sizes.prefill_lengths[-1]).arguments[2]
+            pieces = self._prefill(self.run.engine_sizes.prefill_lengths[-1]).arguments[2:]
         if self.run.rl is not None:
             reference = abstract_reference(self.run, self.mesh, self.config).arguments[0]
         trees = {"batch": batch, "pieces": pieces, "reference": reference}
@@ -258,14 +261,14 @@ class Plan:
         rows = self.run.engine_sizes.prefill_rows(length, before)
         page = self.run.engine_sizes.page
         pages = before // page + pages_of(length, page)
-        levels = 1 + self.config.vision.levels
         ids = shape(jnp.int32, rows, length)
         counts = shape(jnp.int32, rows)
+        programs = self._engine()
+        bank = self._bank(programs, length)
         pieces = Pieces(
             ids=ids,
             positions=shape(jnp.int32, 3, rows, length),
-            visual=shape(jnp.float32, rows, length, levels, self.config.text.hidden_size),
-            index=ids,
+            index=None if bank is None else ids,
             lengths=counts,
             before=counts,
             tables=shape(jnp.int32, rows, pages),
@@ -274,13 +277,22 @@ class Plan:
         cached_bytes = rows * before * self._token_bytes()
         return PlannedProgram(
             prefill_name(length, before),
-            self._engine().prefill.__wrapped__,
-            (weights, self.residents["KV pool"], pieces),
+            programs.prefill.__wrapped__,
+            (weights, self.residents["KV pool"], bank, pieces),
             self.host,
-            device_bytes(weights) + device_bytes(pieces) + cached_bytes,
+            device_bytes((weights, bank, pieces)) + cached_bytes,
             given=("engine's weights", "KV pool"),
             pairs=pairs_of_rows(length) if before else causal,
         )
+
+    def _bank(self, programs: Programs, length: int) -> jax.ShapeDtypeStruct | None:
+        """Visual vectors of a call of prefill; None for a program that takes text only."""
+        engine = self.run.engine_sizes
+        if engine.only_text(length):
+            return None
+        whole = NamedSharding(self.host, PartitionSpec())
+        bank_shape = programs.bank_shape(engine.bank_tokens)
+        return jax.ShapeDtypeStruct(bank_shape, programs.dtype, sharding=whole)
 
     def _sync(self) -> PlannedProgram:
         sync = make_sync(self.weights, self.hosts, self.model.text.dtype)
@@ -295,12 +307,12 @@ class Plan:
 
     # --- vision ---
 
-    def _tower(self) -> tuple[Any, Any]:
-        """(graph, weights) of the vision tower on one device, where `models.features` runs it."""
+    def _tower(self) -> tuple[nnx.GraphDef, Any]:
+        """The vision tower, with all its weights on each device."""
         graph, weights = nnx.split(self.model.vision)
         weights = frozen(weights, self.model.vision.dtype)
-        one = NamedSharding(self.one, PartitionSpec())
-        return graph, laid_out(weights, jax.tree.map(lambda _: one, weights))
+        whole = NamedSharding(self.tower_mesh, PartitionSpec())
+        return graph, laid_out(weights, jax.tree.map(lambda _: whole, weights))
 
     def grid(self) -> tuple[int, int]:
         """Height and width of the largest square frame, in patches."""
@@ -316,18 +328,20 @@ class Plan:
     def _vision(self) -> PlannedProgram:
         graph, weights = self._tower()
         grid = self.grid()
-        encode = jax.jit(
-            lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout)
-        )
         vision = self.config.vision
-        frames = self.run.frames.batch_of(grid[0] * grid[1] // vision.spatial_merge_size**2)
-        patches = shape(jnp.float32, frames, grid[0] * grid[1], vision.patch_dim)
+        tokens = grid[0] * grid[1] // vision.spatial_merge_size**2
+        frames = frames_per_call(self.run.frames, tokens, self.tower_mesh.size)
+        patches = jax.ShapeDtypeStruct(
+            (frames, grid[0] * grid[1], vision.patch_dim),
+            jnp.float32,
+            sharding=NamedSharding(self.tower_mesh, PartitionSpec("data")),
+        )
         layout = frame_layout(grid, self.config.vision)
         return PlannedProgram(
             "vision",
-            encode,
+            tower_program(graph, self.tower_mesh),
             (weights, patches, layout),
-            self.one,
+            self.tower_mesh,
             device_bytes((weights, patches)),
             ("vision tower",),
             pairs=every,

@@ -148,7 +148,9 @@ class _Host:
             admitted.append(sequence)
         todo = [sequence for sequence in admitted if sequence.missing]
         while todo:
-            length = self.sizes.piece(max(sequence.missing for sequence in todo))
+            # Prompts have frames; what is computed behind them is text.
+            visual = any(not sequence.context for sequence in todo)
+            length = self.sizes.piece(max(sequence.missing for sequence in todo), visual)
             before = self.sizes.width(max(sequence.context for sequence in todo))
             rows = self.sizes.prefill_rows(length, before)
             self.played.add("prefill", self.costs.prefill(rows, length, before))

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from models.attention.paged import BLOCK
+from models.features import frames_per_call
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.flops import flops_per_token
 from train.learn.packing import pack
@@ -259,8 +260,9 @@ def engine_costs(
         )
 
     def frames(count: int) -> Cost:
-        batch = run.frames.batch_of(run.frame_tokens)
-        return rates.cost_of(measured["vision"], speeds).times(math.ceil(count / batch))
+        vision = measured["vision"]
+        batch = frames_per_call(run.frames, run.frame_tokens, vision.devices)
+        return rates.cost_of(vision, speeds).times(math.ceil(count / batch))
 
     return EngineCosts(token, prefilled, frames)
 

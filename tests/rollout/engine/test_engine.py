@@ -33,7 +33,7 @@ from models.qwen3_vl.model import abstract_model
 from paravt_jax.data import video
 from paravt_jax.method.records import digest
 from rollout.engine.engine import Engine
-from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
+from rollout.engine.programs import CHUNK, MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sampling import Choices
 from rollout.engine.settings import EngineSizes
@@ -685,7 +685,6 @@ def assert_in_place(program, donated, *arguments, **static) -> None:
 
 
 def test_the_programs_write_the_cache_in_place(small_model, weights):
-    config = small_model.config
     dense, paged = (Programs(small_model, 8, paged) for paged in (False, True))
     pool = dense.make_pool(120)
     prefixes = dense.make_prefixes(2, 96)
@@ -709,11 +708,10 @@ def test_the_programs_write_the_cache_in_place(small_model, weights):
             top_p=zeros(8, dtype=np.float32),
         ),
     )
-    vectors = (1 + config.vision.levels, config.text.hidden_size)
+    bank = dense.make_bank(3 * CHUNK)
     pieces = Pieces(
         ids=zeros(2, 16),
         positions=zeros(3, 2, 16),
-        visual=zeros(2, 16, *vectors, dtype=np.float32),
         index=zeros(2, 16),
         lengths=zeros(2),
         before=zeros(2),
@@ -723,7 +721,9 @@ def test_the_programs_write_the_cache_in_place(small_model, weights):
     assert_in_place(dense.decode, pool, weights, pool, prefixes, rows, **sizes)
     assert_in_place(dense.decode, pool, weights, pool, None, rows, **sizes)
     assert_in_place(paged.decode, pool, weights, pool, None, rows, **sizes)
-    assert_in_place(dense.prefill, pool, weights, pool, pieces)
+    assert_in_place(dense.prefill, pool, weights, pool, bank, pieces)
+    assert_in_place(dense.prefill, pool, weights, pool, None, pieces._replace(index=None))
+    assert_in_place(dense.fill, bank, bank, np.asarray(bank[:CHUNK]), np.int32(0))
     assert_in_place(dense.copy, pool, pool, zeros(8), zeros(8))
     assert_in_place(dense.gather, prefixes, pool, prefixes, zeros(12), np.int32(0))
 
@@ -734,7 +734,6 @@ def test_a_prefill_reads_one_layer_of_cached_tokens_at_a_time(small_model):
     text_config = dataclasses.replace(config.text, num_hidden_layers=24)
     model = abstract_model(dataclasses.replace(config, text=text_config))
     rows, page, before, length = 8, 8, 1024, 16
-    vectors = (1 + config.vision.levels, text_config.hidden_size)
     heads = 2 * text_config.num_key_value_heads
 
     def abstract(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
@@ -743,7 +742,6 @@ def test_a_prefill_reads_one_layer_of_cached_tokens_at_a_time(small_model):
     pieces = Pieces(
         ids=abstract(rows, length),
         positions=abstract(3, rows, length),
-        visual=abstract(rows, length, *vectors, dtype=np.float32),
         index=abstract(rows, length),
         lengths=abstract(rows),
         before=abstract(rows),
@@ -751,7 +749,8 @@ def test_a_prefill_reads_one_layer_of_cached_tokens_at_a_time(small_model):
     )
     pool = abstract(24, 130, page, heads, text_config.head_dim, dtype=np.float32)
     programs = Programs(model, page, False)
-    compiled = programs.prefill.lower(nnx.state(model.text), pool, pieces).compile()
+    bank = abstract(*programs.bank_shape(rows * length), dtype=np.float32)
+    compiled = programs.prefill.lower(nnx.state(model.text), pool, bank, pieces).compile()
     layer = rows * before * heads * text_config.head_dim * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 12 * layer
 

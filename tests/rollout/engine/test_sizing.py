@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.settings import EngineSettings, EngineSizes, Lengths
-from rollout.engine.sizing import MOST_PREFILL, engine_sizes
+from rollout.engine.settings import EngineSizes, Lengths
+from rollout.engine.sizing import MOST_PREFILL, EngineSettings, engine_sizes
 
 tokens = st.integers(1, 40_000)
 tunings = st.builds(
