@@ -459,7 +459,6 @@ class _Estimate:
         prefilled = self.run.engine_sizes.prefill_tokens
         numbers = 3 * text.intermediate_size + 6 * text.hidden_size
         temporary = prefilled * numbers * self.sizes.itemsize
-        temporary += self._vectors(self.run.engine_sizes.bank_tokens)
         return self._resident() + self._engine_weights() + temporary
 
 

@@ -144,8 +144,9 @@ def test_flops_of_a_packed_row_are_those_of_its_conversations(small_model, featu
         for n in (*lengths, len(rendered[1][0].trajectory.ids))
         for seen in range(1, n + 1)
     )
-    assert speed.update_flops([packed], small_model.config) == pytest.approx(3 * alone)
-    assert speed.real_tokens([packed]) == sum(lengths) + len(rendered[1][0].trajectory.ids)
+    found = speed.conversation_lengths(packed)
+    assert speed.update_flops(found, small_model.config) == pytest.approx(3 * alone)
+    assert speed.real_tokens(found) == sum(lengths) + len(rendered[1][0].trajectory.ids)
 
 
 @pytest.mark.parametrize(
