@@ -29,9 +29,10 @@ from models.qwen3_vl.sizes import qwen3_vl
 from rollout.engine.pages import page_count
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import fit_rows, parts_of_rows
-from train.learn.packing import MicrobatchShape
+from train.learn.packing import TILE, MicrobatchShape, PackedMicrobatch, StepShape, pack
 from train.learn.placement import row_pieces
 from train.learn.weight_sync import sampler_devices
+from train.learn.work import done
 from train.settings import Run, change
 from train.slices import Devices, known_slices
 
@@ -258,8 +259,6 @@ class _Estimate:
 
     # Sequences decoded side by side. More would hardly be faster.
     MOST_SLOTS = 64
-    # A row of so many trajectories at their longest is large enough to hide gathering the weights.
-    LARGE_ROW = 4
 
     def __init__(
         self, run: Run, devices: Devices, mesh: tuple[int, int, int], sizes: _Sizes
@@ -289,25 +288,37 @@ class _Estimate:
         return self._first("the cold start", sft.remat, numbers, self._cold_start)
 
     def choose_rl(self) -> tuple[Remat, int, float]:
-        """The first policy, and the largest micro-batch, with which an RL update fits.
+        """The policy and the size of micro-batches with which an RL step does least work.
 
-        Every micro-batch gathers the weights, so small ones are the last choice: a policy that
-        computes more again costs less.
+        Counted for rollouts of the greatest length, among what fits. Smaller micro-batches may
+        keep more for the backward pass, but more of them is padding. Offloading is only tried if
+        nothing else fits.
 
         Returns:
             The policy, the bound on the tokens of a micro-batch, and the bytes that it needs.
         """
         rl = self.run.rl
         assert rl is not None
-        if rl.microbatch_tokens:
-            return self._first("PARA-GRPO", rl.remat, [rl.microbatch_tokens], self._rl)
-        bounds = self._microbatch_tokens()
-        least = self.LARGE_ROW * self.run.rl_shape.trajectory
-        large = [bound for bound in bounds if self._largest(bound).tokens >= least]
-        try:
-            return self._first("PARA-GRPO", rl.remat, large, self._rl)
-        except _TooLarge:
-            return self._first("PARA-GRPO", rl.remat, bounds, self._rl)
+        bounds = [rl.microbatch_tokens] if rl.microbatch_tokens else self._microbatch_tokens()
+        policies: tuple[Remat, ...] = POLICIES if rl.remat == "auto" else (rl.remat,)
+        choices: list[tuple[Remat, int]] = [
+            (policy, bound)
+            for policy, bound in itertools.product(policies, bounds)
+            if self._rl(policy, bound) <= self.usable
+        ]
+        if not choices:
+            raise _TooLarge("PARA-GRPO", self._rl(policies[-1], bounds[-1]))
+        on_device = [choice for choice in choices if choice[0] != "offload"]
+        # `min` takes the first of equals: the largest micro-batch.
+        policy, bound = min(on_device or choices, key=lambda choice: self._work(*choice))
+        return policy, bound, self._rl(policy, bound)
+
+    def _work(self, policy: Remat, bound: int) -> float:
+        """FLOPs of update and reference for rollouts of the greatest length."""
+        shape = self.run.rl_shape
+        sizes = shape.microbatches(bound, self.row_devices, self._pieces())
+        groups = shape.at_limits
+        return done(_pack(shape, sizes), groups, self.sizes.config, policy, self.row_devices)
 
     def _first(
         self,
@@ -371,7 +382,9 @@ class _Estimate:
         longest = shape.longest
         group = longest.prompt + shape.rollouts * longest.response
         rows = self.row_devices // self._pieces()
-        bounds = [groups * group for groups in range(shape.groups, 0, -1)]
+        # Rows are multiples of this: rounded down, whole groups would have no room.
+        unit = rows * self._pieces() * TILE
+        bounds = [-(-groups * group // unit) * unit for groups in range(shape.groups, 0, -1)]
         while bounds[-1] > rows * shape.trajectory:
             bounds.append(bounds[-1] // 2)
         # Of bounds that lead to the same sizes, the smallest is enough.
@@ -460,6 +473,12 @@ class _Estimate:
         numbers = 3 * text.intermediate_size + 6 * text.hidden_size
         temporary = prefilled * numbers * self.sizes.itemsize
         return self._resident() + self._engine_weights() + temporary
+
+
+@functools.cache
+def _pack(shape: StepShape, sizes: tuple[MicrobatchShape, ...]) -> tuple[PackedMicrobatch, ...]:
+    """The micro-batches of a step whose rollouts have the greatest length."""
+    return pack(shape.at_limits, sizes)
 
 
 def _kept(text: TextConfig, policy: Remat) -> int:

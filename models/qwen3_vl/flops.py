@@ -20,6 +20,21 @@ def flops_per_token(config: Qwen3VLConfig, context: float) -> float:
     return 2.0 * (c.num_hidden_layers * (layer + attention) + c.vocab_size * c.hidden_size)
 
 
+def forward_flops(config: Qwen3VLConfig, tokens: float, with_logits: float, pairs: float) -> float:
+    """Forward FLOPs of the decoder for a batch.
+
+    Args:
+        config: sizes of the model.
+        tokens: tokens that go through the layers.
+        with_logits: tokens that go through the head.
+        pairs: pairs of a token and one that it attends to, itself included.
+    """
+    head = 2.0 * config.text.vocab_size * config.text.hidden_size
+    layers = flops_per_token(config, 0.0) - head
+    pair = flops_per_token(config, 1.0) - flops_per_token(config, 0.0)
+    return tokens * layers + with_logits * head + pairs * pair
+
+
 def vision_flops(config: VisionConfig, patches: int) -> float:
     """Forward FLOPs of the vision tower for one frame of `patches` patches."""
     c = config

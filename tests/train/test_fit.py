@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -12,7 +13,12 @@ import pytest
 from configs import RECIPES
 from models import device_memory
 from models.device_memory import host_memory
+from models.qwen3_vl.remat import Remat
+from models.qwen3_vl.sizes import qwen3_vl
 from train.fit import GIB, OPEN_FIELDS, choose_mesh, fit
+from train.learn.packing import pack
+from train.learn.work import done
+from train.plan.programs import microbatch_sizes
 from train.rehearsal import cut
 from train.settings import Run, change
 from train.slices import Devices, Topology, found_devices, known_slices
@@ -94,6 +100,28 @@ def test_more_memory_means_less_recomputation_and_larger_micro_batches():
     assert policies == sorted(policies)
     tokens = [run.rl.microbatch_tokens for run in runs if run.rl]
     assert tokens == sorted(tokens, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["v5e:4x4", "v6e:4x4", "v5e:8x8"])
+def test_no_other_choice_that_fits_does_less_work(name):
+    run = fitted_to(name)
+    assert run.rl is not None
+    groups = run.rl_shape.at_limits
+
+    def work(remat: Remat, tokens: int) -> float:
+        by_hand = {"rl.remat": remat, "rl.microbatch_tokens": tokens}
+        packed = pack(groups, microbatch_sizes(change(run, run.name, by_hand)))
+        return done(packed, groups, qwen3_vl("8b"), remat, run.mesh.fsdp)
+
+    least = work(run.rl.remat, run.rl.microbatch_tokens)
+    policies: tuple[Remat, ...] = ("dots", "attention", "full")
+    for remat, tokens in itertools.product(policies, (14_336, 71_680, 106_496, 147_456)):
+        by_hand = {"rl.remat": remat, "rl.microbatch_tokens": tokens}
+        try:
+            fitted_to(name, change(RUN, RUN.name, by_hand))
+        except ValueError:
+            continue
+        assert work(remat, tokens) >= 0.999 * least, (remat, tokens)
 
 
 def test_a_micro_batch_never_has_less_room_than_a_trajectory_nor_more_than_a_step():

@@ -18,9 +18,9 @@ from jax.experimental import multihost_utils
 from jax.experimental.pallas import tpu as pltpu
 
 from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.flops import flops_per_token
 from train.learn.packed_batch import PackedRows
 from train.learn.packing import GroupLengths
+from train.learn.work import real_tokens, update_flops
 
 # Dense bfloat16 FLOP/s from NVIDIA's data sheets. JAX knows the peaks of TPUs.
 _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -59,32 +59,6 @@ def _measured_flops() -> float:
         spans.append(time.perf_counter() - start)
     # On a CPU all devices share the processor.
     return 2 * _SIZE**3 / min(spans) / jax.local_device_count()
-
-
-def real_tokens(lengths: Sequence[GroupLengths]) -> int:
-    """Tokens without padding; those of a shared prompt count once per group."""
-    return sum(group.prompt + sum(group.suffixes) for group in lengths)
-
-
-def update_flops(lengths: Sequence[GroupLengths], config: Qwen3VLConfig) -> float:
-    """FLOPs that the forward and the backward pass need.
-
-    Each token attends to the tokens before it. A shared prompt is computed once per group.
-    """
-    # FLOPs per token are linear in the number of tokens attended to: base + slope * n.
-    base = flops_per_token(config, 0.0)
-    slope = flops_per_token(config, 1.0) - base
-    # Prompts need no logits.
-    head = 2.0 * config.text.vocab_size * config.text.hidden_size
-    total = 0.0
-    for prompt, suffixes in lengths:
-        rows = np.asarray(suffixes, np.float64)
-        # The tokens of a sequence of n attend to 1 + 2 + ... + n = n * (n + 1) / 2 tokens. A
-        # rollout's tokens attend to its whole prompt as well.
-        total += prompt * (base - head) + slope * prompt * (prompt + 1) / 2
-        total += (rows * base + slope * rows * (prompt + (rows + 1) / 2)).sum()
-    # The backward pass costs twice the forward pass.
-    return 3 * float(total)
 
 
 def conversation_lengths(batch: PackedRows) -> list[GroupLengths]:

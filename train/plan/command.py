@@ -27,14 +27,15 @@ from paravt_jax.command_name import command_name
 from paravt_jax.data.local_path import require_local
 from train.cli import EXIT_USAGE, parse
 from train.fit import Fitted, fit
-from train.learn.speed import update_flops
+from train.learn.packing import pack
+from train.learn.work import done, worth
 from train.plan import step
 from train.plan.cache import cached
 from train.plan.compile import SIZES, Case, Measured, compile_case, libtpu_version, on_host
-from train.plan.programs import planned_config, program_names
+from train.plan.programs import microbatch_sizes, planned_config, program_names
 from train.plan.rates import EXPECTED_HBM, EXPECTED_HFU
 from train.plan.table import report, scale
-from train.plan.workload import Workload, at_limits, read
+from train.plan.workload import Workload, at_limits, lengths_of, read
 from train.settings import Run
 from train.slices import INSTALL, SCALE, SOURCE, Topology
 
@@ -97,9 +98,9 @@ def plan(
         "expected_seconds": sum(phase.expected for phase in summed),
         "expected_rates": {"HFU": EXPECTED_HFU, "HBM": EXPECTED_HBM},
         "tokens": workload.tokens if workload else step.tokens_of(run),
-        "work": _work(run, measured),
+        "work": _work(run, measured, workload),
         "source": SOURCE,
-        "advice": _advice(run, topology, mesh, measured, together, residents),
+        "advice": _advice(run, topology, measured, together, residents),
     }
 
 
@@ -116,7 +117,6 @@ def _all_arrays(
 def _advice(
     run: Run,
     topology: Topology,
-    mesh: MeshSizes,
     measured: dict[str, Measured],
     together: list[step.Together],
     residents: dict[str, float],
@@ -130,26 +130,40 @@ def _advice(
         advice += step.held(held, measured[held.program], hbm)
     if too_large:
         programs = {held.program for held in too_large}
-        advice += step.remedies(programs, run, pool, topology, devices=mesh[0] * mesh[1])
+        advice += step.remedies(programs, run, pool, topology)
     # If no rollout program was measured, assume that nothing is free.
     used = max((held.total for held in together if on_host(held.program)), default=hbm)
     page = pool / (run.engine_sizes.pages + 1)
     return advice + step.pages_advice(run, topology, hbm - used, page)
 
 
-def _work(run: Run, measured: dict[str, Measured]) -> dict[str, float]:
-    """FLOPs of an update at the limits: by formula, and by its programs."""
-    update = measured.get("RL update")
-    if run.rl is None or update is None or not update.flops:
+def _work(run: Run, measured: dict[str, Measured], workload: Workload | None) -> dict[str, float]:
+    """FLOPs of update and reference in a step, as means over the steps of a workload.
+
+    Returns:
+        "worth" without and "worth, remat" with rematerialisation, "done" by the packed layout with
+        the policy of the run (`train.learn.work`), and "compiled": of the programs, if all of them
+        were compiled.
+    """
+    if run.rl is None or workload is None:
         return {}
-    model = update_flops(run.rl_shape.at_limits, planned_config(run))
-    return {
-        "model": model,
-        # Forward once and backward (twice the forward) make 3 parts; full remat repeats the
-        # forward pass, which makes 4.
-        "full remat": model * 4 / 3,
-        "done": step.learner_calls(run)["RL update"] * update.flops,
+    config = planned_config(run)
+    sizes = microbatch_sizes(run)
+    devices = math.prod(mesh_of(run))
+    steps = [lengths_of(one) for one in workload.steps]
+    found = {
+        "worth": [worth(groups, config, "none") for groups in steps],
+        "worth, remat": [worth(groups, config, "full") for groups in steps],
+        "done": [
+            done(pack(groups, sizes), groups, config, run.rl.remat, devices) for groups in steps
+        ],
     }
+    work = {name: sum(flops) / len(steps) for name, flops in found.items()}
+    calls = step.learner_calls(run, workload)
+    passes = [name for name in calls if name.startswith(("reference", "RL update"))]
+    if all(name in measured and measured[name].flops for name in passes):
+        work["compiled"] = sum(calls[name] * measured[name].flops for name in passes)
+    return work
 
 
 def measure_all(
@@ -165,7 +179,7 @@ def measure_all(
     Args:
         runs: the recipe, with the sizes chosen for each slice.
         topologies: the slices.
-        only: names of the programs to compile; all if empty.
+        only: names of the programs to compile, or of families of them; all if empty.
         timeout: seconds per program.
         jobs: number of programs compiled at a time.
         compiled: compiles a case within a number of seconds.
@@ -173,9 +187,9 @@ def measure_all(
     Returns:
         One dict per slice, by program name, `SIZES` included.
     """
-    names = [SIZES, *(only or program_names(runs[0]))]
+    # Slices differ in the sizes of micro-batches, and so in names.
     cases = [
-        [Case(run, topology, mesh_of(run), name) for name in names]
+        [Case(run, topology, mesh_of(run), name) for name in (SIZES, *chosen(run, only))]
         for run, topology in zip(runs, topologies, strict=True)
     ]
     pool = ThreadPoolExecutor(jobs)
@@ -284,18 +298,26 @@ def _topologies(names: str) -> list[Topology]:
     return [Topology(slice_name) for slice_name in (SCALE if names == "all" else names.split(","))]
 
 
-def _only(names: str, run: Run) -> list[str]:
-    """The chosen programs. The first word of a name stands for all programs that begin with it."""
-    only = {name.strip() for name in names.split(",") if name.strip()}
-    known = program_names(run)
-    families = {name.split()[0] for name in known}
-    unknown = only - {*known, *families}
-    if unknown:
-        raise ValueError(
-            f"--only: {', '.join(sorted(unknown))}: unknown; {run.name} has the programs "
-            f"{', '.join(known)}"
-        )
-    return [name for name in known if not only.isdisjoint({name, name.split()[0]})]
+def _only(names: str, runs: Sequence[Run]) -> list[str]:
+    """The names given to --only."""
+    only = [name.strip() for name in names.split(",") if name.strip()]
+    for run in runs:
+        unknown = [name for name in only if not chosen(run, [name])]
+        if unknown:
+            raise ValueError(
+                f"--only: {', '.join(unknown)}: unknown; {run.name} has the programs "
+                f"{', '.join(program_names(run))}"
+            )
+    return only
+
+
+def chosen(run: Run, only: Sequence[str]) -> list[str]:
+    """The programs of a run that are named, or whose names begin with a given word; all if none."""
+    return [
+        name
+        for name in program_names(run)
+        if not only or any(name == given or name.startswith(f"{given} ") for given in only)
+    ]
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
@@ -336,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
         run = run.beginning()
         topologies = _topologies(arguments.topology)
         fitted = [_fit(run, topology) for topology in topologies]
-        only = _only(arguments.only, fitted[0].run)
+        only = _only(arguments.only, [one.run for one in fitted])
         workload = read(arguments.lengths, run) if arguments.lengths else None
         _check_arguments(arguments)
     except ValueError as error:

@@ -27,6 +27,8 @@ from models.sharding import make_mesh, param_shardings
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
 from train.fit import total_bytes
+from train.learn.packing import MicrobatchShape
+from train.learn.placement import row_pieces
 from train.learn.weight_sync import host_mesh, make_sync, sampler_devices
 from train.phases.model import model_config
 from train.plan.abstract import (
@@ -103,8 +105,6 @@ class Plan:
         builders: dict[str, Callable[[], PlannedProgram]] = {
             "vision": self._vision,
             "SFT update": self._sft,
-            "reference": self._reference,
-            "RL update": self._update,
             "RL optimizer": self._optimizer,
             "weight sync": self._sync,
         }
@@ -112,6 +112,10 @@ class Plan:
         lengths = [int(word) for word in words if word.isdigit()]
         if family == "prefill":
             return self._prefill(*lengths)
+        if family == "reference":
+            return self._reference(*lengths)
+        if name.startswith("RL update"):
+            return self._update(*lengths)
         if family == "decode":
             return self._decode(*lengths)
         return builders[name]()
@@ -159,17 +163,24 @@ class Plan:
         pairs = pairs_of_rows(self.run.sft.row_tokens)
         return self._training("SFT update", update, pairs, ("weights", "moments", "batch"))
 
-    def _update(self) -> PlannedProgram:
-        update = abstract_rl_gradients(self.run, self.mesh, self.config)
-        return self._training("RL update", update, causal, ("weights", "batch"))
+    def _update(self, tokens: int) -> PlannedProgram:
+        """Gradients of a micro-batch whose rows have this many tokens."""
+        size = self._size(tokens)
+        update = abstract_rl_gradients(self.run, self.mesh, self.config, size)
+        return self._training(f"RL update {tokens}", update, causal, ("weights", "batch"))
 
     def _optimizer(self) -> PlannedProgram:
         step = abstract_rl_optimizer(self.run, self.mesh, self.config)
         return self._training("RL optimizer", step, causal, ("weights", "moments"))
 
-    def _reference(self) -> PlannedProgram:
-        reference = abstract_reference(self.run, self.mesh, self.config)
-        return self._training("reference", reference, causal, ("batch",))
+    def _reference(self, tokens: int) -> PlannedProgram:
+        size = self._size(tokens)
+        reference = abstract_reference(self.run, self.mesh, self.config, size)
+        return self._training(f"reference {tokens}", reference, causal, ("batch",))
+
+    def _size(self, tokens: int) -> int:
+        """The number of the micro-batch's size whose rows have this many tokens."""
+        return [size.tokens for size in microbatch_sizes(self.run)].index(tokens)
 
     def _training(
         self, name: str, abstract: Abstract, pairs: Pairs, given: tuple[str, ...]
@@ -363,10 +374,21 @@ def program_names(run: Run) -> tuple[str, ...]:
     if run.sft is not None:
         names.append("SFT update")
     if run.rl is not None:
-        names += ["reference", "RL update", "RL optimizer"]
+        sizes = microbatch_sizes(run)
+        names += [f"reference {size.tokens}" for size in sizes]
+        names += [f"RL update {size.tokens}" for size in sizes]
+        names.append("RL optimizer")
     if run.plays_episodes:
         names.append("weight sync")
     return tuple(names)
+
+
+def microbatch_sizes(run: Run) -> tuple[MicrobatchShape, ...]:
+    """Sizes of a run's micro-batches of RL, the largest first, as `train.learn.rl.Learner` has."""
+    assert run.rl is not None
+    devices = run.mesh.data * run.mesh.fsdp
+    pieces = row_pieces(planned_config(run).text, devices, run.mesh.tensor)
+    return run.rl_shape.microbatches(run.rl.microbatch_tokens, devices, pieces)
 
 
 def prefill_name(length: int, before: int) -> str:

@@ -7,6 +7,7 @@ interconnect at their peak rates. Its expected time has the rates of `train.plan
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -16,14 +17,13 @@ from models.features import frames_per_call
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.flops import flops_per_token
 from train.learn.packing import pack
-from train.learn.placement import row_pieces
 from train.plan import rates
 from train.plan.compile import ROLLOUTS, Measured, on_host
-from train.plan.programs import planned_config
+from train.plan.programs import microbatch_sizes, planned_config
 from train.plan.rates import Cost, Rates
 from train.plan.rollouts import EngineCosts, Played, play, shares
-from train.plan.workload import Workload
-from train.settings import Run
+from train.plan.workload import Workload, lengths_of
+from train.settings import Run, change
 from train.slices import Topology
 
 GIB = 2.0**30
@@ -144,21 +144,28 @@ def phases_of(
     families = {name.split()[0] for name in measured}
     if workload is not None and families >= {*ROLLOUTS}:
         found += rollout_phases(run, topology, measured, sizes, workload)
-    for name, calls in learner_calls(run).items():
+    for name, calls in learner_calls(run, workload).items():
         if name in measured:
             found.append(phase_of(measured[name], calls, topology))
     return found
 
 
-def learner_calls(run: Run) -> dict[str, int]:
-    """Calls of each program of training in a step whose rollouts are as long as they may be."""
-    if run.rl is None:
-        return {"SFT update": 1}
-    devices = run.mesh.data * run.mesh.fsdp
-    pieces = row_pieces(planned_config(run).text, devices, run.mesh.tensor)
-    sizes = run.rl_shape.microbatches(run.rl.microbatch_tokens, devices, pieces)
-    parts = len(pack(run.rl_shape.at_limits, sizes))
-    return {"reference": parts, "RL update": parts, "RL optimizer": 1, "weight sync": 1}
+def learner_calls(run: Run, workload: Workload | None) -> dict[str, float]:
+    """Calls of each program of training in a step: means over the steps of a workload.
+
+    Micro-batches are chosen as a run chooses them (`train.learn.packing.pack`).
+    """
+    if workload is None:
+        return {"SFT update": 1.0}
+    sizes = microbatch_sizes(run)
+    packed = [pack(lengths_of(step), sizes) for step in workload.steps]
+    used = collections.Counter(part.shape.tokens for parts in packed for part in parts)
+    calls = {tokens: used[tokens] / len(packed) for tokens in sorted(used, reverse=True)}
+    return (
+        {f"reference {tokens}": count for tokens, count in calls.items()}
+        | {f"RL update {tokens}": count for tokens, count in calls.items()}
+        | {"RL optimizer": 1.0, "weight sync": 1.0}
+    )
 
 
 def phase_of(measured: Measured, calls: float, topology: Topology) -> Phase:
@@ -323,15 +330,12 @@ def held(together: Together, measured: Measured, available: float) -> list[str]:
     return lines
 
 
-def remedies(
-    programs: set[str], run: Run, pool: float, topology: Topology, devices: int
-) -> list[str]:
+def remedies(programs: set[str], run: Run, pool: float, topology: Topology) -> list[str]:
     """Suggests settings that free memory.
 
     Args:
         programs: the programs that do not fit.
         pool: bytes of the KV pool on a device.
-        devices: devices that share the rows of an update.
     """
     engine = run.engine_sizes
     found: list[str] = []
@@ -346,8 +350,8 @@ def remedies(
             f"engine.read_tokens = {engine.read_tokens}: with fewer, a call of prefill has fewer "
             "rows that attend to cached tokens"
         )
-    if "RL update" in programs and run.rl is not None:
-        found += _update_remedies(run, devices)
+    if any(name.startswith("RL update") for name in programs):
+        found += _update_remedies(run)
     if run.rl is not None and run.rl.optimizer.moment_dtype == "float32":
         found.append(
             "rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment, which "
@@ -357,13 +361,12 @@ def remedies(
     return found
 
 
-def _update_remedies(run: Run, devices: int) -> list[str]:
+def _update_remedies(run: Run) -> list[str]:
     rl = run.rl
     assert rl is not None
     found = []
-    pieces = row_pieces(planned_config(run).text, devices, run.mesh.tensor)
-    sizes = run.rl_shape.microbatches(rl.microbatch_tokens, devices, pieces)
-    smallest = run.rl_shape.microbatches(1, devices, pieces)[0]
+    sizes = microbatch_sizes(run)
+    smallest = microbatch_sizes(change(run, run.name, {"rl.microbatch_tokens": 1}))[0]
     if sizes[0].tokens > smallest.tokens:
         found.append(
             f"rl.microbatch_tokens = {rl.microbatch_tokens}: more micro-batches have fewer tokens "

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from train.learn.packing import GroupLengths
 from train.settings import Run
 
 # Tokens of a tool result besides its report: turn marks, tags and the next pinned <think>.
@@ -67,6 +68,14 @@ class Group:
 
 
 Step = tuple[Group, ...]
+
+
+def lengths_of(step: Step) -> list[GroupLengths]:
+    """The lengths by which a step's rollouts are packed."""
+    return [
+        GroupLengths(group.prompt, tuple(rollout.response for rollout in group.rollouts))
+        for group in step
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
