@@ -5,10 +5,9 @@
 A main agent sees a few overview frames of a video and a question. In one turn it may call
 `crop_video` several times. Each call goes to a sub-agent: the same weights, a fresh context, and
 the frames of one window. The reports come back together, and the main agent answers. A group of
-episodes is played on each question. Each earns a reward for a right answer, for its format and for
-its calls. Its advantage is that reward compared with the rest of its group. The update makes tokens
-with a positive advantage more likely. An extra term anchors the format: it acts on the tags of
-`<think>`, `<tool_call>` and `<answer>`. The number of overview frames is drawn for each question.
+episodes is played on each question. Each earns a reward for a right answer, its format and its
+calls. Its advantage is that reward compared with its group's. The update makes tokens with a
+positive advantage more likely. An extra term anchors the format at its tags, such as `<think>`.
 """
 
 from __future__ import annotations
@@ -114,25 +113,23 @@ def roll_out(engine: Engine, environment: Environment, questions: tuple, step: i
     agents = []
     for n, (question, budget) in enumerate(zip(questions, budgets, strict=True)):
         for g in range(GROUP):
-            episode_seed = seed_of(seed, step, n * GROUP + g)
             setting = EpisodeSettings(budget, TEMPERATURE)
-            agents.append(play(environment, question, setting, episode_seed))
+            agents.append(play(environment, question, setting, seed_of(seed, step, n * GROUP + g)))
     episodes = run(engine, agents)
     # Rewards: for the answer, for the format, for the calls.
     played = [(episode.question, episode.turns) for episode in episodes]
     rewards = score_all(played, REWARDS, anchor_weight=GRPO.sequence_anchor)
-    starts = range(0, len(episodes), GROUP)
-    groups = tuple(tuple(episodes[start : start + GROUP]) for start in starts)
-    return Rollouts(groups, tuple(tuple(rewards[start : start + GROUP]) for start in starts))
+    parts = [slice(start, start + GROUP) for start in range(0, len(episodes), GROUP)]
+    groups = tuple(tuple(episodes[part]) for part in parts)
+    return Rollouts(groups, tuple(tuple(rewards[part]) for part in parts))
 
 
 def show(episode: Episode) -> None:
     """Print an episode as it was played."""
-    question = episode.question
-    print(f"\n{question.text} {question.options}, {episode.frames} overview frames")
+    print(f"\n{episode.question.text} {episode.question.options}, {episode.frames} frames")
     for turn in episode.turns:
         print(turn.text, *(f"(sub-agent){call.response}" for call in turn.calls), sep="\n")
-    print(f"(right answer) {question.answer}\n")
+    print(f"(right answer) {episode.question.answer}\n")
 
 
 def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[dict[str, float]]:
@@ -146,11 +143,10 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     source = videos.DrawnVideos(WORLD, train_videos)
     features = FrameFeatures(model.vision, model.config, FRAMES, ROOT, source=source)
     environment = Environment(Protocol(vocabulary, LIMITS), features)
-    # Demonstrations of sub-agents and main agents, and their lengths in tokens.
+    # Demonstrations of sub-agents and main agents (no "When ...?"), and their lengths in tokens.
     demonstrations = list(text.window_conversations(train_videos, TEXT, LIMITS))
-    for conversation in text.main_conversations(train_videos, TEXT):
-        if "Which digit" in str(conversation.turns[0].content[-1]):  # leaves out "When ...?"
-            demonstrations.append(conversation)
+    main_agents = text.main_conversations(train_videos, TEXT)
+    demonstrations += [d for d in main_agents if "Which digit" in str(d.turns[0].content[-1])]
     rendered = [render(d, environment.protocol, lambda clip: FRAME_TOKENS) for d in demonstrations]
     token_counts = tuple(len(trajectory.ids) for trajectory in rendered)
     data = Data(ROOT, vocabulary, conversations=demonstrations, lengths=token_counts)
@@ -161,9 +157,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         # A micro-batch has some of the rollouts; the others have -1 in its index.
         logprobs = rollout_logprobs(decoder, visual, part, TEMPERATURE)
         here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (part.index >= 0))
-        return grpo.paravt_loss(
-            logprobs, batch.advantages, here, GRPO, totals=batch.totals, gamma=REWARDS.gamma
-        )
+        return grpo.paravt_loss(logprobs, batch.advantages, here, GRPO, batch.totals, REWARDS.gamma)
 
     nnx.update(model.text, weights)
     longest = lengths(LIMITS, frame_tokens=FRAME_TOKENS, frames=max(BUDGETS))
@@ -184,11 +178,10 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         laid_out = lay_out([rollouts], features, vocabulary, shape, row_sizes, (seed, step))
         visual, parts = laid_out.visual, laid_out.microbatches
         # A token is in one micro-batch, and 0 in all others.
-        under_reference = sum(logprobs(reference, visual, part) for part in parts)
-        batch = dataclasses.replace(laid_out.grpo, reference=under_reference)
+        by_reference = sum(logprobs(reference, visual, part) for part in parts)
+        batch = dataclasses.replace(laid_out.grpo, reference=by_reference)
         # Advantages of every token, one update, and the new weights into the engine.
-        token_advantages, _ = advantages(batch)
-        rl_batch = RLBatch(batch, token_advantages, grpo.batch_totals(batch))
+        rl_batch = RLBatch(batch, advantages(batch)[0], grpo.batch_totals(batch))
         gradients = update.start(state.weights)
         for part in parts:
             gradients, _ = update.add(state.weights, gradients, visual, part, rl_batch)
