@@ -2,9 +2,9 @@
 
 A token sees earlier tokens of its segment, and shared tokens before them: the valid positions of a
 prefix of several rows, or the prompt of its group at the beginning of a packed row. The kernel is
-Splash on TPU (`splash`), cuDNN on GPU (`cudnn`), and plain XLA (`xla`) elsewhere or for arrays that
-a kernel does not support. Over several devices, kernels run inside `spread`. All kernels give valid
-tokens the same vectors; vectors of padding may differ.
+Splash on TPU (`splash`; `flash` for packed rows), cuDNN on GPU (`cudnn`), and plain XLA (`xla`)
+elsewhere or for arrays that a kernel does not support. Over several devices, kernels run inside
+`spread`. All kernels give valid tokens the same vectors; vectors of padding may differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention import cudnn, splash, spread, xla
+from models.attention import cudnn, flash, splash, spread, xla
 from models.attention.cache import DenseCache, Shared
 from models.attention.paged import PagedCache
 from models.attention.target import SAVED, Masks, platform
@@ -34,7 +34,7 @@ __all__ = [
     "platform",
 ]
 
-Implementation = Literal["splash", "cudnn", "xla"]
+Implementation = Literal["flash", "splash", "cudnn", "xla"]
 QUERY_CHUNK = 128
 
 
@@ -107,7 +107,7 @@ def attend(
 
     Raises:
         ValueError: a prefix with causal=False; `starts` without `shared` and `segment_ids`, or with
-            a prefix or causal=False; `starts` and a named kernel that does not support it.
+            a prefix or causal=False; a named kernel that does not support the case.
     """
     if prefix is not None and not causal:
         raise ValueError(
@@ -126,6 +126,7 @@ def attend(
         masks = masks._replace(segments=(masks.segments != 0).astype(jnp.int32))
     target = platform()
     kernels = {
+        "flash": functools.partial(flash.attend, interpret=target != "tpu"),
         "splash": functools.partial(splash.attend, interpret=target != "tpu"),
         "cudnn": functools.partial(
             cudnn.attend, implementation="cudnn" if target == "gpu" else "xla"
@@ -133,8 +134,8 @@ def attend(
         "xla": functools.partial(xla.attend, chunk=chunk),
     }
     name = implementation or choose(target, q, k, prefix, pieces, packed)
-    if packed and name != "xla":
-        raise ValueError(f"implementation = {name!r}: packed rows need 'xla'; choose it, or None")
+    if name != "xla" and packed != (name == "flash"):
+        raise ValueError(f"implementation = {name!r}: 'flash' is for packed rows; leave it None")
     run = spread.attend if spread.fits(q, k, prefix, pieces) else spread.join
     return run(functools.partial(kernels[name], causal=causal), q, k, v, prefix, masks, pieces)
 
@@ -148,10 +149,10 @@ def choose(
     packed: bool = False,
 ) -> Implementation:
     """The kernel of the platform `target` if it supports these arrays, else XLA."""
-    # The compiler cannot shard the Splash kernel: over several devices it needs `spread`.
+    # The compiler cannot shard the kernels of a TPU: over several devices it needs `spread`.
     whole_or_spread = current_mesh() is None or spread.fits(q, k, prefix, pieces)
-    if target == "tpu" and splash.supports(q, packed) and whole_or_spread:
-        return "splash"
-    if target == "gpu" and cudnn.supports(q, prefix, packed):
+    if target == "tpu" and splash.supports(q) and whole_or_spread:
+        return "flash" if packed else "splash"
+    if target == "gpu" and not packed and cudnn.supports(q, prefix):
         return "cudnn"
     return "xla"

@@ -18,17 +18,15 @@ from models.attention.target import Masks
 def supports(
     q: Float[Array | jax.ShapeDtypeStruct, "b t n h"],
     prefix: tuple[Array | jax.ShapeDtypeStruct, Array | jax.ShapeDtypeStruct] | None,
-    packed: bool,
 ) -> bool:
     """Whether the kernel can take these arrays.
 
     It needs a 16-bit type and heads of at most 128, a multiple of 8. Gradients under a mask also
-    need even lengths. Packed rows behind shared prompts would need a mask of t x t entries.
+    need even lengths.
     """
     t, h = q.shape[1], q.shape[3]
     even = t % 2 == 0 and (prefix is None or prefix[0].shape[1] % 2 == 0)
-    head_fits = h <= 128 and h % 8 == 0
-    return q.dtype in (jnp.bfloat16, jnp.float16) and head_fits and even and not packed
+    return q.dtype in (jnp.bfloat16, jnp.float16) and h <= 128 and h % 8 == 0 and even
 
 
 def attend(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,11 @@ def platform() -> str:
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def pad_rows(x: Any, tile: int) -> Array:
+    """Fills axis 1, the places of a row, up to whole tiles."""
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % tile)] + [(0, 0)] * (x.ndim - 2))
 
 
 def visible_tiles(masks: Masks, queries: int, keys: int) -> Bool[Array, "b i j"]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention.target import SAVED, Masks, visible_tiles
+from models.attention.target import SAVED, Masks, pad_rows, visible_tiles
 
 # Upper bound on the spans of whole chunks, each a loop, that causal attention compiles to.
 SPANS = 8
@@ -69,7 +69,7 @@ def attend(
     if masks.starts is not None:
         # Whole tiles.
         chunk = min(chunk, TILE)
-        q, k, v, *places = (_pad(x, chunk) for x in (q, k, v, masks.segments, masks.starts))
+        q, k, v, *places = (pad_rows(x, chunk) for x in (q, k, v, masks.segments, masks.starts))
         masks = Masks(places[0], None, places[1], masks.shared)
     # [b, t, n, h] -> [b, k, t, r, h]. Heads come before positions, and the queries of a kv head are
     # neighbours, so that each (row, kv head) is one plain matmul.
@@ -221,12 +221,6 @@ def _tile_scores(
     own = place >= cut(masks.starts, query)[:, :, None]
     seen &= own | (place < masks.shared[:, None, None])
     return jnp.where(seen[:, None, :, None], _scores(q, _cut(k, key, tile)), MASKED)
-
-
-def _pad(x: Array | None, tile: int) -> Any:
-    """Fills axis 1 up to whole tiles."""
-    assert x is not None
-    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % tile)] + [(0, 0)] * (x.ndim - 2))
 
 
 class _Span(NamedTuple):

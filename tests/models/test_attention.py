@@ -319,21 +319,6 @@ def test_rows_of_a_dense_cache_keep_the_tokens_they_advanced_with():
             np.testing.assert_array_equal(found[1, row, own], expected[row, own])
 
 
-@pytest.mark.parametrize(("row", "rows", "prefix"), [(1, 5, 3), (4, 3, 0), (5, 4, 7), (8, 2, 1)])
-def test_the_mask_of_a_group_is_the_prefix_and_a_triangle_per_row(row, rows, prefix):
-    """Computed tile by tile, as in the kernel."""
-    total = row * rows
-    mask = splash.GroupMask(total, prefix + total, prefix, row)
-    expected = np.concatenate(
-        [np.ones((total, prefix), bool), np.kron(np.eye(rows), np.tri(row)) > 0], 1
-    )
-    tiles = [
-        [mask[slice(i, i + 2), slice(j, j + 3)] for j in range(0, prefix + total, 3)]
-        for i in range(0, total, 2)
-    ]
-    np.testing.assert_array_equal(np.block(tiles), expected)
-
-
 def mesh_of(platform, *shape):
     device = AbstractDevice(device_kind="any", num_cores=1, platform=platform)
     return AbstractMesh(shape, MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)

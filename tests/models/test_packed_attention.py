@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.attention import attend, choose
+from models.attention import attend, choose, flash
 from models.attention.target import Masks, visible_tiles
 from models.qwen3_vl.config import TextConfig
 from models.qwen3_vl.text import TextDecoder
-from tests.models.program import run
+from tests.models.program import FOR_TPU, run
 
 
 def explicit(q, k, v, segment_ids, starts, shared):
@@ -94,28 +94,35 @@ TWO_ROWS = packed_rows(
 )
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 32, 128])
-def test_packed_rows_equal_the_explicit_mask(chunk):
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(flash, "TILE", 128)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "chunk"), [("xla", 1), ("xla", 8), ("xla", 128), ("flash", 128)]
+)
+def test_packed_rows_equal_the_explicit_mask(small_tiles, implementation, chunk):
     rng = np.random.default_rng(0)
     qkv = arrays(rng, 2, 300, 4, 2, 16)
     weight = rng.normal(size=qkv[0].shape) * (TWO_ROWS["segment_ids"] != 0)[..., None, None]
-    ours = functools.partial(attend, chunk=chunk, implementation="xla", **TWO_ROWS)
+    ours = functools.partial(attend, chunk=chunk, implementation=implementation, **TWO_ROWS)
     expected = results(functools.partial(explicit, **TWO_ROWS), qkv, weight)
     for a, b in zip(results(ours, qkv, weight), expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
 
 
-def test_random_packed_rows_equal_the_explicit_mask():
+@pytest.mark.parametrize(("implementation", "t", "trials"), [("xla", 97, 12), ("flash", 400, 4)])
+def test_random_packed_rows_equal_the_explicit_mask(small_tiles, implementation, t, trials):
     rng = np.random.default_rng(1)
-    t = 97
 
     @jax.jit
     def both(qkv, weight, packing):
-        ours = functools.partial(attend, chunk=16, implementation="xla", **packing)
+        ours = functools.partial(attend, chunk=16, implementation=implementation, **packing)
         theirs = functools.partial(explicit, **packing)
         return [results(function, qkv, weight) for function in (ours, theirs)]
 
-    for trial in range(12):
+    for trial in range(trials):
         packing = packed_rows(t, *(random_row(rng, t) for _ in range(2)))
         qkv = arrays(rng, 2, t, 2, 1, 8)
         valid = (packing["segment_ids"] != 0)[..., None, None]
@@ -242,7 +249,7 @@ def test_one_bank_for_all_rows_equals_a_bank_per_row():
     np.testing.assert_array_equal(one, three)
 
 
-@pytest.mark.parametrize(("platform", "packed"), [("tpu", "xla"), ("gpu", "xla"), ("cpu", "xla")])
+@pytest.mark.parametrize(("platform", "packed"), [("tpu", "flash"), ("gpu", "xla"), ("cpu", "xla")])
 def test_the_kernel_of_packed_rows_fits_the_platform(platform, packed):
     q, k = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.bfloat16) for heads in (4, 2))
     assert choose(platform, q, k, packed=True) == packed
@@ -263,10 +270,56 @@ def test_a_packing_with_a_prefix_or_without_causality_is_refused():
             attend(*qkv, **TWO_ROWS, **options)
 
 
-def test_a_named_kernel_without_packed_rows_is_refused():
+def test_a_named_kernel_of_other_rows_is_refused():
     qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
     with pytest.raises(ValueError, match="implementation = 'cudnn'"):
         attend(*qkv, **TWO_ROWS, implementation="cudnn")
+    with pytest.raises(ValueError, match="implementation = 'splash'"):
+        attend(*qkv, **TWO_ROWS, implementation="splash")
+    with pytest.raises(ValueError, match="implementation = 'flash'"):
+        attend(*qkv, implementation="flash")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "length"), [("v5e:4x4", 65_536), ("v5p:2x2x4", 65_536), ("v6e:4x4", 8_192)]
+)
+def test_a_packed_row_over_16_devices_compiles_for_tpu(topology, length):
+    """Forward and gradient in pieces, compiled without a TPU: 2 of 32 heads per device."""
+    pytest.importorskip("libtpu")
+    run(
+        f"""
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.experimental import topologies
+        from jax.sharding import AxisType, Mesh, NamedSharding
+        from models.attention import attend
+        from models.sharding import BATCH, MESH_AXES
+
+        devices = topologies.get_topology_desc(platform="tpu", topology_name="{topology}").devices
+        mesh = Mesh(np.array(devices).reshape(1, 16, 1), MESH_AXES, (AxisType.Auto,) * 3)
+        rows = NamedSharding(mesh, BATCH)
+        t = {length} // 16
+
+        def array(dtype, *shape):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+
+        q, k = (array(jnp.bfloat16, 16, t, heads, 128) for heads in (32, 8))
+        places = array(jnp.int32, 16, t)
+
+        def loss(qkv, segment_ids, starts, shared):
+            packing = dict(segment_ids=segment_ids, starts=starts, shared=shared)
+            return attend(*qkv, **packing, pieces=16).astype(jnp.float32).sum()
+
+        with jax.set_mesh(mesh):
+            step = jax.jit(jax.value_and_grad(loss))
+            lowered = step.lower((q, k, k), places, places, array(jnp.int32, 16))
+            for kernel in ("forward", "d_queries", "d_keys"):
+                assert "packed_attention_" + kernel in lowered.as_text()
+            lowered.compile()
+        print("done")
+        """,
+        **FOR_TPU,
+    )
 
 
 @pytest.mark.slow

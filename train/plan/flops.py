@@ -17,10 +17,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 Pairs = Callable[[int, int], float]
 """(queries, keys) of one sequence -> query-key pairs that an attention kernel computes."""
 
-# Matrix products per query-key pair in each of Splash's kernels. Forward: the scores q k, and the
-# weighted values. Backward: both kernels compute the scores again. dkv adds dv, dp and dk; dq adds
-# dp and dq.
-SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
+# Matrix products per query-key pair in the kernels of Splash and of packed rows. Forward: the
+# scores q k, and the weighted values. Backward: both kernels compute the scores again. The
+# gradients of keys add dv, dp and dk; those of queries add dp and dq.
+KERNELS = {
+    "splash_mha_fwd": 2,
+    "splash_mha_dkv": 4,
+    "splash_mha_dq": 3,
+    "packed_attention_forward": 2,
+    "packed_attention_d_keys": 4,
+    "packed_attention_d_queries": 3,
+}
 
 
 def count_flops(
@@ -140,8 +147,8 @@ def _attention_kernel(eqn: Any, pairs: Pairs | None) -> float:
         for x in eqn.invars
         if len(x.aval.shape) >= 3 and jnp.issubdtype(x.aval.dtype, jnp.floating)
     ]
-    for kind, products in SPLASH.items():
-        if pairs is not None and name.startswith(f"splash_mha_{kind}"):
+    for kernel, products in KERNELS.items():
+        if pairs is not None and name.startswith(kernel):
             # Queries [..., heads, queries, head_dim], keys [..., heads, keys, head_dim].
             *batch, heads, queries, head_dim = shapes[0]
             keys = shapes[1][-2]

@@ -1,0 +1,298 @@
+"""Attention in packed rows on TPU: a flash kernel that visits only the tiles that are visible.
+
+Splash, which serves rows without shared prompts, walks a grid of fixed width and skips what its
+mask hides. In a packed row nearly everything is hidden: a tile of queries sees its prompt and its
+own segments. So the visible tiles become a list at run time, and the grid is the list:
+
+    keys     0 1 2 3       visible tiles      by queries: (0,0) (1,1) (2,0) (2,2) (3,0) (3,3)
+    queries 0  #           (# prompts of      by keys:    (0,0) (2,0) (3,0) (1,1) (2,2) (3,3)
+            1    #         one group, two
+            2  #   #       segments; tile 1
+            3  #     #     another group)
+
+The forward pass and the gradient of queries go by queries, the gradients of keys and values by
+keys: each output tile is summed in scratch memory and written once. As in FlashAttention, the
+backward pass computes the weights again from the log-sum-exp. The query heads of a kv head share a
+tile of keys and its mask. Softmax and sums are in float32.
+
+Shapes: t places of all rows, joined and padded to whole tiles; k kv heads, r query heads per kv
+head, h head_dim. The kernel must run in a shard_map over several devices (`spread`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from models.attention.target import SAVED, Masks, pad_rows, visible_tiles
+
+# Size of a tile, in queries and in keys; shorter rows have smaller ones.
+TILE = 512
+# Registers hold 8 x 128 numbers: a number per place is stored along one side, repeated or padded.
+SUBLANES = 8
+LANES = 128
+# The axis of places in the shape of a block.
+TILED = "tiled"
+# Score of a masked key. Finite, so that the difference of two is a number.
+MASKED = -1e30
+
+
+class _Plan(NamedTuple):
+    """What the kernels read about a packed row.
+
+    The first four of `rows`, and of `columns`, are facts of each place: the group of its query, the
+    place where the query's segment begins, the group whose prompt the key belongs to (0: none), and
+    the place itself. A list has the tile numbers (queries, keys) of its visible tiles between two
+    entries of -1.
+    """
+
+    rows: Int[Array, "8 t"]
+    columns: Int[Array, "t 128"]
+    by_queries: Int[Array, "2 n"]
+    by_keys: Int[Array, "2 n"]
+    count: Int[Array, ""]
+
+
+def attend(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k h"],
+    *,
+    causal: bool,
+    prefix: None,
+    masks: Masks,
+    interpret: bool,
+) -> Float[Array, "b t n h"]:
+    """`attention.attend` of packed rows, which are causal and have no prefix."""
+    b, t, n, h = q.shape
+    kv = k.shape[2]
+    tile = min(TILE, -(-t // LANES) * LANES)
+
+    pad = functools.partial(pad_rows, tile=tile)
+    plan = _plan(Masks(pad(masks.segments), None, pad(masks.starts), masks.shared), tile)
+    # [b, t, n, h] -> [k, r, b * t, h], and [b, t, k, h] -> [k, b * t, h]
+    queries = pad(q * h**-0.5).reshape(-1, kv, n // kv, h).transpose(1, 2, 0, 3)
+    keys, values = (pad(x).reshape(-1, kv, h).swapaxes(0, 1) for x in (k, v))
+    out: Any = _attend(queries, keys, values, plan, tile, interpret)
+    return out.transpose(2, 0, 1, 3).reshape(b, -1, n, h)[:, :t]
+
+
+def _plan(masks: Masks, tile: int) -> _Plan:
+    segments, _, starts, shared = masks
+    assert segments is not None and starts is not None and shared is not None
+    b, t = segments.shape
+    place = jnp.arange(b * t).reshape(b, t)
+    first = place[:, :1]
+    # Padding begins at itself and has no prompt, so it sees only itself.
+    facts = (
+        jnp.where(segments == 0, -1, segments),
+        jnp.where(segments == 0, place, starts + first),
+        jnp.where(place - first < shared[:, None], segments, 0),
+        place,
+    )
+    seen = visible_tiles(masks, tile, tile)
+    number = jnp.arange(b * (t // tile)).reshape(b, -1)
+    queries = jnp.broadcast_to(number[:, :, None], seen.shape)
+    keys = jnp.broadcast_to(number[:, None], seen.shape)
+    most = b * (t // tile) * (t // tile + 1) // 2
+
+    def visit(*order: int) -> Int[Array, "2 n"]:
+        """The visible tiles, with the last axis of `order` running fastest."""
+        found = jnp.nonzero(seen.transpose(order).reshape(-1), size=most, fill_value=-1)[0]
+        tiles = jnp.stack([queries, keys]).transpose(0, *(1 + axis for axis in order))
+        tiles = jnp.where(found < 0, -1, tiles.reshape(2, -1)[:, found])
+        return jnp.pad(tiles, [(0, 0), (1, 1)], constant_values=-1)
+
+    facts = jnp.stack([x.reshape(-1) for x in facts])
+    rows = jnp.pad(facts, [(0, SUBLANES - 4), (0, 0)])
+    columns = jnp.pad(facts.T, [(0, 0), (0, LANES - 4)])
+    return _Plan(rows, columns, visit(0, 1, 2), visit(0, 2, 1), jnp.sum(seen))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attend(
+    q: Float[Array, "k r t h"], k: Array, v: Array, plan: _Plan, tile: int, interpret: bool
+) -> Float[Array, "k r t h"]:
+    return _forward(q, k, v, plan, tile, interpret)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, plan: _Plan, tile: int, interpret: bool):
+    _, r, _, h = q.shape
+    block = functools.partial(_block, tile)
+    queries, keys = block(0, None, r, TILED, h), block(1, None, TILED, h)
+    statistics = pltpu.VMEM((r, tile, LANES), jnp.float32)
+    out, logsumexp = _call(
+        _forward_kernel,
+        (plan.by_queries, q, k, v, plan.columns, plan.rows),
+        [queries, keys, keys, block(0, TILED, LANES), block(1, SUBLANES, TILED)],
+        [(q.shape, q.dtype, queries), (q.shape[:3], jnp.float32, block(0, None, r, TILED))],
+        [statistics, statistics, pltpu.VMEM((r, tile, h), jnp.float32)],
+        (plan.count, interpret),
+    )
+    out = checkpoint_name(out, SAVED)
+    return out, (q, k, v, plan, out, checkpoint_name(logsumexp, SAVED))
+
+
+def _backward(tile: int, interpret: bool, saved: Any, d_out: Float[Array, "k r t h"]):
+    q, k, v, plan, out, logsumexp = saved
+    _, r, _, h = q.shape
+    # The gradient of a score is weight * (d_out . v - delta), where delta = d_out . out.
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    block = functools.partial(_block, tile)
+    queries, keys = block(0, None, r, TILED, h), block(1, None, TILED, h)
+    arrays = (q, k, v, d_out, logsumexp, delta)
+    specs = [queries, keys, keys, queries] + [block(0, None, r, TILED)] * 2
+    (d_q,) = _call(
+        _d_queries_kernel,
+        (plan.by_queries, *arrays, plan.columns, plan.rows),
+        [*specs, block(0, TILED, LANES), block(1, SUBLANES, TILED)],
+        [(q.shape, q.dtype, queries)],
+        [pltpu.VMEM((r, tile, h), jnp.float32)],
+        (plan.count, interpret),
+    )
+    d_k, d_v = _call(
+        _d_keys_kernel,
+        (plan.by_keys, *arrays, plan.rows, plan.columns),
+        [*specs, block(0, SUBLANES, TILED), block(1, TILED, LANES)],
+        [(k.shape, k.dtype, keys), (v.shape, v.dtype, keys)],
+        [pltpu.VMEM((tile, h), jnp.float32)] * 2,
+        (plan.count, interpret),
+    )
+    return d_q, d_k, d_v, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _block(tile: int, side: int, *shape: Any) -> pl.BlockSpec:
+    """The part of an array that a visit reads or writes: of its queries (side 0) or keys (side 1).
+
+    An entry of `shape` is None for the axis of kv heads, TILED for the places, or a whole length.
+    """
+
+    def index(head: Any, visit: Any, tiles: Any) -> tuple[Any, ...]:
+        # The list begins with an entry that is no tile.
+        start = {None: head, TILED: tiles[side, visit + 1]}
+        return tuple(start.get(x, 0) for x in shape)
+
+    return pl.BlockSpec(tuple(tile if x is TILED else x for x in shape), index)
+
+
+def _call(kernel: Any, arrays: Any, specs: Any, outs: Any, scratch: Any, run: Any) -> Any:
+    """Runs a kernel for every kv head and every tile of the list, which is the first array."""
+    count, interpret = run
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(arrays[1].shape[0], count),
+            in_specs=specs,
+            out_specs=[spec for _, _, spec in outs],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in outs],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="packed_attention" + kernel.__name__.removesuffix("_kernel"),
+    )(*arrays)
+
+
+def _ends(tiles: Any, side: int) -> tuple[Any, Any]:
+    """Whether this visit is the first, and the last, of its tile of queries (side 0) or keys."""
+    before, own, after = (tiles[side, pl.program_id(1) + i] for i in range(3))
+    return before != own, after != own
+
+
+def _seen(queries: list[Array], keys: list[Array]) -> Array:
+    """The rule of `attention.attend`; one side is a column and the other a row."""
+    group, start, _, query = queries
+    _, _, prompt, key = keys
+    return (key <= query) & ((key >= start) | (prompt == group))
+
+
+def _facts(ref: Any, axis: int) -> list[Array]:
+    """The four facts of a tile's places, as rows (axis 0) or as columns (axis 1)."""
+    return [ref[i : i + 1, :] if axis == 0 else ref[:, i : i + 1] for i in range(4)]
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
+def _forward_kernel(tiles, q, k, v, column, row, out, logsumexp, top, total, sums):
+    first, last = _ends(tiles, 0)
+
+    @pl.when(first)
+    def _():
+        top[...] = jnp.full_like(top, MASKED)
+        total[...] = jnp.zeros_like(total)
+        sums[...] = jnp.zeros_like(sums)
+
+    seen = _seen(_facts(column, 1), _facts(row, 0))
+    h = v.shape[-1]
+    for i in range(q.shape[0]):
+        scores = jnp.where(seen, _dot(q[i], k[...], (1, 1)), MASKED)
+        # Statistics are repeated along the lanes.
+        before = top[i]
+        after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+        weights = jnp.exp(scores - jnp.tile(after, (1, scores.shape[1] // LANES)))
+        scale = jnp.exp(before - after)
+        top[i] = after
+        total[i] = scale * total[i] + weights.sum(axis=1, keepdims=True)
+        wide = jnp.tile(scale, (1, -(-h // LANES)))[:, :h]
+        sums[i] = wide * sums[i] + _dot(weights.astype(v.dtype), v[...])
+
+    @pl.when(last)
+    def _():
+        for i in range(q.shape[0]):
+            out[i] = (sums[i] / jnp.tile(total[i], (1, -(-h // LANES)))[:, :h]).astype(out.dtype)
+            logsumexp[i : i + 1, :] = (top[i] + jnp.log(total[i])).T[:1]
+
+
+def _d_queries_kernel(tiles, q, k, v, d_out, logsumexp, delta, column, row, d_q, sums):
+    first, last = _ends(tiles, 0)
+
+    @pl.when(first)
+    def _():
+        sums[...] = jnp.zeros_like(sums)
+
+    seen = _seen(_facts(column, 1), _facts(row, 0))
+    for i in range(q.shape[0]):
+        scores = jnp.where(seen, _dot(q[i], k[...], (1, 1)), MASKED)
+        weights = jnp.exp(scores - logsumexp[i][:, None])
+        d_scores = weights * (_dot(d_out[i], v[...], (1, 1)) - delta[i][:, None])
+        sums[i] += _dot(d_scores.astype(k.dtype), k[...])
+
+    @pl.when(last)
+    def _():
+        d_q[...] = sums[...].astype(d_q.dtype)
+
+
+def _d_keys_kernel(tiles, q, k, v, d_out, logsumexp, delta, row, column, d_k, d_v, sum_k, sum_v):
+    first, last = _ends(tiles, 1)
+
+    @pl.when(first)
+    def _():
+        sum_k[...] = sum_v[...] = jnp.zeros_like(sum_k)
+
+    # Scores are transposed, keys x queries, so that every product has its rows in place.
+    seen = _seen(_facts(row, 0), _facts(column, 1))
+    for i in range(q.shape[0]):
+        scores = jnp.where(seen, _dot(k[...], q[i], (1, 1)), MASKED)
+        weights = jnp.exp(scores - logsumexp[i : i + 1, :])
+        sum_v[...] += _dot(weights.astype(d_out.dtype), d_out[i])
+        d_scores = weights * (_dot(v[...], d_out[i], (1, 1)) - delta[i : i + 1, :])
+        sum_k[...] += _dot(d_scores.astype(q.dtype), q[i])
+
+    @pl.when(last)
+    def _():
+        d_k[...] = sum_k[...].astype(d_k.dtype)
+        d_v[...] = sum_v[...].astype(d_v.dtype)
