@@ -269,6 +269,10 @@ def test_calls_of_training_in_a_step():
             "weight sync": 1,
         }
     assert step.learner_calls(RECIPES["sft_8b"](), None) == {"SFT update": 1}
+    # The reference is computed once, however many updates a step makes.
+    run = change(RUN, "twice", {"rl.microbatch_tokens": 71_680, "rl.updates_per_batch": 2})
+    twice = step.learner_calls(run, at_limits(run))
+    assert [*twice.values()] == [7, 14, 2, 1]
 
 
 def test_micro_batches_are_chosen_by_the_lengths_of_each_step():

@@ -161,7 +161,9 @@ def _work(run: Run, measured: dict[str, Measured], workload: Workload | None) ->
     work = {name: sum(flops) / len(steps) for name, flops in found.items()}
     calls = step.learner_calls(run, workload)
     passes = [name for name in calls if name.startswith(("reference", "RL update"))]
-    if all(name in measured and measured[name].flops for name in passes):
+    # The other figures are those of one update.
+    one_update = run.rl.updates_per_batch == 1
+    if one_update and all(name in measured and measured[name].flops for name in passes):
         work["compiled"] = sum(calls[name] * measured[name].flops for name in passes)
     return work
 

@@ -155,16 +155,17 @@ def learner_calls(run: Run, workload: Workload | None) -> dict[str, float]:
 
     Micro-batches are chosen as a run chooses them (`train.learn.packing.pack`).
     """
-    if workload is None:
+    if workload is None or run.rl is None:
         return {"SFT update": 1.0}
+    updates = run.rl.updates_per_batch
     sizes = microbatch_sizes(run)
     packed = [pack(lengths_of(step), sizes) for step in workload.steps]
     used = collections.Counter(part.shape.tokens for parts in packed for part in parts)
     calls = {tokens: used[tokens] / len(packed) for tokens in sorted(used, reverse=True)}
     return (
         {f"reference {tokens}": count for tokens, count in calls.items()}
-        | {f"RL update {tokens}": count for tokens, count in calls.items()}
-        | {"RL optimizer": 1.0, "weight sync": 1.0}
+        | {f"RL update {tokens}": updates * count for tokens, count in calls.items()}
+        | {"RL optimizer": float(updates), "weight sync": 1.0}
     )
 
 
