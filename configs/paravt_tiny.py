@@ -66,6 +66,8 @@ def paravt_tiny() -> Run:
             prompts=8,
             # The curve is evaluated as often.
             save_every=14,
+            # A group at its longest. On a CPU longer rows gain nothing.
+            microbatch_tokens=1664,
             control=True,
             optimizer=OptimizerSettings(learning_rate=1.5e-4, weight_decay=0.0),
             grpo=GRPOSettings(

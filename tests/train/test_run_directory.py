@@ -63,8 +63,11 @@ def test_the_mesh_and_what_is_kept_on_disk_may_change_on_resume(
 ) -> None:
     here = CONFIG | {"mesh": {"fsdp": 1}, "checkpoints": {"keep": 2}, "unreadable_share": 0.05}
     there = CONFIG | {"mesh": {"fsdp": 8}, "checkpoints": {"keep": 5}, "unreadable_share": 0.5}
-    here |= {"engine": {"slots": 8}, "rl": CONFIG["rl"] | {"microbatches": 0, "remat": "auto"}}
-    there |= {"engine": {"slots": 9}, "rl": CONFIG["rl"] | {"microbatches": 4, "remat": "full"}}
+    here |= {"engine": {"slots": 8}, "rl": CONFIG["rl"] | {"microbatch_tokens": 0, "remat": "auto"}}
+    there |= {
+        "engine": {"slots": 9},
+        "rl": CONFIG["rl"] | {"microbatch_tokens": 4, "remat": "full"},
+    }
     RunDirectory(tmp_path, here).close()
     (tmp_path / "videos").mkdir()
     RunDirectory(tmp_path, there).close()
@@ -260,7 +263,7 @@ def test_runs_on_published_data_share_a_cold_start(tmp_path) -> None:
         for name in ("tokenizer", "checkpoints/sft/1"):
             (source / name).mkdir(parents=True)
             (source / name / "file").write_text(name)
-    other_devices = {"steps": 1, "microbatches": 4, "remat": "dots"}
+    other_devices = {"steps": 1, "microbatch_tokens": 4, "remat": "dots"}
     data = PUBLISHED["data"] | {"heldout": 9}
     take_over(source, tmp_path / "warm", PUBLISHED | {"sft": other_devices, "data": data})
     shared = tmp_path / "warm/checkpoints/sft/1/file"

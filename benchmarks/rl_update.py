@@ -1,0 +1,176 @@
+"""Time of an RL update and its reference pass at real lengths, against the lengths at their limits.
+
+python -m benchmarks.rl_update
+python -m benchmarks.rl_update --lengths runs/paravt_tiny/metrics.jsonl --steps 4
+
+Before rows were packed, every rollout was computed at its longest length, as the second row of the
+table is. Model and programs are those of `paravt_tiny`; the tokens are random. Both cases take
+turns, so that the load of the machine falls on both. CPU seconds count all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from configs.paravt_tiny import paravt_tiny
+from models.features import FrameFeatures
+from models.qwen3_vl.model import Qwen3VL
+from models.sharding import make_mesh, param_shardings
+from paravt_jax.data import video
+from paravt_jax.method.grpo import batch_totals
+from paravt_jax.method.records import Author, Segment, Trajectory
+from paravt_jax.method.scoring import Rules
+from rollout.evaluation.markdown import table
+from train.learn.batch import Group, build
+from train.learn.packing import GroupLengths, pack
+from train.learn.placement import place, place_whole
+from train.learn.rl import Learner
+from train.learn.rl_batch import RLBatch, lay_out_padding
+from train.plan.programs import planned_config
+from train.plan.workload import Step, read
+
+LENGTHS = pathlib.Path(__file__).with_name("lengths_tiny.json")
+ROUNDS = 3
+
+
+class Case:
+    """The update and the reference pass of one step whose trajectories have given lengths."""
+
+    def __init__(self, learner: Learner, groups: Sequence[GroupLengths]):
+        self._learner = learner
+        self.tokens = sum(group.prompt + sum(group.suffixes) for group in groups)
+        config = planned_config(paravt_tiny())
+        shape = paravt_tiny().rl_shape
+        trajectories = _trajectories(groups, shape.rollouts)
+        packed = pack(groups, learner.sizes)
+        self.places = sum(microbatch.shape.places for microbatch in packed)
+        self._microbatches = [
+            place_whole(build(part, trajectories, config, shape.rows, shape.suffix), learner.mesh)
+            for part in packed
+        ]
+        sizes = (shape.slots(1, 1), 1 + config.vision.levels, config.text.hidden_size)
+        self._visual: Any = place({"visual": np.zeros(sizes, np.float32)}, learner.mesh)["visual"]
+
+    def update(self, batch: RLBatch) -> None:
+        """Gradients of the whole step, without the optimizer."""
+        weights = self._learner.start.weights
+        total = self._learner.update.start(weights)
+        for part in self._microbatches:
+            total, _ = self._learner.update.add(weights, total, self._visual, part, batch)
+        jax.block_until_ready(total)
+
+    def reference(self) -> None:
+        """Log-probs of the whole step."""
+        weights = self._learner.start.weights
+        for part in self._microbatches:
+            jax.block_until_ready(self._learner.logprobs(weights, self._visual, part))
+
+
+def _trajectories(groups: Sequence[GroupLengths], rollouts: int) -> list[Group]:
+    """Random text of the given lengths; all but the prompts is sampled."""
+    rng = np.random.default_rng(0)
+
+    def text(length: int) -> np.ndarray:
+        return rng.integers(0, 100, length).astype(np.int32)
+
+    found = []
+    for number, (prompt, suffixes) in enumerate(groups):
+        # The prompt's last token belongs to its rollouts.
+        begin = Segment(text(prompt + 1), Author.PROMPT)
+        members = []
+        for length in suffixes:
+            written = text(length - 1)
+            drawn = np.zeros(len(written), np.float32)
+            members.append(Trajectory((begin, Segment(written, Author.MODEL, drawn))))
+        found.append(Group(tuple(members), number * rollouts, (), 0))
+    return found
+
+
+def _learner() -> tuple[Learner, RLBatch]:
+    """The learner of `paravt_tiny` with random weights, and rollouts that all count."""
+    run = paravt_tiny()
+    assert run.rl is not None
+    config = planned_config(run)
+    model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
+    graph, weights = nnx.split(model.text)
+    weights = jax.device_put(weights, param_shardings(weights, make_mesh()))
+    learner = Learner(graph, weights, config, run.rl, run.rl_shape, Rules())
+    features = FrameFeatures(None, config, run.frames, pathlib.Path(), source=video)
+    empty = lay_out_padding(run.rl_shape, features, ())
+    everything = {"mask": np.ones_like(empty.grpo.mask), "valid": np.ones_like(empty.grpo.valid)}
+    batch = place(dataclasses.replace(empty.grpo, **everything), learner.mesh)
+    advantages: Any = place({"all": np.ones(batch.mask.shape, np.float32)}, learner.mesh)["all"]
+    return learner, RLBatch(batch, advantages, batch_totals(batch))
+
+
+def _lengths(step: Step) -> list[GroupLengths]:
+    return [
+        GroupLengths(group.prompt, tuple(rollout.response for rollout in group.rollouts))
+        for group in step
+    ]
+
+
+def _seconds(work: Any) -> tuple[float, float]:
+    """(seconds, CPU seconds) of a call."""
+    start = (time.perf_counter(), time.process_time())
+    work()
+    return time.perf_counter() - start[0], time.process_time() - start[1]
+
+
+def measure(steps: Sequence[Sequence[GroupLengths]]) -> list[list[str]]:
+    """Rows of the table: each case with its mean times over the steps."""
+    learner, batch = _learner()
+    limits = Case(learner, paravt_tiny().rl_shape.at_limits)
+    found: dict[str, list[list[tuple[float, float]]]] = {"packed": [], "at the limits": []}
+    tokens = []
+    places = []
+    for groups in steps:
+        packed = Case(learner, groups)
+        tokens.append(packed.tokens)
+        places.append(packed.places)
+        for name, case in (("packed", packed), ("at the limits", limits)):
+            case.update(batch)
+            case.reference()
+        rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
+        for _ in range(ROUNDS):
+            for name, case in (("packed", packed), ("at the limits", limits)):
+                update = _seconds(lambda case=case: case.update(batch))
+                reference = _seconds(case.reference)
+                rounds[name].append((update[0] + reference[0], update[1] + reference[1]))
+        for name, times in rounds.items():
+            found[name].append([min(column) for column in zip(*times, strict=True)])
+    means = {name: np.mean(times, axis=0) for name, times in found.items()}
+    sizes = {
+        "packed": (statistics.mean(tokens), statistics.mean(places)),
+        "at the limits": (limits.tokens, limits.places),
+    }
+    return [
+        [name, *(f"{size:.0f}" for size in sizes[name]), *(f"{x:.3f}" for x in means[name])]
+        + [f"{x:.2f}" for x in means["at the limits"] / means[name]]
+        for name in found
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=pathlib.Path, default=LENGTHS)
+    parser.add_argument("--steps", type=int, default=4, help="steps of the file to measure")
+    asked = parser.parse_args()
+    workload = read(asked.lengths, paravt_tiny())
+    print(workload.describe())
+    headings = ("lengths", "tokens", "places", "s", "CPU s", "speed-up", "speed-up by CPU")
+    print(table(headings, measure([_lengths(step) for step in workload.steps[: asked.steps]])))
+
+
+if __name__ == "__main__":
+    main()
