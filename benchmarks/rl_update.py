@@ -138,7 +138,7 @@ def measure(steps: Sequence[Sequence[GroupLengths]]) -> list[list[str]]:
         packed = Case(learner, groups)
         tokens.append(packed.tokens)
         places.append(packed.places)
-        for name, case in (("packed", packed), ("at the limits", limits)):
+        for case in (packed, limits):
             case.update(batch)
             case.reference()
         rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in found}

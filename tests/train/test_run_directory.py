@@ -263,7 +263,7 @@ def test_runs_on_published_data_share_a_cold_start(tmp_path) -> None:
         for name in ("tokenizer", "checkpoints/sft/1"):
             (source / name).mkdir(parents=True)
             (source / name / "file").write_text(name)
-    other_devices = {"steps": 1, "microbatch_tokens": 4, "remat": "dots"}
+    other_devices = {"steps": 1, "microbatches": 4, "remat": "dots"}
     data = PUBLISHED["data"] | {"heldout": 9}
     take_over(source, tmp_path / "warm", PUBLISHED | {"sft": other_devices, "data": data})
     shared = tmp_path / "warm/checkpoints/sft/1/file"
