@@ -391,8 +391,8 @@ def test_eight_devices_share_the_frames():
         import numpy as np
         from flax import nnx
         from models.features import FrameFeatures, FrameSettings, tower_mesh
-        from models.qwen3_vl.config import tiny
         from models.qwen3_vl.model import Qwen3VL
+        from models.qwen3_vl.sizes import tiny
         from paravt_jax.data.frames import VideoInfo
         from paravt_jax.method.records import Frame
 
