@@ -5,8 +5,11 @@ python -m benchmarks.packing --lengths runs/paravt_8b/metrics.jsonl --topology v
 
 Without options: `paravt_8b` on three slices of 16 chips and `paravt_tiny` on one device, each at
 its committed lengths (benchmarks/lengths_*.json) and at its limits. `train.learn.work` defines
-"worth" and "done"; at the committed lengths, their ratio should be at most 1.25. The padded layout
-is that of earlier versions, in which every rollout had its longest length. Nothing is compiled.
+"worth" and "done"; at the committed lengths, their ratio should be at most 1.25. Attention counts
+by visible pairs; by all pairs of the tiles that a kernel visits (512 x 512 on TPU, 64 x 64 for the
+tiny recipe on CPU); and by tiles with the products that the kernel repeats in its backward pass.
+The padded layout is that of earlier versions, in which every rollout had its longest length.
+Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -27,8 +30,17 @@ from rollout.evaluation.markdown import table
 from train.fit import fit
 from train.learn.packing import GroupLengths, MicrobatchShape, pack
 from train.learn.placement import row_pieces
-from train.learn.work import done, passes, real_tokens, visible_pairs, worth
+from train.learn.work import (
+    VISIBLE,
+    Attention,
+    done,
+    passes,
+    real_tokens,
+    visible_pairs,
+    worth,
+)
 from train.plan.programs import planned_config
+from train.plan.tiles import flash_attention, xla_attention
 from train.plan.workload import Workload, at_limits, lengths_of, read
 from train.settings import Run
 from train.slices import Topology
@@ -47,6 +59,11 @@ class Counted:
     """Tokens without padding, each prompt once."""
     worth: float
     packed: float
+    """By visible pairs."""
+    tiles: float
+    """By the pairs of the tiles that the kernel visits."""
+    kernel: float
+    """By tiles, with the products that the kernel repeats in its backward pass."""
     padded: float
     microbatches: float
 
@@ -65,19 +82,25 @@ def count(run: Run, workload: Workload, devices: int, parts: int, remat: Remat) 
     sizes = microbatch_sizes(run, config, devices)
     steps = [lengths_of(step) for step in workload.steps]
     packs = [pack(groups, sizes) for groups in steps]
+    kernel = xla_attention(config) if run.model.size == "tiny" else flash_attention(config)
 
     def mean(values: Sequence[float]) -> float:
         return sum(values) / len(steps)
 
+    def computed(attention: Attention) -> float:
+        return mean(
+            [
+                done(packed, groups, config, remat, devices, attention)
+                for packed, groups in zip(packs, steps, strict=True)
+            ]
+        )
+
     return Counted(
         tokens=mean([real_tokens(groups) for groups in steps]),
         worth=mean([worth(groups, config, remat) for groups in steps]),
-        packed=mean(
-            [
-                done(packed, groups, config, remat, devices)
-                for packed, groups in zip(packs, steps, strict=True)
-            ]
-        ),
+        packed=computed(VISIBLE),
+        tiles=computed(Attention(kernel.pairs)),
+        kernel=computed(kernel),
         padded=padded_flops(steps[0], run, devices, parts, remat),
         microbatches=mean([len(packed) for packed in packs]),
     )
@@ -137,8 +160,10 @@ def rows_of(place: str, run: Run, workload: Workload, devices: int, parts: int) 
                 _flops(counted.worth),
                 ratio(counted.padded),
                 ratio(counted.packed),
+                ratio(counted.tiles),
+                ratio(counted.kernel),
                 _flops(counted.padded / counted.tokens),
-                _flops(counted.packed / counted.tokens),
+                _flops(counted.kernel / counted.tokens),
                 f"{counted.microbatches:.1f}",
             ]
         )
@@ -161,8 +186,10 @@ HEADER = (
     "worth, FLOP",
     "padded / worth",
     "packed / worth",
+    "by tiles",
+    "by kernel",
     "padded per token",
-    "packed per token",
+    "by kernel, per token",
     "micro-batches",
 )
 

@@ -17,16 +17,20 @@ def test_a_packed_step_does_at_most_1_25_times_its_worth_at_the_committed_length
     slice_ = Topology(topology)
     run = fit(RECIPES["paravt_8b"](), slice_.available).run
     counted = packing.count(run, drawn("paravt_8b"), slice_.devices, parts=2, remat=remat)
-    assert 1 <= counted.packed / counted.worth <= 1.25
-    assert counted.padded > 8 * counted.packed
+    assert 1 <= counted.packed / counted.worth < counted.tiles / counted.worth <= 1.25
+    # The products that the kernel repeats in its backward pass are beyond the aim.
+    assert counted.tiles < counted.kernel <= 1.29 * counted.worth
+    assert counted.padded > 8 * counted.kernel
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_so_does_the_tiny_run(remat):
+def test_so_does_the_tiny_run_by_visible_pairs(remat):
+    """Tiles of 64 are about as long as its rollouts."""
     run = RECIPES["paravt_tiny"]()
     counted = packing.count(run, drawn("paravt_tiny"), 1, parts=1, remat=remat)
     assert 1 <= counted.packed / counted.worth <= 1.25
-    assert counted.padded > 2 * counted.packed
+    assert counted.packed < counted.tiles < counted.kernel <= 1.51 * counted.worth
+    assert counted.padded > 1.5 * counted.kernel
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from models.qwen3_vl.sizes import qwen3_vl
 from rollout.engine import runner
 from tests.train.small import small
 from train.fit import fit
-from train.learn.work import worth
+from train.learn.work import visible_pairs, worth
 from train.plan import cache, rates, step
 from train.plan import command as plan
 from train.plan.compile import (
@@ -285,6 +285,27 @@ def test_micro_batches_are_chosen_by_the_lengths_of_each_step():
     assert len([name for name in calls if name.startswith("RL update")]) > 1
     tokens = sum(int(name.split()[-1]) * n for name, n in calls.items() if name[:5] == "RL up")
     assert workload.tokens < tokens < 1.25 * workload.tokens
+
+
+def test_attention_of_packed_rows_follows_the_lengths():
+    """A call has the pairs of an average row of its size; a size that is not used has none."""
+    run = change(RUN, "paravt_8b", {"rl.microbatch_tokens": 71_680})
+    names = ("RL update 71680", "RL update 36864", "reference 71680", "decode 13312")
+    per_pair = {"RL update 71680": 9.0, "RL update 36864": 9.0, "reference 71680": 2.0}
+    measured = {name: Measured(name, flops=1e9, pair_flops=per_pair.get(name, 0)) for name in names}
+    found = {}
+    for workload in (drawn("paravt_8b"), at_limits(run)):
+        flops = [m.flops - 1e9 for m in step.with_attention(run, measured, workload).values()]
+        assert flops[1] == flops[3] == 0
+        assert flops[0] == pytest.approx(9 / 2 * flops[2])
+        found[workload.source[:5]] = flops[2] / 2
+    groups = run.rl_shape.at_limits
+    (prompt, suffixes), *_ = groups
+    pairs = visible_pairs(prompt, suffixes)
+    # A group in a row: tiles along the diagonal are half empty, and the last one is padding.
+    assert pairs < found["every"] < 1.05 * pairs
+    assert found["every"] > 2 * found["8 dra"]
+    assert step.with_attention(run, measured, None) == measured
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

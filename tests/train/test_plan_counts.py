@@ -176,6 +176,29 @@ def test_a_backward_pass_through_the_kernel_counts_seven_products(remat, product
     assert attention == pytest.approx((products + 4 + 3) * one)
 
 
+@pytest.mark.parametrize(("remat", "forward"), [("full", 4), ("attention", 2), ("dots", 2)])
+def test_packed_rows_count_per_pair_of_their_kernels(remat, forward):
+    """Two products forward, and seven backward: three for queries, and four for keys and values."""
+    graph, weights = nnx.split(abstract_model(TEXT).text)
+    c = TEXT.text
+    t = 256
+
+    def loss(weights, ids, positions, segments, starts, shared):
+        text = nnx.merge(graph, weights)
+        rows = {"segment_ids": segments, "starts": starts, "shared": shared}
+        return text(ids, positions, remat=remat, **rows)[0].sum()
+
+    row = array(1, t, dtype=jnp.int32)
+    arguments = (row, array(3, 1, t, dtype=jnp.int32), row, row, array(1, dtype=jnp.int32))
+    with on_tpu():
+        traced = jax.make_jaxpr(jax.value_and_grad(loss))(weights, *arguments)
+    # The number of pairs depends on what is packed, and not on the shapes.
+    without, one = (count_flops(traced, pairs=lambda q, k, n=n: n) for n in (0.0, 1.0))
+    pair = 2.0 * c.num_hidden_layers * c.num_attention_heads * c.head_dim
+    assert one - without == (forward + 7) * pair
+    assert without == count_flops(traced, pairs=causal) - (forward + 7) * pair * causal(t, t)
+
+
 HLO = """
 %condition (state: (s32[], f32[4])) -> pred[] {
   %limit = s32[]{:T(128)} constant(9)

@@ -144,8 +144,10 @@ def _write_row(
 ) -> None:
     """Write the chunks of a row: all shared prompts, and then the segments."""
     end = 0
-    # A prompt of a single trajectory is part of its segment.
-    shared_first = sorted(enumerate(chunks, 1), key=lambda item: len(item[1].members) == 1)
+    # A prompt of a single trajectory is part of its segment. Groups are numbered in their order in
+    # the row, by which kernels skip tiles (`visible_tiles`).
+    ordered = sorted(chunks, key=lambda chunk: len(chunk.members) == 1)
+    shared_first = list(enumerate(ordered, 1))
     prompts: dict[int, _Tokens] = {}
     for segment, chunk in shared_first:
         prompts[segment] = _prompt_tokens(groups[chunk.group], config)

@@ -6,14 +6,15 @@
             the number of weights in matrix products, D that of tokens. A prompt counts once per
             group, and only tokens of rollouts have logits.
     done    devices times the FLOPs of the heaviest device: padding, prompts that stand in several
-            micro-batches, logits of every place, and idle devices included.
+            micro-batches, logits of every place, and idle devices included. Attention counts by
+            visible pairs, or as a kernel computes it (`train.plan.tiles`).
 
 Only lengths are needed, so both are known before a program is compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from models.qwen3_vl.config import Qwen3VLConfig
@@ -78,16 +79,32 @@ def worth(groups: Sequence[GroupLengths], config: Qwen3VLConfig, remat: Remat) -
     return repeats * products + 4 * forward_flops(config, 0, 0, pairs)
 
 
+def most_visible_pairs(microbatch: PackedMicrobatch, groups: Sequence[GroupLengths]) -> float:
+    """Visible pairs of the row of a micro-batch that has most."""
+    return max(sum(_chunk_pairs(chunk, groups) for chunk in row) for row in microbatch.rows)
+
+
+class Attention(NamedTuple):
+    """How `done` counts attention."""
+
+    pairs: Callable[[PackedMicrobatch, Sequence[GroupLengths]], float]
+    """Pairs that the device with most of them computes in a micro-batch."""
+    backward: float = 2.0
+    """Cost of a backward pass, in forward passes."""
+
+
+VISIBLE = Attention(most_visible_pairs)
+
+
 def done(
     packed: Sequence[PackedMicrobatch],
     groups: Sequence[GroupLengths],
     config: Qwen3VLConfig,
     remat: Remat,
     devices: int,
+    attention: Attention = VISIBLE,
 ) -> float:
     """FLOPs that a packed step computes: devices times the heaviest device.
-
-    Attention counts by visible pairs, not by the tiles of a kernel.
 
     Args:
         packed: the micro-batches, from `train.learn.packing.pack`.
@@ -95,28 +112,20 @@ def done(
         config: sizes of the model.
         remat: policy of the update.
         devices: all devices, idle ones included.
+        attention: how attention counts.
     """
-    return devices * sum(
-        _heaviest_device(microbatch, groups, config, remat, devices) for microbatch in packed
-    )
-
-
-def _heaviest_device(
-    microbatch: PackedMicrobatch,
-    groups: Sequence[GroupLengths],
-    config: Qwen3VLConfig,
-    remat: Remat,
-    devices: int,
-) -> float:
-    """FLOPs of the device whose row has the most pairs of tokens."""
-    shape = microbatch.shape
-    # Devices beyond rows and pieces share the products of others (mesh.tensor).
-    sharing = max(1, devices // (shape.rows * shape.pieces)) * shape.pieces
-    pairs = max(sum(_chunk_pairs(chunk, groups) for chunk in row) for row in microbatch.rows)
     times = passes(remat)
-    products = forward_flops(config, shape.tokens, shape.tokens, 0.0)
-    attention = forward_flops(config, 0, 0, pairs)
-    return (times.weights * products + times.attention * attention) / sharing
+    # `passes` takes a backward pass as two.
+    attention_passes = times.attention - 2 + attention.backward
+    total = 0.0
+    for microbatch in packed:
+        shape = microbatch.shape
+        # Devices beyond rows and pieces share the products of others (mesh.tensor).
+        sharing = max(1, devices // (shape.rows * shape.pieces)) * shape.pieces
+        products = forward_flops(config, shape.tokens, shape.tokens, 0.0)
+        pairs = forward_flops(config, 0, 0, attention.pairs(microbatch, groups))
+        total += (times.weights * products + attention_passes * pairs) / sharing
+    return devices * total
 
 
 def _chunk_pairs(chunk: Chunk, groups: Sequence[GroupLengths]) -> float:

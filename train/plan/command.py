@@ -28,13 +28,14 @@ from paravt_jax.data.local_path import require_local
 from train.cli import EXIT_USAGE, parse
 from train.fit import Fitted, fit
 from train.learn.packing import pack
-from train.learn.work import done, worth
+from train.learn.work import VISIBLE, Attention, done, worth
 from train.plan import step
 from train.plan.cache import cached
 from train.plan.compile import SIZES, Case, Measured, compile_case, libtpu_version, on_host
 from train.plan.programs import microbatch_sizes, planned_config, program_names
 from train.plan.rates import EXPECTED_HBM, EXPECTED_HFU
 from train.plan.table import report, scale
+from train.plan.tiles import flash_attention
 from train.plan.workload import Workload, at_limits, lengths_of, read
 from train.settings import Run
 from train.slices import INSTALL, SCALE, SOURCE, Topology
@@ -66,6 +67,7 @@ def plan(
     sizes = measured.pop(SIZES).sizes
     if workload is None and run.rl is not None:
         workload = at_limits(run)
+    measured = step.with_attention(run, measured, workload)
     residents = {name: size for name, size in sizes.items() if not name.startswith("all ")}
     together = [step.held_together(m, residents) for m in measured.values() if m.peak]
     too_large = [held for held in together if held.total > topology.chip.hbm]
@@ -142,8 +144,8 @@ def _work(run: Run, measured: dict[str, Measured], workload: Workload | None) ->
 
     Returns:
         "worth" without and "worth, remat" with rematerialisation, "done" by the packed layout with
-        the policy of the run (`train.learn.work`), and "compiled": of the programs, if all of them
-        were compiled.
+        the policy of the run (`train.learn.work`), by visible pairs, "done, tiles" by those of the
+        TPU's kernel, and "compiled": of the programs, if all of them were compiled.
     """
     if run.rl is None or workload is None:
         return {}
@@ -151,12 +153,18 @@ def _work(run: Run, measured: dict[str, Measured], workload: Workload | None) ->
     sizes = microbatch_sizes(run)
     devices = math.prod(mesh_of(run))
     steps = [lengths_of(one) for one in workload.steps]
+    remat = run.rl.remat
+
+    def packed(attention: Attention) -> list[float]:
+        return [
+            done(pack(groups, sizes), groups, config, remat, devices, attention) for groups in steps
+        ]
+
     found = {
         "worth": [worth(groups, config, "none") for groups in steps],
         "worth, remat": [worth(groups, config, "full") for groups in steps],
-        "done": [
-            done(pack(groups, sizes), groups, config, run.rl.remat, devices) for groups in steps
-        ],
+        "done": packed(VISIBLE),
+        "done, tiles": packed(flash_attention(config)),
     }
     work = {name: sum(flops) / len(steps) for name, flops in found.items()}
     calls = step.learner_calls(run, workload)

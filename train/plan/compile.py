@@ -10,6 +10,7 @@ which arrays are the largest.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import pathlib
@@ -77,6 +78,8 @@ class Measured:
     """Bytes kept in the host's memory while the program runs."""
     flops: float = 0.0
     """FLOPs of all devices together."""
+    pair_flops: float = 0.0
+    """Further FLOPs for each query-key pair of a packed row, of all devices together."""
     read: float = 0.0
     """Bytes of HBM that must be read."""
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -159,8 +162,6 @@ def measure(case: Case) -> Measured:
     """Compiles a case in this process. Compiler errors are raised, except for lack of memory."""
     import jax
 
-    from train.plan.flops import count_flops
-
     plan = make_plan(case)
     start = time.monotonic()
     if case.program == SIZES:
@@ -168,13 +169,12 @@ def measure(case: Case) -> Measured:
     program = plan.program(case.program)
     with jax.set_mesh(program.mesh), tempfile.TemporaryDirectory() as dump_folder:
         traced = program.function.trace(*program.arguments, **program.options)
-        flops = count_flops(traced.jaxpr, trip_count=program.trip_count or 1.0, pairs=program.pairs)
         base = Measured(
             case.program,
             devices=program.mesh.size,
-            flops=flops,
             read=program.read,
             given=program.given,
+            **_flops(traced.jaxpr, program),
         )
         # Reports are dumped to files: on some chips the HLO is too large for `as_text`, and if
         # memory runs out there is no compiled program to ask.
@@ -196,6 +196,17 @@ def make_plan(case: Case) -> Any:
     devices = case.topology.make_devices()
     host_devices = case.topology.host.make_devices()
     return Plan(case.run, devices, host_devices, case.mesh)
+
+
+def _flops(jaxpr: Any, program: Any) -> dict[str, Any]:
+    """FLOPs of a traced program, as fields of `Measured`."""
+    from train.plan.flops import count_flops
+
+    count = functools.partial(count_flops, jaxpr, trip_count=program.trip_count or 1.0)
+    if not program.packed:
+        return {"flops": count(pairs=program.pairs)}
+    without = count(pairs=lambda queries, keys: 0.0)
+    return {"flops": without, "pair_flops": count(pairs=lambda queries, keys: 1.0) - without}
 
 
 def _statistics(compiled: Any, dump_folder: pathlib.Path, program: Any) -> dict[str, Any]:

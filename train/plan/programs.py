@@ -62,6 +62,8 @@ class PlannedProgram:
     """Iterations of while-loops that end on a condition; None if there are none."""
     pairs: Pairs | None = None
     """Query-key pairs that its attention kernels compute."""
+    packed: bool = False
+    """Whether its attention kernels run over packed rows: their pairs depend on what is packed."""
 
 
 class Plan:
@@ -161,40 +163,34 @@ class Plan:
         assert self.run.sft is not None
         update = abstract_sft_update(self.run, self.mesh, self.config)
         pairs = pairs_of_rows(self.run.sft.row_tokens)
-        return self._training("SFT update", update, pairs, ("weights", "moments", "batch"))
+        given = ("weights", "moments", "batch")
+        return self._training("SFT update", update, given, pairs=pairs)
 
     def _update(self, tokens: int) -> PlannedProgram:
         """Gradients of a micro-batch whose rows have this many tokens."""
         size = self._size(tokens)
         update = abstract_rl_gradients(self.run, self.mesh, self.config, size)
-        return self._training(f"RL update {tokens}", update, causal, ("weights", "batch"))
+        return self._training(f"RL update {tokens}", update, ("weights", "batch"), packed=True)
 
     def _optimizer(self) -> PlannedProgram:
         step = abstract_rl_optimizer(self.run, self.mesh, self.config)
-        return self._training("RL optimizer", step, causal, ("weights", "moments"))
+        return self._training("RL optimizer", step, ("weights", "moments"))
 
     def _reference(self, tokens: int) -> PlannedProgram:
         size = self._size(tokens)
         reference = abstract_reference(self.run, self.mesh, self.config, size)
-        return self._training(f"reference {tokens}", reference, causal, ("batch",))
+        return self._training(f"reference {tokens}", reference, ("batch",), packed=True)
 
     def _size(self, tokens: int) -> int:
         """The number of the micro-batch's size whose rows have this many tokens."""
         return [size.tokens for size in microbatch_sizes(self.run)].index(tokens)
 
     def _training(
-        self, name: str, abstract: Abstract, pairs: Pairs, given: tuple[str, ...]
+        self, name: str, abstract: Abstract, given: tuple[str, ...], **attention: Any
     ) -> PlannedProgram:
         read = device_bytes(abstract.arguments)
-        return PlannedProgram(
-            name,
-            abstract.program.jitted,
-            abstract.arguments,
-            self.mesh,
-            read,
-            given,
-            pairs=pairs,
-        )
+        program, arguments = abstract.program.jitted, abstract.arguments
+        return PlannedProgram(name, program, arguments, self.mesh, read, given, **attention)
 
     # --- rollouts ---
 

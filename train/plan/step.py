@@ -22,6 +22,7 @@ from train.plan.compile import ROLLOUTS, Measured, on_host
 from train.plan.programs import microbatch_sizes, planned_config
 from train.plan.rates import Cost, Rates
 from train.plan.rollouts import EngineCosts, Played, play, shares
+from train.plan.tiles import flash_attention
 from train.plan.workload import Workload, lengths_of
 from train.settings import Run, change
 from train.slices import Topology
@@ -167,6 +168,40 @@ def learner_calls(run: Run, workload: Workload | None) -> dict[str, float]:
         | {f"RL update {tokens}": updates * count for tokens, count in calls.items()}
         | {"RL optimizer": float(updates), "weight sync": 1.0}
     )
+
+
+def with_attention(
+    run: Run, measured: dict[str, Measured], workload: Workload | None
+) -> dict[str, Measured]:
+    """Adds the FLOPs of attention in packed rows to those of the programs.
+
+    A call has the pairs of a row that the programs of its size compute on average over the steps of
+    a workload: those in the tiles that the TPU's kernel visits, on the device with most of them. A
+    size that is not used gets none.
+    """
+    if workload is None or run.rl is None:
+        return measured
+    pairs = packed_pairs(run, workload)
+
+    def added(m: Measured) -> Measured:
+        tokens = m.program.rpartition(" ")[2]
+        more = m.pair_flops * pairs.get(tokens, 0.0) if m.pair_flops else 0.0
+        return dataclasses.replace(m, flops=m.flops + more)
+
+    return {name: added(m) for name, m in measured.items()}
+
+
+def packed_pairs(run: Run, workload: Workload) -> dict[str, float]:
+    """Pairs per call by the tokens of a row, as means over the micro-batches of a workload."""
+    config = planned_config(run)
+    count = flash_attention(config).pairs
+    found: dict[str, list[float]] = {}
+    for step in workload.steps:
+        groups = lengths_of(step)
+        for microbatch in pack(groups, microbatch_sizes(run)):
+            pairs = count(microbatch, groups)
+            found.setdefault(str(microbatch.shape.tokens), []).append(pairs)
+    return {tokens: sum(pairs) / len(pairs) for tokens, pairs in found.items()}
 
 
 def phase_of(measured: Measured, calls: float, topology: Topology) -> Phase:

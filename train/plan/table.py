@@ -220,12 +220,20 @@ def _sums(plan: dict[str, Any]) -> str:
             "FLOPs of update and reference: worth (8 N D and attention over visible pairs) "
             f"{work['worth'] / 1e15:.2f} PFLOP, with rematerialisation (10 N D) "
             f"{work['worth, remat'] / 1e15:.2f}. Packed, all devices do as much as the heaviest: "
-            f"{work['done'] / 1e15:.2f}, {work['done'] / work['worth']:.2f} times the first and "
-            f"{work['done'] / work['worth, remat']:.2f} times the second."
+            f"{_times_worth(work, 'done')}; in whole tiles, with the products that the kernel "
+            f"repeats: {_times_worth(work, 'done, tiles')}."
         )
     if "compiled" in work:
         lines.append(f"Their programs compute {work['compiled'] / 1e15:.2f} PFLOP.")
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _times_worth(work: dict[str, float], name: str) -> str:
+    done = work[name]
+    return (
+        f"{done / 1e15:.2f}, {done / work['worth']:.2f} times the first and "
+        f"{done / work['worth, remat']:.2f} times the second"
+    )
 
 
 def _sizes(sizes: dict[str, float]) -> str:
