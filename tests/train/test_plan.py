@@ -272,7 +272,13 @@ def test_calls_of_training_in_a_step():
     # The reference is computed once, however many updates a step makes.
     run = change(RUN, "twice", {"rl.microbatch_tokens": 71_680, "rl.updates_per_batch": 2})
     twice = step.learner_calls(run, at_limits(run))
-    assert [*twice.values()] == [7, 14, 2, 1]
+    assert twice == {
+        "reference 71680": 7,
+        "RL update 71680": 7,
+        "RL update 71680 later": 7,
+        "RL optimizer": 2,
+        "weight sync": 1,
+    }
 
 
 def test_micro_batches_are_chosen_by_the_lengths_of_each_step():
@@ -465,6 +471,19 @@ def test_a_plan_that_does_not_fit_says_why_and_what_to_change(command):
         assert words in printed.out
 
 
+def test_a_step_of_the_optimizer_that_does_not_fit_has_remedies_of_its_own(command):
+    peaks = {"RL optimizer": 16 * GIB}
+    mesh = ("--mesh.data=2", "--mesh.fsdp=8", "--mesh.tensor=1")
+    replicated = command("--topology=v6e:4x4", *mesh, peaks=peaks | {"RL optimizer": 40 * GIB})
+    sharded = command("--topology=v5e:4x4", peaks=peaks)
+    for code, printed, _ in (replicated, sharded):
+        assert code == 1
+        assert "'muon', another method, keeps one moment" in printed.out
+        assert "rl.microbatch_tokens" not in printed.out.partition("too much")[2]
+    assert "mesh.data = 2: with 1 and a larger mesh.fsdp" in replicated[1].out
+    assert "mesh.data" not in sharded[1].out
+
+
 def test_a_program_that_was_not_compiled_is_named(command):
     code, printed, _ = command(
         "--topology=v5p:2x2x4",
@@ -573,7 +592,14 @@ def shapes(tree: Any) -> list[tuple[tuple[int, ...], str]]:
 
 
 def test_every_program_can_be_traced(tiny_plan):
-    for name in program_names(tiny_plan.run):
+    rl = dataclasses.replace(tiny_plan.run.rl, updates_per_batch=2)
+    names = program_names(dataclasses.replace(tiny_plan.run, rl=rl))
+    first, later = (
+        [name for name in names if name.startswith("RL update") and name.endswith("later") is last]
+        for last in (False, True)
+    )
+    assert later == [f"{name} later" for name in first]
+    for name in names:
         program = tiny_plan.program(name)
         with jax.set_mesh(program.mesh):
             function: Any = program.function
@@ -593,7 +619,7 @@ def test_a_run_without_episodes_has_no_engine():
 
 def test_the_planned_programs_are_all_that_the_engine_compiles(tiny_plan, monkeypatch):
     """Compares shapes of arguments with those of the engine's warm-up."""
-    called: dict[str, list] = {"prefill": [], "decode": []}
+    called: dict[str, list] = {"bank": [], "prefill": [], "page": [], "decode": []}
 
     def recorder(name, answer):
         def record(self):
@@ -612,6 +638,10 @@ def test_the_planned_programs_are_all_that_the_engine_compiles(tiny_plan, monkey
     drawn = [ids, logprobs, counts, jnp.int32(0)]
     prefill = recorder("prefill", lambda given: given[1])
     decode = recorder("decode", lambda given: (given[1], drawn))
+    fill = recorder("bank", lambda given: given[0])
+    copy = recorder("page", lambda given: given[0])
+    monkeypatch.setattr(runner.Programs, "fill", fill, raising=False)
+    monkeypatch.setattr(runner.Programs, "copy", copy, raising=False)
     monkeypatch.setattr(runner.Programs, "prefill", prefill, raising=False)
     monkeypatch.setattr(runner.Programs, "decode", decode, raising=False)
     model = abstract_model(planned_config(tiny_plan.run))

@@ -5,6 +5,7 @@ A run calls the same programs with the same shapes, types and shardings. Nothing
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -96,17 +97,31 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
 
 
 def abstract_rl_gradients(
-    run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None, size: int = 0
+    run: Run,
+    mesh: Mesh,
+    config: Qwen3VLConfig | None = None,
+    size: int = 0,
+    later: bool = False,
 ) -> Abstract:
     """Gradients of a micro-batch, added to those of others; see `abstract_rl_step`.
 
     Args:
         size: number of the micro-batch's size; 0 is the largest.
+        later: of an update after the first one of a step, which reads the log-probs of that one.
     """
     step = abstract_rl_step(run, mesh, config)
     total = jax.tree.map(lambda x: x.update(dtype=jnp.float32), step.state.weights)
-    arguments = (step.state.weights, total, step.visual, step.microbatches[size], step.batch)
+    batch = step.batch
+    if later:
+        batch = dataclasses.replace(batch, proximal=batch.advantages)
+    arguments = (step.state.weights, total, step.visual, step.microbatches[size], batch)
     return Abstract(step.update.add, arguments)
+
+
+def abstract_rl_start(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
+    """Gradients of zero, to which those of micro-batches are added; see `abstract_rl_step`."""
+    step = abstract_rl_step(run, mesh, config)
+    return Abstract(step.update.start, (step.state.weights,))
 
 
 def abstract_rl_optimizer(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:

@@ -34,7 +34,7 @@ OUT_OF_MEMORY = re.compile(
 _REPORT_LINE = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+[GM]iB);\s*\d+;\s*\d+;\s*(.*)$")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 # The first words of programs that run while the engine is awake, each on the devices of one host.
-ROLLOUTS = ("vision", "prefill", "decode")
+ROLLOUTS = ("vision", "bank", "prefill", "page", "decode")
 # Used like a program's name, for the sizes of everything that stays on devices and hosts.
 SIZES = "sizes"
 

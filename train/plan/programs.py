@@ -36,12 +36,16 @@ from train.plan.abstract import (
     abstract_reference,
     abstract_rl_gradients,
     abstract_rl_optimizer,
+    abstract_rl_start,
     abstract_rl_step,
     abstract_sft_update,
 )
 from train.plan.flops import Pairs, causal, every, pairs_of_rows
 from train.settings import Run
 from train.world_data import world_vocabulary
+
+# Last word in the names of programs of the updates after a step's first one.
+LATER = "later"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +110,10 @@ class Plan:
         """The program of this name, one of `program_names`."""
         builders: dict[str, Callable[[], PlannedProgram]] = {
             "vision": self._vision,
+            "bank fill": self._fill,
+            "page copy": self._copy,
             "SFT update": self._sft,
+            "RL start": self._start,
             "RL optimizer": self._optimizer,
             "weight sync": self._sync,
         }
@@ -117,7 +124,7 @@ class Plan:
         if family == "reference":
             return self._reference(*lengths)
         if name.startswith("RL update"):
-            return self._update(*lengths)
+            return self._update(*lengths, later=words[-1] == LATER)
         if family == "decode":
             return self._decode(*lengths)
         return builders[name]()
@@ -166,11 +173,17 @@ class Plan:
         given = ("weights", "moments", "batch")
         return self._training("SFT update", update, given, pairs=pairs)
 
-    def _update(self, tokens: int) -> PlannedProgram:
+    def _update(self, tokens: int, later: bool) -> PlannedProgram:
         """Gradients of a micro-batch whose rows have this many tokens."""
         size = self._size(tokens)
-        update = abstract_rl_gradients(self.run, self.mesh, self.config, size)
-        return self._training(f"RL update {tokens}", update, ("weights", "batch"), packed=True)
+        update = abstract_rl_gradients(self.run, self.mesh, self.config, size, later)
+        name = update_name(tokens, later)
+        return self._training(name, update, ("weights", "batch"), packed=True)
+
+    def _start(self) -> PlannedProgram:
+        """Gradients of zero. Nothing is read: the weights only give the shapes."""
+        start = abstract_rl_start(self.run, self.mesh, self.config)
+        return dataclasses.replace(self._training("RL start", start, ()), read=0.0)
 
     def _optimizer(self) -> PlannedProgram:
         step = abstract_rl_optimizer(self.run, self.mesh, self.config)
@@ -292,13 +305,37 @@ class Plan:
             pairs=pairs_of_rows(length) if before else causal,
         )
 
+    def _fill(self) -> PlannedProgram:
+        """Writing visual vectors to the bank of a call of prefill."""
+        programs = self._engine()
+        bank = self._whole_bank(programs)
+        chunk = shape(programs.dtype, *programs.bank_shape(1))
+        read = device_bytes(chunk)
+        arguments = (bank, chunk, shape(jnp.int32))
+        return PlannedProgram("bank fill", programs.fill.__wrapped__, arguments, self.host, read)
+
+    def _copy(self) -> PlannedProgram:
+        """Copying partly filled pages, one per slot."""
+        engine = self.run.engine_sizes
+        numbers = shape(jnp.int32, engine.slots)
+        return PlannedProgram(
+            "page copy",
+            self._engine().copy.__wrapped__,
+            (self.residents["KV pool"], numbers, numbers),
+            self.host,
+            engine.slots * engine.page * self._token_bytes(),
+            given=("KV pool",),
+        )
+
     def _bank(self, programs: Programs, length: int) -> jax.ShapeDtypeStruct | None:
         """Visual vectors of a call of prefill; None for a program that takes text only."""
-        engine = self.run.engine_sizes
-        if engine.only_text(length):
+        if self.run.engine_sizes.only_text(length):
             return None
+        return self._whole_bank(programs)
+
+    def _whole_bank(self, programs: Programs) -> jax.ShapeDtypeStruct:
         whole = NamedSharding(self.host, PartitionSpec())
-        bank_shape = programs.bank_shape(engine.bank_tokens)
+        bank_shape = programs.bank_shape(self.run.engine_sizes.bank_tokens)
         return jax.ShapeDtypeStruct(bank_shape, programs.dtype, sharding=whole)
 
     def _sync(self) -> PlannedProgram:
@@ -364,15 +401,19 @@ def program_names(run: Run) -> tuple[str, ...]:
     names = ["vision"]
     if run.plays_episodes:
         engine = run.engine_sizes
+        names.append("bank fill")
         lengths = itertools.product(engine.prefill_lengths, (0, *engine.row_lengths))
         names += [prefill_name(length, before) for length, before in lengths]
+        names.append("page copy")
         names += [f"decode {width}" for width in engine.row_lengths]
     if run.sft is not None:
         names.append("SFT update")
     if run.rl is not None:
         sizes = microbatch_sizes(run)
         names += [f"reference {size.tokens}" for size in sizes]
-        names += [f"RL update {size.tokens}" for size in sizes]
+        names.append("RL start")
+        for later in (False, True) if run.rl.updates_per_batch > 1 else (False,):
+            names += [update_name(size.tokens, later) for size in sizes]
         names.append("RL optimizer")
     if run.plays_episodes:
         names.append("weight sync")
@@ -390,6 +431,11 @@ def microbatch_sizes(run: Run) -> tuple[MicrobatchShape, ...]:
 def prefill_name(length: int, before: int) -> str:
     """The name of a program that prefills `length` tokens behind up to `before` cached ones."""
     return f"prefill {length} after {before}" if before else f"prefill {length}"
+
+
+def update_name(tokens: int, later: bool) -> str:
+    """The name of the gradients of a micro-batch, in the first update of a step or a later one."""
+    return f"RL update {tokens} {LATER}" if later else f"RL update {tokens}"
 
 
 def planned_config(run: Run) -> Qwen3VLConfig:

@@ -18,8 +18,8 @@ from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.flops import flops_per_token
 from train.learn.packing import pack
 from train.plan import rates
-from train.plan.compile import ROLLOUTS, Measured, on_host
-from train.plan.programs import microbatch_sizes, planned_config
+from train.plan.compile import Measured, on_host
+from train.plan.programs import microbatch_sizes, planned_config, update_name
 from train.plan.rates import Cost, Rates
 from train.plan.rollouts import EngineCosts, Played, play, shares
 from train.plan.tiles import flash_attention
@@ -143,7 +143,7 @@ def phases_of(
     """
     found = []
     families = {name.split()[0] for name in measured}
-    if workload is not None and families >= {*ROLLOUTS}:
+    if workload is not None and families >= {"vision", "prefill", "decode"}:
         found += rollout_phases(run, topology, measured, sizes, workload)
     for name, calls in learner_calls(run, workload).items():
         if name in measured:
@@ -154,6 +154,8 @@ def phases_of(
 def learner_calls(run: Run, workload: Workload | None) -> dict[str, float]:
     """Calls of each program of training in a step: means over the steps of a workload.
 
+    "RL start" is left out: it only fills memory with zeros.
+
     Micro-batches are chosen as a run chooses them (`train.learn.packing.pack`).
     """
     if workload is None or run.rl is None:
@@ -163,11 +165,11 @@ def learner_calls(run: Run, workload: Workload | None) -> dict[str, float]:
     packed = [pack(lengths_of(step), sizes) for step in workload.steps]
     used = collections.Counter(part.shape.tokens for parts in packed for part in parts)
     calls = {tokens: used[tokens] / len(packed) for tokens in sorted(used, reverse=True)}
-    return (
-        {f"reference {tokens}": count for tokens, count in calls.items()}
-        | {f"RL update {tokens}": updates * count for tokens, count in calls.items()}
-        | {"RL optimizer": float(updates), "weight sync": 1.0}
-    )
+    names = {f"reference {tokens}": count for tokens, count in calls.items()}
+    names |= {update_name(tokens, later=False): count for tokens, count in calls.items()}
+    if updates > 1:
+        names |= {update_name(tokens, later=True): (updates - 1) * n for tokens, n in calls.items()}
+    return names | {"RL optimizer": float(updates), "weight sync": 1.0}
 
 
 def with_attention(
@@ -184,8 +186,10 @@ def with_attention(
     pairs = packed_pairs(run, workload)
 
     def added(m: Measured) -> Measured:
-        tokens = m.program.rpartition(" ")[2]
-        more = m.pair_flops * pairs.get(tokens, 0.0) if m.pair_flops else 0.0
+        if not m.pair_flops:
+            return m
+        tokens = next(word for word in m.program.split() if word.isdigit())
+        more = m.pair_flops * pairs.get(tokens, 0.0)
         return dataclasses.replace(m, flops=m.flops + more)
 
     return {name: added(m) for name, m in measured.items()}
@@ -388,12 +392,32 @@ def remedies(programs: set[str], run: Run, pool: float, topology: Topology) -> l
         )
     if any(name.startswith("RL update") for name in programs):
         found += _update_remedies(run)
+    if "RL optimizer" in programs:
+        found += _optimizer_remedies(run)
     if run.rl is not None and run.rl.optimizer.moment_dtype == "float32":
         found.append(
             "rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment, which "
             "stays on the device during every program"
         )
     found.append("--topology: a slice of more chips; weights and moments are sharded over all")
+    return found
+
+
+def _optimizer_remedies(run: Run) -> list[str]:
+    """The optimizer's step holds weights, moments and gradients, whatever the batch."""
+    rl = run.rl
+    assert rl is not None
+    found = []
+    if run.mesh.data > 1:
+        found.append(
+            f"mesh.data = {run.mesh.data}: with 1 and a larger mesh.fsdp, weights, moments and "
+            f"gradients take 1/{run.mesh.data} of the memory on each device"
+        )
+    if rl.optimizer.name == "adamw":
+        found.append(
+            "rl.optimizer.name = 'adamw': 'muon', another method, keeps one moment of the layers' "
+            "matrices instead of two"
+        )
     return found
 
 
