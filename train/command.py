@@ -34,10 +34,13 @@ class _Command:
 
 
 _COMMANDS = {
-    "run": _Command("train a recipe from its data to its report, or resume that", "train.run"),
+    "run": _Command("train a recipe from data to report, or resume that", "train.run"),
     "check": _Command("list what a run needs and what is missing", "train.run", ("--check",)),
     "plan": _Command("predict memory and time of a recipe on a TPU slice", "train.plan"),
     "prepare": _Command("download and prepare the published data of a recipe", "train.prepare"),
+    "scenes": _Command(
+        "draw videos with questions, to try a real model", "paravt_jax.world.scenes"
+    ),
     "download": _Command("download the questions and videos of a split", "rollout.download"),
     "ask": _Command("answer a question about a video", "rollout.ask"),
     "evaluate": _Command("score a model on a benchmark, or compare runs", "rollout.evaluate"),

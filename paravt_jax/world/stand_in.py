@@ -22,13 +22,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from PIL import Image
 
 from paravt_jax.data.atomic import appearing
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.method.records import QuestionKind
+from paravt_jax.world import published_rows
+from paravt_jax.world.published_rows import (
+    Message,
+    call,
+    conclude,
+    question_row,
+    say,
+    show,
+    think,
+    with_options,
+)
 from paravt_jax.world.videos import COLOURS, DIGITS, Scene, WorldSettings, encode, picture
 
 _SETTINGS = "stand_in.json"
@@ -44,24 +53,6 @@ _QUESTION_FOLDERS = ("selfqa", "museg/charades", "longvt_source/tvg_0")
 _DEMONSTRATION_FOLDER = "longvt_source/selftrace_0"
 _PICTURE_FOLDER = "longvt_source/videor1_0"
 _RL_FILE = "paravt_rl_diverse_4k4.parquet"
-
-_TEXT = pyarrow.string()
-_RL_ROWS = pyarrow.schema(
-    [
-        ("prompt", pyarrow.list_(pyarrow.struct([("role", _TEXT), ("content", _TEXT)]))),
-        ("videos", pyarrow.list_(pyarrow.struct([("video", _TEXT)]))),
-        ("extra_info", _TEXT),
-    ]
-)
-_SFT_ROWS = pyarrow.schema([("messages", _TEXT)])
-
-_SYSTEM = "You answer questions about videos."
-_SYSTEM_WITH_TOOL = (
-    f"{_SYSTEM} The tool crop_video shows a window of the video: give video_path, start_time and "
-    "end_time in seconds."
-)
-
-Message = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +141,10 @@ def _write(folder: pathlib.Path, seed: int, questions: int, demonstrations: int)
 
     annotations = folder / "annotations"
     annotations.mkdir()
-    _write_table(annotations / _RL_FILE, _rl_rows(asked, seed, questions), _RL_ROWS)
+    published_rows.write_questions(annotations / _RL_FILE, _rl_rows(asked, seed, questions))
     splits = _sft_rows(demonstrated, seed, demonstrations)
-    for name, rows in splits.items():
-        messages = [{"messages": json.dumps(row, ensure_ascii=False)} for row in rows]
-        _write_table(annotations / name, messages, _SFT_ROWS)
-
-
-def _write_table(file: pathlib.Path, rows: list[dict[str, Any]], schema: pyarrow.Schema) -> None:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), file)
+    for name, conversations in splits.items():
+        published_rows.write_conversations(annotations / name, conversations)
 
 
 def _plan_video(path: str, seed: list[int]) -> _Video:
@@ -237,12 +223,7 @@ def _rl_row(
     video: _Video, scene: Scene, kind: QuestionKind, rng: np.random.Generator
 ) -> dict[str, Any]:
     question, answer = _ask(scene, kind, rng)
-    prompt = [
-        {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": f"<video>{question}"},
-    ]
-    extra_info = json.dumps({"answer": answer, "question_type": kind.value})
-    return {"prompt": prompt, "videos": [{"video": video.path}], "extra_info": extra_info}
+    return question_row(video.path, question, kind, answer)
 
 
 def _ask(scene: Scene, kind: QuestionKind, rng: np.random.Generator) -> tuple[str, Any]:
@@ -258,8 +239,7 @@ def _ask(scene: Scene, kind: QuestionKind, rng: np.random.Generator) -> tuple[st
         return question, _word(scene)
     others = [digit for digit in DIGITS if digit != _word(scene)]
     options = rng.permutation([_word(scene), *rng.permutation(others)[:3].tolist()]).tolist()
-    lines = [f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)]
-    return "\n".join([question, *lines]), "ABCD"[options.index(_word(scene))]
+    return with_options(question, options), "ABCD"[options.index(_word(scene))]
 
 
 def _word(scene: Scene) -> str:
@@ -303,13 +283,13 @@ def _with_parallel_calls(video: _Video, scene: Scene, rng: np.random.Generator) 
     kind = (QuestionKind.MULTIPLE_CHOICE, QuestionKind.OPEN_ENDED)[int(rng.integers(2))]
     question, answer = _ask(scene, kind, rng)
     thought = f"Some parts may be {scene.colour}. I look at {len(chosen)} of them at once."
-    calls = "\n".join(_call(video, each) for each in chosen)
+    calls = "\n".join(call(video.path, each.start, each.end) for each in chosen)
     return [
-        _say("system", _SYSTEM_WITH_TOOL),
-        _say("user", _shown(video), f"{question} The video is {video.path}."),
-        _say("assistant", f"{_think(thought)}{calls}"),
-        *(_say("tool", _report(each)) for each in chosen),
-        _say("assistant", _conclude(f"The {scene.colour} part shows {_word(scene)}.", answer)),
+        say("system", published_rows.SYSTEM_WITH_TOOL),
+        say("user", show(video.path), f"{question} The video is {video.path}."),
+        say("assistant", f"{think(thought)}{calls}"),
+        *(say("tool", _report(each)) for each in chosen),
+        say("assistant", conclude(f"The {scene.colour} part shows {_word(scene)}.", answer)),
     ]
 
 
@@ -320,11 +300,11 @@ def _with_one_call(video: _Video, scene: Scene, rng: np.random.Generator) -> lis
     thought = f"The {scene.colour} part runs from {scene.start} to {scene.end} s. I look closer."
     seen = f"The digit appears at {start:g} s and is gone at {end:g} s."
     return [
-        _say("system", _SYSTEM_WITH_TOOL),
-        _say("user", _shown(video), question),
-        _say("assistant", f"{_think(thought)}{_call(video, scene)}"),
-        _say("tool", _shown(video), f"The window from {scene.start} to {scene.end} s."),
-        _say("assistant", _conclude(seen, answer)),
+        say("system", published_rows.SYSTEM_WITH_TOOL),
+        say("user", show(video.path), question),
+        say("assistant", f"{think(thought)}{call(video.path, scene.start, scene.end)}"),
+        say("tool", show(video.path), f"The window from {scene.start} to {scene.end} s."),
+        say("assistant", conclude(seen, answer)),
     ]
 
 
@@ -332,9 +312,9 @@ def _without_calls(video: _Video, scene: Scene, rng: np.random.Generator) -> lis
     question, answer = _ask(scene, QuestionKind.MULTIPLE_CHOICE, rng)
     seen = f"The {scene.colour} part shows {_word(scene)}, which is option {answer}."
     return [
-        _say("system", _SYSTEM),
-        _say("user", _shown(video), question),
-        _say("assistant", _conclude(seen, answer)),
+        say("system", published_rows.SYSTEM),
+        say("user", show(video.path), question),
+        say("assistant", conclude(seen, answer)),
     ]
 
 
@@ -344,35 +324,12 @@ def _about_a_picture(video: _Video, scene: Scene, rng: np.random.Generator) -> l
     still = {"type": "image_url", "image_url": {"url": video.picture}}
     seen = f"The background is {video.scenes[0].colour}, and the digit is {answer}."
     return [
-        _say("user", still, question),
-        _say("assistant", _conclude(seen, answer)),
+        say("user", still, question),
+        say("assistant", conclude(seen, answer)),
     ]
-
-
-def _say(role: str, *content: str | Message) -> Message:
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    return {"role": role, "content": parts}
-
-
-def _shown(video: _Video) -> Message:
-    return {"type": "video_url", "video_url": {"url": video.path}}
-
-
-def _call(video: _Video, scene: Scene) -> str:
-    arguments = {"video_path": video.path, "start_time": scene.start, "end_time": scene.end}
-    call = {"name": "crop_video", "arguments": arguments}
-    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
 def _report(scene: Scene) -> str:
     start, end = _span(scene)
     seen = f"The digit {_word(scene)} stays from {start:g} to {end:g} s."
     return f"The background is {scene.colour}. {seen}"
-
-
-def _think(thought: str) -> str:
-    return f"<think>\n{thought}\n</think>\n"
-
-
-def _conclude(thought: str, answer: Any) -> str:
-    return f"{_think(thought)}<answer>{answer}</answer>"

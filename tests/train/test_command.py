@@ -19,6 +19,7 @@ EQUIVALENTS = {
     "check": ("train.run", ["--check"]),
     "plan": ("train.plan.__main__", []),
     "prepare": ("train.prepare", []),
+    "scenes": ("paravt_jax.world.scenes.__main__", []),
     "download": ("rollout.download", []),
     "ask": ("rollout.ask", []),
     "evaluate": ("rollout.evaluate", []),

@@ -1,0 +1,93 @@
+"""Writes questions and demonstrations as rows of the published training data (REFERENCE 5)."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from paravt_jax.method.records import QuestionKind
+
+_TEXT = pyarrow.string()
+_RL_ROWS = pyarrow.schema(
+    [
+        ("prompt", pyarrow.list_(pyarrow.struct([("role", _TEXT), ("content", _TEXT)]))),
+        ("videos", pyarrow.list_(pyarrow.struct([("video", _TEXT)]))),
+        ("extra_info", _TEXT),
+    ]
+)
+_SFT_ROWS = pyarrow.schema([("messages", _TEXT)])
+
+SYSTEM = "You answer questions about videos."
+SYSTEM_WITH_TOOL = (
+    f"{SYSTEM} The tool crop_video shows a window of the video: give video_path, start_time and "
+    "end_time in seconds."
+)
+
+Message = dict[str, Any]
+
+
+def write_questions(file: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows of `question_row` as a parquet file."""
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows], schema=_RL_ROWS), file)
+
+
+def write_conversations(file: pathlib.Path, conversations: Sequence[list[Message]]) -> None:
+    """Write conversations as a parquet file."""
+    rows = [{"messages": json.dumps(each, ensure_ascii=False)} for each in conversations]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=_SFT_ROWS), file)
+
+
+def question_row(video: str, question: str, kind: QuestionKind, answer: Any) -> dict[str, Any]:
+    """An rl row.
+
+    Args:
+        video: Path of the video.
+        question: The question with its options.
+        kind: Its kind.
+        answer: The letter of an option, a text, or a list of two times in seconds.
+    """
+    return {
+        "prompt": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"<video>{question}"},
+        ],
+        "videos": [{"video": video}],
+        "extra_info": json.dumps({"answer": answer, "question_type": kind.value}),
+    }
+
+
+def with_options(question: str, options: Sequence[str]) -> str:
+    """A question with one line per option."""
+    return "\n".join([question, *(f"{chr(ord('A') + n)}. {o}" for n, o in enumerate(options))])
+
+
+def say(role: str, *content: str | Message) -> Message:
+    """A message of texts and files."""
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return {"role": role, "content": parts}
+
+
+def show(video: str) -> Message:
+    """The part of a message that shows a video."""
+    return {"type": "video_url", "video_url": {"url": video}}
+
+
+def call(video: str, start: float, end: float) -> str:
+    """A call of crop_video; times in seconds."""
+    arguments = {"video_path": video, "start_time": start, "end_time": end}
+    written = json.dumps({"name": "crop_video", "arguments": arguments})
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+def think(thought: str) -> str:
+    return f"<think>\n{thought}\n</think>\n"
+
+
+def conclude(thought: str, answer: Any) -> str:
+    """A thought and the final answer."""
+    return f"{think(thought)}<answer>{answer}</answer>"

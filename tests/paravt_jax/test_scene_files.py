@@ -1,0 +1,212 @@
+"""The command that writes the scenes: what is in its folder, and what a stopped one leaves."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow.parquet
+import pytest
+
+from configs.paravt_8b import paravt_8b
+from paravt_jax.data import video
+from paravt_jax.data.preparation import open_prepared
+from paravt_jax.data.published import read_question
+from paravt_jax.data.question_files import read_questions
+from paravt_jax.method.accuracy import accuracy
+from paravt_jax.world.scenes import __main__ as command
+from paravt_jax.world.scenes import ask, plan
+from paravt_jax.world.scenes.write import calibration, expected_size, missing_videos, write_scenes
+from paravt_jax.world.vocabulary import save_tokenizer
+from train.published_data import DataSettings, hold_out, prepare_published
+
+ROOT = pathlib.Path(__file__).parents[2]
+SETTINGS = plan.SceneSettings(seed=1, videos=8, heldout=4, lines=320)
+
+
+def put_videos(folder: pathlib.Path, settings: plan.SceneSettings, missing: int = 0) -> None:
+    """Make all videos but some look finished, so that they are not drawn."""
+    (folder / "media").mkdir(parents=True)
+    for split in plan.SPLITS:
+        (folder / "media" / split).mkdir()
+    for each in plan.plan(settings)[missing:]:
+        (folder / "media" / each.path).write_bytes(b"drawn")
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A folder with all texts, and placeholders for videos."""
+    folder = tmp_path / "scenes"
+    write_settings(folder, SETTINGS)
+    write_scenes(SETTINGS, folder)
+    return folder
+
+
+def write_settings(folder: pathlib.Path, settings: plan.SceneSettings, missing: int = 0) -> None:
+    put_videos(folder, settings, missing)
+    (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
+
+
+def test_both_files_of_questions_are_read_like_files_of_your_own(written):
+    for split, videos in (("train", 6), ("heldout", 4)):
+        asked = {
+            each.question.id: each.question
+            for v in plan.plan(SETTINGS)
+            if v.split == split and not v.demonstrated
+            for each in ask.questions(v, SETTINGS.seed)
+        }
+        found = read_questions(written / f"{split}.jsonl", written / "media")
+        # A file of your own cannot say when the video shows the answer.
+        assert found == tuple(
+            dataclasses.replace(question, evidence=None) for question in asked.values()
+        )
+        assert len(found) == 8 * videos
+        assert all(accuracy(question, question.answer) == 1 for question in found)
+
+
+def test_published_rows_ask_the_same_and_are_scored_alike(written):
+    rows = pyarrow.parquet.read_table(written / "annotations/paravt_rl_scenes.parquet").to_pylist()
+    own = read_questions(written / "train.jsonl", written / "media")
+    for row, question in zip(rows, own, strict=True):
+        published = read_question(row, "id")
+        assert (published.video, published.kind) == (question.video, question.kind)
+        assert published.text.startswith(question.text)
+        assert all(option in published.text for option in question.options)
+        assert accuracy(published, question.answer) == 1
+
+
+def test_the_calibration_covers_all_questions(written):
+    found = calibration(written)
+    ids = [
+        question.id
+        for split in plan.SPLITS
+        for question in read_questions(written / f"{split}.jsonl", written / "media")
+    ]
+    assert [entry["id"] for entry in found] == ids
+
+
+def test_the_same_call_changes_nothing(written):
+    before = {file: file.read_bytes() for file in written.rglob("*") if file.is_file()}
+    write_scenes(SETTINGS, written)
+    assert before == {file: file.read_bytes() for file in written.rglob("*") if file.is_file()}
+
+
+def test_what_an_interrupted_call_left_is_removed_and_the_videos_are_kept(written):
+    unfinished = written / "media/train/0000.77.tmp"
+    unfinished.write_bytes(b"half a video")
+    write_scenes(SETTINGS, written)
+    assert not unfinished.exists()
+    assert (written / "media/train/0000.mp4").read_bytes() == b"drawn"
+
+
+def test_a_folder_of_other_scenes_is_refused(written, capsys):
+    arguments = ["--videos", "8", "--heldout", "4", "--lines", "320", "--seed"]
+    assert command.main(["--out", str(written), *arguments, "2"]) == 2
+    assert "seed: 1 -> 2" in capsys.readouterr().err
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert command.main(["--out", str(tmp_path)]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "holds other files than scenes" in message and "Choose another folder" in message
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("lines", "1080"), ("videos", "2"), ("workers", "-1"), ("heldout", "0")]
+)
+def test_a_bad_value_is_refused_in_one_line_before_anything_is_written(
+    tmp_path, capsys, flag, value
+):
+    assert command.main(["--out", str(tmp_path / "x"), f"--{flag}", value]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "videos to draw" not in line]
+    assert len(lines) == 1 and f"{flag}: {value}" in lines[0]
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_full_disk_is_noticed_before_drawing(tmp_path, monkeypatch):
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 10**9, 10**6))
+    with pytest.raises(OSError, match="MB are needed, and 1 MB are free"):
+        write_scenes(SETTINGS, tmp_path / "scenes")
+
+
+def test_the_room_of_the_default_set_is_far_below_two_gigabytes():
+    assert 10**8 < expected_size(plan.plan(plan.SceneSettings())) < 10**9
+
+
+def test_describe_prints_the_table_of_a_finished_folder_only(written, tmp_path, capsys):
+    assert command.main(["--out", str(written), "--describe"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split()[:3] == ["family", "asked", "moments"]
+    assert any(line.startswith("all ") for line in table)
+    assert command.main(["--out", str(tmp_path / "none"), "--describe"]) == 2
+    assert "holds no finished scenes" in capsys.readouterr().err
+
+
+def files(folder: pathlib.Path) -> dict[str, int]:
+    """Times of change of all videos."""
+    return {str(f.relative_to(folder)): f.stat().st_mtime_ns for f in folder.rglob("*.mp4")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_command_leaves_whole_videos_and_goes_on(tmp_path, number):
+    out = tmp_path / "scenes"
+    settings = plan.SceneSettings(seed=0, videos=4, heldout=1, lines=320)
+    arguments = [sys.executable, "-m", "paravt_jax.world.scenes", "--out", str(out)]
+    arguments += ["--videos", "4", "--heldout", "1", "--lines", "320", "--workers", "2"]
+    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not files(out) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=120) == (130 if number == signal.SIGINT else -number)
+    drawn = files(out)
+    assert 1 <= len(drawn) < 5
+    assert not (out / "annotations").exists() and not (out / "train.jsonl").exists()
+    if number == signal.SIGINT:
+        assert not list(out.rglob("*.tmp"))
+    subprocess.run(arguments, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert {name: changed for name, changed in files(out).items() if name in drawn} == drawn
+    assert not missing_videos(settings, out) and not list(out.rglob("*.tmp"))
+    for each in plan.plan(settings):
+        info = video.probe(out / "media" / each.path)
+        assert (info.frames, info.duration) == (each.frames, each.seconds)
+
+
+@pytest.mark.slow
+def test_the_recipes_prepare_every_row(tmp_path, small_vocabulary):
+    """Questions and demonstrations as `paravt_8b` reads them, with four overview frames."""
+    settings = plan.SceneSettings(seed=0, videos=8, heldout=1, lines=320)
+    write_scenes(settings, tmp_path / "scenes", workers=2)
+    save_tokenizer(small_vocabulary.tokenizer, tmp_path / "tokenizer")
+    run = paravt_8b()
+    data = DataSettings(
+        annotations=str(tmp_path / "scenes/annotations"),
+        media=str(tmp_path / "scenes/media"),
+        folder=str(tmp_path / "set"),
+        frames=4,
+        workers=2,
+    )
+    tokenizer = str(tmp_path / "tokenizer")
+    summary = prepare_published(data, run.protocol, run.frames, run.vision, tokenizer)
+    assert (summary["left_out"], summary["kept"]) == (0, 64)
+    assert summary["kinds"]["conversation"] == 16
+    assert (summary["without_think"], summary["without_answer_tags"]) == (0, 0)
+    prepared = open_prepared(tmp_path / "set")
+    for conversation in prepared.conversations:
+        (clip,) = conversation.clips
+        assert len(clip.indices) == 4
+        text = str(conversation.turns[1].content[0])
+        # The thought names the times that the prompt shows.
+        assert all(f" at {time:.1f}" in text for time in clip.times)
+    training, heldout = hold_out(tuple(prepared.questions), 8)
+    assert {q.video for q in training}.isdisjoint({q.video for q in heldout})

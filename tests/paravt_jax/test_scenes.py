@@ -1,0 +1,549 @@
+"""The scenes: what is asked can be seen, only with crops or many frames, and not be guessed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.ndimage
+
+from paravt_jax.data import video
+from paravt_jax.data.frames import overview_indices, window_indices
+from paravt_jax.data.sizes import PixelRules
+from paravt_jax.method.accuracy import accuracy, overlap, read_range
+from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.world.scenes import ask, calibrate, demonstrate, film, plan, sprites
+from paravt_jax.world.scenes.plan import FPS, PLACES, Chapter, Moment, SceneVideo, Vehicle
+
+SETTINGS = plan.SceneSettings(seed=5, videos=120, heldout=120)
+VIDEOS = plan.plan(SETTINGS)
+ASKED = [(each, asked) for each in VIDEOS for asked in ask.questions(each, SETTINGS.seed)]
+CHOICES = [asked for _, asked in ASKED if asked.question.options]
+OLDEST, LATEST = VIDEOS[0], VIDEOS[-1]
+
+
+def short_video(lines: int = 360, place: int = 0, count: int = 5) -> SceneVideo:
+    """Six seconds at one place, with a moment from second 2 to second 4."""
+    moment = Moment(2.0, 4.0, "OSLO", Vehicle("red", 47, "right"), count)
+    chapter = Chapter(PLACES[place], 0.0, 6.0, 3, (moment,))
+    return SceneVideo("train/0000", "train", lines, 6, 600, (chapter,), (), "")
+
+
+def pictures(shown: SceneVideo) -> list[np.ndarray]:
+    drawn = film.Film(shown)
+    return [drawn.picture(n)[0].astype(np.int16) for n in range(shown.frames)]
+
+
+# --- plans ---
+
+
+def test_a_video_does_not_depend_on_the_number_of_videos():
+    few = plan.plan(dataclasses.replace(SETTINGS, videos=4, heldout=1))
+    assert few == (*VIDEOS[:4], VIDEOS[SETTINGS.videos])
+    assert plan.plan_video(dataclasses.replace(SETTINGS, seed=6), "train", 0) != OLDEST
+
+
+def test_videos_take_one_and_a_half_to_four_minutes_and_some_are_large():
+    seconds = [each.seconds for each in VIDEOS]
+    assert 90 <= min(seconds) < 100 and 230 < max(seconds) <= 240
+    assert collections.Counter(each.lines for each in VIDEOS) == {360: 216, 720: 24}
+    assert all(
+        abs(each.width / each.lines - 16 / 9) < 0.05 and each.width % 32 == 0 for each in VIDEOS
+    )
+
+
+def test_no_moment_is_in_four_frames_and_every_moment_is_in_64():
+    for each in VIDEOS:
+        for moment in each.moments:
+            assert calibrate.frames_showing(each, moment, 4) == 0
+            assert calibrate.frames_showing(each, moment, 64) >= 1
+        # Not even a part of a vehicle is seen.
+        few = overview_indices(each.frames, 4) / FPS
+        visits = [moment.visit for moment in each.moments]
+        assert not any(start <= time < end for start, end in visits for time in few)
+
+
+def test_three_crops_of_sixteen_frames_show_every_moment():
+    for each in VIDEOS:
+        windows = [(n * each.seconds / 3, (n + 1) * each.seconds / 3) for n in range(3)]
+        info = video.VideoInfo(
+            "", each.frames, each.seconds, np.arange(each.frames) / FPS, each.width, each.lines
+        )
+        seen = [info.times[window_indices(info, *window, 1.0, 16)] for window in windows]
+        for moment in each.moments:
+            assert any(moment.start <= time < moment.end for time in np.concatenate(seen))
+
+
+def test_moments_are_spread_over_the_whole_video():
+    middles = [(m.start + m.end) / 2 / v.seconds for v in VIDEOS for m in v.moments]
+    shares = np.histogram(middles, 6, (0, 1))[0] / len(middles)
+    assert shares.min() > 0.13 and shares.max() < 0.21
+
+
+def test_moments_come_one_after_the_other_within_their_place():
+    for each in VIDEOS:
+        visits = [moment.visit for moment in each.moments]
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(visits))
+        for chapter in each.chapters:
+            assert all(
+                chapter.start <= start and end <= chapter.end
+                for start, end in (moment.visit for moment in chapter.moments)
+            )
+
+
+def test_nothing_is_shown_twice_except_in_the_pair():
+    for each in VIDEOS:
+        words = [moment.word for moment in each.singles if moment.word]
+        vehicles = [moment.vehicle for moment in each.singles if moment.vehicle]
+        counts = [moment.animals for moment in each.singles if moment.animals]
+        colours = [vehicle.colour for vehicle in vehicles]
+        numbers = [vehicle.number for vehicle in vehicles]
+        for values in (words, colours, numbers, counts):
+            assert len(values) == 5 and len(set(values)) == 5
+        assert not {m.word for m in each.pair} & set(words)
+        assert not {m.vehicle.colour for m in each.pair if m.vehicle} & set(colours)
+
+
+def test_the_two_moments_of_a_pair_differ_in_one_thing_or_in_nothing():
+    changes = collections.Counter()
+    for each in VIDEOS:
+        if not each.pair:
+            assert each.seconds < 120 and each.change == ""
+            continue
+        first, second = each.pair
+        assert each.chapter_of(first) is each.chapter_of(second) and first.word == second.word
+        assert first.vehicle and second.vehicle
+        different = {
+            name
+            for name, a, b in (
+                ("colour", first.vehicle.colour, second.vehicle.colour),
+                ("number", first.vehicle.number, second.vehicle.number),
+                ("heading", first.vehicle.heading, second.vehicle.heading),
+                ("animals", first.animals, second.animals),
+            )
+            if a != b
+        }
+        assert different == {each.change} - {"nothing"}
+        changes[each.change] += 1
+    assert min(changes[change] for change in plan.CHANGES) > 0.15 * changes.total()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("lines", 300), ("lines", 361), ("lines", 1080), ("videos", 3), ("heldout", 0), ("seed", -1)],
+)
+def test_settings_that_make_no_sense_are_refused_in_one_line(field, value):
+    with pytest.raises(ValueError, match=f"^{field}: {value}; .*give") as refused:
+        plan.SceneSettings(**{field: value})
+    assert "\n" not in str(refused.value)
+
+
+# --- pictures ---
+
+
+@pytest.mark.parametrize("lines", [320, 360, 720])
+def test_texts_are_as_high_as_the_calibration_says(lines):
+    for sprite, colour, height in (
+        (sprites.board("OHIO", lines), (255, 240, 170), sprites.WORD_HEIGHT),
+        (sprites.clock("10:48", lines), (246, 246, 240), sprites.TIME_HEIGHT),
+        (sprites.vehicle("bus", Vehicle("red", 88, "left"), lines), (255, 255, 255), 0.14),
+    ):
+        written = (np.abs(sprite[..., :3].astype(int) - colour).max(-1) < 10) & (sprite[..., 3] > 0)
+        # The frame of the clock and the lights of the bus have other colours.
+        rows = np.flatnonzero(written[:, sprite.shape[1] // 5 : -sprite.shape[1] // 5].any(1))
+        # Round letters and strokes stand out a little.
+        assert height * lines <= len(rows) <= 1.25 * height * lines + 1
+
+
+@pytest.mark.parametrize("place", range(len(PLACES)))
+@pytest.mark.parametrize("count", [2, 7])
+def test_animals_can_be_counted(place, count):
+    shown = short_video(place=place, count=count)
+    frames = pictures(shown)
+    changed = np.abs(frames[24] - frames[8]).max(-1) > 24
+    # Clouds, clock, board and vehicle are higher up.
+    below = changed[round(0.86 * shown.lines) :]
+    labelled: Any = scipy.ndimage.label(scipy.ndimage.binary_closing(below, iterations=2))
+    blobs, found = labelled
+    sizes = scipy.ndimage.sum(below, blobs, range(1, found + 1))
+    assert (np.asarray(sizes) > 100).sum() == count
+
+
+def test_everything_comes_and_goes_when_the_moment_says():
+    shown = short_video()
+    frames = pictures(shown)
+    board = [frame[30:80, 40:560] for frame in frames]
+    middle = [frame[170:300] for frame in frames]
+    lit = [bool((part == (16, 40, 92)).all(-1).any()) for part in board]
+    assert lit == [2 <= n / FPS < 4 for n in range(48)]
+    visited = [bool(np.abs(part - middle[0]).max() > 60) for part in middle]
+    start, end = shown.moments[0].visit
+    assert visited == [start <= n / FPS < end for n in range(48)]
+
+
+def test_a_vehicle_is_whole_and_moves_during_its_moment():
+    shown = short_video()
+    frames = pictures(shown)
+    red = [(np.abs(frame - (196, 30, 34)).max(-1) < 12)[170:300] for frame in frames]
+    columns = [np.flatnonzero(part.any(0)) for part in red]
+    whole = range(2 * FPS, 4 * FPS)
+    assert len({columns[n][-1] - columns[n][0] for n in whole}) <= 2
+    assert all(0 < columns[n][0] < columns[n][-1] < shown.width - 1 for n in whole)
+    assert columns[whole[-1]][0] - columns[whole[0]][0] > 20
+
+
+def test_a_frame_that_is_called_the_same_is_the_same():
+    drawn = film.Film(short_video())
+    frames = [drawn.picture(n) for n in range(48)]
+    for (before, _), (after, same) in itertools.pairwise(frames):
+        assert not same or (before == after).all()
+    assert sum(same for _, same in frames) > 15
+
+
+@pytest.mark.parametrize("lines", [320, 720])
+def test_a_file_shows_what_was_drawn(tmp_path, lines):
+    shown = short_video(lines)
+    film.encode(shown, tmp_path / "a.mp4")
+    info = video.probe(tmp_path / "a.mp4")
+    assert (info.frames, info.duration, info.height) == (48, 6.0, lines)
+    decoded = video.read(tmp_path / "a.mp4", [0, 24, 47]).astype(int)
+    drawn = pictures(shown)
+    for n, frame in zip((0, 24, 47), decoded, strict=True):
+        assert np.abs(frame - drawn[n]).mean() < 3
+
+
+def test_another_process_writes_the_same_bytes(tmp_path):
+    film.encode(short_video(), tmp_path / "a.mp4")
+    code = (
+        "from pathlib import Path; from paravt_jax.world.scenes import film, plan; "
+        "moment = plan.Moment(2.0, 4.0, 'OSLO', plan.Vehicle('red', 47, 'right'), 5); "
+        "chapter = plan.Chapter(plan.PLACES[0], 0.0, 6.0, 3, (moment,)); "
+        "film.encode(plan.SceneVideo('train/0000', 'train', 360, 6, 600, (chapter,), (), ''), "
+        f"Path({str(tmp_path / 'b.mp4')!r}))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
+
+
+# --- questions ---
+
+
+def one(found: list[Any]) -> Any:
+    (only,) = found
+    return only
+
+
+def vehicle_of(moment: Moment) -> Vehicle:
+    assert moment.vehicle is not None
+    return moment.vehicle
+
+
+def span_of(text: str) -> tuple[float, float]:
+    span = read_range(text)
+    assert span is not None
+    return span
+
+
+def shown_with(each: SceneVideo, word: str) -> Moment:
+    return one([moment for moment in each.moments if moment.word == word])
+
+
+def answers(each: SceneVideo, asked: ask.SceneQuestion) -> set[str] | tuple[float, float]:
+    """The right options or the span, read from the video by what the sentence names."""
+    text = asked.question.text
+    words = re.findall(r"\b[A-Z]{4,}\b", text)
+    colours = [colour for colour in plan.COLOURS if f" {colour} " in text]
+    vehicles = [moment for moment in each.moments if moment.vehicle]
+    if asked.family in ("word", "when vehicle"):
+        moment = one([m for m in vehicles if vehicle_of(m).colour == colours[0]])
+        return {moment.word} if asked.family == "word" else moment.visit
+    if asked.family == "when number":
+        return one([m.visit for m in vehicles if f" {vehicle_of(m).number} " in text])
+    if asked.family == "change":
+        first, second = (moment for moment in each.moments if moment.word == words[0])
+        place = each.chapter_of(first).place
+        different = {
+            f"the colour of the {place.vehicle}": vehicle_of(first).colour
+            != vehicle_of(second).colour,
+            f"the number on the {place.vehicle}": vehicle_of(first).number
+            != vehicle_of(second).number,
+            f"how many {place.animals} there are": first.animals != second.animals,
+        }
+        return {name for name, differs in different.items() if differs} or {"nothing"}
+    named = [shown_with(each, word) for word in words]
+    if asked.family == "when word":
+        return named[0].start, named[0].end
+    if asked.family == "clock":
+        clocks = {
+            each.clock(named[0].start + n / FPS)
+            for n in range(200)
+            if named[0].start + n / FPS < named[0].end
+        }
+        return clocks & set(asked.question.options)
+    return {
+        "number": lambda: {str(vehicle_of(named[0]).number)},
+        "colour": lambda: {vehicle_of(named[0]).colour},
+        "count": lambda: {str(named[0].animals)},
+        "order": lambda: {min(named, key=lambda moment: moment.start).word},
+        "numbers": lambda: {", then ".join(str(vehicle_of(m).number) for m in named)},
+        "colours": lambda: {", then ".join(vehicle_of(m).colour for m in named)},
+        "sum": lambda: {str(sum(moment.animals for moment in named))},
+    }[asked.family]()
+
+
+def test_the_video_shows_the_answer_and_no_other_option():
+    seen = set()
+    for each, asked in ASKED:
+        question = asked.question
+        right = answers(each, asked)
+        if question.kind is QuestionKind.TEMPORAL_GROUNDING:
+            assert read_range(question.answer) == right
+        else:
+            options = dict(zip(ask.LETTERS, question.options, strict=False))
+            assert len(set(question.options)) == len(question.options)
+            assert {letter for letter, option in options.items() if option in right} == {
+                question.answer
+            }
+            assert accuracy(question, question.answer) == 1
+        seen.add((each.split, asked.family))
+    assert {family for split, family in seen if split == "heldout"} == set(ask.FAMILIES)
+
+
+def test_wrong_options_are_shown_at_other_moments_of_the_video():
+    for each, asked in ASKED:
+        if asked.family in ("word", "number", "colour", "count"):
+            shown = {
+                str(value)
+                for m in each.singles
+                for value in (m.word, m.animals, *dataclasses.astuple(m.vehicle or Moment(0, 0)))
+            }
+            assert set(asked.question.options) <= shown
+
+
+def test_the_moments_of_a_question_are_those_that_it_is_about():
+    for each, asked in ASKED:
+        named = {m for m in each.moments if m.word and m.word in asked.question.text}
+        if named:
+            assert set(asked.moments) == named
+        assert len(asked.moments) == (
+            2 if asked.family in ("order", "numbers", "sum", "change", "colours") else 1
+        )
+
+
+def test_held_out_videos_are_asked_with_other_sentences_and_about_more():
+    def sentences(split: str) -> set[str]:
+        names = (
+            r"\b[A-Z]{4,}\b|\d+|\b(?:"
+            + "|".join([*plan.COLOURS, *(p.vehicle for p in PLACES), *(p.animals for p in PLACES)])
+            + r")\b"
+        )
+        return {re.sub(names, "X", a.question.text) for v, a in ASKED if v.split == split}
+
+    assert not sentences("train") & sentences("heldout")
+    families = {split: {a.family for v, a in ASKED if v.split == split} for split in plan.SPLITS}
+    assert families["heldout"] - families["train"] == {"colour", "colours", "when number"}
+
+
+def chance_and_spread(asked: list[ask.SceneQuestion]) -> tuple[float, float]:
+    """The accuracy of a blind guess, and its standard deviation."""
+    chances = [1 / len(each.question.options) for each in asked]
+    variance = sum(chance * (1 - chance) for chance in chances) / len(chances) ** 2
+    return sum(chances) / len(chances), math.sqrt(variance)
+
+
+def rank(option: str, question: Question) -> int:
+    """The place of an option in order of its numbers, or else of its letters."""
+
+    def key(text: str) -> tuple:
+        return [int(n) for n in re.findall(r"\d+", text)], text
+
+    return sorted(question.options, key=key).index(option)
+
+
+FEATURES = {
+    "letter": lambda n, question: n,
+    "text": lambda n, question: question.options[n],
+    "rank": lambda n, question: rank(question.options[n], question),
+    "length": lambda n, question: sorted(map(len, question.options)).index(
+        len(question.options[n])
+    ),
+    "named first": lambda n, question: question.text.find(question.options[n]),
+    "shared words": lambda n, question: sum(
+        word in other for word in question.options[n].split(", then ") for other in question.options
+    ),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_no_rule_about_the_options_beats_chance(feature):
+    """The rule is learned on one half of the questions, per family, and used on the other half."""
+    describe = FEATURES[feature]
+    right: dict[tuple, list[int]] = collections.defaultdict(list)
+    for asked in CHOICES[::2]:
+        for n in range(len(asked.question.options)):
+            correct = ask.LETTERS[n] == asked.question.answer
+            right[asked.family, describe(n, asked.question)].append(correct)
+
+    def worth(asked: ask.SceneQuestion, n: int) -> float:
+        # Values that were hardly met count as chance.
+        met = right[asked.family, describe(n, asked.question)]
+        prior = 1 / len(asked.question.options)
+        return (sum(met) + 8 * prior) / (len(met) + 8)
+
+    tested = CHOICES[1::2]
+    hits = [
+        ask.LETTERS[max(range(len(a.question.options)), key=lambda n, a=a: worth(a, n))]
+        == a.question.answer
+        for a in tested
+    ]
+    chance, spread = chance_and_spread(tested)
+    assert np.mean(hits) < chance + 3.5 * spread
+
+
+def test_every_letter_is_right_equally_often():
+    for size in (2, 4):
+        letters = collections.Counter(
+            asked.question.answer for asked in CHOICES if len(asked.question.options) == size
+        )
+        assert max(letters.values()) - min(letters.values()) < 0.2 * letters.total() / size
+
+
+def test_a_constant_span_grounds_nothing():
+    spans = [
+        span_of(asked.question.answer)
+        for _, asked in ASKED
+        if asked.question.kind is QuestionKind.TEMPORAL_GROUNDING
+    ]
+    best = max(
+        np.mean([overlap((start, start + length), span) for span in spans])
+        for start in range(0, 240, 10)
+        for length in (5, 10, 20, 40, 80)
+    )
+    assert len(spans) > 200 and best < 0.05
+
+
+# --- calibration ---
+
+
+def test_the_facts_of_a_question_are_those_of_its_frames():
+    for each, asked in ASKED[::40]:
+        facts = calibrate.facts(each, asked)
+        json.dumps(facts)
+        for budget in calibrate.BUDGETS:
+            times = [n / FPS for n in overview_indices(each.frames, budget)]
+            counted = [sum(m.start <= t < m.end for t in times) for m in asked.moments]
+            assert facts["frames"][str(budget)] == counted
+        assert facts["spans"] == [[m.start, m.end] for m in asked.moments]
+
+
+def test_more_frames_show_more():
+    entries = [calibrate.facts(each, asked) for each, asked in ASKED[::4]]
+    shares = [calibrate.shown_share(entries, budget) for budget in calibrate.BUDGETS]
+    assert shares[0] == 0 and shares[-1] == 1
+    assert all(fewer < more for fewer, more in itertools.pairwise(shares))
+    total = next(row for row in calibrate.table(entries).splitlines() if row.startswith("all"))
+    assert total.split()[1] == str(len(entries))
+    assert total.split()[-5:] == [f"{share:.2f}" for share in shares]
+
+
+def test_what_is_to_be_read_is_large_enough_at_the_pixels_of_the_recipes():
+    for lines in (320, 360, 720):
+        shown = short_video(lines)
+        heights = {
+            name: calibrate.seen_height(shown, name, PixelRules()) for name in calibrate.HEIGHTS
+        }
+        # A patch of the vision tower has 16 pixels.
+        assert min(heights.values()) >= 16
+
+
+# --- demonstrations ---
+
+
+DEMONSTRATED = [
+    (each, conversation)
+    for each in VIDEOS
+    if each.demonstrated
+    for conversation in demonstrate.demonstrations(each, SETTINGS.seed)
+]
+
+
+def texts(conversation: list, role: str) -> list[str]:
+    return [m["content"][-1]["text"] for m in conversation if m["role"] == role]
+
+
+def test_no_question_is_asked_about_a_demonstrated_video():
+    demonstrated = [each.id for each in VIDEOS if each.demonstrated]
+    assert demonstrated == [f"train/{n:04d}" for n in range(3, 120, 4)]
+
+
+def test_most_demonstrations_look_and_some_guess_or_see_it_at_once():
+    calls = collections.Counter(
+        text.count("<tool_call>")
+        for _, conversation in DEMONSTRATED
+        for text in texts(conversation, "assistant")[:1]
+    )
+    assert set(calls) == {0, 1, 2, 3}
+    assert 0.5 < 1 - calls[0] / calls.total() < 0.7
+    thoughts = [texts(conversation, "assistant")[0] for _, conversation in DEMONSTRATED]
+    assert sum("I can only guess" in thought for thought in thoughts) > 20
+    assert sum("answers the question" in thought for thought in thoughts) > 20
+
+
+def test_questions_about_two_moments_are_answered_by_several_crops_in_one_turn():
+    about_two = [
+        texts(conversation, "assistant")[0].count("<tool_call>")
+        for _, conversation in DEMONSTRATED
+        if re.search(
+            "twice|two times|in this order|first|earlier|sum|added", texts(conversation, "user")[0]
+        )
+    ]
+    assert set(about_two) == {0, 3}
+
+
+def test_a_demonstration_that_looked_answers_from_its_last_reports():
+    hits = []
+    for _, conversation in DEMONSTRATED:
+        if not texts(conversation, "tool"):
+            continue
+        thought, answer = texts(conversation, "assistant")[-1].split("</think>")
+        assert answer.strip().startswith("<answer>")
+        reports = " ".join(texts(conversation, "tool"))
+        for word in re.findall(r"\b[A-Z]{4,}\b", thought.split("So it is")[0]):
+            assert word in reports
+        hits.append(thought)
+    assert len(hits) > 100
+
+
+def test_reports_say_only_what_their_frames_show():
+    each = next(v for v in VIDEOS if v.demonstrated)
+    moment = each.moments[0]
+    nothing = demonstrate.report(each, (0.0, moment.visit[0]))
+    assert nothing == "The board is dark, and no vehicle and no animals are there."
+    told = demonstrate.report(each, (moment.start, moment.end))
+    assert f"{moment.start:g}" in told or f"{round(moment.start, 1):g}" in told
+    others = [other.word for other in each.moments[1:] if other.word and other.word != moment.word]
+    assert not any(word in told for word in others)
+
+
+def test_spans_of_demonstrations_are_near_the_true_ones():
+    near = []
+    for each in VIDEOS:
+        if not each.demonstrated:
+            continue
+        asked = {a.question.text: a for a in ask.questions(each, SETTINGS.seed)}
+        for conversation in demonstrate.demonstrations(each, SETTINGS.seed):
+            question = asked.get(texts(conversation, "user")[0])
+            if question is None or not texts(conversation, "tool"):
+                continue
+            given = span_of(texts(conversation, "assistant")[-1].split("<answer>")[1])
+            near.append(overlap(given, span_of(question.question.answer)))
+    assert len(near) > 10 and min(near) > 0.4 and np.mean(near) > 0.7
