@@ -101,11 +101,15 @@ def _font(pixels: float) -> ImageFont.FreeTypeFont:
     Raises:
         ImportError: Pillow was built without FreeType.
     """
-    font = ImageFont.load_default(100)
+    _, top, _, bottom = _font_of_size(100).getbbox("0", anchor="ls")
+    return _font_of_size(100 * pixels / (bottom - top))
+
+
+def _font_of_size(size: float) -> ImageFont.FreeTypeFont:
+    font = ImageFont.load_default(size)
     if not isinstance(font, ImageFont.FreeTypeFont):
         raise ImportError("Pillow has no FreeType here; install one of its wheels")
-    _, top, _, bottom = font.getbbox("0", anchor="ls")
-    return ImageFont.load_default(100 * pixels / (bottom - top))
+    return font
 
 
 def mixed(first: Colour, second: Colour, share: float) -> Colour:

@@ -170,9 +170,9 @@ def hills(
     """A line of hills that stands on `base`."""
     x = np.linspace(0, 2, 81)
     phases = rng.uniform(0, 2 * np.pi, 3)
-    waves = sum(np.sin(n * 2.2 * x + phase) / n for n, phase in zip((1, 2, 3), phases, strict=True))
-    tops = base - height * (0.55 + 0.3 * waves)
-    outline: list[Point] = [(float(a), float(b)) for a, b in zip(x, tops, strict=True)]
+    waves = np.stack([np.sin(n * 2.2 * x + phase) / n for n, phase in enumerate(phases, 1)])
+    tops = base - height * (0.55 + 0.3 * waves.sum(axis=0))
+    outline: list[Point] = list(zip(x.tolist(), tops.tolist(), strict=True))
     canvas.shape([*outline, (2, base + 0.01), (0, base + 0.01)], colour)
 
 
