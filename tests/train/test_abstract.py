@@ -63,7 +63,7 @@ def test_an_update_compiles_for_tpu():
     """Four layers on eight chips: gradients of one packed row in eight pieces.
 
     Attention runs in the kernels of packed rows, without whole score matrices. The inputs of layers
-    are offloaded to the host. The sum of the gradients is written into the memory of the one before.
+    are offloaded to the host. The sum of the gradients overwrites the one before.
     """
     pytest.importorskip("libtpu", reason="the TPU's compiler: pip install -e '.[tpu]'")
     printed = run(
