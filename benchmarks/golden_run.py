@@ -33,6 +33,7 @@ from safetensors.numpy import load_file
 
 import train.run
 from configs import RECIPES
+from models.fingerprint import fingerprint
 from paravt_jax.data import video
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import render_call
@@ -69,8 +70,9 @@ With SSSE3 or more, every run read the same pixels, by decord and by PyAV. Witho
 for encoding and decoding, which imitates other processors, colours differed by up to 3 grey levels.
 """
 
-NOT_COMPARED = ("wall", "time/", "speed/", "memory/", "packing/")
-"""Prefixes of figures that depend on the machine's speed and size, or on how rows are packed."""
+NOT_COMPARED = ("wall", "time/", "speed/", "memory/", "packing/", "weights/")
+"""Prefixes of figures that depend on the machine's speed and size, on how rows are packed, or on
+the last bit of every weight."""
 
 MOST_LINES = 40
 """Upper bound on the printed differences."""
@@ -151,11 +153,16 @@ class ScriptedEngine(Engine):
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self.version = 0
+        self._weights: Any = None
         self._tickets = itertools.count()
         self._waiting: dict[int, Request] = {}
 
     def load(self, weights: Any, version: int, in_flight: InFlight = "finish") -> None:
         self.version = version
+        self._weights = weights
+
+    def fingerprint(self) -> int:
+        return fingerprint(self._weights)
 
     def warm_up(self) -> None: ...
 

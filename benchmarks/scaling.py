@@ -189,7 +189,7 @@ class Timed:
         self._step = np.zeros(3)
         self._steps.append(self._step)
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         jax.block_until_ready(arguments)
         # Keep shapes only: the program donates its arguments.
         self.shapes = jax.tree.map(
@@ -197,7 +197,7 @@ class Timed:
         )
         start = time.perf_counter()
         cpu_start = time.process_time()
-        result, figures = jax.block_until_ready(self._program(*arguments))
+        result, figures = jax.block_until_ready(self._program(*arguments, **options))
         seconds = time.perf_counter() - start
         cpu_seconds = time.process_time() - cpu_start
         self._step += (float(figures["loss"]), seconds, cpu_seconds)

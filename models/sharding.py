@@ -35,6 +35,7 @@ RULES: Mapping[str, str | None] = MappingProxyType(
         "norm": None,
         "patch": None,
         "position": None,
+        "rank": None,
     }
 )
 

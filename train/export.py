@@ -99,6 +99,11 @@ def export(command: Export) -> None:
             f"of checkpoint {step} of {command.phase} ({meta['vocabulary']}); "
             "restore the run's tokenizer"
         )
+    if meta["settings"].get("lora") and command.phase != "align":
+        raise ValueError(
+            f"--run-dir {folder}: its checkpoints of {command.phase} hold adapters, not a model; "
+            f"use {folder}/model, which a finished run writes with the adapters merged"
+        )
     model = _load(checkpoints, step, from_hf(meta["model"]), meta["param_dtype"])
     write_model(model, folder / "tokenizer", FrameSettings(**meta["settings"]["frames"]), target)
 

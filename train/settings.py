@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from models.features import FrameSettings, frame_tokens
+from models.lora import LoRASettings
 from models.qwen3_vl.config import VisionConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from paravt_jax.data.local_path import require_local
@@ -99,6 +100,8 @@ class Run:
     """Largest share of unreadable videos, from 0 to below 1; with more, the run does not start."""
     engine: EngineSettings = EngineSettings()
     model: ModelSettings = ModelSettings()
+    lora: LoRASettings | None = None
+    """Train low-rank adapters and keep the model frozen; None: train the whole decoder."""
     protocol: ProtocolSettings = ProtocolSettings()
     frames: FrameSettings = FrameSettings()
     mesh: MeshSettings = MeshSettings()
@@ -239,6 +242,13 @@ def _check_data(run: Run) -> None:
 
 def _check_phases(run: Run) -> None:
     evaluation = run.evaluation
+    for phase in ("sft", "rl") if run.lora is not None else ():
+        settings = getattr(run, phase)
+        if settings is not None and settings.optimizer.name == "muon":
+            raise ValueError(
+                f"{phase}.optimizer.name: 'muon' with lora; Muon is for whole matrices: choose "
+                "adamw, or set lora to None in a recipe of your own"
+            )
     greedy = 0 in evaluation.temperatures and "parallel" in evaluation.dispatch
     if run.rl is not None and (evaluation.curve or run.rl.control) and not greedy:
         raise ValueError(

@@ -7,6 +7,8 @@ axis and used one slice at a time, inside a scan.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -15,14 +17,20 @@ from jaxtyping import Array, Float
 
 
 def normal(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: DTypeLike
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    std: float,
+    dtype: DTypeLike,
+    **metadata: Any,
 ) -> nnx.Param:
     """A parameter drawn from N(0, std^2).
 
     It is drawn in float32 and then rounded, so that every `dtype` starts from the same numbers.
+    The parameter has `axes` and `metadata` as its metadata.
     """
     values = jax.random.normal(rngs.params(), shape, jnp.float32) * std
-    return nnx.Param(values.astype(dtype), axes=_checked(shape, axes))
+    return nnx.Param(values.astype(dtype), axes=_checked(shape, axes), **metadata)
 
 
 def constant(

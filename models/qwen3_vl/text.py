@@ -7,6 +7,8 @@ once, as a suffix of a shared prefix, packed with other sequences, or token by t
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from models.attention import DenseCache, PagedCache, attend, platform
 from models.qwen3_vl.config import TextConfig
@@ -96,8 +98,10 @@ class DecoderLayer(nnx.Module):
         k = config.num_key_value_heads
         h = config.head_dim
 
-        def weight(shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int) -> nnx.Param:
-            return normal(rngs, (layers, *shape), ("layer", *axes), fan_in**-0.5, param_dtype)
+        def weight(shape: tuple[int, ...], axes: tuple[str, ...], inputs: int = 1) -> nnx.Param:
+            # `inputs` is the number of axes that a product with the weight sums over.
+            axes, std = ("layer", *axes), math.prod(shape[:inputs]) ** -0.5
+            return normal(rngs, (layers, *shape), axes, std, param_dtype, inputs=inputs)
 
         def scale(size: int) -> nnx.Param:
             return constant(1.0, (layers, size), ("layer", "norm"), param_dtype)
@@ -107,22 +111,24 @@ class DecoderLayer(nnx.Module):
         self.post_norm = scale(d)
         self.q_norm = scale(h)
         self.k_norm = scale(h)
-        self.q = weight((d, q, h), ("embed", "heads", "head_dim"), d)
-        self.k = weight((d, k, h), ("embed", "kv_heads", "head_dim"), d)
-        self.v = weight((d, k, h), ("embed", "kv_heads", "head_dim"), d)
-        self.o = weight((q, h, d), ("heads", "head_dim", "embed"), q * h)
-        self.gate = weight((d, f), ("embed", "mlp"), d)
-        self.up = weight((d, f), ("embed", "mlp"), d)
-        self.down = weight((f, d), ("mlp", "embed"), f)
+        self.q = weight((d, q, h), ("embed", "heads", "head_dim"))
+        self.k = weight((d, k, h), ("embed", "kv_heads", "head_dim"))
+        self.v = weight((d, k, h), ("embed", "kv_heads", "head_dim"))
+        self.o = weight((q, h, d), ("heads", "head_dim", "embed"), inputs=2)
+        self.gate = weight((d, f), ("embed", "mlp"))
+        self.up = weight((d, f), ("embed", "mlp"))
+        self.down = weight((f, d), ("mlp", "embed"))
+        self.adapters = nnx.Dict()  # of some weights, by name (`models.lora`)
+        self.dropout_key: Key[Array, ""] | None = None  # of the adapters, in an update
 
     def project(
         self, x: Float[Array, "b t d"], angles: Float[Array, "b t j"]
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
         """Queries, keys and values of x; queries and keys are normed per head and rotated."""
         y = rms_norm(x, self.input_norm, self.eps)
-        q = product(y, self.q[...])
-        k = product(y, self.k[...])
-        v = product(y, self.v[...])
+        q = self._times("q", y)
+        k = self._times("k", y)
+        v = self._times("v", y)
         q = rotate(rms_norm(q, self.q_norm, self.eps), angles)
         k = rotate(rms_norm(k, self.k_norm, self.eps), angles)
         return q, k, v
@@ -131,12 +137,24 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]
     ) -> Float[Array, "b t d"]:
         """The layer's output, given its input and the output of attention."""
-        # [n, h, d] -> [n * h, d]: the output projection takes all heads at once.
-        out = self.o[...].reshape(-1, x.shape[-1])
-        x = x + product(attended.reshape(*x.shape[:-1], -1), out)
+        # The output projection takes all heads at once.
+        x = x + self._times("o", attended.reshape(*x.shape[:-1], -1))
         y = rms_norm(x, self.post_norm, self.eps)
-        gate = jax.nn.silu(product(y, self.gate[...]))
-        return x + product(gate * product(y, self.up[...]), self.down[...])
+        gate = jax.nn.silu(self._times("gate", y))
+        return x + self._times("down", gate * self._times("up", y))
+
+    def _times(self, name: str, x: Float[Array, "*n i"]) -> Float[Array, "*n *o"]:
+        """x times a weight, plus what the weight's adapter adds."""
+        weight = getattr(self, name)
+        value = weight[...]
+        # [n, h, d] -> [n * h, d]: the input axes as one.
+        out = product(x, value.reshape(-1, *value.shape[weight.get_metadata("inputs") :]))
+        if name not in self.adapters:
+            return out
+        key = self.dropout_key
+        if key is not None:
+            key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return out + self.adapters[name](x, key)
 
 
 class TextDecoder(nnx.Module):
@@ -156,6 +174,8 @@ class TextDecoder(nnx.Module):
     ):
         self.config = config
         self.dtype = dtype
+        # Draws what the adapters of all layers drop. Only updates set it.
+        self.dropout_key: Key[Array, ""] | None = None
         shape = (config.vocab_size, config.hidden_size)
         axes = ("vocab", "embed")
         self.embedding = normal(rngs, shape, axes, 0.02, param_dtype)
@@ -227,9 +247,10 @@ class TextDecoder(nnx.Module):
         between = (ROWS,) if remat == "none" else (ROWS, "tensor")
 
         def body(x, layer):
-            params, number, layer_prefix = layer
+            params, number, layer_prefix, key = layer
             past = prefix(number) if callable(prefix) else layer_prefix
             block = nnx.merge(graph, params)
+            block.dropout_key = key
             # The name marks what a policy keeps, so it goes on the sharded copy.
             x = checkpoint_name(constrain(x, *between), LAYER_INPUT)
             x = constrain(x, ROWS)
@@ -254,12 +275,14 @@ class TextDecoder(nnx.Module):
         if bank is not None:
             x = bank.embed(x)
         layers = jnp.arange(self.config.num_hidden_layers)
+        key = self.dropout_key
+        keys = None if key is None else jax.random.split(key, len(layers))
         # KV's arrays have a leading layer axis, so the scan gives each layer its own slice.
         stacked_prefix = None if callable(prefix) else prefix
         x, kv = jax.lax.scan(
             rematerialise(body, remat),
             constrain(x, *between),
-            (state, layers, stacked_prefix),
+            (state, layers, stacked_prefix, keys),
         )
         return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 

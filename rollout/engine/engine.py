@@ -31,10 +31,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
-from flax import nnx
 from jaxtyping import Float
 
 from models.features import FrameFeatures
+from models.fingerprint import fingerprint
+from models.lora import split
 from models.qwen3_vl.model import Qwen3VL
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import digest
@@ -75,7 +76,8 @@ class Engine:
     Not thread-safe: one thread at a time.
 
     Args:
-        model: its text decoder is compiled and its weights are loaded as version 0.
+        model: its text decoder is compiled and its weights are loaded as version 0. Weights that
+            are not trained (`models.lora.split`) stay for all versions.
         features: encodes the frames of requests.
         settings: all sizes.
         token_bytes: the bytes of every token, needed for requests with `stop_strings`:
@@ -88,7 +90,8 @@ class Engine:
         waiting: sequences without a slot, in the order in which they are admitted.
         running: sequences that are being decoded.
         unanswered: the samples of every open request, by ticket; None where one is unfinished.
-        weights: the weights by version, of all versions that are being sampled from.
+        weights: the trained and the frozen weights by version, of all versions that are being
+            sampled from.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Engine:
         self._tickets = itertools.count()
         # Completions that `generate` received while it waited for its own. `step` hands them out.
         self._undelivered: list[Completion] = []
-        weights = nnx.split(model.text)[1]
+        _, weights, self._frozen = split(model.text)
         self._weight_shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights
         )
@@ -202,8 +205,8 @@ class Engine:
         """Switch to other weights, and forget what the old ones computed.
 
         Args:
-            weights: the text decoder's state, on the device. The engine does not copy it: the
-                arrays must stay alive while samples of this version run.
+            weights: the text decoder's trained weights, on the device. The engine does not copy
+                them: the arrays must stay alive while samples of this version run.
             version: number of these weights, which their samples report.
             in_flight: whether running sequences "finish" under the weights they began with, or
                 "restart" under the new ones.
@@ -215,7 +218,7 @@ class Engine:
         if mismatch:
             raise ValueError(
                 f"Engine.load: weights {mismatch}; "
-                "give the text decoder's own state, nnx.split(model.text)[1]"
+                "give the text decoder's own state, models.lora.split(model.text)[1]"
             )
         if in_flight not in get_args(InFlight):
             raise ValueError(
@@ -236,7 +239,7 @@ class Engine:
             )
         # Drop the old cache first: the new weights may have the same version number.
         self.forget()
-        self.weights[version] = weights
+        self.weights[version] = (weights, self._frozen)
         self.version = version
         self._drop_weights()
         self.runner.wake()
@@ -255,6 +258,10 @@ class Engine:
         self.forget()
         self.weights.clear()
         self.runner.sleep()
+
+    def fingerprint(self) -> int:
+        """The fingerprint of the weights that new sequences are sampled from, frozen ones too."""
+        return fingerprint(*self.weights[self.version])
 
     def forget(self) -> None:
         """Empty the cache: later requests reuse nothing that was computed before."""

@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from models.attention import DenseCache, PagedCache, Shared
+from models.lora import split
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.text import KV, TextDecoder
 from rollout.engine.pages import page_count
@@ -114,7 +115,9 @@ class Prefixes(NamedTuple):
 
 
 class Programs:
-    """The jitted functions for one model. They take the text decoder's weights with every call.
+    """The jitted functions for one model.
+
+    With every call they take the text decoder's weights: the trained and the frozen ones.
 
     Args:
         model: gives structure, type and sharding of the weights.
@@ -128,7 +131,7 @@ class Programs:
         self.text = model.config.text
         self.dtype = model.text.dtype
         self._paged = paged
-        self._graph, weights = nnx.split(model.text)
+        self._graph, *weights = split(model.text)
         sharding = jax.tree.leaves(weights)[0].sharding
         mesh = None
         pool_sharding = prefix_sharding = result_sharding = sharding
@@ -233,7 +236,7 @@ class Programs:
 
         A program for text has neither a bank nor an index into it.
         """
-        text: TextDecoder = nnx.merge(self._graph, weights)
+        text: TextDecoder = nnx.merge(self._graph, *weights)
         t = pieces.ids.shape[1]
         valid = jnp.arange(t)[None, :] < pieces.lengths[:, None]
         # A table has the pages of the tokens before, then the pages of the new tokens. The number
@@ -308,7 +311,7 @@ class Programs:
 
         A row reads up to `width` tokens on its own pages.
         """
-        text: TextDecoder = nnx.merge(self._graph, weights)
+        text: TextDecoder = nnx.merge(self._graph, *weights)
         layers = text.decode_layers()
         cache = self._cache(pool, prefixes, rows, steps, width)
 

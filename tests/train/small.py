@@ -20,6 +20,8 @@ from flax import nnx
 
 from configs import RECIPES
 from models.features import FrameFeatures, FrameSettings
+from models.fingerprint import fingerprint
+from models.lora import add_adapters, split
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.data import video
@@ -112,6 +114,9 @@ class Road:
     environment: Environment
     graph: nnx.GraphDef
     weights: Any
+    """The trained weights of the decoder."""
+    frozen: Any
+    """Its other weights."""
 
     @functools.cached_property
     def engine(self) -> Engine:
@@ -144,8 +149,9 @@ def lay_road(run: Run, data: Data) -> Road:
         Protocol(data.vocabulary, run.protocol),
         FrameFeatures(model.vision, model.config, run.frames, data.root, source=video),
     )
-    graph, weights = nnx.split(model.text)
-    return Road(run, data, model, environment, graph, weights)
+    if run.lora is not None:
+        add_adapters(model.text, run.lora, run.seed)
+    return Road(run, data, model, environment, *split(model.text))
 
 
 class Script:
@@ -165,6 +171,8 @@ class Script:
     def __init__(self, road: Road):
         self.vocabulary = road.data.vocabulary
         self.loaded = []
+        self.weights: Any = None
+        self.frozen = road.frozen
         self.version = 0
         self.tickets = itertools.count()
         self.waiting: dict[int, Request] = {}
@@ -172,8 +180,12 @@ class Script:
 
     def load(self, weights: Any, version: int) -> None:
         self.loaded.append(version)
+        self.weights = weights
         self.version = version
         self.awake = True
+
+    def fingerprint(self) -> int:
+        return fingerprint(self.weights, self.frozen)
 
     def sleep(self) -> None:
         assert not self.waiting

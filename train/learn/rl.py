@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from models.features import FrameFeatures
+from models.lora import NOTHING
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.text import TextDecoder
 from models.sharding import row_devices
@@ -79,6 +80,10 @@ class TrainedSampler(Sampler, Protocol):
         """Sample under `weights`, those after `version` steps, from now on."""
         ...
 
+    def fingerprint(self) -> int:
+        """The fingerprint of the weights that are sampled from (`models.fingerprint`)."""
+        ...
+
 
 def rl_loss(settings: RLSettings) -> RLLoss:
     """The loss of PARA-GRPO on a micro-batch: `f(decoder, visual, Microbatch, RLBatch)`."""
@@ -111,13 +116,15 @@ class Learner:
 
     Args:
         graph: The decoder without its weights.
-        weights: The weights to start from, on a mesh. The first update donates them. A copy in the
-            type of the activations stays as the reference of the KL term.
+        weights: The trained weights to start from, on a mesh. The first update donates them. A
+            copy in the type of the activations stays as the reference of the KL term.
         config: Sizes and token ids of the model.
         settings: Settings of RL.
         shape: Upper bounds on the rollouts of a step, from `RLSettings.shape`.
         judge: Scores answers, by rules or by a model.
         sync: Brings weights to the engine's devices; None: made here.
+        frozen: The decoder's weights that are not trained (`models.lora.split`). They are also
+            those of the reference.
     """
 
     def __init__(
@@ -129,6 +136,7 @@ class Learner:
         shape: StepShape,
         judge: Judge,
         sync: WeightSync | None = None,
+        frozen: Any = NOTHING,
     ):
         mesh = mesh_of(weights)
         assert mesh is not None, (
@@ -137,8 +145,8 @@ class Learner:
         self.mesh = mesh
         self.settings = settings
         self.judge = judge
-        dtype = nnx.merge(graph, weights).dtype
-        self.sync = sync or WeightSync(weights, dtype)
+        dtype = nnx.merge(graph, weights, frozen).dtype
+        self.sync = sync or WeightSync(weights, dtype, frozen)
         self._weight_shardings = jax.tree.map(lambda x: x.sharding, weights)
         self.reference = self._to_host(weights, dtype)
         updates = settings.steps * settings.updates_per_batch
@@ -148,12 +156,14 @@ class Learner:
         self._devices = row_devices(mesh)
         pieces = row_pieces(config.text, self._devices, mesh.shape["tensor"])
         self.sizes = shape.microbatches(settings.microbatch_tokens, self._devices, pieces)
-        self.logprobs = make_logprobs(graph, settings.temperature, mesh, settings.logprob_chunk)
+        self.logprobs = make_logprobs(
+            graph, settings.temperature, mesh, settings.logprob_chunk, frozen
+        )
         # Short arrays, which every device has as a whole.
         self._whole = NamedSharding(mesh, PartitionSpec())
         advantages = jax.jit(lambda batch: _advantages(batch, settings), out_shardings=self._whole)
         self._advantages = MeshProgram(advantages, mesh)
-        self.update = make_accumulation(graph, optimizer, rl_loss(settings), self.start)
+        self.update = make_accumulation(graph, optimizer, rl_loss(settings), self.start, frozen)
 
     def warm_up(self, weights: Any, features: FrameFeatures) -> None:
         """Compile the programs for every size of micro-batch, by computing an empty one of each.
@@ -167,10 +177,11 @@ class Learner:
         self._reference_logprobs(visual, microbatches)
         advantages, totals, _ = self._advantages(batch)
         rollouts = RLBatch(batch, advantages, totals)
-        _, metrics = self._gradients(weights, visual, microbatches, rollouts)
+        draw = (0, 0, 0)
+        _, metrics = self._gradients(weights, visual, microbatches, rollouts, draw)
         if self.settings.updates_per_batch > 1:
             later = self._after_the_first(rollouts, metrics)
-            self._gradients(weights, visual, microbatches, later)
+            self._gradients(weights, visual, microbatches, later, draw)
 
     def step(
         self,
@@ -250,12 +261,11 @@ class Learner:
         if on_rollouts:
             on_rollouts(own, np.asarray(advantages))
         batch = RLBatch(played, advantages, totals)
-        state, updates = self._update(state, visual, microbatches, batch)
+        state, updates = self._update(state, visual, microbatches, batch, (seed % 2**32, number))
         # `_known` waits for the updates, so the times below include them.
         metrics = _over_updates([_known(found) for found in updates])
         metrics |= _known({name: [x] for name, x in advantage_metrics.items()})
-        # Loading allocates the engine's pages. Block until the sync has freed its own memory.
-        engine.load(jax.block_until_ready(self.sync(state.weights)), number + 1)
+        metrics["weights/fingerprint"] = float(self.sync.load(engine, state.weights, number + 1))
         times.append(time.perf_counter())
 
         metrics["groups/silent"] = metrics.pop("silent_groups")
@@ -284,11 +294,14 @@ class Learner:
         visual: Float[Array, "m c d"],
         microbatches: Sequence[Microbatch],
         batch: RLBatch,
+        draw: tuple[int, ...],
     ) -> tuple[TrainState, list[dict[str, list[Array]]]]:
         """All updates of a step: the state after them, and the metrics of each, by micro-batch."""
         found = []
-        for _ in range(self.settings.updates_per_batch):
-            gradients, metrics = self._gradients(state.weights, visual, microbatches, batch)
+        for number in range(self.settings.updates_per_batch):
+            gradients, metrics = self._gradients(
+                state.weights, visual, microbatches, batch, (*draw, number)
+            )
             state, norm = self.update.apply(state, gradients)
             batch = self._after_the_first(batch, metrics)
             found.append(metrics | {"grad_norm": [norm]})
@@ -308,12 +321,17 @@ class Learner:
         visual: Float[Array, "m c d"],
         microbatches: Sequence[Microbatch],
         batch: RLBatch,
+        draw: tuple[int, ...],
     ) -> tuple[Any, dict[str, list[Array]]]:
-        """Gradients of the whole batch, and the metrics of every micro-batch."""
+        """Gradients of the whole batch, and the metrics of every micro-batch.
+
+        `draw`, with the number of a micro-batch, decides what adapters drop.
+        """
         total = self.update.start(weights)
         metrics: dict[str, list[Array]] = {}
-        for part in microbatches:
-            total, found = self.update.add(weights, total, visual, part, batch)
+        for number, part in enumerate(microbatches):
+            numbers = np.array((*draw, number), np.uint32)
+            total, found = self.update.add(weights, total, visual, part, batch, draw=numbers)
             for name, value in found.items():
                 metrics.setdefault(name, []).append(value)
         return total, metrics

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from models.features import FrameFeatures
+from models.lora import NOTHING
 from models.qwen3_vl import remat
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.rope import visual_index
@@ -153,12 +154,20 @@ def sft_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = Non
 
 
 def start_sft(
-    graph: nnx.GraphDef, weights: Any, image_token_id: int, settings: SFTSettings, parts: int = 1
+    graph: nnx.GraphDef,
+    weights: Any,
+    image_token_id: int,
+    settings: SFTSettings,
+    parts: int = 1,
+    frozen: Any = NOTHING,
+    seed: int = 0,
 ) -> tuple[TrainState, MeshProgram]:
     """The state before the first step, and the jitted update; see `make_sft_update`."""
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = init_state(weights, optimizer)
-    return state, make_sft_update(graph, optimizer, image_token_id, settings, parts, state)
+    return state, make_sft_update(
+        graph, optimizer, image_token_id, settings, parts, state, frozen, seed
+    )
 
 
 def make_sft_update(
@@ -168,6 +177,8 @@ def make_sft_update(
     settings: SFTSettings,
     parts: int,
     state: TrainState,
+    frozen: Any = NOTHING,
+    seed: int = 0,
 ) -> MeshProgram:
     """Compile the update of the cold start: `f(state, SFTBatch) -> (state, metrics)`.
 
@@ -178,13 +189,15 @@ def make_sft_update(
         settings: Settings of activation checkpointing and of the logits' chunk size.
         parts: Number of micro-batches.
         state: A real or abstract state, with the shardings that updates keep.
+        frozen: The decoder's weights that are not trained (`models.lora.split`).
+        seed: With the number of the update, decides what adapters drop.
     """
 
     def split(batch: SFTBatch) -> SFTBatch:
         return split_sft_batch(batch, parts)
 
     loss = sft_loss(image_token_id, settings.remat, settings.logprob_chunk)
-    return make_update(graph, optimizer, loss, state, split if parts > 1 else None)
+    return make_update(graph, optimizer, loss, state, split if parts > 1 else None, frozen, seed)
 
 
 def sft_step(
@@ -237,7 +250,7 @@ class SFTBatches:
         settings: Settings of the cold start.
         data: Conversations, with their lengths in tokens.
         reader: Reads the frames of the next steps ahead of time; None: frames are read when used.
-        seed: Decides the order of conversations.
+        seed: Decides the order of conversations, and what adapters drop.
         protocol: Renders conversations as tokens.
         features: Encodes frames.
         mesh: The mesh of training.
@@ -257,6 +270,7 @@ class SFTBatches:
         mesh: Mesh,
     ):
         self._settings = settings
+        self._seed = seed
         self._data = data
         self._mesh = mesh
         self._protocol = protocol
@@ -266,10 +280,14 @@ class SFTBatches:
         self._pipeline = Pipeline(rows, self._begin, self._finish)
         self._shape, self._parts = fitted_rows(settings.shape, settings.microbatches, mesh)
 
-    def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, MeshProgram]:
+    def start(
+        self, graph: nnx.GraphDef, weights: Any, frozen: Any = NOTHING
+    ) -> tuple[TrainState, MeshProgram]:
         """The state before the first step, and the jitted update; donates `weights`."""
         image_token_id = self._features.config.image_token_id
-        return start_sft(graph, weights, image_token_id, self._settings, self._parts)
+        return start_sft(
+            graph, weights, image_token_id, self._settings, self._parts, frozen, self._seed
+        )
 
     def __next__(self) -> tuple[SFTBatch, tuple[PackedRows, ...], dict[str, float]]:
         """The next batch.

@@ -6,6 +6,7 @@ The vision tower is frozen. Its vectors come with the batch.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, no_type_check
 
@@ -16,6 +17,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from models.lora import NOTHING, drops
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.text import TextDecoder
 from models.sharding import ROWS, constrain
@@ -26,7 +28,7 @@ from train.learn.batch import Microbatch
 @no_type_check
 @struct.dataclass
 class TrainState:
-    """The decoder's weights and the optimizer's state after `step` updates."""
+    """The decoder's trained weights and the optimizer's state after `step` updates."""
 
     weights: Any
     optimizer: Any
@@ -42,15 +44,18 @@ class MeshProgram(NamedTuple):
 
     jitted: Any
     mesh: Mesh | None
+    first: tuple[Any, ...] = ()
+    """Arguments of every call, before those of the caller: the frozen weights. As constants, they
+    would be part of the program."""
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         with self._set():
-            return self.jitted(*arguments)
+            return self.jitted(*self.first, *arguments, **options)
 
-    def lower(self, *arguments: Any) -> Any:
+    def lower(self, *arguments: Any, **options: Any) -> Any:
         """Like `jax.jit(...).lower`, for arrays or their abstract shapes."""
         with self._set():
-            return self.jitted.lower(*arguments)
+            return self.jitted.lower(*self.first, *arguments, **options)
 
     def _set(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
@@ -95,6 +100,22 @@ def state_shardings(state: TrainState) -> TrainState:
         return replicated
 
     return jax.tree_util.tree_map_with_path(find, state)
+
+
+def _in_update(graph: nnx.GraphDef, weights: Any, frozen: Any, draw: Any) -> TextDecoder:
+    """The decoder in an update, whose adapters drop inputs if they are to.
+
+    Args:
+        graph: The decoder without its weights.
+        weights: Its trained weights.
+        frozen: Its other weights.
+        draw: Numbers that decide what is dropped, the first one a seed.
+    """
+    text: TextDecoder = nnx.merge(graph, weights, frozen)
+    if drops(text):
+        key = jax.random.key(draw[0])
+        text.dropout_key = functools.reduce(jax.random.fold_in, draw[1:], key)
+    return text
 
 
 def rollout_logprobs(
@@ -143,7 +164,11 @@ def rollout_logprobs(
 
 
 def make_logprobs(
-    graph: nnx.GraphDef, temperature: float, mesh: Mesh, chunk: int | None = None
+    graph: nnx.GraphDef,
+    temperature: float,
+    mesh: Mesh,
+    chunk: int | None = None,
+    frozen: Any = NOTHING,
 ) -> MeshProgram:
     """Compile the log-probs of a micro-batch under given weights, without gradients.
 
@@ -152,16 +177,18 @@ def make_logprobs(
         temperature: See `rollout_logprobs`.
         mesh: The mesh of weights and batch.
         chunk: See `rollout_logprobs`.
+        frozen: The decoder's weights that are not trained (`models.lora.split`).
 
     Returns:
         `f(weights, visual, Microbatch) -> float32[r, u]`.
     """
 
-    def logprobs(weights: Any, visual: jax.Array, batch: Microbatch) -> jax.Array:
-        text = nnx.merge(graph, weights)
+    def logprobs(frozen: Any, weights: Any, visual: jax.Array, batch: Microbatch) -> jax.Array:
+        text = nnx.merge(graph, weights, frozen)
         return rollout_logprobs(text, visual, batch, temperature, chunk=chunk)
 
-    return MeshProgram(jax.jit(logprobs, out_shardings=NamedSharding(mesh, PartitionSpec())), mesh)
+    jitted = jax.jit(logprobs, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return MeshProgram(jitted, mesh, (frozen,))
 
 
 class Accumulation(NamedTuple):
@@ -174,13 +201,18 @@ class Accumulation(NamedTuple):
     start: MeshProgram
     """`f(weights) -> gradients`, all zero."""
     add: MeshProgram
-    """`f(weights, gradients, *batch) -> (gradients, metrics)`. The gradients are donated."""
+    """`f(weights, gradients, *batch, draw=...) -> (gradients, metrics)`. The gradients are
+    donated. `draw` decides what adapters drop: seed, update and micro-batch."""
     apply: MeshProgram
     """`f(state, gradients) -> (state, grad_norm)`. The state is donated."""
 
 
 def make_accumulation(
-    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, loss: Any, state: TrainState
+    graph: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    loss: Any,
+    state: TrainState,
+    frozen: Any = NOTHING,
 ) -> Accumulation:
     """Compile an update in micro-batches, one call for each.
 
@@ -190,6 +222,7 @@ def make_accumulation(
         loss: `f(decoder, *batch) -> (loss, metrics)` of a micro-batch. It divides by totals of the
             whole batch, so that losses, metrics and gradients of micro-batches add up.
         state: A real or abstract state, with the shardings that updates keep.
+        frozen: The decoder's weights that are not trained (`models.lora.split`).
     """
     mesh = mesh_of(state.weights)
     of_weights = jax.tree.map(lambda x: x.sharding, state.weights)
@@ -197,9 +230,11 @@ def make_accumulation(
     def start(weights: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
 
-    def add(weights: Any, total: Any, *batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+    def add(
+        frozen: Any, weights: Any, total: Any, *batch: Any, draw: Any = (0,)
+    ) -> tuple[Any, dict[str, jax.Array]]:
         def value(weights: Any) -> Any:
-            return loss(nnx.merge(graph, weights), *batch)
+            return loss(_in_update(graph, weights, frozen, draw), *batch)
 
         (value_of_part, metrics), grads = jax.value_and_grad(value, has_aux=True)(weights)
         total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)
@@ -211,7 +246,9 @@ def make_accumulation(
 
     return Accumulation(
         MeshProgram(jax.jit(start, out_shardings=of_weights), mesh),
-        MeshProgram(jax.jit(add, donate_argnums=1, out_shardings=(of_weights, None)), mesh),
+        MeshProgram(
+            jax.jit(add, donate_argnums=2, out_shardings=(of_weights, None)), mesh, (frozen,)
+        ),
         MeshProgram(
             jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings(state), None)),
             mesh,
@@ -234,6 +271,8 @@ def make_update(
     loss: Loss,
     state: TrainState,
     split: Callable[[Any], Any] | None = None,
+    frozen: Any = NOTHING,
+    seed: int = 0,
 ) -> MeshProgram:
     """Compile one update: gradients of the loss, then a step of the optimizer.
 
@@ -245,40 +284,48 @@ def make_update(
         state: A real or abstract state, with the shardings that updates keep.
         split: Splits a batch into micro-batches along a new first axis. Their gradients are
             accumulated in float32, in order.
+        frozen: The decoder's weights that are not trained (`models.lora.split`).
+        seed: With the number of the update, decides what adapters drop.
 
     Returns:
         `f(state, batch) -> (state, metrics)`. The state is donated. The metrics are the loss
         function's own, plus `loss` and `grad_norm`.
     """
 
-    def gradients(weights: Any, batch: Any) -> Any:
-        return jax.value_and_grad(lambda w: loss(nnx.merge(graph, w), batch), has_aux=True)(weights)
+    def gradients(frozen: Any, state: TrainState, part: Any, number: int | Array) -> Any:
+        def value(weights: Any) -> Any:
+            return loss(_in_update(graph, weights, frozen, (seed, state.step, number)), part)
 
-    def accumulate(weights: Any, batch: Any) -> Any:
+        return jax.value_and_grad(value, has_aux=True)(state.weights)
+
+    def accumulate(frozen: Any, state: TrainState, batch: Any) -> Any:
         if split is None:
-            return gradients(weights, batch)
+            return gradients(frozen, state, batch, 0)
         parts = split(batch)
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
-            new = gradients(weights, part)
+            new = gradients(frozen, state, *part)
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, new), None
 
         # A scan keeps one gradient in memory beside the total; a `map` would keep all of them.
         # Its fixed order of additions makes a resumed run equal an uninterrupted one bit for bit.
         first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(gradients, weights, first)
+        shapes = jax.eval_shape(gradients, frozen, state, first, 0)
+        numbers = jnp.arange(len(jax.tree.leaves(parts)[0]))
         # The total is float32: bfloat16 would round small gradients of later parts away.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-        (values, grads), _ = jax.lax.scan(add, zeros, parts)
-        return values, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
+        (values, grads), _ = jax.lax.scan(add, zeros, (parts, numbers))
+        return values, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.weights)
 
-    def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        (value, metrics), grads = accumulate(state.weights, batch)
+    def update(
+        frozen: Any, state: TrainState, batch: Any
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        (value, metrics), grads = accumulate(frozen, state, batch)
         metrics = metrics | {"loss": value, "grad_norm": optax.global_norm(grads)}
         return _optimized(optimizer, state, grads), metrics
 
     # The new state keeps the shardings of the old one; otherwise the next update would compile
     # again. Donation lets XLA write the new state into the old one's memory.
     out_shardings = (state_shardings(state), None)
-    jitted = jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
-    return MeshProgram(jitted, mesh_of(state.weights))
+    jitted = jax.jit(update, donate_argnums=1, out_shardings=out_shardings)
+    return MeshProgram(jitted, mesh_of(state.weights), (frozen,))

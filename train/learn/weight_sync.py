@@ -16,7 +16,10 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jax.typing import DTypeLike
 
+from models.fingerprint import fingerprint
+from models.lora import NOTHING
 from models.sharding import MESH_AXES, RULES, make_mesh, param_shardings
+from paravt_jax.processes.hosts import gather
 
 
 def host_mesh(mesh: Mesh, per_host: int) -> Mesh:
@@ -89,35 +92,71 @@ def sampler_devices(weights: Any, count: int) -> int:
 class WeightSync:
     """Brings weights from the mesh of training to this process's sampler.
 
-    `program` is the jitted move across processes. It is None if the weights can be used as they
-    are: on one device, in the right type.
-
     Args:
-        weights: Real or abstract weights on the mesh of training.
+        weights: Trained weights on the mesh of training.
         dtype: The type of the activations.
+        frozen: The decoder's other weights, on the same mesh.
+
+    Attributes:
+        program: The jitted move of trained weights across processes; None if they can be used as
+            they are.
+        base: The frozen weights on this process's sampling devices. They are moved once. The
+            sampler shares them with training, without a copy, where both have the same shardings:
+            on one device, or on one host whose devices all share the heads.
     """
 
-    def __init__(self, weights: Any, dtype: DTypeLike):
+    def __init__(self, weights: Any, dtype: DTypeLike, frozen: Any = NOTHING):
         mesh: Mesh = jax.tree.leaves(weights)[0].sharding.mesh
         local = [
             device for device in mesh.devices.flat if device.process_index == jax.process_index()
         ]
-        count = sampler_devices(weights, len(local))
+        count = sampler_devices((weights, frozen), len(local))
+        self._dtype = dtype
         self._devices = local[:count]
-        shardings = param_shardings(weights, make_mesh(1, 1, count, devices=self._devices))
-        self._shardings = jax.tree.leaves(shardings)
-        right_type = all(x.dtype == dtype for x in jax.tree.leaves(weights))
-        self.program: jax.stages.Wrapped | None = None
-        # Even a program that changes nothing would copy the weights.
-        if mesh.size > 1 or not right_type:
-            self.program = make_sync(weights, host_mesh(mesh, count), dtype)
+        self._hosts = host_mesh(mesh, count)
+        self.program = self._program(weights)
+        move_base = self._program(frozen)
+        self.base = self._take(frozen if move_base is None else move_base(frozen))
+        self._frozen_fingerprint = fingerprint(frozen, dtype=dtype)
 
     def __call__(self, weights: Any) -> Any:
-        """The weights on this process's sampling devices."""
-        moved = weights if self.program is None else self.program(weights)
-        leaves, tree = jax.tree.flatten(moved)
-        own = [self._own(x, place) for x, place in zip(leaves, self._shardings, strict=True)]
-        return jax.tree.unflatten(tree, own)
+        """The trained weights on this process's sampling devices."""
+        return self._take(weights if self.program is None else self.program(weights))
+
+    def load(self, sampler: Any, weights: Any, version: int) -> int:
+        """Load trained weights into a sampler, and check that it has them.
+
+        Returns:
+            The fingerprint of all weights, frozen ones included.
+
+        Raises:
+            ValueError: The sampler of a process has other weights; raised in all processes.
+        """
+        # Loading allocates the sampler's memory. Wait until the move has freed its own.
+        sampler.load(jax.block_until_ready(self(weights)), version)
+        wanted = (fingerprint(weights, dtype=self._dtype) + self._frozen_fingerprint) % 2**32
+        for process, found in enumerate(gather(sampler.fingerprint())):
+            if found != wanted:
+                raise ValueError(
+                    f"weights: after step {version}, the sampler of process {process} has weights "
+                    f"with fingerprint {found:08x}, and training has {wanted:08x}; a device or a "
+                    "transfer may be faulty: start the command again, from the last checkpoint"
+                )
+        return wanted
+
+    def _program(self, weights: Any) -> jax.stages.Wrapped | None:
+        """The jitted move; None if the weights have the right type and place."""
+        # Even a program that changes nothing would copy the weights.
+        wanted = jax.tree.leaves(param_shardings(weights, self._hosts))
+        stays = all(
+            x.dtype == self._dtype and x.sharding.is_equivalent_to(sharding, x.ndim)
+            for x, sharding in zip(jax.tree.leaves(weights), wanted, strict=True)
+        )
+        return None if stays else make_sync(weights, self._hosts, self._dtype)
+
+    def _take(self, moved: Any) -> Any:
+        mesh = make_mesh(1, 1, len(self._devices), devices=self._devices)
+        return jax.tree.map(self._own, moved, param_shardings(moved, mesh))
 
     def _own(self, x: jax.Array, sharding: Any) -> jax.Array:
         """This process's shards of an array as an array of its own, without a copy."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 from flax import nnx
 
 from models.features import FrameFeatures
@@ -21,7 +20,7 @@ from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from train.data import Data
 from train.learn.weight_sync import WeightSync
-from train.phases.model import drop_weights
+from train.phases.model import Parts, drop_weights
 from train.settings import Run
 
 
@@ -38,7 +37,7 @@ class Actor:
         """Load `weights` into the engine; samples then report `version`."""
         # Free the old weights first: memory may not hold both.
         self.engine.sleep()
-        self.engine.load(jax.block_until_ready(self.sync(weights)), version)
+        self.sync.load(self.engine, weights, version)
 
 
 def open_environment(
@@ -59,22 +58,23 @@ def open_environment(
 
 
 def open_actor(
-    run: Run, model: Qwen3VL, environment: Environment, judge: RemoteJudge | None, weights: Any
+    run: Run, parts: Parts, environment: Environment, judge: RemoteJudge | None, weights: Any
 ) -> Actor | None:
     """Open an actor that sleeps until `wake`; None for a run that plays no episodes.
 
     Args:
         run: The settings.
-        model: Loses the decoder's weights and keeps their shapes: the engine has the only copy.
+        parts: The model without its trained weights.
         environment: The protocol, and the frames' features.
         judge: Scores open-ended answers; None: rules score them.
         weights: The weights that are trained, on the mesh of training.
     """
     if not run.plays_episodes:
         return None
-    sync = WeightSync(weights, model.text.dtype)
-    # The engine takes its first weights from the model.
-    nnx.update(model.text, sync(weights))
+    model = parts.model
+    sync = WeightSync(weights, model.text.dtype, parts.frozen)
+    # The engine takes its first weights from the model, and keeps the frozen ones.
+    nnx.update(model.text, sync(weights), sync.base)
     engine = Engine(model, environment.features, run.engine_sizes)
     engine.sleep()
     drop_weights(model)

@@ -81,9 +81,9 @@ def _train(
         environment.features,
         context.mesh,
     )
-    state, update = batches.start(parts.graph, weights)
+    state, update = batches.start(parts.graph, weights, parts.frozen)
     with context.open_phase(name, settings, environment.features.unreadable) as phase:
-        state, cursor = resume(phase, state, parts.tower)
+        state, cursor = resume(phase, state, parts)
         if cursor is not None:
             batches.set_state(cursor)
         for step in phase.left:
@@ -94,6 +94,6 @@ def _train(
             metrics["time/step"] = seconds
             lengths = [group for rows in arrays for group in conversation_lengths(rows)]
             metrics |= speeds(lengths, config, seconds, context.mesh.size)
-            saved = as_saved(state, parts.tower)
+            saved = as_saved(state, parts)
             phase.done(step, metrics, saved, batches.get_state())
     return state.weights

@@ -24,6 +24,7 @@ from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.learn.step import TrainState
 from train.phases.ahead import parts_after
+from train.phases.model import Parts
 from train.report.page import write_report
 from train.report.result import collect_episodes
 from train.settings import Run
@@ -123,18 +124,17 @@ class Context:
             )
 
 
-def as_saved(state: TrainState, tower: Any) -> dict[str, Any]:
-    """The state that a checkpoint of SFT or RL stores: the whole model and the optimizer."""
-    # The tower is frozen, but a checkpoint without it could not be exported as a model.
-    return {
-        "vision": tower,
-        "text": state.weights,
-        "optimizer": state.optimizer,
-        "step": state.step,
-    }
+def as_saved(state: TrainState, parts: Parts) -> dict[str, Any]:
+    """The state that a checkpoint of SFT or RL stores: trained weights and the optimizer.
+
+    If the whole decoder is trained, it also stores the tower: together they are the model. Adapters
+    belong to a base that is elsewhere, and whose fingerprint is part of the run's starting point.
+    """
+    saved = {"text": state.weights, "optimizer": state.optimizer, "step": state.step}
+    return saved if jax.tree.leaves(parts.frozen) else {"vision": parts.tower, **saved}
 
 
-def resume(phase: Phase, start: TrainState, tower: Any) -> tuple[TrainState, Any]:
+def resume(phase: Phase, start: TrainState, parts: Parts) -> tuple[TrainState, Any]:
     """Restore the state and the data cursor of `phase`.
 
     If a state is restored, the arrays of `start` are deleted.
@@ -142,7 +142,7 @@ def resume(phase: Phase, start: TrainState, tower: Any) -> tuple[TrainState, Any
     Returns:
         The state and the cursor; `start` and None if the phase has no checkpoint.
     """
-    saved, cursor = phase.resume(as_saved(start, tower))
+    saved, cursor = phase.resume(as_saved(start, parts))
     if not phase.finished_steps:
         return start, cursor
     # Callers still refer to these arrays, so without deletion both states would be in memory.

@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face folder."""
+"""The trained model as a Hugging Face folder, with its adapters merged."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models.lora import merge_adapters
 from paravt_jax.processes import hosts
 from train.export import write_model
 from train.phases.context import Context
@@ -24,6 +25,7 @@ def export(context: Context, parts: Parts, weights: Any) -> None:
         return
     # All processes take part, because the weights are sharded over all of them.
     whole = NamedSharding(context.mesh, PartitionSpec())
-    nnx.update(parts.model.text, weights)
+    nnx.update(parts.model.text, weights, parts.frozen)
+    merge_adapters(parts.model.text)
     nnx.update(parts.model.vision, jax.device_put(parts.tower, whole))
     write_model(parts.model, context.folder / "tokenizer", context.run.frames, folder)

@@ -11,6 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.features import tower_mesh
+from models.fingerprint import fingerprint
+from models.lora import LoRASettings, add_adapters, split
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.hf import load
@@ -19,8 +21,9 @@ from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.sharding import param_shardings
 from paravt_jax.method.tokenizer import Vocabulary
+from train import published_model
 from train.data import Data
-from train.published_model import check_vocabulary, config_of, fingerprint, on_host
+from train.published_model import check_vocabulary, config_of, on_host
 from train.settings import Run
 
 
@@ -32,8 +35,20 @@ class Parts:
     """The vision tower is frozen and on this process's devices. The decoder has shapes only."""
     graph: nnx.GraphDef
     """The text decoder without its weights."""
+    frozen: Any
+    """The decoder's weights that are not trained, on the mesh; empty if all are."""
     tower: Any
     """The vision tower's state in the host's memory, in the type that checkpoints store."""
+
+    @property
+    def base(self) -> dict[str, str]:
+        """The fingerprint of the frozen weights; empty if all weights are trained.
+
+        It is part of a run's starting point: adapters make sense with their own base only.
+        """
+        if not jax.tree.leaves(self.frozen):
+            return {}
+        return {"base": f"{fingerprint(self.frozen):08x}"}
 
 
 def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, Any]]:
@@ -44,6 +59,8 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
         digests of published data and weights. Checkpoints from another starting point are refused.
     """
     dtype = jnp.dtype(run.model.dtype)
+    # Weights that are not trained need no more digits than the activations.
+    param_dtype = jnp.float32 if run.lora is None else dtype
     path = run.model.path
     vocabulary = {"size": data.vocabulary.size, "digest": data.vocabulary.digest}
     if path:
@@ -56,8 +73,8 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
         origin["data"] = data.digest
     if not path:
         return Qwen3VL(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin
-    model = load(path, config, mesh=mesh, dtype=dtype)
-    return model, origin | {"weights": fingerprint(path)}
+    model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=param_dtype)
+    return model, origin | {"weights": published_model.fingerprint(path)}
 
 
 def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:
@@ -72,10 +89,24 @@ def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:
     )
 
 
-def take_apart(model: Qwen3VL, mesh: Mesh) -> tuple[Parts, Any]:
-    """Split `model` into frozen parts and trained weights, which are sharded over `mesh`."""
-    graph, weights = nnx.split(model.text)
+def take_apart(
+    model: Qwen3VL, mesh: Mesh, lora: LoRASettings | None = None, seed: int = 0
+) -> tuple[Parts, Any]:
+    """Split `model` into frozen parts and trained weights, which are sharded over `mesh`.
+
+    Args:
+        model: Loses the decoder's weights and keeps their shapes.
+        mesh: The mesh of training.
+        lora: Adapters to add and to train; None: the whole decoder is trained.
+        seed: Draws the adapters.
+    """
+    if lora is not None:
+        add_adapters(model.text, lora, seed)
+    graph, weights, rest = split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, mesh))
+    # In the type of the activations, to which they would be rounded in every product.
+    rest = jax.tree.map(lambda x: x.astype(model.text.dtype), rest)
+    rest = jax.device_put(rest, param_shardings(rest, mesh))
     # Checkpoints store the tower as it was loaded, so keep it on the host. Each device of this
     # process gets a copy in the type of the activations: they share the frames.
     tower = on_host(nnx.state(model.vision))
@@ -83,7 +114,7 @@ def take_apart(model: Qwen3VL, mesh: Mesh) -> tuple[Parts, Any]:
     on_devices = jax.device_put(frozen(tower, model.vision.dtype), everywhere)
     nnx.update(model.vision, on_devices)
     drop_weights(model)
-    return Parts(model, graph, tower), weights
+    return Parts(model, graph, rest, tower), weights
 
 
 def drop_weights(model: Qwen3VL) -> None:

@@ -56,10 +56,11 @@ def reinforce(
         run.rl_shape,
         actor.judge or rules_of(settings.rewards),
         actor.sync,
+        parts.frozen,
     )
     with context.open_phase("rl", settings, environment.features.unreadable) as phase:
         questions = _questions(context, settings, reader)
-        state, cursor = resume(phase, learner.start, parts.tower)
+        state, cursor = resume(phase, learner.start, parts)
         if cursor is not None:
             questions.set_state(cursor["questions"])
         if phase.left:
@@ -96,7 +97,7 @@ def reinforce(
             recompilations = compilations.count - compiled_before if warm else 0
             metrics["recompilations"] = float(recompilations)
             cursor = {"questions": questions.get_state()}
-            phase.done(step, metrics, as_saved(state, parts.tower), cursor)
+            phase.done(step, metrics, as_saved(state, parts), cursor)
     rollout_file.remove()
     engine.sleep()
     return state.weights

@@ -1,0 +1,174 @@
+"""LoRA (arXiv 2106.09685): low-rank adapters of a decoder's matrices, which train in their place.
+
+An adapter of the matrix W holds A and B, and the layer computes x W + scale * (x A) B. B starts as
+zeros, so a fresh adapter changes nothing. Names and sizes of the matrices come from the layer: a
+matrix is a parameter with the metadata `inputs`, its number of axes that are summed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from models.qwen3_vl.layers import product
+
+NOTHING = nnx.State({})
+"""The frozen weights of a decoder that is trained as a whole."""
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """A text decoder: `layers` holds the weights of all layers, stacked, and their adapters."""
+
+    layers: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRASettings:
+    """LoRA: the model is frozen, and low-rank adapters of the decoder's matrices are trained."""
+
+    rank: int = 16
+    """Columns of A and rows of B."""
+    alpha: float = 32.0
+    """The adapters' output is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that updates drop. Sampling and the reference drop nothing."""
+    targets: tuple[str, ...] = ()
+    """The adapted matrices of each layer, such as q and down; empty: all of them."""
+    rank_stabilized: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise ValueError(f"lora.rank: {self.rank}; give a whole number of at least 1")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"lora.alpha: {self.alpha}; give a finite number above 0")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout: {self.dropout}; give a share from 0 to below 1")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' output."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+class Adapter(nnx.Module):
+    """A and B of one matrix of every layer, stacked like the matrix.
+
+    Args:
+        weight: The matrix, [layers, *inputs, *outputs].
+        settings: Rank, scale and dropout.
+        key: Draws A as PEFT does: uniformly, with variance 1 / (3 * inputs).
+    """
+
+    def __init__(self, weight: nnx.Variable, settings: LoRASettings, key: Key[Array, ""]):
+        axes, inputs = weight.get_metadata("axes"), weight.get_metadata("inputs")
+        layers, *sizes = weight.shape
+        bound = math.prod(sizes[:inputs]) ** -0.5
+        shape = (layers, *sizes[:inputs], settings.rank)
+        a = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+        b = jnp.zeros((layers, settings.rank, *sizes[inputs:]), jnp.float32)
+        self.a = nnx.LoRAParam(a, axes=(*axes[: 1 + inputs], "rank"), inputs=inputs)
+        self.b = nnx.LoRAParam(b, axes=(axes[0], "rank", *axes[1 + inputs :]), inputs=1)
+        self.scale = settings.scale
+        self.dropout = settings.dropout
+
+    def __call__(
+        self, x: Float[Array, "*n i"], key: Key[Array, ""] | None
+    ) -> Float[Array, "*n *o"]:
+        """What the adapter of one layer adds to the product of x and the matrix.
+
+        Args:
+            x: Input of the matrix, with its input axes as one.
+            key: Draws the inputs that are dropped; None: none is.
+        """
+        if key is not None:
+            kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+            x = jnp.where(kept, x / (1 - self.dropout), 0)
+        a = self.a[...]
+        return product(product(x, a.reshape(-1, a.shape[-1])) * self.scale, self.b[...])
+
+    def update(self) -> Float[Array, "l i ..."]:
+        """scale * A B of every layer, in float32 and in the shape of the matrices."""
+        a, b = self.a[...], self.b[...]
+        layers, *inputs, rank = a.shape
+        rows = a.reshape(layers, -1, rank).astype(jnp.float32)
+        columns = b.reshape(layers, rank, -1).astype(jnp.float32)
+        product = jnp.matmul(rows * self.scale, columns, precision="highest")
+        return product.reshape(layers, *inputs, *b.shape[2:])
+
+
+def matrices(decoder: Decoder) -> dict[str, nnx.Variable]:
+    """The matrices of a decoder's layers, by name."""
+    found = vars(decoder.layers).items()
+    return {
+        name: weight
+        for name, weight in found
+        if isinstance(weight, nnx.Variable) and "inputs" in weight.get_metadata()
+    }
+
+
+def add_adapters(decoder: Decoder, settings: LoRASettings, seed: int) -> None:
+    """Give a decoder fresh adapters, which change none of its outputs.
+
+    Args:
+        decoder: Changed in place. Its weights may be shapes only.
+        settings: The adapters.
+        seed: Draws their A.
+
+    Raises:
+        ValueError: `settings.targets` names something else than a matrix of the layers.
+    """
+    found = matrices(decoder)
+    unknown = [name for name in settings.targets if name not in found]
+    if unknown:
+        raise ValueError(
+            f"lora.targets: {', '.join(unknown)}; choose from the matrices of a layer: "
+            f"{', '.join(found)}"
+        )
+    key = jax.random.key(seed)
+    for name in settings.targets or found:
+        own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        decoder.layers.adapters[name] = Adapter(found[name], settings, own_key)
+
+
+def merge_adapters(decoder: Decoder) -> None:
+    """Add the adapters to their matrices, and remove them.
+
+    Sums are rounded to the type of the matrices: merge bfloat16 weights only for export.
+    """
+
+    @jax.jit
+    def add(weight: jax.Array, adapter: Adapter) -> jax.Array:
+        return (weight.astype(jnp.float32) + adapter.update()).astype(weight.dtype)
+
+    for name, adapter in decoder.layers.adapters.items():
+        weight = getattr(decoder.layers, name)
+        value = weight.get_value()
+        weight.set_value(jax.device_put(add(value, adapter), value.sharding))
+    decoder.layers.adapters = nnx.Dict()
+
+
+def drops(decoder: Decoder) -> bool:
+    """Whether updates of the decoder drop inputs of adapters."""
+    return any(adapter.dropout for adapter in decoder.layers.adapters.values())
+
+
+def split(decoder: Decoder) -> tuple[Any, Any, Any]:
+    """Split a decoder into its structure, its trained weights and its frozen ones.
+
+    This is the only place that decides what is trained: adapters if there are any, and otherwise
+    all weights. Optimizer, checkpoints, weight sync and plans follow it.
+    """
+    trained = nnx.LoRAParam if decoder.layers.adapters else nnx.Param
+    graph, *states = nnx.split(decoder, trained, ...)
+    # Copies of the variables, not of their arrays: an update of the decoder must not change them.
+    weights, frozen = jax.tree.map(lambda x: x, states)
+    return graph, weights, frozen

@@ -1,0 +1,233 @@
+"""Adapters: what they compute, what is trained, and fingerprints of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.attention import DenseCache
+from models.fingerprint import fingerprint
+from models.lora import LoRASettings, add_adapters, matrices, merge_adapters, split
+from models.qwen3_vl.config import TextConfig
+from models.qwen3_vl.model import abstract_model
+from models.qwen3_vl.sizes import tiny
+from models.qwen3_vl.text import TextDecoder
+
+SETTINGS = LoRASettings(rank=4, alpha=6.0)
+
+
+def make_text(settings: LoRASettings | None = None) -> TextDecoder:
+    """A small decoder with random weights; with settings, also with random adapters."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: TextDecoder(config(), rngs=nnx.Rngs(0))))
+    draw = np.random.default_rng(5)
+
+    def noise(path, x):
+        return x.replace(jnp.asarray(draw.normal("norm" in path[-1], 0.1, x.shape), x.dtype))
+
+    text = nnx.merge(graph, nnx.map_state(noise, state))
+    if settings is not None:
+        add_adapters(text, settings, seed=1)
+        rng = np.random.default_rng(2)
+        noise = nnx.map_state(
+            lambda path, x: (
+                x.replace(jnp.asarray(rng.normal(0, 0.1, x.shape), x.dtype))
+                if path[-1] == "b"
+                else x
+            ),
+            nnx.state(text, nnx.LoRAParam),
+        )
+        nnx.update(text, noise)
+    return text
+
+
+def config() -> TextConfig:
+    return dataclasses.replace(tiny(96).text, num_hidden_layers=2)
+
+
+def inputs(rows: int = 2, tokens: int = 9) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.random.default_rng(3).integers(0, 96, (rows, tokens))
+    return ids, np.broadcast_to(np.arange(tokens), (3, rows, tokens))
+
+
+@nnx.jit
+def states(text: TextDecoder) -> jax.Array:
+    """Hidden states of the inputs."""
+    return text(*inputs())[0]
+
+
+@jax.jit
+def loss(weights, frozen, graph):
+    text = nnx.merge(graph, weights, frozen)
+    ids, positions = inputs()
+    hidden, _ = text(ids, positions)
+    return -text.token_logprobs(hidden[:, :-1], ids[:, 1:], 1.0).mean()
+
+
+def test_fresh_adapters_change_no_bit_of_the_output():
+    text = make_text()
+    hidden = states(text)
+    add_adapters(text, SETTINGS, seed=0)
+    assert (np.asarray(states(text)) == np.asarray(hidden)).all()
+
+
+@pytest.mark.parametrize("stabilized", [False, True])
+def test_adapters_compute_what_the_merged_matrices_compute(stabilized):
+    settings = dataclasses.replace(SETTINGS, rank_stabilized=stabilized)
+    text = make_text(settings)
+    before = states(text)
+    merge_adapters(text)
+    after = states(text)
+    assert not jax.tree.leaves(nnx.state(text, nnx.LoRAParam))
+    np.testing.assert_allclose(before, after, atol=2e-4)
+    assert np.abs(np.asarray(after - states(make_text()))).max() > 0.1
+
+
+def test_the_scale_is_alpha_over_rank_or_its_root():
+    assert SETTINGS.scale == 1.5
+    assert dataclasses.replace(SETTINGS, rank_stabilized=True).scale == 3.0
+
+
+def test_gradients_of_adapters_are_those_of_the_merged_matrices():
+    """By hand: with W + s A B in place of W, dA = s (x^T dy) B^T and dB = s A^T (x^T dy)."""
+    text = make_text(SETTINGS)
+    graph, weights, frozen = split(text)
+    grads = jax.grad(loss)(weights, frozen, graph)["layers"]["adapters"]
+    adapters = dict(text.layers.adapters)
+    merge_adapters(text)
+    whole_graph, whole, nothing = split(text)
+    dense = jax.grad(loss)(whole, nothing, whole_graph)["layers"]
+    for name, adapter in adapters.items():
+        a, b = adapter.a[...], adapter.b[...]
+        rows = a.reshape(2, -1, 4)
+        columns = b.reshape(2, 4, -1)
+        of_matrix = dense[name][...].reshape(2, rows.shape[1], columns.shape[2])
+        da = 1.5 * np.einsum("lio,lro->lir", of_matrix, columns)
+        db = 1.5 * np.einsum("lir,lio->lro", rows, of_matrix)
+        np.testing.assert_allclose(grads[name]["a"][...].reshape(da.shape), da, atol=1e-5)
+        np.testing.assert_allclose(grads[name]["b"][...].reshape(db.shape), db, atol=1e-5)
+        assert np.abs(da).max() > 1e-4 and np.abs(db).max() > 1e-4
+
+
+def test_decoding_token_by_token_equals_a_whole_pass():
+    text = make_text(SETTINGS)
+    ids, positions = inputs(rows=2, tokens=6)
+    expected = text(ids, positions)[0]
+    _, kv = text(ids[:, :4], positions[..., :4])
+    cache = DenseCache.prefilled(kv, jnp.ones((2, 4), bool), 2)
+    for i in (4, 5):
+        hidden, cache = text.decode(ids[:, i], positions[..., i], cache, text.decode_layers())
+        cache = cache.advance(jnp.ones(2, bool))
+        np.testing.assert_allclose(hidden, expected[:, i], atol=3e-5)
+
+
+def test_names_and_sizes_of_adapters_come_from_the_layer():
+    text = make_text(LoRASettings(rank=3, targets=("o", "down")))
+    shapes = {
+        f"{name}.{part}": (
+            getattr(adapter, part).shape,
+            getattr(adapter, part).get_metadata("axes"),
+        )
+        for name, adapter in text.layers.adapters.items()
+        for part in "ab"
+    }
+    c = config()
+    q, h, d, f = c.num_attention_heads, c.head_dim, c.hidden_size, c.intermediate_size
+    assert shapes == {
+        "o.a": ((2, q, h, 3), ("layer", "heads", "head_dim", "rank")),
+        "o.b": ((2, 3, d), ("layer", "rank", "embed")),
+        "down.a": ((2, f, 3), ("layer", "mlp", "rank")),
+        "down.b": ((2, 3, d), ("layer", "rank", "embed")),
+    }
+    assert sorted(matrices(text)) == ["down", "gate", "k", "o", "q", "up", "v"]
+
+
+def test_a_target_that_no_layer_has_is_refused():
+    with pytest.raises(ValueError, match="lora.targets: q_proj; choose from .*: down, gate, k, o"):
+        make_text(LoRASettings(targets=("q", "q_proj")))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("rank", 0), ("alpha", 0.0), ("alpha", float("nan")), ("dropout", 1.0)]
+)
+def test_settings_without_a_meaning_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"lora.{field}: "):
+        LoRASettings(**{field: value})
+
+
+def test_only_adapters_are_trained_where_there_are_any():
+    _, everything, nothing = split(make_text())
+    assert not jax.tree.leaves(nothing)
+    assert everything["embedding"][...].size
+    _, adapters, base = split(make_text(SETTINGS))
+    assert list(adapters) == ["layers"] and list(adapters["layers"]) == ["adapters"]
+    assert jax.tree.structure(base) == jax.tree.structure(everything)
+
+
+def test_dropout_acts_in_updates_only_and_keeps_the_mean():
+    text = make_text(dataclasses.replace(SETTINGS, dropout=0.5))
+    plain = np.asarray(states(make_text(SETTINGS)))
+    assert (np.asarray(states(text)) == plain).all()
+
+    @nnx.jit
+    def dropped(text, number):
+        text.dropout_key = jax.random.key(number)
+        found = text(*inputs())[0]
+        text.dropout_key = None
+        return found
+
+    first, again, other = (np.asarray(dropped(text, n)) for n in (0, 0, 1))
+    assert (first == again).all()
+    assert np.abs(first - other).max() > 0.01
+    adapter = text.layers.adapters["q"]
+    one = jax.tree.map(lambda x: x[0], nnx.state(adapter))
+    layer = nnx.merge(nnx.graphdef(adapter), one)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 128)), jnp.float32)
+    drawn = jax.vmap(lambda key: layer(x, key))(jax.random.split(jax.random.key(0), 4000))
+    spread = np.asarray(drawn).std(0) / 4000**0.5
+    assert (np.abs(np.asarray(drawn).mean(0) - np.asarray(layer(x, None))) < 6 * spread).all()
+
+
+def test_a_fingerprint_depends_on_every_bit_place_and_name():
+    state = nnx.state(make_text(SETTINGS))
+    wanted = fingerprint(state)
+    for path, number in ((("layers", "q"), 5), (("norm",), 0), (("embedding",), -1)):
+        leaf = state
+        for name in path:
+            leaf = leaf[name]
+        value = np.array(leaf[...])
+        flat = value.reshape(-1)
+        kept = flat[number]
+        flat[number] = np.nextafter(kept, np.float32(9))
+        leaf.set_value(jnp.asarray(value))
+        assert fingerprint(state) != wanted
+        flat[number] = kept
+        leaf.set_value(jnp.asarray(value))
+        assert fingerprint(state) == wanted
+    up, gate = state["layers"]["up"], state["layers"]["gate"]
+    swapped = up[...], gate[...]
+    gate.set_value(swapped[0])
+    up.set_value(swapped[1])
+    assert fingerprint(state) != wanted
+
+
+def test_a_fingerprint_is_that_of_the_cast_weights_and_a_sum_over_states():
+    _, weights, frozen = split(make_text(SETTINGS))
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (weights, frozen))
+    assert fingerprint(weights, frozen, dtype=jnp.bfloat16) == fingerprint(*cast)
+    parts = fingerprint(weights) + fingerprint(frozen)
+    assert fingerprint(weights, frozen) == parts % 2**32
+
+
+def test_adapters_of_an_abstract_model_have_shapes_only():
+    def make():
+        model = abstract_model(tiny(96))
+        add_adapters(model.text, SETTINGS, seed=0)
+        return model.text
+
+    leaves = jax.tree.leaves(nnx.state(nnx.eval_shape(make)))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)

@@ -1,0 +1,263 @@
+"""Training adapters: what moves, what is shared, what a checkpoint holds, which faults show."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.fingerprint import fingerprint
+from models.lora import LoRASettings, add_adapters, split
+from models.qwen3_vl.hf import load
+from models.sharding import make_mesh, param_shardings
+from paravt_jax.method.scoring import Rules
+from rollout.engine.engine import Engine
+from train.durable.checkpoint import CheckpointError
+from train.durable.metrics import read_metrics
+from train.export import Export, export
+from train.learn.rl import Learner
+from train.learn.sft import SFTBatches
+from train.learn.step import mesh_of
+from train.learn.weight_sync import WeightSync
+from train.run import execute
+
+LORA = LoRASettings(rank=4, alpha=8.0)
+
+
+@pytest.fixture(scope="module")
+def adapted(road, small, tmp_path_factory):
+    """The road with adapters."""
+    return small.lay_road(dataclasses.replace(road.run, lora=LORA), road.data)
+
+
+def base_of(road):
+    """The frozen weights on the mesh of one device."""
+    return jax.device_put(road.frozen, param_shardings(road.frozen, make_mesh()))
+
+
+def host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def equal(a, b) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all((np.asarray(x) == np.asarray(y)).all() for x, y in pairs)
+
+
+def cold_start(road, dropout: float = 0.0, seed: int = 0, steps: int = 2, microbatches: int = 1):
+    """The adapters after some steps of SFT."""
+    lora = dataclasses.replace(LORA, dropout=dropout)
+    model = nnx.merge(road.graph, road.weights, road.frozen)
+    model.layers.adapters = nnx.Dict()
+    add_adapters(model, lora, seed=0)
+    graph, weights, frozen = split(model)
+    settings = dataclasses.replace(road.run.sft, microbatches=microbatches)
+    mesh = make_mesh()
+    weights, frozen = (
+        jax.device_put(host(state), param_shardings(state, mesh)) for state in (weights, frozen)
+    )
+    batches = SFTBatches(
+        settings,
+        road.data,
+        None,
+        seed,
+        road.environment.protocol,
+        road.environment.features,
+        mesh,
+    )
+    state, update = batches.start(graph, weights, frozen)
+    for _ in range(steps):
+        batch, _, _ = next(batches)
+        state, metrics = update(state, batch)
+    return host(state.weights), metrics
+
+
+def test_a_cold_start_trains_adapters_and_nothing_else(adapted):
+    before = host((adapted.weights, adapted.frozen))
+    weights, metrics = cold_start(adapted)
+    assert np.isfinite(float(metrics["loss"]))
+    for path, leaf in jax.tree.leaves_with_path(weights):
+        assert np.abs(leaf).max() > 0, path
+    assert not equal(weights, before[0])
+    assert equal(adapted.frozen, before[1])
+
+
+def test_dropout_repeats_with_the_seed_and_differs_between_steps_and_parts(adapted):
+    plain, _ = cold_start(adapted)
+    first, _ = cold_start(adapted, dropout=0.3)
+    again, _ = cold_start(adapted, dropout=0.3)
+    parts, _ = cold_start(adapted, dropout=0.3, microbatches=2)
+    whole, _ = cold_start(adapted, microbatches=2)
+    assert equal(first, again)
+    assert not equal(first, plain)
+    assert not equal(parts, first)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def learner_of(road) -> Learner:
+    return Learner(
+        road.graph,
+        road.fresh(),
+        road.model.config,
+        road.run.rl,
+        road.run.rl_shape,
+        Rules(),
+        frozen=base_of(road),
+    )
+
+
+def test_a_step_of_rl_updates_the_adapters(adapted, small):
+    learner = learner_of(adapted)
+    assert jax.tree.structure(learner.reference) == jax.tree.structure(adapted.weights)
+    state, metrics = learner.step(
+        learner.start,
+        small.Script(adapted),
+        adapted.environment,
+        adapted.data.questions[:2],
+        seed=0,
+    )
+    assert metrics["grad_norm"] > 0
+    assert not equal(state.weights, adapted.weights)
+    wanted = fingerprint(state.weights, adapted.frozen)
+    assert metrics["weights/fingerprint"] == wanted
+
+
+def test_fresh_adapters_get_the_reward_and_the_kl_of_the_base(adapted, road, small):
+    """Their output is the base's, so everything that does not depend on gradients is equal."""
+    figures = []
+    for found in (road, adapted):
+        learner = learner_of(found)
+        questions = found.data.questions[:2]
+        _, metrics = learner.step(
+            learner.start, small.Script(found), found.environment, questions, seed=0
+        )
+        figures.append({name: metrics[name] for name in ("loss", "logprob_gap", "reward/total")})
+    assert figures[0] == pytest.approx(figures[1], rel=1e-5)
+
+
+def test_training_and_engine_share_one_base(adapted):
+    """On one device, the engine's base lies in the very buffers that updates read."""
+    base = base_of(adapted)
+    weights = adapted.fresh()
+    sync = WeightSync(weights, np.float32, base)
+    nnx.update(adapted.model.text, sync(weights), sync.base)
+    engine = Engine(adapted.model, adapted.environment.features, adapted.run.engine_sizes)
+    held = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.weights)}
+    given = {x.unsafe_buffer_pointer() for x in jax.tree.leaves((base, weights))}
+    assert held == given
+    assert sync.load(engine, weights, 1) == fingerprint(weights, base)
+    assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.weights)} == given
+
+
+def test_a_base_in_bfloat16_is_shared_and_the_adapters_are_cast(adapted):
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), base_of(adapted))
+    weights = adapted.fresh()
+    sync = WeightSync(weights, jnp.bfloat16, base)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(sync.base)] == [
+        x.unsafe_buffer_pointer() for x in jax.tree.leaves(base)
+    ]
+    assert {x.dtype for x in jax.tree.leaves(sync(weights))} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(weights)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("part", ["adapter", "base"])
+def test_a_number_that_changes_on_its_way_to_the_sampler_is_noticed_in_that_step(
+    adapted, small, part
+):
+    class Faulty(small.Script):
+        def load(self, weights, version):
+            weights, base = (jax.tree.map(jnp.copy, x) for x in (weights, self.frozen))
+            leaf = weights["layers"]["adapters"]["k"]["b"] if part == "adapter" else base["norm"]
+            value = np.array(leaf[...])
+            value.reshape(-1)[3] = np.nextafter(value.reshape(-1)[3], np.float32(9))
+            leaf.set_value(jnp.asarray(value))
+            super().load(weights, version)
+            self.frozen = base
+
+    learner = learner_of(adapted)
+    questions = adapted.data.questions[:2]
+    with pytest.raises(ValueError, match="after step 1, the sampler of process 0 has weights"):
+        learner.step(learner.start, Faulty(adapted), adapted.environment, questions, seed=0)
+
+
+def small_run(small, folder, **fields):
+    run = dataclasses.replace(small.small(), run_dir=str(folder), lora=LORA, **fields)
+    assert run.rl is not None and run.sft is not None
+    return dataclasses.replace(
+        run,
+        rl=dataclasses.replace(run.rl, steps=2, control=False),
+        sft=dataclasses.replace(run.sft, steps=2, save_every=1),
+        evaluation=dataclasses.replace(
+            run.evaluation,
+            frames=(4,),
+            curve=False,
+            format_temperatures=(),
+            temperatures=(0.0,),
+            dispatch=("parallel",),
+            questions=1,
+            samples=1,
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(small, tmp_path_factory):
+    """The folder of a finished run with adapters."""
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    execute(small_run(small, folder))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_exports_the_merged_model(finished):
+    model = load(finished / "model")
+    assert not model.text.layers.adapters
+    rows = [row for row in read_metrics(finished / "metrics.jsonl") if row["phase"] == "rl"]
+    assert all(row["token_mismatches"] == 0 for row in rows)
+    assert len({row["weights/fingerprint"] for row in rows}) == len(rows)
+    # The small rest comes from the sums of matrices in another order.
+    assert all(row["logprob_gap"] < 1e-3 for row in rows)
+
+
+@pytest.mark.slow
+def test_checkpoints_hold_adapters_and_optimizer_only(finished):
+    for phase in ("sft", "rl"):
+        meta = finished / "checkpoints" / phase / "2" / "meta" / "metadata"
+        record = json.loads(meta.read_text())
+        names = set(record["leaves"])
+        assert not any("vision" in name for name in names)
+        assert all("adapters" in name for name in names if name.startswith("text"))
+        assert len(record["identity"]["base"]) == 8
+
+
+@pytest.mark.slow
+def test_a_checkpoint_refuses_another_base(small, finished, monkeypatch):
+    """Whether the base changed is seen before a step: here it is another one from the start."""
+    import train.phases.model as model
+
+    monkeypatch.setattr(model, "fingerprint", lambda *_: 0x1234)
+    with pytest.raises(CheckpointError, match="base: .*00001234"):
+        execute(small_run(small, finished))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_adapters_is_not_exported_as_a_model(finished, tmp_path):
+    with pytest.raises(ValueError, match="hold adapters, not a model; use .*/model"):
+        export(Export(str(finished), str(tmp_path / "out"), "rl"))
+
+
+def test_muon_does_not_train_adapters(small, tmp_path):
+    run = small.small()
+    optimizer = dataclasses.replace(run.sft.optimizer, name="muon")
+    with pytest.raises(ValueError, match="sft.optimizer.name: 'muon' with lora"):
+        dataclasses.replace(run, lora=LORA, sft=dataclasses.replace(run.sft, optimizer=optimizer))
+
+
+def test_adapters_are_on_the_mesh_of_training(adapted):
+    assert mesh_of(adapted.fresh()) is not None
