@@ -28,9 +28,10 @@ MAY_IMPORT = {
 # Bounds on the walk: the code lines and files that the RL learner and the engine reach by imports,
 # which is what one reads to understand a training step. See `benchmarks.codebase`. The bound was
 # 7,000 while several statements shared a line, and 7,500 in 60 files while an agent's texts were
-# part of the protocol's code, and 7,600 while answers were read in fewer forms.
-MOST_LINES = 7800
-MOST_FILES = 61
+# part of the protocol's code, and 7,600 while answers were read in fewer forms, and 7,800 before
+# there were adapters and fingerprints.
+MOST_LINES = 8050
+MOST_FILES = 63
 # The walk must not reach these: they import the main path, never the reverse.
 SIDE_PATHS = (
     "paravt_jax.data.preparation",

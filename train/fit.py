@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.lora import LoRASettings, split
 from models.qwen3_vl.config import Qwen3VLConfig, TextConfig
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.remat import Remat
@@ -182,9 +183,13 @@ def _smallest_slices(run: Run) -> Iterator[str]:
 
 def _fit(run: Run, devices: Devices) -> Fitted:
     wanted = (run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    sizes = _sizes(run.model.size, run.model.dtype)
+    sizes = _sizes(run.model.size, run.model.dtype, run.lora)
     rows = run.mesh.rows or rows_of(run)
-    mesh = choose_mesh(wanted, devices.count, rows, devices.hosts, _most_tensor(sizes.config.text))
+    most_tensor = _most_tensor(sizes.config.text)
+    if run.lora is not None and devices.hosts == 1 and most_tensor % devices.count == 0:
+        # Sharded by heads only, the base serves updates and the engine alike, without a copy.
+        rows = 1
+    mesh = choose_mesh(wanted, devices.count, rows, devices.hosts, most_tensor)
     fields: dict[str, Any] = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
     estimate = _Estimate(run, devices, mesh, sizes)
     needs = {}
@@ -221,7 +226,9 @@ class _Sizes(NamedTuple):
 
     config: Qwen3VLConfig
     text: Any
-    """State of the text decoder, with float32 weights."""
+    """State of the text decoder's trained weights."""
+    base: Any
+    """State of its frozen weights."""
     tower: float
     """Bytes of the frozen vision tower in the type of the activations."""
     itemsize: int
@@ -229,19 +236,22 @@ class _Sizes(NamedTuple):
 
 
 @functools.cache
-def _sizes(size: str, dtype: str) -> _Sizes:
+def _sizes(size: str, dtype: str, lora: LoRASettings | None) -> _Sizes:
     config = qwen3_vl(size)
-    model = abstract_model(config, dtype=jnp.dtype(dtype))
+    param_dtype = jnp.float32 if lora is None else dtype
+    model = abstract_model(config, dtype=dtype, param_dtype=param_dtype, lora=lora)
     itemsize = jnp.dtype(dtype).itemsize
-    _, text = nnx.split(model.text)
+    _, text, base = split(model.text)
     tower = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model.vision)))
-    return _Sizes(config, text, float(tower * itemsize), itemsize)
+    return _Sizes(config, text, base, float(tower * itemsize), itemsize)
 
 
 @functools.cache
-def _moments(size: str, dtype: str, optimizer: OptimizerSettings) -> float:
+def _moments(
+    size: str, dtype: str, lora: LoRASettings | None, optimizer: OptimizerSettings
+) -> float:
     """Bytes of an optimizer's state over all devices."""
-    text = _sizes(size, dtype).text
+    text = _sizes(size, dtype, lora).text
     return total_bytes(jax.eval_shape(make_optimizer(optimizer, 1).init, text))
 
 
@@ -272,6 +282,10 @@ class _Estimate:
         self.shards = mesh[1] * mesh[2]
         self.sizes = sizes
         self.weights = total_bytes(sizes.text) / self.shards
+        self.frozen = total_bytes(sizes.base) / self.shards + sizes.tower
+        if run.plays_episodes and mesh != (1, 1, self._sampler_devices()):
+            # Sharded differently, the engine has a base of its own.
+            self.frozen += self._in_engine(sizes.base)
 
     def choose_cold_start(self) -> tuple[Remat, int, float]:
         """The first policy, and the smallest number of micro-batches, with which an update fits.
@@ -362,14 +376,14 @@ class _Estimate:
         return self._resident() + 2 * self._engine_weights()
 
     def _resident(self) -> float:
-        """Weights, the optimizer's moments while episodes are played, and the vision tower."""
+        """Weights, and the optimizer's moments while episodes are played."""
         moments = 0.0 if self.run.rl is None else self._moments("rl")
-        return self.weights + moments + self.sizes.tower
+        return self.weights + moments + self.frozen
 
     def _moments(self, phase: str) -> float:
         model = self.run.model
         optimizer = getattr(self.run, phase).optimizer
-        return _moments(model.size, model.dtype, optimizer) / self.shards
+        return _moments(model.size, model.dtype, self.run.lora, optimizer) / self.shards
 
     # --- updates ---
 
@@ -403,7 +417,7 @@ class _Estimate:
         tokens = self._largest(bound).places / self.row_devices
         # The sum over micro-batches, and the gradient of one of them.
         state = self.weights + self._moments("rl") + 2 * self.weights
-        return state + self.sizes.tower + self._vectors(visual) + self._activations(policy, tokens)
+        return state + self.frozen + self._vectors(visual) + self._activations(policy, tokens)
 
     def _cold_start(self, policy: Remat, parts: int) -> float:
         assert self.run.sft is not None
@@ -414,7 +428,7 @@ class _Estimate:
         # The batch, the next one, and what the tower computes for the one after it.
         vectors = 3 * self._vectors(rows * shape.visual)
         activations = self._activations(policy, rows * shape.tokens / parts)
-        return state + self.sizes.tower + vectors + activations
+        return state + self.frozen + vectors + activations
 
     def _vectors(self, visual: float) -> float:
         """Visual vectors, one of each level per visual token, in the type of the activations."""
@@ -455,10 +469,15 @@ class _Estimate:
         return max(pages * engine.page, longest)
 
     def _sampler_devices(self) -> int:
-        return sampler_devices(self.sizes.text, self.devices.count // self.devices.hosts)
+        text = (self.sizes.text, self.sizes.base)
+        return sampler_devices(text, self.devices.count // self.devices.hosts)
 
     def _engine_weights(self) -> float:
-        count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.sizes.text))
+        return self._in_engine(self.sizes.text)
+
+    def _in_engine(self, weights: Any) -> float:
+        """Bytes of weights in the type of the activations, sharded over the sampler's devices."""
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(weights))
         return count * self.sizes.itemsize / self._sampler_devices()
 
     def _token_bytes(self) -> float:

@@ -172,6 +172,12 @@ class Run:
             )
 
     @property
+    def param_dtype(self) -> str:
+        """Type of the model's weights. Those that are not trained need no more digits than the
+        activations."""
+        return "float32" if self.lora is None else self.model.dtype
+
+    @property
     def vision(self) -> VisionConfig:
         """Sizes of the vision tower."""
         if self.model.size == "tiny":

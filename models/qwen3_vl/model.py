@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
+from models.lora import LoRASettings, add_adapters
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.text import TextDecoder
 from models.qwen3_vl.vision import VisionTower
@@ -61,12 +62,21 @@ class Qwen3VL(nnx.Module):
 
 
 def abstract_model(
-    config: Qwen3VLConfig, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32
+    config: Qwen3VLConfig,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    lora: LoRASettings | None = None,
 ) -> Qwen3VL:
-    """The model with shapes and types in place of weights. Allocates nothing."""
-    return nnx.eval_shape(
-        lambda: Qwen3VL(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype)
-    )
+    """The model, with adapters if any, that has shapes and types in place of weights."""
+
+    def make() -> Qwen3VL:
+        model = Qwen3VL(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype)
+        if lora is not None:
+            add_adapters(model.text, lora, seed=0)
+        return model
+
+    return nnx.eval_shape(make)
 
 
 def num_params(config: Qwen3VLConfig) -> int:

@@ -178,7 +178,9 @@ def test_the_reference_is_in_host_memory_in_the_type_of_activations(road, small)
     # Otherwise XLA leaves out the rounding on CPUs.
     exactly: dict[str, str | bool] = {"xla_allow_excess_precision": False}
     one, other = (
-        logprobs.lower(w, *arguments).compile(compiler_options=exactly)(w, *arguments)
+        logprobs.lower(w, *arguments).compile(compiler_options=exactly)(
+            *logprobs.first, w, *arguments
+        )
         for w in (on_device, weights)
     )
     np.testing.assert_array_equal(one, other)
@@ -188,7 +190,9 @@ def test_the_engine_sleeps_during_the_update(road, small, learner, start, monkey
     sampler, seen = small.Script(road), []
 
     def watched(name, program):
-        return lambda *arguments: seen.append((name, sampler.awake)) or program(*arguments)
+        return lambda *arguments, **options: (
+            seen.append((name, sampler.awake)) or program(*arguments, **options)
+        )
 
     update = {name: watched(name, program) for name, program in learner.update._asdict().items()}
     monkeypatch.setattr(learner, "logprobs", watched("logprobs", learner.logprobs))

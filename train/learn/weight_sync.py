@@ -56,6 +56,15 @@ def make_sync(weights: Any, hosts: Mesh, dtype: DTypeLike) -> jax.stages.Wrapped
     return jax.jit(sync, out_shardings=param_shardings(weights, hosts))
 
 
+def stay(weights: Any, hosts: Mesh, dtype: DTypeLike) -> bool:
+    """Whether samplers can use weights, real or abstract, as they are; see `make_sync`."""
+    wanted = jax.tree.leaves(param_shardings(weights, hosts))
+    return all(
+        x.dtype == dtype and x.sharding.is_equivalent_to(sharding, x.ndim)
+        for x, sharding in zip(jax.tree.leaves(weights), wanted, strict=True)
+    )
+
+
 def _halfway_shardings(weights: Any, hosts: Mesh) -> Any:
     """Intermediate shardings of the move; None if the sizes of the mesh do not allow any.
 
@@ -145,14 +154,11 @@ class WeightSync:
         return wanted
 
     def _program(self, weights: Any) -> jax.stages.Wrapped | None:
-        """The jitted move; None if the weights have the right type and place."""
+        """The jitted move; None if there is nothing to move."""
         # Even a program that changes nothing would copy the weights.
-        wanted = jax.tree.leaves(param_shardings(weights, self._hosts))
-        stays = all(
-            x.dtype == self._dtype and x.sharding.is_equivalent_to(sharding, x.ndim)
-            for x, sharding in zip(jax.tree.leaves(weights), wanted, strict=True)
-        )
-        return None if stays else make_sync(weights, self._hosts, self._dtype)
+        if stay(weights, self._hosts, self._dtype):
+            return None
+        return make_sync(weights, self._hosts, self._dtype)
 
     def _take(self, moved: Any) -> Any:
         mesh = make_mesh(1, 1, len(self._devices), devices=self._devices)

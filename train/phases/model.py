@@ -59,8 +59,6 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
         digests of published data and weights. Checkpoints from another starting point are refused.
     """
     dtype = jnp.dtype(run.model.dtype)
-    # Weights that are not trained need no more digits than the activations.
-    param_dtype = jnp.float32 if run.lora is None else dtype
     path = run.model.path
     vocabulary = {"size": data.vocabulary.size, "digest": data.vocabulary.digest}
     if path:
@@ -73,7 +71,7 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
         origin["data"] = data.digest
     if not path:
         return Qwen3VL(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin
-    model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=param_dtype)
+    model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=run.param_dtype)
     return model, origin | {"weights": published_model.fingerprint(path)}
 
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from models.lora import split
 from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.model import abstract_model
+from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
 from models.sharding import param_shardings, row_devices
 from paravt_jax.method.grpo import GRPOBatch, Totals
@@ -45,6 +46,12 @@ class Abstract(NamedTuple):
 
     program: MeshProgram
     arguments: tuple[Any, ...]
+    """Those of the caller. The program adds the frozen weights."""
+
+    @property
+    def all_arguments(self) -> tuple[Any, ...]:
+        """The arguments of the jitted function."""
+        return *self.program.first, *self.arguments
 
 
 class AbstractStep(NamedTuple):
@@ -53,6 +60,8 @@ class AbstractStep(NamedTuple):
     config: Qwen3VLConfig
     graph: nnx.GraphDef
     state: TrainState
+    frozen: Any
+    """The decoder's weights that are not trained."""
     visual: Any
     """The bank of visual vectors."""
     microbatches: tuple[Microbatch, ...]
@@ -74,7 +83,7 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
         ValueError: the recipe has no RL.
     """
     settings = _phase(run, "rl", run.rl)
-    config, graph, weights = _model(run, mesh, config)
+    config, graph, weights, frozen = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
     devices = row_devices(mesh)
@@ -89,10 +98,11 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
         config,
         graph,
         state,
+        frozen,
         _placed({"visual": visual}, mesh)["visual"],
         tuple(_placed(_microbatch(size, shape), mesh) for size in sizes),
         _placed(batch, mesh),
-        make_accumulation(graph, optimizer, rl_loss(settings), state),
+        make_accumulation(graph, optimizer, rl_loss(settings), state, frozen),
     )
 
 
@@ -137,13 +147,14 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
     The arguments are the state (donated) and an `SFTBatch`.
     """
     settings = _phase(run, "sft", run.sft)
-    config, graph, weights = _model(run, mesh, config)
+    config, graph, weights, frozen = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
     shape, parts = fitted_rows(settings.shape, settings.microbatches, mesh)
     dtype = jnp.dtype(run.model.dtype)
     batch = _placed(SFTBatch(_packed(shape, config, dtype), _shape((), jnp.float32)), mesh)
-    program = make_sft_update(graph, optimizer, config.image_token_id, settings, parts, state)
+    image = config.image_token_id
+    program = make_sft_update(graph, optimizer, image, settings, parts, state, frozen)
     return Abstract(program, (state, batch))
 
 
@@ -153,7 +164,9 @@ def abstract_reference(
     """The reference log-probs of a micro-batch; see `abstract_rl_gradients`."""
     settings = _phase(run, "rl", run.rl)
     step = abstract_rl_step(run, mesh, config)
-    program = make_logprobs(step.graph, settings.temperature, mesh, settings.logprob_chunk)
+    program = make_logprobs(
+        step.graph, settings.temperature, mesh, settings.logprob_chunk, step.frozen
+    )
     # The reference is stored in the type of the activations, to save memory.
     dtype = jnp.dtype(run.model.dtype)
     reference = jax.tree.map(lambda x: x.update(dtype=dtype), step.state.weights)
@@ -166,13 +179,20 @@ def _phase(run: Run, name: str, settings: T | None) -> T:
     return settings
 
 
+def planned_model(run: Run, config: Qwen3VLConfig) -> Qwen3VL:
+    """The abstract model of a run, with its adapters."""
+    dtype = jnp.dtype(run.model.dtype)
+    return abstract_model(config, dtype=dtype, param_dtype=run.param_dtype, lora=run.lora)
+
+
 def _model(
     run: Run, mesh: Mesh, config: Qwen3VLConfig | None
-) -> tuple[Qwen3VLConfig, nnx.GraphDef, Any]:
-    """(config, graph, weights) of the text model, sharded over the mesh."""
+) -> tuple[Qwen3VLConfig, nnx.GraphDef, Any, Any]:
+    """(config, graph, trained weights, frozen weights) of the decoder, sharded over the mesh."""
     config = qwen3_vl(run.model.size) if config is None else config
-    graph, weights = nnx.split(abstract_model(config, dtype=jnp.dtype(run.model.dtype)).text)
-    return config, graph, jax.tree.map(_place, weights, param_shardings(weights, mesh))
+    graph, *states = split(planned_model(run, config).text)
+    weights, frozen = jax.tree.map(_place, states, [param_shardings(x, mesh) for x in states])
+    return config, graph, weights, frozen
 
 
 def _state(weights: Any, optimizer: Any) -> TrainState:

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.features import frames_per_call, tower_mesh, tower_program
+from models.lora import split
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.model import abstract_model
@@ -29,7 +30,7 @@ from rollout.engine.sampling import Choices
 from train.fit import total_bytes
 from train.learn.packing import MicrobatchShape
 from train.learn.placement import row_pieces
-from train.learn.weight_sync import host_mesh, make_sync, sampler_devices
+from train.learn.weight_sync import host_mesh, make_sync, sampler_devices, stay
 from train.phases.model import model_config
 from train.plan.abstract import (
     Abstract,
@@ -39,6 +40,7 @@ from train.plan.abstract import (
     abstract_rl_start,
     abstract_rl_step,
     abstract_sft_update,
+    planned_model,
 )
 from train.plan.flops import Pairs, causal, every, pairs_of_rows
 from train.settings import Run
@@ -84,11 +86,12 @@ class Plan:
         self.run = run
         self.config = planned_config(run)
         self.mesh = make_mesh(*mesh, devices=devices)
-        self.model = abstract_model(self.config, dtype=jnp.dtype(run.model.dtype))
-        self.graph, weights = nnx.split(self.model.text)
+        self.model = planned_model(run, self.config)
+        self.graph, weights, base = split(self.model.text)
         self.weights = laid_out(weights, param_shardings(weights, self.mesh))
+        self.base = laid_out(base, param_shardings(base, self.mesh))
         # Rollouts run on the devices of one host, `sampler_size` devices per copy of the weights.
-        sampler_size = sampler_devices(self.weights, len(host))
+        sampler_size = sampler_devices((weights, base), len(host))
         self.host = make_mesh(tensor=sampler_size, devices=host)
         self.hosts = host_mesh(self.mesh, sampler_size)
         self.one = make_mesh(devices=host)
@@ -102,8 +105,15 @@ class Plan:
             "batch": batch,
             "vision tower": tower_weights,
         }
+        if run.lora is not None:
+            self.residents["base"] = self.base
+        # Where the engine has the base: in a copy of its own, unless training has the same shards.
+        self.engine_base = "base"
         if run.plays_episodes:
-            self.residents["engine's weights"] = self._engine_weights(self.host)
+            if not stay(self.base, self.hosts, self.model.text.dtype):
+                self.engine_base = "engine's base"
+                self.residents["engine's base"] = self._for_engine(self.base)
+            self.residents["engine's weights"] = self._for_engine(self.weights)
             self.residents["KV pool"] = self._pool()
 
     def program(self, name: str) -> PlannedProgram:
@@ -170,7 +180,7 @@ class Plan:
         assert self.run.sft is not None
         update = abstract_sft_update(self.run, self.mesh, self.config)
         pairs = pairs_of_rows(self.run.sft.row_tokens)
-        given = ("weights", "moments", "batch")
+        given = ("weights", "base", "moments", "batch")
         return self._training("SFT update", update, given, pairs=pairs)
 
     def _update(self, tokens: int, later: bool) -> PlannedProgram:
@@ -178,7 +188,7 @@ class Plan:
         size = self._size(tokens)
         update = abstract_rl_gradients(self.run, self.mesh, self.config, size, later)
         name = update_name(tokens, later)
-        return self._training(name, update, ("weights", "batch"), packed=True)
+        return self._training(name, update, ("weights", "base", "batch"), packed=True)
 
     def _start(self) -> PlannedProgram:
         """Gradients of zero. Nothing is read: the weights only give the shapes."""
@@ -192,7 +202,7 @@ class Plan:
     def _reference(self, tokens: int) -> PlannedProgram:
         size = self._size(tokens)
         reference = abstract_reference(self.run, self.mesh, self.config, size)
-        return self._training(f"reference {tokens}", reference, ("batch",), packed=True)
+        return self._training(f"reference {tokens}", reference, ("base", "batch"), packed=True)
 
     def _size(self, tokens: int) -> int:
         """The number of the micro-batch's size whose rows have this many tokens."""
@@ -201,22 +211,24 @@ class Plan:
     def _training(
         self, name: str, abstract: Abstract, given: tuple[str, ...], **attention: Any
     ) -> PlannedProgram:
-        read = device_bytes(abstract.arguments)
-        program, arguments = abstract.program.jitted, abstract.arguments
+        program, arguments = abstract.program.jitted, abstract.all_arguments
+        read = device_bytes(arguments)
         return PlannedProgram(name, program, arguments, self.mesh, read, given, **attention)
 
     # --- rollouts ---
 
-    def _engine_weights(self, mesh: Mesh) -> Any:
-        """The weights as the engine receives them: in the type of the activations, on a host."""
-        cast = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, self.model.text.dtype), self.weights
-        )
-        return laid_out(cast, param_shardings(self.weights, mesh))
+    def _for_engine(self, weights: Any) -> Any:
+        """Weights as the engine receives them: in the type of the activations, on a host."""
+        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self.model.text.dtype), weights)
+        return laid_out(cast, param_shardings(weights, self.host))
+
+    def _engine_weights(self) -> tuple[Any, Any]:
+        """The trained and the frozen weights, as the engine's programs take them."""
+        return self.residents["engine's weights"], self._for_engine(self.base)
 
     def _engine(self) -> Programs:
         """The engine's own programs."""
-        text = nnx.merge(self.graph, self._engine_weights(self.host))
+        text = nnx.merge(self.graph, *self._engine_weights())
         model = abstract_model(self.config, dtype=self.model.text.dtype)
         model.text = text
         return Programs(model, self.run.engine_sizes.page, paged=True)
@@ -255,7 +267,7 @@ class Plan:
             stops=shape(jnp.int32, b, MOST_STOP_IDS),
             choices=choices,
         )
-        weights = self.residents["engine's weights"]
+        weights = self._engine_weights()
         return PlannedProgram(
             f"decode {width}",
             # The engine wraps its jitted functions to set the mesh; the plan sets it itself.
@@ -265,7 +277,7 @@ class Plan:
             # Weights only. The pages that rows read depend on their lengths: `step.engine_costs`
             # adds them.
             engine.steps * device_bytes(weights),
-            given=("engine's weights", "KV pool"),
+            given=("engine's weights", self.engine_base, "KV pool"),
             options={"steps": engine.steps, "width": width},
             trip_count=engine.steps,
             pairs=lambda rows, _: rows * width,
@@ -293,7 +305,7 @@ class Plan:
             before=counts,
             tables=shape(jnp.int32, rows, pages),
         )
-        weights = self.residents["engine's weights"]
+        weights = self._engine_weights()
         cached_bytes = rows * before * self._token_bytes()
         return PlannedProgram(
             prefill_name(length, before),
@@ -301,7 +313,7 @@ class Plan:
             (weights, self.residents["KV pool"], bank, pieces),
             self.host,
             device_bytes((weights, bank, pieces)) + cached_bytes,
-            given=("engine's weights", "KV pool"),
+            given=("engine's weights", self.engine_base, "KV pool"),
             pairs=pairs_of_rows(length) if before else causal,
         )
 

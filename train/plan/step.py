@@ -278,7 +278,9 @@ def engine_costs(
     config = planned_config(run)
     # The pool has one page more than the engine hands out (`Programs.make_pool`).
     token_bytes = sizes["KV pool"] / ((engine.pages + 1) * engine.page)
-    weights = sizes["engine's weights"]
+    # Every token reads them: the trained ones, and the base in the place where the engine has it.
+    base = sizes.get("engine's base", sizes.get("base", 0.0))
+    weights = sizes["engine's weights"] + base
     decode = _largest(measured, "decode")
     prefill = _largest(measured, "prefill")
     head = flops_per_token(config, 0.0) - _flops_without_head(config, 0.0)

@@ -29,6 +29,7 @@ from flax import nnx
 
 import rollout.engine.engine as engine_module
 from models.features import FrameFeatures, FrameSettings
+from models.lora import NOTHING, split
 from models.qwen3_vl.model import abstract_model
 from paravt_jax.data import video
 from paravt_jax.method.records import digest
@@ -686,6 +687,7 @@ def assert_in_place(program, donated, *arguments, **static) -> None:
 
 def test_the_programs_write_the_cache_in_place(small_model, weights):
     dense, paged = (Programs(small_model, 8, paged) for paged in (False, True))
+    given = (weights, NOTHING)
     pool = dense.make_pool(120)
     prefixes = dense.make_prefixes(2, 96)
 
@@ -718,11 +720,11 @@ def test_the_programs_write_the_cache_in_place(small_model, weights):
         tables=zeros(2, 11),
     )
     sizes = {"steps": 4, "width": 64}
-    assert_in_place(dense.decode, pool, weights, pool, prefixes, rows, **sizes)
-    assert_in_place(dense.decode, pool, weights, pool, None, rows, **sizes)
-    assert_in_place(paged.decode, pool, weights, pool, None, rows, **sizes)
-    assert_in_place(dense.prefill, pool, weights, pool, bank, pieces)
-    assert_in_place(dense.prefill, pool, weights, pool, None, pieces._replace(index=None))
+    assert_in_place(dense.decode, pool, given, pool, prefixes, rows, **sizes)
+    assert_in_place(dense.decode, pool, given, pool, None, rows, **sizes)
+    assert_in_place(paged.decode, pool, given, pool, None, rows, **sizes)
+    assert_in_place(dense.prefill, pool, given, pool, bank, pieces)
+    assert_in_place(dense.prefill, pool, given, pool, None, pieces._replace(index=None))
     assert_in_place(dense.fill, bank, bank, np.asarray(bank[:CHUNK]), np.int32(0))
     assert_in_place(dense.copy, pool, pool, zeros(8), zeros(8))
     assert_in_place(dense.gather, prefixes, pool, prefixes, zeros(12), np.int32(0))
@@ -750,7 +752,7 @@ def test_a_prefill_reads_one_layer_of_cached_tokens_at_a_time(small_model):
     pool = abstract(24, 130, page, heads, text_config.head_dim, dtype=np.float32)
     programs = Programs(model, page, False)
     bank = abstract(*programs.bank_shape(rows * length), dtype=np.float32)
-    compiled = programs.prefill.lower(nnx.state(model.text), pool, bank, pieces).compile()
+    compiled = programs.prefill.lower(split(model.text)[1:], pool, bank, pieces).compile()
     layer = rows * before * heads * text_config.head_dim * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 12 * layer
 
