@@ -117,6 +117,15 @@ def learn(folder: pathlib.Path, index: int) -> dict:
     return {"figures": small.learn(road, fsdp=8)}
 
 
+def adapt(folder: pathlib.Path, index: int) -> dict:
+    """Two steps of RL that train adapters over all devices of both processes."""
+    import small
+
+    with hosts.one_after_another():
+        road = small.adapted(small.build_road(folder))
+    return {"figures": small.learn(road, fsdp=8)}
+
+
 def resample(folder: pathlib.Path, index: int) -> dict:
     import small
 

@@ -21,7 +21,7 @@ from flax import nnx
 from configs import RECIPES
 from models.features import FrameFeatures, FrameSettings
 from models.fingerprint import fingerprint
-from models.lora import add_adapters, split
+from models.lora import LoRASettings, add_adapters, split
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.data import video
@@ -128,8 +128,16 @@ class Road:
 
     def fresh(self, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Any:
         """A copy of the weights on a mesh. Updates donate their weights."""
-        copy = jax.tree.map(np.asarray, self.weights)
-        return jax.device_put(copy, param_shardings(self.weights, make_mesh(data, fsdp, tensor)))
+        return _on_mesh(self.weights, data, fsdp, tensor)
+
+    def base(self, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Any:
+        """The frozen weights on a mesh."""
+        return _on_mesh(self.frozen, data, fsdp, tensor)
+
+
+def _on_mesh(weights: Any, *sizes: int) -> Any:
+    copy = jax.tree.map(np.asarray, weights)
+    return jax.device_put(copy, param_shardings(weights, make_mesh(*sizes)))
 
 
 def build_road(folder: pathlib.Path) -> Road:
@@ -310,16 +318,27 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
     run = with_subagents(road.run, 8)
     assert run.rl is not None
     learner = Learner(
-        road.graph, road.fresh(fsdp=fsdp), road.model.config, run.rl, run.rl_shape, Rules()
+        road.graph,
+        road.fresh(fsdp=fsdp),
+        road.model.config,
+        run.rl,
+        run.rl_shape,
+        Rules(),
+        frozen=road.base(fsdp=fsdp),
     )
     state, sampler, steps = learner.start, Uneven(road), []
     for _ in range(2):
         state, figures = learner.step(
             state, cast(Any, sampler), road.environment, road.data.questions[:2], seed=0
         )
-        timed = ("time/", "speed/", "packing/")
+        timed = ("time/", "speed/", "packing/", "weights/")
         steps.append({name: x for name, x in figures.items() if not name.startswith(timed)})
     return steps
+
+
+def adapted(road: Road) -> Road:
+    """The road with adapters."""
+    return lay_road(dataclasses.replace(road.run, lora=LoRASettings(rank=4, alpha=8.0)), road.data)
 
 
 RECIPES.setdefault("small", small)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from models.sharding import make_mesh, param_shardings
 from paravt_jax.method.scoring import Rules
 from rollout.engine.engine import Engine
 from train.durable.checkpoint import CheckpointError
+from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
 from train.export import Export, export
 from train.learn.rl import Learner
@@ -32,12 +34,7 @@ LORA = LoRASettings(rank=4, alpha=8.0)
 @pytest.fixture(scope="module")
 def adapted(road, small, tmp_path_factory):
     """The road with adapters."""
-    return small.lay_road(dataclasses.replace(road.run, lora=LORA), road.data)
-
-
-def base_of(road):
-    """The frozen weights on the mesh of one device."""
-    return jax.device_put(road.frozen, param_shardings(road.frozen, make_mesh()))
+    return small.adapted(road)
 
 
 def host(tree):
@@ -108,7 +105,7 @@ def learner_of(road) -> Learner:
         road.run.rl,
         road.run.rl_shape,
         Rules(),
-        frozen=base_of(road),
+        frozen=road.base(),
     )
 
 
@@ -143,7 +140,7 @@ def test_fresh_adapters_get_the_reward_and_the_kl_of_the_base(adapted, road, sma
 
 def test_training_and_engine_share_one_base(adapted):
     """On one device, the engine's base lies in the very buffers that updates read."""
-    base = base_of(adapted)
+    base = adapted.base()
     weights = adapted.fresh()
     sync = WeightSync(weights, np.float32, base)
     nnx.update(adapted.model.text, sync(weights), sync.base)
@@ -156,7 +153,7 @@ def test_training_and_engine_share_one_base(adapted):
 
 
 def test_a_base_in_bfloat16_is_shared_and_the_adapters_are_cast(adapted):
-    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), base_of(adapted))
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), adapted.base())
     weights = adapted.fresh()
     sync = WeightSync(weights, jnp.bfloat16, base)
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(sync.base)] == [
@@ -212,6 +209,36 @@ def finished(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora") / "run"
     execute(small_run(small, folder))
     return folder
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_ends_bit_for_bit_like_an_uninterrupted_one(small, finished):
+    """It stops after the first step of the cold start, and then after the first step of RL."""
+
+    class StopAt(Interrupts):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def agree(self):
+            rows = read_metrics(folder / "metrics.jsonl")
+            done = any(row["phase"] == self.name for row in rows)
+            return signal.SIGTERM if done else None
+
+    folder = finished.parent / "interrupted"
+    run = small_run(small, folder)
+    for phase in ("sft", "rl"):
+        with pytest.raises(Stopped, match=f"after step 1 of 2 of {phase}"):
+            execute(run, StopAt(phase))
+    execute(run)
+    names = ("loss", "grad_norm", "weights/fingerprint")
+    ours, theirs = (
+        [[row.get(name) for name in names] for row in read_metrics(each / "metrics.jsonl")]
+        for each in (folder, finished)
+    )
+    assert ours == theirs
+    merged = [(each / "model" / "model.safetensors").read_bytes() for each in (folder, finished)]
+    assert merged[0] == merged[1]
 
 
 @pytest.mark.slow

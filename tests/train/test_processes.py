@@ -29,7 +29,7 @@ def command(folder: pathlib.Path, *arguments: str) -> list[str]:
 
 def figures(folder: pathlib.Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl without times and compilations."""
-    drop = ("time/", "speed/", "packing/", "wall", "recompilations")
+    drop = ("time/", "speed/", "packing/", "weights/", "wall", "recompilations")
     return [
         {k: v for k, v in line.items() if not k.startswith(drop)}
         for line in read_metrics(folder / "metrics.jsonl")
@@ -144,6 +144,17 @@ def test_a_stop_during_data_preparation_stops_all(together, tmp_path):
     for ended in together(many, 2, devices=1, disturb=stop):
         assert ended.code == 143
         assert ended.err.splitlines()[-1].startswith("stopped while preparing the data")
+
+
+@pytest.mark.slow
+def test_two_processes_train_adapters_like_one_device(together, road, small, tmp_path):
+    """Each process samples with its own copy of the base, and checks that it has the weights."""
+    program = str(PROGRAM.with_name("hosts_program.py"))
+    ended = together([program, "adapt", str(tmp_path)], 2, devices=4)
+    assert [process.code for process in ended] == [0, 0], ended[0].err[-3000:]
+    first, second = (json.loads(process.out.splitlines()[-1])["figures"] for process in ended)
+    wanted = small.learn(small.adapted(road))
+    assert first == second == [pytest.approx(step, rel=2e-3, abs=2e-3) for step in wanted]
 
 
 @pytest.mark.slow

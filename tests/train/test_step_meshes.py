@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.lora import LoRASettings, add_adapters, split
 from models.qwen3_vl.config import TextConfig
 from models.qwen3_vl.sizes import qwen3_vl
 from models.qwen3_vl.text import TextDecoder
@@ -57,6 +58,9 @@ RL = (
     ((1, 2, 2), 1, "offload"),
 )
 SFT = (((8, 1, 1), 1, "full"), ((2, 4, 1), 2, "none"), ((2, 2, 2), 1, "none"))
+# The same for adapters.
+RL_LORA = (((1, 8, 1), 1024, "dots"), ((1, 2, 4), 512, "full"))
+SFT_LORA = (((2, 2, 2), 1, "attention"), ((1, 1, 8), 2, "none"))
 
 TEXT = TextConfig(
     vocab_size=96,
@@ -156,7 +160,7 @@ def rl_batch(settings: RLSettings) -> GRPOBatch:
 
 
 def rl_step(
-    graph: nnx.GraphDef, weights: Any, mesh: Any, most_tokens: int, remat: Any
+    graph: nnx.GraphDef, weights: Any, frozen: Any, mesh: Any, most_tokens: int, remat: Any
 ) -> tuple[Any, dict[str, jax.Array]]:
     settings = RLSettings(
         steps=1,
@@ -170,6 +174,7 @@ def rl_step(
     )
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
+    base = jax.device_put(frozen, param_shardings(frozen, mesh))
     devices = row_devices(mesh)
     pieces = row_pieces(TEXT, devices, mesh.shape["tensor"])
     sizes = SHAPE.microbatches(most_tokens, devices, pieces)
@@ -183,7 +188,7 @@ def rl_step(
     with jax.set_mesh(mesh):
         advantages, _ = grpo.advantages(batch, settings.grpo, settings.rewards.gamma)
         whole = RLBatch(batch, advantages, grpo.batch_totals(batch))
-    update = make_accumulation(graph, optimizer, rl_loss(settings), state)
+    update = make_accumulation(graph, optimizer, rl_loss(settings), state, base)
     total = update.start(state.weights)
     figures: dict[str, Any] = {}
     for part in packed:
@@ -222,25 +227,38 @@ def packed_rows(fitted: PackedShape) -> PackedRows:
 
 
 def sft_step(
-    graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any
+    graph: nnx.GraphDef, weights: Any, frozen: Any, mesh: Any, microbatches: int, remat: Any
 ) -> tuple[Any, dict[str, jax.Array]]:
     settings = SFTSettings(
         1, ROWS.rows, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8
     )
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
+    base = jax.device_put(frozen, param_shardings(frozen, mesh))
     shape, parts = fitted_rows(ROWS, microbatches, mesh)
     packed = place(packed_rows(shape), mesh)
     batch = SFTBatch(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
-    return make_sft_update(graph, optimizer, IMAGE, settings, parts, state)(state, batch)
+    update = make_sft_update(graph, optimizer, IMAGE, settings, parts, state, base)
+    return update(state, batch)
 
 
 def main() -> None:
     text = nnx.jit(lambda: TextDecoder(TEXT, rngs=nnx.Rngs(0)))()
-    graph, weights = nnx.split(text)
-    weights = jax.tree.map(np.asarray, weights)
-    for step, table in ((rl_step, RL), (sft_step, SFT)):
-        run = functools.partial(step, graph, weights)
+    compare(text, RL, SFT)
+    add_adapters(text, LoRASettings(rank=4), seed=0)
+    for adapter in text.layers.adapters.values():
+        # With B = 0, A would have no gradient.
+        adapter.b.set_value(0.1 * jax.random.normal(jax.random.key(1), adapter.b.shape))
+    compare(text, RL_LORA, SFT_LORA)
+    print("done")
+
+
+def compare(text: TextDecoder, rl: tuple, sft: tuple) -> None:
+    """Compares steps on the meshes of two tables with the same step on one device."""
+    graph, *states = split(text)
+    weights, frozen = jax.tree.map(np.asarray, states)
+    for step, table in ((rl_step, rl), (sft_step, sft)):
+        run = functools.partial(step, graph, weights, frozen)
         most = 4096 if step is rl_step else 1
         state, figures = jax.tree.map(np.asarray, run(make_mesh(), most, "none"))
         moved = max(
@@ -271,7 +289,6 @@ def main() -> None:
             loss = float(found["loss"])
             print(f"{where}: loss {loss:.6f}, weights within {gaps[worst]:.1e} ({worst})")
             assert gaps[worst] < BOUND, where
-    print("done")
 
 
 @pytest.mark.slow
