@@ -17,6 +17,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from configs import RECIPES
 from models.features import FrameFeatures, FrameSettings
@@ -128,16 +129,16 @@ class Road:
 
     def fresh(self, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Any:
         """A copy of the weights on a mesh. Updates donate their weights."""
-        return _on_mesh(self.weights, data, fsdp, tensor)
+        return _placed(self.weights, make_mesh(data, fsdp, tensor))
 
     def base(self, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Any:
         """The frozen weights on a mesh."""
-        return _on_mesh(self.frozen, data, fsdp, tensor)
+        return _placed(self.frozen, make_mesh(data, fsdp, tensor))
 
 
-def _on_mesh(weights: Any, *sizes: int) -> Any:
+def _placed(weights: Any, mesh: Mesh) -> Any:
     copy = jax.tree.map(np.asarray, weights)
-    return jax.device_put(copy, param_shardings(weights, make_mesh(*sizes)))
+    return jax.device_put(copy, param_shardings(weights, mesh))
 
 
 def build_road(folder: pathlib.Path) -> Road:
