@@ -42,7 +42,7 @@ from train.phases.cold_start import cold_start, control
 from train.phases.context import Context
 from train.phases.evaluation import evaluate, evaluate_control
 from train.phases.export import export
-from train.phases.model import first_model, take_apart
+from train.phases.model import first_model, require_targets, take_apart
 from train.phases.reinforce import reinforce
 from train.phases.report import report
 from train.prepare import prepare
@@ -179,6 +179,7 @@ def _check(run: Run, settings: dict[str, Any]) -> Mesh:
     hosts.require_same("the run's settings", settings)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     require_even(mesh)
+    require_targets(run)
     if run.model.path:
         config_of(run.model.path, run.model.size)
         require_weights(run.model.path)

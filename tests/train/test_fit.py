@@ -13,6 +13,8 @@ import pytest
 from configs import RECIPES
 from models import device_memory
 from models.device_memory import host_memory
+from models.lora import LoRASettings
+from models.qwen3_vl.model import num_params
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.sizes import qwen3_vl
 from train.fit import GIB, OPEN_FIELDS, choose_mesh, fit
@@ -249,3 +251,33 @@ def test_an_unknown_device_names_the_fields_to_set(monkeypatch):
 def test_a_recipe_that_leaves_nothing_open_needs_no_known_memory():
     run = RECIPES["paravt_tiny"]()
     assert fit(run, Devices("1 x NPU 3000", 1, 1, None)).run == run
+
+
+# --- adapters ---
+
+
+def adapted(size: str) -> Run:
+    return change(RUN, f"{size}_lora", {"model.size": size, "lora": LoRASettings()})
+
+
+def test_one_chip_trains_adapters_of_a_model_that_it_cannot_train_as_a_whole():
+    found = fit(adapted("2b"), Topology("v5e:1x1").available)
+    assert max(found.needs.values()) < 15.5 * GIB
+    with pytest.raises(ValueError, match="v5e:1x1: too small"):
+        fit(change(RUN, "2b", {"model.size": "2b"}), Topology("v5e:1x1").available)
+
+
+def test_on_one_host_the_base_is_sharded_as_the_engine_needs_it():
+    mesh = fitted_to("v5e:2x2", adapted("2b")).mesh
+    assert (mesh.data, mesh.fsdp, mesh.tensor) == (1, 1, 4)
+    # On several hosts, samplers have the base of their own.
+    assert fitted_to("v5e:4x4", adapted("2b")).mesh.fsdp == 16
+
+
+def test_a_base_of_the_engine_is_counted_where_its_shards_differ():
+    devices = Topology("v5e:2x2").available
+    shared = fit(adapted("2b"), devices).needs["weight sync"]
+    own = {"mesh.fsdp": 4, "mesh.tensor": 1}
+    apart = fit(change(adapted("2b"), "apart", own), devices).needs["weight sync"]
+    decoder = num_params(qwen3_vl("2b")) * 2 / 4
+    assert 0.7 * decoder < apart - shared < decoder

@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.lengths import drawn, file_of
 from configs import RECIPES
-from models.lora import split
+from models.lora import LoRASettings, split
 from models.qwen3_vl.flops import flops_per_token
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
@@ -601,6 +601,23 @@ def test_every_program_can_be_traced(tiny_plan):
     assert later == [f"{name} later" for name in first]
     for name in names:
         program = tiny_plan.program(name)
+        with jax.set_mesh(program.mesh):
+            function: Any = program.function
+            function.eval_shape(*program.arguments, **program.options)
+
+
+def test_a_plan_with_adapters_has_one_base(tiny_plan):
+    """On one device, training and engine share it."""
+    run = dataclasses.replace(tiny_plan.run, lora=LoRASettings(rank=2, targets=("q", "down")))
+    plan = Plan(run, jax.devices()[:1], jax.devices()[:1], (1, 1, 1))
+    sizes = plan.sizes()
+    assert sizes["base"] == tiny_plan.sizes()["weights"]
+    assert "engine's base" not in sizes
+    assert sizes["engine's weights"] == sizes["weights"] < sizes["base"] / 100
+    assert sizes["moments"] < 2 * sizes["weights"] + 100
+    names = {name.split()[0]: name for name in program_names(run)}
+    for family in ("SFT", "RL", "reference", "prefill", "decode", "weight"):
+        program = plan.program(names[family])
         with jax.set_mesh(program.mesh):
             function: Any = program.function
             function.eval_shape(*program.arguments, **program.options)

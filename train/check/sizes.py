@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.lora import LoRASettings, split
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
 from train.fit import total_bytes
@@ -22,44 +23,62 @@ from train.settings import Run
 _TINY_STATE = 16e6
 
 
+class _Shapes(NamedTuple):
+    """Abstract weights of a model."""
+
+    trained: Any
+    """Weights of the decoder that are trained: all of them, or its adapters."""
+    frozen: Any
+    """Its other weights."""
+    tower: Any
+
+
 @functools.cache
-def _shapes(size: str) -> tuple[Any, Any]:
-    """Abstract weights of (decoder, vision tower), as they are trained."""
-    model = abstract_model(qwen3_vl(size))
-    return nnx.state(model.text), nnx.state(model.vision)
+def _shapes(size: str, dtype: str, lora: LoRASettings | None) -> _Shapes:
+    model = abstract_model(qwen3_vl(size), param_dtype=dtype, lora=lora)
+    return _Shapes(*split(model.text)[1:], nnx.state(model.vision))
 
 
-def decoder_bytes(run: Run, dtype: str = "float32") -> float:
-    """Bytes of the decoder's weights in a type."""
+def _shapes_of(run: Run) -> _Shapes:
+    return _shapes(run.model.size, run.param_dtype, run.lora)
+
+
+def trained_bytes(run: Run, dtype: str) -> float:
+    """Bytes of the trained weights in a type."""
     if run.model.size == "tiny":
         return _TINY_STATE / 3
-    decoder, _ = _shapes(run.model.size)
-    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(decoder))
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(_shapes_of(run).trained))
     return float(weights * jnp.dtype(dtype).itemsize)
 
 
+def frozen_bytes(run: Run) -> float:
+    """Bytes of the decoder's weights that are not trained."""
+    return 0.0 if run.model.size == "tiny" else total_bytes(_shapes_of(run).frozen)
+
+
 def tower_bytes(run: Run) -> float:
-    """Bytes of the vision tower as checkpoints store it."""
-    return 0.0 if run.model.size == "tiny" else total_bytes(_shapes(run.model.size)[1])
+    """Bytes of the vision tower in the type in which it is loaded."""
+    return 0.0 if run.model.size == "tiny" else total_bytes(_shapes_of(run).tower)
 
 
 def model_bytes(run: Run) -> float:
-    """Bytes of the exported model, in the type of the trained weights."""
-    return decoder_bytes(run) + tower_bytes(run)
+    """Bytes of the exported model. Adapters are merged into the frozen weights."""
+    decoder = trained_bytes(run, "float32") if run.lora is None else frozen_bytes(run)
+    return decoder + tower_bytes(run)
 
 
 def published_bytes(run: Run) -> float:
     """Bytes of published weights of the model's size, which are in bfloat16."""
-    return model_bytes(run) / 2
+    return model_bytes(run) * 2 / jnp.dtype(run.param_dtype).itemsize
 
 
 def state_bytes(run: Run, optimizer: OptimizerSettings) -> float:
-    """Bytes of the decoder's weights and their optimizer's moments."""
+    """Bytes of the trained weights and their optimizer's moments."""
     if run.model.size == "tiny":
         return _TINY_STATE
-    decoder, _ = _shapes(run.model.size)
-    moments = jax.eval_shape(make_optimizer(optimizer, steps=2).init, decoder)
-    return total_bytes(decoder) + total_bytes(moments)
+    trained = _shapes_of(run).trained
+    moments = jax.eval_shape(make_optimizer(optimizer, steps=2).init, trained)
+    return total_bytes(trained) + total_bytes(moments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +110,9 @@ def checkpoints(run: Run) -> dict[str, SavedPhase]:
     found = {}
     for name, (optimizer, steps, save_every) in phases.items():
         best = name == "rl" and run.checkpoints.best != "none"
-        size = state_bytes(run, optimizer) + tower_bytes(run)
+        size = state_bytes(run, optimizer)
+        if run.lora is None:
+            size += tower_bytes(run)
         found[name] = SavedPhase(steps, save_every, run.checkpoints.keep + best, size)
     return found
 
@@ -115,11 +136,11 @@ def host_memory(run: Run, hosts: int, on_cpu: bool) -> dict[str, float]:
         "the vision tower": tower_bytes(run),
     }
     if run.rl is not None:
-        reference = decoder_bytes(run, run.model.dtype) * run.mesh.data
+        reference = trained_bytes(run, run.model.dtype) * run.mesh.data
         parts["the reference"] = reference / hosts
         parts["the batch"] = _visual_bytes(run) / hosts
     if on_cpu:
-        parts["weights and optimizer"] = state
+        parts["weights and optimizer"] = state + frozen_bytes(run)
     return parts
 
 

@@ -17,7 +17,7 @@ from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.hf import load
 from models.qwen3_vl.hf_config import to_hf
-from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.sharding import param_shardings
 from paravt_jax.method.tokenizer import Vocabulary
@@ -73,6 +73,13 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
         return Qwen3VL(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin
     model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=run.param_dtype)
     return model, origin | {"weights": published_model.fingerprint(path)}
+
+
+def require_targets(run: Run) -> None:
+    """Raise ValueError unless the model has the matrices that `run.lora` adapts."""
+    config = tiny(1) if run.model.size == "tiny" else qwen3_vl(run.model.size)
+    if run.lora is not None and run.lora.targets:
+        abstract_model(config, lora=run.lora)
 
 
 def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:
