@@ -440,8 +440,10 @@ class _Estimate:
         """What layers keep for the backward pass, and the temporaries of a layer and the head."""
         text = self.sizes.config.text
         kept = text.num_hidden_layers * _kept(text, policy)
-        computed = 12 * text.intermediate_size + 8 * text.hidden_size
-        return tokens * self.sizes.itemsize * (kept + computed)
+        computed = 6 * text.intermediate_size + 5 * text.hidden_size
+        # The weights of a layer are gathered for forward and backward pass, with their gradients.
+        gathered = 3 * _layer_weights(text) / self.mesh[2]
+        return self.sizes.itemsize * (tokens * (kept + computed) + gathered)
 
     # --- rollouts ---
 
@@ -500,11 +502,18 @@ def _pack(shape: StepShape, sizes: tuple[MicrobatchShape, ...]) -> tuple[PackedM
     return pack(shape.at_limits, sizes)
 
 
+def _layer_weights(text: TextConfig) -> int:
+    """Weights of a layer's matrices."""
+    heads = 2 * (text.num_attention_heads + text.num_key_value_heads) * text.head_dim
+    return text.hidden_size * (heads + 3 * text.intermediate_size)
+
+
 def _kept(text: TextConfig, policy: Remat) -> int:
     """Numbers per token that a policy keeps of a layer on the device."""
     attention = text.num_attention_heads * text.head_dim
     keys_and_values = 2 * text.num_key_value_heads * text.head_dim
-    products = attention + keys_and_values + 2 * text.hidden_size + 2 * text.intermediate_size
+    # The last product of a layer is only added to its input: the backward pass does not need it.
+    products = attention + keys_and_values + text.hidden_size + 2 * text.intermediate_size
     kept = {
         # The copy to the host is buffered; the compiler keeps more than half of it.
         "offload": text.hidden_size * 5 // 8,
