@@ -147,9 +147,10 @@ def test_model_and_engine_are_used_as_docs_model_says(run_page, workspace):
 
 def test_a_recipe_of_your_own_is_made_as_docs_training_says(run_page):
     names, started = run_page("docs/training.md")
-    ((run, _),) = started
+    (run, _), (adapted, _) = started
     assert isinstance(run, Run) and run.name == "mine"
     assert run.rl is not None and run.rl.rewards.judge == names["judge"]
+    assert adapted.lora is not None and adapted.lora.rank == 16
 
 
 def test_own_questions_reach_training_as_docs_data_says(run_page):
