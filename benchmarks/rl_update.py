@@ -38,6 +38,7 @@ from train.learn.rl import Learner
 from train.learn.rl_batch import RLBatch, lay_out_padding
 from train.plan.programs import planned_config
 from train.plan.workload import Step, read
+from train.settings import Run
 
 LENGTHS = pathlib.Path(__file__).with_name("lengths_tiny.json")
 ROUNDS = 3
@@ -54,6 +55,7 @@ class Case:
         trajectories = _trajectories(groups, shape.rollouts)
         packed = pack(groups, learner.sizes)
         self.places = sum(microbatch.shape.places for microbatch in packed)
+        self.packed = packed
         self._microbatches = [
             place_whole(build(part, trajectories, config, shape.rows, shape.suffix), learner.mesh)
             for part in packed
@@ -96,9 +98,8 @@ def _trajectories(groups: Sequence[GroupLengths], rollouts: int) -> list[Group]:
     return found
 
 
-def _learner() -> tuple[Learner, RLBatch]:
-    """The learner of `paravt_tiny` with random weights, and rollouts that all count."""
-    run = paravt_tiny()
+def make_learner(run: Run) -> tuple[Learner, RLBatch]:
+    """A learner with random weights, and rollouts that all count."""
     assert run.rl is not None
     config = planned_config(run)
     model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
@@ -129,7 +130,7 @@ def _seconds(work: Any) -> tuple[float, float]:
 
 def measure(steps: Sequence[Sequence[GroupLengths]]) -> list[list[str]]:
     """Rows of the table: each case with its mean times over the steps."""
-    learner, batch = _learner()
+    learner, batch = make_learner(paravt_tiny())
     limits = Case(learner, paravt_tiny().rl_shape.at_limits)
     found: dict[str, list[list[tuple[float, float]]]] = {"packed": [], "at the limits": []}
     tokens = []

@@ -22,11 +22,21 @@ from train.plan.workload import Group, Rollout, Step, Workload
 TAIL_ROWS = 3
 
 
+class Row(NamedTuple):
+    """What a running row reads. Lengths in tokens."""
+
+    context: int
+    shared: int
+    """Leading tokens that other rows of its group read too; 0 for sub-agents."""
+    group: int
+    """Identifies the group."""
+
+
 class EngineCosts(NamedTuple):
     """Costs of the engine's programs on the devices of one host."""
 
-    token: Callable[[Sequence[int]], Cost]
-    """Contexts of the running rows, in tokens -> one decoding step."""
+    token: Callable[[Sequence[Row]], Cost]
+    """The running rows -> one decoding step."""
     prefill: Callable[[int, int, int], Cost]
     """(rows, length, before) -> one call."""
     frames: Callable[[int], Cost]
@@ -66,6 +76,8 @@ class _Sequence:
     """Tokens to sample."""
     pages: int
     """Pages of its own."""
+    shared: int
+    """Leading tokens that it shares with its group."""
     agent: _Agent
 
 
@@ -126,15 +138,17 @@ class _Host:
             # The first one prefills the prompt for all.
             missing = group.prompt if number == 0 else 0
             tokens = math.ceil(rollout.sampled / 2) if rollout.reports else rollout.sampled
-            self.submit(agent, missing, group.prompt - missing, tokens, 0)
+            self.submit(agent, missing, group.prompt - missing, tokens, 0, group.prompt)
 
-    def submit(self, agent: _Agent, missing: int, context: int, left: int, own: int) -> None:
-        """Queues a turn that samples `left` tokens, behind `own` unshared tokens of its agent."""
+    def submit(
+        self, agent: _Agent, missing: int, context: int, left: int, own: int, shared: int = 0
+    ) -> None:
+        """Queues a turn that samples `left` tokens, behind `shared` tokens and `own` others."""
         page = self.sizes.page
         longest = own + max(left, min(self.turn, self.sizes.row_lengths[-1] - context - missing))
         # One more for its copy of the prompt's last page.
         pages = page_count(longest, page) + 1
-        self.waiting.append(_Sequence(missing, context, left, pages, agent))
+        self.waiting.append(_Sequence(missing, context, left, pages, shared, agent))
 
     def admit(self) -> None:
         """Gives waiting sequences a slot and pages, and prefills them."""
@@ -164,8 +178,15 @@ class _Host:
         """One call of decoding. It ends early when no row is active."""
         steps = min(self.sizes.steps, max(sequence.left for sequence in self.running))
         # Contexts in the middle of the call.
-        contexts = [sequence.context + min(sequence.left, steps) // 2 for sequence in self.running]
-        cost = self.costs.token(contexts).times(steps)
+        rows = [
+            Row(
+                sequence.context + min(sequence.left, steps) // 2,
+                sequence.shared,
+                id(sequence.agent.group),
+            )
+            for sequence in self.running
+        ]
+        cost = self.costs.token(rows).times(steps)
         self.played.add("decode", cost)
         if len(self.running) <= TAIL_ROWS:
             self.played.add("tail", cost)
@@ -206,7 +227,8 @@ class _Host:
         first = math.ceil(rollout.sampled / 2)
         context = agent.group.prompt + first
         left = max(1, rollout.sampled - first)
-        self.submit(agent, rollout.results, context, left, first + rollout.results)
+        own = first + rollout.results
+        self.submit(agent, rollout.results, context, left, own, agent.group.prompt)
 
 
 def shares(step: Step, hosts: int) -> list[Sequence[Group]]:

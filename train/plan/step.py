@@ -21,7 +21,7 @@ from train.plan import rates
 from train.plan.compile import Measured, on_host
 from train.plan.programs import microbatch_sizes, planned_config, update_name
 from train.plan.rates import Cost, Rates
-from train.plan.rollouts import EngineCosts, Played, play, shares
+from train.plan.rollouts import EngineCosts, Played, Row, play, shares
 from train.plan.tiles import flash_attention
 from train.plan.workload import Workload, lengths_of
 from train.settings import Run, change
@@ -285,7 +285,8 @@ def engine_costs(
     prefill = _largest(measured, "prefill")
     head = flops_per_token(config, 0.0) - _flops_without_head(config, 0.0)
 
-    def token(contexts: Sequence[int]) -> Cost:
+    def token(rows: Sequence[Row]) -> Cost:
+        contexts = [row.context for row in rows]
         # The kernel fetches whole blocks of tokens, and one for every row without a sequence.
         blocks = [math.ceil((context + 1) / BLOCK) for context in contexts]
         read = (sum(blocks) + engine.slots - len(contexts)) * BLOCK

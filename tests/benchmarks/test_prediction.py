@@ -1,0 +1,108 @@
+"""The prediction of a step's time: fitted speeds, and what a step is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from benchmarks.calibration import (
+    Speed,
+    Timed,
+    Work,
+    engine_costs,
+    fit,
+    layout_of,
+    other_sizes,
+    update_work,
+)
+from benchmarks.prediction import CONFIGURATIONS, Machine, base, predict, report, requests_of
+from configs import RECIPES
+from train.learn.packing import GroupLengths, pack
+from train.plan.programs import microbatch_sizes, planned_config
+from train.plan.rollouts import Row
+from train.plan.workload import Group, Rollout
+from train.settings import change
+
+TINY = RECIPES["paravt_tiny"]()
+SIZES = TINY.engine_sizes
+
+
+def test_a_fit_finds_the_speed_that_calls_were_made_with():
+    speed = Speed(1e-3, (2e-11, 5e-11, 1e-11))
+    works = [Work(1e8, 0, 0), Work(1e9, 1e8, 0), Work(1e9, 5e9, 1e8), Work(3e9, 1e9, 7e9)]
+    found = fit([Timed(work, speed.seconds(work)) for work in works])
+    assert found.fixed == pytest.approx(speed.fixed, rel=1e-3)
+    assert found.rates == pytest.approx(speed.rates, rel=1e-3)
+
+
+def test_a_fit_gives_no_negative_rate():
+    found = fit([Timed((1.0,), 2.0), Timed((2.0,), 1.0)])
+    assert found.fixed > 0
+    assert found.rates == (0.0,)
+
+
+def test_calibration_uses_none_of_the_decoding_programs_of_any_configuration():
+    configured = [
+        change(base(), "x", dict(fields)).engine_sizes for fields in CONFIGURATIONS.values()
+    ]
+    for sizes in other_sizes(SIZES):
+        programs = {(sizes.slots, width) for width in sizes.row_lengths}
+        assert not any(
+            programs & {(run.slots, width) for width in run.row_lengths} for run in configured
+        )
+
+
+def test_rows_of_a_group_read_their_prompt_from_one_copy():
+    group = [Row(SIZES.prefix_lengths[-1] + 20, SIZES.prefix_lengths[-1], 7)] * 8
+    assert layout_of(group, SIZES) == (SIZES.row_lengths[0], SIZES.prefix_lengths[-1])
+
+
+def test_rows_without_a_common_prompt_read_their_own_tokens():
+    long_row = Row(SIZES.row_lengths[0] + 1, 0, 0)
+    assert layout_of([long_row], SIZES) == (SIZES.row_lengths[-1], 0)
+
+
+def test_a_rollout_with_crops_makes_a_request_per_crop_and_one_more_turn():
+    group = Group(40, 0, 16, (Rollout(30), Rollout(60, (4, 5))))
+    crop = TINY.protocol.crop_frames
+    assert requests_of([group], TINY) == [16, 16, 16, crop, crop]
+
+
+def test_rematerialisation_adds_a_forward_pass_to_an_update():
+    config = planned_config(TINY)
+    groups = [GroupLengths(300, (50,) * 8)]
+    (part,) = pack(groups, microbatch_sizes(TINY))
+    without, full = (update_work(config, part, groups, remat) for remat in ("none", "full"))
+    assert full.products / without.products == pytest.approx(4 / 3)
+
+
+def test_a_step_takes_the_sum_of_its_work():
+    nothing = Speed(0.0, (0.0, 0.0, 0.0))
+    machine = Machine(nothing, nothing, nothing, nothing, nothing, Speed(0, (0,)), Speed(0, (0,)))
+    machine = machine._replace(host=Speed(0.5, (0.0,)), optimizer=Speed(0.0, (2.0,)))
+    groups = [Group(40, 0, 16, (Rollout(30),) * 8)]
+    found = predict(TINY, groups, 3, machine)
+    # Eight requests, and three weights.
+    assert found == {"rollout": 4.0, "reference": 0.0, "update": 6.0}
+
+
+def test_slower_decoding_makes_rollouts_longer():
+    nothing = Speed(0.0, (0.0, 0.0, 0.0))
+    machine = Machine(*[nothing] * 4, Speed(0, (0,)), Speed(0, (0,)), Speed(0, (0,)))
+    slow = machine._replace(decode=Speed(SIZES.steps * 1.0, nothing.rates))
+    assert engine_costs(TINY, slow).token([Row(10, 0, 0)]).seconds == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.2, 0), (1.3, 1)])
+def test_the_command_fails_if_the_median_error_is_above_a_quarter(factor, code, capsys):
+    measured = {"rollout": 1.0, "reference": 0.2, "update": 0.8}
+    predicted = {phase: factor * span for phase, span in measured.items()}
+    results = dict.fromkeys("abc", {"predicted": predicted, "measured": measured})
+    assert report(results) == code
+    assert f"{factor - 1:.0%}" in capsys.readouterr().out
+
+
+def test_configurations_differ():
+    runs = [change(base(), "x", dict(fields)) for fields in CONFIGURATIONS.values()]
+    assert len({str(dataclasses.asdict(run)) for run in runs}) == len(runs) >= 10
