@@ -26,6 +26,10 @@ from train.settings import change
 
 TINY = RECIPES["paravt_tiny"]()
 SIZES = TINY.engine_sizes
+NOTHING = Speed(0.0, (0.0, 0.0, 0.0))
+# Takes no time for anything.
+FREE = Speed(0.0, (0.0,))
+MACHINE = Machine(NOTHING, NOTHING, NOTHING, NOTHING, FREE, FREE, FREE)
 
 
 def test_a_fit_finds_the_speed_that_calls_were_made_with():
@@ -78,9 +82,7 @@ def test_rematerialisation_adds_a_forward_pass_to_an_update():
 
 
 def test_a_step_takes_the_sum_of_its_work():
-    nothing = Speed(0.0, (0.0, 0.0, 0.0))
-    machine = Machine(nothing, nothing, nothing, nothing, nothing, Speed(0, (0,)), Speed(0, (0,)))
-    machine = machine._replace(host=Speed(0.5, (0.0,)), optimizer=Speed(0.0, (2.0,)))
+    machine = MACHINE._replace(host=Speed(0.5, (0.0,)), optimizer=Speed(0.0, (2.0,)))
     groups = [Group(40, 0, 16, (Rollout(30),) * 8)]
     found = predict(TINY, groups, 3, machine)
     # Eight requests, and three weights.
@@ -88,9 +90,7 @@ def test_a_step_takes_the_sum_of_its_work():
 
 
 def test_slower_decoding_makes_rollouts_longer():
-    nothing = Speed(0.0, (0.0, 0.0, 0.0))
-    machine = Machine(*[nothing] * 4, Speed(0, (0,)), Speed(0, (0,)), Speed(0, (0,)))
-    slow = machine._replace(decode=Speed(SIZES.steps * 1.0, nothing.rates))
+    slow = MACHINE._replace(decode=Speed(SIZES.steps * 1.0, NOTHING.rates))
     assert engine_costs(TINY, slow).token([Row(10, 0, 0)]).seconds == pytest.approx(1.0)
 
 

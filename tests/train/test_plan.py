@@ -39,6 +39,7 @@ from train.plan.compile import (
 )
 from train.plan.flops import count_flops
 from train.plan.programs import Plan, planned_config, program_names
+from train.plan.rollouts import Row
 from train.plan.workload import Rollout, at_limits
 from train.settings import change
 from train.slices import CHIPS, SCALE, Topology
@@ -184,16 +185,21 @@ MEASURED = {
 ENGINE = {"engine's weights": 4e9, "KV pool": 2225 * 64 * 36e3}
 
 
+def rows_of(*contexts: int) -> list[Row]:
+    """Rows that share nothing."""
+    return [Row(context, 0, number) for number, context in enumerate(contexts)]
+
+
 def test_decoding_reads_weights_blocks_of_tokens_and_a_block_for_each_empty_row():
     run = paged(2224)
     token = step.engine_costs(run, MEASURED, ENGINE, rates.peak(V5E)).token
     # 64 slots: two rows with one block and a half each, and 62 without a sequence.
-    cost = token([700, 768])
+    cost = token(rows_of(700, 768))
     assert cost.memory == pytest.approx((4e9 + (2 * 2 + 62) * 512 * 36e3) / 819e9)
     # Two of four links of a chip lead to the other chips of its host.
     assert cost.synchronous == pytest.approx(50e6 / 100e9)
     assert cost.seconds == pytest.approx(cost.memory + cost.synchronous)
-    likely = step.engine_costs(run, MEASURED, ENGINE, rates.expected(V5E)).token([700, 768])
+    likely = step.engine_costs(run, MEASURED, ENGINE, rates.expected(V5E)).token(rows_of(700, 768))
     assert likely.memory == pytest.approx(cost.memory / rates.EXPECTED_HBM)
     assert likely.compute == pytest.approx(cost.compute / rates.EXPECTED_HFU)
 
@@ -211,7 +217,9 @@ def test_phases_of_rollouts_at_their_limits():
     assert vision.compute == pytest.approx(8 * 1e12 / 197e12)
     assert prefill.interconnect == pytest.approx(2 * 5120 * 1e6 / 100e9)
     token = step.engine_costs(run, MEASURED, ENGINE, rates.peak(V5E)).token
-    assert decode.seconds == pytest.approx(8192 * token([5120 + 4096] * 16).seconds, rel=0.02)
+    assert decode.seconds == pytest.approx(
+        8192 * token(rows_of(*[5120 + 4096] * 16)).seconds, rel=0.02
+    )
     # Half of the rollouts wait for the pages of the others.
     few = step.rollout_phases(paged(1280), V5E, MEASURED, ENGINE, at_limits(run))
     assert few[-1].calls == 2 * 256
