@@ -23,7 +23,10 @@ def test_a_recipe_without_the_phase_is_refused():
 
 
 def test_arguments_equal_those_of_a_run(road):
-    """Shapes, types and shardings of a real batch and state of the small recipe's cold start."""
+    """Shapes, types and shardings of a real batch and state of the small recipe's cold start.
+
+    The plan knows no data: it has room for rows of nothing but visual tokens.
+    """
     mesh = make_mesh()
     environment = road.environment
     batches = SFTBatches(
@@ -32,6 +35,13 @@ def test_arguments_equal_those_of_a_run(road):
     state, _ = batches.start(road.graph, road.fresh())
     batch, _, _ = next(batches)
     arguments = abstract_sft_update(road.run, mesh, road.model.config).arguments
+    bank = arguments[1].packed.visual
+    rows, room, *vector = batch.packed.visual.shape
+    assert (rows, *vector) == (bank.shape[0], *bank.shape[2:]) and 0 < room <= bank.shape[1]
+    known = dataclasses.replace(
+        arguments[1].packed, visual=bank.update(shape=batch.packed.visual.shape)
+    )
+    arguments = (arguments[0], dataclasses.replace(arguments[1], packed=known))
     leaves = zip(jax.tree.leaves((state, batch)), jax.tree.leaves(arguments), strict=True)
     for real, abstract in leaves:
         assert (real.shape, real.dtype) == (abstract.shape, abstract.dtype)

@@ -11,6 +11,7 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.flops import flops_per_token
+from models.sharding import make_mesh
 from paravt_jax.data import video
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -18,11 +19,14 @@ from paravt_jax.method.records import Author, Segment, Trajectory
 from train.learn import speed
 from train.learn.optimizer import OptimizerSettings
 from train.learn.packed_batch import (
+    PackedRows,
     PackedShape,
     Rendered,
     build_packed,
     fit_rows,
+    most_visual,
     parts_of_rows,
+    place_packed,
     render_rows,
 )
 from train.learn.sft import SFTBatch, SFTSettings, packed_logprobs, sft_loss
@@ -62,6 +66,12 @@ def rendered(small_world, small_vocabulary, features):
     return found
 
 
+def placed(rows, features, shape: PackedShape) -> PackedRows:
+    """Rows on one device, with their visual vectors."""
+    packed, visual = build_packed(rows, features, shape)
+    return place_packed(packed, visual, shape.visual, make_mesh(1, 1, 1))
+
+
 def test_packing_changes_no_conversation(small_model, features, rendered):
     """Log-probs and trained tokens are the same in a shared row and in a row of its own."""
     row = rendered[0]
@@ -70,10 +80,11 @@ def test_packing_changes_no_conversation(small_model, features, rendered):
     logprobs = jax.jit(
         lambda batch: packed_logprobs(small_model.text, batch, small_model.config.image_token_id)
     )
-    packed = build_packed([row], features, shape)
-    alone = build_packed([[t] for t in row], features, shape)
-    together = np.asarray(logprobs(packed))
-    apart = np.asarray(logprobs(alone))
+    on_device = placed([row], features, shape)
+    together = np.asarray(logprobs(on_device))
+    apart = np.asarray(logprobs(placed([[t] for t in row], features, shape)))
+    packed, _ = build_packed([row], features, shape)
+    alone, _ = build_packed([[t] for t in row], features, shape)
     at = 0
     for n, (trajectory, _) in enumerate(row):
         part = slice(at, at + len(trajectory.ids))
@@ -84,7 +95,7 @@ def test_packing_changes_no_conversation(small_model, features, rendered):
         assert packed.sampled[0, part].any() and not packed.sampled[0, at]
         at = part.stop
     loss, figures = sft_loss(small_model.config.image_token_id)(
-        small_model.text, SFTBatch(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
+        small_model.text, SFTBatch(on_device, jnp.asarray(packed.sampled.sum(), jnp.float32))
     )
     assert float(loss) == pytest.approx(-together[packed.sampled].mean(), rel=1e-5)
     assert (int(figures["tokens"]), int(figures["conversations"])) == (packed.sampled.sum(), 3)
@@ -108,10 +119,8 @@ def test_frames_follow_one_another_and_tool_responses_have_no_loss(features, sma
         )
         row.append(Rendered(Trajectory(segments), features(frames)))
     tokens = sum(len(trajectory.ids) for trajectory, _ in row)
-    batch = build_packed([row], features, PackedShape(rows=1, tokens=tokens, visual=8))
-    vectors = np.concatenate([vectors for _, vectors in row])
-    np.testing.assert_array_equal(batch.visual[0, : len(vectors)], vectors)
-    assert not batch.visual[0, len(vectors) :].any()
+    batch, (visual,) = build_packed([row], features, PackedShape(rows=1, tokens=tokens, visual=8))
+    np.testing.assert_array_equal(visual, np.concatenate([vectors for _, vectors in row]))
     assert batch.ids[batch.sampled].tolist() == [6, 7] * 3
 
 
@@ -135,10 +144,26 @@ def test_rows_that_do_not_fit_are_refused(features, rendered):
         SFTSettings(1, 0, OptimizerSettings())
 
 
+def test_the_room_of_a_row_is_what_its_conversations_show(features, rendered, small_world):
+    """Sizes come from the records of conversations: no file is opened."""
+    path = small_world.videos[0].path
+    shown, text, two = (conversation(n, path, frames, "x") for n, frames in enumerate((4, 0, 2)))
+    large = dataclasses.replace(shown.clips[0], height=64, width=64, crop=True)
+    crop = dataclasses.replace(shown, turns=(ChatTurn("user", (large,)),))
+    odd = dataclasses.replace(large, height=1, width=999)
+    thin = dataclasses.replace(shown, turns=(ChatTurn("user", (odd,)),))
+    settings = dataclasses.replace(features.settings, crop_max_pixels=4096)
+    vision = features.config.vision
+    assert most_visual([[shown, text], [two]], settings, vision) == 4
+    assert most_visual([[shown, two, thin], [two]], settings, vision) == 6
+    assert most_visual([[shown, crop]], settings, vision) == 4 + 4 * 4
+    assert most_visual([[text]], settings, vision) == 0
+
+
 def test_flops_of_a_packed_row_are_those_of_its_conversations(small_model, features, rendered):
     """Neither the whole row as one sequence nor padding is counted."""
     lengths = [len(t.ids) for t, _ in rendered[0]]
-    packed = build_packed(rendered, features, PackedShape(3, sum(lengths) + 9, 8))
+    packed, _ = build_packed(rendered, features, PackedShape(3, sum(lengths) + 9, 8))
     alone = sum(
         flops_per_token(small_model.config, seen)
         for n in (*lengths, len(rendered[1][0].trajectory.ids))

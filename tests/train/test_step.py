@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from models.qwen3_vl.rope import mrope_positions, visual_index
+from models.sharding import make_mesh
 from paravt_jax.method import protocol
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import PINNED, render_call
@@ -22,7 +23,7 @@ from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.vocabulary import build_tokenizer
 from train.learn.batch import Group, Microbatch, build
-from train.learn.packed_batch import PackedShape, build_packed, render_rows
+from train.learn.packed_batch import PackedShape, build_packed, place_packed, render_rows
 from train.learn.packing import MicrobatchShape, pack
 from train.learn.rl import Learner
 from train.learn.rollouts import roll_out
@@ -207,7 +208,8 @@ def test_figures_of_cold_start_steps(fixed):
     rows, missing = render_rows([chats[::2], chats[1::2]], fixed.environment.protocol, features)
     assert not missing
     tokens = max(sum(len(t.ids) for t, _ in row) for row in rows)
-    packed = build_packed(rows, features, PackedShape(2, tokens, tokens))
+    packed, visual = build_packed(rows, features, PackedShape(2, tokens, tokens))
+    packed = place_packed(packed, visual, tokens, make_mesh(1, 1, 1))
     batches = SFTBatch(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
     state, update = start_sft(fixed.graph, fixed.fresh(), fixed.image, fixed.run.sft)
     state, first = update(state, batches)

@@ -32,7 +32,7 @@ from paravt_jax.method.structure import Kind, Structure
 from rollout.engine.settings import Lengths
 from train.learn.batch import Group, build
 from train.learn.optimizer import OptimizerSettings, make_optimizer
-from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
+from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows, place_packed
 from train.learn.packing import StepShape, pack
 from train.learn.placement import place, place_whole, row_pieces
 from train.learn.rl import rl_loss
@@ -201,10 +201,13 @@ def rl_step(
     return state, figures
 
 
-def packed_rows(fitted: PackedShape) -> PackedRows:
-    """Three random conversations per row, the second with frames; padded to `fitted`."""
+def packed_rows(fitted: PackedShape) -> tuple[PackedRows, list[np.ndarray]]:
+    """Three random conversations per row, the second with three frames, and their vectors.
+
+    Rows are padded to `fitted`.
+    """
     rng = np.random.default_rng(2)
-    b, t, m = ROWS.rows, ROWS.tokens, ROWS.visual
+    b, t = ROWS.rows, ROWS.tokens
     ends = np.cumsum(rng.integers(5, 8, (b, 3)), 1)
     at = np.arange(t)
     segments = np.where(at < ends[:, 2:], 1 + (at >= ends[:, :1]) + (at >= ends[:, 1:2]), 0).astype(
@@ -221,9 +224,11 @@ def packed_rows(fitted: PackedShape) -> PackedRows:
         "positions": np.broadcast_to(positions, (3, b, t)),
         "segments": segments,
         "sampled": (at > starts) & (segments > 0) & (ids != IMAGE) & (rng.random((b, t)) < 0.7),
-        "visual": rng.normal(size=(b, m, 3, TEXT.hidden_size)).astype(np.float32),
     }
-    return PackedRows(**{name: pad(x, fitted.rows - b, 0) for name, x in arrays.items()})
+    vectors = rng.normal(size=(b, 3, 3, TEXT.hidden_size)).astype(np.float32)
+    nothing = [vectors[0, :0]] * (fitted.rows - b)
+    rows = PackedRows(**{name: pad(x, fitted.rows - b, 0) for name, x in arrays.items()})
+    return rows, [*vectors, *nothing]
 
 
 def sft_step(
@@ -236,7 +241,7 @@ def sft_step(
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     base = jax.device_put(frozen, param_shardings(frozen, mesh))
     shape, parts = fitted_rows(ROWS, microbatches, mesh)
-    packed = place(packed_rows(shape), mesh)
+    packed = place_packed(*packed_rows(shape), shape.visual, mesh)
     batch = SFTBatch(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
     update = make_sft_update(graph, optimizer, IMAGE, settings, parts, state, base)
     return update(state, batch)

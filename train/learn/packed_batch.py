@@ -6,30 +6,35 @@
         positions  0 1 2 3 4  0 1 2 3  0 0 0    each conversation starts at 0
         sampled    0 0 1 1 1  0 0 1 1  0 0 0    the assistant's tokens have a loss
 
-A conversation has the same ids, positions and visual vectors as in a row of its own.
+A conversation has the same ids, positions and visual vectors as in a row of its own. Visual vectors
+stay apart from the other arrays until they are on the devices: no padding travels (`place_packed`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, no_type_check
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
-from models.features import FrameFeatures
+from models.features import FrameFeatures, FrameSettings
+from models.qwen3_vl.config import VisionConfig
 from models.qwen3_vl.rope import mrope_positions
-from models.sharding import row_devices
+from models.sharding import ROWS, constrain, row_devices
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.conversations import Conversation, render
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Author, Trajectory
 from train.learn.batch import Array
+from train.learn.placement import BY_ROW, place, place_vectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +60,15 @@ class PackedRows:
 
     `sampled` marks the tokens with a loss. `visual` holds m visual tokens per row, each with c
     vectors: one for the embedding layer and one per DeepStack level, in the type of the features.
+    The n-th visual token of a row takes its n-th vector.
     """
 
     ids: Int[Array, "b t"]
     positions: Int[Array, "3 b t"]
     segments: Int[Array, "b t"]
     sampled: Bool[Array, "b t"]
-    visual: Float[Array, "b m c d"]
+    visual: Float[Array, "b m c d"] | None = None
+    """None until the rows are on the mesh."""
 
 
 class Rendered(NamedTuple):
@@ -131,9 +138,33 @@ def _render(conversation: Conversation, protocol: Protocol, features: FrameFeatu
     return Rendered(trajectory, vectors)
 
 
+def most_visual(
+    rows: Iterable[Sequence[Conversation]], settings: FrameSettings, vision: VisionConfig
+) -> int:
+    """The largest number of visual tokens in a row, by the sizes that preparation found in files.
+
+    Args:
+        rows: Conversations, row by row.
+        settings: How frames are resized.
+        vision: Sizes of the vision tower.
+    """
+    rules = {crop: settings.rules(vision, crop) for crop in (False, True)}
+
+    def tokens(conversation: Conversation) -> int:
+        # Frames that cannot be resized are refused when they are read.
+        with contextlib.suppress(ValueError):
+            return sum(
+                len(clip.indices) * rules[clip.crop].tokens(clip.height, clip.width)
+                for clip in conversation.clips
+            )
+        return 0
+
+    return max(sum(map(tokens, row)) for row in rows)
+
+
 def build_packed(
     rows: Sequence[Sequence[Rendered]], features: FrameFeatures, shape: PackedShape
-) -> PackedRows:
+) -> tuple[PackedRows, list[Shaped[np.ndarray, "_ c d"]]]:
     """Lay rendered conversations out as arrays of a static shape.
 
     Args:
@@ -142,45 +173,72 @@ def build_packed(
         shape: Sizes of the arrays; missing rows become padding.
 
     Returns:
-        NumPy arrays.
+        NumPy arrays without visual vectors, and the vectors of each row.
 
     Raises:
         ValueError: The rows, or a row's tokens or visual tokens, do not fit `shape`.
     """
     config = features.config
-    levels = 1 + config.vision.levels
-    visual = (shape.rows, shape.visual, levels, config.text.hidden_size)
     arrays = {
         "ids": np.zeros((shape.rows, shape.tokens), np.int32),
         "positions": np.zeros((3, shape.rows, shape.tokens), np.int32),
         "segments": np.zeros((shape.rows, shape.tokens), np.int32),
         "sampled": np.zeros((shape.rows, shape.tokens), bool),
-        "visual": np.zeros(visual, features.dtype),
     }
+    none = np.zeros((0, 1 + config.vision.levels, config.text.hidden_size), features.dtype)
+    visual = [none] * shape.rows
     _check(len(rows), shape.rows, "rows")
     for r, row in enumerate(rows):
         _check(sum(len(trajectory.ids) for trajectory, _ in row), shape.tokens, "tokens")
         start = 0
-        seen = 0
-        for segment, (trajectory, vectors) in enumerate(row, 1):
+        for segment, (trajectory, _) in enumerate(row, 1):
             part = slice(start, start + len(trajectory.ids))
             grids = [features.grid(frame) for frame in trajectory.frames]
             arrays["ids"][r, part] = trajectory.ids
             arrays["segments"][r, part] = segment
             arrays["positions"][:, r, part] = mrope_positions(trajectory.ids, grids, config)
             arrays["sampled"][r, part] = trajectory.authors == Author.MODEL
-            if vectors is not None:
-                # The n-th visual token of a row takes its n-th vector, across conversations.
-                _check(seen + len(vectors), shape.visual, "visual")
-                arrays["visual"][r, seen : seen + len(vectors)] = vectors
-                seen += len(vectors)
             start = part.stop
-    return PackedRows(**arrays)
+        shown = [vectors for _, vectors in row if vectors is not None]
+        visual[r] = np.concatenate([none, *shown])
+        _check(len(visual[r]), shape.visual, "visual", "prepare the data again: files have changed")
+    return PackedRows(**arrays), visual
 
 
-def _check(length: int, limit: int, field: str) -> None:
+def _check(
+    length: int, limit: int, field: str, remedy: str = "raise sft.row_tokens or sft.rows"
+) -> None:
     if length > limit:
-        raise ValueError(
-            f"packed.{field}: {length} do not fit the static size {limit}; "
-            "raise sft.row_tokens or sft.rows"
-        )
+        raise ValueError(f"packed.{field}: {length} do not fit the static size {limit}; {remedy}")
+
+
+def place_packed(
+    rows: PackedRows, visual: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, mesh: Mesh
+) -> PackedRows:
+    """Put this process's share of a batch on the mesh.
+
+    Args:
+        rows: Its rows, and
+        visual: their vectors, both from `build_packed`.
+        room: Visual tokens per row.
+        mesh: The mesh of training.
+    """
+    return dataclasses.replace(place(rows, mesh), visual=place_vectors(visual, room, mesh))
+
+
+def split_microbatches(batch: PackedRows, parts: int) -> PackedRows:
+    """Split packed rows into micro-batches of whole rows.
+
+    Every array gets a first axis of length `parts`. Runs inside jitted programs.
+    """
+
+    def split(leaf: Array, axis: int) -> Array:
+        # [.., parts * n, ..] -> [.., parts, n, ..] -> [parts, .., n, ..]
+        before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
+        x = jnp.moveaxis(leaf.reshape(*before, parts, -1, *after), axis, 0)
+        # Each device holds consecutive rows, so the first micro-batch would be on the first devices
+        # only, and the others would wait. Spread every micro-batch over all devices.
+        return constrain(x, *[None] * (axis + 1), ROWS)
+
+    arrays = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return PackedRows(**{name: split(leaf, BY_ROW[name]) for name, leaf in arrays.items()})

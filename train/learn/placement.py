@@ -9,6 +9,8 @@ Placement decides which device holds a value and never changes the value.
 from __future__ import annotations
 
 import collections
+import functools
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -16,12 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 from models.qwen3_vl.config import TextConfig
-from models.sharding import ROWS, constrain, row_devices
+from models.sharding import ROWS, row_devices
 
 T = TypeVar("T")
+
+# Visual vectors that travel to a device at a time. Those of an 8B model have 8 MiB.
+_CHUNK = 256
 
 # The axis of rows in each array of a batch, by the array's name. The bank of visual vectors of an
 # RL step is split by its slots. Arrays that are not listed are replicated.
@@ -117,22 +122,49 @@ def place_whole(batch: T, mesh: Mesh) -> T:
     return jax.tree.map(put, batch, shardings(batch, mesh))
 
 
-def split_microbatches(batch: T, parts: int) -> T:
-    """Split `PackedRows` into micro-batches of whole rows.
+def place_vectors(
+    rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, mesh: Mesh
+) -> Shaped[Array, "b m c d"]:
+    """Put visual vectors on the mesh. Only chunks that hold vectors travel, and no padding.
 
-    Every array gets a first axis of length `parts`. Runs inside jitted programs.
+    Args:
+        rows: This process's vectors, row by row; equally many rows per device and per process.
+        room: The number m of vectors per row of the result. The last ones of a row may be 0.
+        mesh: The mesh, over which rows are split.
     """
+    sharding = NamedSharding(mesh, PartitionSpec(ROWS))
+    shape = (len(rows) * jax.process_count(), room, *rows[0].shape[1:])
+    places = {
+        device: range(shape[0])[index[0]]
+        for device, index in sharding.addressable_devices_indices_map(shape).items()
+    }
+    first = min(place.start for place in places.values())
+    shards = [
+        _fill([rows[row - first] for row in place], room, device)
+        for device, place in places.items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
-    def split(path: tuple, leaf: np.ndarray | Array) -> Array:
-        axis = BY_ROW[_name(path)]
-        # [.., parts * n, ..] -> [.., parts, n, ..] -> [parts, .., n, ..]
-        before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
-        x = jnp.moveaxis(leaf.reshape(*before, parts, -1, *after), axis, 0)
-        # Each device holds consecutive rows, so the first micro-batch would be on the first devices
-        # only, and the others would wait. Spread every micro-batch over all devices.
-        return constrain(x, *[None] * (axis + 1), ROWS)
 
-    return jax.tree_util.tree_map_with_path(split, batch)
+def _fill(rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, device: Any) -> Array:
+    """The vectors of a device's rows, in an array [rows, room, c, d] on this device."""
+    vector = rows[0].shape[1:]
+    bank = jnp.zeros((len(rows), room, *vector), rows[0].dtype, device=device)
+    size = min(_CHUNK, room)
+    for row, vectors in enumerate(rows):
+        for start in range(0, len(vectors), size):
+            # The last chunk of a full row begins earlier, and repeats some vectors.
+            start = min(start, room - size)
+            part = vectors[start : start + size]
+            chunk = np.zeros((1, size, *vector), part.dtype)
+            chunk[0, : len(part)] = part
+            bank = _write(bank, jax.device_put(chunk, device), np.array([row, start, 0, 0]))
+    return bank
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(bank: Array, chunk: Array, start: Array) -> Array:
+    return jax.lax.dynamic_update_slice(bank, chunk, tuple(start))
 
 
 def _name(path: tuple) -> str:

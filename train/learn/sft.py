@@ -39,10 +39,13 @@ from train.learn.packed_batch import (
     PackedShape,
     build_packed,
     fitted_rows,
+    most_visual,
+    place_packed,
     render_rows,
     share_of_rows,
+    split_microbatches,
 )
-from train.learn.placement import place, split_microbatches
+from train.learn.placement import place
 from train.learn.step import Loss, MeshProgram, TrainState, init_state, make_update
 
 
@@ -84,7 +87,7 @@ class SFTSettings:
 
     @property
     def shape(self) -> PackedShape:
-        """The shape of a step's batch. Every token of a row may be visual."""
+        """The shape of a step's batch, as long as no data is known: every token may be visual."""
         return PackedShape(self.rows, self.row_tokens, self.row_tokens)
 
 
@@ -217,7 +220,7 @@ def sft_step(
     Returns:
         The new state, the arrays whose tokens count towards speed, and the metrics.
     """
-    # Without effect but in the first step: the step before has prepared these.
+    # Does something in the first step only: later, the step before has prepared these.
     batches.prepare(left + 1)
     batch, arrays, counts = next(batches)
     # This only dispatches the update. `float` below waits for it.
@@ -278,7 +281,10 @@ class SFTBatches:
         packing = pack_rows(data, settings.row_tokens, seed)
         rows = row_stream(data, packing, reader, seed, settings.rows)
         self._pipeline = Pipeline(rows, self._begin, self._finish)
-        self._shape, self._parts = fitted_rows(settings.shape, settings.microbatches, mesh)
+        chats = (data.row(numbers) for numbers in packing.rows)
+        visual = max(1, most_visual(chats, features.settings, features.config.vision))
+        shape = dataclasses.replace(settings.shape, visual=visual)
+        self._shape, self._parts = fitted_rows(shape, settings.microbatches, mesh)
 
     def start(
         self, graph: nnx.GraphDef, weights: Any, frozen: Any = NOTHING
@@ -327,8 +333,9 @@ class SFTBatches:
     def _finish(self, own_rows: list[tuple[Conversation, ...]]) -> _Prepared:
         """Render this process's rows, and put them on the mesh."""
         rendered, missing = render_rows(own_rows, self._protocol, self._features)
-        own = build_packed(rendered, self._features, share_of_rows(self._shape))
-        return _Prepared(place(own, self._mesh), int(own.sampled.sum()), missing)
+        own, visual = build_packed(rendered, self._features, share_of_rows(self._shape))
+        packed = place_packed(own, visual, self._shape.visual, self._mesh)
+        return _Prepared(packed, int(own.sampled.sum()), missing)
 
     def get_state(self) -> dict[str, Any]:
         """The position in the data, for a checkpoint."""

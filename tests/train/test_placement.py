@@ -1,0 +1,21 @@
+"""Visual vectors on a device: their values, whatever number of chunks they travel in."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from models.sharding import make_mesh
+from train.learn.placement import place_vectors
+
+
+def test_vectors_lie_at_the_beginning_of_their_rows():
+    """Rows without vectors, with several chunks of them, and full ones."""
+    rng = np.random.default_rng(0)
+    room = 700
+    counts = (0, 1, 256, 600, 700)
+    rows = [rng.normal(size=(count, 2, 3)).astype(np.float32) for count in counts]
+    found = place_vectors(rows, room, make_mesh(1, 1, 1))
+    wanted = np.zeros((5, room, 2, 3), np.float32)
+    for row, vectors in enumerate(rows):
+        wanted[row, : len(vectors)] = vectors
+    np.testing.assert_array_equal(found, wanted)
