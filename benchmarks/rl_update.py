@@ -60,7 +60,7 @@ class Case:
             place_whole(build(part, trajectories, config, shape.rows, shape.suffix), learner.mesh)
             for part in packed
         ]
-        sizes = (shape.slots(1, 1), 1 + config.vision.levels, config.text.hidden_size)
+        sizes = (1, shape.slots(1, 1), 1 + config.vision.levels, config.text.hidden_size)
         self._visual: Any = place({"visual": np.zeros(sizes, np.float32)}, learner.mesh)["visual"]
 
     def update(self, batch: RLBatch) -> None:

@@ -42,6 +42,7 @@ from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
 from train.data import Data
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import StepShape
+from train.learn.placement import place_vectors
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import Rollouts, describe
 from train.learn.sft import SFTBatches, SFTSettings
@@ -176,15 +177,15 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         rollouts = roll_out(engine, environment, next(question_batches), step, seed)
         # Packed rows of the sampled tokens, and their log-probs under the reference weights.
         laid_out = lay_out([rollouts], features, vocabulary, shape, row_sizes, (seed, step))
-        visual, parts = laid_out.visual, laid_out.microbatches
+        bank = place_vectors([laid_out.visual], shape.slots(1, 1), mesh)
         # A token is in one micro-batch, and 0 in all others.
-        by_reference = sum(logprobs(reference, visual, part) for part in parts)
+        by_reference = sum(logprobs(reference, bank, part) for part in laid_out.microbatches)
         batch = dataclasses.replace(laid_out.grpo, reference=by_reference)
         # Advantages of every token, one update, and the new weights into the engine.
         rl_batch = RLBatch(batch, advantages(batch)[0], grpo.batch_totals(batch))
         gradients = update.start(state.weights)
-        for part in parts:
-            gradients, _ = update.add(state.weights, gradients, visual, part, rl_batch)
+        for part in laid_out.microbatches:
+            gradients, _ = update.add(state.weights, gradients, bank, part, rl_batch)
         state, grad_norm = update.apply(state, gradients)
         engine.load(state.weights, version=step + 1)  # `apply` donated the old ones
         history.append(describe(rollouts) | {"grad_norm": float(grad_norm)})

@@ -412,8 +412,7 @@ class _Estimate:
         return self.run.rl_shape.microbatches(bound, self.row_devices, self._pieces())[0]
 
     def _rl(self, policy: Remat, bound: int) -> float:
-        slots = self.run.rl_shape.slots(self.devices.hosts, self.row_devices)
-        visual = slots * self.devices.hosts / self.row_devices
+        visual = self.run.rl_shape.slots(self.devices.hosts, self.row_devices)
         tokens = self._largest(bound).places / self.row_devices
         # The sum over micro-batches, and the gradient of one of them.
         state = self.weights + self._moments("rl") + 2 * self.weights
@@ -425,7 +424,8 @@ class _Estimate:
         rows = shape.rows / self.row_devices
         gradients = self.weights * (2 if parts > 1 else 1)  # a sum over micro-batches, and a term
         state = self.weights + self._moments("sft") + gradients
-        # The batch, the next one, and what the tower computes for the one after it.
+        # The batch, the next one, and what the tower computes for the one after it. A run knows its
+        # data, and has room for the visual tokens of the fullest row only.
         vectors = 3 * self._vectors(rows * shape.visual)
         activations = self._activations(policy, rows * shape.tokens / parts)
         return state + self.frozen + vectors + activations

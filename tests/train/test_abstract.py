@@ -36,11 +36,11 @@ def test_arguments_equal_those_of_a_run(road):
     batch, _, _ = next(batches)
     arguments = abstract_sft_update(road.run, mesh, road.model.config).arguments
     bank = arguments[1].packed.visual
-    rows, room, *vector = batch.packed.visual.shape
+    visual = batch.packed.visual
+    assert visual is not None
+    rows, room, *vector = visual.shape
     assert (rows, *vector) == (bank.shape[0], *bank.shape[2:]) and 0 < room <= bank.shape[1]
-    known = dataclasses.replace(
-        arguments[1].packed, visual=bank.update(shape=batch.packed.visual.shape)
-    )
+    known = dataclasses.replace(arguments[1].packed, visual=bank.update(shape=visual.shape))
     arguments = (arguments[0], dataclasses.replace(arguments[1], packed=known))
     leaves = zip(jax.tree.leaves((state, batch)), jax.tree.leaves(arguments), strict=True)
     for real, abstract in leaves:
@@ -61,7 +61,7 @@ def test_arguments_equal_those_of_an_rl_step(road, subagents):
     laid_out = lay_out_padding(run.rl_shape, road.environment.features, sizes)
     # One device of one process: nothing is padded to the number of devices.
     step = abstract_rl_step(run, make_mesh(1, 1, 1), road.model.config)
-    real = (laid_out.microbatches, laid_out.visual, laid_out.grpo)
+    real = (laid_out.microbatches, laid_out.visual[None], laid_out.grpo)
     abstract = (step.microbatches, step.visual, step.batch.grpo)
     assert jax.tree.structure(real) == jax.tree.structure(abstract)
     for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):

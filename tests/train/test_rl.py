@@ -483,7 +483,8 @@ def test_processes_lay_out_the_same_rows_and_their_own_frames(road, small, shape
         for a, b in zip(jax.tree.leaves(step.grpo), jax.tree.leaves(whole.grpo), strict=True):
             np.testing.assert_array_equal(a, b)
     # The bank is the parts of both, in order; every token finds the vectors that it had.
-    bank = np.concatenate([step.visual for step in found])
+    padding = [(0, shape.slots(2, 2)), (0, 0), (0, 0)]
+    bank = np.concatenate([np.pad(step.visual, padding)[: padding[0][1]] for step in found])
     (part,), (single,) = found[0].microbatches, whole.microbatches
     shown = part.visual_index >= 0
     assert shown.any() and (shown == (single.visual_index >= 0)).all()

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +186,7 @@ def build_packed(
         "sampled": np.zeros((shape.rows, shape.tokens), bool),
     }
     none = np.zeros((0, 1 + config.vision.levels, config.text.hidden_size), features.dtype)
-    visual = [none] * shape.rows
+    visual: list[Any] = [none] * shape.rows
     _check(len(rows), shape.rows, "rows")
     for r, row in enumerate(rows):
         _check(sum(len(trajectory.ids) for trajectory, _ in row), shape.tokens, "tokens")

@@ -120,11 +120,13 @@ class StepShape:
         return sum(group.prompt + sum(group.suffixes) for group in self.at_limits)
 
     def slots(self, processes: int, devices: int) -> int:
-        """Visual vectors that one process may provide, padded to divide over its devices."""
+        """Room, per device, for the visual vectors that one process may provide.
+
+        All trained sub-agents may be of one process, so each one has room for all of them.
+        """
         prompts = math.ceil(self.groups / processes)
         count = prompts * self.longest.visual + self.subagents * self.longest.crop_visual
-        own_devices = devices // processes
-        return max(1, math.ceil(count / own_devices)) * own_devices
+        return max(1, math.ceil(count / (devices // processes)))
 
     def microbatches(self, most: int, devices: int, pieces: int) -> tuple[MicrobatchShape, ...]:
         """Sizes of micro-batches of at most `most` tokens; see `microbatch_shapes`."""

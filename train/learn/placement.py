@@ -134,10 +134,8 @@ def place_vectors(
     """
     sharding = NamedSharding(mesh, PartitionSpec(ROWS))
     shape = (len(rows) * jax.process_count(), room, *rows[0].shape[1:])
-    places = {
-        device: range(shape[0])[index[0]]
-        for device, index in sharding.addressable_devices_indices_map(shape).items()
-    }
+    indices: Any = sharding.addressable_devices_indices_map(shape)
+    places = {device: range(shape[0])[index[0]] for device, index in indices.items()}
     first = min(place.start for place in places.values())
     shards = [
         _fill([rows[row - first] for row in place], room, device)

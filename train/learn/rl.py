@@ -36,7 +36,7 @@ from rollout.engine.requests import Sampler
 from train.learn.batch import Microbatch
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import GroupLengths, StepShape
-from train.learn.placement import place, place_whole, row_pieces
+from train.learn.placement import place, place_vectors, place_whole, row_pieces
 from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import (
@@ -59,7 +59,7 @@ from train.learn.step import (
 from train.learn.weight_sync import WeightSync
 
 RLLoss = Callable[
-    [TextDecoder, Float[Array, "m c d"], Microbatch, RLBatch], tuple[Float[Array, ""], Metrics]
+    [TextDecoder, Float[Array, "*m c d"], Microbatch, RLBatch], tuple[Float[Array, ""], Metrics]
 ]
 
 
@@ -89,7 +89,7 @@ def rl_loss(settings: RLSettings) -> RLLoss:
     """The loss of PARA-GRPO on a micro-batch: `f(decoder, visual, Microbatch, RLBatch)`."""
 
     def loss(
-        text: TextDecoder, visual: Float[Array, "m c d"], part: Microbatch, batch: RLBatch
+        text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: RLBatch
     ) -> tuple[Float[Array, ""], Metrics]:
         logprobs = rollout_logprobs(
             text, visual, part, settings.temperature, settings.remat, settings.logprob_chunk
@@ -282,16 +282,19 @@ class Learner:
 
     def _place(
         self, laid_out: LaidOut
-    ) -> tuple[Float[Array, "m c d"], list[Microbatch], GRPOBatch]:
+    ) -> tuple[Float[Array, "*m c d"], list[Microbatch], GRPOBatch]:
         """The bank of visual vectors, the micro-batches and the rollouts, on the mesh."""
-        visual: Any = place({"visual": laid_out.visual}, self.mesh)["visual"]
+        processes = jax.process_count()
+        slots = self._shape.slots(processes, self._devices)
+        starts = range(0, slots * self._devices // processes, slots)
+        visual = place_vectors([laid_out.visual[n : n + slots] for n in starts], slots, self.mesh)
         microbatches = [place_whole(part, self.mesh) for part in laid_out.microbatches]
         return visual, microbatches, place(laid_out.grpo, self.mesh)
 
     def _update(
         self,
         state: TrainState,
-        visual: Float[Array, "m c d"],
+        visual: Float[Array, "*m c d"],
         microbatches: Sequence[Microbatch],
         batch: RLBatch,
         draw: tuple[int, ...],
@@ -318,7 +321,7 @@ class Learner:
     def _gradients(
         self,
         weights: Any,
-        visual: Float[Array, "m c d"],
+        visual: Float[Array, "*m c d"],
         microbatches: Sequence[Microbatch],
         batch: RLBatch,
         draw: tuple[int, ...],
@@ -349,7 +352,7 @@ class Learner:
         return jax.jit(cast, out_shardings=shardings)(weights)
 
     def _reference_logprobs(
-        self, visual: Float[Array, "m c d"], microbatches: Sequence[Microbatch]
+        self, visual: Float[Array, "*m c d"], microbatches: Sequence[Microbatch]
     ) -> Float[Array, "r u"]:
         """Log-probs under the reference weights, which are on the devices only in this call."""
         weights = jax.device_put(self.reference, self._weight_shardings)

@@ -62,7 +62,7 @@ class LaidOut(NamedTuple):
 
     microbatches: tuple[Microbatch, ...]
     visual: Shaped[np.ndarray, "m c d"]
-    """This process's visual vectors, one of each level per visual token."""
+    """This process's visual vectors, one of each level per visual token, from its first slot on."""
     grpo: GRPOBatch
     """The rollouts, without log-probs of the reference (zeros)."""
     lengths: tuple[GroupLengths, ...]
@@ -120,7 +120,10 @@ def lay_out(
     prompts = mains + agents
     vectors, grids = _encode(prompts, len(mains), features)
     readable = sorted(grids)
-    slots, visual = _fill_bank(prompts, vectors, grids, features, shape.slots(len(parts), devices))
+    room = shape.slots(len(parts), devices) * (devices // len(parts))
+    slots = _slots(prompts, grids, features, room)
+    none = np.zeros((0, *_vector(features)), features.dtype)
+    visual = np.concatenate([none, *(x for _, x in sorted(vectors.items()) if x is not None)])
     groups = [Group(prompts[n].trajectories, prompts[n].row, grids[n], slots[n]) for n in readable]
     lengths = tuple(group.lengths for group in groups)
     microbatches = tuple(
@@ -141,8 +144,9 @@ def lay_out_padding(
     shape: StepShape, features: FrameFeatures, sizes: Sequence[MicrobatchShape], devices: int = 1
 ) -> LaidOut:
     """A step without rollouts, with one micro-batch of every size; the arguments of `lay_out`."""
-    room = shape.slots(hosts.process_count(), devices)
-    _, visual = _fill_bank([], {}, {}, features, room)
+    processes = hosts.process_count()
+    room = shape.slots(processes, devices) * (devices // processes)
+    visual = np.zeros((room, *_vector(features)), features.dtype)
     microbatches = tuple(
         build(PackedMicrobatch(size, ()), [], features.config, shape.rows, shape.suffix)
         for size in sizes
@@ -212,37 +216,31 @@ def _encode(
     return vectors, every
 
 
-def _fill_bank(
+def _vector(features: FrameFeatures) -> tuple[int, int]:
+    """The shape of a visual token's vectors."""
+    return 1 + features.config.vision.levels, features.config.text.hidden_size
+
+
+def _slots(
     prompts: Sequence[_Prompt],
-    vectors: Mapping[int, np.ndarray | None],
     grids: Mapping[int, Sequence[tuple[int, int]]],
     features: FrameFeatures,
     room: int,
-) -> tuple[dict[int, int], Shaped[np.ndarray, "m c d"]]:
-    """The slot of each prompt's first vector, and this process's part of the bank.
-
-    The parts of all processes follow each other, with `room` slots each.
-    """
-    config = features.config
-    size = (room, 1 + config.vision.levels, config.text.hidden_size)
-    bank = np.zeros(size, features.dtype)
+) -> dict[int, int]:
+    """The slot of each prompt's first vector. Every process has `room` slots, one after another."""
     used: Counter[int] = Counter()
     slots = {}
     for number in sorted(grids):
         process = prompts[number].process
         slots[number] = process * room + used[process]
         patches = sum(height * width for height, width in grids[number])
-        first = used[process]
-        used[process] += patches // config.vision.spatial_merge_size**2
+        used[process] += patches // features.config.vision.spatial_merge_size**2
         if used[process] > room:
             raise ValueError(
                 f"batch.visual: {used[process]} visual tokens of one process do not fit {room}; "
                 "lower frames.max_pixels, or raise the largest frame budget"
             )
-        own = vectors.get(number)
-        if own is not None:
-            bank[first : used[process]] = own
-    return slots, bank
+    return slots
 
 
 def _packing_metrics(microbatches: Sequence[Microbatch]) -> dict[str, float]:

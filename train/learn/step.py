@@ -120,7 +120,7 @@ def _in_update(graph: nnx.GraphDef, weights: Any, frozen: Any, draw: Any) -> Tex
 
 def rollout_logprobs(
     text: TextDecoder,
-    visual: Float[Array, "m c d"],
+    visual: Float[Array, "*m c d"],
     batch: Microbatch,
     temperature: float,
     remat: Remat = "none",
@@ -130,7 +130,7 @@ def rollout_logprobs(
 
     Args:
         text: The decoder.
-        visual: The step's bank of visual vectors.
+        visual: The step's bank of visual vectors; its leading axes count slots.
         batch: Packed rows, and the places of the rollouts' tokens in them.
         temperature: The temperature at which the rollouts were sampled.
         remat: Activation checkpointing policy.
@@ -142,20 +142,20 @@ def rollout_logprobs(
     """
     # Vectors come split by slot, but any token may need any slot. Split by their width instead:
     # every device then looks up its part of all vectors.
-    bank = constrain(visual, None, None, ROWS)
+    bank = constrain(visual.reshape(1, -1, *visual.shape[-2:]), None, None, None, ROWS)
     hidden, _ = text(
         batch.ids,
         batch.positions,
         segment_ids=batch.segments,
         starts=batch.starts,
         shared=batch.shared,
-        visual=bank[None],
+        visual=bank,
         visual_index=batch.visual_index,
         pieces=batch.pieces,
         remat=remat,
     )
     # The output at place i predicts the token at place i + 1, which may be in the next piece.
-    # What follows a segment's last token is another segment's first, which nobody asks for.
+    # What follows a segment's last token is another segment's first: its log-prob is not used.
     following = jnp.roll(batch.ids.reshape(-1), -1).reshape(batch.ids.shape)
     predicted = text.token_logprobs(hidden, following, temperature, chunk).reshape(-1)
     gathered = predicted[jnp.maximum(batch.index - 1, 0)]

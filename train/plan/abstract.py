@@ -91,8 +91,7 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
     shape = run.rl_shape
     sizes = shape.microbatches(settings.microbatch_tokens, devices, pieces)
     hosts = len({device.process_index for device in mesh.devices.flat})
-    slots = hosts * shape.slots(hosts, devices)
-    visual = _vectors(slots, config, jnp.dtype(run.model.dtype))
+    visual = _visual(devices, shape.slots(hosts, devices), config, jnp.dtype(run.model.dtype))
     batch = RLBatch(_rollouts(shape), _shape((shape.rows, shape.suffix), jnp.float32), _totals())
     return AbstractStep(
         config,
@@ -217,11 +216,6 @@ def _visual(rows: int, tokens: int, config: Qwen3VLConfig, dtype: Any) -> Any:
     """Features of visual tokens: the tower's output, and one vector per DeepStack level."""
     levels = 1 + config.vision.levels
     return _shape((rows, tokens, levels, config.text.hidden_size), dtype)
-
-
-def _vectors(slots: int, config: Qwen3VLConfig, dtype: Any) -> Any:
-    """Visual vectors: the tower's output, and one vector per DeepStack level."""
-    return _shape((slots, 1 + config.vision.levels, config.text.hidden_size), dtype)
 
 
 def _microbatch(size: MicrobatchShape, shape: StepShape) -> Microbatch:
