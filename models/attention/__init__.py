@@ -1,7 +1,7 @@
 """Attention: `attend` for sequences; `DenseCache` and `PagedCache` for one new token per row.
 
-A token sees earlier tokens of its segment, and shared tokens before them: the valid positions of a
-prefix of several rows, or the prompt of its group at the beginning of a packed row. The kernel is
+A token sees earlier tokens of its segment, and tokens before them: the valid positions of its row's
+prefix, or the prompt of its group at the beginning of a packed row. The kernel is
 Splash on TPU (`splash`; `flash` for packed rows), cuDNN on GPU (`cudnn`), and plain XLA (`xla`)
 elsewhere or for arrays that a kernel does not support. Over several devices, kernels run inside
 `spread`. All kernels give valid tokens the same vectors; vectors of padding may differ.
@@ -45,8 +45,8 @@ def attend(
     *,
     causal: bool = True,
     segment_ids: Int[Array | np.ndarray, "b t"] | None = None,
-    prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None = None,
-    prefix_mask: Bool[Array | np.ndarray, "p s"] | None = None,
+    prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]] | None = None,
+    prefix_mask: Bool[Array | np.ndarray, "b s"] | None = None,
     starts: Int[Array | np.ndarray, "b t"] | None = None,
     shared: Int[Array | np.ndarray, " b"] | None = None,
     pieces: int = 1,
@@ -55,13 +55,11 @@ def attend(
 ) -> Float[Array, "b t n h"]:
     """Grouped-query attention; query head i uses kv head i // (n / k).
 
-    With a prefix of s = 3 positions that two rows of t = 2 tokens share, the tokens see (#):
+    Behind a prefix of s = 3 positions, the t = 2 tokens of a row see (#):
 
-                         prefix   row 0   row 1
-        row 0, token 0   # # #    # .     . .
-        row 0, token 1   # # #    # #     . .
-        row 1, token 0   # # #    . .     # .
-        row 1, token 1   # # #    . .     # #
+                  prefix   row
+        token 0   # # #    # .
+        token 1   # # #    # #
 
     A packed row (`starts` and `shared`) holds prompts, and then segments that continue them. Here
     groups 1 and 2 have a prompt each, and group 1 has two segments:
@@ -92,27 +90,27 @@ def attend(
         causal: whether a token sees only itself and earlier tokens of its row.
         segment_ids: a token sees tokens of the same segment; None: of its whole row. With a prefix
             a row is one segment, where 0 is padding and any other number is valid.
-        prefix: keys and values of p prompts, not repeated. With g = b / p, rows
-            r * g ... r * g + g - 1 see prompt r.
+        prefix: keys and values of tokens before each row.
         prefix_mask: which prefix positions are valid; None: all.
         starts: packed rows: the place where the token's own segment, or prompt, begins. Places
             count from the beginning of the row, or of its first piece.
         shared: packed rows: number of leading places that hold prompts. All pieces of a row repeat
             its number.
-        pieces: number of consecutive rows that form one sequence, each on a device of its own. It
-            applies to the rows of the prefix, or without one to those of q, k and v.
-        chunk: queries that the XLA kernel takes at a time.
+        pieces: number of consecutive rows that form one sequence, each on a device of its own.
+        chunk: queries that the XLA kernel takes at a time; of packed rows at most `xla.TILE`, since
+            they are computed in tiles of this side.
         implementation: the kernel; None chooses the fastest that supports the case. A named kernel
             also runs away from its device, slowly, for tests.
 
     Raises:
-        ValueError: a prefix with causal=False; `starts` without `shared` and `segment_ids`, or with
-            a prefix or causal=False; a named kernel that does not support the case.
+        ValueError: a prefix with causal=False or pieces; `starts` without `shared` and
+            `segment_ids`, or with a prefix or causal=False; a named kernel that does not support
+            the case.
     """
-    if prefix is not None and not causal:
+    if prefix is not None and (not causal or pieces > 1):
         raise ValueError(
-            "causal = False: a prefix comes before its rows; leave causal True, or put the prefix "
-            "into the rows"
+            f"causal = {causal}, pieces = {pieces}: a prefix comes before whole rows; leave causal "
+            "True and pieces 1, or put the prefix into the rows"
         )
     packed = starts is not None or shared is not None
     missing = starts is None or shared is None or segment_ids is None
@@ -136,7 +134,7 @@ def attend(
     name = implementation or choose(target, q, k, prefix, pieces, packed)
     if name != "xla" and packed != (name == "flash"):
         raise ValueError(f"implementation = {name!r}: 'flash' is for packed rows; leave it None")
-    run = spread.attend if spread.fits(q, k, prefix, pieces) else spread.join
+    run = spread.attend if spread.fits(q, k, pieces) else spread.join
     return run(functools.partial(kernels[name], causal=causal), q, k, v, prefix, masks, pieces)
 
 
@@ -144,13 +142,13 @@ def choose(
     target: str,
     q: Float[Array | jax.ShapeDtypeStruct, "b t n h"],
     k: Float[Array | jax.ShapeDtypeStruct, "b t k h"],
-    prefix: spread.AnyPrefix | None = None,
+    prefix: tuple[Array | jax.ShapeDtypeStruct, Array | jax.ShapeDtypeStruct] | None = None,
     pieces: int = 1,
     packed: bool = False,
 ) -> Implementation:
     """The kernel of the platform `target` if it supports these arrays, else XLA."""
     # The compiler cannot shard the kernels of a TPU: over several devices it needs `spread`.
-    whole_or_spread = current_mesh() is None or spread.fits(q, k, prefix, pieces)
+    whole_or_spread = current_mesh() is None or spread.fits(q, k, pieces)
     if target == "tpu" and splash.supports(q) and whole_or_spread:
         return "flash" if packed else "splash"
     if target == "gpu" and not packed and cudnn.supports(q, prefix):

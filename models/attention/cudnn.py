@@ -1,7 +1,6 @@
 """Attention on GPU: cuDNN's flash attention, through `jax.nn.dot_product_attention`.
 
-The kernel has no shared keys, so a prefix is repeated for each of its rows. Away from a GPU the
-same call runs in XLA, for tests.
+A prefix is joined to the keys of its row. Away from a GPU the same call runs in XLA, for tests.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def attend(
     v: Float[Array, "b t k h"],
     *,
     causal: bool,
-    prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None,
+    prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]] | None,
     masks: Masks,
     implementation: Literal["cudnn", "xla"],
 ) -> Float[Array, "b t n h"]:
@@ -47,9 +46,8 @@ def attend(
         mask = _prefix_mask(q, prefix, masks.prefix, mask)
         # The mask is causal already. The kernel's own would count from the first prefix position.
         causal = False
-        group = len(q) // len(prefix[0])
-        k = jnp.concatenate([jnp.repeat(prefix[0], group, axis=0), k], axis=1)
-        v = jnp.concatenate([jnp.repeat(prefix[1], group, axis=0), v], axis=1)
+        k = jnp.concatenate([prefix[0], k], axis=1)
+        v = jnp.concatenate([prefix[1], v], axis=1)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -62,15 +60,14 @@ def attend(
 
 def _prefix_mask(
     q: Float[Array, "b t n h"],
-    prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]],
-    prefix_mask: Bool[Array, "p s"] | None,
+    prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]],
+    prefix_mask: Bool[Array, "b s"] | None,
     same_segment: Bool[Array, "b t t"] | None,
 ) -> Bool[Array, "b t s_plus_t"]:
     """Which of [prefix, own row] each query sees."""
     b, t = q.shape[:2]
-    p, s = prefix[0].shape[:2]
-    valid = jnp.ones((p, s), bool) if prefix_mask is None else prefix_mask
-    valid = jnp.repeat(valid, b // p, axis=0)
+    s = prefix[0].shape[1]
+    valid = jnp.ones((b, s), bool) if prefix_mask is None else prefix_mask
     own = jnp.broadcast_to(jnp.tri(t, dtype=bool)[None], (b, t, t))
     if same_segment is not None:
         own = own & same_segment

@@ -35,20 +35,18 @@ def attend(
     v: Float[Array, "b t k h"],
     *,
     causal: bool,
-    prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None,
+    prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]] | None,
     masks: Masks,
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
     """`attention.attend` on this kernel, which has no packed rows."""
     segments = jnp.ones(q.shape[:2], jnp.int32) if masks.segments is None else masks.segments
     if prefix is None:
-        # A prefix of length 0 for every row: each row is a group of its own.
+        # A prefix of length 0 for every row.
         prefix = (k[:, :0], v[:, :0])
     valid = jnp.ones(prefix[0].shape[:2], bool) if masks.prefix is None else masks.prefix
-    before = [jnp.repeat(x, len(q) // len(x), axis=0) for x in (*prefix, valid)]
-    return _attend_behind(
-        q * q.shape[-1] ** -0.5, k, v, segments, *before, causal=causal, interpret=interpret
-    )
+    q = q * q.shape[-1] ** -0.5
+    return _attend_behind(q, k, v, segments, *prefix, valid, causal=causal, interpret=interpret)
 
 
 def _attend_behind(

@@ -1,14 +1,13 @@
 """Attention over a mesh: kernels run in a `shard_map`, since the compiler cannot shard them.
 
 Each device gets whole sequences, and with `tensor` whole kv heads of them. If there are fewer
-prompts than devices, a prompt is cut into pieces, one per device:
+sequences than devices, a sequence is cut into pieces, one per device:
 
     devices      0         1         2         3
-    pieces     A[0:t]    A[t:2t]   B[0:t]    B[t:2t]      (2 prompts, pieces = 2)
+    pieces     A[0:t]    A[t:2t]   B[0:t]    B[t:2t]      (2 sequences, pieces = 2)
 
-In a prompt's own attention, its devices exchange pieces of all heads for the whole prompt of some
-heads, and back again afterwards. Rows that attend to a prompt gather its keys and values from its
-devices only. A kernel therefore sees the sequences that it would see on one device.
+The devices of a sequence exchange pieces of all heads for the whole sequence of some heads, and
+back again afterwards. A kernel therefore sees the sequences that it would see on one device.
 """
 
 from __future__ import annotations
@@ -26,29 +25,22 @@ from models.attention.target import Masks
 from models.sharding import BATCH, ROWS, current_mesh, row_devices
 
 Kernel = Callable[..., Float[Array, "b t n h"]]
-Prefix = tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]]
-AnyPrefix = tuple[
-    Float[Array | jax.ShapeDtypeStruct, "p s k h"], Float[Array | jax.ShapeDtypeStruct, "p s k h"]
-]
+Prefix = tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]]
 
 
 def fits(
     q: Float[Array | jax.ShapeDtypeStruct, "b t n h"],
     k: Float[Array | jax.ShapeDtypeStruct, "b t k h"],
-    prefix: AnyPrefix | None,
     pieces: int,
 ) -> bool:
-    """Whether a mesh is set over which heads, rows, and prompts (or their pieces) divide."""
+    """Whether a mesh is set over which heads and rows divide."""
     mesh = current_mesh()
     if mesh is None:
         return False
     devices = row_devices(mesh)
-    prompts = len(k if prefix is None else prefix[0])
     # With pieces, every device holds exactly one.
-    prompts_fit = prompts == devices if pieces > 1 else prompts % devices == 0
-    rows_fit = q.shape[0] % devices == 0
-    heads_fit = math.gcd(q.shape[2], k.shape[2]) % mesh.shape["tensor"] == 0
-    return prompts_fit and rows_fit and heads_fit
+    rows_fit = len(q) == devices if pieces > 1 else len(q) % devices == 0
+    return rows_fit and math.gcd(q.shape[2], k.shape[2]) % mesh.shape["tensor"] == 0
 
 
 def attend(
@@ -63,15 +55,12 @@ def attend(
     """Runs `kernel` on every device of the current mesh; `pieces` as in `attention.attend`."""
     mesh = current_mesh()
     assert mesh is not None
-    # blocks[i]: the row devices that hold the pieces of prompt i, in order.
+    # blocks[i]: the row devices that hold the pieces of sequence i, in order.
     blocks = [[*range(first, first + pieces)] for first in range(0, row_devices(mesh), pieces)]
 
     def local(q, k, v, prefix, masks):
-        if pieces > 1 and prefix is None:
-            return _attend_in_pieces(kernel, q, k, v, masks, blocks)
         if pieces > 1:
-            prefix, mask = jax.tree.map(lambda x: _gather(x, blocks), (prefix, masks.prefix))
-            masks = masks._replace(prefix=mask)
+            return _attend_in_pieces(kernel, q, k, v, masks, blocks)
         return kernel(q, k, v, prefix=prefix, masks=masks)
 
     arrays = (q, k, v, prefix, masks)
@@ -96,9 +85,8 @@ def join(
         """[sequences * pieces, t, ...] -> [sequences, pieces * t, ...]"""
         return jax.tree.map(lambda x: x.reshape(len(x) // pieces, -1, *x.shape[2:]), arrays)
 
-    if prefix is not None:
-        prefix, mask = whole((prefix, masks.prefix))
-        return kernel(q, k, v, prefix=prefix, masks=masks._replace(prefix=mask))
+    if pieces == 1:
+        return kernel(q, k, v, prefix=prefix, masks=masks)
     queries, k, v, segments, starts = whole((q, k, v, masks.segments, masks.starts))
     shared = None if masks.shared is None else masks.shared[::pieces]
     masks = Masks(segments, None, starts, shared)
@@ -113,7 +101,7 @@ def _attend_in_pieces(
     masks: Masks,
     blocks: list[list[int]],
 ) -> Float[Array, "1 t n h"]:
-    """Attention of this device's piece to its whole prompt or row."""
+    """Attention of this device's piece to its whole sequence."""
     pieces = len(blocks[0])
     t = q.shape[1]
     heads = q.shape[2]
@@ -121,10 +109,10 @@ def _attend_in_pieces(
     segments, starts = jax.tree.map(lambda x: _gather(x, blocks), (masks.segments, masks.starts))
     masks = Masks(segments, None, starts, masks.shared)
     if heads % pieces or (kv_heads % pieces and pieces % kv_heads):
-        # Heads do not divide: every device computes the whole prompt, and keeps its own piece.
+        # Heads do not divide: every device computes the whole sequence, and keeps its own piece.
         q, k, v = (_gather(x, blocks) for x in (q, k, v))
         out = kernel(q, k, v, prefix=None, masks=masks)
-        # This device's number among those of its prompt, which are consecutive.
+        # This device's number among those of its sequence, which are consecutive.
         number = jax.lax.axis_index(ROWS) % pieces
         return jax.lax.dynamic_slice_in_dim(out, number * t, t, 1)
 
@@ -141,5 +129,5 @@ def _attend_in_pieces(
 
 
 def _gather(x: Array, blocks: list[list[int]]) -> Array:
-    """All pieces of this device's prompt, joined along positions."""
+    """All pieces of this device's sequence, joined along positions."""
     return jax.lax.all_gather(x, ROWS, axis=1, axis_index_groups=blocks, tiled=True)

@@ -17,7 +17,7 @@ class Masks(NamedTuple):
     """What hides keys besides causality; None: nothing does. `attention.attend` explains each."""
 
     segments: Int[Array, "b t"] | None = None
-    prefix: Bool[Array, "p s"] | None = None
+    prefix: Bool[Array, "b s"] | None = None
     starts: Int[Array, "b t"] | None = None
     shared: Int[Array, " b"] | None = None
 

@@ -2,14 +2,14 @@
 
 The backward pass computes the scores again from the log-sum-exp, as FlashAttention does: on CPU,
 saving and loading scores takes several times as long as computing them. Both passes hold the scores
-of one chunk at a time. The result does not depend on the chunk size, and a shared prefix gives what
-the same tokens in every row would give. In packed rows, a chunk takes its keys tile by tile and
-skips the tiles that it does not see: the cost follows the visible pairs, not the square of the row.
+of one chunk at a time. The result does not depend on the chunk size. In packed rows, a chunk takes
+its keys tile by tile and skips the tiles that it does not see: the cost follows the visible pairs,
+not the square of the row.
 
 Softmax is in float32, as are all sums over keys: in bfloat16 they would lose small weights.
 
-Shapes: b rows, p prompts with g = b / p rows each; t positions of a row, c of a chunk, s keys; k kv
-heads, r query heads per kv head, h head_dim.
+Shapes: b rows; t positions of a row, c of a chunk, s keys; k kv heads, r query heads per kv head,
+h head_dim.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MASKED = -1e30
 
 
 class _Keys(NamedTuple):
-    """Keys and values, heads before positions: those of each row, and those of shared prompts."""
+    """Keys and values, heads before positions: those of each row, and those of its prefix."""
 
     k: Float[Array, "b k t h"]
     v: Float[Array, "b k t h"]
-    prefix_k: Float[Array, "p k s h"] | None
-    prefix_v: Float[Array, "p k s h"] | None
+    prefix_k: Float[Array, "b k s h"] | None
+    prefix_v: Float[Array, "b k s h"] | None
 
 
 class _Partial(NamedTuple):
@@ -59,7 +59,7 @@ def attend(
     v: Float[Array, "b t k h"],
     *,
     causal: bool,
-    prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None,
+    prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]] | None,
     masks: Masks,
     chunk: int,
 ) -> Float[Array, "b t n h"]:
@@ -97,9 +97,8 @@ def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: Masks, causal: bo
         scores = _own_scores(part, keys.k[:, :, : span.end], masks, causal, start)
         found = _weigh(scores, keys.v[:, :, : span.end])
         if keys.prefix_k is not None and keys.prefix_v is not None:
-            scores = _prefix_scores(_fold(part, keys.prefix_k), keys.prefix_k, masks.prefix)
-            shared = _weigh(scores, keys.prefix_v)
-            found = _merge(found, _Partial(*(_unfold(x, part) for x in shared)))
+            scores = _prefix_scores(part, keys.prefix_k, masks.prefix)
+            found = _merge(found, _weigh(scores, keys.prefix_v))
         chunk_out = (found.values / found.weights[..., None]).astype(q.dtype)
         chunk_logsumexp = found.top + jnp.log(found.weights)
         return _put(out, chunk_out, start), _put(logsumexp, chunk_logsumexp, start)
@@ -130,10 +129,9 @@ def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"])
         d_v = _put(d_keys.v, d_keys.v[:, :, : span.end] + d_v, 0)
         d_prefix = (None, None)
         if keys.prefix_k is not None:
-            folded = [_fold(x, keys.prefix_k) for x in parts]
-            scores = _prefix_scores(folded[0], keys.prefix_k, masks.prefix)
-            more, *d_prefix = _grads(folded[0], keys.prefix_k, keys.prefix_v, scores, *folded[1:])
-            d_part = d_part + _unfold(more, parts[0])
+            scores = _prefix_scores(parts[0], keys.prefix_k, masks.prefix)
+            more, *d_prefix = _grads(parts[0], keys.prefix_k, keys.prefix_v, scores, *parts[1:])
+            d_part = d_part + more
             d_prefix = [d_keys.prefix_k + d_prefix[0], d_keys.prefix_v + d_prefix[1]]
         return _put(d_q, d_part.astype(q.dtype), start), _Keys(d_k, d_v, *d_prefix)
 
@@ -318,8 +316,8 @@ def _own_scores(
 
 
 def _prefix_scores(
-    q: Float[Array, "p k c r h"], k: Float[Array, "p k s h"], valid: Bool[Array, "p s"] | None
-) -> Float[Array, "p k c r s"]:
+    q: Float[Array, "b k c r h"], k: Float[Array, "b k s h"], valid: Bool[Array, "b s"] | None
+) -> Float[Array, "b k c r s"]:
     scores = _scores(q, k)
     if valid is None:
         return scores
@@ -355,20 +353,6 @@ def _grads(
     d_v = _collect(weights.astype(d_out.dtype), d_out)
     d_scores = (weights * (_scores(d_out, v) - delta[..., None])).astype(q.dtype)
     return _apply(d_scores, k), _collect(d_scores, q), d_v
-
-
-def _fold(x: Array, prefix: Array) -> Array:
-    """[b, k, t, ...] -> [p, k, g * t, ...]: a prompt's rows become more queries of its keys."""
-    p = prefix.shape[0]
-    b, k, t, *rest = x.shape
-    return x.reshape(p, b // p, k, t, *rest).swapaxes(1, 2).reshape(p, k, b // p * t, *rest)
-
-
-def _unfold(x: Array, q: Array) -> Array:
-    """Reverses `_fold`: [p, k, g * t, ...] -> [b, k, t, ...], with b and t of `q`."""
-    b, _, t = q.shape[:3]
-    p, k, _, *rest = x.shape
-    return x.reshape(p, k, b // p, t, *rest).swapaxes(1, 2).reshape(b, k, t, *rest)
 
 
 # The matmuls below join rows and kv heads into one batch axis: with two, XLA on CPU takes several

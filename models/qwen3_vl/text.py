@@ -45,9 +45,8 @@ class KV(NamedTuple):
 class VisualBank(NamedTuple):
     """Visual vectors of a batch, and the vector that each of its tokens takes.
 
-    A sequence has one bank of m vectors, which all its pieces share: n = b / pieces banks. Or all
-    rows share one bank: n = 1. Level 0 of a vector replaces the token's embedding; level 1 + i is
-    added after decoder layer i (DeepStack).
+    Every row has a bank of m vectors of its own, or all rows share one: n = 1. Level 0 of a vector
+    replaces the token's embedding; level 1 + i is added after decoder layer i (DeepStack).
     """
 
     vectors: Float[Array | np.ndarray, "n m c d"]
@@ -77,9 +76,7 @@ class VisualBank(NamedTuple):
             # Every row indexes the same array, so the compiler keeps rows sharded.
             vectors = bank[0][places]
         else:
-            # [b, t] -> [n, pieces * t, 1]: the pieces of a sequence read their common bank.
-            places = places.reshape(len(bank), -1, 1)
-            vectors = jnp.take_along_axis(bank, places, axis=1).reshape(like.shape)
+            vectors = jnp.take_along_axis(bank, places[..., None], axis=1)
         return jnp.where(self.index[..., None] >= 0, constrain(vectors, ROWS), 0)
 
 
@@ -195,7 +192,7 @@ class TextDecoder(nnx.Module):
         visual: Float[Array | np.ndarray, "n m c d"] | None = None,
         visual_index: Int[Array | np.ndarray, "b t"] | None = None,
         prefix: KV | Callable[[Int[Array, ""]], KV] | None = None,
-        prefix_mask: Bool[Array | np.ndarray, "p s"] | None = None,
+        prefix_mask: Bool[Array | np.ndarray, "b s"] | None = None,
         starts: Int[Array | np.ndarray, "b t"] | None = None,
         shared: Int[Array | np.ndarray, " b"] | None = None,
         pieces: int = 1,
@@ -210,18 +207,17 @@ class TextDecoder(nnx.Module):
             positions: time, height and width of every token (`rope.mrope_positions`).
             segment_ids: tokens attend causally to tokens of the same segment; 0 is padding. None:
                 every row is one segment.
-            visual: banks of m visual vectors, one bank per sequence or one for all rows;
-                c = 1 + DeepStack levels.
+            visual: banks of m visual vectors, one per row or one for all rows; c = 1 + DeepStack
+                levels.
             visual_index: the vector in the bank that each token takes, -1 for text.
-            prefix: keys and values of p prompts. With g = b / p, rows r * g ... r * g + g - 1 also
-                attend to prompt r, and each of these rows is one segment. A function from a layer's
-                number to its keys and values reads only one layer at a time.
+            prefix: keys and values of s tokens before each row. Each row is then one segment. A
+                function from a layer's number to its keys and values reads only one layer at a
+                time.
             prefix_mask: which prefix positions are valid; None: all.
             starts: packed rows (`attention.attend`): the place where the token's own segment, or
                 prompt, begins.
             shared: packed rows: number of leading places that hold prompts.
-            pieces: number of consecutive rows that form one sequence: rows of the prefix, or of
-                `ids` without a prefix.
+            pieces: number of consecutive rows that form one sequence.
             remat: what is kept for the backward pass.
 
         Returns:

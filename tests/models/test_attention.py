@@ -25,7 +25,7 @@ rng = np.random.default_rng(0)
 
 
 def textbook(q, k, v, prefix=None, *, causal=True, segment_ids=None, prefix_mask=None):
-    """Softmax over all keys at once, heads and prefix repeated."""
+    """Softmax over all keys at once, heads repeated."""
     b, t, n, h = q.shape
     kv = k.shape[2]
     segments = jnp.ones((b, t), int) if segment_ids is None else segment_ids
@@ -35,12 +35,11 @@ def textbook(q, k, v, prefix=None, *, causal=True, segment_ids=None, prefix_mask
     if causal:
         seen &= np.tri(t, dtype=bool)[None]
     if prefix is not None:
-        p, s = prefix[0].shape[:2]
-        group = b // p
-        k = jnp.concatenate([prefix[0].repeat(group, 0), k], 1)
-        v = jnp.concatenate([prefix[1].repeat(group, 0), v], 1)
-        valid = np.ones((p, s), bool) if prefix_mask is None else prefix_mask
-        valid = jnp.broadcast_to(valid.repeat(group, 0)[:, None], (b, t, s))
+        s = prefix[0].shape[1]
+        k = jnp.concatenate([prefix[0], k], 1)
+        v = jnp.concatenate([prefix[1], v], 1)
+        valid = np.ones((b, s), bool) if prefix_mask is None else prefix_mask
+        valid = jnp.broadcast_to(valid[:, None], (b, t, s))
         seen = jnp.concatenate([valid, seen], 2)
     k = k.repeat(n // kv, 2)
     v = v.repeat(n // kv, 2)
@@ -48,13 +47,13 @@ def textbook(q, k, v, prefix=None, *, causal=True, segment_ids=None, prefix_mask
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), v)
 
 
-def case(b, t, n, kv, h, *, p=0, s=0, **options):
+def case(b, t, n, kv, h, *, s=0, **options):
     """Arrays (q, k, v, prefix), and options of `attend`."""
 
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    prefix = (draw(p, s, kv, h), draw(p, s, kv, h)) if p else None
+    prefix = (draw(b, s, kv, h), draw(b, s, kv, h)) if s else None
     return (draw(b, t, n, h), draw(b, t, kv, h), draw(b, t, kv, h), prefix), options
 
 
@@ -71,14 +70,14 @@ CASES = {
     "packed frames": case(
         1, 140, 2, 2, 72, causal=False, segment_ids=ids([(1, 60), (2, 60), (0, 20)])
     ),
-    "one row over a prefix": case(1, 20, 2, 2, 64, p=1, s=130),
-    "groups over prefixes": case(
-        6, 50, 4, 2, 128, p=2, s=90,
+    "one row behind a prefix": case(1, 20, 2, 2, 64, s=130),
+    "rows behind prefixes": case(
+        6, 50, 4, 2, 128, s=90,
         segment_ids=ids(
             [(0, 9), (1, 41)], [(1, 50)], [(1, 12), (0, 38)],
             [(5, 20), (7, 20), (0, 10)], [(0, 49), (1, 1)], [(1, 50)],
         ),
-        prefix_mask=np.arange(90) < np.array([[90], [31]]),
+        prefix_mask=np.arange(90) < np.array([[90], [31], [0], [64], [90], [1]]),
     ),
 }  # fmt: skip
 
@@ -124,7 +123,7 @@ def test_equals_the_textbook(small_tiles, name, implementation):
 
 @pytest.mark.parametrize("implementation", ["xla", "splash", "cudnn"])
 def test_bfloat16_stays_near_float32(small_tiles, implementation):
-    arrays, options = CASES["groups over prefixes"]
+    arrays, options = CASES["rows behind prefixes"]
     valid = (options["segment_ids"] != 0)[..., None, None]
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays)
     weight = rng.normal(size=arrays[0].shape) * valid
@@ -166,7 +165,7 @@ def test_under_scan_and_remat(small_tiles, implementation):
 @pytest.mark.parametrize(
     ("arrays", "options"),
     [
-        case(4, 29, 2, 1, 8, p=2, s=5, segment_ids=ids(*[[(1, 27), (0, 2)]] * 4)),
+        case(4, 29, 2, 1, 8, s=5, segment_ids=ids(*[[(1, 27), (0, 2)]] * 4)),
         case(1, 29, 2, 2, 8, causal=False, segment_ids=ids([(1, 10), (2, 17), (0, 2)])),
     ],
 )
@@ -203,7 +202,7 @@ def whole_pass(options, backward):
     [
         case(1, 4096, 2, 2, 4),
         case(1, 4096, 2, 2, 4, causal=False),
-        case(2, 2048, 2, 1, 4, p=1, s=2048),
+        case(2, 2048, 2, 1, 4, s=2048),
     ],
 )
 def test_one_chunk_of_scores_is_held_at_a_time(arrays, options, backward):
@@ -267,8 +266,10 @@ def one_token(cache, q, k, v, active):
 @pytest.mark.parametrize("shared", [False, True])
 def test_one_token_against_a_dense_cache_equals_the_last_of_a_row(shared):
     """Rows see different parts of their prompt and of their own tokens; one sees only itself."""
-    (q, k, v, prefix), _ = case(4, 7, 4, 2, 16, p=2, s=5)
-    assert prefix is not None
+    (q, k, v, every), _ = case(4, 7, 4, 2, 16, s=5)
+    assert every is not None
+    # Two prompts, each shared by two rows.
+    prefix = (every[0][:2], every[1][:2])
     own = np.arange(6) >= np.array([[0], [2], [5], [6]])
     seen = np.arange(5) < np.array([[5], [3], [1], [0]])
     given = {}
@@ -291,8 +292,10 @@ def test_one_token_against_a_dense_cache_equals_the_last_of_a_row(shared):
 def test_rows_of_a_dense_cache_keep_the_tokens_they_advanced_with():
     """In every step some rows pause. A skipped column stays invisible, earlier tokens visible."""
     b, n, kv, h, start, steps = 3, 4, 2, 16, 2, 5
-    (q, k, v, prefix), _ = case(b, start + steps, n, kv, h, p=1, s=4)
-    assert prefix is not None
+    (q, k, v, every), _ = case(b, start + steps, n, kv, h, s=4)
+    assert every is not None
+    # All rows share one prompt.
+    prefix = (every[0][:1], every[1][:1])
     seen = np.arange(4) < np.array([[4], [2], [0]])
     # One line per step, one entry per row.
     active = np.array([[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 1], [1, 1, 1]], bool)
@@ -331,8 +334,8 @@ def mesh_of(platform, *shape):
         ("tpu", jnp.float32, 7, 72, None, "splash"),
         ("tpu", jnp.float16, 8, 64, None, "xla"),
         ("tpu", jnp.bfloat16, 8, 64, (2, 2, 2), "splash"),
-        # Four prompts do not divide over eight devices, nor two kv heads over four.
-        ("tpu", jnp.bfloat16, 8, 64, (4, 2, 1), "xla"),
+        # Eight rows do not divide over six devices, nor two kv heads over four.
+        ("tpu", jnp.bfloat16, 8, 64, (3, 2, 1), "xla"),
         ("tpu", jnp.bfloat16, 8, 64, (1, 1, 4), "xla"),
         ("gpu", jnp.bfloat16, 8, 64, None, "cudnn"),
         ("gpu", jnp.float32, 8, 64, None, "xla"),
@@ -342,7 +345,7 @@ def mesh_of(platform, *shape):
 )
 def test_the_kernel_fits_platform_type_lengths_and_mesh(platform, dtype, t, h, mesh, chosen):
     q, k, past = (
-        jax.ShapeDtypeStruct(shape, dtype) for shape in ((8, t, 4, h), (8, t, 2, h), (4, 10, 2, h))
+        jax.ShapeDtypeStruct(shape, dtype) for shape in ((8, t, 4, h), (8, t, 2, h), (8, 10, 2, h))
     )
     with jax.sharding.use_abstract_mesh(mesh_of(platform, *(mesh or (1, 1, 1)))):
         assert choose(platform, q, k, (past, past)) == chosen
@@ -356,15 +359,17 @@ def test_the_platform_of_the_mesh_chooses_the_kernel(platform, kernel):
     assert "shard_map" in program and ("pallas_call" in program) == kernel
 
 
-def test_a_prefix_without_causality_is_refused():
-    (q, k, v, prefix), _ = case(2, 4, 2, 1, 8, p=1, s=3)
+def test_a_prefix_without_causality_or_of_pieces_is_refused():
+    (q, k, v, prefix), _ = case(2, 4, 2, 1, 8, s=3)
     with pytest.raises(ValueError, match="causal = False"):
         attend(q, k, v, causal=False, prefix=prefix)
+    with pytest.raises(ValueError, match="pieces = 2"):
+        attend(q, k, v, prefix=prefix, pieces=2)
 
 
 @pytest.mark.slow
 def test_eight_devices_equal_one():
-    """The interpreted TPU kernel over groups, with gradients, with and without a mesh."""
+    """The interpreted TPU kernel behind prefixes, with gradients, with and without a mesh."""
     run(
         """
         import jax, jax.numpy as jnp, numpy as np
@@ -376,9 +381,9 @@ def test_eight_devices_equal_one():
         splash.BLOCK = 128
         rng = np.random.default_rng(0)
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-        prefix = draw(8, 120, 2, 64), draw(8, 120, 2, 64)
+        prefix = draw(16, 120, 2, 64), draw(16, 120, 2, 64)
         arrays = draw(16, 20, 4, 64), draw(16, 20, 2, 64), draw(16, 20, 2, 64), prefix
-        masks = rng.integers(0, 2, (16, 20)).astype(np.int32), rng.integers(0, 2, (8, 120)) > 0
+        masks = rng.integers(0, 2, (16, 20)).astype(np.int32), rng.integers(0, 2, (16, 120)) > 0
 
         def loss(arrays, masks):
             q, k, v, prefix = arrays
@@ -404,20 +409,19 @@ def test_eight_devices_equal_one():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "pieces", "chosen"),
+    ("rows", "pieces", "chosen"),
     [(4, 1, "xla"), (8, 2, "splash"), (8, 1, "splash"), (4, 2, "xla")],
 )
-def test_prompts_that_are_fewer_than_devices_need_pieces(prompts, pieces, chosen):
-    q, k, past = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        for shape in ((8, 8, 4, 64), (8, 8, 2, 64), (prompts, 10, 2, 64))
+def test_sequences_that_are_fewer_than_devices_need_pieces(rows, pieces, chosen):
+    q, k = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 8, 4, 64), (rows, 8, 2, 64))
     )
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", 2, 4, 1)):
-        assert choose("tpu", q, k, (past, past), pieces) == chosen
+        assert choose("tpu", q, k, pieces=pieces) == chosen
 
 
 @pytest.mark.slow
-def test_prompts_in_pieces_equal_whole_ones():
+def test_sequences_in_pieces_equal_whole_ones():
     """With gradients. Heads divide over the pieces, or kv heads are repeated, or neither works."""
     run(
         """
@@ -429,33 +433,22 @@ def test_prompts_in_pieces_equal_whole_ones():
         rng = np.random.default_rng(0)
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
 
-        def loss(arrays, masks, pieces):
-            q, k, v, prompt_q, prompt_k, prompt_v = arrays
-            prompts = attend(prompt_q, prompt_k, prompt_v, segment_ids=masks[1], pieces=pieces)
-            mask = masks[1] > 0
-            rows = attend(
-                q, k, v,
-                segment_ids=masks[0], prefix=(prompt_k, prompt_v), prefix_mask=mask, pieces=pieces,
-            )
-            rows = rows * masks[0][..., None, None]
-            prompts = prompts * mask[..., None, None]
-            return (rows**2).sum() + (prompts**3).sum()
+        def loss(arrays, segments, pieces):
+            out = attend(*arrays, segment_ids=segments, pieces=pieces)
+            return ((out * segments[..., None, None]) ** 3).sum()
 
         run = jax.jit(jax.value_and_grad(loss), static_argnums=2)
-        cases = (  # prompts, pieces, mesh
+        cases = (  # sequences, pieces, mesh
             (4, 2, (2, 4, 1)), (2, 4, (1, 8, 1)), (1, 8, (2, 4, 1)), (2, 2, (2, 2, 2)),
         )
         for p, pieces, shape in cases:
-            rows = draw(8, 6, 4, 8), draw(8, 6, 2, 8), draw(8, 6, 2, 8)
-            prompts = draw(p, 16, 4, 8), draw(p, 16, 2, 8), draw(p, 16, 2, 8)
-            arrays = *rows, *prompts
-            valid = np.arange(16) < rng.integers(5, 17, (p, 1))
-            masks = rng.integers(0, 2, (8, 6)).astype(np.int32), valid.astype(np.int32)
-            value, gradients = run(arrays, masks, 1)
-            cut = lambda x: x if len(x) == 8 else x.reshape(p * pieces, -1, *x.shape[2:])
+            arrays = draw(p, 16, 4, 8), draw(p, 16, 2, 8), draw(p, 16, 2, 8)
+            segments = (np.arange(16) < rng.integers(5, 17, (p, 1))).astype(np.int32)
+            value, gradients = run(arrays, segments, 1)
+            cut = lambda x: x.reshape(p * pieces, -1, *x.shape[2:])
             mesh = make_mesh(*shape)
             with jax.set_mesh(mesh):
-                in_pieces = jax.tree.map(cut, (arrays, masks))
+                in_pieces = jax.tree.map(cut, (arrays, segments))
                 placed = jax.device_put(in_pieces, NamedSharding(mesh, BATCH))
                 text = run.lower(*placed, pieces).as_text()
                 found, parts = run(*placed, pieces)
@@ -471,8 +464,8 @@ def test_prompts_in_pieces_equal_whole_ones():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompts", [0, 4])
-def test_the_decoder_compiles_for_tpu_with_the_kernel(prompts):
+@pytest.mark.parametrize("prefix", [0, 640])
+def test_the_decoder_compiles_for_tpu_with_the_kernel(prefix):
     """Forward and gradient for a TPU topology, compiled without a TPU: at least three kernels."""
     pytest.importorskip("libtpu")
     run(
@@ -496,12 +489,12 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel(prompts):
         graph, state = nnx.split(text)
         rows = NamedSharding(mesh, BATCH)
         array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-        b, t, p, s = 8, 640, {prompts}, 640
+        b, t, s = 8, 640, {prefix}
         batch = dict(ids=array(jnp.int32, b, t), segment_ids=array(jnp.int32, b, t))
-        if p:
-            prompts = NamedSharding(mesh, jax.P(None, *BATCH))
-            past = jax.ShapeDtypeStruct((2, p, s, 2, 128), jnp.bfloat16, sharding=prompts)
-            batch |= dict(prefix=KV(past, past), prefix_mask=array(jnp.bool, p, s))
+        if s:
+            by_row = NamedSharding(mesh, jax.P(None, *BATCH))
+            past = jax.ShapeDtypeStruct((2, b, s, 2, 128), jnp.bfloat16, sharding=by_row)
+            batch |= dict(prefix=KV(past, past), prefix_mask=array(jnp.bool, b, s))
 
         def loss(state, batch):
             positions = jnp.broadcast_to(jnp.arange(t), (3, b, t))

@@ -159,13 +159,16 @@ def test_every_visual_level_and_position_axis_counts(model, visual_batch):
         assert np.abs(np.asarray(other) - hidden)[:, 12:].max() > 1e-3
 
 
-def test_suffixes_over_a_shared_prefix_equal_whole_rows(model, visual_batch):
+def test_suffixes_behind_a_prefix_equal_whole_rows(model, visual_batch):
     p, s, g, t = 2, 24, 3, 9
     lengths = np.array([24, 17])
     rng = np.random.default_rng(1)
     suffix = rng.integers(0, 97, (p * g, t))
     valid = np.arange(s) < lengths[:, None]
     _, prefix = run(model.text, visual_batch | {"segment_ids": valid.astype(np.int32)})
+    # Three suffixes of each prompt.
+    prefix = jax.tree.map(lambda x: jnp.repeat(x, g, axis=1), prefix)
+    valid = np.repeat(valid, g, axis=0)
     start = np.repeat(lengths + 2, g)[:, None] + np.arange(t)
     positions = np.broadcast_to(start, (3, p * g, t))
     hidden, kv = run(
@@ -187,7 +190,7 @@ def test_suffixes_over_a_shared_prefix_equal_whole_rows(model, visual_batch):
         close(kv.k[:, row], whole_kv.k[:, 0, n:])
 
 
-def test_gradients_through_a_shared_prefix_equal_those_of_whole_rows(model):
+def test_gradients_through_a_prefix_equal_those_of_whole_rows(model):
     rng = np.random.default_rng(2)
     prompt = rng.integers(0, 97, (1, 11))
     suffix = rng.integers(0, 97, (3, 6))
@@ -196,6 +199,7 @@ def test_gradients_through_a_shared_prefix_equal_those_of_whole_rows(model):
 
     def shared(text):
         _, prefix = text(prompt, spots(0, 11, 1))
+        prefix = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=1), prefix)
         return (text(suffix, spots(11, 17, 3), prefix=prefix)[0] * weight).sum()
 
     def plain(text):

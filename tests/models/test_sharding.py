@@ -157,7 +157,7 @@ TEXT = TextConfig(
 
 
 def make_batch() -> dict[str, Any]:
-    """Eight prompts of 12 tokens, two of them visual, and 16 continuations of 6.
+    """Eight prompts of 12 tokens, two of them visual, each with a continuation of 6.
 
     Prompts have images and videos of different sizes.
     """
@@ -169,7 +169,7 @@ def make_batch() -> dict[str, Any]:
     return {
         "prompts": rng.integers(0, 96, (8, 12)),
         "index": index,
-        "ids": rng.integers(0, 96, (16, 6)),
+        "ids": rng.integers(0, 96, (8, 6)),
         "patches": rng.normal(size=(8, 16, VISION.patch_dim)).astype(np.float32),
         "layout": jax.tree.map(lambda *rows: np.concatenate(rows), *layouts),
     }
@@ -184,7 +184,7 @@ def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Ar
     prompts, prefix = model.text(
         batch["prompts"], spots(0, 12, 8), visual=visual, visual_index=batch["index"]
     )
-    hidden, _ = model.text(batch["ids"], spots(12, 18, 16), prefix=prefix, remat="full")
+    hidden, _ = model.text(batch["ids"], spots(12, 18, 8), prefix=prefix, remat="full")
     logprobs = model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2)
     return -logprobs.mean(), (prompts[:, -1], prefix)
 
