@@ -220,7 +220,6 @@ class FrameFeatures:
         # Videos that could not be read, with the reason.
         self.unreadable: dict[str, str] = {}
         self.encoded_frames = 0
-        self.dtype = np.dtype(np.float32)
         if tower is not None:
             self.dtype = np.dtype(tower.dtype)
             graph, weights = nnx.split(tower)

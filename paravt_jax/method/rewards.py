@@ -6,7 +6,7 @@
     R_fmt   format_base + anchor_weight * R_anchor, clipped to [0, 1] by default
     R_tool  executed calls, and a right answer after them, in [0, 1]
 
-In training, a penalty on overlong trajectories can be subtracted (`less_overlong`).
+In training, a penalty on overlong trajectories can be subtracted (`subtract_overlong_penalty`).
 
 Two choices of settings have names. `RewardSettings()` is the published reward. It also pays for
 calls: by R_tool, and by the order term of R_fmt, which only episodes with calls can earn.
@@ -270,7 +270,9 @@ def tool_turns(turns: Sequence[Turn]) -> int:
     return sum(any(outcome.status.executed for outcome in turn.calls) for turn in turns)
 
 
-def less_overlong(rewards: Rewards, tokens: int, limit: int, settings: RewardSettings) -> Rewards:
+def subtract_overlong_penalty(
+    rewards: Rewards, tokens: int, limit: int, settings: RewardSettings
+) -> Rewards:
     """Subtract the penalty on an overlong trajectory from the total, as in DAPO.
 
     The penalty grows linearly with the tokens, from 0 at limit - overlong_buffer to

@@ -20,8 +20,8 @@ from paravt_jax.method.rewards import (
     anchor_reward,
     format_base,
     frugal_reward,
-    less_overlong,
     published_format,
+    subtract_overlong_penalty,
     tool_reward,
 )
 from paravt_jax.method.scoring import score, score_all
@@ -269,10 +269,10 @@ def test_bounds_hold_for_any_episode(turns, suffix):
 def test_the_penalty_on_length_grows_from_the_buffer_to_the_limit(tokens, penalty):
     settings = RewardSettings(overlong_buffer=20, overlong_penalty=2.0)
     plain = score(QUESTION, [answer()], settings)
-    rewards = less_overlong(plain, tokens, 100, settings)
+    rewards = subtract_overlong_penalty(plain, tokens, 100, settings)
     assert rewards.overlong == pytest.approx(penalty)
     assert rewards.total == pytest.approx(plain.total - penalty)
-    assert less_overlong(plain, tokens, 100, SETTINGS) == plain
+    assert subtract_overlong_penalty(plain, tokens, 100, SETTINGS) == plain
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -103,7 +103,7 @@ def test_the_order_of_conversations_resumes_exactly(road):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_the_next_batches_are_prepared_during_an_update(road):
+def test_the_next_batches_are_prepared_during_an_update(road, monkeypatch):
     """While the devices compute, the next step is laid out, and the frames after it are encoded."""
     frames = dataclasses.replace(road.run.frames, cache_mib=0)
     features = FrameFeatures(
@@ -111,6 +111,13 @@ def test_the_next_batches_are_prepared_during_an_update(road):
     )
     steps, plain = batches(road, features), batches(road)
     encoded = []
+    start, started = features.start, []
+
+    def recorded(frames):
+        started.append(len(frames))
+        start(frames)
+
+    monkeypatch.setattr(features, "start", recorded)
 
     class Running:
         """The metric of an update that still runs until a number is asked for."""
@@ -136,6 +143,7 @@ def test_the_next_batches_are_prepared_during_an_update(road):
     assert 0 < starts[0] < ends[0] < ends[1], encoded
     assert starts[1:] == ends[:-1], "frames were encoded while no update ran"
     assert ends[-1] == starts[-1], "frames were encoded for a step that does not exist"
+    assert min(started[:-1]) > 0 and started[-1] == 0, "frames stay on the devices at the end"
 
 
 def test_steps_on_the_same_batch_lower_its_loss(road, batch, update):
@@ -145,6 +153,12 @@ def test_steps_on_the_same_batch_lower_its_loss(road, batch, update):
         state, figures = update(state, batch)
         losses.append(float(figures["loss"]))
     assert int(state.step) == 4 and losses[-1] < losses[0] - 0.5, losses
+
+
+def test_a_schedule_that_ends_before_the_last_step_is_refused(road):
+    schedule = dataclasses.replace(road.run.sft.optimizer, schedule="cosine", horizon=7)
+    with pytest.raises(ValueError, match=r"sft\.optimizer\.horizon: 7, .* the 8 updates"):
+        dataclasses.replace(road.run.sft, steps=8, optimizer=schedule)
 
 
 def test_counts_below_one_are_refused(road):

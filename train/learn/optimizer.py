@@ -84,13 +84,18 @@ def require_counts(section: str, minimum: int = 1, **counts: int) -> None:
             )
 
 
+def require_horizon(section: str, settings: OptimizerSettings, updates: int) -> None:
+    """Raise ValueError for a horizon that ends before the updates of the run."""
+    if 0 < settings.horizon < updates:
+        raise ValueError(
+            f"{section}.horizon: {settings.horizon}, which ends before the {updates} updates of "
+            "the run; give at least as many, or 0"
+        )
+
+
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
     """The optimizer for `steps` updates. It clips gradients by their global norm first."""
-    if 0 < settings.horizon < steps:
-        raise ValueError(
-            f"OptimizerSettings.horizon: {settings.horizon}, which ends before the {steps} updates "
-            "of the run; give at least as many, or 0"
-        )
+    require_horizon("OptimizerSettings", settings, steps)
     steps = settings.horizon or steps
     clip = optax.clip_by_global_norm(settings.max_grad_norm)
     make = _adamw if settings.name == "adamw" else _muon

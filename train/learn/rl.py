@@ -149,8 +149,7 @@ class Learner:
         self.sync = sync or WeightSync(weights, dtype, frozen)
         self._weight_shardings = jax.tree.map(lambda x: x.sharding, weights)
         self.reference = self._to_host(weights, dtype)
-        updates = settings.steps * settings.updates_per_batch
-        optimizer = make_optimizer(settings.optimizer, updates)
+        optimizer = make_optimizer(settings.optimizer, settings.updates)
         self.start = init_state(weights, optimizer)
         self._shape = shape
         self._devices = row_devices(mesh)

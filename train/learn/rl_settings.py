@@ -11,7 +11,7 @@ from models.qwen3_vl.remat import Remat
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.rewards import RewardSettings
 from rollout.engine.settings import Lengths
-from train.learn.optimizer import OptimizerSettings, require_counts
+from train.learn.optimizer import OptimizerSettings, require_counts, require_horizon
 from train.learn.packing import StepShape
 
 
@@ -39,7 +39,7 @@ class RLSettings:
     dynamic_sampling: int = 0
     """Rounds per step in which further prompts take the places of those without signal (DAPO)."""
     microbatch_tokens: int = 16_384
-    """Upper bound on the tokens of a micro-batch over all devices; 0: chosen for the devices."""
+    """Most tokens of a micro-batch, 0: by device; a row always has room for the longest rollout."""
     save_every: int = 10
     """Steps between checkpoints."""
     control: bool = False
@@ -79,6 +79,7 @@ class RLSettings:
                 f"rl.frame_budgets: {self.frame_budgets}; give at least one number of frames, "
                 "each 1 or more"
             )
+        require_horizon("rl.optimizer", self.optimizer, self.updates)
         if self.updates_per_batch == 1:
             _require_no_clips(self.grpo)
         if not 0 <= self.subagents_per_rollout < math.inf:
@@ -92,6 +93,11 @@ class RLSettings:
                 "the format reward, so it would have no effect: raise the weight, or choose "
                 "another anchor"
             )
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of all steps."""
+        return self.steps * self.updates_per_batch
 
     def shape(self, longest: Lengths) -> StepShape:
         """Upper bounds on the rollouts of a step.

@@ -18,8 +18,8 @@ from paravt_jax.method.rewards import (
     Rewards,
     combine,
     final_answer,
-    less_overlong,
     published_format,
+    subtract_overlong_penalty,
 )
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment, EpisodeSettings, play, suffix_length
@@ -133,7 +133,7 @@ def _scored(
     for episode, r_acc in zip(episodes, judge.scores(items), strict=True):
         earned = combine(episode.turns, r_acc, settings.rewards, settings.grpo.sequence_anchor)
         tokens = suffix_length(episode.trajectory)
-        rewards.append(less_overlong(earned, tokens, limit, settings.rewards))
+        rewards.append(subtract_overlong_penalty(earned, tokens, limit, settings.rewards))
     return rewards
 
 

@@ -33,7 +33,7 @@ from paravt_jax.method.grpo import masked_mean
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.processes import hosts
 from train.data import Data, pack_rows, row_stream
-from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts
+from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts, require_horizon
 from train.learn.packed_batch import (
     PackedRows,
     PackedShape,
@@ -78,6 +78,7 @@ class SFTSettings:
             save_every=self.save_every,
         )
         require_counts("sft", minimum=0, microbatches=self.microbatches)
+        require_horizon("sft.optimizer", self.optimizer, self.steps)
         remat.check("sft.remat", self.remat)
         if self.logprob_chunk is not None and self.logprob_chunk < 1:
             raise ValueError(
@@ -226,6 +227,8 @@ def sft_step(
     # This only dispatches the update. `float` below waits for it.
     state, metrics = update(state, batch)
     batches.prepare(left)
+    if not left:
+        batches.close()
     return state, arrays, {name: float(value) for name, value in metrics.items()} | counts
 
 
@@ -321,6 +324,10 @@ class SFTBatches:
     def prepare(self, left: int) -> None:
         """Prepare the next batches while an update runs; `left` batches are still needed."""
         self._pipeline.prepare(left)
+
+    def close(self) -> None:
+        """Move frames that were encoded, but are not needed any more, from the devices."""
+        self._features.start(())
 
     def _begin(self, rows: Sequence[Sequence[int]]) -> list[tuple[Conversation, ...]]:
         """Read and begin to encode the frames of this process's share of a step's rows."""

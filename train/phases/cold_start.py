@@ -50,6 +50,7 @@ def control(
         sft.optimizer,
         schedule="constant",
         warmup=0.0,
+        horizon=0,
         learning_rate=sft.optimizer.learning_rate / 10,
         muon_learning_rate=sft.optimizer.muon_learning_rate / 10,
     )

@@ -84,7 +84,7 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
     """
     settings = _phase(run, "rl", run.rl)
     config, graph, weights, frozen = _model(run, mesh, config)
-    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    optimizer = make_optimizer(settings.optimizer, settings.updates)
     state = _state(weights, optimizer)
     devices = row_devices(mesh)
     pieces = row_pieces(config.text, devices, mesh.shape["tensor"])
