@@ -170,7 +170,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     update = make_accumulation(graph, optimizer, loss, state)
     logprobs = make_logprobs(graph, TEMPERATURE, mesh)
     advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
-    shape = StepShape(PROMPTS, GROUP, subagents=0, longest=longest)
+    shape = StepShape(PROMPTS, GROUP, subagents=0, limits=longest)
     row_sizes = shape.microbatches(most=2048, devices=1, pieces=1)
     history = []
     for step in range(steps):

@@ -30,7 +30,7 @@ from models.qwen3_vl.sizes import qwen3_vl
 from rollout.engine.pages import page_count
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import fit_rows, parts_of_rows
-from train.learn.packing import TILE, MicrobatchShape, PackedMicrobatch, StepShape, pack
+from train.learn.packing import ALIGNMENT, MicrobatchShape, PackedMicrobatch, StepShape, pack
 from train.learn.placement import row_pieces
 from train.learn.weight_sync import sampler_devices
 from train.learn.work import done
@@ -304,9 +304,9 @@ class _Estimate:
     def choose_rl(self) -> tuple[Remat, int, float]:
         """The policy and the size of micro-batches with which an RL step does least work.
 
-        Counted for rollouts of the greatest length, among what fits. Smaller micro-batches may
-        keep more for the backward pass, but more of them is padding. Offloading is only tried if
-        nothing else fits.
+        Only pairs that fit are compared, by their work for rollouts of the greatest length. Smaller
+        micro-batches may keep more for the backward pass, but contain more padding. Offloading is
+        only tried if nothing else fits.
 
         Returns:
             The policy, the bound on the tokens of a micro-batch, and the bytes that it needs.
@@ -393,11 +393,11 @@ class _Estimate:
         The last one gives every row just the longest trajectory.
         """
         shape = self.run.rl_shape
-        longest = shape.longest
+        longest = shape.limits
         group = longest.prompt + shape.rollouts * longest.response
         rows = self.row_devices // self._pieces()
         # Rows are multiples of this: rounded down, whole groups would have no room.
-        unit = rows * self._pieces() * TILE
+        unit = rows * self._pieces() * ALIGNMENT
         bounds = [-(-groups * group // unit) * unit for groups in range(shape.groups, 0, -1)]
         while bounds[-1] > rows * shape.trajectory:
             bounds.append(bounds[-1] // 2)
@@ -466,8 +466,8 @@ class _Estimate:
         prompts = math.ceil(shape.groups / self.devices.hosts)
         rollouts = min(prompts * shape.rollouts, slots)
         # A group shares the pages of its prompt, but for a partly filled last one.
-        pages = prompts * page_count(shape.longest.prompt, engine.page)
-        pages += rollouts * (page_count(shape.longest.response, engine.page) + 1)
+        pages = prompts * page_count(shape.limits.prompt, engine.page)
+        pages += rollouts * (page_count(shape.limits.response, engine.page) + 1)
         return max(pages * engine.page, longest)
 
     def _sampler_devices(self) -> int:

@@ -195,7 +195,7 @@ def test_any_single_override_works_alone(recipe, override):
     run = parse([f"--config={recipe}", *override], RECIPES)
     assert run.rl is not None and run != RECIPES[recipe]()
     engine, shape = run.engine_sizes, run.rl_shape
-    frames, longest = max(run.rl.frame_budgets), shape.longest
+    frames, longest = max(run.rl.frame_budgets), shape.limits
     assert (shape.groups, shape.rollouts, longest.response) == (
         run.rl.prompts,
         run.rl.grpo.group_size,
@@ -416,7 +416,7 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     rows = jax.eval_shape(reference.program.jitted, *reference.arguments)
     shape, engine = run.rl_shape, run.engine_sizes
     assert rows.shape == (7 * 8, shape.suffix), "log-probs by rollout, without padding rows"
-    longest = shape.longest
+    longest = shape.limits
     # The widest overview of the largest frames has room in the batch and in the engine.
     frame = run.frame_tokens
     visual = max(settings.frame_budgets) * frame

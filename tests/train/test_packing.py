@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rollout.engine.settings import Lengths
 from train.learn.packing import (
+    ALIGNMENT,
     MOST_SIZES,
-    TILE,
     GroupLengths,
     MicrobatchShape,
     PackedMicrobatch,
@@ -76,10 +76,10 @@ def test_every_size_has_half_the_tokens_of_the_one_before(most, longest, total, 
     assert 1 <= len(shapes) <= MOST_SIZES
     for larger, smaller in zip(shapes, shapes[1:], strict=False):
         assert smaller.tokens < larger.tokens
-        assert abs(smaller.tokens - larger.tokens / 2) < pieces * TILE
+        assert abs(smaller.tokens - larger.tokens / 2) < pieces * ALIGNMENT
     for shape in shapes:
         assert (shape.rows, shape.pieces) == (devices // pieces, pieces)
-        assert shape.tokens % (pieces * TILE) == 0
+        assert shape.tokens % (pieces * ALIGNMENT) == 0
         # Smaller rows would hold only trajectories that fill less than half of a row.
         assert shape == shapes[0] or 2 * shape.tokens >= longest
 
@@ -89,7 +89,7 @@ def test_the_largest_size_keeps_all_bounds_but_has_room_for_the_longest(
     most, longest, total, devices, pieces
 ):
     largest = microbatch_shapes(most, longest, total, devices, pieces)[0]
-    unit = pieces * TILE
+    unit = pieces * ALIGNMENT
     assert largest.tokens >= longest
     if largest.tokens >= longest + unit:
         assert largest.places <= most
@@ -106,7 +106,7 @@ def test_sizes_of_a_single_device():
 def test_a_row_on_several_devices_is_cut_into_equal_tiles():
     (largest, *_) = microbatch_shapes(60_000, 6000, 10**6, devices=16, pieces=16)
     assert largest == MicrobatchShape(rows=1, tokens=47_104, pieces=16)
-    assert largest.tokens // largest.pieces % TILE == 0
+    assert largest.tokens // largest.pieces % ALIGNMENT == 0
 
 
 # --- packing ---
@@ -228,14 +228,14 @@ LENGTHS = Lengths(prompt=100, visual=64, response=50, crop_prompt=30, crop_visua
 
 
 def test_figures_of_a_step_without_sub_agents():
-    shape = StepShape(groups=3, rollouts=4, subagents=0, longest=LENGTHS)
+    shape = StepShape(groups=3, rollouts=4, subagents=0, limits=LENGTHS)
     assert (shape.rows, shape.suffix, shape.trajectory) == (12, 50, 150)
     assert shape.at_limits == [GroupLengths(100, (50,) * 4)] * 3
     assert shape.tokens == 3 * (100 + 4 * 50)
 
 
 def test_figures_of_a_step_with_sub_agents():
-    shape = StepShape(groups=3, rollouts=4, subagents=5, longest=LENGTHS)
+    shape = StepShape(groups=3, rollouts=4, subagents=5, limits=LENGTHS)
     assert (shape.rows, shape.suffix, shape.trajectory) == (17, 50, 150)
     assert shape.at_limits[3:] == [GroupLengths(30, (8,))] * 5
     assert shape.tokens == 3 * (100 + 4 * 50) + 5 * 38
@@ -254,7 +254,7 @@ def test_long_sub_agents_decide_the_lengths_only_where_they_are_trained():
 )
 def test_each_device_has_its_part_of_the_slots(processes, devices, slots):
     """A process plays at most two of three prompts, but all sub-agents may be its own."""
-    shape = StepShape(groups=3, rollouts=4, subagents=5, longest=LENGTHS)
+    shape = StepShape(groups=3, rollouts=4, subagents=5, limits=LENGTHS)
     assert shape.slots(processes, devices) == slots
 
 
@@ -264,7 +264,7 @@ def test_a_step_without_frames_has_a_slot_per_device():
 
 
 def test_every_step_fits_the_sizes_of_its_shape():
-    shape = StepShape(groups=3, rollouts=4, subagents=5, longest=LENGTHS)
+    shape = StepShape(groups=3, rollouts=4, subagents=5, limits=LENGTHS)
     for most in (1, 1000, 10**6):
         for devices, pieces in ((1, 1), (8, 2)):
             sizes = shape.microbatches(most, devices, pieces)

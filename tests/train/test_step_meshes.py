@@ -80,7 +80,7 @@ SHAPE = StepShape(
     groups=6,
     rollouts=4,
     subagents=5,
-    longest=Lengths(prompt=22, visual=4, response=20, crop_prompt=12, crop_visual=2, report=9),
+    limits=Lengths(prompt=22, visual=4, response=20, crop_prompt=12, crop_visual=2, report=9),
 )
 ROWS = PackedShape(rows=5, tokens=24, visual=5)
 # A large eps: the rounding of a small gradient must not decide the sign of an update.
@@ -89,7 +89,7 @@ ADAM = OptimizerSettings(learning_rate=LEARNING_RATE, eps=1e-2)
 
 def group(rng: np.random.Generator, rollout: int, members: int, slot: int) -> Group:
     """Random trajectories behind a random prompt with one image of 2 x 2 or 1 x 2 tokens."""
-    longest = SHAPE.longest
+    longest = SHAPE.limits
     most, response, grid = longest.prompt, longest.response, (4, 4)
     if members == 1:
         most, response, grid = longest.crop_prompt, longest.report, (2, 4)

@@ -83,7 +83,7 @@ class RolloutFile:
 
     Args:
         path: the file.
-        first: number of updates in the checkpoint that this process started from.
+        first: number of steps in the checkpoint that this process started from.
     """
 
     def __init__(self, path: pathlib.Path, first: int):

@@ -19,8 +19,8 @@ from rollout.engine.settings import Lengths
 
 # Upper bound on the number of sizes. Each is compiled before the first step.
 MOST_SIZES = 4
-# Rows are cut into tiles of this many tokens by the attention kernels.
-TILE = 128
+# Row lengths are multiples of this, the lane width of a TPU.
+ALIGNMENT = 128
 # Largest row, in trajectories of the greatest length. Longer rows would hardly save time, and would
 # make all sizes coarser.
 _MOST_LONGEST = 8
@@ -81,13 +81,13 @@ class StepShape:
         groups: Prompts.
         rollouts: Rollouts per prompt.
         subagents: Sub-agents that are trained; may be 0.
-        longest: Upper bounds on lengths, in tokens.
+        limits: Upper bounds on lengths, in tokens.
     """
 
     groups: int
     rollouts: int
     subagents: int
-    longest: Lengths
+    limits: Lengths
 
     @property
     def rows(self) -> int:
@@ -97,21 +97,21 @@ class StepShape:
     @property
     def suffix(self) -> int:
         """Tokens of the longest rollout, with the last token of its prompt."""
-        reports = self.longest.report if self.subagents else 0
-        return max(self.longest.response, reports)
+        reports = self.limits.report if self.subagents else 0
+        return max(self.limits.response, reports)
 
     @property
     def trajectory(self) -> int:
         """Tokens of the longest trajectory, with its prompt."""
-        subagent = self.longest.crop_prompt + self.longest.report if self.subagents else 0
-        return max(self.longest.prompt + self.longest.response, subagent)
+        subagent = self.limits.crop_prompt + self.limits.report if self.subagents else 0
+        return max(self.limits.prompt + self.limits.response, subagent)
 
     @property
     def at_limits(self) -> list[GroupLengths]:
         """The lengths of a step whose trajectories are all as long as they may be."""
-        longest = self.longest
-        main = GroupLengths(longest.prompt, (longest.response,) * self.rollouts)
-        subagent = GroupLengths(longest.crop_prompt, (longest.report,))
+        limits = self.limits
+        main = GroupLengths(limits.prompt, (limits.response,) * self.rollouts)
+        subagent = GroupLengths(limits.crop_prompt, (limits.report,))
         return [main] * self.groups + [subagent] * self.subagents
 
     @property
@@ -125,7 +125,7 @@ class StepShape:
         All trained sub-agents may be of one process, so each one has room for all of them.
         """
         prompts = math.ceil(self.groups / processes)
-        count = prompts * self.longest.visual + self.subagents * self.longest.crop_visual
+        count = prompts * self.limits.visual + self.subagents * self.limits.crop_visual
         return max(1, math.ceil(count / (devices // processes)))
 
     def microbatches(self, most: int, devices: int, pieces: int) -> tuple[MicrobatchShape, ...]:
@@ -134,7 +134,7 @@ class StepShape:
 
 
 def microbatch_shapes(
-    most: int, longest: int, total: int, devices: int = 1, pieces: int = 1
+    most: int, longest_tokens: int, total: int, devices: int = 1, pieces: int = 1
 ) -> tuple[MicrobatchShape, ...]:
     """The sizes of micro-batches that are compiled, the largest first.
 
@@ -143,18 +143,18 @@ def microbatch_shapes(
     Args:
         most: Upper bound on the tokens of a micro-batch over all devices. A row always has room for
             the longest trajectory.
-        longest: Tokens of the longest trajectory with its prompt.
+        longest_tokens: Tokens of the longest trajectory with its prompt.
         total: Tokens of a whole step if every trajectory is as long as it may be.
         devices: Devices that rows are spread over.
         pieces: Devices that share a row; divides `devices`.
     """
     rows = devices // pieces
-    unit = pieces * TILE
-    bounds = (most // rows, _MOST_LONGEST * longest, math.ceil(total / rows))
+    unit = pieces * ALIGNMENT
+    bounds = (most // rows, _MOST_LONGEST * longest_tokens, math.ceil(total / rows))
     # Rounded down, except where a row would have no room for the longest trajectory.
-    largest = max(min(bounds) // unit * unit, _ceil_to(longest, unit))
+    largest = max(min(bounds) // unit * unit, _ceil_to(longest_tokens, unit))
     halves = (_ceil_to(math.ceil(largest / 2**n), unit) for n in range(MOST_SIZES))
-    lengths = {length for length in halves if length == largest or 2 * length >= longest}
+    lengths = {n for n in halves if n == largest or 2 * n >= longest_tokens}
     return tuple(MicrobatchShape(rows, length, pieces) for length in sorted(lengths, reverse=True))
 
 
@@ -208,9 +208,7 @@ def _packed(
 ) -> tuple[PackedMicrobatch, ...]:
     """Packs rows of `row_tokens`, and then shrinks every micro-batch as far as possible."""
     chunks = [
-        chunk
-        for number, group in enumerate(groups)
-        for chunk in _cut(number, group, min(most_of_chunk, row_tokens))
+        chunk for number, group in enumerate(groups) for chunk in _cut(number, group, most_of_chunk)
     ]
     rows = _fill(chunks, groups, row_tokens)
     per_batch = shapes[0].rows

@@ -369,7 +369,10 @@ def _advantages(
 
 
 def _known(metrics: Mapping[str, Sequence[Array]]) -> dict[str, float]:
-    """The sums over micro-batches (of `*_max` the largest), without means over no tag at all."""
+    """The sums over micro-batches, or the maximum for `*_max`.
+
+    Leaves out means of tags that do not occur.
+    """
     numbers = {
         name: (max if name.endswith("_max") else sum)(map(float, parts))
         for name, parts in metrics.items()

@@ -68,8 +68,10 @@ class LaidOut(NamedTuple):
     lengths: tuple[GroupLengths, ...]
     """Lengths of the trajectories that are trained."""
     metrics: dict[str, float]
-    """`packing/filled` is the share of places with a token. `subagents/left_out` counts sub-agents
-    without room, and those with unreadable frames."""
+    """`token_mismatches`: trajectories whose ids differ from what the sampler saw, always 0.
+    `packing/microbatches`: their number. `packing/places`: tokens of all rows, padding included.
+    `packing/filled`: share of places with a token. `subagents/trained` and `subagents/left_out`
+    count sub-agents; left out are those without room or with unreadable frames."""
 
 
 class _Prompt(NamedTuple):
@@ -110,7 +112,8 @@ def lay_out(
         devices: Devices of all processes, over which visual vectors are spread.
 
     Raises:
-        ValueError: There are more groups than `shape` has.
+        ValueError: There are more groups than `shape` has, a trajectory is longer than the largest
+            row, or the visual tokens of a process exceed its slots.
         VideoError: The frames of a main agent's prompt cannot be read any more.
     """
     mains = _main_prompts(parts, shape)

@@ -102,8 +102,8 @@ def rollouts_at_once(run: Run, topology: Topology) -> tuple[int, int, int]:
     rollouts = prompts * shape.rollouts
     # A group shares the pages of its prompt, except for a partly filled last page: every rollout
     # has its own copy of that page, in addition to the pages of its own tokens.
-    shared_pages = prompts * _ceil_divide(shape.longest.prompt, engine.page)
-    own_pages = _ceil_divide(shape.longest.response, engine.page) + 1
+    shared_pages = prompts * _ceil_divide(shape.limits.prompt, engine.page)
+    own_pages = _ceil_divide(shape.limits.response, engine.page) + 1
     in_slots = min(rollouts, engine.slots)
     at_once = max(1, min(in_slots, (engine.pages - shared_pages) // own_pages))
     return rollouts, at_once, shared_pages + in_slots * own_pages
