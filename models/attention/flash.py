@@ -44,12 +44,12 @@ TILED = "tiled"
 MASKED = -1e30
 
 
-class _Plan(NamedTuple):
+class _Schedule(NamedTuple):
     """What the kernels read about a packed row.
 
-    The first four of `rows`, and of `columns`, are facts of each place: the group of its query, the
-    place where the query's segment begins, the group whose prompt the key belongs to (0: none), and
-    the place itself. A list has the tile numbers (queries, keys) of its visible tiles between two
+    The first four of `rows`, and of `columns`, are attributes of each place: the group of its
+    query, the place where the query's segment begins, the group whose prompt the key belongs to (0:
+    none), and the place itself. A list has the tile numbers (queries, keys) of its visible tiles between two
     entries of -1.
     """
 
@@ -76,22 +76,22 @@ def attend(
     tile = min(TILE, -(-t // LANES) * LANES)
 
     pad = functools.partial(pad_rows, tile=tile)
-    plan = _plan(Masks(pad(masks.segments), None, pad(masks.starts), masks.shared), tile)
+    schedule = _schedule(Masks(pad(masks.segments), None, pad(masks.starts), masks.shared), tile)
     # [b, t, n, h] -> [k, r, b * t, h], and [b, t, k, h] -> [k, b * t, h]
     queries = pad(q * h**-0.5).reshape(-1, kv, n // kv, h).transpose(1, 2, 0, 3)
     keys, values = (pad(x).reshape(-1, kv, h).swapaxes(0, 1) for x in (k, v))
-    out: Any = _attend(queries, keys, values, plan, tile, interpret)
+    out: Any = _attend(queries, keys, values, schedule, tile, interpret)
     return out.transpose(2, 0, 1, 3).reshape(b, -1, n, h)[:, :t]
 
 
-def _plan(masks: Masks, tile: int) -> _Plan:
+def _schedule(masks: Masks, tile: int) -> _Schedule:
     segments, _, starts, shared = masks
     assert segments is not None and starts is not None and shared is not None
     b, t = segments.shape
     place = jnp.arange(b * t).reshape(b, t)
     first = place[:, :1]
     # Padding begins at itself and has no prompt, so it sees only itself.
-    facts = (
+    attributes = (
         jnp.where(segments == 0, -1, segments),
         jnp.where(segments == 0, place, starts + first),
         jnp.where(place - first < shared[:, None], segments, 0),
@@ -110,38 +110,38 @@ def _plan(masks: Masks, tile: int) -> _Plan:
         tiles = jnp.where(found < 0, -1, tiles.reshape(2, -1)[:, found])
         return jnp.pad(tiles, [(0, 0), (1, 1)], constant_values=-1)
 
-    facts = jnp.stack([x.reshape(-1) for x in facts])
-    rows = jnp.pad(facts, [(0, SUBLANES - 4), (0, 0)])
-    columns = jnp.pad(facts.T, [(0, 0), (0, LANES - 4)])
-    return _Plan(rows, columns, visit(0, 1, 2), visit(0, 2, 1), jnp.sum(seen))
+    attributes = jnp.stack([x.reshape(-1) for x in attributes])
+    rows = jnp.pad(attributes, [(0, SUBLANES - 4), (0, 0)])
+    columns = jnp.pad(attributes.T, [(0, 0), (0, LANES - 4)])
+    return _Schedule(rows, columns, visit(0, 1, 2), visit(0, 2, 1), jnp.sum(seen))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
-    q: Float[Array, "k r t h"], k: Array, v: Array, plan: _Plan, tile: int, interpret: bool
+    q: Float[Array, "k r t h"], k: Array, v: Array, schedule: _Schedule, tile: int, interpret: bool
 ) -> Float[Array, "k r t h"]:
-    return _forward(q, k, v, plan, tile, interpret)[0]
+    return _forward(q, k, v, schedule, tile, interpret)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, plan: _Plan, tile: int, interpret: bool):
+def _forward(q: Array, k: Array, v: Array, schedule: _Schedule, tile: int, interpret: bool):
     _, r, _, h = q.shape
     block = functools.partial(_block, tile)
     queries, keys = block(0, None, r, TILED, h), block(1, None, TILED, h)
     statistics = pltpu.VMEM((r, tile, LANES), jnp.float32)
     out, logsumexp = _call(
         _forward_kernel,
-        (plan.by_queries, q, k, v, plan.columns, plan.rows),
+        (schedule.by_queries, q, k, v, schedule.columns, schedule.rows),
         [queries, keys, keys, block(0, TILED, LANES), block(1, SUBLANES, TILED)],
         [(q.shape, q.dtype, queries), (q.shape[:3], jnp.float32, block(0, None, r, TILED))],
         [statistics, statistics, pltpu.VMEM((r, tile, h), jnp.float32)],
-        (plan.count, interpret),
+        (schedule.count, interpret),
     )
     out = checkpoint_name(out, SAVED)
-    return out, (q, k, v, plan, out, checkpoint_name(logsumexp, SAVED))
+    return out, (q, k, v, schedule, out, checkpoint_name(logsumexp, SAVED))
 
 
 def _backward(tile: int, interpret: bool, saved: Any, d_out: Float[Array, "k r t h"]):
-    q, k, v, plan, out, logsumexp = saved
+    q, k, v, schedule, out, logsumexp = saved
     _, r, _, h = q.shape
     # The gradient of a score is weight * (d_out . v - delta), where delta = d_out . out.
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
@@ -151,19 +151,19 @@ def _backward(tile: int, interpret: bool, saved: Any, d_out: Float[Array, "k r t
     specs = [queries, keys, keys, queries] + [block(0, None, r, TILED)] * 2
     (d_q,) = _call(
         _d_queries_kernel,
-        (plan.by_queries, *arrays, plan.columns, plan.rows),
+        (schedule.by_queries, *arrays, schedule.columns, schedule.rows),
         [*specs, block(0, TILED, LANES), block(1, SUBLANES, TILED)],
         [(q.shape, q.dtype, queries)],
         [pltpu.VMEM((r, tile, h), jnp.float32)],
-        (plan.count, interpret),
+        (schedule.count, interpret),
     )
     d_k, d_v = _call(
         _d_keys_kernel,
-        (plan.by_keys, *arrays, plan.rows, plan.columns),
+        (schedule.by_keys, *arrays, schedule.rows, schedule.columns),
         [*specs, block(0, SUBLANES, TILED), block(1, TILED, LANES)],
         [(k.shape, k.dtype, keys), (v.shape, v.dtype, keys)],
         [pltpu.VMEM((tile, h), jnp.float32)] * 2,
-        (plan.count, interpret),
+        (schedule.count, interpret),
     )
     return d_q, d_k, d_v, None
 
@@ -217,8 +217,8 @@ def _seen(queries: list[Array], keys: list[Array]) -> Array:
     return (key <= query) & ((key >= start) | (prompt == group))
 
 
-def _facts(ref: Any, axis: int) -> list[Array]:
-    """The four facts of a tile's places, as rows (axis 0) or as columns (axis 1)."""
+def _attributes(ref: Any, axis: int) -> list[Array]:
+    """The four attributes of a tile's places, as rows (axis 0) or as columns (axis 1)."""
     return [ref[i : i + 1, :] if axis == 0 else ref[:, i : i + 1] for i in range(4)]
 
 
@@ -227,53 +227,56 @@ def _dot(a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _forward_kernel(tiles, q, k, v, column, row, out, logsumexp, top, total, sums):
+def _forward_kernel(
+    tiles, q, k, v, column, row, out, logsumexp, running_max, running_sum, accumulator
+):
     first, last = _ends(tiles, 0)
 
     @pl.when(first)
     def _():
-        top[...] = jnp.full_like(top, MASKED)
-        total[...] = jnp.zeros_like(total)
-        sums[...] = jnp.zeros_like(sums)
+        running_max[...] = jnp.full_like(running_max, MASKED)
+        running_sum[...] = jnp.zeros_like(running_sum)
+        accumulator[...] = jnp.zeros_like(accumulator)
 
-    seen = _seen(_facts(column, 1), _facts(row, 0))
+    seen = _seen(_attributes(column, 1), _attributes(row, 0))
     h = v.shape[-1]
     for i in range(q.shape[0]):
         scores = jnp.where(seen, _dot(q[i], k[...], (1, 1)), MASKED)
         # Statistics are repeated along the lanes.
-        before = top[i]
+        before = running_max[i]
         after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
         weights = jnp.exp(scores - jnp.tile(after, (1, scores.shape[1] // LANES)))
         scale = jnp.exp(before - after)
-        top[i] = after
-        total[i] = scale * total[i] + weights.sum(axis=1, keepdims=True)
+        running_max[i] = after
+        running_sum[i] = scale * running_sum[i] + weights.sum(axis=1, keepdims=True)
         wide = jnp.tile(scale, (1, -(-h // LANES)))[:, :h]
-        sums[i] = wide * sums[i] + _dot(weights.astype(v.dtype), v[...])
+        accumulator[i] = wide * accumulator[i] + _dot(weights.astype(v.dtype), v[...])
 
     @pl.when(last)
     def _():
         for i in range(q.shape[0]):
-            out[i] = (sums[i] / jnp.tile(total[i], (1, -(-h // LANES)))[:, :h]).astype(out.dtype)
-            logsumexp[i : i + 1, :] = (top[i] + jnp.log(total[i])).T[:1]
+            divisor = jnp.tile(running_sum[i], (1, -(-h // LANES)))[:, :h]
+            out[i] = (accumulator[i] / divisor).astype(out.dtype)
+            logsumexp[i : i + 1, :] = (running_max[i] + jnp.log(running_sum[i])).T[:1]
 
 
-def _d_queries_kernel(tiles, q, k, v, d_out, logsumexp, delta, column, row, d_q, sums):
+def _d_queries_kernel(tiles, q, k, v, d_out, logsumexp, delta, column, row, d_q, accumulator):
     first, last = _ends(tiles, 0)
 
     @pl.when(first)
     def _():
-        sums[...] = jnp.zeros_like(sums)
+        accumulator[...] = jnp.zeros_like(accumulator)
 
-    seen = _seen(_facts(column, 1), _facts(row, 0))
+    seen = _seen(_attributes(column, 1), _attributes(row, 0))
     for i in range(q.shape[0]):
         scores = jnp.where(seen, _dot(q[i], k[...], (1, 1)), MASKED)
         weights = jnp.exp(scores - logsumexp[i][:, None])
         d_scores = weights * (_dot(d_out[i], v[...], (1, 1)) - delta[i][:, None])
-        sums[i] += _dot(d_scores.astype(k.dtype), k[...])
+        accumulator[i] += _dot(d_scores.astype(k.dtype), k[...])
 
     @pl.when(last)
     def _():
-        d_q[...] = sums[...].astype(d_q.dtype)
+        d_q[...] = accumulator[...].astype(d_q.dtype)
 
 
 def _d_keys_kernel(tiles, q, k, v, d_out, logsumexp, delta, row, column, d_k, d_v, sum_k, sum_v):
@@ -284,7 +287,7 @@ def _d_keys_kernel(tiles, q, k, v, d_out, logsumexp, delta, row, column, d_k, d_
         sum_k[...] = sum_v[...] = jnp.zeros_like(sum_k)
 
     # Scores are transposed, keys x queries, so that every product has its rows in place.
-    seen = _seen(_facts(row, 0), _facts(column, 1))
+    seen = _seen(_attributes(row, 0), _attributes(column, 1))
     for i in range(q.shape[0]):
         scores = jnp.where(seen, _dot(k[...], q[i], (1, 1)), MASKED)
         weights = jnp.exp(scores - logsumexp[i : i + 1, :])

@@ -100,7 +100,7 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "chunk"), [("xla", 1), ("xla", 8), ("xla", 128), ("flash", 128)]
+    ("implementation", "chunk"), [("xla", 1), ("xla", 8), ("xla", 64), ("flash", 128)]
 )
 def test_packed_rows_equal_the_explicit_mask(small_tiles, implementation, chunk):
     rng = np.random.default_rng(0)
@@ -110,6 +110,24 @@ def test_packed_rows_equal_the_explicit_mask(small_tiles, implementation, chunk)
     expected = results(functools.partial(explicit, **TWO_ROWS), qkv, weight)
     for a, b in zip(results(ours, qkv, weight), expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_bfloat16_in_full_tiles_stays_near_float32():
+    """As an 8B model runs on a TPU: heads of 128, two tiles of 512 of which the last is padded."""
+    t = 900
+    packing = packed_rows(t, ([(1, 300), (2, 100)], [(1, 150), (2, 40), (1, 250), (3, 30)]))
+    rng = np.random.default_rng(6)
+    low = [x.astype(jnp.bfloat16) for x in arrays(rng, 1, t, 4, 2, 128)]
+    valid = (packing["segment_ids"] != 0)[..., None, None]
+    weight = rng.normal(size=low[0].shape) * valid
+    ours = functools.partial(attend, implementation="flash", **packing)
+    exact = results(
+        functools.partial(explicit, **packing), [x.astype(jnp.float32) for x in low], weight
+    )
+    for a, b in zip(results(ours, low, weight), exact, strict=True):
+        found, wanted = np.asarray(a, np.float32), np.asarray(b)
+        assert np.abs(found - wanted).mean() < 0.01 * np.abs(wanted).mean()
 
 
 @pytest.mark.parametrize(("implementation", "t", "trials"), [("xla", 97, 12), ("flash", 400, 4)])
