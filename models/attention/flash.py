@@ -49,8 +49,8 @@ class _Schedule(NamedTuple):
 
     The first four of `rows`, and of `columns`, are attributes of each place: the group of its
     query, the place where the query's segment begins, the group whose prompt the key belongs to (0:
-    none), and the place itself. A list has the tile numbers (queries, keys) of its visible tiles between two
-    entries of -1.
+    none), and the place itself. A list has the tile numbers (queries, keys) of its visible tiles
+    between two entries of -1.
     """
 
     rows: Int[Array, "8 t"]

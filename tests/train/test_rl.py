@@ -579,14 +579,15 @@ def test_micro_batches_change_nothing(road, small, both, start):
         assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-5) < 0.01
 
 
-def test_every_size_is_compiled_before_the_first_step(road, small, start):
-    """Steps that need other sizes later compile nothing."""
-    cut = anchored_learner(road, microbatch_tokens=600)
+@pytest.mark.parametrize("updates", [1, 2])
+def test_every_size_is_compiled_before_the_first_step(road, small, start, updates):
+    """Steps that need other sizes later compile nothing; later updates have their own programs."""
+    cut = anchored_learner(road, microbatch_tokens=600, updates_per_batch=updates)
     assert len(cut.sizes) > 1
     cut.warm_up(start.weights, road.environment.features)
     sizes = (cut.logprobs.jitted, cut.update.add.jitted)
     compiled = [program._cache_size() for program in sizes]
-    assert compiled == [len(cut.sizes)] * 2
+    assert compiled == [len(cut.sizes), updates * len(cut.sizes)]
     sampler = small.Script(road)
     one, other = road.data.questions[:2]
     for questions in ((one, other), (lost(one), other)):

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from paravt_jax.method.grpo import GRPOSettings
+from models.sharding import make_mesh
+from paravt_jax.method.grpo import GRPOSettings, batch_totals
 from paravt_jax.method.scoring import Rules
-from train.learn.optimizer import OptimizerSettings
-from train.learn.rl import Learner
+from train.durable.interrupts import Interrupts, Stopped
+from train.durable.metrics import read_metrics
+from train.learn.optimizer import OptimizerSettings, make_optimizer
+from train.learn.placement import place_vectors
+from train.learn.rl import Learner, rl_loss
+from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rl_settings import RLSettings
+from train.run import execute
 
 # Large enough to move the ratios past the clips of these tests in one update.
 ADAM = OptimizerSettings(learning_rate=3e-3)
@@ -78,20 +87,104 @@ def test_the_ratio_of_a_sequence_acts_in_the_second_update(road, small, unclippe
 
 
 def test_the_second_update_continues_the_first(road, small, unclipped):
-    """Its loss, gradient and ratios are those of the weights after the first update."""
     single = learner_of(road, updates=1)
     state, metrics = one_step(road, small, single)
     assert not [name for name in metrics if name.startswith("ratio_") or "clip_fr" in name]
     both, figures = unclipped
     assert int(state.step) == 1 and int(both.step) == 2
-    count = optax.tree.get(both.optimizer, "count", filtering=lambda path, value: value.ndim == 0)
-    assert count is None or int(count) == 2
+    assert {int(x) for x in jax.tree.leaves(both.optimizer) if x.ndim == 0} == {2}
     # Advantages and the gap to the sampler are computed once per step.
     for name in ("advantage_rms", "logprob_gap", "kl_reference", "tags/count"):
         assert figures[name] == pytest.approx(metrics[name], rel=1e-6), name
     # The mean over both updates: the second loss is lower, because the batch is the same.
     assert figures["loss"] < metrics["loss"]
     assert differ(state.weights, both.weights)
+
+
+def test_the_second_gradient_is_that_of_the_first_updates_weights(road, small, unclipped):
+    """Computed again in one piece: ratios to log-probs under the weights before the step."""
+    played = []
+    learner = learner_of(road, updates=1)
+    first, metrics = learner.step(
+        learner.start,
+        small.Script(road),
+        road.environment,
+        road.data.questions[:2],
+        seed=0,
+        on_rollouts=lambda *found: played.append(found),
+    )
+    ((rollouts, advantages),) = played
+    shape, mesh = road.run.rl_shape, make_mesh(1, 1, 1)
+    features, vocabulary = road.environment.features, road.data.vocabulary
+    step = lay_out([rollouts], features, vocabulary, shape, learner.sizes, (0, 0, 0x5A))
+    visual = place_vectors([step.visual], shape.slots(1, 1), mesh)
+    before: Any = sum(learner.logprobs(road.fresh(), visual, part) for part in step.microbatches)
+    # The reference is what the step began with.
+    played_again = dataclasses.replace(step.grpo, reference=before)
+    batch = RLBatch(played_again, advantages, batch_totals(played_again), before)
+    batch, parts = jax.tree.map(jnp.asarray, (batch, step.microbatches))
+    settings = learner_of(road, clip=0.99, upper_clip=99.0).settings
+    loss = rl_loss(settings)
+
+    def whole(weights: Any) -> Any:
+        text = nnx.merge(road.graph, weights)
+        return sum(loss(text, visual, part, batch)[0] for part in parts)
+
+    value, gradients = jax.jit(jax.value_and_grad(whole))(first.weights)
+    both, figures = unclipped
+    # Metrics are means over both updates.
+    assert 2 * figures["loss"] - metrics["loss"] == pytest.approx(float(value), rel=1e-4)
+    norm = float(optax.global_norm(gradients))
+    assert 2 * figures["grad_norm"] - metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    optimizer = make_optimizer(ADAM, settings.updates)
+    changes, _ = optimizer.update(gradients, first.optimizer, first.weights)
+    second = optax.apply_updates(first.weights, changes)
+    # Adam divides a gradient by its size, so rounding decides the sign of a gradient near 0.
+    for a, b in zip(jax.tree.leaves(second), jax.tree.leaves(both.weights), strict=True):
+        assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-5) < 0.01
+
+
+@pytest.mark.slow
+def test_a_run_stopped_between_steps_ends_bit_for_bit_like_an_uninterrupted_one(small, tmp_path):
+    """With two updates per step, and further questions in place of groups without signal."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+
+    def short(folder: Any) -> Any:
+        run = small.small()
+        rl = dataclasses.replace(
+            run.rl, steps=2, updates_per_batch=2, dynamic_sampling=1, save_every=1, control=False
+        )
+        fewer: dict[str, Any] = {"frames": (4,), "curve": False, "format_temperatures": ()}
+        fewer |= {"temperatures": (0.0,), "dispatch": ("parallel",), "questions": 1, "samples": 1}
+        return dataclasses.replace(
+            run,
+            run_dir=str(folder),
+            rl=rl,
+            sft=dataclasses.replace(run.sft, steps=1),
+            evaluation=dataclasses.replace(run.evaluation, **fewer),
+        )
+
+    class AfterTheFirstStep(Interrupts):
+        def agree(self):
+            rows = read_metrics(stopped / "metrics.jsonl")
+            return signal.SIGTERM if any(row["phase"] == "rl" for row in rows) else None
+
+    execute(short(whole))
+    with pytest.raises(Stopped, match="after step 1 of 2 of rl"):
+        execute(short(stopped), AfterTheFirstStep())
+    execute(short(stopped))
+
+    def steps(folder: Any) -> list[dict[str, Any]]:
+        return [row for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == "rl"]
+
+    names = ("loss", "grad_norm", "ratio_max", "reward/total", "groups/further", "groups/replaced")
+    ours, theirs = (
+        [[row[name] for name in names] for row in steps(folder)] for folder in (stopped, whole)
+    )
+    assert ours == theirs and len(ours) == 2
+    assert ours[0][4] > 0, "no further question was drawn: choose another seed"
+    models = [(folder / "model" / "model.safetensors").read_bytes() for folder in (stopped, whole)]
+    assert models[0] == models[1]
 
 
 def test_steps_versions_and_the_schedule_count_updates_right(road, small):
