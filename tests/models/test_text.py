@@ -28,10 +28,13 @@ def test_decoding_with_unstacked_layers_equals_a_whole_pass(text):
     ids = rng.integers(0, 97, (4, 6))
     _, prefix = text(prompts, spots(0, 5, 2))
     seen = jnp.asarray(np.arange(5) < np.array([[5], [3]]))
+    # Two rows continue each prompt.
+    repeated = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=1), prefix)
+    seen = jnp.repeat(seen, 2, axis=0)
     # A scan over the stacked layers.
-    expected, whole = text(ids, spots(5, 11, 4), prefix=prefix, prefix_mask=seen)
-    _, kv = text(ids[:, :4], spots(5, 9, 4), prefix=prefix, prefix_mask=seen)
-    shared = Shared.of(prefix, jnp.repeat(seen, 2, axis=0))
+    expected, whole = text(ids, spots(5, 11, 4), prefix=repeated, prefix_mask=seen)
+    _, kv = text(ids[:, :4], spots(5, 9, 4), prefix=repeated, prefix_mask=seen)
+    shared = Shared.of(prefix, seen)
     layers = text.decode_layers()
     assert layers is not None and len(layers) == 3
     for given in (layers, None):
