@@ -145,6 +145,6 @@ def host_memory(run: Run, hosts: int, on_cpu: bool) -> dict[str, float]:
 
 
 def _visual_bytes(run: Run) -> float:
-    """Bytes of the features of an RL batch, which are most of it."""
-    levels = 1 + run.vision.levels
-    return run.rl_shape.slots(1, 1) * levels * run.vision.out_hidden_size * 4.0
+    """Bytes of the features of an RL batch, which are most of it; in the type of activations."""
+    numbers = run.rl_shape.slots(1, 1) * (1 + run.vision.levels) * run.vision.out_hidden_size
+    return float(numbers * jnp.dtype(run.model.dtype).itemsize)
