@@ -1,7 +1,7 @@
 """Reads your own questions from a CSV or JSONL file.
 
-The columns `video`, `question` and `answer` are required; `id`, `options`, `kind` and `subtitles`
-are optional. docs/evaluation.md describes them.
+The columns `video`, `question` and `answer` are required; `id`, `options`, `kind`, `subtitles` and
+`evidence` are optional. docs/evaluation.md describes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paravt_jax.data.srt import read_srt
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
 
-COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles")
+COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles", "evidence")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # Upper bound on the bad rows that an error lists.
 _MAX_NAMED_ROWS = 10
@@ -162,6 +162,7 @@ def _question(
         answer=_answer(row, kind, options),
         options=options,
         subtitles=_subtitles(row, root, subtitles) if "subtitles" in row else (),
+        evidence=_span(row["evidence"], "evidence") if "evidence" in row else None,
     )
 
 
@@ -213,7 +214,8 @@ def _kind(row: dict[str, Any], options: tuple[str, ...]) -> QuestionKind:
 
 def _answer(row: dict[str, Any], kind: QuestionKind, options: tuple[str, ...]) -> str:
     if kind is QuestionKind.TEMPORAL_GROUNDING:
-        return _span(row.get("answer", ""))
+        start, end = _span(row.get("answer", ""), "answer")
+        return f"[{start:g}, {end:g}]"
     answer = _text(row, "answer")
     if kind is QuestionKind.MULTIPLE_CHOICE and answer not in tuple(_LETTERS[: len(options)]):
         rule = f"the letter of the right option: give one from A to {_LETTERS[len(options) - 1]}"
@@ -221,7 +223,7 @@ def _answer(row: dict[str, Any], kind: QuestionKind, options: tuple[str, ...]) -
     return answer
 
 
-def _span(value: Any) -> str:
+def _span(value: Any, field: str) -> tuple[float, float]:
     """Read [start, end] in seconds from a list, or from the text of a list."""
     span: Any = value
     if isinstance(value, str):
@@ -231,9 +233,9 @@ def _span(value: Any) -> str:
             span = None
     if not _is_span(span):
         rule = "a span of seconds, start before end: write [12.5, 20]"
-        raise _BadRow("answer", value, rule)
+        raise _BadRow(field, value, rule)
     start, end = span
-    return f"[{start:g}, {end:g}]"
+    return float(start), float(end)
 
 
 def _is_span(value: Any) -> bool:

@@ -67,6 +67,13 @@ def test_questions_on_one_video_share_its_subtitles(rows, tmp_path):
     assert first.subtitles is second.subtitles
 
 
+@pytest.mark.parametrize("name", ["my.jsonl", "my.csv"])
+def test_evidence_is_a_span_and_optional(name, rows, tmp_path):
+    file = write(tmp_path, [rows[0] | {"evidence": [12, 14.5]}, rows[1]], name)
+    first, second = read_questions(file, tmp_path)
+    assert (first.evidence, second.evidence) == ((12.0, 14.5), None)
+
+
 def test_the_id_of_a_row_without_one_is_its_line(rows, tmp_path):
     bare = [{name: value for name, value in row.items() if name != "id"} for row in rows]
     of_jsonl = read_questions(write(tmp_path, bare), tmp_path)
@@ -95,6 +102,7 @@ BAD = [
     ({"kind": "tvg", "options": None, "answer": [9, 3]}, "answer: '[9, 3]'", "span"),
     ({"subtitles": "gone.srt"}, "subtitles: 'gone.srt'", "no such file"),
     ({"subtitles": "talk.txt"}, "subtitles: 'talk.txt'", ".srt"),
+    ({"evidence": [5, 5]}, "evidence: '[5, 5]'", "span"),
     ({"option": "x"}, "column: 'option'", "id, video, question"),
     ({"id": "when"}, "id: 'when'", "line 1"),
 ]

@@ -445,6 +445,17 @@ def test_the_facts_of_a_question_are_those_of_its_frames():
         assert facts["spans"] == [[m.start, m.end] for m in asked.moments]
 
 
+def test_evaluations_take_the_same_frames_for_showing_the_answer():
+    for each, asked in ASKED[::10]:
+        evidence = asked.question.evidence
+        assert (evidence is None) == (len(asked.moments) == 2)
+        for budget in calibrate.BUDGETS if evidence else ():
+            times = overview_indices(each.frames, budget) / FPS
+            shown = any(evidence[0] <= time <= evidence[1] for time in times)
+            (moment,) = asked.moments
+            assert shown == (calibrate.frames_showing(each, moment, budget) > 0)
+
+
 def test_more_frames_show_more():
     entries = [calibrate.facts(each, asked) for each, asked in ASKED[::4]]
     shares = [calibrate.shown_share(entries, budget) for budget in calibrate.BUDGETS]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.world.scenes.plan import CHANGES, Moment, SceneVideo, Vehicle
+from paravt_jax.world.scenes.plan import CHANGES, FPS, Moment, SceneVideo, Vehicle
 
 LETTERS = "ABCD"
 QUESTIONS_PER_VIDEO = 8
@@ -223,9 +223,9 @@ def _worded(
     family = FAMILIES[name]
     sentences = (family.heldout,) if video.split == "heldout" else family.training
     text = sentences[int(rng.integers(len(sentences)))].format(**draft.names)
-    first, last = draft.moments[0], draft.moments[-1]
-    only = first is last
-    evidence = (first.start, first.end) if only else None
+    # A question has one span of evidence or none, and half of it would not be enough to answer.
+    only = draft.moments[0] if len(draft.moments) == 1 else None
+    evidence = None if only is None else (only.start, only.end - 1 / FPS)
     id = f"{video.id}/{name.replace(' ', '-')}"
     if draft.span is not None:
         kind = QuestionKind.TEMPORAL_GROUNDING
