@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -353,13 +354,6 @@ def test_held_out_videos_are_asked_with_other_sentences_and_about_more():
     assert families["heldout"] - families["train"] == {"colour", "colours", "when number"}
 
 
-def chance_and_spread(asked: list[ask.SceneQuestion]) -> tuple[float, float]:
-    """The accuracy of a blind guess, and its standard deviation."""
-    chances = [1 / len(each.question.options) for each in asked]
-    variance = sum(chance * (1 - chance) for chance in chances) / len(chances) ** 2
-    return sum(chances) / len(chances), math.sqrt(variance)
-
-
 def rank(option: str, question: Question) -> int:
     """The place of an option in order of its numbers, or else of its letters."""
 
@@ -369,7 +363,9 @@ def rank(option: str, question: Question) -> int:
     return sorted(question.options, key=key).index(option)
 
 
-FEATURES = {
+Rule = Callable[[int, Question], Any]
+
+FEATURES: dict[str, Rule] = {
     "letter": lambda n, question: n,
     "text": lambda n, question: question.options[n],
     "rank": lambda n, question: rank(question.options[n], question),
@@ -383,30 +379,45 @@ FEATURES = {
 }
 
 
+@pytest.fixture(scope="module")
+def many() -> dict[str, list[Question]]:
+    """Some hundred questions of multiple choice of each family."""
+    found: dict[str, list[Question]] = collections.defaultdict(list)
+    settings = plan.SceneSettings(seed=7, videos=4, heldout=500)
+    for each in plan.plan(settings)[settings.videos :]:
+        for asked in ask.questions(each, settings.seed, count=len(ask.FAMILIES)):
+            if asked.question.options:
+                found[asked.family].append(asked.question)
+    return found
+
+
+def blind_accuracy(learned: list[Question], tested: list[Question], describe: Rule) -> float:
+    """How often a rule from `learned` is right, without the video, about `tested`."""
+    right: dict[Any, list[bool]] = collections.defaultdict(list)
+    for question in learned:
+        for n, letter in zip(range(len(question.options)), ask.LETTERS, strict=False):
+            right[describe(n, question)].append(letter == question.answer)
+    # Values that were hardly met count as chance.
+    chance = 1 / len(learned[0].options)
+    worth = {value: (sum(met) + 8 * chance) / (len(met) + 8) for value, met in right.items()}
+
+    def guess(question: Question) -> str:
+        values = [worth.get(describe(n, question), chance) for n in range(len(question.options))]
+        return ask.LETTERS[values.index(max(values))]
+
+    return float(np.mean([guess(question) == question.answer for question in tested]))
+
+
 @pytest.mark.parametrize("feature", FEATURES)
-def test_no_rule_about_the_options_beats_chance(feature):
-    """The rule is learned on one half of the questions, per family, and used on the other half."""
-    describe = FEATURES[feature]
-    right: dict[tuple, list[int]] = collections.defaultdict(list)
-    for asked in CHOICES[::2]:
-        for n in range(len(asked.question.options)):
-            correct = ask.LETTERS[n] == asked.question.answer
-            right[asked.family, describe(n, asked.question)].append(correct)
-
-    def worth(asked: ask.SceneQuestion, n: int) -> float:
-        # Values that were hardly met count as chance.
-        met = right[asked.family, describe(n, asked.question)]
-        prior = 1 / len(asked.question.options)
-        return (sum(met) + 8 * prior) / (len(met) + 8)
-
-    tested = CHOICES[1::2]
-    hits = [
-        ask.LETTERS[max(range(len(a.question.options)), key=lambda n, a=a: worth(a, n))]
-        == a.question.answer
-        for a in tested
-    ]
-    chance, spread = chance_and_spread(tested)
-    assert np.mean(hits) < chance + 3.5 * spread
+def test_no_rule_about_the_options_beats_chance(feature, many):
+    assert len(many) == 10
+    for family, asked in many.items():
+        one, other = asked[::2], asked[1::2]
+        rule = FEATURES[feature]
+        accuracy = (blind_accuracy(one, other, rule) + blind_accuracy(other, one, rule)) / 2
+        chance = 1 / len(asked[0].options)
+        spread = math.sqrt(chance * (1 - chance) / len(asked))
+        assert accuracy < chance + 3.5 * spread, family
 
 
 def test_every_letter_is_right_equally_often():
@@ -449,11 +460,13 @@ def test_evaluations_take_the_same_frames_for_showing_the_answer():
     for each, asked in ASKED[::10]:
         evidence = asked.question.evidence
         assert (evidence is None) == (len(asked.moments) == 2)
-        for budget in calibrate.BUDGETS if evidence else ():
+        if evidence is None:
+            continue
+        first, last = evidence
+        for budget in calibrate.BUDGETS:
             times = overview_indices(each.frames, budget) / FPS
-            shown = any(evidence[0] <= time <= evidence[1] for time in times)
-            (moment,) = asked.moments
-            assert shown == (calibrate.frames_showing(each, moment, budget) > 0)
+            shown = any(first <= time <= last for time in times)
+            assert shown == (calibrate.frames_showing(each, asked.moments[0], budget) > 0)
 
 
 def test_more_frames_show_more():
