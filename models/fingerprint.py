@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Shaped, UInt32
+
+from models.lora import cast
 
 
 def fingerprint(*states: Any, dtype: DTypeLike | None = None) -> int:
@@ -21,7 +23,7 @@ def fingerprint(*states: Any, dtype: DTypeLike | None = None) -> int:
 
     Args:
         states: Weights in nnx states with different names.
-        dtype: The type to which the weights are cast first; None: none.
+        dtype: The type to which the weights are cast first (`models.lora.cast`); None: none.
     """
     return sum(int(_of_state(state, dtype)) for state in states) % 2**32
 
@@ -31,11 +33,11 @@ def _of_state(state: Any, dtype: DTypeLike | None) -> UInt32[Array, ""]:
     total = jnp.uint32(0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = zlib.crc32(jax.tree_util.keystr(path).encode())
-        total += jnp.uint32(name | 1) * _of_array(leaf if dtype is None else leaf.astype(dtype))
+        total += jnp.uint32(name | 1) * _of_array(leaf if dtype is None else cast(leaf, dtype))
     return total
 
 
-def _of_array(x: Float[Array, "..."]) -> UInt32[Array, ""]:
+def _of_array(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     """The sum over all numbers of their bits times an odd number that depends on their place.
 
     Sums of integers do not depend on their order, so neither does the result on the sharding.

@@ -8,6 +8,7 @@ matrix is a parameter with the metadata `inputs`, its number of axes that are su
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from models.qwen3_vl.layers import product
@@ -44,6 +46,8 @@ class LoRASettings:
     """The adapted matrices of each layer, such as q and down; empty: all of them."""
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
+    int8_base: bool = False
+    """Store the layers' frozen matrices in int8, with one scale per output: half the memory."""
 
     def __post_init__(self):
         if self.rank < 1:
@@ -118,8 +122,10 @@ def matrices(decoder: Decoder) -> dict[str, nnx.Variable]:
 def add_adapters(decoder: Decoder, settings: LoRASettings, seed: int) -> None:
     """Give a decoder fresh adapters, which change none of its outputs.
 
+    A base in int8 does change them.
+
     Args:
-        decoder: Changed in place. Its weights may be shapes only.
+        decoder: Changed in place.
         settings: The adapters.
         seed: Draws their A.
 
@@ -137,23 +143,62 @@ def add_adapters(decoder: Decoder, settings: LoRASettings, seed: int) -> None:
     for name in settings.targets or found:
         own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         decoder.layers.adapters[name] = Adapter(found[name], settings, own_key)
+    if settings.int8_base:
+        for name, weight in found.items():
+            decoder.layers.scales[name] = _quantise(weight)
+
+
+def _quantise(weight: nnx.Variable) -> nnx.Param:
+    """Round a matrix to int8, in place, and return its scales, [layers, *outputs].
+
+    The largest number of each output becomes 127 in every layer.
+    """
+    axes, inputs = weight.get_metadata("axes"), weight.get_metadata("inputs")
+
+    @jax.jit
+    def quantised(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        summed = tuple(range(1, 1 + inputs))
+        largest = jnp.abs(value).max(summed, keepdims=True).astype(jnp.float32)
+        # The scale is stored in the type of the matrix: divide by the stored number.
+        scale = jnp.maximum(largest / 127, 1e-30).astype(value.dtype)
+        steps = jnp.round(value.astype(jnp.float32) / scale.astype(jnp.float32))
+        return jnp.clip(steps, -127, 127).astype(jnp.int8), scale.squeeze(summed)
+
+    steps, scale = quantised(weight.get_value())
+    weight.set_value(steps)
+    return nnx.Param(scale, axes=(axes[0], *axes[1 + inputs :]))
 
 
 def merge_adapters(decoder: Decoder) -> None:
-    """Add the adapters to their matrices, and remove them.
+    """Add the adapters to their matrices, and remove them. Matrices in int8 become whole again.
 
-    Sums are rounded to the type of the matrices: merge bfloat16 weights only for export.
+    Sums are rounded to the type of the matrices, or of their scales: merge bfloat16 weights only
+    for export.
     """
 
-    @jax.jit
-    def add(weight: jax.Array, adapter: Adapter) -> jax.Array:
-        return (weight.astype(jnp.float32) + adapter.update()).astype(weight.dtype)
+    @functools.partial(jax.jit, static_argnames="inputs")
+    def whole(value: jax.Array, scale: Any, adapter: Adapter | None, inputs: int) -> jax.Array:
+        total = value.astype(jnp.float32)
+        if scale is not None:
+            total *= jnp.expand_dims(scale.astype(jnp.float32), tuple(range(1, 1 + inputs)))
+        if adapter is not None:
+            total += adapter.update()
+        return total.astype(value.dtype if scale is None else scale.dtype)
 
-    for name, adapter in decoder.layers.adapters.items():
-        weight = getattr(decoder.layers, name)
-        value = weight.get_value()
-        weight.set_value(jax.device_put(add(value, adapter), value.sharding))
-    decoder.layers.adapters = nnx.Dict()
+    layers = decoder.layers
+    for name, weight in matrices(decoder).items():
+        scale, adapter = layers.scales.get(name), layers.adapters.get(name)
+        if scale is not None or adapter is not None:
+            value = weight.get_value()
+            scale = None if scale is None else scale.get_value()
+            total = whole(value, scale, adapter, weight.get_metadata("inputs"))
+            weight.set_value(jax.device_put(total, value.sharding))
+    layers.adapters, layers.scales = nnx.Dict(), nnx.Dict()
+
+
+def cast(weights: Any, dtype: DTypeLike) -> Any:
+    """Weights in another type. Matrices in int8 stay as they are."""
+    return jax.tree.map(lambda x: x if x.dtype == jnp.int8 else x.astype(dtype), weights)
 
 
 def drops(decoder: Decoder) -> bool:

@@ -285,7 +285,7 @@ class _Estimate:
         self.frozen = total_bytes(sizes.base) / self.shards + sizes.tower
         if run.plays_episodes and mesh != (1, 1, self._sampler_devices()):
             # Sharded differently, the engine has a base of its own.
-            self.frozen += self._in_engine(sizes.base)
+            self.frozen += total_bytes(sizes.base) / self._sampler_devices()
 
     def choose_cold_start(self) -> tuple[Remat, int, float]:
         """The first policy, and the smallest number of micro-batches, with which an update fits.
@@ -475,11 +475,8 @@ class _Estimate:
         return sampler_devices(text, self.devices.count // self.devices.hosts)
 
     def _engine_weights(self) -> float:
-        return self._in_engine(self.sizes.text)
-
-    def _in_engine(self, weights: Any) -> float:
-        """Bytes of weights in the type of the activations, sharded over the sampler's devices."""
-        count = sum(math.prod(x.shape) for x in jax.tree.leaves(weights))
+        """Bytes of the trained weights in the type of the activations."""
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.sizes.text))
         return count * self.sizes.itemsize / self._sampler_devices()
 
     def _token_bytes(self) -> float:

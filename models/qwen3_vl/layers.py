@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int8
 
 
 def normal(
@@ -46,7 +46,9 @@ def _checked(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
     return axes
 
 
-def product(x: Float[Array, "*n i"], weight: Float[Array, "i *o"]) -> Float[Array, "*n *o"]:
+def product(
+    x: Float[Array, "*n i"], weight: Float[Array, "i *o"] | Int8[Array, "i *o"]
+) -> Float[Array, "*n *o"]:
     """x times a weight, in x's type."""
     # All rows as one axis: with several, XLA on CPU copies the operands of the weight's gradient.
     rows = x.reshape(-1, x.shape[-1])

@@ -115,7 +115,9 @@ class DecoderLayer(nnx.Module):
         self.gate = weight((d, f), ("embed", "mlp"))
         self.up = weight((d, f), ("embed", "mlp"))
         self.down = weight((f, d), ("mlp", "embed"))
-        self.adapters = nnx.Dict()  # of some weights, by name (`models.lora`)
+        # Of some weights, by name (`models.lora`): adapters, and scales of weights in int8.
+        self.adapters = nnx.Dict()
+        self.scales = nnx.Dict()
         self.dropout_key: Key[Array, ""] | None = None  # of the adapters, in an update
 
     def project(
@@ -146,6 +148,9 @@ class DecoderLayer(nnx.Module):
         value = weight[...]
         # [n, h, d] -> [n * h, d]: the input axes as one.
         out = product(x, value.reshape(-1, *value.shape[weight.get_metadata("inputs") :]))
+        if name in self.scales:
+            scale = self.scales[name][...].astype(x.dtype)
+            out = out * jax.lax.broadcast_to_rank(scale, out.ndim)
         if name not in self.adapters:
             return out
         key = self.dropout_key

@@ -199,6 +199,7 @@ if __name__ == "__main__":
         "fail": fail,
         "die": die,
         "learn": learn,
+        "adapt": adapt,
         "resample": resample,
         "rehearse": rehearse,
     }

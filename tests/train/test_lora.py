@@ -163,6 +163,24 @@ def test_a_base_in_bfloat16_is_shared_and_the_adapters_are_cast(adapted):
     assert {x.dtype for x in jax.tree.leaves(weights)} == {jnp.dtype(jnp.float32)}
 
 
+def test_a_base_in_int8_is_shared_and_sampled_from(adapted, small):
+    """Its matrices stay in int8 on their way to the sampler, which computes what training does."""
+    lora = dataclasses.replace(LORA, int8_base=True)
+    road = small.lay_road(dataclasses.replace(adapted.run, lora=lora), adapted.data)
+    base, weights = road.base(), road.fresh()
+    sync = WeightSync(weights, np.float32, base)
+    assert sync.base["layers"]["q"][...].dtype == np.int8
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(sync.base)] == [
+        x.unsafe_buffer_pointer() for x in jax.tree.leaves(base)
+    ]
+    engine = Engine(road.model, road.environment.features, road.run.engine_sizes)
+    learner = learner_of(road)
+    _, metrics = learner.step(
+        learner.start, engine, road.environment, road.data.questions[:2], seed=0
+    )
+    assert metrics["logprob_gap"] < 1e-3
+
+
 @pytest.mark.parametrize("part", ["adapter", "base"])
 def test_a_number_that_changes_on_its_way_to_the_sampler_is_noticed_in_that_step(
     adapted, small, part

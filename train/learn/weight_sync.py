@@ -12,12 +12,13 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 from jax.typing import DTypeLike
 
 from models.fingerprint import fingerprint
-from models.lora import NOTHING
+from models.lora import NOTHING, cast
 from models.sharding import MESH_AXES, RULES, make_mesh, param_shardings
 from paravt_jax.processes.hosts import gather
 
@@ -50,8 +51,8 @@ def make_sync(weights: Any, hosts: Mesh, dtype: DTypeLike) -> jax.stages.Wrapped
     halfway = _halfway_shardings(weights, hosts)
 
     def sync(weights: Any) -> Any:
-        cast = jax.tree.map(lambda x: x.astype(dtype), weights)
-        return cast if halfway is None else jax.lax.with_sharding_constraint(cast, halfway)
+        moved = cast(weights, dtype)
+        return moved if halfway is None else jax.lax.with_sharding_constraint(moved, halfway)
 
     return jax.jit(sync, out_shardings=param_shardings(weights, hosts))
 
@@ -60,7 +61,7 @@ def stay(weights: Any, hosts: Mesh, dtype: DTypeLike) -> bool:
     """Whether samplers can use weights, real or abstract, as they are; see `make_sync`."""
     wanted = jax.tree.leaves(param_shardings(weights, hosts))
     return all(
-        x.dtype == dtype and x.sharding.is_equivalent_to(sharding, x.ndim)
+        x.dtype in (dtype, jnp.int8) and x.sharding.is_equivalent_to(sharding, x.ndim)
         for x, sharding in zip(jax.tree.leaves(weights), wanted, strict=True)
     )
 

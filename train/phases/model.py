@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.features import tower_mesh
 from models.fingerprint import fingerprint
-from models.lora import LoRASettings, add_adapters, split
+from models.lora import LoRASettings, add_adapters, cast, split
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.hf import load
@@ -110,7 +110,7 @@ def take_apart(
     graph, weights, rest = split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, mesh))
     # In the type of the activations, to which they would be rounded in every product.
-    rest = jax.tree.map(lambda x: x.astype(model.text.dtype), rest)
+    rest = cast(rest, model.text.dtype)
     rest = jax.device_put(rest, param_shardings(rest, mesh))
     # Checkpoints store the tower as it was loaded, so keep it on the host. Each device of this
     # process gets a copy in the type of the activations: they share the frames.

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.features import frames_per_call, tower_mesh, tower_program
-from models.lora import split
+from models.lora import cast, split
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.model import abstract_model
@@ -219,8 +219,8 @@ class Plan:
 
     def _for_engine(self, weights: Any) -> Any:
         """Weights as the engine receives them: in the type of the activations, on a host."""
-        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, self.model.text.dtype), weights)
-        return laid_out(cast, param_shardings(weights, self.host))
+        moved = jax.eval_shape(lambda: cast(weights, self.model.text.dtype))
+        return laid_out(moved, param_shardings(weights, self.host))
 
     def _engine_weights(self) -> tuple[Any, Any]:
         """The trained and the frozen weights, as the engine's programs take them."""
