@@ -623,6 +623,9 @@ def test_a_plan_with_adapters_has_one_base(tiny_plan):
     assert "engine's base" not in sizes
     assert sizes["engine's weights"] == sizes["weights"] < sizes["base"] / 100
     assert sizes["moments"] < 2 * sizes["weights"] + 100
+    in_int8 = dataclasses.replace(run, lora=dataclasses.replace(run.lora, int8_base=True))
+    whole = Plan(in_int8, jax.devices()[:1], jax.devices()[:1], (1, 1, 1)).sizes()
+    assert whole["base"] < sizes["base"] / 2
     names = {name.split()[0]: name for name in program_names(run)}
     for family in ("SFT", "RL", "reference", "prefill", "decode", "weight"):
         program = plan.program(names[family])

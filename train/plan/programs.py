@@ -219,7 +219,7 @@ class Plan:
 
     def _for_engine(self, weights: Any) -> Any:
         """Weights as the engine receives them: in the type of the activations, on a host."""
-        moved = jax.eval_shape(lambda: cast(weights, self.model.text.dtype))
+        moved = jax.eval_shape(lambda x: cast(x, self.model.text.dtype), weights)
         return laid_out(moved, param_shardings(weights, self.host))
 
     def _engine_weights(self) -> tuple[Any, Any]:
