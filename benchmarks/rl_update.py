@@ -2,20 +2,29 @@
 
 python -m benchmarks.rl_update
 python -m benchmarks.rl_update --lengths runs/paravt_tiny/metrics.jsonl --steps 4
+python -m benchmarks.rl_update --against FOLDER
 
-Before rows were packed, every rollout was computed at its longest length, as the second row of the
-table is. Model and programs are those of `paravt_tiny`; the tokens are random. Both cases take
-turns, so that the load of the machine falls on both. CPU seconds count all threads.
+The first two time packed rows at real lengths, and at the limits. The third compares whole steps
+(reference pass, gradients and optimizer) with those of the padded layout. FOLDER is a checkout of
+the last commit before rows were packed: `git worktree add FOLDER 210a70d`. It runs in a process of
+its own (`benchmarks/padded_rl_update.py`).
+
+Model and programs are those of `paravt_tiny`; the tokens are random. Both cases take turns, so that
+the load of the machine falls on both. CPU seconds count all threads.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import os
 import pathlib
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,8 +45,9 @@ from train.learn.packing import GroupLengths, pack
 from train.learn.placement import place, place_whole
 from train.learn.rl import Learner
 from train.learn.rl_batch import RLBatch, lay_out_padding
+from train.learn.step import TrainState
 from train.plan.programs import planned_config
-from train.plan.workload import Step, read
+from train.plan.workload import lengths_of, read
 from train.settings import Run
 
 LENGTHS = pathlib.Path(__file__).with_name("lengths_tiny.json")
@@ -65,11 +75,22 @@ class Case:
 
     def update(self, batch: RLBatch) -> None:
         """Gradients of the whole step, without the optimizer."""
-        weights = self._learner.start.weights
+        jax.block_until_ready(self._gradients(self._learner.start.weights, batch))
+
+    def step(self, state: TrainState, batch: RLBatch) -> TrainState:
+        """The reference pass and the update, with its optimizer. Donates the state."""
+        reference = [
+            self._learner.logprobs(state.weights, self._visual, part) for part in self._microbatches
+        ]
+        jax.block_until_ready(reference)
+        gradients = self._gradients(state.weights, batch)
+        return jax.block_until_ready(self._learner.update.apply(state, gradients)[0])
+
+    def _gradients(self, weights: Any, batch: RLBatch) -> Any:
         total = self._learner.update.start(weights)
         for part in self._microbatches:
             total, _ = self._learner.update.add(weights, total, self._visual, part, batch)
-        jax.block_until_ready(total)
+        return total
 
     def reference(self) -> None:
         """Log-probs of the whole step."""
@@ -114,13 +135,6 @@ def make_learner(run: Run) -> tuple[Learner, RLBatch]:
     return learner, RLBatch(batch, advantages, batch_totals(batch))
 
 
-def _lengths(step: Step) -> list[GroupLengths]:
-    return [
-        GroupLengths(group.prompt, tuple(rollout.response for rollout in group.rollouts))
-        for group in step
-    ]
-
-
 def _seconds(work: Any) -> tuple[float, float]:
     """(seconds, CPU seconds) of a call."""
     start = (time.perf_counter(), time.process_time())
@@ -162,15 +176,79 @@ def measure(steps: Sequence[Sequence[GroupLengths]]) -> list[list[str]]:
     ]
 
 
+def take_turns(
+    ours: Callable[[int], Any], theirs: Sequence[str], lengths: Any, cwd: pathlib.Path
+) -> list[list[str]]:
+    """Rows of the table of `--against`: mean times of both sides, in turns, of the best rounds.
+
+    Args:
+        ours: Computes the step with a number.
+        theirs: The command of the other side, which speaks as `benchmarks.padded_rl_update` does.
+        lengths: The lengths of the steps, which it gets as JSON.
+        cwd: Its working directory, whose modules it imports.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(cwd)}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    times: dict[str, list[list[float]]] = {"packed": [], "padded": []}
+    with subprocess.Popen(theirs, cwd=cwd, env=environment, **pipes) as process:
+        assert process.stdin is not None and process.stdout is not None
+        questions, answers = process.stdin, process.stdout
+
+        def ask(line: str) -> str:
+            questions.write(f"{line}\n")
+            questions.flush()
+            answer = answers.readline()
+            if not answer:
+                raise SystemExit(f"--against: {cwd} gave no answer; check out commit 210a70d there")
+            return answer
+
+        ask(json.dumps(lengths))
+        for step in range(len(lengths)):
+            ours(step)
+            rounds = [
+                (_seconds(lambda: ours(step)), [float(x) for x in ask(str(step)).split()])  # noqa: B023
+                for _ in range(ROUNDS)
+            ]
+            for name, side in zip(times, zip(*rounds, strict=True), strict=True):
+                times[name].append([min(column) for column in zip(*side, strict=True)])
+        questions.close()
+    means = {name: np.mean(found, axis=0) for name, found in times.items()}
+    return [
+        [name, *(f"{x:.3f}" for x in means[name])]
+        + [f"{x:.2f}" for x in means["padded"] / means[name]]
+        for name in times
+    ]
+
+
+def against(folder: pathlib.Path, steps: Sequence[Sequence[GroupLengths]]) -> list[list[str]]:
+    """Packed steps of this checkout and padded ones of `folder`, at the same lengths."""
+    learner, batch = make_learner(paravt_tiny())
+    cases = [Case(learner, groups) for groups in steps]
+    state = learner.start
+
+    def ours(step: int) -> None:
+        nonlocal state
+        state = cases[step].step(state, batch)
+
+    program = pathlib.Path(__file__).with_name("padded_rl_update.py")
+    # -P: modules beside the program must not hide those of the folder.
+    return take_turns(ours, [sys.executable, "-P", str(program)], steps, folder.resolve())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=pathlib.Path, default=LENGTHS)
     parser.add_argument("--steps", type=int, default=4, help="steps of the file to measure")
+    parser.add_argument("--against", type=pathlib.Path, help="checkout of commit 210a70d")
     asked = parser.parse_args()
     workload = read(asked.lengths, paravt_tiny())
     print(workload.describe())
-    headings = ("lengths", "tokens", "places", "s", "CPU s", "speed-up", "speed-up by CPU")
-    print(table(headings, measure([_lengths(step) for step in workload.steps[: asked.steps]])))
+    steps = [lengths_of(step) for step in workload.steps[: asked.steps]]
+    ratios = ("s", "CPU s", "speed-up", "speed-up by CPU")
+    if asked.against:
+        print(table(("layout", *ratios), against(asked.against, steps)))
+    else:
+        print(table(("lengths", "tokens", "places", *ratios), measure(steps)))
 
 
 if __name__ == "__main__":

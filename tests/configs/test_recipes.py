@@ -363,7 +363,7 @@ def shapes_of(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
 def check_update(run: Run, update: Abstract) -> None:
     """An update returns every weight and moment in its shape and type."""
     state = update.arguments[0]
-    after, metrics = jax.eval_shape(update.program.jitted, *update.arguments)
+    after, metrics = jax.eval_shape(update.program.jitted, *update.program.first, *update.arguments)
     assert shapes_of(state) == shapes_of(after) and run.model.dtype == "bfloat16"
     assert (
         metrics["loss"].shape == metrics["grad_norm"].shape == ()
@@ -406,14 +406,18 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
         for abstract in (abstract_rl_gradients, abstract_rl_optimizer, abstract_reference)
     )
     weights, total, *_ = gradients.arguments
-    after, metrics = jax.eval_shape(gradients.program.jitted, *gradients.arguments)
+    after, metrics = jax.eval_shape(
+        gradients.program.jitted, *gradients.program.first, *gradients.arguments
+    )
     assert shapes_of(after) == shapes_of(total), "gradients of micro-batches add up"
     assert {dtype for _, dtype in shapes_of(total)} == {jnp.dtype("float32")}
     assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
     state, _ = optimizer.arguments
-    after, _ = jax.eval_shape(optimizer.program.jitted, *optimizer.arguments)
+    after, _ = jax.eval_shape(
+        optimizer.program.jitted, *optimizer.program.first, *optimizer.arguments
+    )
     assert shapes_of(after) == shapes_of(state) and shapes_of(state.weights) == shapes_of(weights)
-    rows = jax.eval_shape(reference.program.jitted, *reference.arguments)
+    rows = jax.eval_shape(reference.program.jitted, *reference.program.first, *reference.arguments)
     shape, engine = run.rl_shape, run.engine_sizes
     assert rows.shape == (7 * 8, shape.suffix), "log-probs by rollout, without padding rows"
     longest = shape.limits

@@ -69,6 +69,55 @@ def test_arguments_equal_those_of_an_rl_step(road, subagents):
 
 
 @pytest.mark.slow
+def test_shardings_equal_those_of_placed_arrays():
+    """On a mesh of eight devices: an update's batches are placed as the plan says."""
+    printed = run(
+        """
+        import dataclasses, pathlib
+        import jax, numpy as np
+        from configs import RECIPES
+        from models.features import FrameFeatures
+        from models.sharding import make_mesh
+        from paravt_jax.data import video
+        from train.learn.packed_batch import PackedRows, place_packed
+        from train.learn.placement import place, place_vectors, place_whole
+        from train.learn.rl_batch import lay_out_padding
+        from train.plan.abstract import abstract_rl_step, abstract_sft_update
+        from train.plan.programs import planned_config
+
+        recipe = RECIPES["paravt_tiny"]()
+        config, mesh = planned_config(recipe), make_mesh(2, 4, 1)
+        step, shape = abstract_rl_step(recipe, mesh, config), recipe.rl_shape
+        sizes = shape.microbatches(recipe.rl.microbatch_tokens, 8, step.microbatches[0].pieces)
+        features = FrameFeatures(None, config, recipe.frames, pathlib.Path(), source=video)
+        padding = lay_out_padding(shape, features, sizes, devices=8)
+        slots = shape.slots(1, 8)
+        rows = [padding.visual[n * slots : (n + 1) * slots] for n in range(8)]
+        microbatches = tuple(place_whole(part, mesh) for part in padding.microbatches)
+        visual, grpo = place_vectors(rows, slots, mesh), place(padding.grpo, mesh)
+        packed = abstract_sft_update(recipe, mesh, config).arguments[1].packed
+        arrays = {
+            field.name: np.zeros(x.shape, x.dtype)
+            for field in dataclasses.fields(packed)
+            if field.name != "visual" and (x := getattr(packed, field.name)) is not None
+        }
+        vectors = [np.zeros((3, *packed.visual.shape[2:]), packed.visual.dtype)] * len(packed.ids)
+        cold = place_packed(PackedRows(**arrays), vectors, packed.visual.shape[1], mesh)
+        real = (visual, microbatches, grpo, cold)
+        planned = (step.visual, step.microbatches, step.batch.grpo, packed)
+        assert jax.tree.structure(real) == jax.tree.structure(planned)
+        for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(planned), strict=True):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (x.sharding, y.sharding)
+        print(len(jax.tree.leaves(real)), "arrays")
+        print("done")
+        """,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    )
+    print(printed)
+
+
+@pytest.mark.slow
 def test_an_update_compiles_for_tpu():
     """Four layers on eight chips: gradients of one packed row in eight pieces.
 

@@ -159,8 +159,8 @@ def test_two_processes_train_adapters_like_one_device(together, road, small, tmp
 
 @pytest.mark.slow
 def test_sub_agents_of_one_process_are_trained_on_by_all(together, road, small, tmp_path):
-    """The second process has eight sub-agents and room for four. None is dropped, and the steps
-    equal those of one device."""
+    """All eight sub-agents were played by the second process, which has their visual vectors. The
+    steps equal those of one device."""
     program = str(PROGRAM.with_name("hosts_program.py"))
     ended = together([program, "learn", str(tmp_path)], 2, devices=4)
     assert [process.code for process in ended] == [0, 0], ended[0].err[-3000:]
@@ -168,4 +168,4 @@ def test_sub_agents_of_one_process_are_trained_on_by_all(together, road, small, 
     wanted = small.learn(road)
     counts = [(step["subagents/trained"], step["subagents/left_out"]) for step in wanted]
     assert counts == [(8, 0), (8, 0)]
-    assert first == second == [pytest.approx(step, rel=2e-3, abs=2e-3) for step in wanted]
+    assert first == second == [pytest.approx(step, rel=1e-4, abs=1e-4) for step in wanted]
