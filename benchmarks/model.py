@@ -14,6 +14,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -491,7 +492,7 @@ def report(case: Case, seconds: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the commit and the library versions, for the record. Linux only."""
+    """The processor, the commit and the versions of installed libraries. Linux only."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
     git = subprocess.run(
@@ -504,6 +505,7 @@ def machine() -> dict[str, Any]:
     versions = {
         name: importlib.metadata.version(name)
         for name in ("jax", "jaxlib", "flax", "torch", "transformers")
+        if importlib.util.find_spec(name)
     }
     return {
         "cpu": cpu,
