@@ -198,7 +198,8 @@ def read_question(row: Mapping[str, Any], id: str) -> Question:
     text = _hide_paths(text, [path]).strip()
     if not text:
         raise Refused(Reason.BROKEN, "the question is empty")
-    return Question(id, path, text, kind, _answer(extra.get("answer"), kind))
+    answer = _answer(extra.get("answer"), kind)
+    return Question(id, path, text, kind, answer, evidence=_evidence(extra.get("evidence")))
 
 
 def _kind(name: Any) -> QuestionKind:
@@ -226,6 +227,16 @@ def _answer(answer: Any, kind: QuestionKind) -> str:
     if kind is QuestionKind.TEMPORAL_GROUNDING and read_range(text) is None:
         raise Refused(Reason.NO_ANSWER, f"{text[:80]!r} is not a span of time")
     return text
+
+
+def _evidence(span: Any) -> tuple[float, float] | None:
+    """When the video shows the answer, in seconds. Only drawn scenes say it."""
+    if span is None:
+        return None
+    numbers = isinstance(span, list) and all(type(time) in (int, float) for time in span)
+    if not numbers or len(span) != 2 or not 0 <= span[0] <= span[1]:
+        raise Refused(Reason.BROKEN, f"evidence is {str(span)[:80]}, not two times in seconds")
+    return float(span[0]), float(span[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -32,17 +33,29 @@ Message = dict[str, Any]
 
 
 def write_questions(file: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows of `question_row` as a parquet file."""
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*rows], schema=_RL_ROWS), file)
+    """Write rows of `question_row` as a parquet file, which appears when it is complete."""
+    _write(file, pyarrow.Table.from_pylist([*rows], schema=_RL_ROWS))
 
 
 def write_conversations(file: pathlib.Path, conversations: Sequence[list[Message]]) -> None:
-    """Write conversations as a parquet file."""
+    """Write conversations as a parquet file, which appears when it is complete."""
     rows = [{"messages": json.dumps(each, ensure_ascii=False)} for each in conversations]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=_SFT_ROWS), file)
+    _write(file, pyarrow.Table.from_pylist(rows, schema=_SFT_ROWS))
 
 
-def question_row(video: str, question: str, kind: QuestionKind, answer: Any) -> dict[str, Any]:
+def _write(file: pathlib.Path, table: pyarrow.Table) -> None:
+    unfinished = file.with_suffix(".tmp")
+    pyarrow.parquet.write_table(table, unfinished)
+    os.replace(unfinished, file)
+
+
+def question_row(
+    video: str,
+    question: str,
+    kind: QuestionKind,
+    answer: Any,
+    evidence: tuple[float, float] | None = None,
+) -> dict[str, Any]:
     """An rl row.
 
     Args:
@@ -50,14 +63,18 @@ def question_row(video: str, question: str, kind: QuestionKind, answer: Any) -> 
         question: The question with its options.
         kind: Its kind.
         answer: The letter of an option, a text, or a list of two times in seconds.
+        evidence: When the video shows the answer, in seconds. Published rows do not have this.
     """
+    extra = {"answer": answer, "question_type": kind.value}
+    if evidence is not None:
+        extra["evidence"] = evidence
     return {
         "prompt": [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": f"<video>{question}"},
         ],
         "videos": [{"video": video}],
-        "extra_info": json.dumps({"answer": answer, "question_type": kind.value}),
+        "extra_info": json.dumps(extra),
     }
 
 

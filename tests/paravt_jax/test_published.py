@@ -180,6 +180,16 @@ def test_the_name_of_the_video_replaces_its_path(path, text, expected):
         (rl_row(A) | {"extra_info": b"{}"}, Reason.BROKEN, "extra_info is bytes"),
         (rl_row(A) | {"extra_info": {"answer": b"A"}}, Reason.BROKEN, "bytes"),
         (rl_row(A) | {"extra_info": {"answer": Decimal(1)}}, Reason.BROKEN, "Decimal"),
+        (
+            rl_row(A) | {"extra_info": {"answer": "A", "evidence": [9, 3]}},
+            Reason.BROKEN,
+            "evidence is [9, 3]",
+        ),
+        (
+            rl_row(A) | {"extra_info": {"answer": "A", "evidence": "soon"}},
+            Reason.BROKEN,
+            "evidence is soon",
+        ),
         (rl_row(A) | {"videos": [{"video": b"a.mp4"}]}, Reason.BROKEN, "a path is b'a.mp4'"),
         (rl_row("a\0.mp4"), Reason.BROKEN, "root"),
         ({}, Reason.BROKEN, "prompt is NoneType"),

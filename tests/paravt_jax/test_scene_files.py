@@ -74,6 +74,7 @@ def test_published_rows_ask_the_same_and_are_scored_alike(written):
     for row, question in zip(rows, own, strict=True):
         published = read_question(row, "id")
         assert (published.video, published.kind) == (question.video, question.kind)
+        assert published.evidence == question.evidence
         assert published.text.startswith(question.text)
         assert all(option in published.text for option in question.options)
         assert accuracy(published, question.answer) == 1

@@ -188,7 +188,9 @@ def _own_row(question: Question) -> dict[str, Any]:
 
 def _published_row(question: Question) -> dict[str, Any]:
     text = published_rows.with_options(question.text, question.options)
-    return published_rows.question_row(question.video, text, question.kind, _answer(question))
+    return published_rows.question_row(
+        question.video, text, question.kind, _answer(question), question.evidence
+    )
 
 
 def _answer(question: Question) -> Any:
