@@ -28,6 +28,7 @@ _REWARDS = ("tests/paravt_jax/test_rewards.py",)
 _TEXT = ("tests/paravt_jax/test_world_text.py",)
 _PACKING = ("tests/paravt_jax/test_packing.py",)
 _PACKED = ("tests/train/test_packed_batch.py",)
+_PLACEMENT = ("tests/train/test_placement.py",)
 _PAGES = ("tests/rollout/engine/test_pages.py",)
 _SAMPLING = ("tests/rollout/engine/test_sampling.py",)
 _LAYOUT = ("tests/rollout/engine/test_layout.py",)
@@ -319,6 +320,16 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "tool_tokens_trained": (
             "[r, part] = trajectory.authors == Author.MODEL",
             "[r, part] = trajectory.authors != Author.PROMPT",
+        ),
+    },
+    ("train/learn/placement.py", _PLACEMENT): {
+        "last_chunk_of_a_full_row_early": (
+            "start = min(start, room - size)",
+            "start = min(start, room - size - 1)",
+        ),
+        "chunks_all_in_the_first_row": (
+            "np.array([row, start, 0, 0])",
+            "np.array([0, start, 0, 0])",
         ),
     },
     (f"{_ENGINE}/pages.py", _PAGES): {
