@@ -337,12 +337,18 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
     return steps
 
 
+def small_lora() -> Run:
+    """The same with adapters; `small.py --config=small_lora`."""
+    return dataclasses.replace(small(), name="small_lora", lora=LoRASettings(rank=4, alpha=8.0))
+
+
 def adapted(road: Road) -> Road:
     """The road with adapters."""
-    return lay_road(dataclasses.replace(road.run, lora=LoRASettings(rank=4, alpha=8.0)), road.data)
+    return lay_road(dataclasses.replace(road.run, lora=small_lora().lora), road.data)
 
 
 RECIPES.setdefault("small", small)
+RECIPES.setdefault("small_lora", small_lora)
 
 if __name__ == "__main__":
     raise SystemExit(main())

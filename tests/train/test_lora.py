@@ -297,6 +297,14 @@ def test_a_checkpoint_of_adapters_is_not_exported_as_a_model(finished, tmp_path)
         export(Export(str(finished), str(tmp_path / "out"), "rl"))
 
 
+def test_a_target_that_the_model_lacks_is_refused_before_any_data_is_made(small, tmp_path):
+    lora = LoRASettings(targets=("q", "query"))
+    run = dataclasses.replace(small.small(), lora=lora, run_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="lora.targets: query; choose from"):
+        execute(run)
+    assert not (tmp_path / "run").exists()
+
+
 def test_muon_does_not_train_adapters(small, tmp_path):
     run = small.small()
     optimizer = dataclasses.replace(run.sft.optimizer, name="muon")

@@ -1,0 +1,86 @@
+"""Measures how far a base in int8 moves log-probs: `python -m benchmarks.int8_base --model FOLDER`.
+
+The model is that of a finished tiny run. It scores the trained tokens of demonstrations of the
+small world, with videos that it has not seen, once as it is and once with its matrices in int8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import tempfile
+
+import jax
+import numpy as np
+import tyro
+from flax import nnx
+
+from configs.paravt_tiny import paravt_tiny
+from models.features import FrameFeatures
+from models.lora import LoRASettings, add_adapters
+from models.qwen3_vl.hf import load
+from models.qwen3_vl.model import Qwen3VL
+from models.sharding import make_mesh
+from paravt_jax.data import video
+from paravt_jax.method.protocol import Protocol
+from train.learn.sft import SFTBatch, SFTBatches, packed_logprobs
+from train.prepare import prepare
+from train.settings import change
+
+# Seeds of worlds and texts that no recipe uses.
+SEED = 1009
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Base:
+    """Measure how far a base in int8 moves log-probs."""
+
+    model: str
+    """Folder of a tiny model, such as runs/paravt_tiny/model."""
+    rows: int = 4
+    """Packed rows of demonstrations to score."""
+
+
+def demonstrations(model: Qwen3VL, rows: int, folder: pathlib.Path) -> SFTBatch:
+    """Packed demonstrations about new videos."""
+    fields = {"world.train_videos": 64, "world.seed": SEED, "text.seed": SEED, "sft.rows": rows}
+    run = change(paravt_tiny(), "int8_base", fields)
+    data = prepare(run, folder)
+    if data.vocabulary.size != model.config.text.vocab_size:
+        raise ValueError(
+            f"--model: a vocabulary of {model.config.text.vocab_size} tokens, and this version "
+            f"writes demonstrations with {data.vocabulary.size}; train paravt_tiny again"
+        )
+    assert run.sft is not None
+    features = FrameFeatures(model.vision, model.config, run.frames, data.root, source=video)
+    protocol = Protocol(data.vocabulary, run.protocol)
+    batches = SFTBatches(run.sft, data, None, SEED, protocol, features, make_mesh())
+    return next(batches)[0]
+
+
+def gaps(model: Qwen3VL, batch: SFTBatch) -> np.ndarray:
+    """Absolute differences of the log-probs of all trained tokens."""
+    image = model.config.image_token_id
+    score = nnx.jit(lambda text: packed_logprobs(text, batch.packed, image))
+    before = np.asarray(score(model.text))
+    add_adapters(model.text, LoRASettings(int8_base=True), seed=0)
+    after = np.asarray(score(model.text))
+    return np.abs(after - before)[np.asarray(batch.packed.sampled)]
+
+
+def main() -> None:
+    """Print the mean and the largest differences."""
+    asked = tyro.cli(Int8Base)
+    model = load(asked.model)
+    with tempfile.TemporaryDirectory() as folder:
+        batch = demonstrations(model, asked.rows, pathlib.Path(folder))
+        found = gaps(model, batch)
+    print(
+        f"{len(found):,} tokens: mean gap {found.mean():.5f}, "
+        f"99th percentile {np.quantile(found, 0.99):.5f}, largest {found.max():.5f} "
+        f"({jax.devices()[0].device_kind}, {model.text.dtype.__name__})"
+    )
+
+
+if __name__ == "__main__":
+    main()
