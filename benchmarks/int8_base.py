@@ -78,7 +78,7 @@ def main() -> None:
     print(
         f"{len(found):,} tokens: mean gap {found.mean():.5f}, "
         f"99th percentile {np.quantile(found, 0.99):.5f}, largest {found.max():.5f} "
-        f"({jax.devices()[0].device_kind}, {model.text.dtype.__name__})"
+        f"({jax.devices()[0].device_kind}, fp32)"
     )
 
 
