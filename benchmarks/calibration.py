@@ -273,7 +273,7 @@ class Probe:
 
     def pool(self) -> Speed:
         """Allocating the engine's pages, per byte."""
-        weights = self.engine.weights[self.engine.version]
+        weights, _ = self.engine.weights[self.engine.version]
 
         def wake() -> None:
             self.engine.sleep()

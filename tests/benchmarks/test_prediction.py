@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 import pytest
+from flax import nnx
 
 from benchmarks.calibration import (
+    Probe,
     Speed,
     Timed,
     Work,
@@ -18,6 +21,10 @@ from benchmarks.calibration import (
 )
 from benchmarks.prediction import CONFIGURATIONS, Machine, base, predict, report, requests_of
 from configs import RECIPES
+from models.features import FrameFeatures
+from models.qwen3_vl.model import Qwen3VL
+from paravt_jax.data import video
+from rollout.engine.engine import Engine
 from train.learn.packing import GroupLengths, pack
 from train.plan.programs import microbatch_sizes, planned_config
 from train.plan.rollouts import Row
@@ -55,6 +62,32 @@ def test_calibration_uses_none_of_the_decoding_programs_of_any_configuration():
         assert not any(
             programs & {(run.slots, width) for width in run.row_lengths} for run in configured
         )
+
+
+@pytest.mark.slow
+def test_an_engine_of_other_sizes_is_timed():
+    config = planned_config(TINY)
+    features = FrameFeatures(None, config, TINY.frames, pathlib.Path(), source=video)
+    model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
+    sizes = dataclasses.replace(
+        SIZES,
+        slots=8,
+        row_lengths=(32, 96),
+        prefill_lengths=(16, 48),
+        prefix_lengths=(48,),
+        steps=4,
+    )
+    probe = Probe(Engine(model, features, sizes))
+    prefilled = probe.prefill(48, 0)
+    behind = probe.prefill(16, 48)
+    assert prefilled.seconds > 0 and behind.seconds > 0
+    assert behind.work[1] > prefilled.work[1] / 48 * 16
+    alone = probe.decode(32, 0)
+    together = probe.decode(32, 48)
+    assert alone.seconds > 0 and together.seconds > 0
+    assert together.work == alone.work[:2] + together.work[2:] and together.work[2] > 0
+    (rate,) = probe.pool().rates
+    assert rate > 0
 
 
 def test_rows_of_a_group_read_their_prompt_from_one_copy():
