@@ -201,6 +201,50 @@ def test_modules_that_the_pages_run_exist():
     assert not [name for name in named if importlib.util.find_spec(name) is None]
 
 
+# Rows of README's result table, and the rows of docs/results.md with their cells; None: not there.
+RESULT_ROWS = {
+    "accuracy": ("accuracy before", "accuracy, control", "accuracy after"),
+    "crops per question, no overview frame shows the answer": (
+        None,
+        None,
+        "calls after, answer not shown",
+    ),
+    "crops per multiple-choice question, a frame shows the answer": (
+        None,
+        None,
+        "calls after, choice, answer shown",
+    ),
+    "accuracy, sampled at temperature 0.7": (
+        "accuracy before, sampled",
+        None,
+        "accuracy after, sampled",
+    ),
+    "rollouts in the correct format, sampled": (
+        "compliance before, sampled",
+        None,
+        "compliance after, sampled",
+    ),
+}
+
+
+def result_table(page: str, heading: str, columns: int) -> dict[str, list[str]]:
+    """The cells of a section's tables with so many columns, by their first one."""
+    _, _, section = PAGES[page].partition(f"\n## {heading}\n")
+    section, _, _ = section.partition("\n## ")
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    tables = [[cell.strip(" *") for cell in cells] for cells in lines if len(cells) == columns]
+    return {name: cells for name, *cells in tables if "---" not in name and name}
+
+
+def test_the_readme_shows_the_figures_of_docs_results():
+    shown = result_table("README.md", "Result", 4)
+    measured = result_table("docs/results.md", "The tiny run", 5)
+    assert shown.keys() == RESULT_ROWS.keys()
+    for row, names in RESULT_ROWS.items():
+        for cell, name in zip(shown[row], names, strict=True):
+            assert name is None or cell == measured[name][-1], (row, name)
+
+
 class Parsed(Exception):
     """A command has understood its arguments."""
 
