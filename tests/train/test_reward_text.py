@@ -16,4 +16,4 @@ def test_a_reward_says_what_it_pays():
     # A reward with a changed weight is not the published one.
     assert describe(RewardSettings(gamma=0)).startswith("a reward, ")
     overlong = describe(RewardSettings(overlong_buffer=512, overlong_penalty=0.5))
-    assert overlong.startswith(published) and "up to 0.5 for the last 512 tokens" in overlong
+    assert overlong.startswith(published) and "grows to 0.5 over the last 512 tokens" in overlong

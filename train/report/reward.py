@@ -38,7 +38,7 @@ def describe(settings: RewardSettings) -> str:
     cost = ""
     if settings.overlong_buffer:
         cost = (
-            f", less up to {settings.overlong_penalty:.3g} for the last "
-            f"{settings.overlong_buffer} tokens below the limit of a trajectory"
+            f", minus a penalty that grows to {settings.overlong_penalty:.3g} over the last "
+            f"{settings.overlong_buffer} tokens before the limit"
         )
     return f"{name}, for {paid}{cost}"
