@@ -45,8 +45,6 @@ def distributions() -> dict[str, Distribution]:
             response_mean=70.0,
             kappa=1.0,
             report_mean=8.0,
-            # A rendered frame is ready in milliseconds.
-            tool_seconds=0.01,
         ),
     }
 

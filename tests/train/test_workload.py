@@ -10,6 +10,7 @@ import pytest
 from benchmarks.lengths import SEED, STEPS, distributions, drawn, file_of
 from configs import RECIPES
 from train.plan.workload import RESULT_TOKENS, Rollout, at_limits, draw, from_metrics, read, write
+from train.settings import change
 
 LARGE = RECIPES["paravt_8b"]()
 TINY = RECIPES["paravt_tiny"]()
@@ -83,9 +84,11 @@ def test_metrics_give_prompts_lengths_and_calls_of_the_last_steps(tmp_path):
     ("name", "text", "message"),
     [
         ("none.json", None, "No such file"),
-        ("a.json", "{", "not lengths"),
-        ("a.json", "{}", "not lengths"),
-        ("a.jsonl", '{"phase": "sft"}', "no step of RL"),
+        ("a.json", "{", r"a\.json: not JSON"),
+        ("a.json", "{}", r"a\.json: no entry 'distribution'"),
+        ("a.json", '{"distribution": 1}', r"a\.json: not in the form"),
+        ("a.jsonl", '{"phase": "sft"}', r"a\.jsonl: no step of RL"),
+        ("a.jsonl", "", r"a\.jsonl: no step of RL"),
         ("a.jsonl", json.dumps(row(1, **{"k8/rollouts": 0.0, "k64/rollouts": 0.0})), "8 rollouts"),
     ],
 )
@@ -94,7 +97,28 @@ def test_files_without_lengths_are_refused(name, text, message, tmp_path):
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message) as refusal:
         read(tmp_path / name, TINY)
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(refusal.value) and "Error" not in str(refusal.value)
+
+
+def test_metrics_of_another_recipe_are_refused_by_the_settings_beside_them(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps(row(1)))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(dataclasses.asdict(TINY)))
+    assert read(file, TINY).describe().startswith(f"{file}, the last 1 steps of a run's metrics")
+    with pytest.raises(ValueError, match="metrics of paravt_tiny, whose model.size, .* differ"):
+        read(file, LARGE)
+
+
+def test_drawn_lengths_of_other_frame_budgets_are_refused():
+    other = change(TINY, "few_frames", {"rl.frame_budgets": (4, 64)})
+    with pytest.raises(ValueError, match="K = 4, 8, 16, 32, 64, while few_frames has K = 4, 64"):
+        read(file_of("paravt_tiny"), other)
+
+
+def test_tools_of_the_small_world_read_faster_than_those_of_real_videos():
+    assert from_metrics([row(1)], TINY).tool_seconds == 0.01
+    assert from_metrics([row(1)], LARGE).tool_seconds == 1.2
 
 
 def test_lengths_of_another_recipe_are_refused():

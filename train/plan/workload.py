@@ -32,8 +32,19 @@ RESULT_TOKENS = 12
 SPREAD = 0.5
 REPORT_TOKENS = 128
 TOOL_SECONDS = 1.2
+# A rendered frame of the small world is ready in milliseconds.
+WORLD_TOOL_SECONDS = 0.01
 # Steps of a metrics file that a plan looks at: the last ones.
 RECENT = 8
+# Settings that two recipes share if the lengths of one say something about the other.
+_SETTINGS_OF_LENGTHS = (
+    "model.size",
+    "frames",
+    "protocol",
+    "rl.frame_budgets",
+    "rl.grpo.group_size",
+)
+_GIVE = "give a file like benchmarks/lengths_8b.json or a run's metrics.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +101,8 @@ class Workload:
     crop_frames: int = 0
     tool_seconds: float = 0.0
     """Seconds in which a tool reads one window of a video."""
+    file: str = dataclasses.field(default="", compare=False)
+    """The file that was read, if any."""
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -109,8 +122,9 @@ class Workload:
         mean = sum(rollout.response for rollout in rollouts) / len(rollouts)
         kappa = sum(len(rollout.reports) for rollout in rollouts) / len(rollouts)
         longest = sum(_longest(step) for step in self.steps) / len(self.steps)
+        source = f"{self.file}, {self.source}" if self.file else self.source
         return (
-            f"{self.source}: prompts of {sum(group.prompt for group in groups) / len(groups):.0f} "
+            f"{source}: prompts of {sum(group.prompt for group in groups) / len(groups):.0f} "
             f"tokens, responses of {mean:.0f} (the longest of a step {longest:.0f}), "
             f"{kappa:.2f} calls per rollout (kappa), {self.tool_seconds:g} s per read"
         )
@@ -242,24 +256,71 @@ def read(file: pathlib.Path, run: Run) -> Workload:
             says what is derived from the recipe.
 
     Raises:
-        ValueError: the file cannot be read, or a length exceeds the recipe's limits.
+        ValueError: the file cannot be read, a length exceeds the recipe's limits, or the lengths
+            are those of a recipe with other settings.
     """
     try:
-        text = file.read_text()
-        if file.suffix == ".jsonl":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-            workload = from_metrics(rows, run)
-        else:
-            workload = _from_fields(json.loads(text))
+        workload = _parse(file, run)
+        _check(workload, run)
     except OSError as error:
         raise ValueError(f"--lengths {file}: {error.strerror}; name an existing file") from error
-    except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+    except KeyError as error:
+        raise ValueError(f"--lengths {file}: no entry {error.args[0]!r}; {_GIVE}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--lengths {file}: not JSON; {_GIVE}") from error
+    except ValueError as error:
+        raise ValueError(f"--lengths {file}: {error}") from error
+    return dataclasses.replace(workload, file=str(file))
+
+
+def _parse(file: pathlib.Path, run: Run) -> Workload:
+    """Raises ValueError or KeyError for a file without lengths of this recipe."""
+    text = file.read_text()
+    if file.suffix == ".jsonl":
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        _check_recipe(file.with_name("config.json"), run)
+        return from_metrics(rows, run)
+    fields = json.loads(text)
+    try:
+        workload = _from_fields(fields)
+    except (TypeError, IndexError, ValueError) as error:
+        raise ValueError(f"not in the form of a file of lengths; {_GIVE}") from error
+    budgets = tuple(fields["distribution"]["frame_budgets"])
+    expected = _rl(run).frame_budgets
+    if set(budgets) != set(expected):
         raise ValueError(
-            f"--lengths {file}: not lengths ({error!r}); give a file as benchmarks/lengths_8b.json "
-            "or a run's metrics.jsonl"
-        ) from error
-    _check(file, workload, run)
+            f"drawn for K = {_listed(budgets)}, while {run.name} has K = {_listed(expected)} "
+            "(rl.frame_budgets); give the lengths of this recipe"
+        )
     return workload
+
+
+def _listed(budgets: Sequence[int]) -> str:
+    return ", ".join(map(str, budgets))
+
+
+def _check_recipe(config: pathlib.Path, run: Run) -> None:
+    """Raises ValueError if the settings beside some metrics are those of a different recipe."""
+    if not config.exists():
+        return
+    theirs = json.loads(config.read_text())
+    # As JSON has no tuples.
+    ours = json.loads(json.dumps(dataclasses.asdict(run)))
+    others = [
+        name for name in _SETTINGS_OF_LENGTHS if _setting(theirs, name) != _setting(ours, name)
+    ]
+    if others:
+        raise ValueError(
+            f"metrics of {theirs.get('name')}, whose {', '.join(others)} differ from those of "
+            f"{run.name}; give the metrics of a run of {run.name}"
+        )
+
+
+def _setting(settings: Any, name: str) -> Any:
+    """A setting by its dotted name; None if there is none."""
+    for part in name.split("."):
+        settings = settings.get(part) if isinstance(settings, dict) else None
+    return settings
 
 
 def _from_fields(fields: Mapping[str, Any]) -> Workload:
@@ -294,12 +355,12 @@ def from_metrics(rows: Sequence[Mapping[str, Any]], run: Run) -> Workload:
     """
     steps = [row for row in rows if row.get("phase", "rl") == "rl" and "length/response" in row]
     if not steps:
-        raise ValueError("--lengths: the metrics have no step of RL; give those of a run with RL")
+        raise ValueError("no step of RL; give the metrics of a run with RL")
     found = tuple(_step_of(row, run) for row in steps[-RECENT:])
     limits = limits_of(run)
     crop = limits.crop_frames * (limits.frame_tokens + limits.label_tokens) + limits.crop_text
     source = f"the last {len(found)} steps of a run's metrics"
-    return Workload(source, found, crop, limits.crop_frames, TOOL_SECONDS)
+    return Workload(source, found, crop, limits.crop_frames, limits.tool_seconds)
 
 
 def _step_of(row: Mapping[str, Any], run: Run) -> Step:
@@ -349,23 +410,24 @@ def limits_of(run: Run) -> Distribution:
         report_limit=limits.summary_tokens,
         crop_frames=limits.crop_frames,
         crop_text=max(0, longest.crop_prompt - limits.most_crop_frames * crop_labelled),
+        tool_seconds=TOOL_SECONDS if run.world is None else WORLD_TOOL_SECONDS,
     )
 
 
-def _check(file: pathlib.Path, workload: Workload, run: Run) -> None:
+def _check(workload: Workload, run: Run) -> None:
     """Raises ValueError for lengths that the recipe does not allow."""
     rl = _rl(run)
     longest = run.lengths(max(rl.frame_budgets))
     for step in workload.steps:
         if not step or any(len(group.rollouts) != rl.grpo.group_size for group in step):
             raise ValueError(
-                f"--lengths {file}: a step without groups of {rl.grpo.group_size} rollouts "
+                f"a step without groups of {rl.grpo.group_size} rollouts "
                 f"(rl.grpo.group_size); give the lengths of {run.name}"
             )
         prompt = max(group.prompt for group in step)
         if prompt > longest.prompt or _longest(step) > longest.response:
             raise ValueError(
-                f"--lengths {file}: a prompt above {longest.prompt} tokens or a response above "
+                f"a prompt above {longest.prompt} tokens or a response above "
                 f"{longest.response}, the limits of {run.name}; give its own lengths"
             )
 
