@@ -105,7 +105,8 @@ def test_metrics_of_another_recipe_are_refused_by_the_settings_beside_them(tmp_p
     file.write_text(json.dumps(row(1)))
     config = tmp_path / "config.json"
     config.write_text(json.dumps(dataclasses.asdict(TINY)))
-    assert read(file, TINY).describe().startswith(f"{file}, the last 1 steps of a run's metrics")
+    described = read(file, TINY).describe()
+    assert described.startswith(f"the last 1 steps of a run's metrics ({file}): prompts of ")
     with pytest.raises(ValueError, match="metrics of paravt_tiny, whose model.size, .* differ"):
         read(file, LARGE)
 

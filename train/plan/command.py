@@ -270,7 +270,7 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument(
         "--lengths",
         type=pathlib.Path,
-        help="lengths of rollouts: a file like benchmarks/lengths_8b.json, or a run's metrics.jsonl",
+        help="lengths of rollouts: benchmarks/lengths_8b.json, or a run's metrics.jsonl",
     )
     parser.add_argument(
         "--keep",

@@ -122,7 +122,7 @@ class Workload:
         mean = sum(rollout.response for rollout in rollouts) / len(rollouts)
         kappa = sum(len(rollout.reports) for rollout in rollouts) / len(rollouts)
         longest = sum(_longest(step) for step in self.steps) / len(self.steps)
-        source = f"{self.file}, {self.source}" if self.file else self.source
+        source = f"{self.source} ({self.file})" if self.file else self.source
         return (
             f"{source}: prompts of {sum(group.prompt for group in groups) / len(groups):.0f} "
             f"tokens, responses of {mean:.0f} (the longest of a step {longest:.0f}), "
