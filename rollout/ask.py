@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models.features import FrameFeatures, FrameSettings
-from models.qwen3_vl.hf import load
+from models.peft_folder import base_folder, load
 from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
@@ -103,17 +103,17 @@ class Assistant:
         """Load weights and tokenizer.
 
         Args:
-            source: A folder or a hub id.
+            source: A folder or a hub id, of a model or of adapters in the format of PEFT.
             protocol: See `Assistant`.
             frames: See `Assistant`.
-            mesh: See `models.qwen3_vl.hf.load`, also for the errors.
+            mesh: See `models.peft_folder.load`, also for the errors.
             dtype: Type of activations.
             param_dtype: Type of weights.
         """
         folder = local_folder(source)
         return cls(
             load(folder, mesh=mesh, dtype=dtype, param_dtype=param_dtype),
-            tokenizer.load(folder),
+            tokenizer.load(base_folder(folder)),
             protocol,
             frames,
         )

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a Hugging Face folder.
+"""Writes a checkpoint as a Hugging Face folder, or its adapters as a PEFT folder.
 
     python -m train.export --run-dir runs/X --phase rl --step 40 --to FOLDER
 
@@ -14,15 +14,17 @@ import json
 import pathlib
 import sys
 import tempfile
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import tyro
 from flax import nnx
 
 from models.features import FrameSettings
+from models.lora import LoRASettings, add_adapters, merge_adapters
+from models.peft_folder import base_fingerprint, save_adapters
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
-from models.qwen3_vl.hf import save
+from models.qwen3_vl.hf import load, save
 from models.qwen3_vl.hf_config import from_hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from paravt_jax.command_name import command_name
@@ -71,17 +73,20 @@ class Export:
     """Phase that saved the checkpoint."""
     step: str = "latest"
     """Step of the checkpoint, `latest`, or `best` (of RL; see --checkpoints.best of train.run)."""
+    form: Literal["model", "peft"] = "model"
+    """What to write: the whole model, with adapters merged, or the adapters alone for PEFT."""
 
 
 def export(command: Export) -> None:
-    """Write the model of a checkpoint to a new folder.
+    """Write the model of a checkpoint, or its adapters, to a new folder.
 
     Raises:
         FileExistsError: If `command.to` exists.
         FileNotFoundError: If `command.run_dir` is not a run, or has no checkpoints of the phase.
         RunDirectoryError: If this version cannot read the run.
         CheckpointError: If the checkpoint is damaged.
-        ValueError: If the step is not kept, or the run's tokenizer has changed.
+        ValueError: If the step is not kept, the run's tokenizer has changed, or the checkpoint has
+            no adapters (for `peft`) or only adapters whose base is gone.
     """
     require_local("--run-dir", command.run_dir)
     require_local("--to", command.to)
@@ -99,12 +104,23 @@ def export(command: Export) -> None:
             f"of checkpoint {step} of {command.phase} ({meta['vocabulary']}); "
             "restore the run's tokenizer"
         )
+    lora = None
     if meta["settings"].get("lora") and command.phase != "align":
+        lora = _lora(meta)
+    if command.form == "peft" and lora is None:
         raise ValueError(
-            f"--run-dir {folder}: its checkpoints of {command.phase} hold adapters, not a model; "
-            f"use {folder}/model, which a finished run writes with the adapters merged"
+            f"--form peft: the checkpoints of {command.phase} in {folder} have no adapters; "
+            "leave --form out"
         )
-    model = _load(checkpoints, step, from_hf(meta["model"]), meta["param_dtype"])
+    if lora is None:
+        model = _load(checkpoints, step, from_hf(meta["model"]), meta["param_dtype"])
+    else:
+        model = _load_adapted(checkpoints, step, meta, lora, folder)
+    if command.form == "peft" and lora is not None:
+        base, digest = meta["settings"]["model"]["path"], meta["base_fingerprint"]
+        save_adapters(model, lora, target, base=base, base_digest=digest)
+        return
+    merge_adapters(model.text)
     write_model(model, folder / "tokenizer", FrameSettings(**meta["settings"]["frames"]), target)
 
 
@@ -217,6 +233,44 @@ def _load(checkpoints: Checkpoints, step: int, config: Qwen3VLConfig, dtype: str
     restored = checkpoints.restore_part(template, step)
     nnx.update(model.vision, restored["vision"])
     nnx.update(model.text, restored["text"])
+    return model
+
+
+def _lora(meta: dict[str, Any]) -> LoRASettings:
+    fields = meta["settings"]["lora"]
+    return LoRASettings(**fields | {"targets": tuple(fields["targets"])})
+
+
+def _load_adapted(
+    checkpoints: Checkpoints,
+    step: int,
+    meta: dict[str, Any],
+    lora: LoRASettings,
+    folder: pathlib.Path,
+) -> Qwen3VL:
+    """Loads the base and the adapters of a checkpoint into host memory."""
+    path, digest = meta["settings"]["model"]["path"], meta.get("base_fingerprint")
+    if not path or digest is None:
+        raise ValueError(
+            f"--run-dir {folder}: its checkpoints hold adapters of random weights, which are not "
+            f"on disk; use {folder}/model, which a finished run writes with the adapters merged"
+        )
+    host = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(host):
+        model = load(path, from_hf(meta["model"]), param_dtype=meta["param_dtype"])
+        found = base_fingerprint(model)
+        if found != digest:
+            raise ValueError(
+                f"--run-dir {folder}: its adapters belong to a base with the fingerprint {digest}, "
+                f"but that of {path} is {found}; restore the weights in {path}"
+            )
+        add_adapters(model.text, lora, seed=0)
+    sharding = jax.sharding.SingleDeviceSharding(host)
+    template = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        {"text": nnx.state(model.text, nnx.LoRAParam)},
+    )
+    nnx.update(model.text, checkpoints.restore_part(template, step)["text"])
     return model
 
 

@@ -75,21 +75,41 @@ def load(
     config = from_hf(folder / hf_folder.CONFIG) if config is None else config
     graph, state = nnx.split(abstract_model(config, dtype=dtype, param_dtype=param_dtype))
     parameters = flat_parameters(state)
-    headers = _headers(folder, config, tensor_places(config, parameters))
+    headers = _headers(folder, config, tensor_places(tensor_layouts(config), parameters))
+    read_parameters(folder, headers, tensor_layouts(config), state, mesh)
+    return nnx.merge(graph, state)
+
+
+def read_parameters(
+    folder: Path,
+    headers: Mapping[str, tensor_file.Header],
+    layouts: Mapping[str, TensorLayout],
+    state: Any,
+    mesh: Mesh | None,
+) -> None:
+    """Reads the parameters of a state.
+
+    Args:
+        folder: the folder of the files.
+        headers: file name -> header.
+        layouts: path of each parameter -> its tensor.
+        state: an nnx state with the parameters' shapes and types; gets their values.
+        mesh: see `load`.
+    """
     stored = {
         name: (folder / file, tensor)
         for file, header in headers.items()
         for name, tensor in header.tensors.items()
     }
+    parameters = flat_parameters(state)
     shardings: dict[str, NamedSharding] = {}
     if mesh:
         leaves = flat_parameters(param_shardings(state, mesh))
         shardings = {path: leaf.get_value() for path, leaf in leaves.items()}
-    for path, layout in tensor_layouts(config).items():
+    for path, layout in layouts.items():
         variable = parameters[path]
         value = _value(layout, stored, variable.shape, variable.dtype, shardings.get(path))
         variable.set_value(value)
-    return nnx.merge(graph, state)
 
 
 def _require_float(field: str, value: Any) -> None:
@@ -196,11 +216,10 @@ def save(
     """
     folder = Path(folder)
     files = [Path(file) for file in files]
-    # The first process decides: another may look when the folder is written already.
-    if multihost_utils.broadcast_one_to_all(np.asarray(folder.exists())):
-        raise FileExistsError(f"{folder}: exists; choose a new folder, or remove this one first")
+    require_new(folder)
+    layouts = tensor_layouts(model.config)
     parameters = flat_parameters(nnx.state(model, nnx.Param))
-    places = tensor_places(model.config, parameters)
+    places = tensor_places(layouts, parameters)
     with _together(folder):
         if like is None:
             tensors = {
@@ -216,9 +235,35 @@ def save(
             headers = _headers(source, model.config, places)
             companions = hf_folder.read_companions(source)
         companions |= {file.name: file.read_bytes() for file in files}
+    write_folder(folder, headers, companions, layouts, parameters)
+
+
+def require_new(folder: Path) -> None:
+    """Raises FileExistsError in every process if the folder exists."""
+    # The first process decides: another may look when the folder is written already.
+    if multihost_utils.broadcast_one_to_all(np.asarray(folder.exists())):
+        raise FileExistsError(f"{folder}: exists; choose a new folder, or remove this one first")
+
+
+def write_folder(
+    folder: Path,
+    headers: Mapping[str, tensor_file.Header],
+    companions: Mapping[str, bytes],
+    layouts: Mapping[str, TensorLayout],
+    parameters: Mapping[str, nnx.Variable],
+) -> None:
+    """Writes parameters and other files to a new folder; see `save`, also for several processes.
+
+    Args:
+        folder: the new folder.
+        headers: file name -> header of each file of tensors.
+        companions: file name -> content of the other files.
+        layouts: path of each parameter -> its tensor.
+        parameters: path -> parameter.
+    """
+    places = tensor_places(layouts, parameters)
     matrices = {
-        file: _matrices(model.config, parameters, places, header)
-        for file, header in headers.items()
+        file: _matrices(layouts, parameters, places, header) for file, header in headers.items()
     }
     with _together(folder):
         try:
@@ -294,13 +339,12 @@ def _check_same_config(source: Path, config: Qwen3VLConfig) -> None:
 
 
 def _matrices(
-    config: Qwen3VLConfig,
+    layouts: Mapping[str, TensorLayout],
     parameters: Mapping[str, nnx.Variable],
     places: Mapping[str, Place],
     header: tensor_file.Header,
 ) -> Iterator[Shaped[np.ndarray, "i j"]]:
     """The tensors of one file, each gathered when it is asked for."""
-    layouts = tensor_layouts(config)
     for name in header.tensors:
         # A name without a place is the tied head.
         place = places[name] if name in places else places[EMBEDDING]

@@ -179,11 +179,11 @@ class Place:
 
 
 def tensor_places(
-    config: Qwen3VLConfig, parameters: Mapping[str, nnx.Variable]
+    layouts: Mapping[str, TensorLayout], parameters: Mapping[str, nnx.Variable]
 ) -> dict[str, Place]:
     """Name of each tensor -> its place."""
     places = {}
-    for path, layout in tensor_layouts(config).items():
+    for path, layout in layouts.items():
         shape = parameters[path].shape
         if layout.stacked:
             for number in range(shape[0]):
@@ -196,5 +196,6 @@ def tensor_places(
 
 def tensor_shapes(config: Qwen3VLConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors, as in transformers."""
+    layouts = tensor_layouts(config)
     parameters = flat_parameters(nnx.state(abstract_model(config), nnx.Param))
-    return {name: place.shape for name, place in tensor_places(config, parameters).items()}
+    return {name: place.shape for name, place in tensor_places(layouts, parameters).items()}

@@ -77,7 +77,8 @@ def read_headers(
             another shape, or there twice.
     """
     headers = {name: read_header(folder / name) for name in weights_files(folder)}
-    _check(folder, headers.values(), shapes, optional)
+    remedy = "check config.json and the model's size"
+    require_tensors(folder, headers.values(), shapes, optional, remedy)
     return headers
 
 
@@ -112,12 +113,14 @@ def weights_files(folder: Path) -> list[str]:
     return names
 
 
-def _check(
+def require_tensors(
     folder: Path,
     headers: Iterable[Header],
     shapes: Mapping[str, Shape],
     optional: Mapping[str, Shape],
+    remedy: str,
 ) -> None:
+    """Raises ValueError unless files hold the expected tensors; see `read_headers`."""
     stored = [(name, tensor.shape) for header in headers for name, tensor in header.tensors.items()]
     found = dict(stored)
     counts = Counter(name for name, _ in stored)
@@ -138,8 +141,7 @@ def _check(
     ]
     if lists:
         raise ValueError(
-            f"{folder}: tensors differ from the configuration's; {'; '.join(lists)}; check "
-            "config.json and the model's size"
+            f"{folder}: tensors differ from the configuration's; {'; '.join(lists)}; {remedy}"
         )
 
 

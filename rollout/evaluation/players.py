@@ -8,8 +8,9 @@ import pathlib
 from collections.abc import Sequence
 
 from models.features import FrameFeatures, frame_tokens
+from models.peft_folder import base_folder
+from models.peft_folder import load as load_model
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
-from models.qwen3_vl.hf import load as load_model
 from models.qwen3_vl.hf_config import from_hf
 from models.sharding import make_mesh
 from paravt_jax.data import video
@@ -86,10 +87,11 @@ def load_player(
 
 def model_files(settings: BenchmarkSettings, folder: pathlib.Path | None) -> Served:
     """Sizes and tokenizer of the model. An endpoint needs neither."""
-    if settings.endpoint or folder is None:
-        return served(folder)
-    vocabulary = tokenizer.load(folder)
-    return Served(from_hf(folder / "config.json"), vocabulary, vocabulary.digest)
+    base = None if folder is None else base_folder(folder, weights=not settings.endpoint)
+    if settings.endpoint or base is None:
+        return served(base)
+    vocabulary = tokenizer.load(base)
+    return Served(from_hf(base / "config.json"), vocabulary, vocabulary.digest)
 
 
 def check_prompts(

@@ -20,9 +20,9 @@ _CHUNK_BYTES = 1 << 22
 
 
 def weights_hash(folder: pathlib.Path) -> str:
-    """Hash the content of a checkpoint: its weights, config.json and tokenizer.json."""
+    """Hash the content of a checkpoint: its weights, their configuration and tokenizer.json."""
     total = hashlib.blake2b(digest_size=16)
-    others = [folder / "config.json", folder / "tokenizer.json"]
+    others = [folder / name for name in ("config.json", "tokenizer.json", "adapter_config.json")]
     for file in sorted([*folder.glob("*.safetensors"), *others]):
         if file.exists():
             total.update(file.name.encode() + b"\0" + _file_hash(file))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 
+from models.peft_folder import base_folder
 from models.weights.folder import local_folder, weights_files
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.question_files import read_questions, require_unique_ids
@@ -140,8 +141,9 @@ def _prepare(
     files = model_files(settings, model)
     weights = None  # an endpoint does not reveal its weights
     if model and not settings.endpoint:
-        weights_files(model)  # raises before hashing if a file is missing
-        weights = weights_hash(model)
+        base = base_folder(model)
+        weights_files(base)  # raises before hashing if a file is missing
+        weights = "+".join(weights_hash(folder) for folder in dict.fromkeys((base, model)))
     check_prompts(files.scaled(settings), files, pack, loaded.items)
 
     out = _out(settings)

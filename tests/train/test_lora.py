@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import signal
 
 import jax
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models import peft_folder
 from models.fingerprint import fingerprint
-from models.lora import LoRASettings, add_adapters, split
+from models.lora import LoRASettings, add_adapters, merge_adapters, split
 from models.qwen3_vl.hf import load
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method.scoring import Rules
@@ -292,9 +294,53 @@ def test_a_checkpoint_refuses_another_base(small, finished, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_adapters_is_not_exported_as_a_model(finished, tmp_path):
-    with pytest.raises(ValueError, match="hold adapters, not a model; use .*/model"):
+def test_a_checkpoint_whose_base_is_not_on_disk_is_not_exported(finished, tmp_path):
+    assert not (finished / "adapter").exists()
+    with pytest.raises(ValueError, match="adapters of random weights, .*; use .*/model"):
         export(Export(str(finished), str(tmp_path / "out"), "rl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("int8_base", [False, True])
+def test_adapters_of_a_base_on_disk_are_exported_alone_and_merged(
+    small, finished, tmp_path, int8_base
+):
+    """At the end of the run, and from its checkpoint, byte for byte."""
+    path = tmp_path / "base"
+    shutil.copytree(finished / "model", path)
+    fields = {"lora": dataclasses.replace(LORA, int8_base=int8_base), "align": None}
+    model = dataclasses.replace(small.small().model, path=str(path))
+    folder = tmp_path / "run"
+    execute(dataclasses.replace(small_run(small, folder), model=model, **fields))
+
+    export(Export(str(folder), str(tmp_path / "adapter"), form="peft"))
+    export(Export(str(folder), str(tmp_path / "model")))
+    for name in ("adapter", "model"):
+        written = sorted(file.name for file in (folder / name).iterdir())
+        assert written == sorted(file.name for file in (tmp_path / name).iterdir())
+        for file in written:
+            assert (folder / name / file).read_bytes() == (tmp_path / name / file).read_bytes()
+    opened = peft_folder.load(folder / "adapter")
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(nnx.state(opened, nnx.LoRAParam)))
+    merge_adapters(opened.text)
+    merged = load(folder / "model")
+    # int8 rounds the base that is merged, and not the one on disk.
+    bound = 0.01 if int8_base else 1e-6
+    for x, y in zip(*(jax.tree.leaves(nnx.state(m)) for m in (opened, merged)), strict=True):
+        np.testing.assert_allclose(x, y, atol=bound)
+
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
+    with pytest.raises(ValueError, match="adapters belong to a base with the fingerprint"):
+        export(Export(str(folder), str(tmp_path / "other")))
+    with pytest.raises(ValueError, match="belongs to a base with the fingerprint"):
+        peft_folder.load(folder / "adapter")
+
+
+@pytest.mark.slow
+def test_only_checkpoints_with_adapters_are_exported_for_peft(finished, tmp_path):
+    with pytest.raises(ValueError, match="--form peft: the checkpoints of align .*no adapters"):
+        export(Export(str(finished), str(tmp_path / "out"), "align", form="peft"))
 
 
 def test_a_target_that_the_model_lacks_is_refused_before_any_data_is_made(small, tmp_path):

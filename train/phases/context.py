@@ -97,6 +97,7 @@ class Context:
                 "model": self.origin["model"],
                 "vocabulary": self.origin["vocabulary"]["digest"],
                 "param_dtype": self.param_dtype,
+                "base_fingerprint": self.origin.get("base_fingerprint"),
             },
             tick=self.tick,
             before_save=before_save,

@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face folder, with its adapters merged."""
+"""The trained model as a Hugging Face folder, and its adapters as a PEFT folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.lora import merge_adapters
+from models.peft_folder import save_adapters
 from paravt_jax.processes import hosts
 from train.export import write_model
 from train.phases.context import Context
@@ -16,9 +17,9 @@ from train.phases.model import Parts
 
 
 def export(context: Context, parts: Parts, weights: Any) -> None:
-    """Write the folder `model` unless it exists.
+    """Write the folder `model`, and `adapter` if the base is on disk, unless `model` exists.
 
-    Transformers and `models.qwen3_vl.hf.load` can read it.
+    Transformers and `models.qwen3_vl.hf.load` can read the model, and PEFT the adapters.
     """
     folder = context.folder / "model"
     if hosts.from_first(folder.exists):
@@ -26,6 +27,17 @@ def export(context: Context, parts: Parts, weights: Any) -> None:
     # All processes take part, because the weights are sharded over all of them.
     whole = NamedSharding(context.mesh, PartitionSpec())
     nnx.update(parts.model.text, weights, parts.frozen)
+    _export_adapters(context, parts)
     merge_adapters(parts.model.text)
     nnx.update(parts.model.vision, jax.device_put(parts.tower, whole))
     write_model(parts.model, context.folder / "tokenizer", context.run.frames, folder)
+
+
+def _export_adapters(context: Context, parts: Parts) -> None:
+    """Write the folder `adapter`. Adapters of random weights would have no base to name."""
+    lora, digest = context.run.lora, context.origin.get("base_fingerprint")
+    folder = context.folder / "adapter"
+    if lora is None or digest is None or hosts.from_first(folder.exists):
+        return
+    base = context.run.model.path
+    save_adapters(parts.model, lora, folder, base=base, base_digest=digest)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.features import tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, cast, split
+from models.peft_folder import base_fingerprint
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.hf import load
@@ -72,7 +73,10 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
     if not path:
         return Qwen3VL(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin
     model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=run.param_dtype)
-    return model, origin | {"weights": published_model.fingerprint(path)}
+    origin["weights"] = published_model.fingerprint(path)
+    if run.lora is not None:
+        origin["base_fingerprint"] = base_fingerprint(model)
+    return model, origin
 
 
 def require_targets(run: Run) -> None:

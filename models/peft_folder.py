@@ -1,0 +1,297 @@
+"""Adapters as a folder in the format of PEFT: `adapter_model.safetensors`, `adapter_config.json`.
+
+PEFT opens what `save_adapters` writes, and `load` opens what PEFT saved. Names and layouts follow
+from the table of the model's own weights (`hf_layout.tensor_layouts`):
+
+    text/layers/q             [l, d, n, h]  model. ... .{}.self_attn.q_proj.weight
+    text/layers/adapters/q/a  [l, d, r]     base_model.model. ... .q_proj.lora_A.weight  [r, d]
+    text/layers/adapters/q/b  [l, r, n, h]  base_model.model. ... .q_proj.lora_B.weight  [n * h, r]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from models.fingerprint import fingerprint
+from models.lora import LoRASettings, add_adapters, matrices
+from models.qwen3_vl import hf
+from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.hf_config import from_hf
+from models.qwen3_vl.hf_layout import (
+    TensorLayout,
+    flat_parameters,
+    tensor_layouts,
+    tensor_places,
+)
+from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.weights import folder as hf_folder
+from models.weights.tensor_file import Header, new_header, read_header
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's settings of the adapters; a folder with this file holds adapters."""
+_WEIGHTS = "adapter_model.safetensors"
+# The fingerprint of the base. PEFT neither writes nor reads this file.
+_BASE = "base.json"
+_STACK = "text/layers"
+# Fields of adapter_config.json that `_settings` reads.
+_READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "lora_dropout"}
+# Fields that change no output of trained adapters, or that the names of the tensors repeat.
+_IRRELEVANT = {
+    "auto_mapping",
+    "ensure_weight_tying",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+}
+# Values that leave the base and the product as they are.
+_PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
+
+
+def base_fingerprint(model: Qwen3VL) -> str:
+    """The fingerprint of a model without adapters, with its weights rounded to bfloat16.
+
+    So it does not depend on the type that the weights are loaded in.
+    """
+    return f"{fingerprint(nnx.state(model, nnx.Param), dtype=jnp.bfloat16):08x}"
+
+
+def save_adapters(
+    model: Qwen3VL,
+    settings: LoRASettings,
+    folder: str | os.PathLike,
+    *,
+    base: str,
+    base_digest: str,
+) -> None:
+    """Writes a model's adapters to a new folder. See `hf.save`, also for several processes.
+
+    Args:
+        model: a model with adapters. Its other weights are not read.
+        settings: the adapters' settings.
+        folder: the new folder.
+        base: folder or hub id of the model that the adapters belong to.
+        base_digest: its `base_fingerprint`.
+
+    Raises:
+        FileExistsError: `folder` exists.
+    """
+    folder = Path(folder)
+    hf.require_new(folder)
+    layouts = _layouts(model)
+    parameters = flat_parameters(nnx.state(model, nnx.LoRAParam))
+    places = tensor_places(layouts, parameters)
+    header = new_header(
+        {
+            name: (np.dtype(parameters[place.path].dtype), place.shape)
+            for name, place in places.items()
+        }
+    )
+    if Path(base).is_dir():
+        base = str(Path(base).absolute())
+    companions = {
+        ADAPTER_CONFIG: _json(_config(model, settings, base)),
+        _BASE: _json({"fingerprint": base_digest}),
+    }
+    hf.write_folder(folder, {_WEIGHTS: header}, companions, layouts, parameters)
+
+
+def base_folder(folder: Path, *, weights: bool = True) -> Path:
+    """The folder with the config, tokenizer and weights of a model that is saved in `folder`.
+
+    That is the base if `folder` holds adapters, and otherwise `folder` itself.
+
+    Args:
+        folder: a folder that exists.
+        weights: see `hf_folder.local_folder`.
+
+    Raises:
+        FileNotFoundError: the base is not there.
+        ValueError: adapter_config.json is damaged or names no base.
+    """
+    file = folder / ADAPTER_CONFIG
+    if not file.exists():
+        return folder
+    base = _read_json(file).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{file}: base_model_name_or_path is empty; name the folder of the base")
+    try:
+        return hf_folder.local_folder(base, weights=weights)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{file}: base_model_name_or_path: {error}, and write it into this file"
+        ) from error
+
+
+def load(
+    source: str | os.PathLike,
+    config: Qwen3VLConfig | None = None,
+    *,
+    mesh: Mesh | None = None,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+) -> Qwen3VL:
+    """Loads a model from a folder of weights, or a base with its adapters from a PEFT folder.
+
+    Arguments and errors are those of `hf.load`. In addition:
+
+    Raises:
+        ValueError: the adapters have another form than `models.lora` computes, or belong to another
+            base than the one that their folder names.
+    """
+    folder = hf_folder.local_folder(source)
+    base = base_folder(folder)
+    if base == folder:
+        return hf.load(folder, config, mesh=mesh, dtype=dtype, param_dtype=param_dtype)
+    config = from_hf(base / hf_folder.CONFIG) if config is None else config
+    header = read_header(folder / _WEIGHTS)
+    # The files are compared before the base is read, which takes minutes.
+    settings = _settings(folder, header, config)
+    _require_fit(folder, base, header, abstract_model(config, lora=settings))
+    model = hf.load(base, config, mesh=mesh, dtype=dtype, param_dtype=param_dtype)
+    _require_base(folder, base, model)
+    add_adapters(model.text, settings, seed=0)
+    for adapter in model.text.layers.adapters.values():
+        for part in (adapter.a, adapter.b):
+            part.set_value(part.get_value().astype(param_dtype))
+    state = nnx.state(model, nnx.LoRAParam)
+    hf.read_parameters(folder, {_WEIGHTS: header}, _layouts(model), state, mesh)
+    nnx.update(model, state)
+    return model
+
+
+def _layouts(model: Qwen3VL) -> dict[str, TensorLayout]:
+    """Path of each A and B of a model -> its tensor."""
+    stems = _stems(model)
+    return {
+        f"{_STACK}/adapters/{name}/{part}": TensorLayout(
+            f"base_model.model.{stems[name]}.lora_{part.upper()}.weight",
+            getattr(adapter, part).get_metadata("inputs"),
+        )
+        for name, adapter in model.text.layers.adapters.items()
+        for part in ("a", "b")
+    }
+
+
+def _stems(model: Qwen3VL) -> dict[str, str]:
+    """Name of each matrix of the layers -> its module's name, with `{}` for the layer's number."""
+    layouts = tensor_layouts(model.config)
+    names = matrices(model.text)
+    return {name: layouts[f"{_STACK}/{name}"].name.removesuffix(".weight") for name in names}
+
+
+def _config(model: Qwen3VL, settings: LoRASettings, base: str) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    stems = _stems(model)
+    # A pattern of whole names. A list of their last words could match modules of the tower as well.
+    patterns = [
+        re.escape(stems[name]).replace(r"\{\}", r"\d+") for name in model.text.layers.adapters
+    ]
+    alpha = settings.alpha
+    return {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": settings.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "target_modules": "|".join(patterns),
+        "task_type": None,
+        "use_rslora": settings.rank_stabilized,
+    }
+
+
+def _settings(folder: Path, header: Header, config: Qwen3VLConfig) -> LoRASettings:
+    """The settings of saved adapters. Which matrices they adapt follows from the tensors' names."""
+    file = folder / ADAPTER_CONFIG
+    content = _read_json(file)
+    if content.get("peft_type") != "LORA":
+        raise ValueError(f"{file}: peft_type is {content.get('peft_type')!r}; only LORA is known")
+    for name, value in content.items():
+        plain = not value or value in _PLAIN.get(name, ())
+        if name not in _READ | _IRRELEVANT and not plain:
+            raise ValueError(
+                f"{file}: {name} is {json.dumps(value)}; only plain LoRA is known: merge the "
+                "adapters with PEFT, and load the merged folder"
+            )
+    names = header.tensors
+    stems = _stems(abstract_model(config))
+    targets = [
+        name
+        for name, stem in stems.items()
+        if f"base_model.model.{stem.format(0)}.lora_A.weight" in names
+    ]
+    if not targets:
+        raise ValueError(
+            f"{folder / _WEIGHTS}: adapts no matrix of the text decoder; give adapters of this "
+            "architecture"
+        )
+    try:
+        return LoRASettings(
+            rank=content["r"],
+            alpha=float(content["lora_alpha"]),
+            dropout=content.get("lora_dropout", 0.0),
+            targets=tuple(targets),
+            rank_stabilized=content.get("use_rslora", False),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file}: damaged ({error!r}); save the adapters again") from error
+
+
+def _require_fit(folder: Path, base: Path, header: Header, model: Qwen3VL) -> None:
+    """Raises ValueError unless a file holds the adapters of an abstract model, and no more."""
+    parameters = flat_parameters(nnx.state(model, nnx.LoRAParam))
+    places = tensor_places(_layouts(model), parameters)
+    shapes = {name: place.shape for name, place in places.items()}
+    remedy = f"name the base of these adapters in {ADAPTER_CONFIG}, which is not {base}"
+    hf_folder.require_tensors(folder, [header], shapes, {}, remedy)
+
+
+def _require_base(folder: Path, base: Path, model: Qwen3VL) -> None:
+    """Raises ValueError if the fingerprint of the loaded base is not the recorded one, if any."""
+    file = folder / _BASE
+    if not file.exists():
+        return
+    wanted = _read_json(file).get("fingerprint")
+    found = base_fingerprint(model)
+    if found != wanted:
+        raise ValueError(
+            f"{folder}: belongs to a base with the fingerprint {wanted}, but that of {base} is "
+            f"{found}; name the right base in {ADAPTER_CONFIG}"
+        )
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged ({error}); save the adapters again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: damaged, it holds no object; save the adapters again")
+    return content

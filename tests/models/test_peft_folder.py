@@ -1,0 +1,217 @@
+"""Adapters as PEFT folders: names, layouts, their base, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from models import peft_folder
+from models.lora import LoRASettings, add_adapters, merge_adapters
+from models.qwen3_vl import hf
+from models.qwen3_vl.hf_config import from_hf
+from models.qwen3_vl.hf_layout import tensor_shapes
+from models.qwen3_vl.model import Qwen3VL
+from models.sharding import make_mesh
+from tests.models import parity_ours
+from tests.models.parity import CASES, make_sample, write_model
+
+SETTINGS = LoRASettings(rank=3, alpha=6.0, rank_stabilized=True)
+CASE = CASES["images, two rows, two levels"]
+
+
+def randomise(model: Qwen3VL) -> None:
+    """Gives the adapters a B that is not zero."""
+    rng = np.random.default_rng(2)
+    for adapter in model.text.layers.adapters.values():
+        adapter.b.set_value(jnp.asarray(rng.normal(0, 0.2, adapter.b.shape), jnp.float32))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The folder of a small base."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "weights").mkdir()
+    shapes = tensor_shapes(from_hf(CASE.config))
+    rng = np.random.default_rng(0)
+    weights = {
+        name: rng.normal(float("norm" in name and name.endswith("weight")), 0.2, shape)
+        for name, shape in shapes.items()
+    }
+    write_model(folder / "weights", CASE.config, weights)
+    return folder / "weights"
+
+
+def adapted(base, settings: LoRASettings = SETTINGS) -> Qwen3VL:
+    model = hf.load(base)
+    add_adapters(model.text, settings, seed=0)
+    randomise(model)
+    return model
+
+
+def save(model, base, folder, settings: LoRASettings = SETTINGS):
+    digest = peft_folder.base_fingerprint(hf.load(base))
+    peft_folder.save_adapters(model, settings, folder, base=str(base), base_digest=digest)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(base, tmp_path_factory):
+    return save(adapted(base), base, tmp_path_factory.mktemp("adapters") / "adapter")
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of the saved adapters, to change."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in saved.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    return copy
+
+
+def change(folder, **fields):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_tensors_have_the_names_and_shapes_of_peft(saved):
+    shapes = {name: x.shape for name, x in load_file(saved / "adapter_model.safetensors").items()}
+    layer = "base_model.model.model.language_model.layers"
+    assert len(shapes) == 2 * 7 * 2
+    assert shapes[f"{layer}.0.self_attn.q_proj.lora_A.weight"] == (3, 32)
+    assert shapes[f"{layer}.1.self_attn.k_proj.lora_B.weight"] == (16, 3)
+    assert shapes[f"{layer}.0.self_attn.o_proj.lora_A.weight"] == (3, 32)
+    assert shapes[f"{layer}.1.mlp.gate_proj.lora_B.weight"] == (24, 3)
+    assert shapes[f"{layer}.1.mlp.down_proj.lora_A.weight"] == (3, 24)
+
+
+def test_the_products_of_the_stored_tensors_are_what_merging_adds(base, saved):
+    stored = load_file(saved / "adapter_model.safetensors")
+    model = adapted(base)
+    before = np.asarray(model.text.layers.o[...])
+    merge_adapters(model.text)
+    added = np.asarray(model.text.layers.o[...]) - before
+    stem = "base_model.model.model.language_model.layers.1.self_attn.o_proj"
+    product = stored[f"{stem}.lora_B.weight"] @ stored[f"{stem}.lora_A.weight"]
+    wanted = 6 / 3**0.5 * product.T
+    np.testing.assert_allclose(added[1].reshape(wanted.shape), wanted, atol=1e-5)
+
+
+def test_loaded_adapters_and_their_base_are_equal_bit_for_bit(base, saved):
+    ours, again = adapted(base), peft_folder.load(saved)
+    pairs = zip(*(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (ours, again)), strict=True)
+    assert all((np.asarray(x) == np.asarray(y)).all() for x, y in pairs)
+    assert again.text.layers.adapters["q"].scale == SETTINGS.scale
+
+
+def test_a_part_of_the_matrices_and_another_type(base, tmp_path):
+    settings = LoRASettings(rank=2, alpha=0.5, targets=("v", "down"), dropout=0.1)
+    folder = save(adapted(base, settings), base, tmp_path / "adapter", settings)
+    model = peft_folder.load(folder, param_dtype=jnp.bfloat16)
+    assert sorted(model.text.layers.adapters) == ["down", "v"]
+    adapter = model.text.layers.adapters["v"]
+    assert (adapter.scale, adapter.dropout) == (0.25, 0.1)
+    assert adapter.a[...].dtype == adapter.b[...].dtype == jnp.bfloat16
+
+
+def test_a_mesh_shards_the_same_adapters(saved):
+    mesh = make_mesh()
+    model, whole = peft_folder.load(saved, mesh=mesh), peft_folder.load(saved)
+    found = model.text.layers.adapters["q"].b[...]
+    assert found.sharding.mesh == mesh and "tensor" in found.sharding.spec
+    assert (np.asarray(found) == np.asarray(whole.text.layers.adapters["q"].b[...])).all()
+
+
+def test_a_folder_of_weights_is_loaded_as_it_is(base):
+    model = peft_folder.load(base)
+    assert not model.text.layers.adapters
+    assert peft_folder.base_folder(base) == base
+
+
+def test_adapters_on_their_base_write_the_tokens_of_the_merged_model(base, saved, tmp_path):
+    model = peft_folder.load(saved)
+    sample = make_sample(CASE)
+    tokens = parity_ours.greedy(model, parity_ours.batch_of(sample, model.config))
+    merge_adapters(model.text)
+    hf.save(model, tmp_path / "merged")
+    merged, plain = hf.load(tmp_path / "merged"), hf.load(base)
+    batch = parity_ours.batch_of(sample, model.config)
+    assert (np.asarray(parity_ours.greedy(merged, batch)) == np.asarray(tokens)).all()
+    assert (np.asarray(parity_ours.greedy(plain, batch)) != np.asarray(tokens)).any()
+
+
+def test_the_digest_of_a_base_does_not_depend_on_the_type_it_is_loaded_in(base):
+    single = peft_folder.base_fingerprint(hf.load(base))
+    assert single == peft_folder.base_fingerprint(hf.load(base, param_dtype=jnp.bfloat16))
+
+
+def test_a_base_with_another_number_is_refused(base, folder, tmp_path):
+    weights = load_file(base / "model.safetensors")
+    weights["model.visual.pos_embed.weight"][0, 0] += 1
+    (tmp_path / "other").mkdir()
+    write_model(tmp_path / "other", CASE.config, weights)
+    change(folder, base_model_name_or_path=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="belongs to a base with the fingerprint .*; name the rig"):
+        peft_folder.load(folder)
+    (folder / "base.json").unlink()  # as in a folder that PEFT saved
+    assert peft_folder.load(folder).text.layers.adapters
+
+
+def test_a_base_of_another_size_is_refused_before_its_weights_are_read(folder, tmp_path):
+    config = json.loads(json.dumps(CASE.config))
+    config["text_config"]["intermediate_size"] = 40
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    change(folder, base_model_name_or_path=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"6 misshaped: .*name the base of these adapters") as info:
+        peft_folder.load(folder)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA is known"),
+        ({"use_dora": True}, "use_dora is true; only plain LoRA is known"),
+        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern is "),
+        ({"bias": "all"}, 'bias is "all"'),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights is "pissa"'),
+        ({"r": 0}, "lora.rank: 0"),
+        ({"r": 4}, "28 misshaped: "),
+        ({"r": None}, "adapter_config.json: damaged"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is empty"),
+    ],
+)
+def test_adapters_of_another_form_are_refused(folder, fields, message):
+    change(folder, **fields)
+    with pytest.raises(ValueError, match=message):
+        peft_folder.load(folder)
+
+
+def test_a_base_that_is_gone_is_named(folder):
+    change(folder, base_model_name_or_path="/no/such/folder")
+    with pytest.raises(FileNotFoundError, match="base_model_name_or_path: /no/such/folder: no suc"):
+        peft_folder.load(folder)
+
+
+def test_tensors_that_belong_to_nothing_are_named(folder):
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    stem = "base_model.model.model.visual.blocks.0.attn.qkv"
+    save_file(tensors | {f"{stem}.lora_A.weight": np.zeros((3, 8), np.float32)}, file)
+    with pytest.raises(ValueError, match=f"1 unknown: {stem}.lora_A.weight"):
+        peft_folder.load(folder)
+    save_file({f"{stem}.lora_A.weight": np.zeros((3, 8), np.float32)}, file)
+    with pytest.raises(ValueError, match="adapts no matrix of the text decoder"):
+        peft_folder.load(folder)
+
+
+def test_an_existing_folder_stays(base, saved):
+    with pytest.raises(FileExistsError, match="exists; choose a new folder"):
+        save(adapted(base), base, saved)

@@ -1,0 +1,79 @@
+"""A PEFT folder is asked and evaluated like the folder of its merged model."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import peft_folder
+from models.lora import LoRASettings, add_adapters, merge_adapters
+from models.qwen3_vl import hf
+from paravt_jax.method.protocol import ProtocolSettings
+from rollout import evaluate as command
+from rollout.ask import Assistant
+from rollout.evaluation.folder import read_json
+
+LORA = LoRASettings(rank=4, alpha=8.0)
+PROTOCOL = ProtocolSettings(max_calls=1, turn_tokens=24, summary_tokens=4, trajectory_tokens=80)
+
+
+@pytest.fixture(scope="module")
+def saved(checkpoint, tmp_path_factory) -> dict[str, pathlib.Path]:
+    """Folders of a base, of its adapters, and of both merged."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = hf.load(checkpoint)
+    digest = peft_folder.base_fingerprint(model)
+    add_adapters(model.text, LORA, seed=0)
+    rng = np.random.default_rng(0)
+    for adapter in model.text.layers.adapters.values():
+        adapter.b.set_value(jnp.asarray(rng.normal(0, 0.2, adapter.b.shape), jnp.float32))
+    base = str(checkpoint)
+    peft_folder.save_adapters(model, LORA, folder / "adapter", base=base, base_digest=digest)
+    merge_adapters(model.text)
+    hf.save(model, folder / "merged", like=checkpoint)
+    return {"base": checkpoint, "adapter": folder / "adapter", "merged": folder / "merged"}
+
+
+def test_an_answer_is_that_of_the_merged_model(saved, videos):
+    video = sorted(videos.rglob("w*.mp4"))[0]
+    tokens = {}
+    for name, folder in saved.items():
+        assistant = Assistant.load(folder, PROTOCOL)
+        episode = assistant.ask(video, "What is shown?", frames=2)
+        tokens[name] = list(episode.trajectory.ids)
+    assert tokens["adapter"] == tokens["merged"] != tokens["base"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_that_of_the_merged_model(saved, split, videos, tmp_path, capfd):
+    lines, hashes = {}, set()
+    for name, folder in saved.items():
+        out = tmp_path / name
+        places = [f"--model={folder}", f"--data={split}", f"--videos={videos}", f"--out={out}"]
+        sizes = ["--frames=2", "--turn-tokens=16", "--limit=2", "--dtype=float32"]
+        assert command.main([*places, "--benchmark=videomme", *sizes]) == 0, capfd.readouterr().err
+        hashes.add(read_json(out / "config.json")["identity"]["weights"])
+        written = (out / "questions.jsonl").read_text().splitlines()
+        turns = [turn for line in written for turn in json.loads(line)["turns"]]
+        lines[name] = [token["text"] for turn in turns for token in turn["tokens"]]
+    assert lines["adapter"] == lines["merged"] != lines["base"]
+    assert len(hashes) == 3
+
+
+def test_a_base_that_changed_is_one_line(saved, split, videos, tmp_path, capfd):
+    copy = tmp_path / "adapter"
+    copy.mkdir()
+    for file in saved["adapter"].iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    config = json.loads((copy / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(saved["merged"])
+    (copy / "adapter_config.json").write_text(json.dumps(config))
+    places = [f"--model={copy}", f"--data={split}", f"--videos={videos}", f"--out={tmp_path / 'o'}"]
+    sizes = ["--benchmark=videomme", "--frames=2", "--turn-tokens=16", "--limit=1"]
+    assert command.main([*places, *sizes]) == 2
+    (line,) = [text for text in capfd.readouterr().err.splitlines() if "fingerprint" in text]
+    assert "belongs to a base with the fingerprint" in line and "name the right base" in line
