@@ -447,7 +447,7 @@ def test_a_plan_with_lengths_is_faster(command, tmp_path):
     arguments = ("--topology=v5p:2x2x4", "--json", str(file))
     _, printed, _ = command(*arguments, "--lengths", str(file_of("paravt_8b")))
     (typical,) = json.loads(file.read_text())
-    assert "8 drawn steps of paravt_8b: prompts of 2" in printed.out
+    assert f"8 drawn steps of paravt_8b ({file_of('paravt_8b')}): prompts of 2" in printed.out
     assert "| of decode, the tail |" in printed.out
     command(*arguments)
     (limits,) = json.loads(file.read_text())
