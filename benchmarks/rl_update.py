@@ -52,6 +52,7 @@ from train.settings import Run
 
 LENGTHS = pathlib.Path(__file__).with_name("lengths_tiny.json")
 ROUNDS = 3
+_PADDED = "make a checkout of the padded layout: git worktree add FOLDER 210a70d"
 
 
 class Case:
@@ -186,6 +187,9 @@ def take_turns(
         theirs: The command of the other side, which speaks as `benchmarks.padded_rl_update` does.
         lengths: The lengths of the steps, which it gets as JSON.
         cwd: Its working directory, whose modules it imports.
+
+    Raises:
+        ValueError: the other side gives no answer.
     """
     environment = {**os.environ, "PYTHONPATH": str(cwd)}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -199,7 +203,7 @@ def take_turns(
             questions.flush()
             answer = answers.readline()
             if not answer:
-                raise SystemExit(f"--against: {cwd} gave no answer; check out commit 210a70d there")
+                raise ValueError(f"--against {cwd}: no answer from its steps; {_PADDED}")
             return answer
 
         ask(json.dumps(lengths))
@@ -235,21 +239,45 @@ def against(folder: pathlib.Path, steps: Sequence[Sequence[GroupLengths]]) -> li
     return take_turns(ours, [sys.executable, "-P", str(program)], steps, folder.resolve())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=pathlib.Path, default=LENGTHS)
-    parser.add_argument("--steps", type=int, default=4, help="steps of the file to measure")
-    parser.add_argument("--against", type=pathlib.Path, help="checkout of commit 210a70d")
-    asked = parser.parse_args()
-    workload = read(asked.lengths, paravt_tiny())
-    print(workload.describe())
-    steps = [lengths_of(step) for step in workload.steps[: asked.steps]]
-    ratios = ("s", "CPU s", "speed-up", "speed-up by CPU")
-    if asked.against:
-        print(table(("layout", *ratios), against(asked.against, steps)))
-    else:
-        print(table(("lengths", "tokens", "places", *ratios), measure(steps)))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns 2 for options that cannot work, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rl_update",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--lengths",
+        type=pathlib.Path,
+        default=LENGTHS,
+        help="lengths of rollouts, or a tiny run's metrics.jsonl; default: lengths_tiny.json "
+        "beside this file",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps of the file to measure; default: %(default)s"
+    )
+    parser.add_argument(
+        "--against", type=pathlib.Path, metavar="FOLDER", help="checkout of commit 210a70d"
+    )
+    asked = parser.parse_args(argv)
+    try:
+        if asked.steps < 1:
+            raise ValueError(f"--steps {asked.steps}: give 1 or more")
+        if asked.against and not (asked.against / "train").is_dir():
+            raise ValueError(f"--against {asked.against}: no checkout; {_PADDED}")
+        workload = read(asked.lengths, paravt_tiny())
+        print(workload.describe())
+        steps = [lengths_of(step) for step in workload.steps[: asked.steps]]
+        ratios = ("s", "CPU s", "speed-up", "speed-up by CPU")
+        if asked.against:
+            print(table(("layout", *ratios), against(asked.against, steps)))
+        else:
+            print(table(("lengths", "tokens", "places", *ratios), measure(steps)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,7 +19,7 @@ from benchmarks.calibration import (
     other_sizes,
     update_work,
 )
-from benchmarks.prediction import CONFIGURATIONS, Machine, base, predict, report, requests_of
+from benchmarks.prediction import CONFIGURATIONS, Machine, base, main, predict, report, requests_of
 from configs import RECIPES
 from models.features import FrameFeatures
 from models.qwen3_vl.model import Qwen3VL
@@ -139,3 +139,13 @@ def test_the_command_fails_if_the_median_error_is_above_a_quarter(factor, code, 
 def test_configurations_differ():
     runs = [change(base(), "x", dict(fields)) for fields in CONFIGURATIONS.values()]
     assert len({str(dataclasses.asdict(run)) for run in runs}) == len(runs) >= 10
+
+
+@pytest.mark.parametrize("wrong", ["--model", "--keep"])
+def test_paths_that_cannot_work_are_one_line_and_code_2(wrong, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    paths = {"--model": tmp_path, "--keep": tmp_path / "kept"}
+    paths[wrong] = tmp_path / "config.json"
+    assert main([f"{name}={path}" for name, path in paths.items()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {wrong} {paths[wrong]}: ") and error.count("\n") == 1

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.rl_update import ROUNDS, take_turns
+from benchmarks.rl_update import ROUNDS, main, take_turns
 
 STAND_IN = """
 import json, sys
@@ -31,5 +31,13 @@ def test_both_sides_compute_every_step_in_turns(tmp_path):
 
 
 def test_a_folder_without_that_commit_is_an_error(tmp_path):
-    with pytest.raises(SystemExit, match="--against: .* check out commit 210a70d"):
+    with pytest.raises(ValueError, match="--against .*git worktree add FOLDER 210a70d"):
         take_turns(print, [sys.executable, "-c", "pass"], LENGTHS, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("options", ["--lengths=/nowhere.json", "--against=/nowhere", "--steps=0"])
+def test_options_that_cannot_work_are_one_line_and_code_2(options, capsys):
+    assert main([options]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {options.replace('=', ' ')}: ")
+    assert printed.err.count("\n") == 1 and not printed.out
