@@ -169,7 +169,8 @@ def test_the_lock_admits_one_process_and_ends_with_it(tmp_path: pathlib.Path) ->
 
 # --- taking over a cold start ---
 
-SETTINGS = {name: {"steps": 1} for name in ("world", "text", "model", "frames", "align", "sft")} | {
+COLD_START = ("world", "text", "model", "lora", "frames", "align", "sft")
+SETTINGS = {name: {"steps": 1} for name in COLD_START} | {
     "rl": {"steps": 5},
     "seed": 3,
 }
@@ -219,6 +220,7 @@ def test_an_interrupted_copy_is_made_again(cold_start, tmp_path) -> None:
     ("changed", "words"),
     [
         ({"sft": {"steps": 2}}, r"sft\.steps: 1 -> 2"),
+        ({"lora": {"steps": 2}}, r"lora\.steps: 1 -> 2"),
         (
             {"protocol": {"summary_tokens": 32, "pin_think": False}},
             r"protocol\.summary_tokens: 16 -> 32",
