@@ -41,6 +41,7 @@ from train.learn.work import (
 )
 from train.plan.programs import planned_config
 from train.plan.tiles import flash_attention, xla_attention
+from train.plan.units import si
 from train.plan.workload import Workload, at_limits, lengths_of, read
 from train.settings import Run
 from train.slices import Topology
@@ -157,24 +158,17 @@ def rows_of(place: str, run: Run, workload: Workload, devices: int, parts: int) 
                 workload.source,
                 word,
                 f"{counted.tokens:.0f}",
-                _flops(counted.worth),
+                si(counted.worth, "FLOP"),
                 ratio(counted.padded),
                 ratio(counted.packed),
                 ratio(counted.tiles),
                 ratio(counted.kernel),
-                _flops(counted.padded / counted.tokens),
-                _flops(counted.kernel / counted.tokens),
+                si(counted.padded / counted.tokens, "FLOP"),
+                si(counted.kernel / counted.tokens, "FLOP"),
                 f"{counted.microbatches:.1f}",
             ]
         )
     return lines
-
-
-def _flops(flops: float) -> str:
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
-        if flops >= size:
-            return f"{flops / size:.2f} {unit}"
-    return f"{flops / 1e6:.2f} M"
 
 
 HEADER = (
@@ -183,11 +177,11 @@ HEADER = (
     "lengths",
     "remat",
     "real tokens",
-    "worth, FLOP",
+    "worth",
     "padded / worth",
     "packed / worth",
-    "by tiles",
-    "by kernel",
+    "by tiles / worth",
+    "by kernel / worth",
     "padded per token",
     "by kernel, per token",
     "micro-batches",
@@ -210,8 +204,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(table(HEADER, lines))
+    print(table(HEADER, merged(lines)))
     return 0
+
+
+def merged(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """One line for all slices with equal figures; a line begins with the recipe and the slice."""
+    places: dict[tuple[str, ...], list[str]] = {}
+    for recipe, place, *figures in lines:
+        places.setdefault((recipe, *figures), []).append(place)
+    return [[line[0], ", ".join(found), *line[1:]] for line, found in places.items()]
 
 
 def _large(lengths: pathlib.Path | None, slices: Sequence[str]) -> list[list[str]]:

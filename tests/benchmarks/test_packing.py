@@ -43,6 +43,11 @@ def test_the_padded_layout_gives_each_device_whole_groups_or_an_equal_part(
     assert packing.groups_per_part(groups, rows, devices) == padded
 
 
+def test_slices_with_equal_figures_share_a_line():
+    lines = [["r", "a", "1"], ["r", "b", "2"], ["r", "c", "1"], ["s", "d", "1"]]
+    assert packing.merged(lines) == [["r", "a, c", "1"], ["r", "b", "2"], ["s", "d", "1"]]
+
+
 def test_the_command_prints_every_slice_and_the_tiny_run(capsys):
     assert packing.main(["--topology=v5e:4x4"]) == 0
     printed = capsys.readouterr().out

@@ -28,7 +28,7 @@ from paravt_jax.data.local_path import require_local
 from train.cli import EXIT_USAGE, parse
 from train.fit import Fitted, fit
 from train.learn.packing import pack
-from train.learn.work import VISIBLE, Attention, done, worth
+from train.learn.work import VISIBLE, Attention, done, passes, worth
 from train.plan import step
 from train.plan.cache import cached
 from train.plan.compile import SIZES, Case, Measured, compile_case, libtpu_version, on_host
@@ -100,6 +100,9 @@ def plan(
         "expected_seconds": sum(phase.expected for phase in summed),
         "expected_rates": {"HFU": EXPECTED_HFU, "HBM": EXPECTED_HBM},
         "tokens": workload.tokens if workload else step.tokens_of(run),
+        "remat": run.rl.remat if run.rl is not None else "",
+        # Of each weight and token, in FLOPs.
+        "products": 2 * passes(run.rl.remat).weights if run.rl is not None else 0,
         "work": _work(run, measured, workload),
         "source": SOURCE,
         "advice": _advice(run, topology, measured, together, residents),
@@ -143,9 +146,9 @@ def _work(run: Run, measured: dict[str, Measured], workload: Workload | None) ->
     """FLOPs of update and reference in a step, as means over the steps of a workload.
 
     Returns:
-        "worth" without and "worth, remat" with rematerialisation, "done" by the packed layout with
-        the policy of the run (`train.learn.work`), by visible pairs, "done, tiles" by those of the
-        TPU's kernel, and "compiled": of the programs, if all of them were compiled.
+        "worth" and "done" by the packed layout, both with the rematerialisation of the run
+        (`train.learn.work`), by visible pairs; "done, tiles" by those of the TPU's kernel; and
+        "compiled": of the programs, if all of them were compiled.
     """
     if run.rl is None or workload is None:
         return {}
@@ -161,18 +164,17 @@ def _work(run: Run, measured: dict[str, Measured], workload: Workload | None) ->
         ]
 
     found = {
-        "worth": [worth(groups, config, "none") for groups in steps],
-        "worth, remat": [worth(groups, config, "full") for groups in steps],
+        "worth": [worth(groups, config, remat) for groups in steps],
         "done": packed(VISIBLE),
         "done, tiles": packed(flash_attention(config)),
     }
     work = {name: sum(flops) / len(steps) for name, flops in found.items()}
     calls = step.learner_calls(run, workload)
-    passes = [name for name in calls if name.startswith(("reference", "RL update"))]
+    programs = [name for name in calls if name.startswith(("reference", "RL update"))]
     # The other figures are those of one update.
     one_update = run.rl.updates_per_batch == 1
-    if one_update and all(name in measured and measured[name].flops for name in passes):
-        work["compiled"] = sum(calls[name] * measured[name].flops for name in passes)
+    if one_update and all(name in measured and measured[name].flops for name in programs):
+        work["compiled"] = sum(calls[name] * measured[name].flops for name in programs)
     return work
 
 

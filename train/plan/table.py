@@ -6,10 +6,10 @@ these tables.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-GIB = 2.0**30
+from train.plan.units import GIB, counted, duration, memory, si
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -64,7 +64,7 @@ def _scale_line(plan: dict[str, Any]) -> list[str]:
 
     def peak(*families: str) -> str:
         found = [program for name, program in programs.items() if name.startswith(families)]
-        return _peak(max(found, key=lambda program: program["peak"])) if found else "-"
+        return _peak(max(found, key=lambda program: program["peak"]), _gib) if found else "-"
 
     def seconds(family: str) -> str:
         found = [phase["seconds"] for name, phase in phases.items() if name.startswith(family)]
@@ -104,8 +104,9 @@ def _head(plan: dict[str, Any]) -> str:
     not_known = f"not known, not compiled: {', '.join(_failed(plan))}"
     word = _fits(plan, ("fits", in_part, not_known, "does not fit"))
     return (
-        f"{plan['name']} on {plan['topology']}: **{word}**. {plan['chips']} chips, "
-        f"{plan['devices']} devices of {plan['hbm'] / GIB:.2f} GiB, {plan['hosts']} hosts; "
+        f"{plan['name']} on {plan['topology']}: **{word}**. {counted(plan['chips'], 'chip')}, "
+        f"{counted(plan['devices'], 'device')} of {memory(plan['hbm'])}, "
+        f"{counted(plan['hosts'], 'host')}; "
         f"mesh data x fsdp x tensor = {mesh}; rollouts over the devices of a host; "
         f"{plan['compiler']}."
     )
@@ -133,56 +134,64 @@ def _programs(plan: dict[str, Any]) -> str:
     for name, program in plan["programs"].items():
         arguments = temporary = "-"
         if not program["error"]:
-            arguments = f"{program['arguments'] / GIB:.2f}"
-            temporary = f"{program['temporary'] / GIB:.2f}"
+            arguments = memory(program["arguments"])
+            temporary = memory(program["temporary"])
         row = [
             name,
-            _peak(program),
+            _peak(program, memory),
             arguments,
             temporary,
-            f"{together[name] / GIB:.2f}" if name in together else "-",
-            f"{program['flops'] / 1e15:.3f}",
-            f"{sum(program['sent'].values()) / 1e9:.2f}",
-            f"{program['seconds']:.0f}",
+            memory(together[name]) if name in together else "-",
+            si(program["flops"], "FLOP"),
+            si(sum(program["sent"].values()), "B"),
+            f"{program['seconds']:.0f} s",
         ]
         rows.append(row)
     header = (
         "program, per call",
-        "peak GiB",
+        "peak memory",
         "arguments",
         "temporary",
         "with residents",
-        "PFLOP, all devices",
-        "sent GB per device",
-        "compiled in s",
+        "on all devices",
+        "sent per device",
+        "compiled in",
     )
     return markdown(header, rows)
 
 
-def _peak(program: dict[str, Any]) -> str:
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def _peak(program: dict[str, Any], formatted: Callable[[float], str]) -> str:
     if program["error"] and not program["peak"]:
         return f"? ({program['error']})"
-    return f"{program['peak'] / GIB:.2f}" + (" does not fit" if program["error"] else "")
+    return formatted(program["peak"]) + (" does not fit" if program["error"] else "")
 
 
 def _phases(plan: dict[str, Any]) -> str:
     rows = []
-    columns = ("compute", "memory", "interconnect", "seconds", "expected")
+    names = {"tail": "of decode, the tail", "tools": "tools (the engine waits)"}
     for phase in plan["phases"]:
-        name = "of decode, the tail" if phase["phase"] == "tail" else phase["phase"]
-        times = [f"{phase[column]:.3f}" for column in columns]
-        rows.append([name, f"{phase['calls']:.0f}", *times])
+        name = names.get(phase["phase"], phase["phase"])
+        parts = [duration(phase[column]) for column in ("compute", "memory", "interconnect")]
+        if phase["phase"] == "tools":
+            # The devices do nothing meanwhile.
+            parts = ["-", "-", "-"]
+        times = [duration(phase[column]) for column in ("seconds", "expected")]
+        rows.append([name, f"{phase['calls']:.0f}", *parts, *times])
     if plan["complete"]:
-        seconds = [f"{plan[name]:.2f}" for name in ("step_seconds", "expected_seconds")]
+        seconds = [duration(plan[name]) for name in ("step_seconds", "expected_seconds")]
         rows.append(["step", "", "", "", "", *seconds])
     header = (
         "phase",
         "calls",
-        "arithmetic s",
-        "HBM s",
-        "interconnect s",
-        "at least s",
-        "expected s",
+        "arithmetic",
+        "HBM",
+        "interconnect",
+        "at least",
+        "expected",
     )
     return markdown(header, rows)
 
@@ -192,12 +201,10 @@ def _sums(plan: dict[str, Any]) -> str:
     if plan["chosen"]:
         chosen = ", ".join(f"{name} {value}" for name, value in plan["chosen"].items())
         lines.append(f"Chosen for the devices: {chosen}.")
-        lines.append(
-            f"Memory estimated before compiling: {_sizes(plan['estimate'])} GiB per device."
-        )
+        lines.append(f"Memory estimated before compiling, per device: {_sizes(plan['estimate'])}.")
     lines += [
-        f"On every device: {_sizes(plan['residents'])} GiB.",
-        f"On every host: {_sizes(plan['host_memory'])} GiB.",
+        f"On every device: {_sizes(plan['residents'])}.",
+        f"On every host: {_sizes(plan['host_memory'])}.",
     ]
     if plan["phases"]:
         rates = plan["expected_rates"]
@@ -217,24 +224,20 @@ def _sums(plan: dict[str, Any]) -> str:
     work = plan["work"]
     if work:
         lines.append(
-            "FLOPs of update and reference: worth (8 N D and attention over visible pairs) "
-            f"{work['worth'] / 1e15:.2f} PFLOP, with rematerialisation (10 N D) "
-            f"{work['worth, remat'] / 1e15:.2f}. Packed, all devices do as much as the heaviest: "
+            f"FLOPs of update and reference with rl.remat {plan['remat']}: worth "
+            f"{si(work['worth'], 'FLOP')} ({plan['products']} N D and attention over "
+            "visible pairs). Packed, all devices do as much as the heaviest: "
             f"{_times_worth(work, 'done')}; in whole tiles, with the products that the kernel "
             f"repeats: {_times_worth(work, 'done, tiles')}."
         )
     if "compiled" in work:
-        lines.append(f"Their programs compute {work['compiled'] / 1e15:.2f} PFLOP.")
+        lines.append(f"Their programs compute {_times_worth(work, 'compiled')}.")
     return "\n".join(f"- {line}" for line in lines)
 
 
 def _times_worth(work: dict[str, float], name: str) -> str:
-    done = work[name]
-    return (
-        f"{done / 1e15:.2f}, {done / work['worth']:.2f} times the first and "
-        f"{done / work['worth, remat']:.2f} times the second"
-    )
+    return f"{si(work[name], 'FLOP')}, {work[name] / work['worth']:.2f} times that worth"
 
 
 def _sizes(sizes: dict[str, float]) -> str:
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
+    return ", ".join(f"{name} {memory(size)}" for name, size in sizes.items())
