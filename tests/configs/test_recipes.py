@@ -41,7 +41,7 @@ from rollout.evaluation.settings import BenchmarkSettings
 from train.cli import parse
 from train.durable.checkpoint import CheckpointSettings
 from train.export import Export
-from train.fit import fit
+from train.fit import GIB, fit
 from train.plan.abstract import (
     Abstract,
     abstract_reference,
@@ -53,7 +53,12 @@ from train.settings import LogSettings, ModelSettings, Run
 from train.slices import Topology
 
 ROOT = pathlib.Path(__file__).parents[2]
-LARGE = [name for name, recipe in RECIPES.items() if recipe().model.size != "tiny"]
+ADAPTED = [name for name, recipe in RECIPES.items() if recipe().lora is not None]
+LARGE = [
+    name
+    for name, recipe in RECIPES.items()
+    if recipe().model.size != "tiny" and name not in ADAPTED
+]
 
 
 # Without recipes that tests add.
@@ -437,6 +442,38 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
 def test_a_cold_start_step_of_a_large_recipe_fits_itself(name):
     run = fit(RECIPES[name](), Topology(slice_of(name)).available).run
     check_update(run, abstract_sft_update(run, make_mesh()))
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "most"),
+    [("2b", "v5e:1x1", 15.0), ("4b", "v6e:1x1", 30.0), ("8b", "v5e:2x2", 15.0)],
+)
+@pytest.mark.parametrize("kind", ["paravt", "sft"])
+def test_a_recipe_with_adapters_is_estimated_to_fit_its_chip(kind, size, devices, most):
+    fitted = fit(RECIPES[f"{kind}_{size}_lora"](), Topology(devices).available)
+    parts = {"cold start"} | ({"PARA-GRPO", "rollouts"} if kind == "paravt" else set())
+    assert parts <= fitted.needs.keys()
+    assert max(fitted.needs.values()) <= most * GIB, fitted.needs
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_a_recipe_with_adapters_takes_the_drawn_scenes(name):
+    run = RECIPES[name]()
+    assert run.data is not None and run.data.annotations == "data/scenes/annotations"
+    assert run.data.frames == 4, "the demonstrations say what four frames show"
+    assert run.model.path == f"Qwen/Qwen3-VL-{run.model.size.upper()}-Instruct"
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_smallest_recipe_with_adapters_fit_themselves():
+    run = fit(RECIPES["paravt_2b_lora"](), Topology("v5e:1x1").available).run
+    check_update(run, abstract_sft_update(run, make_mesh()))
+    gradients = abstract_rl_gradients(run, make_mesh())
+    total = gradients.arguments[1]
+    after, _ = jax.eval_shape(
+        gradients.program.jitted, *gradients.program.first, *gradients.arguments
+    )
+    assert shapes_of(after) == shapes_of(total)
 
 
 @pytest.mark.parametrize("size", ["8b", "tiny"])
