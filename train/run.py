@@ -30,9 +30,9 @@ from train.cli import parse
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import CheckpointError
-from train.durable.clock import Clock
+from train.durable.clock import Clock, in_words
 from train.durable.interrupts import Interrupts, Stopped
-from train.durable.metrics import MetricsWriter, SilentMetrics, format_seconds
+from train.durable.metrics import MetricsWriter, SilentMetrics
 from train.durable.run_directory import RunDirectory, RunDirectoryError, take_over
 from train.fit import fit
 from train.learn.placement import require_even
@@ -295,7 +295,8 @@ def main(argv: list[str] | None = None) -> int:
     ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"done in {format_seconds(time.monotonic() - start)}; see {report}")
+    taken = in_words(time.monotonic() - start, report.parent / "seconds.json")
+    print(f"done in {taken}; see {report}")
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from train.durable.step_lines import StepLines, step_line
+from train.durable.step_lines import StepLines, rows_line, step_line
 from train.durable.time_left import Part
 
 SFT = {
@@ -116,6 +116,12 @@ def test_a_resumed_phase_uses_the_times_of_its_earlier_steps(tmp_path, capsys):
 def test_a_phase_says_where_it_begins(first, tmp_path, capsys):
     Printed(tmp_path, capsys, steps=8, seconds=30.0, first=first).lines.begin()
     assert capsys.readouterr().err.startswith(f"cold start {first}/8 is next")
+
+
+def test_the_sizes_of_packed_rows_have_a_line():
+    line = "PARA-GRPO: rows of 3,328, 1,664 and 896 tokens, compiled in 1 min 00 s"
+    assert rows_line("rl", (3328, 1664, 896), 60.2) == line
+    assert rows_line("rl", (896,), 5.0) == "PARA-GRPO: rows of 896 tokens, compiled in 5 s"
 
 
 def test_a_warning_has_a_line_even_between_the_lines_of_steps(tmp_path, capsys):

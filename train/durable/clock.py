@@ -8,6 +8,15 @@ import time
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.processes import hosts
+from train.durable.metrics import format_seconds
+
+
+def in_words(seconds: float, file: pathlib.Path) -> str:
+    """The seconds of a start, and those of all starts in `file` if there were earlier ones."""
+    total = json.loads(file.read_text()) if file.exists() else 0.0
+    # The file does not have the time before the clock started, so a single start has less.
+    in_all = f" ({format_seconds(total)} in all)" if total > seconds else ""
+    return format_seconds(seconds) + in_all
 
 
 class Clock:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from train.durable.metrics import PHASE_TITLES
+from train.durable.metrics import PHASE_TITLES, format_seconds
 from train.durable.time_left import Part, expected_step, time_left
 from train.durable.watch import Watch, disk_fills, room_for_checkpoint, step_seconds
 
@@ -60,6 +60,19 @@ def step_line(row: Row, steps: int, left: str) -> str:
     if left:
         parts.append(left)
     return " · ".join(parts)
+
+
+def rows_line(phase: str, lengths: Sequence[int], seconds: float) -> str:
+    """The line after a phase has compiled its programs for packed rows.
+
+    Args:
+        phase: Name of the phase.
+        lengths: Lengths of the rows, in tokens.
+        seconds: Time that compiling took.
+    """
+    *others, last = [f"{length:,}" for length in lengths]
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"{PHASE_TITLES[phase]}: rows of {listed} tokens, compiled in {format_seconds(seconds)}"
 
 
 class StepLines:

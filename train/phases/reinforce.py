@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from rollout.agent.transcript import transcript
 from train.data import QuestionStream
 from train.durable.compilations import Compilations
 from train.durable.rollout_file import RolloutFile, forget_others, rollout_file_name
+from train.durable.step_lines import rows_line, say
 from train.learn.packing import GroupLengths
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
@@ -65,7 +67,11 @@ def reinforce(
             questions.set_state(cursor["questions"])
         if phase.left:
             # Before the engine takes its memory.
+            start = time.monotonic()
             learner.warm_up(state.weights, environment.features)
+            if hosts.is_first():
+                lengths = [shape.tokens for shape in learner.sizes]
+                say(rows_line("rl", lengths, time.monotonic() - start))
             actor.wake(state.weights, phase.finished_steps)
             engine.warm_up()
         if hosts.is_first():
