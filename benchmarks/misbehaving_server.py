@@ -35,7 +35,7 @@ from typing import Any
 
 from rollout.evaluation.folder import Line, latest, read_lines
 
-REQUEST_SECONDS = 1.0
+REQUEST_SECONDS = 2.0
 """Time limit of a request, in seconds. Faults that stall take longer."""
 
 _STALL = 2.5 * REQUEST_SECONDS
