@@ -53,16 +53,10 @@ from train.settings import LogSettings, ModelSettings, Run
 from train.slices import Topology
 
 ROOT = pathlib.Path(__file__).parents[2]
-ADAPTED = [name for name, recipe in RECIPES.items() if recipe().lora is not None]
-LARGE = [
-    name
-    for name, recipe in RECIPES.items()
-    if recipe().model.size != "tiny" and name not in ADAPTED
-]
-
-
 # Without recipes that tests add.
 OURS = [name for name, recipe in RECIPES.items() if recipe.__module__.startswith("configs.")]
+ADAPTED = [name for name in OURS if RECIPES[name]().lora is not None]
+LARGE = [name for name in OURS if RECIPES[name]().model.size != "tiny" and name not in ADAPTED]
 
 
 @pytest.mark.parametrize("name", OURS)
