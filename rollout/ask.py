@@ -21,6 +21,7 @@ import tyro
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from models import gpu
 from models.features import FrameFeatures, FrameSettings
 from models.peft_folder import base_folder, load
 from models.qwen3_vl.model import Qwen3VL
@@ -110,6 +111,7 @@ class Assistant:
             dtype: Type of activations.
             param_dtype: Type of weights.
         """
+        gpu.require_type("dtype", dtype)
         folder = local_folder(source)
         return cls(
             load(folder, mesh=mesh, dtype=dtype, param_dtype=param_dtype),
@@ -235,6 +237,7 @@ class AskSettings:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
+    gpu.reserve_memory()
     prog = command_name("python -m rollout.ask")
     asked = tyro.cli(AskSettings, args=argv, prog=prog, description=__doc__)
     try:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from models import gpu
 from paravt_jax.command_name import command_name
 from paravt_jax.data.frames import VideoError
 from paravt_jax.processes import cluster
@@ -54,6 +55,7 @@ class _Asked(BenchmarkSettings):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
+    gpu.reserve_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if {"--compare", "--table"} & set(argv):

@@ -238,7 +238,13 @@ def _load(checkpoints: Checkpoints, step: int, config: Qwen3VLConfig, dtype: str
 
 def _lora(meta: dict[str, Any]) -> LoRASettings:
     fields = meta["settings"]["lora"]
-    return LoRASettings(**fields | {"targets": tuple(fields["targets"])})
+    try:
+        return LoRASettings(**fields | {"targets": tuple(fields["targets"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"--run-dir: its settings of adapters are those of another version ({error}); export "
+            "them with the version that made the run"
+        ) from error
 
 
 def _load_adapted(
@@ -250,10 +256,15 @@ def _load_adapted(
 ) -> Qwen3VL:
     """Loads the base and the adapters of a checkpoint into host memory."""
     path, digest = meta["settings"]["model"]["path"], meta.get("base_fingerprint")
-    if not path or digest is None:
+    if not path:
         raise ValueError(
             f"--run-dir {folder}: its checkpoints hold adapters of random weights, which are not "
             f"on disk; use {folder}/model, which a finished run writes with the adapters merged"
+        )
+    if digest is None:
+        raise ValueError(
+            f"--run-dir {folder}: its checkpoints do not say which base their adapters belong to, "
+            "because an older version wrote them; export them with the version that made the run"
         )
     host = jax.local_devices(backend="cpu")[0]
     with jax.default_device(host):

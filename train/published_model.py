@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from models.peft_folder import ADAPTER_CONFIG
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.hf_config import from_hf
 from models.qwen3_vl.sizes import qwen3_vl, tiny
@@ -34,9 +35,17 @@ def config_of(path: str, size: str) -> Qwen3VLConfig:
         size: The recipe's `model.size`.
 
     Raises:
-        ValueError: If the configuration is not that of `size`; lists the fields that differ.
+        ValueError: If the folder holds adapters, or if the configuration is not that of `size`;
+            lists the fields that differ.
     """
-    found = from_hf(local_folder(path, weights=False) / CONFIG)
+    folder = local_folder(path, weights=False)
+    if (folder / ADAPTER_CONFIG).exists() and not (folder / CONFIG).exists():
+        raise ValueError(
+            f"model.path: {path} holds adapters only, and a run begins with whole weights; give "
+            "the folder model of their run, where they are merged (elsewhere, merge_and_unload of "
+            "PEFT merges them), or their base"
+        )
+    found = from_hf(folder / CONFIG)
     if size == "tiny":
         wanted = tiny(found.text.vocab_size)  # a tiny model has the vocabulary of its world
     else:

@@ -19,6 +19,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from configs import RECIPES
+from models import gpu
 from models.sharding import make_mesh
 from paravt_jax.command_name import command_name
 from paravt_jax.data.stored_settings import as_json
@@ -36,6 +37,7 @@ from train.durable.metrics import MetricsWriter, SilentMetrics
 from train.durable.run_directory import RunDirectory, RunDirectoryError, take_over
 from train.fit import fit
 from train.learn.placement import require_even
+from train.out_of_memory import OutOfMemoryError, naming_remedies
 from train.phases.actor import open_actor, open_environment
 from train.phases.align import align
 from train.phases.cold_start import cold_start, control
@@ -103,6 +105,7 @@ def execute(
         Stopped: If `interrupts` noticed a signal.
         ValueError: If the settings do not fit the data, the weights or the devices.
         UnreadableVideosError: If too many videos cannot be read.
+        OutOfMemoryError: If a device has no memory left; names the settings to lower.
         RunDirectoryError: If the folder belongs to another run.
         CheckpointError: If a checkpoint does not belong to this run.
     """
@@ -120,6 +123,7 @@ def _execute(
     folder = _folder(run)
     mesh = _check(run, settings)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(naming_remedies(run))
         judge = None
         if run.rl is not None and run.rl.rewards.judge is not None:
             judge = stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
@@ -179,6 +183,7 @@ def _check(run: Run, settings: dict[str, Any]) -> Mesh:
     hosts.require_same("the run's settings", settings)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     require_even(mesh)
+    gpu.require_type("model.dtype", run.model.dtype)
     require_targets(run)
     if run.model.path:
         config_of(run.model.path, run.model.size)
@@ -264,6 +269,7 @@ def main(argv: list[str] | None = None) -> int:
     options, rest = _parse_options(sys.argv[1:] if argv is None else argv)
     run = parse(rest, RECIPES)
     reuse_freed_memory()
+    gpu.reserve_memory()
     start = time.monotonic()
     try:
         if options.check:
@@ -288,6 +294,7 @@ def main(argv: list[str] | None = None) -> int:
         RunDirectoryError,
         CheckpointError,
         UnreadableVideosError,
+        OutOfMemoryError,
         hosts.HostsError,
         ValueError,
         OSError,

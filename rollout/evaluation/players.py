@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
+from models import gpu
 from models.features import FrameFeatures, frame_tokens
 from models.peft_folder import base_folder
 from models.peft_folder import load as load_model
@@ -193,6 +194,7 @@ def _engine(
     devices: Devices,
 ) -> tuple[FrameFeatures, Sampler]:
     """The engine with the model in `folder`, sized for prompts of `overview` and `crop` tokens."""
+    gpu.require_type("dtype", settings.dtype)
     mesh = None
     if settings.tensor > 1:
         mesh = make_mesh(1, 1, settings.tensor, devices or device_groups(settings.tensor)[0])

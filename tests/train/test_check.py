@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 
 import jax
@@ -140,6 +141,16 @@ def test_devices_are_named_and_too_few_are_an_error(tmp_path):
     assert finding.problem == "error"
     assert finding.needed == "mesh 1 x 4096 x 1, 4096 devices"
     assert "--config=large" not in finding.remedy, "the name of a run is no recipe"
+
+
+def test_a_gpu_without_bfloat16_is_an_error_of_recipes_that_compute_in_it(tmp_path, monkeypatch):
+    t4 = types.SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5")
+    monkeypatch.setattr(jax, "local_devices", lambda: [t4])
+    monkeypatch.setattr(machine, "found_devices", lambda: Devices("1 x Tesla T4", 1, 1, 14 * GB))
+    assert only(machine.devices(subject(paravt_tiny(), tmp_path))).problem == ""
+    finding = only(machine.devices(subject(paravt_8b(), tmp_path)))
+    assert finding.problem == "error"
+    assert "Tesla T4" in finding.found and "tiny recipes" in finding.found
 
 
 def test_host_memory_is_compared_with_the_arrays_of_a_host(tmp_path, monkeypatch):

@@ -50,6 +50,12 @@ def test_the_published_configurations_are_those_of_their_sizes(assets, tmp_path,
                 config_of(str(tmp_path), size)
 
 
+def test_a_folder_of_adapters_is_refused_with_what_to_give_instead(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    with pytest.raises(ValueError, match=r"model\.path: .* holds adapters only.*folder model"):
+        config_of(str(tmp_path), "tiny")
+
+
 def test_a_tokenizer_of_another_model_is_refused(base, road):
     vocabulary = road.data.vocabulary
     config = road.model.config

@@ -10,6 +10,7 @@ import platform
 import jax
 from packaging.requirements import Requirement
 
+from models import gpu
 from models.device_memory import host_memory
 from paravt_jax.data import video
 from paravt_jax.processes.cluster import has_tpu_chips
@@ -85,6 +86,7 @@ def devices(subject: Subject) -> list[Finding]:
             available = Topology(subject.topology).available
         else:
             available = subject.devices or found_devices()
+            gpu.require_type("model.dtype", subject.run.model.dtype)
     except ValueError as error:
         return [failed("devices", error)]
     hosts = f" on {available.hosts} hosts" if available.hosts > 1 else ""
