@@ -13,18 +13,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import fsspec
-import fsspec.core
 
 from paravt_jax.data import hub
 from paravt_jax.data.archives import PATTERNS, find_archives, inside, unpack
+from paravt_jax.data.media_files import open_bucket
 
 _VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg")
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MEDIA = (*_VIDEOS, *_PICTURES)
 MEDIA_PATTERNS = (*PATTERNS, *(f"*{suffix}" for suffix in MEDIA))
 """Patterns of the names of media and of archives."""
-# The fsspec package for each scheme of addresses.
-_BUCKET_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
 
 
 def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib.Path:
@@ -65,7 +63,7 @@ def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
 
 def _copy(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib.Path:
     """Copy the matching files of a bucket path to `folder`, with their relative names."""
-    system, top = _open_bucket(source)
+    system, top = open_bucket(source)
     sizes = _list_files(source, system, top)
     matching = {
         name: size
@@ -86,24 +84,6 @@ def _copy(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
         system.get_file(f"{top.rstrip('/')}/{name}", str(unfinished))
         os.replace(unfinished, target)
     return folder
-
-
-def _open_bucket(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of an address, and the path in it."""
-    scheme = source.partition("://")[0]
-    try:
-        return fsspec.core.url_to_fs(source)
-    except ImportError as error:
-        package = _BUCKET_PACKAGES.get(scheme, f"the fsspec package of {scheme}://")
-        raise ModuleNotFoundError(
-            f"{source}: {scheme}:// paths need {package}: pip install {package}, or copy the "
-            "files and give their folder"
-        ) from error
-    except ValueError as error:
-        raise FileNotFoundError(
-            f"{source}: {error}; give an address that fsspec supports (gs://..., s3://...), a "
-            "folder or a hub id"
-        ) from error
 
 
 def _list_files(source: str, system: fsspec.AbstractFileSystem, top: str) -> dict[str, int]:

@@ -3,18 +3,18 @@
 Frames are numbered in order of presentation, whichever decoder reads them. Times count from the
 first frame. A picture is a video of one frame.
 
-Two decoders read the files. decord is fast, and exact for 8-bit H.264 and VP9 with closed GOPs in
-mp4, mkv and webm. PyAV reads all other files and any file that decord cannot open. If decord is not
-installed, PyAV reads every file.
+A packet index per file (`video_index`) says which keyframe a frame can be decoded from. It is built
+when a file is first seen, and kept (`index_store`). From then on a request opens the file once and
+reads only what it needs. If seeks in a file turn out to be wrong, it is decoded from its start.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import av
 import av.error
@@ -23,8 +23,10 @@ from av.container import InputContainer
 from jaxtyping import Int64, UInt8
 from PIL import Image, ImageOps
 
+from paravt_jax.data import index_store, media_files, video_index
 from paravt_jax.data.frames import VideoError, VideoInfo, shown
 from paravt_jax.data.sizes import FrameRules
+from paravt_jax.data.video_index import Run, VideoIndex, video_stream
 
 try:
     import decord
@@ -32,13 +34,8 @@ except ImportError:
     # decord has wheels for x86-64 Linux only.
     decord = None
 
-# decord 0.6.0 reads these exactly. In other containers it returns wrong frames after a seek, and
-# for other pixel formats slightly different colours.
-_EXACT_CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
-_EXACT_CODECS = {"h264", "vp9", "libvpx-vp9"}
-_EXACT_PIXELS = {"yuv420p"}
-# Packets in these containers lack reliable timestamps, so all frames are decoded to list them.
-_UNINDEXED = {"mpeg", "mpegts"}
+Decoder = Literal["pyav", "decord"]
+
 _PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 
 # PyAV 18 fails on metadata that is not UTF-8 unless told otherwise; PyAV 19 never does, and has no
@@ -47,30 +44,19 @@ _OPEN_OPTIONS: dict[str, Any] = (
     {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
 )
 
-_Result = TypeVar("_Result")
+# Receives a wanted frame and its number.
+_Keep = Callable[[int, av.VideoFrame], None]
 
 if decord is not None:
     # Bad files are reported as VideoError, so decord need not print about them.
     decord.logging.set_level(decord.logging.QUIET)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Index:
-    """The frames of a stream, in order of presentation.
-
-    `stamps` are timestamps in the stream's time base, `keys` the numbers of the keyframes. `decord`
-    says whether decord reads the file exactly, `seekable` whether PyAV can seek to a timestamp.
-    """
-
-    info: VideoInfo
-    stamps: Int64[np.ndarray, " frames"]
-    keys: Int64[np.ndarray, " keys"]
-    decord: bool
-    seekable: bool
-
-
 def probe(path: str | os.PathLike) -> VideoInfo:
-    """List the frames of a file. Decodes nothing if the packets carry timestamps.
+    """List the frames of a file. Opens it only if its index is not known.
+
+    Args:
+        path: The file, or the address of one (gs://...).
 
     Raises:
         VideoError: The file cannot be read.
@@ -78,21 +64,28 @@ def probe(path: str | os.PathLike) -> VideoInfo:
     if is_picture(path):
         height, width, _ = _picture(path).shape
         return VideoInfo(str(path), 1, 0.0, np.zeros(1), width, height)
-    return _with_container(path, lambda container: _index(path, container)).info
+    identity = media_files.identity(path)
+    index = index_store.find(path, identity)
+    if index is None:
+        with _container(path) as container:
+            index = _build(path, identity, container)
+    return index.info(path)
 
 
 def read(
     path: str | os.PathLike,
     indices: Sequence[int] | Int64[np.ndarray, " m"],
     rules: FrameRules | None = None,
+    decoder: Decoder = "pyav",
 ) -> UInt8[np.ndarray, "m height width 3"]:
     """Decode frames of a file.
 
     Args:
-        path: The file.
+        path: The file, or the address of one (gs://...).
         indices: Frame numbers in any order; a number may occur several times.
         rules: How each frame is resized as soon as it is decoded, so that many large frames take
             little memory; None: not at all.
+        decoder: Which library decodes. decord only reads what it reads exactly, and PyAV the rest.
 
     Returns:
         The RGB pixels of the frames, in the order of `indices`.
@@ -109,21 +102,27 @@ def read(
             raise IndexError(f"{path}: frame {wanted.max()} requested; a picture has only frame 0")
         return np.repeat(_shown(path, _picture(path), rules)[None], len(wanted), axis=0)
 
-    def decode(container: InputContainer) -> np.ndarray:
-        index = _index(path, container)
-        if wanted.min() < 0 or wanted.max() >= index.info.frames:
-            raise IndexError(
-                f"{path}: frames {wanted.min()} to {wanted.max()} requested; "
-                f"it has {index.info.frames}"
-            )
-        pixels = None
-        if index.decord:
-            pixels = _read_decord(path, wanted, index, rules)
-        if pixels is None:
-            pixels = _read_av(path, container, wanted, index, rules)
-        return pixels
-
-    return _with_container(path, decode)
+    ascending, positions = np.unique(wanted, return_inverse=True)
+    numbers = ascending.tolist()
+    identity = media_files.identity(path)
+    index = index_store.find(path, identity)
+    if decoder == "decord" and decord is not None and not media_files.is_address(path):
+        if index is None:
+            with _container(path) as container:
+                index = _build(path, identity, container)
+        _require_frames(path, numbers, index)
+        pixels = _read_decord(path, numbers, index, rules)
+        if pixels is not None:
+            return pixels[positions]
+    with _container(path) as container:
+        if index is None:
+            index = _build(path, identity, container)
+        _require_frames(path, numbers, index)
+        pixels = _read_from_keyframes(path, container, numbers, index, rules)
+    if pixels is None:
+        with _container(path) as container:
+            pixels = _read_from_start(path, container, numbers, index, rules)
+    return pixels[positions]
 
 
 def is_picture(path: str | os.PathLike) -> bool:
@@ -141,185 +140,39 @@ def on_white(image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
 
 def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
     """Read a picture, rotated as its EXIF data says."""
-    _require_file(path)
+    media_files.identity(path)
     # Pillow reports a broken PNG as SyntaxError.
     errors = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
     try:
-        with Image.open(path) as file:
+        with media_files.opened(path) as source, Image.open(source) as file:
             return on_white(ImageOps.exif_transpose(file))
     except errors as error:
         raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error
 
 
-def _require_file(path: str | os.PathLike) -> None:
-    file = pathlib.Path(path)
-    try:
-        size = file.stat().st_size if file.is_file() else None
-    except OSError as error:
-        # For example, the name is too long, or the folder is not readable.
-        reason = f"it cannot be opened ({error.strerror}); check the path and its permissions"
-        raise VideoError(path, reason) from error
-    if size is None:
-        raise VideoError(path, "no such file")
-    if not size:
-        raise VideoError(path, "the file is empty")
+def _build(path: str | os.PathLike, identity: str, container: InputContainer) -> VideoIndex:
+    index = video_index.build(path, container)
+    index_store.keep(path, identity, index)
+    return index
 
 
-def _with_container(path: str | os.PathLike, use: Callable[[InputContainer], _Result]) -> _Result:
-    """Open the file for one call of `use`. Errors in the file become VideoErrors."""
-    _require_file(path)
+def _require_frames(path: str | os.PathLike, numbers: list[int], index: VideoIndex) -> None:
+    if numbers[0] < 0 or numbers[-1] >= index.frames:
+        raise IndexError(
+            f"{path}: frames {numbers[0]} to {numbers[-1]} requested; it has {index.frames}"
+        )
+
+
+@contextlib.contextmanager
+def _container(path: str | os.PathLike) -> Iterator[InputContainer]:
+    """Open a file. Errors in the file become VideoErrors, also those of the caller's block."""
     # Open the file anew for every call: a reader that is passed to another thread or through a fork
     # can hang.
     try:
-        with av.open(str(path), **_OPEN_OPTIONS) as container:
-            return use(container)
+        with media_files.opened(path) as source, av.open(source, **_OPEN_OPTIONS) as container:
+            yield container
     except (av.error.FFmpegError, OSError, RuntimeError) as error:
         raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error
-
-
-def _stream(path: str | os.PathLike, container: InputContainer) -> av.VideoStream:
-    # Of several video streams, take FFmpeg's "best" one, as decord does.
-    stream = container.streams.best("video")
-    if not isinstance(stream, av.VideoStream):
-        raise VideoError(path, "it has no video stream")
-    # PyAV creates no codec context where FFmpeg has no decoder for the stream.
-    if stream.codec_context is None:
-        raise VideoError(
-            path,
-            "the codec of its video has no decoder here; convert the file where there is one, for "
-            "example to H.264 (ffmpeg -i OLD -c:v libx264 NEW.mp4)",
-        )
-    return stream
-
-
-def _index(path: str | os.PathLike, container: InputContainer) -> _Index:
-    stream = _stream(path, container)
-    packets = _scan_packets(path, container, stream)
-    stamps, durations = packets.stamps, packets.durations
-    seekable = container.format.name not in _UNINDEXED and _are_distinct(stamps)
-    if not seekable:
-        stamps, durations = _scan_frames(container, stream)
-    if not stamps or stream.time_base is None:
-        raise VideoError(path, "it has no frames")
-
-    # Packets come in decoding order: a B-frame follows the later frame that it refers to.
-    unordered = np.array(stamps, np.int64)
-    order = np.argsort(unordered, kind="stable")
-    ordered = unordered[order]
-    time_base = float(stream.time_base)
-    last_duration = durations[order[-1]]
-    if not last_duration:
-        last_duration = _guess_duration(ordered, time_base)
-    times = (ordered - ordered[0]) * time_base
-    codec = stream.codec_context
-    info = VideoInfo(
-        path=str(path),
-        frames=len(ordered),
-        duration=float(times[-1] + last_duration * time_base),
-        times=times,
-        width=codec.width,
-        height=codec.height,
-    )
-    keys = np.zeros(1, np.int64)
-    if seekable:
-        keys = np.flatnonzero(np.array(packets.keys)[order])
-    exact = (
-        container.format.name in _EXACT_CONTAINERS
-        and codec.name in _EXACT_CODECS
-        and codec.pix_fmt in _EXACT_PIXELS
-    )
-    return _Index(
-        info, ordered, keys, decord=exact and seekable and not packets.open_gop, seekable=seekable
-    )
-
-
-def _are_distinct(stamps: Sequence[int | None]) -> bool:
-    """Whether every packet has a timestamp of its own, so that timestamps identify frames."""
-    return len(stamps) > 0 and None not in stamps and len(set(stamps)) == len(stamps)
-
-
-def _guess_duration(stamps: Int64[np.ndarray, " frames"], time_base: float) -> int:
-    """Guess the duration of the last frame: the median gap, or one second for a single frame."""
-    if len(stamps) > 1:
-        return int(np.median(np.diff(stamps)))
-    return round(1 / time_base)
-
-
-@dataclasses.dataclass
-class _Packets:
-    """The packets of a stream that are shown, in the order of the file."""
-
-    stamps: list[int | None] = dataclasses.field(default_factory=list)
-    durations: list[int] = dataclasses.field(default_factory=list)
-    keys: list[bool] = dataclasses.field(default_factory=list)
-    # Whether a frame follows a keyframe in the file but is shown before it. Such a frame refers to
-    # the GOP before the keyframe, so decord decodes it wrongly after a seek to the keyframe.
-    open_gop: bool = False
-
-
-def _scan_packets(
-    path: str | os.PathLike, container: InputContainer, stream: av.VideoStream
-) -> _Packets:
-    found = _Packets()
-    key_stamp: int | None = None
-    count = 0
-    end = 0.0
-    for packet in container.demux():
-        # PyAV ends with an empty packet per stream, which only flushes the decoder.
-        if not packet.size:
-            continue
-        if packet.pts is not None and packet.time_base is not None:
-            packet_end = (packet.pts + (packet.duration or 0)) * packet.time_base
-            end = max(end, float(packet_end))
-        if packet.stream.index != stream.index:
-            continue
-        count += 1
-        # An edit list may cut frames off. They are in the file, but no player shows them.
-        if packet.is_discard:
-            continue
-        found.stamps.append(packet.pts)
-        found.durations.append(packet.duration or 0)
-        found.keys.append(packet.is_keyframe)
-        if packet.is_keyframe:
-            key_stamp = packet.pts
-        elif key_stamp is not None and packet.pts is not None and packet.pts < key_stamp:
-            found.open_gop = True
-    _require_whole(path, container, stream, count, end)
-    return found
-
-
-def _require_whole(
-    path: str | os.PathLike,
-    container: InputContainer,
-    stream: av.VideoStream,
-    packets: int,
-    end: float,
-) -> None:
-    """Raise VideoError if there are fewer packets, or an earlier end, than the header says."""
-    # FFmpeg opens a truncated file without any error, so only this check finds it.
-    # The headers of other containers are often wrong or empty.
-    if container.format.name not in _EXACT_CONTAINERS:
-        return
-    if packets < stream.frames:
-        raise VideoError(path, f"it is truncated: {packets} frames of {stream.frames}")
-    expected_end = (container.duration or 0) / av.time_base
-    if end < expected_end - max(0.5, 0.05 * expected_end):
-        raise VideoError(path, f"it is truncated: it ends at {end:.1f} s of {expected_end:.1f} s")
-
-
-def _scan_frames(container: InputContainer, stream: av.VideoStream) -> tuple[list[int], list[int]]:
-    """Timestamps and durations from decoding every frame."""
-    container.seek(0, backward=True)
-    stamps: list[int] = []
-    durations: list[int] = []
-    for frame in container.decode(stream):
-        stamp = frame.pts
-        if stamp is None:
-            # A frame without a timestamp starts when the one before it ends.
-            stamp = stamps[-1] + max(durations[-1], 1) if stamps else 0
-        stamps.append(stamp)
-        durations.append(frame.duration or 0)
-    return stamps, durations
 
 
 def _shown(
@@ -334,105 +187,134 @@ def _shown(
         raise VideoError(path, str(error)) from error
 
 
-def _read_decord(
+class _Pixels:
+    """The pixels of wanted frames, resized as soon as they are decoded."""
+
+    def __init__(self, path: str | os.PathLike, rules: FrameRules | None):
+        self._path = path
+        self._rules = rules
+        self._frames: dict[int, np.ndarray] = {}
+        self._sizes: set[tuple[int, ...]] = set()
+
+    def keep(self, n: int, frame: av.VideoFrame) -> None:
+        """Keep a frame under its number."""
+        pixels = _upright(frame)
+        self._sizes.add(pixels.shape)
+        self._frames[n] = _shown(self._path, pixels, self._rules)
+
+    def stacked(self, numbers: list[int]) -> UInt8[np.ndarray, "m height width 3"]:
+        """All frames in this order."""
+        if len(self._sizes) > 1:
+            reason = "its frames have several sizes; encode it again with one size"
+            raise VideoError(self._path, reason)
+        return np.stack([self._frames[n] for n in numbers])
+
+
+def _read_from_keyframes(
     path: str | os.PathLike,
-    wanted: Int64[np.ndarray, " m"],
-    index: _Index,
+    container: InputContainer,
+    numbers: list[int],
+    index: VideoIndex,
     rules: FrameRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"] | None:
-    """Decode with decord, or return None if it is missing or disagrees with the index."""
-    if decord is None:
+    """Decode each frame from the last keyframe before it.
+
+    Returns:
+        The frames, or None if the file's seek table or its marks of keyframes are wrong.
+    """
+    if not index.keys.size:
         return None
+    stream = video_stream(path, container)
+    pixels = _Pixels(path, rules)
     try:
-        reader = decord.VideoReader(str(path), ctx=decord.cpu(0), num_threads=1)
-        # If the counts differ, frame numbers mean different frames.
-        if len(reader) != index.info.frames:
-            return None
-        # Read forwards: each step back costs decord a seek and a decoded GOP.
-        forward, positions = np.unique(wanted, return_inverse=True)
-        frames = [_shown(path, reader.get_batch([n]).asnumpy()[0], rules) for n in forward.tolist()]
-        return np.stack(frames)[positions]
-    except (RuntimeError, decord.DECORDError):
+        for run in index.runs(numbers):
+            if not _decode_run(container, stream, run, index, pixels.keep):
+                return None
+    except av.error.FFmpegError:
+        # A decoder that did not begin at a keyframe may fail. If the file is damaged, decoding it
+        # from its start fails as well.
         return None
+    return pixels.stacked(numbers)
 
 
-def _read_av(
-    path: str | os.PathLike,
-    container: InputContainer,
-    wanted: Int64[np.ndarray, " m"],
-    index: _Index,
-    rules: FrameRules | None,
-) -> UInt8[np.ndarray, "m height width 3"]:
-    """Decode with PyAV: from keyframe to keyframe if the file is seekable, else in one pass."""
-    stream = _stream(path, container)
-    pending = np.unique(wanted).tolist()
-    pictures: dict[int, np.ndarray] = {}
-    decoded_sizes: set[tuple[int, ...]] = set()
-
-    def keep(n: int, frame: av.VideoFrame) -> None:
-        pixels = _upright(frame)
-        decoded_sizes.add(pixels.shape)
-        pictures[n] = _shown(path, pixels, rules)
-
-    while pending:
-        if index.seekable:
-            # `backward` goes to the last keyframe at or before the timestamp.
-            container.seek(int(index.stamps[pending[0]]), backward=True, stream=stream)
-        else:
-            container.seek(0, backward=True)
-        found = _collect(container, stream, pending, index, keep)
-        if not found and index.seekable:
-            # The container's own seek table may be wrong. Decode once from the start.
-            container.seek(int(index.stamps[0]), backward=True, stream=stream)
-            found = _collect(container, stream, pending, index, keep)
-        if not found:
-            raise VideoError(path, f"frame {pending[0]} of {index.info.frames} cannot be decoded")
-        pending = [n for n in pending if n not in pictures]
-    if len(decoded_sizes) > 1:
-        raise VideoError(path, "its frames have several sizes; encode it again with one size")
-    return np.stack([pictures[n] for n in wanted.tolist()])
-
-
-def _collect(
+def _decode_run(
     container: InputContainer,
     stream: av.VideoStream,
-    pending: list[int],
-    index: _Index,
-    keep: Callable[[int, av.VideoFrame], None],
-) -> set[int]:
-    """Decode from the current position until all pending frames are found or a seek is faster.
-
-    Calls `keep` with each pending frame and its number. Returns the numbers.
-    """
-    found: set[int] = set()
-    for n, frame in enumerate(container.decode(stream)):
-        if index.seekable:
-            # After a seek, counting says nothing. The timestamp identifies the frame.
-            n = _frame_number(frame, index)
-            if n is None:
+    run: Run,
+    index: VideoIndex,
+    keep: _Keep,
+) -> bool:
+    """Decode the frames of a run. False if that cannot be done exactly."""
+    missing = set(run.frames)
+    first: int | None = None
+    container.seek(int(index.key_stamps[run.key]), backward=True, stream=stream)
+    for number, key, packet in _packets_from(container, stream, run.key, index):
+        frames = packet.decode()
+        # Packets that follow hold none of these frames. One more is decoded, since the second field
+        # of an interlaced picture may be a packet of its own. Then the decoder returns what it
+        # still holds.
+        complete = number > run.last
+        if complete and packet.size:
+            frames = [*frames, *stream.codec_context.decode(None)]
+        for frame in frames:
+            n = index.frame_number(frame.pts)
+            if n is None or not index.decodes_from(key, n):
                 continue
-        if n in pending:
-            keep(n, frame)
-            found.add(n)
-        later = [m for m in pending if m > n and m not in found]
-        if not later:
+            if first is None:
+                first = n
+                # A mark of a keyframe may be wrong. Then the decoder does not return it as such.
+                if key and not (frame.key_frame and frame.pts == index.key_stamps[key]):
+                    return False
+            if n in missing:
+                keep(n, frame)
+                missing.remove(n)
+        if complete or not missing:
             break
-        # A keyframe between here and the next wanted frame lets a seek skip the frames up to it.
-        # If no frame has been found yet, the seek would lead back here, so decoding continues.
-        skippable = np.any((index.keys > n + 1) & (index.keys <= later[0]))
-        if found and index.seekable and skippable:
-            break
-    return found
+    return not missing
 
 
-def _frame_number(frame: av.VideoFrame, index: _Index) -> int | None:
-    """The number of the frame with this timestamp, or None if the index has no such frame."""
-    if frame.pts is None:
-        return None
-    n = int(np.searchsorted(index.stamps, frame.pts))
-    if n == len(index.stamps) or index.stamps[n] != frame.pts:
-        return None
-    return n
+def _packets_from(
+    container: InputContainer, stream: av.VideoStream, wanted: int, index: VideoIndex
+) -> Iterator[tuple[int, int, av.Packet]]:
+    """Packets after a seek, each with its number and with the keyframe that decoding begins at.
+
+    That is the wanted keyframe or an earlier one. There are no packets if a seek leads elsewhere.
+    """
+    key: int | None = None
+    number = 0
+    for packet in container.demux(stream):
+        if key is None:
+            key = index.key_at(packet.pts)
+            if key is None:
+                continue
+            if key > wanted:
+                return
+            number = int(index.keys[key])
+        yield number, key, packet
+        # Empty packets do not count. PyAV ends with one, which flushes the decoder.
+        number += packet.size > 0
+
+
+def _read_from_start(
+    path: str | os.PathLike,
+    container: InputContainer,
+    numbers: list[int],
+    index: VideoIndex,
+    rules: FrameRules | None,
+) -> UInt8[np.ndarray, "m height width 3"]:
+    """Decode a file that was just opened until all frames have been found."""
+    pixels = _Pixels(path, rules)
+    missing = set(numbers)
+    for count, frame in enumerate(container.decode(video_stream(path, container))):
+        n = index.frame_number(frame.pts) if index.packets.size else count
+        if n in missing:
+            pixels.keep(n, frame)
+            missing.remove(n)
+        if not missing:
+            break
+    if missing:
+        raise VideoError(path, f"frame {min(missing)} of {index.frames} cannot be decoded")
+    return pixels.stacked(numbers)
 
 
 def _upright(frame: av.VideoFrame) -> UInt8[np.ndarray, "height width 3"]:
@@ -440,3 +322,23 @@ def _upright(frame: av.VideoFrame) -> UInt8[np.ndarray, "height width 3"]:
     pixels = frame.to_ndarray(format="rgb24", threads=1)
     quarter_turns = (frame.rotation // 90) % 4
     return np.ascontiguousarray(np.rot90(pixels, k=quarter_turns))
+
+
+def _read_decord(
+    path: str | os.PathLike,
+    numbers: list[int],
+    index: VideoIndex,
+    rules: FrameRules | None,
+) -> UInt8[np.ndarray, "m height width 3"] | None:
+    """Decode with decord, or return None if it is not exact or disagrees with the index."""
+    if not index.exact_in_decord:
+        return None
+    try:
+        reader = decord.VideoReader(str(path), ctx=decord.cpu(0), num_threads=1)
+        # If the counts differ, frame numbers mean different frames.
+        if len(reader) != index.frames:
+            return None
+        # Forwards: each step back costs decord a seek and a decoded GOP.
+        return np.stack([_shown(path, reader.get_batch([n]).asnumpy()[0], rules) for n in numbers])
+    except (RuntimeError, decord.DECORDError):
+        return None
