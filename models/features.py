@@ -15,7 +15,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +31,7 @@ from paravt_jax.data.frames import (
     FrameSource,
     VideoError,
     VideoInfo,
+    join,
     overview_indices,
     window_indices,
 )
@@ -196,7 +196,8 @@ class FrameFeatures:
         tower: the frozen vision tower; None for a subclass that does not need it.
         config: the model's sizes.
         settings: sizes of frames and of the cache.
-        root: folder of the videos. Videos are named by their path relative to it.
+        root: folder of the videos, or its address (gs://...). Videos are named by their path
+            relative to it. Files behind addresses must not change.
         source: reads the videos.
         version: version of the tower's weights.
     """
@@ -206,7 +207,7 @@ class FrameFeatures:
         tower: VisionTower | None,
         config: Qwen3VLConfig,
         settings: FrameSettings,
-        root: Path,
+        root: str | os.PathLike,
         source: FrameSource,
         version: int = 0,
     ):
@@ -214,7 +215,7 @@ class FrameFeatures:
         self.settings = settings
         # Type of the features.
         self.dtype = np.dtype(np.float32)
-        self.root = Path(root)
+        self.root = root
         self.source = source
         self.version = version
         # Videos that could not be read, with the reason.
@@ -247,7 +248,7 @@ class FrameFeatures:
         content = self._content(name)
         known = self._infos.get(name)
         if known is None or known[0] != content:
-            known = (content, self.source.probe(self.root / name))
+            known = (content, self.source.probe(join(self.root, name)))
             self._infos[name] = known
             if len(self._infos) > _MAX_INFOS:
                 self._drop_oldest_info(keep=name)
@@ -266,11 +267,11 @@ class FrameFeatures:
         """Length in bytes and modification time of a file, which identify its content.
 
         For a file that is gone these are the last known ones, so that its cached frames stay
-        usable. None for a file that never existed.
+        usable. None for a file that never existed, or that is behind an address.
         """
         # ValueError: the name contains a NUL.
         with contextlib.suppress(OSError, ValueError):
-            stat = os.stat(self.root / name)
+            stat = os.stat(join(self.root, name))
             self._contents[name] = (stat.st_size, stat.st_mtime_ns)
         return self._contents.get(name)
 
@@ -307,11 +308,11 @@ class FrameFeatures:
             height, width = rules.sizes(info.height, info.width)[-1]
         except ValueError as error:
             # The frames are too long and thin.
-            raise VideoError(self.root / name, str(error)) from error
+            raise VideoError(join(self.root, name), str(error)) from error
         tokens = height * width // rules.factor**2
         if tokens > rules.most_tokens:
             raise VideoError(
-                self.root / name,
+                join(self.root, name),
                 f"its frames of {info.width} x {info.height} pixels are too long and thin: they "
                 f"need {tokens} visual tokens, and the limit on their pixels (frames.max_pixels) "
                 f"allows {rules.most_tokens}",
@@ -412,7 +413,7 @@ class FrameFeatures:
         indices = [i for frame in wanted for i in frame.indices]
         if not 0 <= min(indices) <= max(indices) < count:
             raise VideoError(
-                self.root / name,
+                join(self.root, name),
                 f"it has {count} frames, {min(indices)} to {max(indices)} were asked for",
             )
         if count <= self.settings.whole_frames and first.second is None:
@@ -420,10 +421,10 @@ class FrameFeatures:
             wanted = [Frame(name, i, 0.0, first.crop) for i in range(count)]
             indices = list(range(count))
         try:
-            pixels = self.source.read(self.root / name, indices, self._rules(first))
+            pixels = self.source.read(join(self.root, name), indices, self._rules(first))
         except IndexError as error:
             raise VideoError(
-                self.root / name, f"it had {count} frames and has changed since"
+                join(self.root, name), f"it had {count} frames and has changed since"
             ) from error
         self.encoded_frames += len(indices)
         pixels = pixels.reshape(len(wanted), -1, *pixels.shape[1:])

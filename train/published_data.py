@@ -19,6 +19,7 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.local_path import require_local
 from paravt_jax.data.row_reading import Reading
+from paravt_jax.data.video import Decoder, require_decoder
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question
 from paravt_jax.processes import hosts
@@ -47,6 +48,8 @@ class DataSettings:
     """Number of processes that prepare rows and read frames; 0: one per core."""
     deadline: float = 60.0
     """Time limit for preparing a row or reading a file's frames, in seconds."""
+    decoder: Decoder = "pyav"
+    """Library that decodes frames; the pixels are equal. decord needs local files."""
     questions: str = ""
     """File of your own questions (.jsonl or .csv), on videos in `media`; replaces `annotations`."""
 
@@ -67,6 +70,7 @@ class DataSettings:
         if not self.folder:
             raise ValueError("data.folder: empty; give a local folder")
         require_local("data.folder", self.folder)
+        require_decoder("data.decoder", self.decoder)
 
     @property
     def processes(self) -> int:
@@ -191,6 +195,7 @@ def open_reader(settings: DataSettings, frames: FrameSettings, vision: VisionCon
             deadline=settings.deadline,
             rules=frames.rules(vision),
             crop_rules=frames.rules(vision, crop=True),
+            decoder=settings.decoder,
         )
     )
 

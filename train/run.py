@@ -81,6 +81,7 @@ def resolved(run: Run) -> dict[str, Any]:
     if run.data is not None:
         del settings["data"]["workers"]
         del settings["data"]["deadline"]
+        del settings["data"]["decoder"]
     return as_json(settings, "the run's settings")
 
 

@@ -37,6 +37,8 @@ class ReaderSettings:
     """How frames of overviews are resized."""
     crop_rules: PixelRules = PixelRules()
     """How frames of crops are resized."""
+    decoder: video.Decoder = "pyav"
+    """Library that decodes; decord for the files that it reads exactly."""
 
     def __post_init__(self):
         for name in ("workers", "ready"):
@@ -46,18 +48,20 @@ class ReaderSettings:
                 )
         if not self.deadline > 0:
             raise ValueError(f"reader.deadline: {self.deadline}; give seconds, more than 0")
+        video.require_decoder("reader.decoder", self.decoder)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadTask:
     """Frames to read from a file: their numbers, or the number of frames of an overview.
 
-    `rules` says how they are resized.
+    `rules` says how they are resized, and `decoder` which library decodes.
     """
 
     path: str
     wanted: tuple[int, ...] | int
     rules: FrameRules
+    decoder: video.Decoder = "pyav"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +195,7 @@ class FrameReader:
     def _submit(
         self, path: str, wanted: tuple[int, ...] | int, rules: FrameRules
     ) -> Future[ReadFrames]:
-        return self._workers.submit(ReadTask(path, wanted, rules))
+        return self._workers.submit(ReadTask(path, wanted, rules, self.settings.decoder))
 
     def _submit_late(
         self, path: str, wanted: tuple[int, ...], rules: FrameRules
@@ -234,4 +238,5 @@ def read_in_worker(task: ReadTask) -> ReadFrames:
         indices = tuple(overview_indices(info.frames, indices).tolist())
     if not indices:
         return ReadFrames(info, task.rules, (), np.zeros((0, 0, 0, 3), np.uint8))
-    return ReadFrames(info, task.rules, indices, video.read(task.path, indices, task.rules))
+    frames = video.read(task.path, indices, task.rules, task.decoder)
+    return ReadFrames(info, task.rules, indices, frames)

@@ -50,6 +50,32 @@ class VideoInfo:
     height: int
 
 
+_FILE = "file://"
+
+
+def is_address(path: str | os.PathLike) -> bool:
+    """Whether a path is an fsspec address of a file that is not on a local disk."""
+    text = os.fspath(path)
+    return "://" in text and not text.startswith(_FILE)
+
+
+def without_scheme(path: str | os.PathLike) -> str:
+    """A local path without file://."""
+    return os.fspath(path).removeprefix(_FILE)
+
+
+def join(root: str | os.PathLike, name: str) -> str | pathlib.Path:
+    """The file of this name below a folder. Either may be an address, which pathlib would break.
+
+    As with pathlib, an absolute name stands for itself, and so does an address.
+    """
+    if is_address(name):
+        return name
+    if is_address(root) and not os.path.isabs(name):
+        return f"{os.fspath(root).rstrip('/')}/{name}"
+    return pathlib.Path(without_scheme(root)) / name
+
+
 def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "y x 3"]:
     """Resize a frame to (height, width) pixels with bicubic filtering.
 
@@ -156,8 +182,8 @@ def window_indices(
 class FrameSource(Protocol):
     """Lists and reads videos: the module `paravt_jax.data.video`, or a `FrameReader`."""
 
-    def probe(self, path: pathlib.Path) -> VideoInfo: ...
+    def probe(self, path: str | os.PathLike) -> VideoInfo: ...
 
     def read(
-        self, path: pathlib.Path, indices: list[int], rules: FrameRules | None
+        self, path: str | os.PathLike, indices: list[int], rules: FrameRules | None
     ) -> UInt8[np.ndarray, "m h w 3"]: ...

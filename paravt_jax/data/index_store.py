@@ -108,6 +108,8 @@ def _replace(file: pathlib.Path, data: bytes) -> None:
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
+            # mkstemp makes files that other users cannot read.
+            os.fchmod(stream.fileno(), 0o644)
         os.replace(unfinished, file)
     except OSError:
         os.unlink(unfinished)

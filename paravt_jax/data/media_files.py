@@ -9,38 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pathlib
+import stat
 from collections.abc import Iterator
 from typing import Any
 
 import fsspec
 import fsspec.core
 
-from paravt_jax.data.frames import VideoError
+from paravt_jax.data.frames import VideoError, is_address, without_scheme
 
 # Bytes that each seek in a remote file fetches at once, and each read after those are used up.
 _RANGE = 2**18
 # The fsspec package for each scheme of addresses.
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
-_FILE = "file://"
-
-
-def is_address(path: str | os.PathLike) -> bool:
-    """Whether a path is an fsspec address of a file that is not on a local disk."""
-    text = os.fspath(path)
-    return "://" in text and not text.startswith(_FILE)
-
-
-def join(root: str | os.PathLike, name: str) -> str | pathlib.Path:
-    """The file of this name below a folder, which may be an address. pathlib would break those.
-
-    As with pathlib, an absolute name stands for itself.
-    """
-    if not is_address(root):
-        return pathlib.Path(os.fspath(root).removeprefix(_FILE)) / name
-    if is_address(name) or pathlib.PurePath(name).is_absolute():
-        return name
-    return f"{os.fspath(root).rstrip('/')}/{name}"
 
 
 def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -75,14 +56,16 @@ def identity(path: str | os.PathLike) -> str:
     """
     if is_address(path):
         return _remote_identity(os.fspath(path))
-    file = pathlib.Path(_local(path))
     try:
-        status = file.stat() if file.is_file() else None
+        status = os.stat(without_scheme(path))
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        # ValueError: the name contains a NUL.
+        raise VideoError(path, "no such file") from error
     except OSError as error:
         # For example, the name is too long, or the folder is not readable.
         reason = f"it cannot be opened ({error.strerror}); check the path and its permissions"
         raise VideoError(path, reason) from error
-    if status is None:
+    if not stat.S_ISREG(status.st_mode):
         raise VideoError(path, "no such file")
     _require_content(path, status.st_size)
     return f"{status.st_size} bytes, {status.st_mtime_ns} ns"
@@ -116,7 +99,7 @@ def _require_content(path: str | os.PathLike, size: int) -> None:
 def opened(path: str | os.PathLike) -> Iterator[Any]:
     """What PyAV and Pillow open: the path of a local file, or a file object that reads ranges."""
     if not is_address(path):
-        yield _local(path)
+        yield without_scheme(path)
         return
     system, name = open_bucket(os.fspath(path))
     with system.open(name, "rb", block_size=_RANGE) as file:
@@ -127,8 +110,4 @@ def permanent_name(path: str | os.PathLike) -> str:
     """A name of the file that does not depend on the current folder, nor on links to the file."""
     if is_address(path):
         return os.fspath(path)
-    return os.path.realpath(_local(path))
-
-
-def _local(path: str | os.PathLike) -> str:
-    return os.fspath(path).removeprefix(_FILE)
+    return os.path.realpath(without_scheme(path))

@@ -85,7 +85,8 @@ def read(
         indices: Frame numbers in any order; a number may occur several times.
         rules: How each frame is resized as soon as it is decoded, so that many large frames take
             little memory; None: not at all.
-        decoder: Which library decodes. decord only reads what it reads exactly, and PyAV the rest.
+        decoder: Library that decodes. decord only gets local files that it reads exactly, and PyAV
+            the others.
 
     Returns:
         The RGB pixels of the frames, in the order of `indices`.
@@ -93,7 +94,9 @@ def read(
     Raises:
         VideoError: The file cannot be read, or its frames are too thin to be resized.
         IndexError: `indices` is empty or contains a number that the file does not have.
+        ValueError: The decoder is not installed.
     """
+    require_decoder("decoder", decoder)
     wanted = np.asarray(indices, np.int64)
     if not wanted.size:
         raise IndexError(f"{path}: no frame requested; give at least one")
@@ -106,7 +109,7 @@ def read(
     numbers = ascending.tolist()
     identity = media_files.identity(path)
     index = index_store.find(path, identity)
-    if decoder == "decord" and decord is not None and not media_files.is_address(path):
+    if decoder == "decord" and not media_files.is_address(path):
         if index is None:
             with _container(path) as container:
                 index = _build(path, identity, container)
@@ -123,6 +126,15 @@ def read(
         with _container(path) as container:
             pixels = _read_from_start(path, container, numbers, index, rules)
     return pixels[positions]
+
+
+def require_decoder(field: str, decoder: Decoder) -> None:
+    """Raise ValueError, naming `field`, if a decoder is not installed."""
+    if decoder == "decord" and decord is None:
+        raise ValueError(
+            f"{field}: decord, which is not installed; pip install decord==0.6.0 (there are wheels "
+            "for x86-64 Linux only), or give pyav"
+        )
 
 
 def is_picture(path: str | os.PathLike) -> bool:
@@ -331,7 +343,7 @@ def _read_decord(
     rules: FrameRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"] | None:
     """Decode with decord, or return None if it is not exact or disagrees with the index."""
-    if not index.exact_in_decord:
+    if decord is None or not index.exact_in_decord:
         return None
     try:
         reader = decord.VideoReader(str(path), ctx=decord.cpu(0), num_threads=1)

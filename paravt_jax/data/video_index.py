@@ -205,7 +205,7 @@ def build(path: str | os.PathLike, container: InputContainer) -> VideoIndex:
     stream = video_stream(path, container)
     found = _scan_packets(path, container, stream)
     stamps, durations = found.shown_stamps, found.shown_durations
-    identified = container.format.name not in _UNINDEXED and _are_distinct(stamps)
+    identified = _has_reliable_stamps(container, stream, stamps)
     if not identified:
         stamps, durations = _scan_frames(container, stream)
     if not stamps or stream.time_base is None:
@@ -243,6 +243,18 @@ def build(path: str | os.PathLike, container: InputContainer) -> VideoIndex:
         size=(codec.width, codec.height),
         exact_in_decord=exact and identified and not found.open_gop,
     )
+
+
+def _has_reliable_stamps(
+    container: InputContainer, stream: av.VideoStream, stamps: list[int | None]
+) -> bool:
+    """Whether the packets' timestamps are those of the frames, each with its own."""
+    if container.format.name in _UNINDEXED or not _are_distinct(stamps):
+        return False
+    # AVI stores no times of presentation. FFmpeg derives some, but for H.264 with B-frames it takes
+    # the order of the file, which cannot be the order of presentation.
+    guessed = container.format.name == "avi" and stream.codec_context.has_b_frames
+    return not (guessed and stamps == sorted(stamp for stamp in stamps if stamp is not None))
 
 
 def _are_distinct(stamps: Sequence[int | None]) -> bool:

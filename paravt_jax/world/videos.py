@@ -237,13 +237,13 @@ class DrawnVideos:
         self._settings = settings
         self._scenes = {video.path: video.scenes for video in videos}
 
-    def probe(self, path: pathlib.Path) -> VideoInfo:
+    def probe(self, path: str | os.PathLike) -> VideoInfo:
         times = np.arange(0.0, SECONDS, STEP)
         size = self._settings.size
         return VideoInfo(str(path), FRAMES, float(SECONDS), times, size, size)
 
     def read(
-        self, path: pathlib.Path, indices: list[int], rules: FrameRules | None
+        self, path: str | os.PathLike, indices: list[int], rules: FrameRules | None
     ) -> UInt8[np.ndarray, "m h w 3"]:
         frames = []
         for index in indices:

@@ -271,7 +271,7 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
             end_text()
             clip = [frame for frame in frames if frame.second is not None]
             del frames[: len(clip)]
-            video = {"url": _file_uri(images.root / clip[0].video)}
+            video = {"url": _file_uri(Path(images.root) / clip[0].video)}
             parts.append({"type": "video_url", "video_url": video})
             # Skip all slices, up to the mark after the last one. Each slice has a mark of its own.
             ends = np.flatnonzero(np.array(ids) == vision_end)

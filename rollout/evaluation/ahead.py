@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import threading
 from collections.abc import Iterator
 
@@ -82,14 +81,14 @@ class ReadAhead:
         for file in [file for file, name in self._requested.items() if name == video]:
             del self._requested[file]
 
-    def probe(self, path: pathlib.Path) -> VideoInfo:
+    def probe(self, path: str | os.PathLike) -> VideoInfo:
         """List the frames of a file, which may have been read ahead."""
         if str(path) in self._requested:
             return self._reader.probe(path)
         return video.probe(path)
 
     def read(
-        self, path: pathlib.Path, indices: list[int], rules: FrameRules | None
+        self, path: str | os.PathLike, indices: list[int], rules: FrameRules | None
     ) -> UInt8[np.ndarray, "m h w 3"]:
         """Read frames, which may have been read ahead."""
         if str(path) in self._requested and rules == self._reader.settings.rules:

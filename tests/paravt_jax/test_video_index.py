@@ -1,0 +1,440 @@
+"""Packet indexes: frames equal a decode of the whole file, little is read, and indexes are kept.
+
+What these tests guard:
+1. Whatever the codec, container and keyframes, frame n is frame n of a decode of the whole file.
+2. A request opens its file once, and reads what lies between keyframes and wanted frames.
+3. An index is built once. A stale or damaged one is never used.
+4. Files behind addresses are read by ranges.
+"""
+
+from __future__ import annotations
+
+import fractions
+import hashlib
+import io
+import os
+import pathlib
+from typing import Any
+
+import av
+import fsspec
+import numpy as np
+import pytest
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from paravt_jax.data import frames, index_store, media_files, video
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frames import VideoError
+
+SIZE = 64
+# Distances between keyframes, and B-frames that refer across them.
+OPEN_GOP = {"x264-params": "open-gop=1:keyint=12:bframes=3:scenecut=0"}
+# Pictures are refreshed column by column. Frames that are marked as keyframes are none.
+REFRESH = {"x264-params": "intra-refresh=1:keyint=20:bframes=0"}
+# Files in which every frame can be reached by a seek.
+SEEKABLE = {
+    "long_gop.mp4": ("libx264", {"g": "250", "bf": "3"}),
+    "open_gop.mp4": ("libx264", OPEN_GOP),
+    "open_gop.mkv": ("libx264", OPEN_GOP),
+    "open_gop.flv": ("libx264", OPEN_GOP),
+    "open_gop_hevc.mp4": ("libx265", {"x265-params": "open-gop=1:keyint=12:log-level=none"}),
+    "every_frame_a_key.mp4": ("libx264", {"g": "1"}),
+    "interlaced.mkv": ("libx264", {"x264-params": "interlaced=1:keyint=20"}),
+    "mpeg4.mp4": ("mpeg4", {"g": "12", "bf": "2"}),
+    "mpeg4.avi": ("mpeg4", {"g": "12"}),
+    "mpeg2.mkv": ("mpeg2video", {"g": "12", "bf": "2"}),
+    "hidden_frames.webm": ("libvpx", {"g": "30", "auto-alt-ref": "1", "lag-in-frames": "16"}),
+    "vp9.webm": ("libvpx-vp9", {"g": "30", "deadline": "realtime", "cpu-used": "8"}),
+    "wmv.asf": ("wmv2", {"g": "12"}),
+}
+# Files that have to be decoded from the start, at least for some frames.
+UNSEEKABLE = {
+    "refresh.mp4": ("libx264", REFRESH),
+    "refresh.mkv": ("libx264", REFRESH),
+    "h264.ts": ("libx264", {"g": "20", "bf": "2"}),
+    "mpeg2.mpg": ("mpeg2video", {"g": "12", "bf": "2"}),
+    "h264_bframes.avi": ("libx264", {"g": "20", "bf": "2"}),
+    "mpeg4_bframes.avi": ("mpeg4", {"g": "12", "bf": "2"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_folder(tmp_path, monkeypatch):
+    """Every test begins without indexes, in memory and on disk."""
+    monkeypatch.setenv("PARAVT_VIDEO_INDEXES", str(tmp_path / "indexes"))
+    index_store.forget()
+    return tmp_path / "indexes"
+
+
+@pytest.fixture
+def opens(monkeypatch) -> list[str]:
+    """The files that PyAV opens to read."""
+    found = []
+
+    def recording(file, *rest, real=av.open, **options):
+        if "w" not in rest:
+            found.append(str(file))
+        return real(file, *rest, **options)
+
+    monkeypatch.setattr(av, "open", recording)
+    return found
+
+
+def make(
+    path: pathlib.Path,
+    codec: str = "libx264",
+    options: dict[str, str] | None = None,
+    count: int = 100,
+    steps: bool = False,
+    seed: int = 0,
+) -> pathlib.Path:
+    """Write a clip of moving noise. With `steps`, its frames are 10 to 199 ms apart."""
+    rng = np.random.default_rng(seed)
+    picture = rng.integers(0, 256, (SIZE, SIZE, 3), np.uint8)
+    milliseconds = fractions.Fraction(1, 1000)
+    stamp = 0
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=25, options=options or {})
+        assert isinstance(stream, av.VideoStream)
+        stream.width = stream.height = SIZE
+        stream.pix_fmt = "yuv420p"
+        if steps:
+            stream.codec_context.time_base = milliseconds
+        for n in range(count):
+            if n % 37 == 0:
+                picture = rng.integers(0, 256, (SIZE, SIZE, 3), np.uint8)
+            moved = np.roll(picture, (n, 2 * n), (0, 1)).copy()
+            moved[:16, :16] = rng.integers(0, 256)
+            frame = av.VideoFrame.from_ndarray(moved, format="rgb24")
+            if steps:
+                frame.pts, frame.time_base = stamp, milliseconds
+                stamp += int(rng.integers(10, 200))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def remux(source: pathlib.Path, target: pathlib.Path, cut: int) -> pathlib.Path:
+    """Copy a clip without its first `cut` frames: an edit list hides them."""
+    with av.open(str(source)) as old, av.open(str(target), "w") as new:
+        stream = old.streams.video[0]
+        copy = new.add_stream_from_template(stream)
+        assert stream.average_rate is not None and stream.time_base is not None
+        shift = round(cut / stream.average_rate / stream.time_base)
+        for packet in old.demux(stream):
+            if packet.size:
+                assert packet.pts is not None and packet.dts is not None
+                packet.pts -= shift
+                packet.dts -= shift
+                packet.stream = copy
+                new.mux(packet)
+    return target
+
+
+def plain_decode(path: pathlib.Path) -> list[str]:
+    """Hashes of all frames, in the order in which PyAV returns them when it decodes everything."""
+    found = []
+    with av.open(str(path), metadata_errors="replace") as container:
+        for frame in container.decode(container.streams.best("video")):
+            assert isinstance(frame, av.VideoFrame)
+            pixels = frame.to_ndarray(format="rgb24")
+            found.append(digest(np.rot90(pixels, (frame.rotation // 90) % 4)))
+    return found
+
+
+def digest(pixels: np.ndarray) -> str:
+    return hashlib.sha256(pixels.tobytes()).hexdigest()
+
+
+def assert_random_requests_are_right(path: pathlib.Path, requests: int = 25, seed: int = 0) -> None:
+    expected = plain_decode(path)
+    assert video.probe(path).frames == len(expected)
+    rng = np.random.default_rng(seed)
+    for _ in range(requests):
+        wanted = rng.integers(0, len(expected), int(rng.integers(1, 8))).tolist()
+        found = [digest(pixels) for pixels in video.read(path, wanted)]
+        assert found == [expected[n] for n in wanted], f"frames {wanted} of {path.name}"
+
+
+# --- pixels ---
+
+
+@pytest.mark.parametrize("name", SEEKABLE)
+def test_frames_reached_by_seeks_are_those_of_a_plain_decode(name, tmp_path, opens):
+    codec, options = SEEKABLE[name]
+    path = make(tmp_path / name, codec, options)
+    assert_random_requests_are_right(path)
+    opens.clear()
+    video.read(path, [90, 40, 41])
+    assert opens == [str(path)]
+
+
+@pytest.mark.parametrize("name", UNSEEKABLE)
+def test_where_seeks_are_wrong_frames_come_from_the_start(name, tmp_path):
+    codec, options = UNSEEKABLE[name]
+    assert_random_requests_are_right(make(tmp_path / name, codec, options))
+
+
+@pytest.mark.parametrize("name", ["steps.mp4", "steps.mkv"])
+def test_a_variable_frame_rate_makes_no_difference(name, tmp_path):
+    path = make(tmp_path / name, options={"g": "15", "bf": "2"}, steps=True)
+    assert len(set(np.diff(video.probe(path).times).round(4))) > 50
+    assert_random_requests_are_right(path)
+
+
+@pytest.mark.parametrize("cut", [3, 11])
+def test_frames_that_an_edit_list_hides_are_not_counted(cut, tmp_path):
+    whole = make(tmp_path / "whole.mp4", options={"g": "15", "bf": "2"})
+    path = remux(whole, tmp_path / "cut.mp4", cut)
+    assert video.probe(path).frames == 100 - cut
+    assert_random_requests_are_right(path)
+
+
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+def test_false_marks_of_keyframes_are_found_out(codec, tmp_path):
+    """Without a table of keyframes, every frame of an mp4 file counts as one."""
+    path = make(tmp_path / "clip.mp4", codec, {"g": "20", "bf": "0"})
+    path.write_bytes(path.read_bytes().replace(b"stss", b"free"))
+    assert_random_requests_are_right(path)
+
+
+def every_clip(assets: pathlib.Path) -> list[pathlib.Path]:
+    suffixes = {".avi", ".mkv", ".mov", ".mp4", ".mpg", ".ts", ".webm"}
+    broken = {"audio_only.mp4", "corrupted.mp4"}
+    files = (assets / "videos").rglob("*")
+    return sorted(f for f in files if f.suffix in suffixes and f.name not in broken)
+
+
+def test_random_requests_of_every_clip_are_right(assets):
+    for path in every_clip(assets):
+        assert_random_requests_are_right(path, requests=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", ["pyav", "decord"])
+def test_every_frame_of_every_clip_is_that_of_a_plain_decode(assets, decoder):
+    for path in every_clip(assets):
+        expected = plain_decode(path)
+        # In pieces, so that many large frames fit in memory.
+        for first in range(0, len(expected), 100):
+            wanted = range(first, min(first + 100, len(expected)))
+            found = [digest(pixels) for pixels in video.read(path, wanted, decoder=decoder)]
+            assert found == expected[wanted.start : wanted.stop], path.name
+
+
+# --- what is read ---
+
+
+def test_an_overview_decodes_no_frame_twice_and_skips_what_it_can(tmp_path, monkeypatch):
+    path = make(tmp_path / "clip.mp4", options={"g": "10", "bf": "0"}, count=200)
+    video.probe(path)
+    decoded = []
+
+    def recording(*arguments, real=video._packets_from):
+        for number, key, packet in real(*arguments):
+            decoded.append(number)
+            yield number, key, packet
+
+    monkeypatch.setattr(video, "_packets_from", recording)
+    video.read(path, [0, 101, 103, 199])
+    assert len(decoded) == len(set(decoded))
+    # One, four and ten frames, and one more packet for each of the first two runs.
+    assert len(decoded) <= 18
+
+
+# --- the store ---
+
+
+def test_an_index_is_built_once_for_all_processes(tmp_path, opens):
+    path = make(tmp_path / "clip.mp4")
+    first = video.probe(path)
+    assert len(opens) == 1
+    index_store.forget()
+    again = video.probe(path)
+    assert len(opens) == 1
+    np.testing.assert_array_equal(first.times, again.times)
+    assert (first.duration, first.width) == (again.duration, again.width)
+    linked = tmp_path / "link.mp4"
+    linked.symlink_to(path)
+    video.probe(linked)
+    assert len(opens) == 1
+
+
+def test_a_replaced_file_gets_a_new_index(tmp_path):
+    path = make(tmp_path / "clip.mp4", count=30)
+    assert video.probe(path).frames == 30
+    os.replace(make(tmp_path / "other.mp4", count=20, seed=1), path)
+    assert video.probe(path).frames == 20
+    assert_random_requests_are_right(path, requests=3)
+
+
+def test_a_changed_time_is_another_file(tmp_path, opens):
+    path = make(tmp_path / "clip.mp4", count=30)
+    video.probe(path)
+    os.utime(path, ns=(1, 1))
+    video.probe(path)
+    assert len(opens) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "other"])
+def test_a_damaged_index_is_built_again(damage, tmp_path, fresh_folder, opens):
+    path = make(tmp_path / "clip.mp4", count=30)
+    expected = video.probe(path)
+    (kept,) = fresh_folder.iterdir()
+    whole = kept.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    damaged = {"cut": whole[:-9], "flip": bytes(flipped), "empty": b"", "other": b"x" * 400}
+    kept.write_bytes(damaged[damage])
+    index_store.forget()
+    np.testing.assert_array_equal(video.probe(path).times, expected.times)
+    assert len(opens) == 2
+    assert kept.read_bytes() == whole
+
+
+def test_where_nothing_can_be_written_indexes_stay_in_memory(tmp_path, monkeypatch, opens):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("PARAVT_VIDEO_INDEXES", str(tmp_path / "file"))
+    path = make(tmp_path / "clip.mp4", count=30)
+    for _ in range(2):
+        video.probe(path)
+    assert len(opens) == 1
+    index_store.forget()
+    video.probe(path)
+    assert len(opens) == 2
+
+
+def test_memory_holds_a_limited_number_of_indexes(tmp_path):
+    index = _index(make(tmp_path / "clip.mp4", count=30))
+    memory = index_store._Memory(3 * index.bytes)
+    for name in "abcd":
+        memory.keep(name, "same", index)
+    assert [memory.find(name, "same") is not None for name in "abcd"] == [False, True, True, True]
+    memory.keep("d", "new", index)
+    assert memory.find("b", "same") is not None
+    assert memory.find("d", "same") is None
+
+
+def _index(path: pathlib.Path):
+    video.probe(path)
+    index = index_store.find(path, media_files.identity(path))
+    assert index is not None
+    return index
+
+
+def test_many_processes_build_one_index(tmp_path, fresh_folder):
+    path = make(tmp_path / "clip.mp4", options={"g": "10"})
+    expected = plain_decode(path)
+    with FrameReader(ReaderSettings(workers=3)) as reader:
+        for _ in range(6):
+            reader.ahead(path, [5, 77])
+        for _ in range(6):
+            assert reader.probe(path).frames == 100
+            reader.read(path, [5, 77])
+    assert len(list(fresh_folder.iterdir())) == 1
+    index_store.forget()
+    assert [digest(pixels) for pixels in video.read(path, [5, 77])] == [expected[5], expected[77]]
+
+
+def test_an_unreadable_file_is_reported_every_time(tmp_path, fresh_folder):
+    path = make(tmp_path / "clip.mp4")
+    path.write_bytes(path.read_bytes()[:3000])
+    for _ in range(2):
+        with pytest.raises(VideoError):
+            video.probe(path)
+    assert not fresh_folder.exists()
+
+
+# --- addresses ---
+
+
+class RangeFile(AbstractBufferedFile):
+    """A remote file that counts the bytes of the ranges that are fetched."""
+
+    def _fetch_range(self, start, end):
+        data = self.fs.content[start:end]
+        self.fs.fetched += len(data)
+        return data
+
+
+class RangeSystem(AbstractFileSystem):
+    """A bucket with one file."""
+
+    protocol = "ranges"
+    content = b""
+    fetched = 0
+
+    def info(self, path, **_):
+        if not path.endswith("clip.mp4"):
+            raise FileNotFoundError(path)
+        return {"name": path, "size": len(self.content), "type": "file"}
+
+    def _open(self, path, mode="rb", block_size: Any = None, **_):
+        return RangeFile(self, path, mode, block_size)
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch) -> RangeSystem:
+    """A bucket with a clip of 1,000 frames, of which each range is small."""
+    monkeypatch.setattr(media_files, "_RANGE", 2**14)
+    fsspec.register_implementation("ranges", RangeSystem, clobber=True)
+    system = RangeSystem()
+    system.content = make(tmp_path / "clip.mp4", options={"g": "50"}, count=1000).read_bytes()
+    media_files._remote_identity.cache_clear()
+    return system
+
+
+def test_a_crop_of_a_remote_file_fetches_little_of_it(bucket, tmp_path):
+    address = f"{bucket.protocol}://videos/clip.mp4"
+    assert video.probe(address).frames == 1000
+    assert bucket.fetched >= len(bucket.content)
+    bucket.fetched = 0
+    found = video.read(address, range(500, 516))
+    np.testing.assert_array_equal(found, video.read(tmp_path / "clip.mp4", range(500, 516)))
+    assert bucket.fetched < 0.5 * len(bucket.content)
+    index_store.forget()
+    bucket.fetched = 0
+    assert video.probe(address).frames == 1000
+    assert bucket.fetched == 0
+
+
+def test_files_of_a_file_system_in_memory_are_read(tmp_path):
+    path = make(tmp_path / "clip.mp4", count=30)
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/remote/clip.mp4", path.read_bytes())
+    system.pipe_file("/remote/empty.mp4", b"")
+    picture = io.BytesIO()
+    video.Image.new("RGB", (8, 6), "red").save(picture, "PNG")
+    system.pipe_file("/remote/red.png", picture.getvalue())
+    expected = plain_decode(path)
+    address = frames.join("memory://remote", "clip.mp4")
+    assert [digest(pixels) for pixels in video.read(address, [7, 29])] == [
+        expected[7],
+        expected[29],
+    ]
+    assert video.probe("memory://remote/red.png").width == 8
+    with pytest.raises(VideoError, match="no such file"):
+        video.probe("memory://remote/none.mp4")
+    with pytest.raises(VideoError, match="empty"):
+        video.probe("memory://remote/empty.mp4")
+    assert video.probe(f"file://{path}").frames == 30
+
+
+def test_a_missing_package_is_named():
+    with pytest.raises((ModuleNotFoundError, FileNotFoundError), match="gcsfs|unknown"):
+        video.probe("unknown://bucket/clip.mp4")
+
+
+@pytest.mark.parametrize(
+    ("root", "name", "path"),
+    [
+        ("gs://bucket/videos/", "a/b.mp4", "gs://bucket/videos/a/b.mp4"),
+        ("gs://bucket", "gs://other/b.mp4", "gs://other/b.mp4"),
+        ("gs://bucket", "/media/b.mp4", "/media/b.mp4"),
+        ("/media", "a/b.mp4", "/media/a/b.mp4"),
+        ("file:///media", "b.mp4", "/media/b.mp4"),
+        (pathlib.Path(), "memory://b.mp4", "memory://b.mp4"),
+    ],
+)
+def test_names_are_joined_to_folders_and_addresses(root, name, path):
+    assert str(frames.join(root, name)) == path
