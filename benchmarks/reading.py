@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import av
+import av.error
 import numpy as np
 from jaxtyping import Int64, UInt8
 
@@ -224,7 +225,7 @@ def main() -> None:
             try:
                 rows += compare(file, options.rounds)
             # Plain PyAV cannot seek in some of them, or finds no timestamps.
-            except (VideoError, av.FFmpegError, LookupError, TypeError) as error:
+            except (VideoError, av.error.FFmpegError, LookupError, TypeError) as error:
                 print(f"{file.name} is left out ({type(error).__name__}: {error})")
     print(table(rows))
     if options.json:

@@ -28,7 +28,7 @@ from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
 from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError
+from paravt_jax.data.frames import VideoError, is_address
 from paravt_jax.data.local_path import require_local
 from paravt_jax.data.srt import read_srt
 from paravt_jax.data.video import probe
@@ -136,7 +136,7 @@ class Assistant:
         """Answer a question about a video.
 
         Args:
-            video: The video file.
+            video: The video file, or the address of one (gs://...).
             question: The question.
             options: Answers to choose from.
             subtitles: Subtitles to search (`paravt_jax.data.srt.read_srt`), for a protocol
@@ -214,7 +214,7 @@ class AskSettings:
     model: str
     """Folder or hub id of a Qwen3-VL with its tokenizer."""
     video: str
-    """The video file."""
+    """The video file, or the address of one (gs://...)."""
     question: Annotated[str, tyro.conf.Positional]
     """The question about the video."""
     option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             asked.model, ProtocolSettings(tools=tools), dtype=asked.dtype, param_dtype=asked.dtype
         )
         episode = assistant.ask(
-            Path(asked.video).absolute(),
+            asked.video if is_address(asked.video) else Path(asked.video).absolute(),
             asked.question,
             options=asked.option,
             subtitles=subtitles,
@@ -279,7 +279,7 @@ def _check_files(asked: AskSettings) -> None:
         raise FileNotFoundError(
             f"--html {asked.html}: its folder does not exist; make it, or name another file"
         )
-    if not os.path.isfile(asked.video):
+    if not is_address(asked.video) and not os.path.isfile(asked.video):
         raise FileNotFoundError(f"--video {asked.video}: no such file; give the path of a video")
 
 

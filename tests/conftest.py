@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,6 +18,10 @@ _XLA_FLAGS = "--xla_backend_optimization_level=0"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS)
+
+# Indexes of test videos do not go into the user's cache folder. Worker processes inherit this.
+_INDEXES = tempfile.TemporaryDirectory(prefix="paravt-indexes-")
+os.environ["PARAVT_VIDEO_INDEXES"] = _INDEXES.name
 
 # A rank that is promoted silently is an error: the code says where an axis is added.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paravt_jax.data import video
+from paravt_jax.data.frame_reader import ReaderSettings
 from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices, window_indices
 from paravt_jax.world import videos as world
 
@@ -38,11 +39,6 @@ def drawn_number(frame: np.ndarray) -> int:
 def info_of(times) -> VideoInfo:
     times = np.asarray(times, np.float64)
     return VideoInfo("a.mp4", len(times), float(times[-1] + 1), times, 32, 32)
-
-
-def use_pyav_only(monkeypatch) -> None:
-    """As on machines for which decord has no wheel."""
-    monkeypatch.setattr(video, "decord", None)
 
 
 def make(
@@ -81,12 +77,20 @@ def test_frames_come_in_the_order_asked_for(small_world):
     np.testing.assert_array_equal(video.read(path, order), everything[order])
 
 
-def test_both_decoders_agree_on_world_videos(small_world, monkeypatch):
+def test_both_decoders_agree_on_world_videos(small_world):
+    pytest.importorskip("decord")
     path = small_world.folder / small_world.videos[1].path
     wanted = [5, 50, 33, 63]
-    by_decord = video.read(path, wanted)
-    use_pyav_only(monkeypatch)
+    by_decord = video.read(path, wanted, decoder="decord")
     np.testing.assert_array_equal(video.read(path, wanted), by_decord)
+
+
+def test_a_decoder_that_is_not_installed_is_refused(small_world, monkeypatch):
+    monkeypatch.setattr(video, "decord", None)
+    with pytest.raises(ValueError, match="decoder: decord.*pip install"):
+        video.read(small_world.folder / small_world.videos[0].path, [0], decoder="decord")
+    with pytest.raises(ValueError, match="reader.decoder: decord"):
+        ReaderSettings(decoder="decord")
 
 
 def test_a_file_that_decord_cannot_open_is_read_by_pyav(small_world, monkeypatch):
@@ -98,11 +102,10 @@ def test_a_file_that_decord_cannot_open_is_read_by_pyav(small_world, monkeypatch
         raise decord.DECORDError("no")
 
     monkeypatch.setattr("decord.VideoReader", refuse)
-    np.testing.assert_array_equal(video.read(path, [7]), expected)
+    np.testing.assert_array_equal(video.read(path, [7], decoder="decord"), expected)
 
 
-def test_pyav_finds_far_frames_whatever_the_distance_of_keyframes(tmp_path, monkeypatch):
-    use_pyav_only(monkeypatch)
+def test_pyav_finds_far_frames_whatever_the_distance_of_keyframes(tmp_path):
     for gop in ("300", "7", "1"):
         path = make(tmp_path / f"{gop}.mp4", 320, {"g": gop, "bf": "2"})
         everything = video.read(path, range(320))
@@ -152,9 +155,8 @@ def test_an_unknown_codec_is_refused_with_a_remedy(tmp_path, name, codec, mark):
             use(path)
 
 
-def test_frames_of_several_sizes_are_refused(tmp_path, monkeypatch):
+def test_frames_of_several_sizes_are_refused(tmp_path):
     """Two H.264 streams of different sizes, one after the other, in a container without headers."""
-    use_pyav_only(monkeypatch)
     large = make(tmp_path / "large.ts", frames=10, size=64)
     small = make(tmp_path / "small.ts", frames=10, size=32)
     path = tmp_path / "both.ts"
@@ -269,7 +271,7 @@ def test_decord_reads_only_what_it_reads_exactly(assets, name, monkeypatch):
         return open_video(path, **options)
 
     monkeypatch.setattr("decord.VideoReader", reader)
-    video.read(assets / "videos/synthetic" / name, [0, 9])
+    video.read(assets / "videos/synthetic" / name, [0, 9], decoder="decord")
     assert bool(opened) == (name in WHERE_DECORD_IS_EXACT)
 
 
@@ -289,17 +291,14 @@ def test_decord_reads_only_what_it_reads_exactly(assets, name, monkeypatch):
         ("unordered.mov", 4, 0.12, (50, 50)),
     ],
 )
-def test_real_clips(assets, name, frames, duration, shape, monkeypatch):
+def test_real_clips(assets, name, frames, duration, shape):
     path = assets / "videos" / name
     info = video.probe(path)
     assert info.frames == frames
     assert info.times[0] == 0
     assert info.duration == pytest.approx(duration, abs=0.04)
     wanted = [frames - 1, 0, frames // 2]
-    pictures = video.read(path, wanted)
-    assert pictures.shape == (3, *shape, 3)
-    use_pyav_only(monkeypatch)
-    np.testing.assert_array_equal(pictures, video.read(path, wanted))
+    assert video.read(path, wanted).shape == (3, *shape, 3)
 
 
 def test_damage_in_the_middle_is_found_when_it_is_read(assets):
