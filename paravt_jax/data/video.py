@@ -20,6 +20,7 @@ import av
 import av.error
 import numpy as np
 from av.container import InputContainer
+from av.stream import Discard
 from jaxtyping import Int64, UInt8
 from PIL import Image, ImageOps
 
@@ -237,6 +238,10 @@ def _read_from_keyframes(
     if not index.keys.size:
         return None
     stream = video_stream(path, container)
+    for other in container.streams:
+        # A seek goes back to the keyframes of all streams, and their data would be read as well.
+        if other.index != stream.index:
+            other.discard = Discard.all
     pixels = _Pixels(path, rules)
     try:
         for run in index.runs(numbers):

@@ -27,7 +27,7 @@ _EXACT_PIXELS = {"yuv420p"}
 # Packets in these containers lack reliable timestamps, so all frames are decoded to list them.
 _UNINDEXED = {"mpeg", "mpegts"}
 # A seek costs about as much as reading and decoding this many packets.
-_SEEK_PACKETS = 2
+_SEEK_PACKETS = 4
 
 
 class Run(NamedTuple):
@@ -57,7 +57,7 @@ class VideoIndex:
             frames are counted from the start of the file.
         keys: Numbers of the keyframes' packets. Empty if seeks are not possible.
         key_stamps: Timestamps of these packets.
-        time_base: Numerator and denominator of the time base, in seconds.
+        time_base: Seconds per unit of the timestamps.
         last_duration: Duration of the last frame, in the time base.
         size: Width and height of a frame, in pixels.
         exact_in_decord: Whether decord returns the same frames.
@@ -67,7 +67,7 @@ class VideoIndex:
     packets: Int64[np.ndarray, " packets"]
     keys: Int64[np.ndarray, " keys"]
     key_stamps: Int64[np.ndarray, " keys"]
-    time_base: tuple[int, int]
+    time_base: float
     last_duration: int
     size: tuple[int, int]
     exact_in_decord: bool
@@ -84,13 +84,11 @@ class VideoIndex:
 
     def info(self, path: str | os.PathLike) -> VideoInfo:
         """What callers know about the file."""
-        numerator, denominator = self.time_base
-        time_base = numerator / denominator
-        times = (self.stamps - self.stamps[0]) * time_base
+        times = (self.stamps - self.stamps[0]) * self.time_base
         return VideoInfo(
             path=str(path),
             frames=self.frames,
-            duration=float(times[-1] + self.last_duration * time_base),
+            duration=float(times[-1] + self.last_duration * self.time_base),
             times=times,
             width=self.size[0],
             height=self.size[1],
@@ -148,10 +146,10 @@ class VideoIndex:
     def to_bytes(self) -> bytes:
         """The index in few bytes: most differences between neighbours are equal."""
         file = io.BytesIO()
-        scalars = [*self.time_base, self.last_duration, *self.size, self.exact_in_decord]
+        scalars = [self.time_base, self.last_duration, *self.size, self.exact_in_decord]
         np.savez_compressed(
             file,
-            scalars=np.array(scalars, np.int64),
+            scalars=np.array(scalars, np.float64),
             stamps=np.diff(self.stamps, prepend=0),
             packets=np.diff(self.packets, prepend=0),
             keys=np.diff(self.keys, prepend=0),
@@ -163,15 +161,15 @@ class VideoIndex:
     def from_bytes(cls, data: bytes) -> VideoIndex:
         """The inverse of `to_bytes`."""
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            numerator, denominator, duration, width, height, exact = file["scalars"].tolist()
+            time_base, duration, width, height, exact = file["scalars"].tolist()
             return cls(
                 stamps=np.cumsum(file["stamps"]),
                 packets=np.cumsum(file["packets"]),
                 keys=np.cumsum(file["keys"]),
                 key_stamps=np.cumsum(file["key_stamps"]),
-                time_base=(numerator, denominator),
-                last_duration=duration,
-                size=(width, height),
+                time_base=time_base,
+                last_duration=int(duration),
+                size=(int(width), int(height)),
                 exact_in_decord=bool(exact),
             )
 
@@ -215,9 +213,10 @@ def build(path: str | os.PathLike, container: InputContainer) -> VideoIndex:
     unordered = np.array(stamps, np.int64)
     order = np.argsort(unordered, kind="stable")
     ordered = unordered[order]
+    time_base = float(stream.time_base)
     last_duration = durations[order[-1]]
     if not last_duration:
-        last_duration = _guess_duration(ordered, float(stream.time_base))
+        last_duration = _guess_duration(ordered, time_base)
 
     none = np.zeros(0, np.int64)
     packets, keys, key_stamps = none, none, none
@@ -238,7 +237,7 @@ def build(path: str | os.PathLike, container: InputContainer) -> VideoIndex:
         packets=packets,
         keys=keys,
         key_stamps=key_stamps,
-        time_base=(stream.time_base.numerator, stream.time_base.denominator),
+        time_base=time_base,
         last_duration=last_duration,
         size=(codec.width, codec.height),
         exact_in_decord=exact and identified and not found.open_gop,
