@@ -45,7 +45,7 @@ class Cost(NamedTuple):
 
 
 def write_long_video(file: pathlib.Path, minutes: int) -> None:
-    """Write a video of 640 x 360 pixels at 30 frames per second, about 1.4 MB per minute.
+    """Write a video of 640 x 360 pixels at 30 frames per second, about 2.5 MB per minute.
 
     Only its first minute is encoded: the others repeat its packets.
     """

@@ -103,7 +103,24 @@ def opened(path: str | os.PathLike) -> Iterator[Any]:
         return
     system, name = open_bucket(os.fspath(path))
     with system.open(name, "rb", block_size=_RANGE) as file:
-        yield file
+        yield _Ranges(file)
+
+
+class _Ranges:
+    """A remote file whose errors are OSErrors. Every file system raises some of its own kinds."""
+
+    def __init__(self, file: Any):
+        self._file = file
+        self.seek = file.seek
+        self.tell = file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            return self._file.read(size)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def permanent_name(path: str | os.PathLike) -> str:

@@ -398,6 +398,16 @@ def test_a_crop_of_a_remote_file_fetches_little_of_it(bucket, tmp_path):
     assert bucket.fetched == 0
 
 
+def test_an_error_of_a_remote_file_system_is_a_video_error(bucket, monkeypatch):
+    def fail(*_):
+        raise LookupError("503 from the bucket")
+
+    video.probe("ranges://videos/clip.mp4")
+    monkeypatch.setattr(RangeFile, "_fetch_range", fail)
+    with pytest.raises(VideoError, match="503 from the bucket"):
+        video.read("ranges://videos/clip.mp4", [500])
+
+
 def test_files_of_a_file_system_in_memory_are_read(tmp_path):
     path = make(tmp_path / "clip.mp4", count=30)
     system = fsspec.filesystem("memory")
