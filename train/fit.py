@@ -109,7 +109,7 @@ def fit(run: Run, devices: Devices) -> Fitted:
     try:
         return _fit(run, devices)
     except _TooLarge as lack:
-        slices = ", ".join(_smallest_slices(run)) or "none that is known"
+        slices = ", ".join(smallest_slices(run)) or "none that is known"
         raise ValueError(
             f"devices = {devices.name}: too small for {lack.part}, which needs an estimated "
             f"{lack.needed / GIB:.1f} GiB per device; {USABLE * devices.memory / GIB:.1f} of "
@@ -169,7 +169,7 @@ def _is_open(run: Run, name: str) -> bool:
     return settings is not None and getattr(settings, field) in (0, "auto")
 
 
-def _smallest_slices(run: Run) -> Iterator[str]:
+def smallest_slices(run: Run) -> Iterator[str]:
     """Per generation of TPUs, the smallest slice that the run fits."""
     for _, slices in itertools.groupby(known_slices(), lambda topology: topology.chip):
         for topology in slices:
