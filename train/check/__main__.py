@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-import jax
-
 from configs import RECIPES
 from models import gpu
 from paravt_jax.command_name import command_name
@@ -46,29 +44,20 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--{error}")
     memory = "memory unknown" if devices.memory is None else f"{devices.memory / GIB:.1f} GiB each"
     print(f"{devices.name}, {memory}")
-    lacks = {name: lack(RECIPES[name](), devices, bool(asked.topology)) for name in asked.recipes}
+    lacks = {name: lack(RECIPES[name](), devices) for name in asked.recipes}
     for name, missing in lacks.items():
         print(f"  {name}: {missing or 'fits'}")
     return int(bool(lacks[asked.recipes[0]]))
 
 
-def lack(run: Run, devices: Devices, elsewhere: bool = False) -> str:
-    """Why a run cannot train on some devices; empty if it can, by estimates of its memory.
-
-    Args:
-        run: The settings.
-        devices: What to train on.
-        elsewhere: Whether these are not the devices of this machine.
-    """
-    if not elsewhere:
-        if jax.default_backend() == "cpu" and run.model.size != "tiny":
-            slices = ", ".join(smallest_slices(run))
-            return f"needs a TPU or a GPU; the smallest TPU slices that it fits: {slices}"
-        try:
-            gpu.require_type("model.dtype", run.model.dtype)
-        except ValueError as error:
-            return str(error)
+def lack(run: Run, devices: Devices) -> str:
+    """Why a run cannot train on some devices; empty if it can, by estimates of its memory."""
+    if devices.platform == "cpu" and run.model.size != "tiny":
+        slices = ", ".join(smallest_slices(run))
+        return f"needs a TPU or a GPU; the smallest TPU slices that it fits: {slices}"
     try:
+        if devices.platform == "gpu":
+            gpu.require_type("model.dtype", run.model.dtype)
         fit(run, devices)
     except ValueError as error:
         return str(error).removeprefix(f"devices = {devices.name}: ")
