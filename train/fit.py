@@ -48,6 +48,7 @@ OPEN_FIELDS = (
     "mesh.tensor",
     "engine.slots",
     "engine.cache_tokens",
+    "engine.read_tokens",
     "sft.microbatches",
     "sft.remat",
     "rl.microbatch_tokens",
@@ -109,7 +110,7 @@ def fit(run: Run, devices: Devices) -> Fitted:
     try:
         return _fit(run, devices)
     except _TooLarge as lack:
-        slices = ", ".join(_smallest_slices(run)) or "none that is known"
+        slices = ", ".join(smallest_slices(run)) or "none that is known"
         raise ValueError(
             f"devices = {devices.name}: too small for {lack.part}, which needs an estimated "
             f"{lack.needed / GIB:.1f} GiB per device; {USABLE * devices.memory / GIB:.1f} of "
@@ -169,7 +170,7 @@ def _is_open(run: Run, name: str) -> bool:
     return settings is not None and getattr(settings, field) in (0, "auto")
 
 
-def _smallest_slices(run: Run) -> Iterator[str]:
+def smallest_slices(run: Run) -> Iterator[str]:
     """Per generation of TPUs, the smallest slice that the run fits."""
     for _, slices in itertools.groupby(known_slices(), lambda topology: topology.chip):
         for topology in slices:
@@ -269,6 +270,8 @@ class _Estimate:
 
     # Sequences decoded side by side. More would hardly be faster.
     MOST_SLOTS = 64
+    # Tokens that a call of prefill reads on pages.
+    MOST_READ = 131_072
 
     def __init__(
         self, run: Run, devices: Devices, mesh: tuple[int, int, int], sizes: _Sizes
@@ -353,14 +356,35 @@ class _Estimate:
     def choose_engine(self) -> tuple[dict[str, int], float]:
         """Slots and cache of the engine, by field, and the bytes that rollouts need.
 
-        The cache holds all rollouts of a host at their longest, or as many as fit.
+        The cache holds all rollouts of a host at their longest, or as many as fit. Where decoding
+        copies pages, fewer slots are tried until the copies fit, too.
         """
+        given = self.run.engine.slots
+        most = given or self._slots()
+        least = 1 if self._copies_pages and not given else most
+        slots = most
+        while True:
+            try:
+                return self._engine(slots)
+            except _TooLarge:
+                if slots // 2 < least:
+                    raise
+            slots //= 2
+
+    def _engine(self, slots: int) -> tuple[dict[str, int], float]:
+        """The sizes of an engine with `slots` slots; see `choose_engine`."""
         run = self.run
-        slots = run.engine.slots or self._slots()
         # With a single rollout at its longest.
         smallest = change(run, run.name, {"engine.slots": slots}).engine_sizes
+        read = run.engine.read_tokens
+        if not read:
+            read = smallest.read_tokens if self._copies_pages else self.MOST_READ
         token = self._token_bytes()
         fixed = self._rollouts_without_cache()
+        if self._copies_pages:
+            copied = max(read, smallest.read_tokens) + slots * smallest.steps
+            prefixes = slots // smallest.rows_per_prefix * sum(smallest.prefix_lengths)
+            fixed += (copied + prefixes) * token
         tokens = run.engine.cache_tokens
         if not tokens:
             page = smallest.page
@@ -369,7 +393,18 @@ class _Estimate:
         needed = fixed + tokens * token
         if needed > self.usable:
             raise _TooLarge("rollouts", needed)
-        return {"engine.slots": slots, "engine.cache_tokens": tokens}, needed
+        chosen = {
+            "engine.slots": slots,
+            "engine.cache_tokens": tokens,
+            "engine.read_tokens": read,
+        }
+        return chosen, needed
+
+    @property
+    def _copies_pages(self) -> bool:
+        """Whether decoding copies the pages that it reads, as `rollout.engine.runner` decides."""
+        paged = self.run.engine.paged
+        return not (self.devices.platform == "tpu" if paged is None else paged)
 
     def weight_sync(self) -> float:
         """Bytes while the engine receives new weights, of which there are two copies meanwhile."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import pathlib
 import sys
 import time
@@ -301,11 +302,21 @@ def main(argv: list[str] | None = None) -> int:
         OSError,
         ModuleNotFoundError,
     ) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_in_words(error)}", file=sys.stderr)
         return 1
     taken = in_words(time.monotonic() - start, report.parent / "seconds.json")
     print(f"done in {taken}; see {report}")
     return 0
+
+
+def _in_words(error: Exception) -> str:
+    """The message of an error, with what to do about a full disk."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return (
+            f"a disk is full ({error}); make room, and the same command continues from the last "
+            "checkpoint"
+        )
+    return str(error)
 
 
 if __name__ == "__main__":

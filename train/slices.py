@@ -89,6 +89,8 @@ class Devices:
     """Number of processes that share them."""
     memory: float | None
     """Bytes per device that programs may use; None: not known."""
+    platform: str = "tpu"
+    """As JAX names it: "tpu", "gpu" or "cpu"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +199,7 @@ def found_devices() -> Devices:
     name = f"{count} x {own.device_kind}"
     known = [memory for memory in hosts.gather(device_memory(own)) if memory is not None]
     memory = min(known) if len(known) == jax.process_count() else None
-    return Devices(name, count, jax.process_count(), memory)
+    return Devices(name, count, jax.process_count(), memory, own.platform)
 
 
 def device_memory(device: Any) -> float | None:

@@ -42,8 +42,10 @@ def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, 
     if count > known and hosts.is_first():
         print(f"{count} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}")
     if count > run.unreadable_share * data.videos:
+        remedy = "Replace them"
+        if run.world is not None:
+            remedy = f"Delete {data.root} to render it again"
         raise UnreadableVideosError(
-            f"{count} of {data.videos} videos cannot be read: {named}. Restore them (for the small "
-            f"world: delete {data.root} to render it again), or allow a larger share than "
-            f"--unreadable-share {run.unreadable_share:g}."
+            f"{count} of {data.videos} videos cannot be read: {named}. {remedy}, or allow a larger "
+            f"share than --unreadable-share {run.unreadable_share:g}."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import re
 
@@ -74,3 +75,12 @@ def test_the_command_prints_the_settings_and_no_traceback(tmp_path, monkeypatch,
     message = capsys.readouterr().err
     assert message.startswith("error: a device has no memory left")
     assert "--engine.cache-tokens" in message and "Traceback" not in message
+
+
+def test_a_full_disk_is_one_line_with_what_to_do(monkeypatch, capsys, tmp_path):
+    def fill(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train.run, "_execute", fill)
+    assert train.run.main(["--config=paravt_tiny", "--run-dir", str(tmp_path / "run")]) == 1
+    assert re.search(r"error: a disk is full .*make room, .*continues", capsys.readouterr().err)

@@ -23,7 +23,16 @@ from train.learn.packing import GroupLengths
 from train.learn.work import real_tokens, update_flops
 
 # Dense bfloat16 FLOP/s from NVIDIA's data sheets. JAX knows the peaks of TPUs.
-_GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+_GPUS = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165e12,
+}
 
 # On other devices the peak is measured: the fastest of some products of two square matrices.
 _SIZE = 1024

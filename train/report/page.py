@@ -125,8 +125,8 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
     text = template.render(
         name=str(config.get("name") or config.get("recipe") or root.name),
         rehearsal=bool(config.get("rehearse")),
-        progress="" if finished else _progress(root, config, metrics),
-        warnings=_warnings(root, metrics, finished),
+        progress="" if finished else progress(root, config, metrics),
+        warnings=deserves_a_look(root, metrics, finished),
         temperature=_sampling_temperature(result),
         reward=result.get("reward"),
         figures=key_figures(result),
@@ -172,7 +172,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 # --- the head ---
 
 
-def _progress(root: pathlib.Path, config: Row, metrics: list[Row]) -> str:
+def progress(root: pathlib.Path, config: Row, metrics: list[Row]) -> str:
     """How far an unfinished run is: phase, step, running time, and when that was."""
     if not metrics:
         return "The run has not finished. It has recorded no step yet."
@@ -187,7 +187,7 @@ def _progress(root: pathlib.Path, config: Row, metrics: list[Row]) -> str:
     return f"The run has not finished. Its last step is {step}{after} ({when})."
 
 
-def _warnings(root: pathlib.Path, metrics: list[Row], finished: bool) -> list[str]:
+def deserves_a_look(root: pathlib.Path, metrics: list[Row], finished: bool) -> list[str]:
     """What deserves a look. Only an unfinished run still needs room on the disk."""
     lines = [
         f"{PHASE_TITLES[phase]}, step {step}: {warning}"
@@ -305,36 +305,49 @@ def _phases(metrics: list[Row]) -> list[tuple[str, list[Row]]]:
 
 def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
     """Charts of the recorded metrics: known curves first, then seconds by phase, then the rest."""
-    steps = [row["step"] for row in lines]
-    keys = {
-        key
-        for row in lines
-        for key, value in row.items()
-        if isinstance(value, int | float) and key not in ("step", "wall") and not is_shown(key)
-    }
-    known = [curve for curve in curves if curve.key in keys]
+    keys = {key for key in _recorded(lines) if not is_shown(key)}
     times = [key for key in STACKED if key in keys]
-    rest = keys - {curve.key for curve in known} - set(times)
+    rest = keys - {curve.key for curve in curves} - set(times)
+    charts = charts_of(lines, curves)
     if times:
         # Other times are stacked on top of the known ones.
         more = sorted(key for key in rest if key.startswith("time/"))
         times += more
         rest -= set(more)
-
-    def values(key: str) -> list[float | None]:
-        return [row.get(key) for row in lines]
-
-    def figure(curve: Curve) -> Row:
-        history = values(curve.key)
-        chart = line_chart(list(zip(steps, history, strict=True)), curve.low, curve.high)
-        return _figure(curve.title, curve.note, history, chart)
-
-    charts = [figure(curve) for curve in known]
-    if times:
         totals = [sum(row.get(key) or 0.0 for key in times) for row in lines]
-        chart = stacked_chart(steps, [(key.removeprefix("time/"), values(key)) for key in times])
+        steps = [row["step"] for row in lines]
+        layers = [(key.removeprefix("time/"), [row.get(key) for row in lines]) for key in times]
+        chart = stacked_chart(steps, layers)
         charts.append(_figure("seconds by phase", "of each step", totals, chart))
-    return charts + [figure(Curve(key, key.replace("_", " "))) for key in sorted(rest)]
+    return charts + charts_of(lines, [Curve(key, key.replace("_", " ")) for key in sorted(rest)])
+
+
+def charts_of(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
+    """The charts of those curves of which something is recorded.
+
+    Args:
+        lines: The lines of metrics.jsonl of one phase.
+        curves: What to draw, in this order.
+    """
+    keys = _recorded(lines)
+    charts = []
+    for curve in curves:
+        if curve.key in keys:
+            history = [row.get(curve.key) for row in lines]
+            points = [(row["step"], value) for row, value in zip(lines, history, strict=True)]
+            chart = line_chart(points, curve.low, curve.high)
+            charts.append(_figure(curve.title, curve.note, history, chart))
+    return charts
+
+
+def _recorded(lines: list[Row]) -> set[str]:
+    """The names of metrics that have a value in some line."""
+    return {
+        key
+        for row in lines
+        for key, value in row.items()
+        if isinstance(value, int | float) and key not in ("step", "wall")
+    }
 
 
 def _figure(title: str, note: str, values: Sequence[float | None], chart: Chart) -> Row:

@@ -1,0 +1,85 @@
+"""The programs of paravt_2b_lora, lowered for a GPU of CUDA that need not be here.
+
+Lowering shows that the programs exist on a GPU and which of them attend with cuDNN. It says nothing
+about speed or memory, which `python -m benchmarks.gpu` measures.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+
+import jax
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+import train.plan.programs
+from configs import RECIPES
+from models import attention
+from models.attention import paged
+from rollout.engine.programs import Programs
+from train.fit import GIB, fit
+from train.plan.programs import Plan, program_names
+from train.slices import Devices
+
+# 90 % of what a GPU of 24 GB has.
+SMALL_GPU = Devices("1 x L4", 1, 1, 20.2 * GIB, "gpu")
+
+
+@pytest.fixture
+def plan(monkeypatch) -> Plan:
+    for module in (attention, paged):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")
+    # JAX asks the installed library for its version.
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91002)
+    # Away from TPUs, the engine copies pages to dense arrays before it decodes.
+    monkeypatch.setattr(
+        train.plan.programs, "Programs", lambda model, page, paged: Programs(model, page, False)
+    )
+    run = fit(RECIPES["paravt_2b_lora"](), SMALL_GPU).run
+    devices = jax.devices()[:1]
+    return Plan(run, devices, devices, (1, 1, 1))
+
+
+def calls_of_cudnn(plan: Plan, name: str) -> dict[str, int]:
+    """How often the program of this name calls each of cuDNN's kernels, per layer of its scans."""
+    program = plan.program(name)
+    with jax.set_mesh(program.mesh):
+        traced = program.function.trace(*program.arguments, **program.options)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return collections.Counter(re.findall(r"__cudnn\$(\w+)", text))
+
+
+def test_tower_prefill_and_cold_start_attend_with_cudnn(plan):
+    names = program_names(plan.run)
+    alone, behind = (
+        [name for name in names if name.startswith("prefill") and ("after" in name) == cached][-1]
+        for cached in (False, True)
+    )
+    assert calls_of_cudnn(plan, "vision") == {"fmhaSoftmax": 1}
+    assert calls_of_cudnn(plan, alone) == {"fmhaScaleBiasSoftmax": 1}
+    assert calls_of_cudnn(plan, behind) == {"fmhaScaleBiasSoftmax": 1}
+    update = calls_of_cudnn(plan, "SFT update")
+    assert update["fmhaScaleBiasSoftmaxBackward"] == 1 and update["fmhaScaleBiasSoftmax"]
+
+
+@pytest.mark.parametrize("family", ["decode", "reference", "RL update"])
+def test_decoding_and_packed_rows_attend_with_xla(plan, family):
+    shortest = [name for name in program_names(plan.run) if name.startswith(family)][-1]
+    assert calls_of_cudnn(plan, shortest) == {}
+
+
+@pytest.mark.parametrize("name", ["page copy", "bank fill", "RL start", "RL optimizer"])
+def test_the_other_programs_lower(plan, name):
+    assert calls_of_cudnn(plan, name) == {}
+
+
+def test_where_decoding_copies_pages_the_copies_count_and_slots_give_way(plan):
+    run = RECIPES["paravt_2b_lora"]()
+    on_tpu = fit(run, Devices("one chip", 1, 1, SMALL_GPU.memory))
+    on_gpu = fit(run, SMALL_GPU)
+    assert on_tpu.run.engine.slots == 64 and on_gpu.run.engine.slots == 32
+    # All slots read their shortest length at once, and no more is copied.
+    sizes = on_gpu.run.engine_sizes
+    assert sizes.read_tokens == 32 * sizes.row_lengths[0]
+    assert on_tpu.needs["rollouts"] < on_gpu.needs["rollouts"] < 0.97 * 20.2 * GIB

@@ -1,0 +1,63 @@
+"""`python -m train.check`: which recipes fit the devices of a machine; nothing is fetched."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import pytest
+
+import train.check.__main__ as command
+from train.fit import GIB
+from train.slices import Devices
+
+
+def put_here(devices: Devices, monkeypatch, capability: str = "8.9") -> None:
+    monkeypatch.setattr(command, "found_devices", lambda: devices)
+    device = types.SimpleNamespace(
+        platform=devices.platform, device_kind=devices.name, compute_capability=capability
+    )
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+
+
+def verdicts(capsys) -> dict[str, str]:
+    _, *lines = capsys.readouterr().out.splitlines()
+    return dict(line.strip().split(": ", 1) for line in lines)
+
+
+def test_a_cpu_trains_the_tiny_recipes_only_and_names_chips_for_the_others(capsys):
+    assert command.main(["paravt_2b_lora", "paravt_tiny"]) == 1
+    found = verdicts(capsys)
+    assert found["paravt_tiny"] == "fits"
+    assert found["paravt_2b_lora"].startswith("needs a TPU or a GPU") and "v5e:1x1" in str(found)
+
+
+def test_the_exit_code_is_that_of_the_first_recipe(capsys):
+    assert command.main(["paravt_tiny", "paravt_2b_lora"]) == 0
+    assert verdicts(capsys)["paravt_2b_lora"] != "fits"
+
+
+def test_one_chip_takes_2b_and_says_what_4b_lacks(capsys):
+    assert command.main(["paravt_2b_lora", "paravt_4b_lora", "--topology", "v5e:1x1"]) == 0
+    found = verdicts(capsys)
+    assert found["paravt_2b_lora"] == "fits"
+    assert "GiB per device" in found["paravt_4b_lora"] and "v6e:1x1" in found["paravt_4b_lora"]
+
+
+def test_a_gpu_of_24_gb_takes_2b_and_one_without_bfloat16_the_tiny_recipes(capsys, monkeypatch):
+    put_here(Devices("1 x NVIDIA L4", 1, 1, 20.2 * GIB, "gpu"), monkeypatch)
+    assert command.main(["paravt_2b_lora", "paravt_8b_lora"]) == 0
+    assert "too small" in verdicts(capsys)["paravt_8b_lora"]
+    put_here(Devices("1 x Tesla T4", 1, 1, 13 * GIB, "gpu"), monkeypatch, "7.5")
+    assert command.main(["paravt_2b_lora", "paravt_tiny"]) == 1
+    found = verdicts(capsys)
+    assert found["paravt_tiny"] == "fits"
+    assert "no bfloat16" in found["paravt_2b_lora"] and "tiny recipes" in found["paravt_2b_lora"]
+
+
+@pytest.mark.parametrize("words", [["paravt_2b"], ["--topology", "v5e:3"]])
+def test_a_wrong_argument_is_one_line(words, capsys):
+    with pytest.raises(SystemExit) as error:
+        command.main(words)
+    assert error.value.code == 2
+    assert words[-1] in capsys.readouterr().err
