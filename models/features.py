@@ -401,14 +401,14 @@ class FrameFeatures:
             weights: the part's weights, as `models.qwen3_vl.frozen` stores them, whole on each
                 device of the tower. They are not copied.
         """
-        self._weights = nnx.State({**self._weights, **weights})
+        self._weights = nnx.merge_state(self._weights, weights)
         self._loaded = tuple(weights)
         for key in [key for key in self._store if key[-1] == _CURRENT]:
             self._drop(key)
 
     def fingerprint(self) -> int:
         """The fingerprint of the weights that `load` has replaced (`models.fingerprint`)."""
-        loaded = nnx.State({name: self._weights[name] for name in self._loaded})
+        loaded = {name: self._weights[name] for name in self._loaded}
         return fingerprint(nnx.State({VISION: loaded}))
 
     def __call__(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:

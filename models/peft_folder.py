@@ -190,7 +190,8 @@ def _state(model: Qwen3VL, train_vision: TrainVision) -> nnx.State:
     adapters = nnx.state(model, nnx.LoRAParam)
     if train_vision == "none":
         return adapters
-    return nnx.State({**adapters, "vision": nnx.state(part_of(model.vision, train_vision))})
+    part = nnx.state(part_of(model.vision, train_vision))
+    return nnx.merge_state(adapters, {"vision": part})
 
 
 def _layouts(model: Qwen3VL, train_vision: TrainVision) -> dict[str, TensorLayout]:

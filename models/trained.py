@@ -35,13 +35,13 @@ def apart(weights: Any) -> tuple[Any, Any]:
     """The trained weights of the decoder, and those of the tower; None if it has none."""
     if VISION not in weights:
         return weights, None
-    text = {name: part for name, part in weights.items() if name != VISION}
+    text = {name: part for name, part in weights.raw_mapping.items() if name != VISION}
     return nnx.State(text), weights[VISION]
 
 
 def together(text: Any, vision: Any) -> Any:
     """The opposite of `apart`."""
-    return text if vision is None else nnx.State({**text, VISION: vision})
+    return text if vision is None else nnx.merge_state(text, {VISION: vision})
 
 
 def in_activations(weights: Any, dtype: DTypeLike) -> Any:

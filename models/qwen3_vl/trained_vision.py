@@ -30,8 +30,8 @@ from models.sharding import ROWS, current_mesh
 TrainVision = Literal["none", "merger", "tower"]
 """Which part of the vision tower is trained."""
 
-# Visual tokens whose activations exist at a time; the next ones are computed after them.
-_CHUNK = 1024
+CHUNK = 1024
+"""Visual tokens whose activations exist at a time; the next ones are computed after them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class TrainedVision:
             return nnx.merge(self.graph, weights).of_tokens(states[None])[0]
 
         rows = cached.shape[:2]
-        vectors = _in_chunks(merged, _CHUNK, weights, cached.reshape(-1, *cached.shape[2:]))
+        vectors = _in_chunks(merged, CHUNK, weights, cached.reshape(-1, *cached.shape[2:]))
         return vectors.reshape(*rows, *vectors.shape[1:])
 
     def _frames(
@@ -134,7 +134,7 @@ class TrainedVision:
 
         b, n = cached.shape[:2]
         patches = cached.reshape(-1, self.frame_tokens * c.spatial_merge_size**2, c.patch_dim)
-        size = max(1, _CHUNK // self.frame_tokens)
+        size = max(1, CHUNK // self.frame_tokens)
         vectors = _in_chunks(seen, size, weights, patches, grids.reshape(-1, 2))
         return vectors.reshape(b, n, *vectors.shape[2:])
 
@@ -180,7 +180,7 @@ def padded_layout(grids: Int[Array, "f 2"], frame_tokens: int, config: VisionCon
     merge = config.spatial_merge_size
     # Padding counts as a frame of one patch, so that nothing divides by 0.
     height, width = jnp.maximum(grids, 1)[:, :, None].transpose(1, 0, 2)
-    token, inner = np.divmod(np.arange(frame_tokens * merge**2), merge**2)
+    token, inner = np.divmod(np.arange(frame_tokens * merge**2)[None], merge**2)
     in_a_row = jnp.maximum(width // merge, 1)
     row = token // in_a_row * merge + inner // merge
     column = token % in_a_row * merge + inner % merge

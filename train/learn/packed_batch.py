@@ -267,10 +267,8 @@ def split_microbatches(batch: PackedRows, parts: int) -> PackedRows:
         # only, and the others would wait. Spread every micro-batch over all devices.
         return constrain(x, *[None] * (axis + 1), ROWS)
 
-    arrays: dict[str, Any] = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return PackedRows(
-        **{
-            name: None if leaf is None else split(leaf, BY_ROW[name])
-            for name, leaf in arrays.items()
-        }
-    )
+    parted: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        leaf = getattr(batch, field.name)
+        parted[field.name] = None if leaf is None else split(leaf, BY_ROW[field.name])
+    return PackedRows(**parted)

@@ -57,7 +57,7 @@ class Parts:
         states = [self.frozen]
         if self.vision is not None:
             trains = self.vision.trains
-            blocks = {name: x for name, x in self.tower.items() if not trains(name)}
+            blocks = {name: x for name, x in self.tower.raw_mapping.items() if not trains(name)}
             states.append(nnx.State(blocks))
         return {"base": f"{fingerprint(*states):08x}"}
 
@@ -66,13 +66,14 @@ class Parts:
         if vision is None:
             return self.tower
         dtype = jax.tree.leaves(self.tower)[0].dtype
-        return nnx.State({**self.tower, **cast(vision, dtype)})
+        return nnx.merge_state(self.tower, cast(vision, dtype))
 
     def trained_of(self, tower: Any) -> nnx.State | None:
         """The trained part of a state of the tower, the inverse of `tower_with`."""
         if self.vision is None:
             return None
-        return nnx.State({name: x for name, x in tower.items() if self.vision.trains(name)})
+        trains = self.vision.trains
+        return nnx.State({name: x for name, x in tower.raw_mapping.items() if trains(name)})
 
 
 def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, Any]]:
