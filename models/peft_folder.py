@@ -171,16 +171,16 @@ def load(
     header = read_header(folder / _WEIGHTS)
     # The files are compared before the base is read, which takes minutes.
     settings = _settings(folder, header, config)
-    part = _trained_vision(header, config)
-    _require_fit(folder, base, header, abstract_model(config, lora=settings), part)
+    trained = _trained_vision(header, config)
+    _require_fit(folder, base, header, abstract_model(config, lora=settings), trained)
     model = hf.load(base, config, mesh=mesh, dtype=dtype, param_dtype=param_dtype)
     _require_base(folder, base, model)
     add_adapters(model.text, settings, seed=0)
     for adapter in model.text.layers.adapters.values():
         for part in (adapter.a, adapter.b):
             part.set_value(part.get_value().astype(param_dtype))
-    state = _state(model, part)
-    hf.read_parameters(folder, {_WEIGHTS: header}, _layouts(model, part), state, mesh)
+    state = _state(model, trained)
+    hf.read_parameters(folder, {_WEIGHTS: header}, _layouts(model, trained), state, mesh)
     nnx.update(model, state)
     return model
 

@@ -335,7 +335,7 @@ def test_checkpoints_hold_what_is_trained(finished):
     for phase in ("sft", "rl"):
         meta = folder / "checkpoints" / phase / "2" / "meta" / "metadata"
         record = json.loads(meta.read_text())
-        seen = {name.split("/")[1] for name in record["leaves"] if name.startswith("vision/")}
+        seen = {name.split(".")[1] for name in record["leaves"] if name.startswith("vision.")}
         if part == "merger":
             assert seen == {"merger", "deepstack"}
             assert len(record["identity"]["base"]) == 8
