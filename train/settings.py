@@ -285,6 +285,11 @@ def _check_phases(run: Run) -> None:
             f"protocol.tools: {run.protocol.tools}; the demonstrations of sft call crop_video: "
             "add it, or set sft to None in a recipe of your own"
         )
+    if run.train_vision != "none" and run.sft is None and run.rl is None:
+        raise ValueError(
+            f"train_vision: {run.train_vision!r} without sft and rl, which train it; "
+            "set it to 'none', or choose a recipe with one of these phases"
+        )
     if run.start and run.sft is None:
         raise ValueError(
             f"start: {run.start}, but {run.name} has no cold start to reuse; begin with that run's "
