@@ -187,7 +187,7 @@ def padded_layout(grids: Int[Array, "f 2"], frame_tokens: int, config: VisionCon
     real = token < grids.prod(-1, keepdims=True) // merge**2
     row, column = jnp.where(real, row, 0), jnp.where(real, column, 0)
     height, width = jnp.broadcast_to(height, row.shape), jnp.broadcast_to(width, row.shape)
-    return PatchLayout(row, column, height, width, real.astype(jnp.int32))
+    return PatchLayout(row, column, height, width, jnp.asarray(real, jnp.int32))
 
 
 def _without_gaps(
