@@ -1,10 +1,14 @@
 """Visual features of video frames, computed once per frame and cached.
 
-Overview, crops, sampler and training step all get features here. The vision tower is frozen, so a
-frame's features depend only on the video's content, the frame index, the size and the tower's
-version: these are the cache key. A file's length and modification time stand for its content, so a
-new file under an old name counts as another video. For an unreadable video every method raises
-`VideoError`.
+Overview, crops, sampler and training step all get features here. As far as the vision tower is
+frozen, a frame's features depend only on the video's content, the frame index, the size and the
+tower's version: these are the cache key. A file's length and modification time stand for its
+content, so a new file under an old name counts as another video. For an unreadable video every
+method raises `VideoError`.
+
+If a part of the tower is trained (`models.qwen3_vl.trained_vision`), what is cached is the input of
+that part. Visual vectors, which samplers read, are computed from it and kept until other weights
+are loaded.
 """
 
 from __future__ import annotations
@@ -23,10 +27,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Shaped, UInt8
 
+from models.fingerprint import fingerprint
 from models.patches import patchify
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
-from models.qwen3_vl.vision import VisionTower, frame_layout
+from models.qwen3_vl.trained_vision import TrainedVision, cached_shape
+from models.qwen3_vl.vision import PatchLayout, VisionTower, frame_layout
 from models.sharding import make_mesh
+from models.trained import VISION
 from paravt_jax.data.frames import (
     FrameSource,
     VideoError,
@@ -43,6 +50,9 @@ _MAX_INFOS = 1024
 
 # qwen_vl_utils resizes to multiples of this many pixels, two patches of Qwen2-VL.
 _CLIENT_FACTOR = 28
+
+# Last in the keys of visual vectors that depend on trained weights.
+_CURRENT = "current"
 
 _SMALL_FRAME = 49  # visual tokens of the largest frame by default
 
@@ -138,14 +148,33 @@ def frame_tokens(settings: FrameSettings, vision: VisionConfig, crop: bool = Fal
     return settings.rules(vision, crop).most_tokens
 
 
-def tower_program(graph: nnx.GraphDef, mesh: Mesh) -> Callable[..., jax.Array]:
+def _all(tower: VisionTower, patches: Any, layout: PatchLayout) -> jax.Array:
+    return tower(patches, layout)
+
+
+def _before_mergers(tower: VisionTower, patches: Any, layout: PatchLayout) -> jax.Array:
+    return tower.before_mergers(patches, layout)
+
+
+def _mergers(tower: VisionTower, states: Any, _: PatchLayout) -> jax.Array:
+    return tower.mergers.of_tokens(states)
+
+
+def tower_program(
+    graph: nnx.GraphDef, mesh: Mesh, part: Callable[..., jax.Array] = _all
+) -> Callable[..., jax.Array]:
     """The vision tower on frames of one size: `program(weights, patches, layout)`, jitted.
 
     Frames are split over the devices of the mesh, each of which has all weights.
+
+    Args:
+        graph: the tower without its weights.
+        mesh: the mesh, from `tower_mesh`.
+        part: what is computed: `f(tower, frames, layout)`.
     """
 
-    def encode(weights: Any, patches: Any, layout: Any) -> jax.Array:
-        return nnx.merge(graph, weights)(patches, layout)
+    def encode(weights: Any, frames: Any, layout: Any) -> jax.Array:
+        return part(nnx.merge(graph, weights), frames, layout)
 
     # The weights are an argument: closed over, they would be compiled into the program.
     if mesh.size == 1:
@@ -193,13 +222,14 @@ class FrameFeatures:
     A batch of frames is split over all devices that hold the tower's weights.
 
     Args:
-        tower: the frozen vision tower; None for a subclass that does not need it.
+        tower: the vision tower; None for a subclass that does not need it.
         config: the model's sizes.
         settings: sizes of frames and of the cache.
         root: folder of the videos, or its address (gs://...). Videos are named by their path
             relative to it. Files behind addresses must not change.
         source: reads the videos.
-        version: version of the tower's weights.
+        version: version of the tower's frozen weights.
+        trained: the part of the tower that is trained; None: none is.
     """
 
     def __init__(
@@ -210,6 +240,7 @@ class FrameFeatures:
         root: str | os.PathLike,
         source: FrameSource,
         version: int = 0,
+        trained: TrainedVision | None = None,
     ):
         self.config = config
         self.settings = settings
@@ -218,6 +249,7 @@ class FrameFeatures:
         self.root = root
         self.source = source
         self.version = version
+        self.trained = trained
         # Videos that could not be read, with the reason.
         self.unreadable: dict[str, str] = {}
         self.encoded_frames = 0
@@ -226,7 +258,12 @@ class FrameFeatures:
             graph, weights = nnx.split(tower)
             self._mesh = tower_mesh(list(jax.tree.leaves(weights)[0].sharding.device_set))
             self._weights = jax.device_put(weights, NamedSharding(self._mesh, PartitionSpec()))
-            self._encode = tower_program(graph, self._mesh)
+            first = _all if trained is None else _before_mergers
+            self._encode = tower_program(graph, self._mesh, first)
+            if trained is not None:
+                self._finish = tower_program(graph, self._mesh, _all if trained.whole else _mergers)
+        # Names of the weights that `load` replaces.
+        self._loaded: tuple[str, ...] = ()
         # Frames that `start` has begun to encode.
         self._started: dict[tuple, Encoded] = {}
         # Both ordered dictionaries have the least recently used entry first.
@@ -351,7 +388,66 @@ class FrameFeatures:
             self.version,
         )
 
+    @property
+    def vector(self) -> tuple[int, int]:
+        """The shape of what is cached per visual token."""
+        if self.trained is None:
+            return cached_shape(self.config.vision, "none")
+        return self.trained.vector
+
+    def load(self, weights: Any) -> None:
+        """Replace the weights of the trained part, and forget what the old ones computed.
+
+        Args:
+            weights: the part's weights, as `models.qwen3_vl.frozen` stores them, whole on each
+                device of the tower. They are not copied.
+        """
+        self._weights = nnx.merge_state(self._weights, weights)
+        self._loaded = tuple(weights)
+        for key in [key for key in self._store if key[-1] == _CURRENT]:
+            self._drop(key)
+
+    def fingerprint(self) -> int:
+        """The fingerprint of the weights that `load` has replaced (`models.fingerprint`)."""
+        loaded = {name: self._weights[name] for name in self._loaded}
+        return fingerprint(nnx.State({VISION: loaded}))
+
     def __call__(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:
+        if self.trained is None:
+            return self.cached(frames)
+        keys = [(*self.key(frame), _CURRENT) for frame in frames]
+        missing: dict[tuple[int, int], dict[tuple, Frame]] = {}
+        for key, frame in zip(keys, frames, strict=True):
+            if key not in self._store:
+                missing.setdefault(self.grid(frame), {})[key] = frame
+        fresh: dict[tuple, np.ndarray] = {}
+        for grid, wanted in missing.items():
+            for key, vectors in zip(wanted, self._visual([*wanted.values()], grid), strict=True):
+                fresh[key] = vectors
+        return self._collect(keys, fresh)
+
+    def _visual(
+        self, frames: Sequence[Frame], grid: tuple[int, int]
+    ) -> Iterator[Shaped[np.ndarray, "tokens ..."]]:
+        """The visual vectors of frames of one size, under the current weights."""
+        tokens = self.tokens(frames[0])
+        size = frames_per_call(self.settings, tokens, self._mesh.size)
+        for first in range(0, len(frames), size):
+            part = frames[first : first + size]
+            batch = np.zeros((size, tokens, *self.vector), self.dtype)
+            batch[: len(part)] = self.cached(part).reshape(-1, *batch.shape[1:])
+            if self.trained is not None and self.trained.whole:
+                batch = batch.reshape(size, -1, self.config.vision.patch_dim)
+            vectors = self._finish(self._weights, batch, frame_layout(grid, self.config.vision))
+            for row in range(len(part)):
+                yield Encoded(vectors, row).fetch()
+
+    def cached(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:
+        """What is cached of frames, [tokens, c, w], which training reads.
+
+        These are their visual vectors, unless a part of the tower is trained; then see
+        `models.qwen3_vl.trained_vision`.
+        """
         keys = [self.key(frame) for frame in frames]
         fresh: dict[tuple, np.ndarray] = {}
         for key in dict.fromkeys(keys):
@@ -365,6 +461,12 @@ class FrameFeatures:
             except VideoError as error:
                 self.unreadable[name] = error.reason
                 raise
+        return self._collect(keys, fresh)
+
+    def _collect(
+        self, keys: Sequence[tuple], fresh: dict[tuple, np.ndarray]
+    ) -> Shaped[np.ndarray, "m ..."]:
+        """The rows of `keys`, from the cache or among the `fresh` ones, which are then cached."""
         for key in keys:
             if key in self._store:
                 self._store.move_to_end(key)
@@ -453,8 +555,11 @@ class FrameFeatures:
                 config.spatial_merge_size,
                 video=pixels.shape[1] > 1,
             )
-            features = self._encode(self._weights, patches, layout)
-            features.copy_to_host_async()
+            if self.trained is not None and self.trained.whole:
+                features = patches.astype(self.dtype).reshape(batch, tokens, *self.vector)
+            else:
+                features = self._encode(self._weights, patches, layout)
+                features.copy_to_host_async()
             for row in range(len(part)):
                 yield Encoded(features, row)
 

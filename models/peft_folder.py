@@ -10,6 +10,7 @@ from the table of the model's own weights (`hf_layout.tensor_layouts`):
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from models.qwen3_vl.hf_layout import (
     tensor_places,
 )
 from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.qwen3_vl.trained_vision import TrainVision, part_of
 from models.weights import folder as hf_folder
 from models.weights.tensor_file import Header, new_header, read_header
 
@@ -44,6 +46,7 @@ _WEIGHTS = "adapter_model.safetensors"
 # The fingerprint of the base. PEFT neither writes nor reads this file.
 _BASE = "base.json"
 _STACK = "text/layers"
+_PREFIX = "base_model.model."
 # Fields of adapter_config.json that `_settings` reads.
 _READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "lora_dropout"}
 # Fields that change no output of trained adapters, or that the names of the tensors repeat.
@@ -54,6 +57,7 @@ _IRRELEVANT = {
     "inference_mode",
     "layers_pattern",
     "layers_to_transform",
+    "modules_to_save",
     "megatron_core",
     "peft_version",
     "qalora_group_size",
@@ -81,6 +85,7 @@ def save_adapters(
     *,
     base: str,
     base_digest: str,
+    train_vision: TrainVision = "none",
 ) -> None:
     """Writes a model's adapters to a new folder. See `hf.save`, also for several processes.
 
@@ -90,14 +95,15 @@ def save_adapters(
         folder: the new folder.
         base: folder or hub id of the model that the adapters belong to.
         base_digest: its `base_fingerprint`.
+        train_vision: the part of the vision tower that is written too, as `modules_to_save`.
 
     Raises:
         FileExistsError: `folder` exists.
     """
     folder = Path(folder)
     hf.require_new(folder)
-    layouts = _layouts(model)
-    parameters = flat_parameters(nnx.state(model, nnx.LoRAParam))
+    layouts = _layouts(model, train_vision)
+    parameters = flat_parameters(_state(model, train_vision))
     places = tensor_places(layouts, parameters)
     header = new_header(
         {
@@ -108,7 +114,7 @@ def save_adapters(
     if Path(base).is_dir():
         base = str(Path(base).absolute())
     companions = {
-        ADAPTER_CONFIG: _json(_config(model, settings, base)),
+        ADAPTER_CONFIG: _json(_config(model, settings, base, train_vision)),
         _BASE: _json({"fingerprint": base_digest}),
     }
     hf.write_folder(folder, {_WEIGHTS: header}, companions, layouts, parameters)
@@ -165,30 +171,60 @@ def load(
     header = read_header(folder / _WEIGHTS)
     # The files are compared before the base is read, which takes minutes.
     settings = _settings(folder, header, config)
-    _require_fit(folder, base, header, abstract_model(config, lora=settings))
+    trained = _trained_vision(header, config)
+    _require_fit(folder, base, header, abstract_model(config, lora=settings), trained)
     model = hf.load(base, config, mesh=mesh, dtype=dtype, param_dtype=param_dtype)
     _require_base(folder, base, model)
     add_adapters(model.text, settings, seed=0)
     for adapter in model.text.layers.adapters.values():
         for part in (adapter.a, adapter.b):
             part.set_value(part.get_value().astype(param_dtype))
-    state = nnx.state(model, nnx.LoRAParam)
-    hf.read_parameters(folder, {_WEIGHTS: header}, _layouts(model), state, mesh)
+    state = _state(model, trained)
+    hf.read_parameters(folder, {_WEIGHTS: header}, _layouts(model, trained), state, mesh)
     nnx.update(model, state)
     return model
 
 
-def _layouts(model: Qwen3VL) -> dict[str, TensorLayout]:
-    """Path of each A and B of a model -> its tensor."""
+def _state(model: Qwen3VL, train_vision: TrainVision) -> nnx.State:
+    """The adapters of a model, and the part of its tower that belongs to them."""
+    adapters = nnx.state(model, nnx.LoRAParam)
+    if train_vision == "none":
+        return adapters
+    part = nnx.state(part_of(model.vision, train_vision))
+    return nnx.merge_state(adapters, {"vision": part})
+
+
+def _layouts(model: Qwen3VL, train_vision: TrainVision) -> dict[str, TensorLayout]:
+    """Path of each parameter in `_state` -> its tensor."""
     stems = _stems(model)
-    return {
+    adapters = {
         f"{_STACK}/adapters/{name}/{part}": TensorLayout(
-            f"base_model.model.{stems[name]}.lora_{part.upper()}.weight",
+            f"{_PREFIX}{stems[name]}.lora_{part.upper()}.weight",
             getattr(adapter, part).get_metadata("inputs"),
         )
         for name, adapter in model.text.layers.adapters.items()
         for part in ("a", "b")
     }
+    saved = flat_parameters(_state(model, train_vision))
+    modules = {
+        path: dataclasses.replace(layout, name=_PREFIX + layout.name)
+        for path, layout in tensor_layouts(model.config).items()
+        if path in saved
+    }
+    return adapters | modules
+
+
+def _trained_vision(header: Header, config: Qwen3VLConfig) -> TrainVision:
+    """The part of the tower whose tensors are in a file."""
+    layouts = tensor_layouts(config)
+    firsts: dict[TrainVision, str] = {
+        "tower": "vision/positions",
+        "merger": "vision/merger/fc1/kernel",
+    }
+    for part, path in firsts.items():
+        if _PREFIX + layouts[path].name in header.tensors:
+            return part
+    return "none"
 
 
 def _stems(model: Qwen3VL) -> dict[str, str]:
@@ -198,7 +234,9 @@ def _stems(model: Qwen3VL) -> dict[str, str]:
     return {name: layouts[f"{_STACK}/{name}"].name.removesuffix(".weight") for name in names}
 
 
-def _config(model: Qwen3VL, settings: LoRASettings, base: str) -> dict[str, Any]:
+def _config(
+    model: Qwen3VL, settings: LoRASettings, base: str, train_vision: TrainVision
+) -> dict[str, Any]:
     """The content of adapter_config.json."""
     stems = _stems(model)
     # A pattern of whole names. A list of their last words could match modules of the tower as well.
@@ -206,6 +244,10 @@ def _config(model: Qwen3VL, settings: LoRASettings, base: str) -> dict[str, Any]
         re.escape(stems[name]).replace(r"\{\}", r"\d+") for name in model.text.layers.adapters
     ]
     alpha = settings.alpha
+    # PEFT looks for modules whose names end like this. It does not save a list as a whole.
+    levels = range(model.config.vision.levels)
+    mergers = ["visual.merger", *(f"visual.deepstack_merger_list.{level}" for level in levels)]
+    saved = {"none": None, "merger": mergers, "tower": ["model.visual"]}
     return {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -214,7 +256,7 @@ def _config(model: Qwen3VL, settings: LoRASettings, base: str) -> dict[str, Any]
         "init_lora_weights": True,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": settings.dropout,
-        "modules_to_save": None,
+        "modules_to_save": saved[train_vision],
         "peft_type": "LORA",
         "r": settings.rank,
         "target_modules": "|".join(patterns),
@@ -239,9 +281,7 @@ def _settings(folder: Path, header: Header, config: Qwen3VLConfig) -> LoRASettin
     names = header.tensors
     stems = _stems(abstract_model(config))
     targets = [
-        name
-        for name, stem in stems.items()
-        if f"base_model.model.{stem.format(0)}.lora_A.weight" in names
+        name for name, stem in stems.items() if f"{_PREFIX}{stem.format(0)}.lora_A.weight" in names
     ]
     if not targets:
         raise ValueError(
@@ -260,10 +300,12 @@ def _settings(folder: Path, header: Header, config: Qwen3VLConfig) -> LoRASettin
         raise ValueError(f"{file}: damaged ({error!r}); save the adapters again") from error
 
 
-def _require_fit(folder: Path, base: Path, header: Header, model: Qwen3VL) -> None:
+def _require_fit(
+    folder: Path, base: Path, header: Header, model: Qwen3VL, train_vision: TrainVision
+) -> None:
     """Raises ValueError unless a file holds the adapters of an abstract model, and no more."""
-    parameters = flat_parameters(nnx.state(model, nnx.LoRAParam))
-    places = tensor_places(_layouts(model), parameters)
+    parameters = flat_parameters(_state(model, train_vision))
+    places = tensor_places(_layouts(model, train_vision), parameters)
     shapes = {name: place.shape for name, place in places.items()}
     remedy = f"name the base of these adapters in {ADAPTER_CONFIG}, which is not {base}"
     hf_folder.require_tensors(folder, [header], shapes, {}, remedy)

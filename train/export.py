@@ -21,12 +21,13 @@ import tyro
 from flax import nnx
 
 from models.features import FrameSettings
-from models.lora import LoRASettings, add_adapters, merge_adapters
+from models.lora import LoRASettings, add_adapters, cast, merge_adapters
 from models.peft_folder import base_fingerprint, save_adapters
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.hf import load, save
 from models.qwen3_vl.hf_config import from_hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.qwen3_vl.trained_vision import TrainVision, trained_state
 from paravt_jax.command_name import command_name
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method import tokenizer
@@ -74,7 +75,8 @@ class Export:
     step: str = "latest"
     """Step of the checkpoint, `latest`, or `best` (of RL; see --checkpoints.best of train.run)."""
     form: Literal["model", "peft"] = "model"
-    """What to write: the whole model, with adapters merged, or the adapters alone for PEFT."""
+    """What to write: the whole model, with adapters merged; or for PEFT, the adapters and what is
+    trained of the vision tower."""
 
 
 def export(command: Export) -> None:
@@ -118,9 +120,12 @@ def export(command: Export) -> None:
         model = _load_adapted(checkpoints, step, meta, lora, folder)
     if command.form == "peft" and lora is not None:
         base, digest = meta["settings"]["model"]["path"], meta["base_fingerprint"]
-        save_adapters(model, lora, target, base=base, base_digest=digest)
+        part = _train_vision(meta)
+        save_adapters(model, lora, target, base=base, base_digest=digest, train_vision=part)
         return
     merge_adapters(model.text)
+    # The trained part of the tower was in float32.
+    nnx.update(model.vision, cast(nnx.state(model.vision), meta["param_dtype"]))
     write_model(model, folder / "tokenizer", FrameSettings(**meta["settings"]["frames"]), target)
 
 
@@ -277,12 +282,23 @@ def _load_adapted(
             )
         add_adapters(model.text, lora, seed=0)
     sharding = jax.sharding.SingleDeviceSharding(host)
+    wanted = {"text": nnx.state(model.text, nnx.LoRAParam)}
+    vision = trained_state(model.vision, _train_vision(meta))
+    if vision is not None:
+        wanted["vision"] = vision
     template = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        {"text": nnx.state(model.text, nnx.LoRAParam)},
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), wanted
     )
-    nnx.update(model.text, checkpoints.restore_part(template, step)["text"])
+    restored = checkpoints.restore_part(template, step)
+    nnx.update(model.text, restored["text"])
+    if vision is not None:
+        nnx.update(model.vision, restored["vision"])
     return model
+
+
+def _train_vision(meta: dict[str, Any]) -> TrainVision:
+    """The part of the tower that was trained. Runs of earlier versions trained none."""
+    return meta["settings"].get("train_vision", "none")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,11 +22,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.lora import LoRASettings, split
+from models.lora import LoRASettings
 from models.qwen3_vl.config import Qwen3VLConfig, TextConfig
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.sizes import qwen3_vl
+from models.qwen3_vl.trained_vision import CHUNK, TrainVision, cached_shape
+from models.trained import apart, split
 from rollout.engine.pages import page_count
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import fit_rows, parts_of_rows
@@ -184,7 +186,7 @@ def smallest_slices(run: Run) -> Iterator[str]:
 
 def _fit(run: Run, devices: Devices) -> Fitted:
     wanted = (run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    sizes = _sizes(run.model.size, run.model.dtype, run.lora)
+    sizes = _sizes(run.model.size, run.model.dtype, run.lora, run.train_vision)
     rows = run.mesh.rows or rows_of(run)
     most_tensor = _most_tensor(sizes.config.text)
     if run.lora is not None and devices.hosts == 1 and most_tensor % devices.count == 0:
@@ -226,34 +228,40 @@ class _Sizes(NamedTuple):
     """Abstract parts of a model."""
 
     config: Qwen3VLConfig
+    trained: Any
+    """State of all trained weights."""
     text: Any
-    """State of the text decoder's trained weights."""
+    """State of those of the text decoder."""
     base: Any
-    """State of its frozen weights."""
+    """State of the decoder's frozen weights."""
     tower: float
-    """Bytes of the frozen vision tower in the type of the activations."""
+    """Bytes of the vision tower in the type of the activations, by which frames are encoded."""
     itemsize: int
     """Bytes of an activation."""
 
 
 @functools.cache
-def _sizes(size: str, dtype: str, lora: LoRASettings | None) -> _Sizes:
+def _sizes(size: str, dtype: str, lora: LoRASettings | None, train_vision: TrainVision) -> _Sizes:
     config = qwen3_vl(size)
     param_dtype = jnp.float32 if lora is None else dtype
     model = abstract_model(config, dtype=dtype, param_dtype=param_dtype, lora=lora)
     itemsize = jnp.dtype(dtype).itemsize
-    _, text, base = split(model.text)
+    _, trained, base = split(model, train_vision)
     tower = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model.vision)))
-    return _Sizes(config, text, base, float(tower * itemsize), itemsize)
+    return _Sizes(config, trained, apart(trained)[0], base, float(tower * itemsize), itemsize)
 
 
 @functools.cache
 def _moments(
-    size: str, dtype: str, lora: LoRASettings | None, optimizer: OptimizerSettings
+    size: str,
+    dtype: str,
+    lora: LoRASettings | None,
+    train_vision: TrainVision,
+    optimizer: OptimizerSettings,
 ) -> float:
     """Bytes of an optimizer's state over all devices."""
-    text = _sizes(size, dtype, lora).text
-    return total_bytes(jax.eval_shape(make_optimizer(optimizer, 1).init, text))
+    trained = _sizes(size, dtype, lora, train_vision).trained
+    return total_bytes(jax.eval_shape(make_optimizer(optimizer, 1).init, trained))
 
 
 def total_bytes(tree: Any) -> float:
@@ -284,7 +292,7 @@ class _Estimate:
         self.row_devices = mesh[0] * mesh[1]
         self.shards = mesh[1] * mesh[2]
         self.sizes = sizes
-        self.weights = total_bytes(sizes.text) / self.shards
+        self.weights = total_bytes(sizes.trained) / self.shards
         self.frozen = total_bytes(sizes.base) / self.shards + sizes.tower
         if run.plays_episodes and mesh != (1, 1, self._sampler_devices()):
             # Sharded differently, the engine has a base of its own.
@@ -416,9 +424,10 @@ class _Estimate:
         return self.weights + moments + self.frozen
 
     def _moments(self, phase: str) -> float:
-        model = self.run.model
-        optimizer = getattr(self.run, phase).optimizer
-        return _moments(model.size, model.dtype, self.run.lora, optimizer) / self.shards
+        run, model = self.run, self.run.model
+        optimizer = getattr(run, phase).optimizer
+        found = _moments(model.size, model.dtype, run.lora, run.train_vision, optimizer)
+        return found / self.shards
 
     # --- updates ---
 
@@ -447,11 +456,15 @@ class _Estimate:
         return self.run.rl_shape.microbatches(bound, self.row_devices, self._pieces())[0]
 
     def _rl(self, policy: Remat, bound: int) -> float:
-        visual = self.run.rl_shape.slots(self.devices.hosts, self.row_devices)
+        shape = self.run.rl_shape
+        visual = shape.slots(self.devices.hosts, self.row_devices)
+        frames = shape.frames(self.devices.hosts, self.row_devices)
         tokens = self._largest(bound).places / self.row_devices
         # The sum over micro-batches, and the gradient of one of them.
         state = self.weights + self._moments("rl") + 2 * self.weights
-        return state + self.frozen + self._vectors(visual) + self._activations(policy, tokens)
+        activations = max(self._activations(policy, tokens), self._seeing())
+        seen = self._cached(visual, frames) + self._seen(visual)
+        return state + self.frozen + seen + activations
 
     def _cold_start(self, policy: Remat, parts: int) -> float:
         assert self.run.sft is not None
@@ -461,9 +474,42 @@ class _Estimate:
         state = self.weights + self._moments("sft") + gradients
         # The batch, the next one, and what the tower computes for the one after it. A run knows its
         # data, and has room for the visual tokens of the fullest row only.
-        vectors = 3 * self._vectors(rows * shape.visual)
+        visual, frames = rows * shape.visual, rows * shape.visual / self.run.largest_frame
+        cached = 3 * self._cached(visual, frames)
         activations = self._activations(policy, rows * shape.tokens / parts)
-        return state + self.frozen + vectors + activations
+        activations = max(activations, self._seeing()) + self._seen(visual / parts)
+        return state + self.frozen + cached + activations
+
+    def _cached(self, visual: float, frames: float) -> float:
+        """What is cached of frames for an update; see `models.qwen3_vl.trained_vision`."""
+        numbers = math.prod(cached_shape(self.sizes.config.vision, self.run.train_vision))
+        if self.run.train_vision == "tower":
+            visual = frames * self.run.largest_frame
+        return visual * numbers * self.sizes.itemsize
+
+    def _seen(self, visual: float) -> float:
+        """If they are differentiated: visual vectors, their gradient, and the sum of gradients."""
+        if self.run.train_vision == "none":
+            return 0.0
+        return self._vectors(visual) * (2 + 4 / self.sizes.itemsize)
+
+    def _seeing(self) -> float:
+        """The backward pass of the trained part of the tower, for one piece of a batch."""
+        part = self.run.train_vision
+        if part == "none":
+            return 0.0
+        vision = self.sizes.config.vision
+        # Every device has all of its weights, and their gradient.
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.sizes.trained))
+        count -= sum(math.prod(x.shape) for x in jax.tree.leaves(self.sizes.text))
+        joined = vision.spatial_merge_size**2 * vision.hidden_size
+        numbers = (1 + vision.levels) * (4 * joined + 2 * vision.out_hidden_size)
+        if part == "tower":
+            # The input of each block, and the intermediate results of one.
+            computed = 8 * vision.hidden_size + 3 * vision.intermediate_size
+            per_patch = (vision.depth + vision.levels) * vision.hidden_size + computed
+            numbers += vision.spatial_merge_size**2 * per_patch
+        return 2 * 4 * count + CHUNK * numbers * self.sizes.itemsize
 
     def _vectors(self, visual: float) -> float:
         """Visual vectors, one of each level per visual token, in the type of the activations."""

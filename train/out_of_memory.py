@@ -57,7 +57,8 @@ def _lines(run: Run, error: Exception) -> Iterator[str]:
     yield "Start the same command with lower sizes, and the run continues with the same results:"
     for part, remedies in _remedies(run):
         yield f"  {part}: {', '.join(remedies)}"
-    defining = [f"{_flag(name)} (now {_words(value)})" for name, value in _values(run, _DEFINING)]
+    names = _DEFINING if run.train_vision == "none" else (*_DEFINING, "train_vision")
+    defining = [f"{_flag(name)} (now {_words(value)})" for name, value in _values(run, names)]
     yield f"If that is not enough, in a new --run-dir: {', '.join(defining)}"
 
 

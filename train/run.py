@@ -154,13 +154,15 @@ def _execute(
         )
         align(context, model)
 
-        parts, weights = take_apart(model, mesh, run.lora, run.seed)
+        parts, weights = take_apart(
+            model, mesh, run.lora, run.seed, run.train_vision, run.largest_frame
+        )
         context = dataclasses.replace(context, origin=origin | parts.base)
         reader = None
         if run.data is not None:
             reader = open_reader(run.data, run.frames, model.config.vision)
             stack.enter_context(contextlib.closing(reader))
-        environment = open_environment(run, data, model, reader)
+        environment = open_environment(run, data, parts, reader)
         actor = open_actor(run, parts, environment, judge, weights)
 
         # Training donates its input weights: their memory is reused, and only the weights that a

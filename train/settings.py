@@ -13,6 +13,7 @@ from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
 from models.qwen3_vl.config import VisionConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
+from models.qwen3_vl.trained_vision import TrainVision
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -102,6 +103,8 @@ class Run:
     model: ModelSettings = ModelSettings()
     lora: LoRASettings | None = None
     """Train low-rank adapters and keep the model frozen; None: train the whole decoder."""
+    train_vision: TrainVision = "none"
+    """What else is trained: merger: the vision tower's mergers; tower: the whole vision tower."""
     protocol: ProtocolSettings = ProtocolSettings()
     frames: FrameSettings = FrameSettings()
     mesh: MeshSettings = MeshSettings()
@@ -194,6 +197,11 @@ class Run:
         """Largest number of visual tokens per frame of a crop."""
         return self._frame_tokens(crop=True)
 
+    @property
+    def largest_frame(self) -> int:
+        """Largest number of visual tokens per frame."""
+        return max(self.frame_tokens, self.crop_frame_tokens)
+
     def _frame_tokens(self, crop: bool) -> int:
         if self.world is None:
             return frame_tokens(self.frames, self.vision, crop)
@@ -276,6 +284,11 @@ def _check_phases(run: Run) -> None:
         raise ValueError(
             f"protocol.tools: {run.protocol.tools}; the demonstrations of sft call crop_video: "
             "add it, or set sft to None in a recipe of your own"
+        )
+    if run.train_vision != "none" and run.sft is None and run.rl is None:
+        raise ValueError(
+            f"train_vision: {run.train_vision!r} without sft and rl, which train it; "
+            "set it to 'none', or choose a recipe with one of these phases"
         )
     if run.start and run.sft is None:
         raise ValueError(

@@ -118,7 +118,8 @@ class PatchMerger(nnx.Module):
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
     ):
-        self.joined = config.hidden_size * config.spatial_merge_size**2
+        self.patches = config.spatial_merge_size**2
+        self.joined = config.hidden_size * self.patches
         self.norm_after = norm_after
         self.norm = LayerNorm(
             self.joined if norm_after else config.hidden_size, stack=stack, param_dtype=param_dtype
@@ -144,6 +145,36 @@ class PatchMerger(nnx.Module):
         joined = (x.shape[0], -1, self.joined)
         x = self.norm(x.reshape(joined)) if self.norm_after else self.norm(x).reshape(joined)
         return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
+
+
+class Mergers(nnx.Module):
+    """The end of the vision tower: mergers of its last hidden states, and of those of DeepStack.
+
+    Args:
+        merger: of the last hidden states.
+        deepstack: of each level, stacked; None without DeepStack.
+    """
+
+    def __init__(self, merger: PatchMerger, deepstack: PatchMerger | None):
+        self.merger = merger
+        self.deepstack = deepstack
+
+    def __call__(
+        self, x: Float[Array, "b p d"], taps: Float[Array, "levels b p d"]
+    ) -> Float[Array, "b q c o"]:
+        features = [self.merger(x)[None]]
+        if self.deepstack is not None:
+            # One merger per tap: both are stacked along the first axis.
+            graph, state = nnx.split(self.deepstack)
+            features.append(jax.vmap(lambda s, tap: nnx.merge(graph, s)(tap))(state, taps))
+        return jnp.moveaxis(jnp.concatenate(features), 0, 2)
+
+    def of_tokens(self, states: Float[Array, "b q c w"]) -> Float[Array, "b q c o"]:
+        """The same for what `VisionTower.before_mergers` returns."""
+        b, q, c, w = states.shape
+        patches = self.merger.patches
+        x = jnp.moveaxis(states, 2, 0).reshape(c, b, q * patches, w // patches)
+        return self(x[0], x[1:])
 
 
 class VisionTower(nnx.Module):
@@ -174,14 +205,23 @@ class VisionTower(nnx.Module):
         )
         self.deepstack = mergers if config.levels else None
 
+    @property
+    def mergers(self) -> Mergers:
+        """The part behind the blocks, which has the same weights."""
+        return Mergers(self.merger, self.deepstack)
+
     def __call__(
-        self, patches: Float[Array | np.ndarray, "b p c"], layout: PatchLayout
+        self,
+        patches: Float[Array | np.ndarray, "b p c"],
+        layout: PatchLayout,
+        remat: bool = False,
     ) -> Float[Array, "b q levels d"]:
         """Computes visual features, q = p / merge^2 visual tokens per row.
 
         Args:
             patches: patches as `models.patches.patchify` makes them.
             layout: their places.
+            remat: whether a backward pass computes the blocks again, and keeps only their inputs.
 
         Returns:
             Features whose third axis has 1 + DeepStack levels: at 0 the merged features, at 1 + i
@@ -190,6 +230,28 @@ class VisionTower(nnx.Module):
         Raises:
             ValueError: layout and patches do not have the same shape.
         """
+        return self.mergers(*self._states(patches, layout, remat))
+
+    def before_mergers(
+        self, patches: Float[Array | np.ndarray, "b p c"], layout: PatchLayout
+    ) -> Float[Array, "b q levels w"]:
+        """What the mergers read, per visual token: the states of its merge^2 patches as one vector.
+
+        Arguments and errors are those of a call. At 0 on the third axis are the last hidden states.
+        """
+        x, taps = self._states(patches, layout)
+        c = self.config
+        states = jnp.concatenate([x[None], taps])
+        width = c.spatial_merge_size**2 * c.hidden_size
+        return jnp.moveaxis(states.reshape(1 + c.levels, len(x), -1, width), 0, 2)
+
+    def _states(
+        self,
+        patches: Float[Array | np.ndarray, "b p c"],
+        layout: PatchLayout,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
+        """The hidden states after the last block, and after each block that DeepStack taps."""
         rows, size = layout.row.shape
         if size != patches.shape[1] or rows not in (1, patches.shape[0]):
             raise ValueError(
@@ -198,18 +260,11 @@ class VisionTower(nnx.Module):
             )
         patches = jnp.asarray(patches, self.dtype)
         x = self.patch(patches) + self.position_embeddings(layout).astype(self.dtype)
-        x, taps = self._run_blocks(x, layout)
-        features = [self.merger(x)[None]]
-        if self.deepstack is not None:
-            # One merger per tap: both are stacked along the first axis.
-            graph, state = nnx.split(self.deepstack)
-            features.append(jax.vmap(lambda s, tap: nnx.merge(graph, s)(tap))(state, taps))
-        return jnp.moveaxis(jnp.concatenate(features), 0, 2)
+        return self._run_blocks(x, layout, remat)
 
     def _run_blocks(
-        self, x: Float[Array, "b p d"], layout: PatchLayout
+        self, x: Float[Array, "b p d"], layout: PatchLayout, remat: bool
     ) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
-        """The hidden states after the last block, and after each block that DeepStack taps."""
         c = self.config
         angles = vision_angles(layout.row, layout.column, c)
         frame = None if layout.frame is None else jnp.broadcast_to(layout.frame, x.shape[:2])
@@ -219,10 +274,17 @@ class VisionTower(nnx.Module):
         slots[list(c.deepstack_visual_indexes)] = np.arange(c.levels)
         graph, state = nnx.split(self.blocks)
 
+        def run(params, x):
+            return nnx.merge(graph, params)(x, angles, frame)
+
+        if remat:
+            # Without the taps, which are linear in what is kept.
+            run = jax.checkpoint(run, prevent_cse=False)
+
         def body(carry, layer):
             x, taps = carry
             params, slot = layer
-            x = nnx.merge(graph, params)(x, angles, frame)
+            x = run(params, x)
             return (x, jax.lax.dynamic_update_index_in_dim(taps, x, slot, 0)), None
 
         taps = jnp.zeros((c.levels + 1, *x.shape), x.dtype)

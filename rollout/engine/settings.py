@@ -143,3 +143,7 @@ class Lengths:
     """Visual tokens in a sub-agent's prompt."""
     report: int
     """A sub-agent's report, and the last token of its prompt, which is decoded with it."""
+    frames: int = 0
+    """Frames in a main agent's prompt."""
+    crop_frames: int = 0
+    """Frames in a sub-agent's prompt."""

@@ -80,6 +80,8 @@ def lengths(
         crop_prompt=round_up(limits.most_crop_frames * labelled_in_crop + REQUEST_TOKENS, _STEP),
         crop_visual=limits.most_crop_frames * crop_frame_tokens,
         report=limits.summary_tokens + 1,
+        frames=frames,
+        crop_frames=limits.most_crop_frames,
     )
 
 

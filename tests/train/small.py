@@ -22,9 +22,11 @@ from jax.sharding import Mesh
 from configs import RECIPES
 from models.features import FrameFeatures, FrameSettings
 from models.fingerprint import fingerprint
-from models.lora import LoRASettings, add_adapters, split
+from models.lora import LoRASettings, add_adapters
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.trained_vision import TrainedVision, TrainVision
 from models.sharding import make_mesh, param_shardings
+from models.trained import split
 from paravt_jax.data import video
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
@@ -115,9 +117,9 @@ class Road:
     environment: Environment
     graph: nnx.GraphDef
     weights: Any
-    """The trained weights of the decoder."""
+    """The trained weights."""
     frozen: Any
-    """Its other weights."""
+    """The decoder's other weights."""
 
     @functools.cached_property
     def engine(self) -> Engine:
@@ -154,13 +156,16 @@ def lay_road(run: Run, data: Data) -> Road:
         text=dataclasses.replace(config.text, vocab_size=-(-config.text.vocab_size // 8) * 8),
     )
     model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
+    vision = TrainedVision.of(model.vision, run.train_vision, run.largest_frame)
     environment = Environment(
         Protocol(data.vocabulary, run.protocol),
-        FrameFeatures(model.vision, model.config, run.frames, data.root, source=video),
+        FrameFeatures(
+            model.vision, model.config, run.frames, data.root, source=video, trained=vision
+        ),
     )
     if run.lora is not None:
         add_adapters(model.text, run.lora, run.seed)
-    return Road(run, data, model, environment, *split(model.text))
+    return Road(run, data, model, environment, *split(model, run.train_vision))
 
 
 class Script:
@@ -342,6 +347,21 @@ def small_lora() -> Run:
     return dataclasses.replace(small(), name="small_lora", lora=LoRASettings(rank=4, alpha=8.0))
 
 
+def small_merger() -> Run:
+    """Adapters and the mergers; `small.py --config=small_merger`."""
+    return dataclasses.replace(small_lora(), name="small_merger", train_vision="merger")
+
+
+def small_tower() -> Run:
+    """Everything; `small.py --config=small_tower`."""
+    return dataclasses.replace(small(), name="small_tower", train_vision="tower")
+
+
+def thawed(road: Road, part: TrainVision, lora: LoRASettings | None = None) -> Road:
+    """The road with a trained part of the tower."""
+    return lay_road(dataclasses.replace(road.run, train_vision=part, lora=lora), road.data)
+
+
 def adapted(road: Road) -> Road:
     """The road with adapters."""
     return lay_road(dataclasses.replace(road.run, lora=small_lora().lora), road.data)
@@ -349,6 +369,8 @@ def adapted(road: Road) -> Road:
 
 RECIPES.setdefault("small", small)
 RECIPES.setdefault("small_lora", small_lora)
+RECIPES.setdefault("small_merger", small_merger)
+RECIPES.setdefault("small_tower", small_tower)
 
 if __name__ == "__main__":
     raise SystemExit(main())

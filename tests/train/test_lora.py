@@ -150,7 +150,8 @@ def test_training_and_engine_share_one_base(adapted):
     held = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.weights)}
     given = {x.unsafe_buffer_pointer() for x in jax.tree.leaves((base, weights))}
     assert held == given
-    assert sync.load(engine, weights, 1) == fingerprint(weights, base)
+    loaded = sync.load(engine, weights, 1, adapted.environment.features)
+    assert loaded == fingerprint(weights, base)
     assert {x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.weights)} == given
 
 

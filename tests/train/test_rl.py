@@ -509,14 +509,14 @@ def whole_grids(road, parts) -> dict:
 
 def test_a_subagent_with_unreadable_frames_is_counted(road, small, shape, monkeypatch):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    gone, read = rollouts.subagents[0][1].frames, FrameFeatures.__call__
+    gone, read = rollouts.subagents[0][1].frames, FrameFeatures.cached
 
     def call(features, frames):
         if tuple(frames) == gone:
             raise VideoError(road.data.root / gone[0].video, "gone")
         return read(features, frames)
 
-    monkeypatch.setattr(FrameFeatures, "__call__", call)
+    monkeypatch.setattr(FrameFeatures, "cached", call)
     step = laid_out(road, [rollouts], shape)
     others = [trajectory for _, trajectory in rollouts.subagents if trajectory.frames != gone]
     assert step.metrics["subagents/left_out"] == len(rollouts.subagents) - len(others) > 0

@@ -21,8 +21,10 @@ from flax import nnx
 
 from models.lora import LoRASettings, add_adapters, split
 from models.qwen3_vl.config import TextConfig
-from models.qwen3_vl.sizes import qwen3_vl
+from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl.text import TextDecoder
+from models.qwen3_vl.trained_vision import TrainedVision, trained_state
+from models.qwen3_vl.vision import VisionTower
 from models.sharding import make_mesh, param_shardings, row_devices
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
@@ -34,12 +36,12 @@ from train.learn.batch import Group, build
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows, place_packed
 from train.learn.packing import StepShape, pack
-from train.learn.placement import place, place_whole, row_pieces
+from train.learn.placement import place, place_bank, place_frames, place_whole, row_pieces
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTBatch, SFTSettings, make_sft_update
-from train.learn.step import init_state, make_accumulation
+from train.learn.step import init_state, make_accumulation, make_seeing
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Weights move by up to LEARNING_RATE in the step, and may differ by BOUND.
@@ -247,7 +249,54 @@ def sft_step(
     return update(state, batch)
 
 
+def compare_vision() -> None:
+    """Vectors and gradients of the trained part of the tower, on meshes and on one device."""
+    config = dataclasses.replace(
+        tiny(96).vision, hidden_size=64, intermediate_size=96, out_hidden_size=TEXT.hidden_size
+    )
+    tower = nnx.jit(lambda: VisionTower(config, rngs=nnx.Rngs(0)))()
+    rng = np.random.default_rng(4)
+    frames = 13
+    grids = [(2 * int(rng.integers(1, 3)), 2 * int(rng.integers(1, 4))) for _ in range(frames)]
+    tokens = [h * w // 4 for h, w in grids]
+    for part in ("merger", "tower"):
+        vision = TrainedVision.of(tower, part, frame_tokens=6)
+        assert vision is not None
+        cached = rng.normal(size=(sum(tokens), *vision.vector)).astype(np.float32)
+        cotangent = rng.normal(size=(104, 1 + config.levels, TEXT.hidden_size))
+        # No token reads the padding behind the frames.
+        cotangent[sum(tokens) :] = 0
+        host = jax.tree.map(np.asarray, trained_state(tower, part))
+        found: dict[tuple[int, ...], Any] = {}
+        for shape in ((1, 1, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2)):
+            mesh = make_mesh(*shape)
+            devices = row_devices(mesh)
+            weights = jax.device_put(host, param_shardings(host, mesh))
+            if part == "tower":
+                room = -(-frames // devices)
+                bank = place_frames(cached, grids, vision, room, devices, mesh)
+            else:
+                bank = place_bank(cached, 104 // devices, devices, mesh)
+            seeing = make_seeing(vision, mesh, 1, 104)
+            vectors = np.asarray(seeing.encode(weights, bank)).reshape(cotangent.shape)
+            placed = cotangent.reshape(devices, -1, *cotangent.shape[1:]).astype(np.float32)
+            gradients = seeing.gradients(weights, bank, place({"visual": placed}, mesh)["visual"])
+            found[shape] = (vectors, jax.tree.map(np.asarray, gradients))
+        for shape, (vectors, gradients) in found.items():
+            np.testing.assert_allclose(vectors, found[1, 1, 1][0], rtol=1e-5, atol=1e-5)
+            pairs = zip(
+                jax.tree.leaves_with_path(gradients),
+                jax.tree.leaves(found[1, 1, 1][1]),
+                strict=True,
+            )
+            for (path, a), b in pairs:
+                gap = np.linalg.norm(a - b) / np.linalg.norm(b)
+                assert gap < 1e-5, (part, shape, jax.tree_util.keystr(path), gap)
+            print(f"{part} {shape}: the same vectors and gradients")
+
+
 def main() -> None:
+    compare_vision()
     text = nnx.jit(lambda: TextDecoder(TEXT, rngs=nnx.Rngs(0)))()
     compare(text, RL, SFT)
     add_adapters(text, LoRASettings(rank=4), seed=0)

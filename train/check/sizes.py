@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.lora import LoRASettings, split
+from models.lora import LoRASettings
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
+from models.qwen3_vl.trained_vision import TrainVision, cached_shape
+from models.trained import apart, split, together
 from train.fit import total_bytes
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.settings import Run
@@ -26,28 +28,32 @@ _TINY_STATE = 16e6
 class _Shapes(NamedTuple):
     """Abstract weights of a model."""
 
-    trained: Any
+    text: Any
     """Weights of the decoder that are trained: all of them, or its adapters."""
+    vision: Any
+    """Weights of the tower that are trained; None: none."""
     frozen: Any
-    """Its other weights."""
+    """The decoder's other weights."""
     tower: Any
 
 
 @functools.cache
-def _shapes(size: str, dtype: str, lora: LoRASettings | None) -> _Shapes:
+def _shapes(size: str, dtype: str, lora: LoRASettings | None, train_vision: TrainVision) -> _Shapes:
     model = abstract_model(qwen3_vl(size), param_dtype=dtype, lora=lora)
-    return _Shapes(*split(model.text)[1:], nnx.state(model.vision))
+    _, trained, frozen = split(model, train_vision)
+    return _Shapes(*apart(trained), frozen, nnx.state(model.vision))
 
 
 def _shapes_of(run: Run) -> _Shapes:
-    return _shapes(run.model.size, run.param_dtype, run.lora)
+    return _shapes(run.model.size, run.param_dtype, run.lora, run.train_vision)
 
 
 def trained_bytes(run: Run, dtype: str) -> float:
     """Bytes of the trained weights in a type."""
     if run.model.size == "tiny":
         return _TINY_STATE / 3
-    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(_shapes_of(run).trained))
+    shapes = _shapes_of(run)
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves((shapes.text, shapes.vision)))
     return float(weights * jnp.dtype(dtype).itemsize)
 
 
@@ -63,8 +69,10 @@ def tower_bytes(run: Run) -> float:
 
 def model_bytes(run: Run) -> float:
     """Bytes of the exported model. Adapters are merged into the frozen weights."""
-    decoder = trained_bytes(run, "float32") if run.lora is None else frozen_bytes(run)
-    return decoder + tower_bytes(run)
+    if run.model.size == "tiny":
+        return _TINY_STATE / 3
+    shapes = _shapes_of(run)
+    return total_bytes(shapes.text if run.lora is None else shapes.frozen) + tower_bytes(run)
 
 
 def published_bytes(run: Run) -> float:
@@ -76,7 +84,8 @@ def state_bytes(run: Run, optimizer: OptimizerSettings) -> float:
     """Bytes of the trained weights and their optimizer's moments."""
     if run.model.size == "tiny":
         return _TINY_STATE
-    trained = _shapes_of(run).trained
+    shapes = _shapes_of(run)
+    trained = together(shapes.text, shapes.vision)
     moments = jax.eval_shape(make_optimizer(optimizer, steps=2).init, trained)
     return total_bytes(trained) + total_bytes(moments)
 
@@ -111,8 +120,9 @@ def checkpoints(run: Run) -> dict[str, SavedPhase]:
     for name, (optimizer, steps, save_every) in phases.items():
         best = name == "rl" and run.checkpoints.best != "none"
         size = state_bytes(run, optimizer)
-        if run.lora is None:
-            size += tower_bytes(run)
+        if run.lora is None and run.model.size != "tiny":
+            # What is trained of the tower is a part of the state.
+            size += tower_bytes(run) - total_bytes(_shapes_of(run).vision)
         found[name] = SavedPhase(steps, save_every, run.checkpoints.keep + best, size)
     return found
 
@@ -145,6 +155,9 @@ def host_memory(run: Run, hosts: int, on_cpu: bool) -> dict[str, float]:
 
 
 def _visual_bytes(run: Run) -> float:
-    """Bytes of the features of an RL batch, which are most of it; in the type of activations."""
-    numbers = run.rl_shape.slots(1, 1) * (1 + run.vision.levels) * run.vision.out_hidden_size
+    """Bytes of what is cached of the frames of an RL batch, which is most of it."""
+    tokens = run.rl_shape.slots(1, 1)
+    if run.train_vision == "tower":
+        tokens = run.rl_shape.frames(1, 1) * run.largest_frame
+    numbers = tokens * math.prod(cached_shape(run.vision, run.train_vision))
     return float(numbers * jnp.dtype(run.model.dtype).itemsize)

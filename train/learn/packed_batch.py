@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.config import VisionConfig
 from models.qwen3_vl.rope import mrope_positions
+from models.qwen3_vl.trained_vision import TrainedVision
 from models.sharding import ROWS, constrain, row_devices
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.conversations import Conversation, render
@@ -39,17 +40,25 @@ from train.learn.placement import BY_ROW, place, place_vectors
 
 @dataclasses.dataclass(frozen=True)
 class PackedShape:
-    """Static sizes of a batch: rows, and tokens and visual tokens per row."""
+    """Static sizes of a batch: rows, and tokens, visual tokens and frames per row."""
 
     rows: int
     tokens: int
     visual: int
+    frames: int = 0
+    """Only needed if the whole vision tower is trained."""
 
     def __post_init__(self):
         for name in ("rows", "tokens", "visual"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"PackedShape.{name}: {value}; give a whole number of at least 1")
+
+    def room(self, vision: TrainedVision | None) -> int:
+        """Entries per row of what is cached of frames. A tower that is trained has them padded."""
+        if vision is None or not vision.whole:
+            return self.visual
+        return self.frames * vision.frame_tokens
 
 
 # Annotations are not checked, for the same reason as in `Microbatch`.
@@ -60,7 +69,8 @@ class PackedRows:
 
     `sampled` marks the tokens with a loss. `visual` holds m visual tokens per row, each with c
     vectors: one for the embedding layer and one per DeepStack level, in the type of the features.
-    The n-th visual token of a row takes its n-th vector.
+    The n-th visual token of a row takes its n-th vector. If a part of the vision tower is trained,
+    `visual` holds its input instead, and `TrainedVision.encode` the vectors.
     """
 
     ids: Int[Array, "b t"]
@@ -69,10 +79,12 @@ class PackedRows:
     sampled: Bool[Array, "b t"]
     visual: Float[Array, "b m c d"] | None = None
     """None until the rows are on the mesh."""
+    grids: Int[Array, "b f 2"] | None = None
+    """If the whole tower is trained: height and width of each frame, in patches; 0 for none."""
 
 
 class Rendered(NamedTuple):
-    """A conversation as the trainer sees it, with the visual vectors of its frames.
+    """A conversation as the trainer sees it, with what is cached of its frames.
 
     The vectors are kept here because a row may have more frames than `FrameFeatures` stores.
     """
@@ -134,7 +146,7 @@ def _render(conversation: Conversation, protocol: Protocol, features: FrameFeatu
     if conversation.tokens not in (0, len(trajectory.ids)):
         path = conversation.clips[0].path
         raise VideoError(path, "its frames have another size than when it was prepared")
-    vectors = features(trajectory.frames) if trajectory.frames else None
+    vectors = features.cached(trajectory.frames) if trajectory.frames else None
     return Rendered(trajectory, vectors)
 
 
@@ -162,6 +174,11 @@ def most_visual(
     return max(sum(map(tokens, row)) for row in rows)
 
 
+def most_frames(rows: Iterable[Sequence[Conversation]]) -> int:
+    """The largest number of frames in a row."""
+    return max(sum(len(clip.indices) for chat in row for clip in chat.clips) for row in rows)
+
+
 def build_packed(
     rows: Sequence[Sequence[Rendered]], features: FrameFeatures, shape: PackedShape
 ) -> tuple[PackedRows, list[Shaped[np.ndarray, "_ c d"]]]:
@@ -173,7 +190,7 @@ def build_packed(
         shape: Sizes of the arrays; missing rows become padding.
 
     Returns:
-        NumPy arrays without visual vectors, and the vectors of each row.
+        NumPy arrays without visual vectors, and what is cached of the frames of each row.
 
     Raises:
         ValueError: The rows, or a row's tokens or visual tokens, do not fit `shape`.
@@ -185,12 +202,16 @@ def build_packed(
         "segments": np.zeros((shape.rows, shape.tokens), np.int32),
         "sampled": np.zeros((shape.rows, shape.tokens), bool),
     }
-    none = np.zeros((0, 1 + config.vision.levels, config.text.hidden_size), features.dtype)
+    none = np.zeros((0, *features.vector), features.dtype)
     visual: list[Any] = [none] * shape.rows
+    vision = features.trained
+    if vision is not None and vision.whole:
+        arrays["grids"] = np.zeros((shape.rows, shape.frames, 2), np.int32)
     _check(len(rows), shape.rows, "rows")
     for r, row in enumerate(rows):
         _check(sum(len(trajectory.ids) for trajectory, _ in row), shape.tokens, "tokens")
         start = 0
+        shown = []
         for segment, (trajectory, _) in enumerate(row, 1):
             part = slice(start, start + len(trajectory.ids))
             grids = [features.grid(frame) for frame in trajectory.frames]
@@ -198,10 +219,16 @@ def build_packed(
             arrays["segments"][r, part] = segment
             arrays["positions"][:, r, part] = mrope_positions(trajectory.ids, grids, config)
             arrays["sampled"][r, part] = trajectory.authors == Author.MODEL
+            shown += grids
             start = part.stop
-        shown = [vectors for _, vectors in row if vectors is not None]
-        visual[r] = np.concatenate([none, *shown])
-        _check(len(visual[r]), shape.visual, "visual", "prepare the data again: files have changed")
+        cached = [vectors for _, vectors in row if vectors is not None]
+        visual[r] = np.concatenate([none, *cached])
+        changed = "prepare the data again: files have changed"
+        _check(len(visual[r]), shape.visual, "visual", changed)
+        if vision is not None and vision.whole:
+            _check(len(shown), shape.frames, "frames", changed)
+            arrays["grids"][r, : len(shown)] = np.reshape(shown, (-1, 2))
+            visual[r] = vision.in_rows(visual[r], shown)
     return PackedRows(**arrays), visual
 
 
@@ -219,8 +246,8 @@ def place_packed(
 
     Args:
         rows: Its rows, and
-        visual: their vectors, both from `build_packed`.
-        room: Visual tokens per row.
+        visual: what is cached of their frames, both from `build_packed`.
+        room: Visual tokens per row, padding of frames included.
         mesh: The mesh of training.
     """
     return dataclasses.replace(place(rows, mesh), visual=place_vectors(visual, room, mesh))
@@ -240,5 +267,8 @@ def split_microbatches(batch: PackedRows, parts: int) -> PackedRows:
         # only, and the others would wait. Spread every micro-batch over all devices.
         return constrain(x, *[None] * (axis + 1), ROWS)
 
-    arrays = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return PackedRows(**{name: split(leaf, BY_ROW[name]) for name, leaf in arrays.items()})
+    parted: dict[str, Any] = {}
+    for field in dataclasses.fields(batch):
+        leaf = getattr(batch, field.name)
+        parted[field.name] = None if leaf is None else split(leaf, BY_ROW[field.name])
+    return PackedRows(**parted)

@@ -124,8 +124,15 @@ class StepShape:
 
         All trained sub-agents may be of one process, so each one has room for all of them.
         """
-        prompts = math.ceil(self.groups / processes)
-        count = prompts * self.limits.visual + self.subagents * self.limits.crop_visual
+        visual, crop_visual = self.limits.visual, self.limits.crop_visual
+        return self._room(visual, crop_visual, processes, devices)
+
+    def frames(self, processes: int, devices: int) -> int:
+        """Room, per device, for the frames that one process may provide."""
+        return self._room(self.limits.frames, self.limits.crop_frames, processes, devices)
+
+    def _room(self, of_main: int, of_subagent: int, processes: int, devices: int) -> int:
+        count = math.ceil(self.groups / processes) * of_main + self.subagents * of_subagent
         return max(1, math.ceil(count / (devices // processes)))
 
     def microbatches(self, most: int, devices: int, pieces: int) -> tuple[MicrobatchShape, ...]:

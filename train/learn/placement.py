@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from models.qwen3_vl.config import TextConfig
+from models.qwen3_vl.trained_vision import TrainedVision
 from models.sharding import ROWS, row_devices
 
 T = TypeVar("T")
@@ -41,8 +43,18 @@ BY_ROW = MappingProxyType(
         "shared": 0,
         "visual_index": 0,
         "visual": 0,
+        "grids": 0,
     }
 )
+
+
+class Bank(NamedTuple):
+    """What is cached of a step's frames, one slot per visual token, on the mesh of training."""
+
+    cached: Shaped[Array, "b n c w"]
+    """Rows split over devices: visual vectors, or the input of the trained part of the tower."""
+    grids: Int[Array, "b f 2"] | None = None
+    """If the whole tower is trained: height and width of a row's frames, in patches."""
 
 
 def row_pieces(text: TextConfig, devices: int, tensor: int = 1) -> int:
@@ -142,6 +154,48 @@ def place_vectors(
         for device, place in places.items()
     ]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def place_bank(cached: Shaped[np.ndarray, "m c w"], slots: int, devices: int, mesh: Mesh) -> Bank:
+    """Put what is cached of this process's frames on the mesh.
+
+    Args:
+        cached: One entry per visual token.
+        slots: Entries per device.
+        devices: Devices of this process that rows are spread over.
+        mesh: The mesh of training.
+    """
+    rows = [cached[first : first + slots] for first in range(0, slots * devices, slots)]
+    return Bank(place_vectors(rows, slots, mesh))
+
+
+def place_frames(
+    cached: Shaped[np.ndarray, "m 1 w"],
+    grids: Sequence[tuple[int, int]],
+    vision: TrainedVision,
+    frames: int,
+    devices: int,
+    mesh: Mesh,
+) -> Bank:
+    """The same if the whole tower is trained. Every device gets equally many frames.
+
+    Args:
+        cached: The patches of each visual token.
+        grids: Height and width of this process's frames, in patches.
+        vision: The tower.
+        frames: Room for frames per device.
+        devices: See `place_bank`, as for
+        mesh: the mesh.
+    """
+    padded = vision.in_rows(cached, grids)
+    share = math.ceil(len(grids) / devices)
+    rows, sizes = [], np.zeros((devices, frames, 2), np.int32)
+    for device in range(devices):
+        part = slice(device * share, (device + 1) * share)
+        rows.append(padded[part.start * vision.frame_tokens : part.stop * vision.frame_tokens])
+        sizes[device, : len(grids[part])] = np.reshape(grids[part], (-1, 2))
+    placed: Any = place({"grids": sizes}, mesh)
+    return Bank(place_vectors(rows, frames * vision.frame_tokens, mesh), placed["grids"])
 
 
 def _fill(rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, device: Any) -> Array:

@@ -25,7 +25,9 @@ from models.features import FrameFeatures
 from models.lora import NOTHING
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.text import TextDecoder
+from models.qwen3_vl.trained_vision import TrainedVision
 from models.sharding import row_devices
+from models.trained import apart, in_activations, together
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
 from paravt_jax.method.judge import Judge
@@ -36,7 +38,14 @@ from rollout.engine.requests import Sampler
 from train.learn.batch import Microbatch
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import GroupLengths, StepShape
-from train.learn.placement import place, place_vectors, place_whole, row_pieces
+from train.learn.placement import (
+    Bank,
+    place,
+    place_bank,
+    place_frames,
+    place_whole,
+    row_pieces,
+)
 from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import (
@@ -49,10 +58,12 @@ from train.learn.rollouts import (
 )
 from train.learn.step import (
     MeshProgram,
+    Seeing,
     TrainState,
     init_state,
     make_accumulation,
     make_logprobs,
+    make_seeing,
     mesh_of,
     rollout_logprobs,
 )
@@ -125,6 +136,7 @@ class Learner:
         sync: Brings weights to the engine's devices; None: made here.
         frozen: The decoder's weights that are not trained (`models.lora.split`). They are also
             those of the reference.
+        vision: The trained part of the vision tower, whose weights are among `weights`; None: none.
     """
 
     def __init__(
@@ -137,6 +149,7 @@ class Learner:
         judge: Judge,
         sync: WeightSync | None = None,
         frozen: Any = NOTHING,
+        vision: TrainedVision | None = None,
     ):
         mesh = mesh_of(weights)
         assert mesh is not None, (
@@ -145,7 +158,7 @@ class Learner:
         self.mesh = mesh
         self.settings = settings
         self.judge = judge
-        dtype = nnx.merge(graph, weights, frozen).dtype
+        dtype = nnx.merge(graph, apart(weights)[0], frozen).dtype
         self.sync = sync or WeightSync(weights, dtype, frozen)
         self._weight_shardings = jax.tree.map(lambda x: x.sharding, weights)
         self.reference = self._to_host(weights, dtype)
@@ -163,6 +176,13 @@ class Learner:
         advantages = jax.jit(lambda batch: _advantages(batch, settings), out_shardings=self._whole)
         self._advantages = MeshProgram(advantages, mesh)
         self.update = make_accumulation(graph, optimizer, rl_loss(settings), self.start, frozen)
+        processes = jax.process_count()
+        self._slots = shape.slots(processes, self._devices)
+        self._vision = vision
+        self._seeing: Seeing | None = None
+        if vision is not None:
+            room = self._slots * self._devices // processes
+            self._seeing = make_seeing(vision, mesh, processes, room)
 
     def warm_up(self, weights: Any, features: FrameFeatures) -> None:
         """Compile the programs for every size of micro-batch, by computing an empty one of each.
@@ -172,15 +192,15 @@ class Learner:
             features: Gives the size and type of visual vectors.
         """
         empty = lay_out_padding(self._shape, features, self.sizes, self._devices)
-        visual, microbatches, batch = self._place(empty)
-        self._reference_logprobs(visual, microbatches)
+        bank, microbatches, batch = self._place(empty)
+        self._reference_logprobs(bank, microbatches)
         advantages, totals, _ = self._advantages(batch)
         rollouts = RLBatch(batch, advantages, totals)
         draw = (0, 0, 0)
-        _, metrics = self._gradients(weights, visual, microbatches, rollouts, draw)
+        _, metrics = self._gradients(weights, bank, microbatches, rollouts, draw)
         if self.settings.updates_per_batch > 1:
             later = self._after_the_first(rollouts, metrics)
-            self._gradients(weights, visual, microbatches, later, draw)
+            self._gradients(weights, bank, microbatches, later, draw)
 
     def step(
         self,
@@ -249,10 +269,10 @@ class Learner:
             (seed, number, 0x5A),
             self._devices,
         )
-        visual, microbatches, played = self._place(laid_out)
+        bank, microbatches, played = self._place(laid_out)
         times.append(time.perf_counter())
 
-        reference = self._reference_logprobs(visual, microbatches)
+        reference = self._reference_logprobs(bank, microbatches)
         times.append(time.perf_counter())
 
         played = dataclasses.replace(played, reference=reference)
@@ -260,11 +280,13 @@ class Learner:
         if on_rollouts:
             on_rollouts(own, np.asarray(advantages))
         batch = RLBatch(played, advantages, totals)
-        state, updates = self._update(state, visual, microbatches, batch, (seed % 2**32, number))
+        state, updates = self._update(state, bank, microbatches, batch, (seed % 2**32, number))
         # `_known` waits for the updates, so the times below include them.
         metrics = _over_updates([_known(found) for found in updates])
         metrics |= _known({name: [x] for name, x in advantage_metrics.items()})
-        metrics["weights/fingerprint"] = float(self.sync.load(engine, state.weights, number + 1))
+        features = environment.features
+        loaded = self.sync.load(engine, state.weights, number + 1, features)
+        metrics["weights/fingerprint"] = float(loaded)
         times.append(time.perf_counter())
 
         metrics["groups/silent"] = metrics.pop("silent_groups")
@@ -279,21 +301,27 @@ class Learner:
             metrics |= measure(laid_out.lengths, one_update)
         return state, metrics
 
-    def _place(
-        self, laid_out: LaidOut
-    ) -> tuple[Float[Array, "*m c d"], list[Microbatch], GRPOBatch]:
-        """The bank of visual vectors, the micro-batches and the rollouts, on the mesh."""
+    def _place(self, laid_out: LaidOut) -> tuple[Bank, list[Microbatch], GRPOBatch]:
+        """What is cached of frames, the micro-batches and the rollouts, on the mesh."""
         processes = jax.process_count()
-        slots = self._shape.slots(processes, self._devices)
-        starts = range(0, slots * self._devices // processes, slots)
-        visual = place_vectors([laid_out.visual[n : n + slots] for n in starts], slots, self.mesh)
+        count = self._devices // processes
+        if self._vision is None or not self._vision.whole:
+            bank = place_bank(laid_out.visual, self._slots, count, self.mesh)
+        else:
+            frames = self._shape.frames(processes, self._devices)
+            found = laid_out.visual, laid_out.grids
+            bank = place_frames(*found, self._vision, frames, count, self.mesh)
         microbatches = [place_whole(part, self.mesh) for part in laid_out.microbatches]
-        return visual, microbatches, place(laid_out.grpo, self.mesh)
+        return bank, microbatches, place(laid_out.grpo, self.mesh)
+
+    def _visual(self, weights: Any, bank: Bank) -> Float[Array, "*m c d"]:
+        """The visual vectors of a step under some weights of the tower's trained part."""
+        return bank.cached if self._seeing is None else self._seeing.encode(weights, bank)
 
     def _update(
         self,
         state: TrainState,
-        visual: Float[Array, "*m c d"],
+        bank: Bank,
         microbatches: Sequence[Microbatch],
         batch: RLBatch,
         draw: tuple[int, ...],
@@ -302,7 +330,7 @@ class Learner:
         found = []
         for number in range(self.settings.updates_per_batch):
             gradients, metrics = self._gradients(
-                state.weights, visual, microbatches, batch, (*draw, number)
+                state.weights, bank, microbatches, batch, (*draw, number)
             )
             state, norm = self.update.apply(state, gradients)
             batch = self._after_the_first(batch, metrics)
@@ -320,23 +348,30 @@ class Learner:
     def _gradients(
         self,
         weights: Any,
-        visual: Float[Array, "*m c d"],
+        bank: Bank,
         microbatches: Sequence[Microbatch],
         batch: RLBatch,
         draw: tuple[int, ...],
     ) -> tuple[Any, dict[str, list[Array]]]:
         """Gradients of the whole batch, and the metrics of every micro-batch.
 
-        `draw`, with the number of a micro-batch, decides what adapters drop.
+        The tower runs once before all micro-batches, and back once after them, with the sum of the
+        gradients of its vectors (as in GradCache, arXiv 2101.06983). `draw`, with the number of a
+        micro-batch, decides what adapters drop.
         """
-        total = self.update.start(weights)
+        text, vision = apart(weights)
+        visual = self._visual(vision, bank)
+        total = self.update.start(text if self._seeing is None else (text, visual))
         metrics: dict[str, list[Array]] = {}
         for number, part in enumerate(microbatches):
             numbers = np.array((*draw, number), np.uint32)
-            total, found = self.update.add(weights, total, visual, part, batch, draw=numbers)
+            total, found = self.update.add(text, total, visual, part, batch, draw=numbers)
             for name, value in found.items():
                 metrics.setdefault(name, []).append(value)
-        return total, metrics
+        if self._seeing is None:
+            return total, metrics
+        of_text, of_visual = total
+        return together(of_text, self._seeing.gradients(vision, bank, of_visual)), metrics
 
     def _to_host(self, weights: Any, dtype: Any) -> Any:
         """A copy of the weights in `dtype`, in the host's memory."""
@@ -346,17 +381,18 @@ class Learner:
         )
 
         def cast(weights: Any) -> Any:
-            return jax.tree.map(lambda x: x.astype(dtype), weights)
+            return in_activations(weights, dtype)
 
         return jax.jit(cast, out_shardings=shardings)(weights)
 
     def _reference_logprobs(
-        self, visual: Float[Array, "*m c d"], microbatches: Sequence[Microbatch]
+        self, bank: Bank, microbatches: Sequence[Microbatch]
     ) -> Float[Array, "r u"]:
         """Log-probs under the reference weights, which are on the devices only in this call."""
-        weights = jax.device_put(self.reference, self._weight_shardings)
+        text, vision = apart(jax.device_put(self.reference, self._weight_shardings))
+        visual = self._visual(vision, bank)
         # A token is in one micro-batch, and 0 in all others.
-        logprobs = [self.logprobs(weights, visual, part) for part in microbatches]
+        logprobs = [self.logprobs(text, visual, part) for part in microbatches]
         # The weights are freed on return, before the update needs their memory.
         return jax.block_until_ready(functools.reduce(jnp.add, logprobs))
 

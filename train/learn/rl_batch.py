@@ -62,7 +62,9 @@ class LaidOut(NamedTuple):
 
     microbatches: tuple[Microbatch, ...]
     visual: Shaped[np.ndarray, "m c d"]
-    """This process's visual vectors, one of each level per visual token, from its first slot on."""
+    """What is cached of this process's frames, per visual token, from its first slot on."""
+    grids: tuple[tuple[int, int], ...]
+    """Height and width of these frames, in patches."""
     grpo: GRPOBatch
     """The rollouts, without log-probs of the reference (zeros)."""
     lengths: tuple[GroupLengths, ...]
@@ -125,8 +127,9 @@ def lay_out(
     readable = sorted(grids)
     room = shape.slots(len(parts), devices) * (devices // len(parts))
     slots = _slots(prompts, grids, features, room)
-    none = np.zeros((0, *_vector(features)), features.dtype)
+    none = np.zeros((0, *features.vector), features.dtype)
     visual = np.concatenate([none, *(x for _, x in sorted(vectors.items()) if x is not None)])
+    own_grids = tuple(grid for number in sorted(vectors) for grid in grids[number])
     groups = [Group(prompts[n].trajectories, prompts[n].row, grids[n], slots[n]) for n in readable]
     lengths = tuple(group.lengths for group in groups)
     microbatches = tuple(
@@ -140,7 +143,7 @@ def lay_out(
         metrics["subagents/trained"] = float(trained)
         metrics["subagents/left_out"] = float(without_room + len(agents) - trained)
     batch = _grpo_batch(join(parts), [prompts[n] for n in readable], vocabulary.token_bytes, shape)
-    return LaidOut(microbatches, visual, batch, lengths, metrics)
+    return LaidOut(microbatches, visual, own_grids, batch, lengths, metrics)
 
 
 def lay_out_padding(
@@ -149,13 +152,19 @@ def lay_out_padding(
     """A step without rollouts, with one micro-batch of every size; the arguments of `lay_out`."""
     processes = hosts.process_count()
     room = shape.slots(processes, devices) * (devices // processes)
-    visual = np.zeros((room, *_vector(features)), features.dtype)
+    grids: tuple[tuple[int, int], ...] = ()
+    if features.trained is not None and features.trained.whole:
+        # Frames of the greatest length.
+        merge, tokens = features.config.vision.spatial_merge_size, features.trained.frame_tokens
+        frames = shape.frames(processes, devices) * (devices // processes)
+        grids, room = ((merge, merge * tokens),) * frames, frames * tokens
+    visual = np.zeros((room, *features.vector), features.dtype)
     microbatches = tuple(
         build(PackedMicrobatch(size, ()), [], features.config, shape.rows, shape.suffix)
         for size in sizes
     )
     batch = _grpo_batch(Rollouts((), ()), [], lambda _: b"", shape)
-    return LaidOut(microbatches, visual, batch, (), {})
+    return LaidOut(microbatches, visual, grids, batch, (), {})
 
 
 def _main_prompts(parts: Sequence[Rollouts], shape: StepShape) -> list[_Prompt]:
@@ -207,7 +216,7 @@ def _encode(
             continue
         try:
             grids[number] = tuple(features.grid(frame) for frame in prompt.frames)
-            vectors[number] = features(prompt.frames) if prompt.frames else None
+            vectors[number] = features.cached(prompt.frames) if prompt.frames else None
         except VideoError:
             # `features` has noted the video as unreadable.
             grids.pop(number, None)
@@ -217,11 +226,6 @@ def _encode(
     for part in hosts.gather(grids):
         every |= part
     return vectors, every
-
-
-def _vector(features: FrameFeatures) -> tuple[int, int]:
-    """The shape of a visual token's vectors."""
-    return 1 + features.config.vision.levels, features.config.text.hidden_size
 
 
 def _slots(

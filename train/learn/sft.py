@@ -25,6 +25,7 @@ from models.qwen3_vl import remat
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
+from models.qwen3_vl.trained_vision import TrainedVision
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.loader import Pipeline
@@ -39,6 +40,7 @@ from train.learn.packed_batch import (
     PackedShape,
     build_packed,
     fitted_rows,
+    most_frames,
     most_visual,
     place_packed,
     render_rows,
@@ -90,6 +92,10 @@ class SFTSettings:
     def shape(self) -> PackedShape:
         """The shape of a step's batch, as long as no data is known: every token may be visual."""
         return PackedShape(self.rows, self.row_tokens, self.row_tokens)
+
+
+See = Callable[[Any, Any], Any]
+"""`f(weights of the tower, SFTBatch) -> SFTBatch` with visual vectors; see `seeing`."""
 
 
 # Annotations are not checked, for the same reason as in `Microbatch`.
@@ -165,12 +171,13 @@ def start_sft(
     parts: int = 1,
     frozen: Any = NOTHING,
     seed: int = 0,
+    see: See | None = None,
 ) -> tuple[TrainState, MeshProgram]:
     """The state before the first step, and the jitted update; see `make_sft_update`."""
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = init_state(weights, optimizer)
     return state, make_sft_update(
-        graph, optimizer, image_token_id, settings, parts, state, frozen, seed
+        graph, optimizer, image_token_id, settings, parts, state, frozen, seed, see
     )
 
 
@@ -183,6 +190,7 @@ def make_sft_update(
     state: TrainState,
     frozen: Any = NOTHING,
     seed: int = 0,
+    see: See | None = None,
 ) -> MeshProgram:
     """Compile the update of the cold start: `f(state, SFTBatch) -> (state, metrics)`.
 
@@ -195,13 +203,35 @@ def make_sft_update(
         state: A real or abstract state, with the shardings that updates keep.
         frozen: The decoder's weights that are not trained (`models.lora.split`).
         seed: With the number of the update, decides what adapters drop.
+        see: From `seeing`, if a part of the vision tower is trained.
     """
 
     def split(batch: SFTBatch) -> SFTBatch:
         return split_sft_batch(batch, parts)
 
     loss = sft_loss(image_token_id, settings.remat, settings.logprob_chunk)
-    return make_update(graph, optimizer, loss, state, split if parts > 1 else None, frozen, seed)
+    split_batch = split if parts > 1 else None
+    return make_update(graph, optimizer, loss, state, split_batch, frozen, seed, see)
+
+
+def seeing(vision: TrainedVision | None, room: int) -> See | None:
+    """Computes the visual vectors of a batch from what is cached of its frames.
+
+    Args:
+        vision: The trained part of the vision tower; None: the batch has the vectors.
+        room: Visual tokens per row.
+    """
+    if vision is None:
+        return None
+
+    def see(weights: Any, batch: SFTBatch) -> SFTBatch:
+        packed: Any = batch.packed
+        rows = len(packed.ids)
+        visual = vision.encode(weights, packed.visual, packed.grids, rows, room)
+        shown = dataclasses.replace(packed, visual=visual, grids=None)
+        return dataclasses.replace(batch, packed=shown)
+
+    return see
 
 
 def sft_step(
@@ -284,9 +314,10 @@ class SFTBatches:
         packing = pack_rows(data, settings.row_tokens, seed)
         rows = row_stream(data, packing, reader, seed, settings.rows)
         self._pipeline = Pipeline(rows, self._begin, self._finish)
-        chats = (data.row(numbers) for numbers in packing.rows)
+        chats = [data.row(numbers) for numbers in packing.rows]
         visual = max(1, most_visual(chats, features.settings, features.config.vision))
-        shape = dataclasses.replace(settings.shape, visual=visual)
+        frames = max(1, most_frames(chats))
+        shape = dataclasses.replace(settings.shape, visual=visual, frames=frames)
         self._shape, self._parts = fitted_rows(shape, settings.microbatches, mesh)
 
     def start(
@@ -294,8 +325,9 @@ class SFTBatches:
     ) -> tuple[TrainState, MeshProgram]:
         """The state before the first step, and the jitted update; donates `weights`."""
         image_token_id = self._features.config.image_token_id
+        see = seeing(self._features.trained, self._shape.visual)
         return start_sft(
-            graph, weights, image_token_id, self._settings, self._parts, frozen, self._seed
+            graph, weights, image_token_id, self._settings, self._parts, frozen, self._seed, see
         )
 
     def __next__(self) -> tuple[SFTBatch, tuple[PackedRows, ...], dict[str, float]]:
@@ -341,7 +373,8 @@ class SFTBatches:
         """Render this process's rows, and put them on the mesh."""
         rendered, missing = render_rows(own_rows, self._protocol, self._features)
         own, visual = build_packed(rendered, self._features, share_of_rows(self._shape))
-        packed = place_packed(own, visual, self._shape.visual, self._mesh)
+        room = self._shape.room(self._features.trained)
+        packed = place_packed(own, visual, room, self._mesh)
         return _Prepared(packed, int(own.sampled.sum()), missing)
 
     def get_state(self) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""The jitted programs of training: log-probs of a batch, and updates of the text decoder.
+"""The jitted programs of training: log-probs of a batch, and updates of the trained weights.
 
-The vision tower is frozen. Its vectors come with the batch.
+Visual vectors come with the batch. If a part of the vision tower is trained, they are computed from
+what is cached of frames (`models.qwen3_vl.trained_vision`): in an update of the cold start with the
+loss; in RL before the first micro-batch, and their gradients are taken back after the last one.
 """
 
 from __future__ import annotations
@@ -20,15 +22,18 @@ from jaxtyping import Array, Float
 from models.lora import NOTHING, drops
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.text import TextDecoder
-from models.sharding import ROWS, constrain
+from models.qwen3_vl.trained_vision import TrainedVision
+from models.sharding import ROWS, constrain, row_devices
+from models.trained import apart
 from train.learn.batch import Microbatch
+from train.learn.placement import Bank
 
 
 # Annotations are not checked, because JAX also builds this tree with shardings as leaves.
 @no_type_check
 @struct.dataclass
 class TrainState:
-    """The decoder's trained weights and the optimizer's state after `step` updates."""
+    """The trained weights (`models.trained`) and the optimizer's state after `step` updates."""
 
     weights: Any
     optimizer: Any
@@ -191,6 +196,42 @@ def make_logprobs(
     return MeshProgram(jitted, mesh, (frozen,))
 
 
+class Seeing(NamedTuple):
+    """The programs between what is cached of frames and visual vectors."""
+
+    encode: MeshProgram
+    """`f(weights, bank) -> vectors`."""
+    gradients: MeshProgram
+    """`f(weights, bank, gradients of vectors) -> gradients of weights`, in float32."""
+
+
+def make_seeing(vision: TrainedVision, mesh: Mesh, groups: int, room: int) -> Seeing:
+    """Compile the trained part of the vision tower for the bank of a step.
+
+    Args:
+        vision: The trained part of the tower.
+        mesh: The mesh of training.
+        groups: Processes, each of which provides as many rows of the bank.
+        room: Room for the visual vectors of a process.
+    """
+    rows = NamedSharding(mesh, PartitionSpec(ROWS))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def encode(weights: Any, bank: Bank) -> Array:
+        vectors = vision.encode(weights, bank.cached, bank.grids, groups, room)
+        return vectors.reshape(row_devices(mesh), -1, *vectors.shape[2:])
+
+    def gradients(weights: Any, bank: Bank, of_vectors: Array) -> Any:
+        vectors, pull_back = jax.vjp(lambda weights: encode(weights, bank), weights)
+        (found,) = pull_back(of_vectors.astype(vectors.dtype))
+        return found
+
+    return Seeing(
+        MeshProgram(jax.jit(encode, out_shardings=rows), mesh),
+        MeshProgram(jax.jit(gradients, out_shardings=whole), mesh),
+    )
+
+
 class Accumulation(NamedTuple):
     """The programs of an update whose micro-batches have several sizes.
 
@@ -199,9 +240,10 @@ class Accumulation(NamedTuple):
     """
 
     start: MeshProgram
-    """`f(weights) -> gradients`, all zero."""
+    """`f(of) -> gradients`, all zero, of the decoder's trained weights; or of a pair of these and
+    the visual vectors, if these are differentiated too."""
     add: MeshProgram
-    """`f(weights, gradients, *batch, draw=...) -> (gradients, metrics)`. The gradients are
+    """`f(weights, gradients, visual, *batch, draw=...) -> (gradients, metrics)`. The gradients are
     donated. `draw` decides what adapters drop: seed, update and micro-batch."""
     apply: MeshProgram
     """`f(state, gradients) -> (state, grad_norm)`. The state is donated."""
@@ -219,24 +261,31 @@ def make_accumulation(
     Args:
         graph: The decoder without its weights.
         optimizer: Turns gradients into changes of the weights.
-        loss: `f(decoder, *batch) -> (loss, metrics)` of a micro-batch. It divides by totals of the
-            whole batch, so that losses, metrics and gradients of micro-batches add up.
-        state: A real or abstract state, with the shardings that updates keep.
+        loss: `f(decoder, visual, *batch) -> (loss, metrics)` of a micro-batch. It divides by totals
+            of the whole batch, so that losses, metrics and gradients of micro-batches add up.
+        state: A real or abstract state, with the shardings that updates keep. If it has weights of
+            the tower, visual vectors are differentiated.
         frozen: The decoder's weights that are not trained (`models.lora.split`).
     """
     mesh = mesh_of(state.weights)
-    of_weights = jax.tree.map(lambda x: x.sharding, state.weights)
+    text, vision = apart(state.weights)
+    placed = jax.tree.map(lambda x: x.sharding, text)
+    wanted: int | tuple[int, ...] = 0
+    if vision is not None:
+        assert mesh is not None, "a trained tower without a mesh"
+        placed, wanted = (placed, NamedSharding(mesh, PartitionSpec(ROWS))), (0, 1)
 
-    def start(weights: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), weights)
+    def start(of: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), of)
 
     def add(
-        frozen: Any, weights: Any, total: Any, *batch: Any, draw: Any = (0,)
+        frozen: Any, weights: Any, total: Any, visual: Array, *batch: Any, draw: Any = (0,)
     ) -> tuple[Any, dict[str, jax.Array]]:
-        def value(weights: Any) -> Any:
-            return loss(_in_update(graph, weights, frozen, draw), *batch)
+        def value(weights: Any, visual: Array) -> Any:
+            return loss(_in_update(graph, weights, frozen, draw), visual, *batch)
 
-        (value_of_part, metrics), grads = jax.value_and_grad(value, has_aux=True)(weights)
+        found, grads = jax.value_and_grad(value, wanted, has_aux=True)(weights, visual)
+        value_of_part, metrics = found
         total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)
         return total, metrics | {"loss": value_of_part}
 
@@ -245,10 +294,8 @@ def make_accumulation(
         return _optimized(optimizer, state, grads), optax.global_norm(grads)
 
     return Accumulation(
-        MeshProgram(jax.jit(start, out_shardings=of_weights), mesh),
-        MeshProgram(
-            jax.jit(add, donate_argnums=2, out_shardings=(of_weights, None)), mesh, (frozen,)
-        ),
+        MeshProgram(jax.jit(start, out_shardings=placed), mesh),
+        MeshProgram(jax.jit(add, donate_argnums=2, out_shardings=(placed, None)), mesh, (frozen,)),
         MeshProgram(
             jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings(state), None)),
             mesh,
@@ -273,6 +320,7 @@ def make_update(
     split: Callable[[Any], Any] | None = None,
     frozen: Any = NOTHING,
     seed: int = 0,
+    see: Callable[[Any, Any], Any] | None = None,
 ) -> MeshProgram:
     """Compile one update: gradients of the loss, then a step of the optimizer.
 
@@ -286,6 +334,8 @@ def make_update(
             accumulated in float32, in order.
         frozen: The decoder's weights that are not trained (`models.lora.split`).
         seed: With the number of the update, decides what adapters drop.
+        see: If a part of the tower is trained: `f(its weights, batch) -> batch` with visual vectors
+            in place of what is cached of frames.
 
     Returns:
         `f(state, batch) -> (state, metrics)`. The state is donated. The metrics are the loss
@@ -294,7 +344,9 @@ def make_update(
 
     def gradients(frozen: Any, state: TrainState, part: Any, number: int | Array) -> Any:
         def value(weights: Any) -> Any:
-            return loss(_in_update(graph, weights, frozen, (seed, state.step, number)), part)
+            text, vision = apart(weights)
+            shown = part if see is None else see(vision, part)
+            return loss(_in_update(graph, text, frozen, (seed, state.step, number)), shown)
 
         return jax.value_and_grad(value, has_aux=True)(state.weights)
 

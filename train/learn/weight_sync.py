@@ -14,12 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from models.features import FrameFeatures, tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import NOTHING, cast
+from models.qwen3_vl.frozen import frozen
 from models.sharding import MESH_AXES, RULES, make_mesh, param_shardings
+from models.trained import VISION, apart
 from paravt_jax.processes.hosts import gather
 
 
@@ -55,6 +58,23 @@ def make_sync(weights: Any, hosts: Mesh, dtype: DTypeLike) -> jax.stages.Wrapped
         return moved if halfway is None else jax.lax.with_sharding_constraint(moved, halfway)
 
     return jax.jit(sync, out_shardings=param_shardings(weights, hosts))
+
+
+def make_see(vision: Any, mesh: Mesh, dtype: DTypeLike) -> jax.stages.Wrapped:
+    """Compile `f(the tower's trained weights) -> as samplers use them, whole on every device`.
+
+    Args:
+        vision: Real or abstract weights of the trained part of the tower.
+        mesh: The mesh of training.
+        dtype: The type of the activations; see `models.qwen3_vl.frozen`.
+    """
+
+    def see(weights: Any) -> Any:
+        # Copies: the next update donates its weights, and frames are encoded meanwhile.
+        return jax.tree.map(jnp.copy, frozen(weights, dtype))
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(see, out_shardings=jax.tree.map(lambda _: whole, vision))
 
 
 def stay(weights: Any, hosts: Mesh, dtype: DTypeLike) -> bool:
@@ -120,21 +140,33 @@ class WeightSync:
         local = [
             device for device in mesh.devices.flat if device.process_index == jax.process_index()
         ]
-        count = sampler_devices((weights, frozen), len(local))
+        text, vision = apart(weights)
+        count = sampler_devices((text, frozen), len(local))
         self._dtype = dtype
+        self._local = local
         self._devices = local[:count]
         self._hosts = host_mesh(mesh, count)
-        self.program = self._program(weights)
+        self.program = self._program(text)
         move_base = self._program(frozen)
         self.base = self._take(frozen if move_base is None else move_base(frozen))
         self._frozen_fingerprint = fingerprint(frozen, dtype=dtype)
+        self._see: jax.stages.Wrapped | None = None
+        if vision is not None:
+            self._see = make_see(vision, mesh, dtype)
 
     def __call__(self, weights: Any) -> Any:
-        """The trained weights on this process's sampling devices."""
-        return self._take(weights if self.program is None else self.program(weights))
+        """The decoder's trained weights on this process's sampling devices."""
+        text, _ = apart(weights)
+        return self._take(text if self.program is None else self.program(text))
 
-    def load(self, sampler: Any, weights: Any, version: int) -> int:
-        """Load trained weights into a sampler, and check that it has them.
+    def load(self, sampler: Any, weights: Any, version: int, features: FrameFeatures) -> int:
+        """Load trained weights into a sampler and what it sees with, and check that they have them.
+
+        Args:
+            sampler: Gets the weights of the decoder.
+            weights: Trained weights on the mesh of training.
+            version: Number of the weights.
+            features: Gets the weights of the vision tower, if they are trained.
 
         Returns:
             The fingerprint of all weights, frozen ones included.
@@ -144,8 +176,15 @@ class WeightSync:
         """
         # Loading allocates the sampler's memory. Wait until the move has freed its own.
         sampler.load(jax.block_until_ready(self(weights)), version)
-        wanted = (fingerprint(weights, dtype=self._dtype) + self._frozen_fingerprint) % 2**32
-        for process, found in enumerate(gather(sampler.fingerprint())):
+        text, vision = apart(weights)
+        wanted = fingerprint(text, dtype=self._dtype) + self._frozen_fingerprint
+        if self._see is not None:
+            moved = self._see(vision)
+            features.load(jax.tree.map(self._on_tower, moved))
+            wanted += fingerprint(nnx.State({VISION: moved}))
+        wanted %= 2**32
+        held = (sampler.fingerprint() + features.fingerprint()) % 2**32
+        for process, found in enumerate(gather(held)):
             if found != wanted:
                 raise ValueError(
                     f"weights: after step {version}, the sampler of process {process} has weights "
@@ -165,7 +204,13 @@ class WeightSync:
         mesh = make_mesh(1, 1, len(self._devices), devices=self._devices)
         return jax.tree.map(self._own, moved, param_shardings(moved, mesh))
 
+    def _on_tower(self, x: jax.Array) -> jax.Array:
+        """An array that every device has, as one on this process's devices."""
+        sharding = NamedSharding(tower_mesh(self._local), PartitionSpec())
+        return self._own(x, sharding)
+
     def _own(self, x: jax.Array, sharding: Any) -> jax.Array:
         """This process's shards of an array as an array of its own, without a copy."""
-        parts = [shard.data for shard in x.addressable_shards if shard.device in self._devices]
+        devices = sharding.device_set
+        parts = [shard.data for shard in x.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)

@@ -1,7 +1,4 @@
-"""Builds the parts of a run that encode frames and play episodes.
-
-The vision tower must already be frozen.
-"""
+"""Builds the parts of a run that encode frames and play episodes."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import Any
 from flax import nnx
 
 from models.features import FrameFeatures
-from models.qwen3_vl.model import Qwen3VL
 from paravt_jax.data import video
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.protocol import Protocol
@@ -37,22 +33,26 @@ class Actor:
         """Load `weights` into the engine; samples then report `version`."""
         # Free the old weights first: memory may not hold both.
         self.engine.sleep()
-        self.sync.load(self.engine, weights, version)
+        self.sync.load(self.engine, weights, version, self.environment.features)
 
 
-def open_environment(
-    run: Run, data: Data, model: Qwen3VL, reader: FrameReader | None
-) -> Environment:
+def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader | None) -> Environment:
     """Build the protocol and the encoder of frames.
 
     Args:
         run: The settings.
         data: Gives the vocabulary and the directory of videos.
-        model: Its vision tower is frozen and on this process's devices.
+        parts: The model, whose vision tower is on this process's devices.
         reader: Reads published videos ahead of time; None: videos are opened when needed.
     """
+    model = parts.model
     features = FrameFeatures(
-        model.vision, model.config, run.frames, data.root, source=reader or video
+        model.vision,
+        model.config,
+        run.frames,
+        data.root,
+        source=reader or video,
+        trained=parts.vision,
     )
     return Environment(Protocol(data.vocabulary, run.protocol), features)
 

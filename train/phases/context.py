@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from models.trained import apart, together
 from paravt_jax.processes import hosts
 from train.data import Data
 from train.durable.checkpoint import Checkpoints
@@ -128,11 +129,15 @@ class Context:
 def as_saved(state: TrainState, parts: Parts) -> dict[str, Any]:
     """The state that a checkpoint of SFT or RL stores: trained weights and the optimizer.
 
-    If the whole decoder is trained, it also stores the tower: together they are the model. Adapters
-    belong to a base that is elsewhere, and whose fingerprint is part of the run's starting point.
+    If the whole decoder is trained, it also stores the whole tower: together they are the model.
+    Adapters belong to a base that is elsewhere, and whose fingerprint is part of the run's starting
+    point. Beside them are the weights of the tower that are trained, if any.
     """
-    saved = {"text": state.weights, "optimizer": state.optimizer, "step": state.step}
-    return saved if jax.tree.leaves(parts.frozen) else {"vision": parts.tower, **saved}
+    text, vision = apart(state.weights)
+    saved = {"text": text, "optimizer": state.optimizer, "step": state.step}
+    if not jax.tree.leaves(parts.frozen):
+        return {"vision": parts.tower_with(vision), **saved}
+    return saved if vision is None else {"vision": vision, **saved}
 
 
 def resume(phase: Phase, start: TrainState, parts: Parts) -> tuple[TrainState, Any]:
@@ -149,4 +154,5 @@ def resume(phase: Phase, start: TrainState, parts: Parts) -> tuple[TrainState, A
     # Callers still refer to these arrays, so without deletion both states would be in memory.
     for leaf in jax.tree.leaves(start):
         leaf.delete()
-    return TrainState(saved["text"], saved["optimizer"], saved["step"]), cursor
+    weights = together(saved["text"], parts.trained_of(saved.get("vision")))
+    return TrainState(weights, saved["optimizer"], saved["step"]), cursor

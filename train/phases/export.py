@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.lora import merge_adapters
 from models.peft_folder import save_adapters
+from models.trained import apart
 from paravt_jax.processes import hosts
 from train.export import write_model
 from train.phases.context import Context
@@ -26,10 +27,13 @@ def export(context: Context, parts: Parts, weights: Any) -> None:
         return
     # All processes take part, because the weights are sharded over all of them.
     whole = NamedSharding(context.mesh, PartitionSpec())
-    nnx.update(parts.model.text, weights, parts.frozen)
+    text, vision = apart(weights)
+    nnx.update(parts.model.text, text, parts.frozen)
+    if vision is not None:
+        nnx.update(parts.model.vision, vision)
     _export_adapters(context, parts)
     merge_adapters(parts.model.text)
-    nnx.update(parts.model.vision, jax.device_put(parts.tower, whole))
+    nnx.update(parts.model.vision, jax.device_put(parts.tower_with(vision), whole))
     write_model(parts.model, context.folder / "tokenizer", context.run.frames, folder)
 
 
@@ -40,4 +44,5 @@ def _export_adapters(context: Context, parts: Parts) -> None:
     if lora is None or digest is None or hosts.from_first(folder.exists):
         return
     base = context.run.model.path
-    save_adapters(parts.model, lora, folder, base=base, base_digest=digest)
+    part = context.run.train_vision
+    save_adapters(parts.model, lora, folder, base=base, base_digest=digest, train_vision=part)

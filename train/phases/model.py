@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.features import tower_mesh
 from models.fingerprint import fingerprint
-from models.lora import LoRASettings, add_adapters, cast, split
+from models.lora import LoRASettings, add_adapters, cast
 from models.peft_folder import base_fingerprint
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.frozen import frozen
@@ -20,7 +20,9 @@ from models.qwen3_vl.hf import load
 from models.qwen3_vl.hf_config import to_hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.sizes import qwen3_vl, tiny
+from models.qwen3_vl.trained_vision import TrainedVision, TrainVision
 from models.sharding import param_shardings
+from models.trained import split
 from paravt_jax.method.tokenizer import Vocabulary
 from train import published_model
 from train.data import Data
@@ -33,23 +35,45 @@ class Parts:
     """A model without its trained weights, which are passed from phase to phase."""
 
     model: Qwen3VL
-    """The vision tower is frozen and on this process's devices. The decoder has shapes only."""
+    """The vision tower is on this process's devices. The decoder has shapes only."""
     graph: nnx.GraphDef
     """The text decoder without its weights."""
     frozen: Any
     """The decoder's weights that are not trained, on the mesh; empty if all are."""
     tower: Any
-    """The vision tower's state in the host's memory, in the type that checkpoints store."""
+    """The vision tower's first state in the host's memory, in the type that checkpoints store."""
+    vision: TrainedVision | None
+    """The part of the tower that is trained; None: none is."""
 
     @property
     def base(self) -> dict[str, str]:
-        """The fingerprint of the frozen weights; empty if all weights are trained.
+        """The fingerprint of the frozen weights; empty if the whole decoder is trained.
 
-        It is part of a run's starting point: adapters make sense with their own base only.
+        It is part of a run's starting point: adapters make sense with their own base only, and
+        mergers with the blocks below them.
         """
         if not jax.tree.leaves(self.frozen):
             return {}
-        return {"base": f"{fingerprint(self.frozen):08x}"}
+        states = [self.frozen]
+        if self.vision is not None:
+            trains = self.vision.trains
+            blocks = {name: x for name, x in self.tower.raw_mapping.items() if not trains(name)}
+            states.append(nnx.State(blocks))
+        return {"base": f"{fingerprint(*states):08x}"}
+
+    def tower_with(self, vision: Any) -> nnx.State:
+        """The tower with some weights of its trained part, rounded to the type of the others."""
+        if vision is None:
+            return self.tower
+        dtype = jax.tree.leaves(self.tower)[0].dtype
+        return nnx.merge_state(self.tower, cast(vision, dtype))
+
+    def trained_of(self, tower: Any) -> nnx.State | None:
+        """The trained part of a state of the tower, the inverse of `tower_with`."""
+        if self.vision is None:
+            return None
+        trains = self.vision.trains
+        return nnx.State({name: x for name, x in tower.raw_mapping.items() if trains(name)})
 
 
 def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, Any]]:
@@ -99,7 +123,12 @@ def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:
 
 
 def take_apart(
-    model: Qwen3VL, mesh: Mesh, lora: LoRASettings | None = None, seed: int = 0
+    model: Qwen3VL,
+    mesh: Mesh,
+    lora: LoRASettings | None = None,
+    seed: int = 0,
+    train_vision: TrainVision = "none",
+    frame_tokens: int = 0,
 ) -> tuple[Parts, Any]:
     """Split `model` into frozen parts and trained weights, which are sharded over `mesh`.
 
@@ -108,10 +137,12 @@ def take_apart(
         mesh: The mesh of training.
         lora: Adapters to add and to train; None: the whole decoder is trained.
         seed: Draws the adapters.
+        train_vision: The part of the vision tower that is trained.
+        frame_tokens: Visual tokens of the largest frame.
     """
     if lora is not None:
         add_adapters(model.text, lora, seed)
-    graph, weights, rest = split(model.text)
+    graph, weights, rest = split(model, train_vision)
     weights = jax.device_put(weights, param_shardings(weights, mesh))
     # In the type of the activations, to which they would be rounded in every product.
     rest = cast(rest, model.text.dtype)
@@ -123,7 +154,8 @@ def take_apart(
     on_devices = jax.device_put(frozen(tower, model.vision.dtype), everywhere)
     nnx.update(model.vision, on_devices)
     drop_weights(model)
-    return Parts(model, graph, rest, tower), weights
+    vision = TrainedVision.of(model.vision, train_vision, frame_tokens)
+    return Parts(model, graph, rest, tower, vision), weights
 
 
 def drop_weights(model: Qwen3VL) -> None:

@@ -59,6 +59,7 @@ def reinforce(
         actor.judge or rules_of(settings.rewards),
         actor.sync,
         parts.frozen,
+        parts.vision,
     )
     with context.open_phase("rl", settings, environment.features.unreadable) as phase:
         questions = _questions(context, settings, reader)

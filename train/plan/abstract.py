@@ -6,6 +6,7 @@ A run calls the same programs with the same shapes, types and shardings. Nothing
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -13,27 +14,30 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.lora import split
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
+from models.qwen3_vl.trained_vision import TrainedVision
 from models.sharding import param_shardings, row_devices
+from models.trained import apart, split
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
 from train.learn.batch import Microbatch
 from train.learn.optimizer import make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
 from train.learn.packing import MicrobatchShape, StepShape
-from train.learn.placement import row_pieces, shardings
+from train.learn.placement import Bank, row_pieces, shardings
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
-from train.learn.sft import SFTBatch, make_sft_update
+from train.learn.sft import SFTBatch, make_sft_update, seeing
 from train.learn.step import (
     Accumulation,
     MeshProgram,
+    Seeing,
     TrainState,
     make_accumulation,
     make_logprobs,
+    make_seeing,
     state_shardings,
 )
 from train.settings import Run
@@ -62,8 +66,12 @@ class AbstractStep(NamedTuple):
     state: TrainState
     frozen: Any
     """The decoder's weights that are not trained."""
+    bank: Bank
+    """What is cached of frames."""
     visual: Any
-    """The bank of visual vectors."""
+    """The visual vectors."""
+    seeing: Seeing | None
+    """The programs between both, if a part of the vision tower is trained."""
     microbatches: tuple[Microbatch, ...]
     """An empty micro-batch of every size, the largest first."""
     batch: RLBatch
@@ -83,7 +91,7 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
         ValueError: the recipe has no RL.
     """
     settings = _phase(run, "rl", run.rl)
-    config, graph, weights, frozen = _model(run, mesh, config)
+    config, graph, weights, frozen, vision = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.updates)
     state = _state(weights, optimizer)
     devices = row_devices(mesh)
@@ -91,14 +99,22 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
     shape = run.rl_shape
     sizes = shape.microbatches(settings.microbatch_tokens, devices, pieces)
     hosts = len({device.process_index for device in mesh.devices.flat})
-    visual = _visual(devices, shape.slots(hosts, devices), config, jnp.dtype(run.model.dtype))
+    dtype = jnp.dtype(run.model.dtype)
+    slots, frames = shape.slots(hosts, devices), shape.frames(hosts, devices)
+    visual = _placed({"visual": _visual(devices, slots, config, dtype)}, mesh)["visual"]
+    bank, seeing = Bank(visual), None
+    if vision is not None:
+        bank = Bank(*_placed(_cached(vision, devices, slots, frames, dtype), mesh).values())
+        seeing = make_seeing(vision, mesh, hosts, slots * devices // hosts)
     batch = RLBatch(_rollouts(shape), _shape((shape.rows, shape.suffix), jnp.float32), _totals())
     return AbstractStep(
         config,
         graph,
         state,
         frozen,
-        _placed({"visual": visual}, mesh)["visual"],
+        bank,
+        visual,
+        seeing,
         tuple(_placed(_microbatch(size, shape), mesh) for size in sizes),
         _placed(batch, mesh),
         make_accumulation(graph, optimizer, rl_loss(settings), state, frozen),
@@ -119,18 +135,34 @@ def abstract_rl_gradients(
         later: of an update after the first one of a step, which reads the log-probs of that one.
     """
     step = abstract_rl_step(run, mesh, config)
-    total = jax.tree.map(lambda x: x.update(dtype=jnp.float32), step.state.weights)
+    total = jax.tree.map(lambda x: x.update(dtype=jnp.float32), _differentiated(step))
     batch = step.batch
     if later:
         batch = dataclasses.replace(batch, proximal=batch.advantages)
-    arguments = (step.state.weights, total, step.visual, step.microbatches[size], batch)
+    text, _ = apart(step.state.weights)
+    arguments = (text, total, step.visual, step.microbatches[size], batch)
     return Abstract(step.update.add, arguments)
+
+
+def abstract_rl_seeing(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
+    """Gradients of the trained part of the tower, which the run has; see `abstract_rl_step`."""
+    step = abstract_rl_step(run, mesh, config)
+    assert step.seeing is not None, f"{run.name} trains no part of the tower"
+    _, vision = apart(step.state.weights)
+    gradients = step.visual.update(dtype=jnp.float32)
+    return Abstract(step.seeing.gradients, (vision, step.bank, gradients))
+
+
+def _differentiated(step: AbstractStep) -> Any:
+    """What the gradients of a micro-batch are of."""
+    text, _ = apart(step.state.weights)
+    return text if step.seeing is None else (text, step.visual)
 
 
 def abstract_rl_start(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
     """Gradients of zero, to which those of micro-batches are added; see `abstract_rl_step`."""
     step = abstract_rl_step(run, mesh, config)
-    return Abstract(step.update.start, (step.state.weights,))
+    return Abstract(step.update.start, (_differentiated(step),))
 
 
 def abstract_rl_optimizer(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
@@ -146,14 +178,20 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
     The arguments are the state (donated) and an `SFTBatch`.
     """
     settings = _phase(run, "sft", run.sft)
-    config, graph, weights, frozen = _model(run, mesh, config)
+    config, graph, weights, frozen, vision = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
     shape, parts = fitted_rows(settings.shape, settings.microbatches, mesh)
     dtype = jnp.dtype(run.model.dtype)
-    batch = _placed(SFTBatch(_packed(shape, config, dtype), _shape((), jnp.float32)), mesh)
+    rows = _packed(shape, config, dtype)
+    if vision is not None:
+        frames = math.ceil(shape.visual / vision.frame_tokens)
+        cached = _cached(vision, shape.rows, shape.visual, frames, dtype)
+        rows = dataclasses.replace(rows, **cached)
+    batch = _placed(SFTBatch(rows, _shape((), jnp.float32)), mesh)
     image = config.image_token_id
-    program = make_sft_update(graph, optimizer, image, settings, parts, state, frozen)
+    see = seeing(vision, shape.visual)
+    program = make_sft_update(graph, optimizer, image, settings, parts, state, frozen, see=see)
     return Abstract(program, (state, batch))
 
 
@@ -168,7 +206,8 @@ def abstract_reference(
     )
     # The reference is stored in the type of the activations, to save memory.
     dtype = jnp.dtype(run.model.dtype)
-    reference = jax.tree.map(lambda x: x.update(dtype=dtype), step.state.weights)
+    text, _ = apart(step.state.weights)
+    reference = jax.tree.map(lambda x: x.update(dtype=dtype), text)
     return Abstract(program, (reference, step.visual, step.microbatches[size]))
 
 
@@ -186,12 +225,17 @@ def planned_model(run: Run, config: Qwen3VLConfig) -> Qwen3VL:
 
 def _model(
     run: Run, mesh: Mesh, config: Qwen3VLConfig | None
-) -> tuple[Qwen3VLConfig, nnx.GraphDef, Any, Any]:
-    """(config, graph, trained weights, frozen weights) of the decoder, sharded over the mesh."""
+) -> tuple[Qwen3VLConfig, nnx.GraphDef, Any, Any, TrainedVision | None]:
+    """(config, the decoder's graph, trained weights, its frozen weights, trained part of the tower)
+
+    Weights are sharded over the mesh.
+    """
     config = qwen3_vl(run.model.size) if config is None else config
-    graph, *states = split(planned_model(run, config).text)
+    model = planned_model(run, config)
+    graph, *states = split(model, run.train_vision)
     weights, frozen = jax.tree.map(_place, states, [param_shardings(x, mesh) for x in states])
-    return config, graph, weights, frozen
+    vision = TrainedVision.of(model.vision, run.train_vision, run.largest_frame)
+    return config, graph, weights, frozen, vision
 
 
 def _state(weights: Any, optimizer: Any) -> TrainState:
@@ -216,6 +260,24 @@ def _visual(rows: int, tokens: int, config: Qwen3VLConfig, dtype: Any) -> Any:
     """Features of visual tokens: the tower's output, and one vector per DeepStack level."""
     levels = 1 + config.vision.levels
     return _shape((rows, tokens, levels, config.text.hidden_size), dtype)
+
+
+def _cached(
+    vision: TrainedVision, rows: int, visual: int, frames: int, dtype: Any
+) -> dict[str, Any]:
+    """What is cached of frames, and their sizes if the whole tower is trained; by name in a batch.
+
+    Args:
+        vision: the trained part of the tower.
+        rows: rows of the bank.
+        visual: visual tokens per row.
+        frames: frames per row.
+        dtype: type of the activations.
+    """
+    if not vision.whole:
+        return {"visual": _shape((rows, visual, *vision.vector), dtype), "grids": None}
+    patches = _shape((rows, frames * vision.frame_tokens, *vision.vector), dtype)
+    return {"visual": patches, "grids": _shape((rows, frames, 2), jnp.int32)}
 
 
 def _microbatch(size: MicrobatchShape, shape: StepShape) -> Microbatch:

@@ -18,13 +18,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.features import frames_per_call, tower_mesh, tower_program
-from models.lora import cast, split
+from models.lora import cast
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
 from models.qwen3_vl.vision import frame_layout
 from models.sharding import make_mesh, param_shardings
+from models.trained import apart, split
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
 from train.fit import total_bytes
@@ -37,6 +38,7 @@ from train.plan.abstract import (
     abstract_reference,
     abstract_rl_gradients,
     abstract_rl_optimizer,
+    abstract_rl_seeing,
     abstract_rl_start,
     abstract_rl_step,
     abstract_sft_update,
@@ -87,11 +89,12 @@ class Plan:
         self.config = planned_config(run)
         self.mesh = make_mesh(*mesh, devices=devices)
         self.model = planned_model(run, self.config)
-        self.graph, weights, base = split(self.model.text)
+        self.graph, weights, base = split(self.model, run.train_vision)
         self.weights = laid_out(weights, param_shardings(weights, self.mesh))
+        self.text, self.vision = apart(self.weights)
         self.base = laid_out(base, param_shardings(base, self.mesh))
         # Rollouts run on the devices of one host, `sampler_size` devices per copy of the weights.
-        sampler_size = sampler_devices((weights, base), len(host))
+        sampler_size = sampler_devices((self.text, base), len(host))
         self.host = make_mesh(tensor=sampler_size, devices=host)
         self.hosts = host_mesh(self.mesh, sampler_size)
         self.one = make_mesh(devices=host)
@@ -113,7 +116,7 @@ class Plan:
             if not stay(self.base, self.hosts, self.model.text.dtype):
                 self.engine_base = "engine's base"
                 self.residents["engine's base"] = self._for_engine(self.base)
-            self.residents["engine's weights"] = self._for_engine(self.weights)
+            self.residents["engine's weights"] = self._for_engine(self.text)
             self.residents["KV pool"] = self._pool()
 
     def program(self, name: str) -> PlannedProgram:
@@ -124,6 +127,7 @@ class Plan:
             "page copy": self._copy,
             "SFT update": self._sft,
             "RL start": self._start,
+            "RL vision": self._rl_vision,
             "RL optimizer": self._optimizer,
             "weight sync": self._sync,
         }
@@ -173,7 +177,7 @@ class Plan:
             found.append(abstract_sft_update(self.run, self.mesh, self.config).arguments)
         if self.run.rl is not None:
             step = abstract_rl_step(self.run, self.mesh, self.config)
-            found.append((step.state, (step.visual, step.microbatches[0], step.batch)))
+            found.append((step.state, (step.bank, step.microbatches[0], step.batch)))
         return found
 
     def _sft(self) -> PlannedProgram:
@@ -194,6 +198,11 @@ class Plan:
         """Gradients of zero. Nothing is read: the weights only give the shapes."""
         start = abstract_rl_start(self.run, self.mesh, self.config)
         return dataclasses.replace(self._training("RL start", start, ()), read=0.0)
+
+    def _rl_vision(self) -> PlannedProgram:
+        """The trained part of the tower, forward and back, for all frames of a step."""
+        seeing = abstract_rl_seeing(self.run, self.mesh, self.config)
+        return self._training("RL vision", seeing, ("weights", "batch"), pairs=every)
 
     def _optimizer(self) -> PlannedProgram:
         step = abstract_rl_optimizer(self.run, self.mesh, self.config)
@@ -351,15 +360,9 @@ class Plan:
         return jax.ShapeDtypeStruct(bank_shape, programs.dtype, sharding=whole)
 
     def _sync(self) -> PlannedProgram:
-        sync = make_sync(self.weights, self.hosts, self.model.text.dtype)
-        return PlannedProgram(
-            "weight sync",
-            sync,
-            (self.weights,),
-            self.mesh,
-            device_bytes(self.weights),
-            ("weights",),
-        )
+        sync = make_sync(self.text, self.hosts, self.model.text.dtype)
+        read = device_bytes(self.text)
+        return PlannedProgram("weight sync", sync, (self.text,), self.mesh, read, ("weights",))
 
     # --- vision ---
 
@@ -426,6 +429,8 @@ def program_names(run: Run) -> tuple[str, ...]:
         names.append("RL start")
         for later in (False, True) if run.rl.updates_per_batch > 1 else (False,):
             names += [update_name(size.tokens, later) for size in sizes]
+        if run.train_vision != "none":
+            names.append("RL vision")
         names.append("RL optimizer")
     if run.plays_episodes:
         names.append("weight sync")

@@ -169,6 +169,8 @@ def learner_calls(run: Run, workload: Workload | None) -> dict[str, float]:
     names |= {update_name(tokens, later=False): count for tokens, count in calls.items()}
     if updates > 1:
         names |= {update_name(tokens, later=True): (updates - 1) * n for tokens, n in calls.items()}
+    if run.train_vision != "none":
+        names["RL vision"] = float(updates)
     return names | {"RL optimizer": float(updates), "weight sync": 1.0}
 
 

@@ -1,0 +1,394 @@
+"""Training the mergers or the whole tower: gradients, caches, and what sampler and files get."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import peft_folder
+from models.fingerprint import fingerprint
+from models.lora import LoRASettings
+from models.qwen3_vl.hf import load
+from models.qwen3_vl.vision import frame_layout
+from models.sharding import make_mesh
+from models.trained import apart, together
+from paravt_jax.method.scoring import Rules
+from train.durable.interrupts import Interrupts, Stopped
+from train.durable.metrics import read_metrics
+from train.export import Export, export
+from train.learn.rl import Learner, rl_loss
+from train.learn.rl_batch import RLBatch, lay_out
+from train.learn.rollouts import roll_out
+from train.learn.sft import SFTBatches, seeing, sft_loss
+from train.learn.weight_sync import WeightSync
+from train.run import execute
+
+LORA = LoRASettings(rank=4, alpha=8.0)
+PARTS = {"merger": LORA, "tower": None}
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def thawed(request, road, small):
+    """The road with adapters and mergers, or with everything trained."""
+    found = small.thawed(road, request.param, PARTS[request.param])
+    if found.run.lora is not None:
+        # With B = 0, A would have no gradient.
+        for adapter in found.weights["layers"]["adapters"].values():
+            drawn = 0.1 * jax.random.normal(jax.random.key(1), adapter["b"].shape)
+            adapter["b"].set_value(drawn)
+    return found
+
+
+@pytest.fixture(scope="module")
+def learner(thawed):
+    return learner_of(thawed)
+
+
+def learner_of(road) -> Learner:
+    return Learner(
+        road.graph,
+        road.fresh(),
+        road.model.config,
+        road.run.rl,
+        road.run.rl_shape,
+        Rules(),
+        frozen=road.base(),
+        vision=road.environment.features.trained,
+    )
+
+
+@pytest.fixture
+def start(learner):
+    """A state that an update may donate."""
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), learner.start)
+
+
+def equal(a, b) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all((np.asarray(x) == np.asarray(y)).all() for x, y in pairs)
+
+
+def tower_of(road, vision):
+    """The tower with some weights of its trained part."""
+    graph, state = nnx.split(road.model.vision)
+    return nnx.merge(graph, nnx.merge_state(state, vision))
+
+
+def patches_of(road, frames) -> np.ndarray:
+    """Patches of frames of one size, read anew."""
+    config = road.model.config.vision
+    plain = type(road.environment.features)(
+        road.model.vision,
+        road.model.config,
+        road.run.frames,
+        road.data.root,
+        source=road.environment.features.source,
+        trained=dataclasses.replace(road.environment.features.trained, whole=True),
+    )
+    return plain.cached(frames).reshape(len(frames), -1, config.patch_dim)
+
+
+def require_close(ours, theirs) -> None:
+    """Norms of differences of at most 1e-4 of each tensor's own norm."""
+    pairs = zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True)
+    for (path, a), b in pairs:
+        a, b = np.asarray(a), np.asarray(b)
+        size = np.linalg.norm(b)
+        assert size > 0, jax.tree_util.keystr(path)
+        assert np.linalg.norm(a - b) <= 1e-4 * size, jax.tree_util.keystr(path)
+
+
+def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
+    thawed, small, learner
+):
+    """Here the tower runs in the same function as decoder and loss, frame by frame."""
+    rl, features = thawed.run.rl, thawed.environment.features
+    questions = thawed.data.questions[:2]
+    played = roll_out(small.Script(thawed), thawed.environment, questions, rl, 0, 0, Rules())
+    step = lay_out(
+        [played],
+        features,
+        thawed.data.vocabulary,
+        thawed.run.rl_shape,
+        learner.sizes,
+        (0,),
+    )
+    bank, parts, rollouts = learner._place(step)
+    advantages, totals, _ = learner._advantages(rollouts)
+    batch = RLBatch(rollouts, advantages, totals)
+    ours, _ = learner._gradients(thawed.weights, bank, parts, batch, (0, 0, 0))
+
+    frames = [
+        frame
+        for group in played.groups
+        for segment in group[0].trajectory.segments[:1]
+        for frame in segment.frames
+    ]
+    patches = patches_of(thawed, frames)
+    layout = frame_layout(features.grid(frames[0]), thawed.model.config.vision)
+    loss = rl_loss(rl)
+    room = thawed.run.rl_shape.slots(1, 1)
+
+    def whole(weights):
+        text, vision = apart(weights)
+        vectors = tower_of(thawed, vision)(patches, layout)
+        vectors = vectors.reshape(1, -1, *vectors.shape[2:])
+        visual = jnp.pad(vectors, ((0, 0), (0, room - vectors.shape[1]), (0, 0), (0, 0)))
+        decoder = nnx.merge(thawed.graph, text, thawed.frozen)
+        return sum(loss(decoder, visual, part, batch)[0] for part in parts)
+
+    theirs = jax.jit(jax.grad(whole))(thawed.weights)
+    require_close(ours, theirs)
+
+
+def test_what_the_sampler_sees_is_what_the_update_scores(thawed, learner, start):
+    """Also after the first step, under weights that have changed."""
+    engine, environment = thawed.engine, thawed.environment
+    questions = thawed.data.questions[:2]
+    learner.sync.load(engine, start.weights, 0, environment.features)
+    state, first = learner.step(start, engine, environment, questions, seed=0)
+    assert first["kl_reference"] == pytest.approx(0, abs=1e-7)
+    before = apart(learner.start.weights)[1]
+    after = apart(state.weights)[1]
+    for (path, x), y in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        assert (np.asarray(x) != np.asarray(y)).any(), jax.tree_util.keystr(path)
+    _, second = learner.step(state, engine, environment, questions, seed=0)
+    for metrics in (first, second):
+        assert metrics["token_mismatches"] == 0
+        assert 0 < metrics["logprob_gap"] < 1e-5
+    assert second["kl_reference"] > 1e-6
+
+
+def test_the_reference_sees_with_the_weights_that_rl_starts_from(thawed, small, learner, start):
+    """The text weights are those of the reference, so the whole distance comes from the tower."""
+    text, vision = apart(start.weights)
+    moved = jax.tree.map(lambda x: x + 0.02 * jnp.ones_like(x), vision)
+    state = dataclasses.replace(start, weights=together(text, moved))
+    questions = thawed.data.questions[:2]
+    script = small.Script(thawed)
+    _, metrics = learner.step(state, script, thawed.environment, questions, seed=0)
+    assert metrics["kl_reference"] > 1e-6
+
+
+def test_a_number_of_the_tower_that_changes_on_its_way_is_noticed_in_that_step(
+    thawed, small, learner, start, monkeypatch
+):
+    features = thawed.environment.features
+    load = features.load
+
+    def faulty(weights):
+        leaf = weights["merger"]["fc1"]["kernel"]
+        value = np.array(leaf[...])
+        value[0, 0] = np.nextafter(value[0, 0], np.float32(9))
+        changed = leaf.replace(jax.device_put(value, leaf[...].sharding))
+        load(nnx.merge_state(weights, {"merger": {"fc1": {"kernel": changed}}}))
+
+    monkeypatch.setattr(features, "load", faulty)
+    script, questions = small.Script(thawed), thawed.data.questions[:2]
+    with pytest.raises(ValueError, match="after step 1, the sampler of process 0 has weights"):
+        learner.step(start, script, thawed.environment, questions, seed=0)
+
+
+def test_what_is_cached_outlives_the_weights_and_visual_vectors_do_not(thawed):
+    features = thawed.environment.features
+    sync = WeightSync(thawed.fresh(), np.float32, thawed.base())
+
+    class Silent:
+        def load(self, weights, version):
+            self.weights = weights
+
+        def fingerprint(self):
+            return fingerprint(self.weights, thawed.frozen)
+
+    frames = features.overview(thawed.data.questions[0].video, 4)
+    sync.load(Silent(), thawed.fresh(), 0, features)
+    cached, vectors = features.cached(frames), features(frames)
+    read = features.encoded_frames
+    text, vision = apart(thawed.fresh())
+    doubled = jax.tree.map(lambda x: 2 * x, vision)
+    sync.load(Silent(), together(text, doubled), 1, features)
+    np.testing.assert_array_equal(features.cached(frames), cached)
+    assert np.abs(features(frames) - vectors).max() > 1e-3
+    patches = patches_of(thawed, frames)
+    layout = frame_layout(features.grid(frames[0]), thawed.model.config.vision)
+    wanted = jax.jit(tower_of(thawed, doubled))(patches, layout)
+    np.testing.assert_allclose(features(frames).reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-5)
+    assert features.encoded_frames == read, "no frame is read again"
+
+
+def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(thawed):
+    """The vectors of the batch come from the tower as a whole, at what is cached of each token."""
+    features = thawed.environment.features
+    settings = dataclasses.replace(thawed.run.sft, rows=1)
+    protocol, mesh = thawed.environment.protocol, make_mesh()
+    batches = SFTBatches(settings, thawed.data, None, 0, protocol, features, mesh)
+    batch, _, _ = next(batches)
+    loss = sft_loss(thawed.image)
+    room = batches._shape.visual
+    see = seeing(features.trained, room)
+    assert see is not None
+
+    def ours(weights):
+        text, vision = apart(weights)
+        return loss(nnx.merge(thawed.graph, text, thawed.frozen), see(vision, batch))[0]
+
+    cached = np.asarray(batch.packed.visual)[0]
+    count = int((np.asarray(batch.packed.ids) == thawed.image).sum())
+    config = thawed.model.config.vision
+    frame = thawed.run.largest_frame
+    grid = features.grid(thawed.data.questions[0].video)
+    assert count % frame == 0, "frames of the small world have one size"
+
+    def theirs(weights):
+        text, vision = apart(weights)
+        tower = tower_of(thawed, vision)
+        if features.trained.whole:
+            patches = cached[:count].reshape(count // frame, -1, config.patch_dim)
+            vectors = tower(patches, frame_layout(grid, config))
+        else:
+            vectors = tower.mergers.of_tokens(jnp.asarray(cached[None, :count]))
+        vectors = vectors.reshape(1, -1, *vectors.shape[2:])
+        visual = jnp.pad(vectors, ((0, 0), (0, room - count), (0, 0), (0, 0)))
+        packed = dataclasses.replace(batch.packed, visual=visual, grids=None)
+        shown = dataclasses.replace(batch, packed=packed)
+        return loss(nnx.merge(thawed.graph, text, thawed.frozen), shown)[0]
+
+    gradients = [jax.jit(jax.grad(f))(thawed.weights) for f in (ours, theirs)]
+    require_close(*gradients)
+
+
+# --- runs ---
+
+
+def small_run(small, part: str, folder, **fields):
+    """Two steps of the cold start and two of RL."""
+    run = small.small_merger() if part == "merger" else small.small_tower()
+    run = dataclasses.replace(run, run_dir=str(folder), **fields)
+    evaluation = dataclasses.replace(
+        run.evaluation,
+        frames=(4,),
+        curve=False,
+        format_temperatures=(),
+        temperatures=(0.0,),
+        dispatch=("parallel",),
+        questions=1,
+        samples=1,
+    )
+    return dataclasses.replace(
+        run,
+        rl=dataclasses.replace(run.rl, steps=2, control=False),
+        sft=dataclasses.replace(run.sft, steps=2, save_every=1),
+        evaluation=evaluation,
+    )
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def finished(request, small, tmp_path_factory):
+    """What is trained of the tower, and the folder of a finished run."""
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    execute(small_run(small, request.param, folder))
+    return request.param, folder
+
+
+@pytest.mark.slow
+def test_a_stopped_run_ends_bit_for_bit_like_an_uninterrupted_one(small, finished):
+    """It stops after the first step of the cold start, and then after the first step of RL."""
+
+    class StopAt(Interrupts):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def agree(self):
+            rows = read_metrics(folder / "metrics.jsonl")
+            done = any(row["phase"] == self.name for row in rows)
+            return signal.SIGTERM if done else None
+
+    part, whole = finished
+    folder = whole.parent / "interrupted"
+    run = small_run(small, part, folder)
+    for phase in ("sft", "rl"):
+        with pytest.raises(Stopped, match=f"after step 1 of 2 of {phase}"):
+            execute(run, StopAt(phase))
+    execute(run)
+    names = ("loss", "grad_norm", "weights/fingerprint", "token_mismatches")
+    ours, theirs = (
+        [[row.get(name) for name in names] for row in read_metrics(each / "metrics.jsonl")]
+        for each in (folder, whole)
+    )
+    assert ours == theirs
+    written = [(each / "model" / "model.safetensors").read_bytes() for each in (folder, whole)]
+    assert written[0] == written[1]
+
+
+@pytest.mark.slow
+def test_checkpoints_hold_what_is_trained(finished):
+    part, folder = finished
+    for phase in ("sft", "rl"):
+        meta = folder / "checkpoints" / phase / "2" / "meta" / "metadata"
+        record = json.loads(meta.read_text())
+        seen = {name.split(".")[1] for name in record["leaves"] if name.startswith("vision.")}
+        if part == "merger":
+            assert seen == {"merger", "deepstack"}
+            assert len(record["identity"]["base"]) == 8
+        else:
+            assert seen == {"patch", "positions", "blocks", "merger", "deepstack"}
+            assert "base" not in record["identity"]
+
+
+@pytest.mark.slow
+def test_the_tower_of_the_exported_model_is_that_of_the_last_step(finished):
+    part, folder = finished
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == "rl"]
+    assert all(row["token_mismatches"] == 0 and row["logprob_gap"] < 1e-3 for row in rows)
+    if part == "merger":
+        # Adapters of random weights have no base on disk.
+        return
+    export(Export(str(folder), str(folder.parent / "last")))
+    one, other = load(folder.parent / "last"), load(folder / "model")
+    assert equal(nnx.state(one), nnx.state(other))
+    export(Export(str(folder), str(folder.parent / "aligned"), phase="align", step="latest"))
+    aligned = load(folder.parent / "aligned")
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(nnx.state(one.vision)),
+        jax.tree.leaves(nnx.state(aligned.vision)),
+        strict=True,
+    ):
+        assert (np.asarray(x) != np.asarray(y)).any(), jax.tree_util.keystr(path)
+
+
+@pytest.mark.slow
+def test_a_part_of_the_tower_is_exported_with_the_adapters(small, finished, tmp_path):
+    """At the end of the run, and from its checkpoint, byte for byte."""
+    _, base = finished
+    path = tmp_path / "base"
+    shutil.copytree(base / "model", path)
+    model = dataclasses.replace(small.small().model, path=str(path))
+    folder = tmp_path / "run"
+    part = finished[0]
+    fields = {"model": model, "align": None, "lora": LORA}
+    execute(small_run(small, part, folder, **fields))
+    export(Export(str(folder), str(tmp_path / "adapter"), form="peft"))
+    export(Export(str(folder), str(tmp_path / "model")))
+    for name in ("adapter", "model"):
+        written = sorted(file.name for file in (folder / name).iterdir())
+        assert written == sorted(file.name for file in (tmp_path / name).iterdir())
+        for file in written:
+            assert (folder / name / file).read_bytes() == (tmp_path / name / file).read_bytes()
+    opened = peft_folder.load(folder / "adapter")
+    merged = load(folder / "model")
+    assert equal(nnx.state(opened.vision), nnx.state(merged.vision))
+    before = load(path)
+    for name, module in (("merger", "fc1"), ("deepstack", "fc2")):
+        one, other = (nnx.state(each.vision)[name][module]["kernel"] for each in (before, opened))
+        assert (np.asarray(one[...]) != np.asarray(other[...])).any()
+    blocks = [nnx.state(each.vision.blocks) for each in (before, opened)]
+    assert equal(*blocks) == (part == "merger")
