@@ -20,7 +20,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -34,6 +34,7 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.scoring import Rules
 from rollout.evaluation.markdown import table as markdown
+from train.data import Data
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import Checkpoints
 from train.durable.run_directory import RunDirectory, RunDirectoryError
@@ -104,25 +105,26 @@ def measure(run: Run) -> None:
     """Execute a run, and write what it took in memory to `MEASURED` in its folder."""
     reuse_freed_memory()
     execute(run)
+    folder = pathlib.Path(run.run_dir)
     # Linux counts in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    figures = {"process, largest resident size": peak}
+    found = {"process, largest resident size": peak}
     if run.rl is not None:
-        figures |= memory(run)
-    write_atomically(pathlib.Path(run.run_dir) / MEASURED, json.dumps(figures, indent=1) + "\n")
+        found |= memory(run, prepare(run, folder))
+        found["checkpoint on disk"] = checkpoint_bytes(folder / "checkpoints" / "rl")
+    write_atomically(folder / MEASURED, json.dumps(found, indent=1) + "\n")
 
 
-def memory(run: Run) -> dict[str, float]:
-    """Numbers of parameters and bytes of what RL holds, from a finished run.
+def memory(run: Run, data: Data) -> dict[str, float]:
+    """The number of trained parameters, and bytes of what RL holds.
 
     Arrays are those with which the run's learner starts. An update takes its arguments (trained
     weights, frozen ones, gradients, the batch) and its temporaries: the compiler's own figures, for
     the largest micro-batch.
     """
     assert run.rl is not None
-    folder = pathlib.Path(run.run_dir)
     mesh = make_mesh()
-    model, _ = first_model(run, prepare(run, folder), mesh)
+    model, _ = first_model(run, data, mesh)
     parts, weights = take_apart(model, mesh, run.lora, run.seed)
     learner = Learner(
         parts.graph,
@@ -135,8 +137,6 @@ def memory(run: Run) -> dict[str, float]:
     )
     update = abstract_rl_gradients(run, mesh, model.config)
     compiled = update.program.lower(*update.arguments).compile().memory_analysis()
-    checkpoints = Checkpoints(folder / "checkpoints" / "rl", read_only=True)
-    newest = checkpoints.folder / str(max(checkpoints.steps()))
     trained = learner.start.weights
     arrays = {
         "decoder": total_bytes((trained, parts.frozen)),
@@ -152,10 +152,13 @@ def memory(run: Run) -> dict[str, float]:
         "RL update, temporaries": float(compiled.temp_size_in_bytes),
         "RL update, arguments and temporaries": float(held),
         "RL update, with the optimizer's state": held + arrays["optimizer"],
-        "checkpoint on disk": float(
-            sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
-        ),
     }
+
+
+def checkpoint_bytes(folder: pathlib.Path) -> float:
+    """Bytes of the newest checkpoint of a phase, on disk."""
+    newest = folder / str(max(Checkpoints(folder, read_only=True).steps()))
+    return float(sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()))
 
 
 # --- all runs ---
@@ -187,9 +190,7 @@ def start_process(out: str, seed: int, name: str) -> None:
         raise RuntimeError(f"{name}, seed {seed}: ended with exit code {code}; see {log_file}")
 
 
-def carry_out(
-    out: str, seeds: Sequence[int], start: Callable[[str, int, str], None] = start_process
-) -> None:
+def carry_out(out: str, seeds: Sequence[int]) -> None:
     """Carry out the runs that are not finished, one at a time."""
     for seed in seeds:
         for name, run in plan(out, seed).items():
@@ -197,7 +198,7 @@ def carry_out(
                 continue
             print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
             shutil.rmtree(run.run_dir)
-            start(out, seed, name)
+            start_process(out, seed, name)
 
 
 # --- figures ---
@@ -257,8 +258,8 @@ def _over_seeds(values: Sequence[float | None], digits: int) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "–"
-    spread = statistics.stdev(known) if len(known) > 1 else 0.0
-    return f"{statistics.mean(known):,.{digits}f} ± {spread:,.{digits}f}"
+    mean = f"{statistics.mean(known):,.{digits}f}"
+    return mean if len(known) == 1 else f"{mean} ± {statistics.stdev(known):,.{digits}f}"
 
 
 def main(argv: list[str] | None = None) -> int:
