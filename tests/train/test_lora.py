@@ -184,6 +184,35 @@ def test_a_base_in_int8_is_shared_and_sampled_from(adapted, small):
     assert metrics["logprob_gap"] < 1e-3
 
 
+def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted, small):
+    """Before the first update nothing has moved, so the KL term is 0. Only updates drop inputs:
+    neither the sampler's log-probs nor those of the reference change."""
+    lora = dataclasses.replace(LORA, dropout=0.5)
+    road = small.lay_road(dataclasses.replace(adapted.run, lora=lora), adapted.data)
+    bare = learner_of(road).reference
+    rng = np.random.default_rng(0)
+    # As after a cold start: adapters that change what the base computes.
+    for adapter in road.weights["layers"]["adapters"].values():
+        adapter["b"].set_value(jnp.asarray(rng.normal(0, 0.2, adapter["b"].shape), jnp.float32))
+    engine = Engine(road.model, road.environment.features, road.run.engine_sizes)
+
+    def first_step(reference=None):
+        learner = learner_of(road)
+        if reference is not None:
+            learner.reference = reference
+        learner.sync.load(engine, learner.start.weights, 0)
+        questions = road.data.questions[:2]
+        state, metrics = learner.step(learner.start, engine, road.environment, questions, seed=0)
+        return host(state.weights), metrics
+
+    weights, metrics = first_step()
+    assert abs(metrics["kl_reference"]) < 1e-5
+    assert metrics["logprob_gap"] > 1e-2
+    # What is dropped repeats.
+    assert equal(first_step()[0], weights)
+    assert abs(first_step(bare)[1]["kl_reference"]) > 1e-2
+
+
 @pytest.mark.parametrize("part", ["adapter", "base"])
 def test_a_number_that_changes_on_its_way_to_the_sampler_is_noticed_in_that_step(
     adapted, small, part
@@ -252,7 +281,7 @@ def test_an_interrupted_run_ends_bit_for_bit_like_an_uninterrupted_one(small, fi
         with pytest.raises(Stopped, match=f"after step 1 of 2 of {phase}"):
             execute(run, StopAt(phase))
     execute(run)
-    names = ("loss", "grad_norm", "weights/fingerprint")
+    names = ("loss", "grad_norm", "kl_reference", "weights/fingerprint")
     ours, theirs = (
         [[row.get(name) for name in names] for row in read_metrics(each / "metrics.jsonl")]
         for each in (folder, finished)
@@ -312,7 +341,8 @@ def test_adapters_of_a_base_on_disk_are_exported_alone_and_merged(
     fields = {"lora": dataclasses.replace(LORA, int8_base=int8_base), "align": None}
     model = dataclasses.replace(small.small().model, path=str(path))
     folder = tmp_path / "run"
-    execute(dataclasses.replace(small_run(small, folder), model=model, **fields))
+    run = dataclasses.replace(small_run(small, folder), model=model, **fields)
+    execute(run)
 
     export(Export(str(folder), str(tmp_path / "adapter"), form="peft"))
     export(Export(str(folder), str(tmp_path / "model")))
@@ -336,6 +366,8 @@ def test_adapters_of_a_base_on_disk_are_exported_alone_and_merged(
         export(Export(str(folder), str(tmp_path / "other")))
     with pytest.raises(ValueError, match="belongs to a base with the fingerprint"):
         peft_folder.load(folder / "adapter")
+    with pytest.raises(CheckpointError, match="base_fingerprint: "):
+        execute(run)
 
 
 @pytest.mark.slow
