@@ -18,9 +18,15 @@ def paravt_2b_lora() -> Run:
     4,096 tokens in SFT, and 4 prompts x 8 rollouts in PARA-GRPO; a demonstration has at most 1,323
     tokens.
 
+    Limits of lengths are shorter than in `paravt_8b`, which keeps small what a step may need: 2,048
+    tokens behind a prompt, 1,024 per turn, 256 per report. A prompt of 64 frames has 5,120. The
+    cache of the engine is chosen so that all 32 rollouts fit at these limits.
+
+    All programs were compiled for v5e:1x1 and fit (docs/scale.md). A GPU of 24 GB fits by an
+    estimate. Nothing has run on either.
+
     Rank, learning rates and numbers of steps are our choice and not tuned. The learning rates are
-    ten times those of training all weights. The cache leaves room on a chip of 16 GB. On a GPU,
-    decoding copies what it reads, so one of 24 GB gets fewer slots; no GPU has been tried.
+    ten times those of training all weights.
 
     Not in the paper, and not measured on real weights.
     """
@@ -32,8 +38,11 @@ def paravt_2b_lora() -> Run:
         "data.media": "data/scenes/media",
         "data.folder": "data/scenes_prepared",
         "data.frames": 4,
-        "engine.cache_tokens": 65_536,
-        "engine.read_tokens": 0,
+        "protocol.turn_tokens": 1024,
+        "protocol.summary_tokens": 256,
+        "protocol.trajectory_tokens": 2048,
+        # One read per slot. Where decoding copies the pages that it reads, this bounds the copies.
+        "engine.read_tokens": 8192,
         "sft.steps": 20,
         "sft.row_tokens": 4096,
         "sft.optimizer.learning_rate": 2e-4,

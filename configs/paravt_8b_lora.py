@@ -11,14 +11,14 @@ def paravt_8b_lora() -> Run:
 
     Command: python -m train.run --config=paravt_8b_lora
 
-    The cache has twice the tokens of the 2B model's.
+    All programs that need most memory were compiled for v5e:2x2 and fit (docs/scale.md). Nothing
+    has run.
 
     Not in the paper, and not measured on real weights.
     """
     fields = {
         "model.path": "Qwen/Qwen3-VL-8B-Instruct",
         "model.size": "8b",
-        "engine.cache_tokens": 131_072,
     }
     return change(paravt_2b_lora(), "paravt_8b_lora", fields)
 

@@ -5,8 +5,9 @@ engine follow from the devices alone, so every start on the same devices chooses
 that is set by hand stays.
 
 Memory is estimated by arithmetic, in less than a second. The coefficients were fitted to programs
-that libtpu compiled for the 8B model (docs/scale.md). `train.plan` compiles the chosen programs and
-so checks the estimate.
+that libtpu compiled for the 8B model, and for adapters of 2B, 4B and 8B (docs/scale.md).
+`train.plan` compiles the chosen programs and so checks the estimate. Devices other than TPUs lack
+its kernels: they have upper bounds for rollouts, and no program has checked these.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.attention import QUERY_CHUNK
 from models.lora import LoRASettings
 from models.qwen3_vl.config import Qwen3VLConfig, TextConfig
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.sizes import qwen3_vl
-from models.qwen3_vl.trained_vision import CHUNK, TrainVision, cached_shape
+from models.qwen3_vl.trained_vision import CHUNK_TOKENS, TrainVision, cached_shape
 from models.trained import apart, split
 from rollout.engine.pages import page_count
+from rollout.engine.programs import CHUNK
+from rollout.engine.settings import EngineSizes
+from rollout.evaluation.memory import decode_bytes, prefill_bytes
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import fit_rows, parts_of_rows
 from train.learn.packing import ALIGNMENT, MicrobatchShape, PackedMicrobatch, StepShape, pack
@@ -50,7 +55,6 @@ OPEN_FIELDS = (
     "mesh.tensor",
     "engine.slots",
     "engine.cache_tokens",
-    "engine.read_tokens",
     "sft.microbatches",
     "sft.remat",
     "rl.microbatch_tokens",
@@ -278,8 +282,6 @@ class _Estimate:
 
     # Sequences decoded side by side. More would hardly be faster.
     MOST_SLOTS = 64
-    # Tokens that a call of prefill reads on pages.
-    MOST_READ = 131_072
 
     def __init__(
         self, run: Run, devices: Devices, mesh: tuple[int, int, int], sizes: _Sizes
@@ -364,55 +366,33 @@ class _Estimate:
     def choose_engine(self) -> tuple[dict[str, int], float]:
         """Slots and cache of the engine, by field, and the bytes that rollouts need.
 
-        The cache holds all rollouts of a host at their longest, or as many as fit. Where decoding
-        copies pages, fewer slots are tried until the copies fit, too.
+        The cache holds all rollouts that a host plays at once, at their longest. The slots are the
+        most with which that fits. If it never does, the cache holds what fits beside the fewest.
         """
-        given = self.run.engine.slots
-        most = given or self._slots()
-        least = 1 if self._copies_pages and not given else most
-        slots = most
-        while True:
-            try:
-                return self._engine(slots)
-            except _TooLarge:
-                if slots // 2 < least:
-                    raise
-            slots //= 2
-
-    def _engine(self, slots: int) -> tuple[dict[str, int], float]:
-        """The sizes of an engine with `slots` slots; see `choose_engine`."""
         run = self.run
-        # With a single rollout at its longest.
-        smallest = change(run, run.name, {"engine.slots": slots}).engine_sizes
-        read = run.engine.read_tokens
-        if not read:
-            read = smallest.read_tokens if self._copies_pages else self.MOST_READ
         token = self._token_bytes()
-        fixed = self._rollouts_without_cache()
-        if self._copies_pages:
-            copied = max(read, smallest.read_tokens) + slots * smallest.steps
-            prefixes = slots // smallest.rows_per_prefix * sum(smallest.prefix_lengths)
-            fixed += (copied + prefixes) * token
+        numbers = [run.engine.slots] if run.engine.slots else self._slots()
+        for slots in numbers:
+            engine = self._engine(slots)
+            tokens = run.engine.cache_tokens or self._cache_for_all(engine)
+            needed = self._rollouts_without_cache(engine) + tokens * token
+            if needed <= self.usable:
+                return {"engine.slots": slots, "engine.cache_tokens": tokens}, needed
+        slots = numbers[-1]
+        engine = self._engine(slots)
+        fixed = self._rollouts_without_cache(engine)
         tokens = run.engine.cache_tokens
         if not tokens:
-            page = smallest.page
-            room = int((self.usable - fixed) / token) // page * page
-            tokens = min(self._cache_for_all(slots), max(room, smallest.pages * page))
+            room = int((self.usable - fixed) / token) // engine.page * engine.page
+            tokens = max(room, engine.pages * engine.page)
         needed = fixed + tokens * token
         if needed > self.usable:
             raise _TooLarge("rollouts", needed)
-        chosen = {
-            "engine.slots": slots,
-            "engine.cache_tokens": tokens,
-            "engine.read_tokens": read,
-        }
-        return chosen, needed
+        return {"engine.slots": slots, "engine.cache_tokens": tokens}, needed
 
-    @property
-    def _copies_pages(self) -> bool:
-        """Whether decoding copies the pages that it reads, as `rollout.engine.runner` decides."""
-        paged = self.run.engine.paged
-        return not (self.devices.platform == "tpu" if paged is None else paged)
+    def _engine(self, slots: int) -> EngineSizes:
+        """Sizes of an engine whose cache, if it is open, holds a single rollout at its longest."""
+        return change(self.run, self.run.name, {"engine.slots": slots}).engine_sizes
 
     def weight_sync(self) -> float:
         """Bytes while the engine receives new weights, of which there are two copies meanwhile."""
@@ -509,7 +489,7 @@ class _Estimate:
             computed = 8 * vision.hidden_size + 3 * vision.intermediate_size
             per_patch = (vision.depth + vision.levels) * vision.hidden_size + computed
             numbers += vision.spatial_merge_size**2 * per_patch
-        return 2 * 4 * count + CHUNK * numbers * self.sizes.itemsize
+        return 2 * 4 * count + CHUNK_TOKENS * numbers * self.sizes.itemsize
 
     def _vectors(self, visual: float) -> float:
         """Visual vectors, one of each level per visual token, in the type of the activations."""
@@ -524,28 +504,44 @@ class _Estimate:
         computed = 6 * text.intermediate_size + 5 * text.hidden_size
         # The weights of a layer are gathered for forward and backward pass, with their gradients.
         gathered = 3 * _layer_weights(text) / self.mesh[2]
-        return self.sizes.itemsize * (tokens * (kept + computed) + gathered)
+        scores = 0.0
+        if not self.devices.tpu:
+            # Scores of a chunk of queries and their gradients, in float32.
+            scores = 4 * QUERY_CHUNK * text.num_attention_heads / self.mesh[2] * tokens * 4
+        return self.sizes.itemsize * (tokens * (kept + computed) + gathered) + scores
 
     # --- rollouts ---
 
-    def _slots(self) -> int:
-        """Room for a host's rollouts and as many sub-agents, up to the default of the engine."""
+    def _slots(self) -> list[int]:
+        """Room for a host's rollouts and as many sub-agents, up to `MOST_SLOTS`, then less."""
         rl = self.run.rl
-        if rl is None:
-            return self.MOST_SLOTS
-        prompts = math.ceil(rl.prompts / self.devices.hosts)
-        return min(2 * prompts * rl.grpo.group_size, self.MOST_SLOTS)
+        most = self.MOST_SLOTS
+        group = 1
+        if rl is not None:
+            group = rl.grpo.group_size
+            most = min(most, 2 * math.ceil(rl.prompts / self.devices.hosts) * group)
+        if self._paged:
+            # Fewer slots would save hardly any memory.
+            return [most]
+        numbers = [most]
+        while numbers[-1] // 2 >= group:
+            numbers.append(numbers[-1] // 2)
+        return numbers
 
-    def _cache_for_all(self, slots: int) -> int:
+    @property
+    def _paged(self) -> bool:
+        """Whether the engine decodes on pages, without copies of them."""
+        paged = self.run.engine.paged
+        return self.devices.tpu if paged is None else paged
+
+    def _cache_for_all(self, engine: EngineSizes) -> int:
         """Tokens of all rollouts that a host plays at once, at their longest."""
-        run = self.run
-        engine = change(run, run.name, {"engine.slots": slots}).engine_sizes
         longest = engine.row_lengths[-1]
-        if run.rl is None:
-            return slots * longest
-        shape = run.rl_shape
+        if self.run.rl is None:
+            return engine.slots * longest
+        shape = self.run.rl_shape
         prompts = math.ceil(shape.groups / self.devices.hosts)
-        rollouts = min(prompts * shape.rollouts, slots)
+        rollouts = min(prompts * shape.rollouts, engine.slots)
         # A group shares the pages of its prompt, but for a partly filled last one.
         pages = prompts * page_count(shape.limits.prompt, engine.page)
         pages += rollouts * (page_count(shape.limits.response, engine.page) + 1)
@@ -566,12 +562,45 @@ class _Estimate:
         numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
         return numbers * self.sizes.itemsize / self._sampler_devices()
 
-    def _rollouts_without_cache(self) -> float:
-        text = self.sizes.config.text
-        prefilled = self.run.engine_sizes.prefill_tokens
-        numbers = 3 * text.intermediate_size + 6 * text.hidden_size
-        temporary = prefilled * numbers * self.sizes.itemsize
+    def _rollouts_without_cache(self, engine: EngineSizes) -> float:
+        lengths = itertools.product(engine.prefill_lengths, (0, *engine.row_lengths))
+        prefill = self._prefill if self.devices.tpu else self._prefill_elsewhere
+        temporary = max(prefill(engine, length, before) for length, before in lengths)
+        if not self._paged:
+            temporary = max(temporary, self._decode(engine)) + self._prefixes(engine)
         return self._resident() + self._engine_weights() + temporary
+
+    def _prefill(self, engine: EngineSizes, length: int, before: int) -> float:
+        """A call of prefill on TPU: the visual vectors, and what the program computes."""
+        text = self.sizes.config.text
+        rows = engine.prefill_rows(length, before)
+        tokens = rows * length
+        numbers = 2 * text.hidden_size + text.intermediate_size / self._sampler_devices()
+        token = self._token_bytes()
+        new = tokens * token
+        # Of one layer: the gathered pages, and their keys and values.
+        read = 2 * rows * before * token / text.num_hidden_layers
+        # Keys and values of all layers are joined at the end, when nothing is read any more.
+        bank = self._vectors(math.ceil(engine.bank_tokens / CHUNK) * CHUNK)
+        return bank + tokens * numbers * self.sizes.itemsize + new + max(new, read)
+
+    def _prefill_elsewhere(self, engine: EngineSizes, length: int, before: int) -> float:
+        """A call of prefill on other devices: at most."""
+        token = self._token_bytes()
+        return prefill_bytes(self.sizes.config, engine, self.sizes.itemsize, token, length, before)
+
+    def _decode(self, engine: EngineSizes) -> float:
+        """The largest call that decodes on copies of the pages: at most."""
+        config, itemsize, token = self.sizes.config, self.sizes.itemsize, self._token_bytes()
+        return max(
+            decode_bytes(config, engine, itemsize, token, width, paged=False)
+            for width in engine.row_lengths
+        )
+
+    def _prefixes(self, engine: EngineSizes) -> float:
+        """Copies of shared prompts, one per group of rows and length."""
+        blocks = engine.slots // engine.rows_per_prefix
+        return blocks * sum(engine.prefix_lengths) * self._token_bytes()
 
 
 @functools.cache

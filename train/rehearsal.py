@@ -32,7 +32,7 @@ from paravt_jax.data.preparation import PLAN, find_tables, open_prepared
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.world.stand_in import write_stand_in
-from train.fit import OPEN_FIELDS, rows_of
+from train.fit import rows_of
 from train.published_data import DataSettings
 from train.published_model import copy_tokenizer
 from train.settings import Run, change
@@ -132,9 +132,7 @@ def cut(run: Run) -> Run:
         section, _, field = path.partition(".")
         settings = getattr(run, section)
         if settings is not None:
-            value = getattr(settings, field)
-            is_open = path in OPEN_FIELDS and not value
-            fields[path] = most if is_open else min(value, most)
+            fields[path] = min(getattr(settings, field), most)
     return change(run, name, fields)
 
 

@@ -19,13 +19,16 @@ auto: chosen for the devices, before a program is built, from the others.
 none: everything.
 full: only its input; the layer is computed again.
 attention: its input and the output of attention (cuDNN computes the output again anyway).
-dots: its input, the output of attention, and the products with weights.
+dots: its input, the output of attention, and the products with weights, adapters included.
 offload: its input, in the host's memory. On CPU that is the same memory.
 """
 
 # Name of a layer's input. It belongs at the entry of the checkpointed body: at the end of the body,
 # offloading has no effect.
 LAYER_INPUT = "layer_in"
+# Name of the product of an input and a weight, with what the weight's adapter adds. Saving all
+# matrix products instead would keep both terms of that sum.
+PRODUCT = "product"
 
 
 def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
@@ -36,13 +39,10 @@ def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     if remat == "none":
         return body
     policies = jax.checkpoint_policies
-    attention = policies.save_only_these_names(SAVED)
     policy = {
         "full": None,
-        "attention": attention,
-        "dots": policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, attention
-        ),
+        "attention": policies.save_only_these_names(SAVED),
+        "dots": policies.save_only_these_names(SAVED, PRODUCT),
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[LAYER_INPUT],

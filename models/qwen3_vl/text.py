@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from models.attention import DenseCache, PagedCache, attend, platform
 from models.qwen3_vl.config import TextConfig
 from models.qwen3_vl.layers import constant, normal, product, rms_norm
-from models.qwen3_vl.remat import LAYER_INPUT, Remat, rematerialise
+from models.qwen3_vl.remat import LAYER_INPUT, PRODUCT, Remat, rematerialise
 from models.qwen3_vl.rope import mrope_angles, rotate
 from models.sharding import ROWS, constrain
 
@@ -151,12 +151,12 @@ class DecoderLayer(nnx.Module):
         if name in self.scales:
             scale = self.scales[name][...].astype(x.dtype)
             out = out * jax.lax.broadcast_to_rank(scale, out.ndim)
-        if name not in self.adapters:
-            return out
-        key = self.dropout_key
-        if key is not None:
-            key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return out + self.adapters[name](x, key)
+        if name in self.adapters:
+            key = self.dropout_key
+            if key is not None:
+                key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            out = out + self.adapters[name](x, key)
+        return checkpoint_name(out, PRODUCT)
 
 
 class TextDecoder(nnx.Module):

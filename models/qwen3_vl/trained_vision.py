@@ -30,7 +30,7 @@ from models.sharding import ROWS, current_mesh
 TrainVision = Literal["none", "merger", "tower"]
 """Which part of the vision tower is trained."""
 
-CHUNK = 1024
+CHUNK_TOKENS = 1024
 """Visual tokens whose activations exist at a time; the next ones are computed after them."""
 
 
@@ -117,7 +117,7 @@ class TrainedVision:
             return nnx.merge(self.graph, weights).of_tokens(states[None])[0]
 
         rows = cached.shape[:2]
-        vectors = _in_chunks(merged, CHUNK, weights, cached.reshape(-1, *cached.shape[2:]))
+        vectors = _in_chunks(merged, CHUNK_TOKENS, weights, cached.reshape(-1, *cached.shape[2:]))
         return vectors.reshape(*rows, *vectors.shape[1:])
 
     def _frames(
@@ -134,7 +134,7 @@ class TrainedVision:
 
         b, n = cached.shape[:2]
         patches = cached.reshape(-1, self.frame_tokens * c.spatial_merge_size**2, c.patch_dim)
-        size = max(1, CHUNK // self.frame_tokens)
+        size = max(1, CHUNK_TOKENS // self.frame_tokens)
         vectors = _in_chunks(seen, size, weights, patches, grids.reshape(-1, 2))
         return vectors.reshape(b, n, *vectors.shape[2:])
 

@@ -39,18 +39,17 @@ class EngineSettings:
     prefill_tokens: int = 1024
     """Tokens prefilled per call, over all sequences; at least one whole prompt."""
     read_tokens: int = 65_536
-    """Unshared cached tokens read per call, over all rows; longer sequences get fewer rows. 0:
-    chosen for the devices."""
+    """Unshared cached tokens read per call, over all rows; longer sequences get fewer rows."""
     steps: int = 16
     """Tokens decoded per call, between scheduling decisions."""
     paged: bool | None = None
     """Decode on the KV cache's pages instead of copying them to dense arrays. None: on TPU."""
 
     def __post_init__(self):
-        for name in ("page", "prefill_tokens", "steps"):
+        for name in ("page", "prefill_tokens", "read_tokens", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name}: {getattr(self, name)}; give 1 or more")
-        for name in ("slots", "cache_tokens", "read_tokens"):
+        for name in ("slots", "cache_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"engine.{name}: {getattr(self, name)}; give 0 or more")
 

@@ -83,12 +83,12 @@ def plan_memory(
     pool = (sizes.pages + 1) * sizes.page * token
     calls = {
         "prefill": max(
-            _prefill(config, sizes, item, token, length, before)
+            prefill_bytes(config, sizes, item, token, length, before)
             for length in sizes.prefill_lengths
             for before in (0, *sizes.row_lengths)
         ),
         "decoding": max(
-            _decode(config, sizes, item, token, width, paged) for width in sizes.row_lengths
+            decode_bytes(config, sizes, item, token, width, paged) for width in sizes.row_lengths
         ),
         "vision tower": max(
             _tower(config, settings.pixels(), tokens, item)
@@ -194,10 +194,10 @@ def _bytes(module: nnx.Module) -> float:
     return float(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves))
 
 
-def _prefill(
+def prefill_bytes(
     config: Qwen3VLConfig, sizes: EngineSizes, item: int, token: float, length: int, before: int
 ) -> float:
-    """A call that prefills `length` tokens per row after up to `before` cached ones."""
+    """A call that prefills `length` tokens per row after up to `before` cached ones: at most."""
     text = config.text
     rows = sizes.prefill_rows(length, before)
     tokens = rows * length
@@ -211,10 +211,10 @@ def _prefill(
     return tokens * (layer * item + 3 * token) + vectors + scores + cached
 
 
-def _decode(
+def decode_bytes(
     config: Qwen3VLConfig, sizes: EngineSizes, item: int, token: float, width: int, paged: bool
 ) -> float:
-    """A call that decodes rows which read up to `width` tokens."""
+    """A call that decodes rows which read up to `width` tokens: at most."""
     text = config.text
     rows = sizes.slots if paged else sizes.rows(width)
     logits = 4 * rows * text.vocab_size * 4

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import print_saved_residuals
 
 from models.attention import DenseCache
 from models.fingerprint import fingerprint
@@ -185,6 +188,28 @@ def test_dropout_acts_in_updates_only_and_keeps_the_mean():
     drawn = jax.vmap(lambda key: layer(x, key))(jax.random.split(jax.random.key(0), 4000))
     spread = np.asarray(drawn).std(0) / 4000**0.5
     assert (np.abs(np.asarray(drawn).mean(0) - np.asarray(layer(x, None))) < 6 * spread).all()
+
+
+def test_saving_products_keeps_a_product_and_its_adapter_as_one_sum(capsys):
+    """With both terms, an update of adapters would need twice the memory of a whole one."""
+
+    def kept(text: TextDecoder) -> int:
+        """Numbers that the layers keep for the backward pass, besides weights."""
+        graph, weights, frozen = split(text)
+
+        def cube(weights):
+            merged = nnx.merge(graph, weights, frozen)
+            return (merged(*inputs(), remat="dots")[0] ** 3).sum()
+
+        print_saved_residuals(cube, weights)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "argument" not in line]
+        found = re.findall(r"^f32\[(2,[\d,]+)\]", "\n".join(lines), re.MULTILINE)
+        # The frozen base is no argument here, and has no axis of tokens.
+        shapes = [[int(n) for n in shape.split(",")] for shape in found]
+        return sum(math.prod(shape) for shape in shapes if 9 in shape or 18 in shape)
+
+    whole = kept(make_text())
+    assert 0 < kept(make_text(SETTINGS)) <= whole
 
 
 def test_a_base_in_int8_is_close_and_merges_into_what_it_computes():

@@ -22,6 +22,7 @@ import pytest
 from flax import nnx
 
 import train.run
+from configs import RECIPES
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
 from configs.sft import sft_8b
@@ -151,6 +152,21 @@ def test_a_gpu_without_bfloat16_is_an_error_of_recipes_that_compute_in_it(tmp_pa
     finding = only(machine.devices(subject(paravt_8b(), tmp_path)))
     assert finding.problem == "error"
     assert "Tesla T4" in finding.found and "tiny recipes" in finding.found
+
+
+def test_sizes_are_chosen_for_the_memory_of_a_gpu(tmp_path):
+    def check(name: str, gib: float) -> list[Finding]:
+        gpu = Devices("1 x NVIDIA L4", 1, 1, gib * 2.0**30)
+        run = RECIPES[name]()
+        return machine.devices(dataclasses.replace(subject(run, tmp_path), devices=gpu))
+
+    sizes, plan = check("paravt_2b_lora", 20.2)
+    assert sizes.found == "1 x NVIDIA L4, 20.20 GiB each"
+    assert "engine.slots 16" in sizes.needed
+    assert plan.found.startswith("estimates in GiB: cold start ")
+    assert plan.needed == "at most 20.20 GiB per device"
+    refused = only(check("paravt_8b_lora", 20.2))
+    assert refused.problem == "error" and "v5e:2x2" in refused.remedy
 
 
 def test_host_memory_is_compared_with_the_arrays_of_a_host(tmp_path, monkeypatch):

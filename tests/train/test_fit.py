@@ -282,3 +282,43 @@ def test_a_base_of_the_engine_is_counted_where_its_shards_differ():
     apart = fit(change(adapted("2b"), "apart", own), devices).needs["weight sync"]
     decoder = num_params(qwen3_vl("2b")) * 2 / 4
     assert 0.7 * decoder < apart - shared < decoder
+
+
+# --- GPUs: what a run may take is what JAX reports, and decoding copies pages ---
+
+
+def gpu(gib: float) -> Devices:
+    return Devices("1 x NVIDIA GPU", 1, 1, gib * GIB)
+
+
+@pytest.mark.parametrize("name", ["L4", "RTX 4090"])
+def test_adapters_of_the_smallest_model_fit_a_gpu_of_24_gb(name):
+    # 90 % of 22.5 and of 24 GiB: the share that `models.gpu` reserves.
+    devices = gpu({"L4": 20.2, "RTX 4090": 21.5}[name])
+    found = fit(RECIPES["paravt_2b_lora"](), devices)
+    assert max(found.needs.values()) <= 0.97 * devices.memory
+    engine = found.run.engine_sizes
+    # Copies of what 64 slots read would take 21 GiB.
+    assert engine.slots == 16
+    shape = found.run.rl_shape
+    of_all_slots = 4 * shape.limits.prompt + 16 * shape.limits.response
+    assert found.run.engine.cache_tokens > of_all_slots
+
+
+def test_decoding_on_copies_needs_more_than_on_pages():
+    run = change(adapted("2b"), "2b", {"engine.slots": 16, "engine.cache_tokens": 16_384})
+    needs = {}
+    for paged in (False, True):
+        by_hand = change(run, "2b", {"engine.paged": paged})
+        needs[paged] = fit(by_hand, gpu(72)).needs["rollouts"]
+    text = qwen3_vl("2b").text
+    token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 2
+    assert needs[False] - needs[True] > run.engine.read_tokens * token
+
+
+def test_fewer_slots_on_a_smaller_gpu():
+    run = RECIPES["paravt_2b_lora"]()
+    slots = [fit(run, gpu(gib)).run.engine.slots for gib in (14, 21.5, 36, 72)]
+    assert slots == sorted(slots) and slots[0] == 8 and slots[-1] == 64
+    with pytest.raises(ValueError, match="1 x NVIDIA GPU: too small for .* of 7.0 GiB"):
+        fit(run, gpu(7))

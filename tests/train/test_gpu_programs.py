@@ -23,7 +23,7 @@ from train.plan.programs import Plan, program_names
 from train.slices import Devices
 
 # 90 % of what a GPU of 24 GB has.
-SMALL_GPU = Devices("1 x L4", 1, 1, 20.2 * GIB, "gpu")
+SMALL_GPU = Devices("1 x L4", 1, 1, 20.2 * GIB)
 
 
 @pytest.fixture
@@ -72,14 +72,3 @@ def test_decoding_and_packed_rows_attend_with_xla(plan, family):
 @pytest.mark.parametrize("name", ["page copy", "bank fill", "RL start", "RL optimizer"])
 def test_the_other_programs_lower(plan, name):
     assert calls_of_cudnn(plan, name) == {}
-
-
-def test_where_decoding_copies_pages_the_copies_count_and_slots_give_way(plan):
-    run = RECIPES["paravt_2b_lora"]()
-    on_tpu = fit(run, Devices("one chip", 1, 1, SMALL_GPU.memory))
-    on_gpu = fit(run, SMALL_GPU)
-    assert on_tpu.run.engine.slots == 64 and on_gpu.run.engine.slots == 32
-    # All slots read their shortest length at once, and no more is copied.
-    sizes = on_gpu.run.engine_sizes
-    assert sizes.read_tokens == 32 * sizes.row_lengths[0]
-    assert on_tpu.needs["rollouts"] < on_gpu.needs["rollouts"] < 0.97 * 20.2 * GIB

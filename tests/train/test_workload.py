@@ -16,7 +16,7 @@ LARGE = RECIPES["paravt_8b"]()
 TINY = RECIPES["paravt_tiny"]()
 
 
-@pytest.mark.parametrize("recipe", ["paravt_8b", "paravt_tiny"])
+@pytest.mark.parametrize("recipe", ["paravt_8b", "paravt_2b_lora", "paravt_tiny"])
 def test_the_committed_lengths_are_those_that_are_drawn(recipe, tmp_path):
     committed = read(file_of(recipe), RECIPES[recipe]())
     assert committed == drawn(recipe)
@@ -32,6 +32,12 @@ def test_committed_responses_have_a_tenth_of_the_limit_on_average():
     assert {group.frames for step in workload.steps for group in step} == {4, 8, 16, 32, 64}
     assert 0.8 < sum(len(rollout.reports) for rollout in workload.rollouts) / len(lengths) < 1.2
     assert workload.crop_prompt == 16 * 61 + 32
+
+
+@pytest.mark.parametrize("size", ["4b", "8b"])
+def test_recipes_with_adapters_share_their_committed_lengths(size):
+    run = RECIPES[f"paravt_{size}_lora"]()
+    assert read(file_of("paravt_2b_lora"), run) == drawn("paravt_2b_lora")
 
 
 def test_a_rollout_samples_what_is_no_tool_result():

@@ -95,7 +95,7 @@ def devices(subject: Subject) -> list[Finding]:
         memory = f"{available.memory / GIB:.2f} GiB each"
     named = f"{available.name}{hosts}, {memory}"
     if subject.topology:
-        named = f"{available.count} devices of {named}"
+        named = f"{available.count} device{'s' * (available.count > 1)} of {named}"
     try:
         fitted = fit(subject.run, available)
     except ValueError as error:
