@@ -258,7 +258,7 @@ def _over_seeds(values: Sequence[float | None], digits: int) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "–"
-    mean = f"{statistics.mean(known):,.{digits}f}"
+    mean = f"{statistics.mean(known):z,.{digits}f}"
     return mean if len(known) == 1 else f"{mean} ± {statistics.stdev(known):,.{digits}f}"
 
 
