@@ -416,12 +416,13 @@ class FrameFeatures:
         if self.trained is None:
             return self.cached(frames)
         keys = [(*self.key(frame), _CURRENT) for frame in frames]
-        missing: dict[tuple[int, int], dict[tuple, Frame]] = {}
+        # By video as well: features must not depend on what else was asked for.
+        missing: dict[tuple, dict[tuple, Frame]] = {}
         for key, frame in zip(keys, frames, strict=True):
             if key not in self._store:
-                missing.setdefault(self.grid(frame), {})[key] = frame
+                missing.setdefault((frame.video, self.grid(frame)), {})[key] = frame
         fresh: dict[tuple, np.ndarray] = {}
-        for grid, wanted in missing.items():
+        for (_, grid), wanted in missing.items():
             for key, vectors in zip(wanted, self._visual([*wanted.values()], grid), strict=True):
                 fresh[key] = vectors
         return self._collect(keys, fresh)

@@ -209,8 +209,8 @@ def drops(decoder: Decoder) -> bool:
 def split(decoder: Decoder) -> tuple[Any, Any, Any]:
     """Split a decoder into its structure, its trained weights and its frozen ones.
 
-    This is the only place that decides what is trained: adapters if there are any, and otherwise
-    all weights. Optimizer, checkpoints, weight sync and plans follow it.
+    Adapters are trained if there are any, and otherwise all weights. `models.trained.split` adds
+    what is trained of the vision tower.
     """
     trained = nnx.LoRAParam if decoder.layers.adapters else nnx.Param
     graph, *states = nnx.split(decoder, trained, ...)

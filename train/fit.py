@@ -454,7 +454,7 @@ class _Estimate:
         state = self.weights + self._moments("sft") + gradients
         # The batch, the next one, and what the tower computes for the one after it. A run knows its
         # data, and has room for the visual tokens of the fullest row only.
-        visual, frames = rows * shape.visual, rows * shape.visual / self.run.largest_frame
+        visual, frames = rows * shape.visual, rows * shape.visual / self.run.smallest_frame
         cached = 3 * self._cached(visual, frames)
         activations = self._activations(policy, rows * shape.tokens / parts)
         activations = max(activations, self._seeing()) + self._seen(visual / parts)

@@ -8,12 +8,13 @@
 
 The run does not depend on the process that follows it: if that one ends, the run goes on, and the
 same call follows it again. An interrupt (Ctrl-C, or the stop button of a notebook) stops the run
-after its current step, which is saved, and the same call continues it. A second
-one ends it at once.
+after its current step, which is saved, and the same call continues it. A second one ends it at
+once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -31,6 +32,7 @@ EVERY = 5.0
 
 _COMMAND = (sys.executable, "-m", "train.run")
 _LOCK = ".lock"
+_STOPPED = 130  # the exit code of a run that a signal has stopped
 _SHOWN = 3  # lines of the run's output on the page
 _TOLD = 12  # lines of the output of a run that failed without a message of its own
 
@@ -51,10 +53,11 @@ def follow(
 ) -> None:
     """Start or continue a run, or find it running, and show it until it ends.
 
-    Its output is in the file `run_dir`.log.
+    Its output is in the file `run_dir`.log, and the id of its process in `run_dir`.pid.
 
     Args:
-        arguments: What follows `python -m train.run`, without --run-dir.
+        arguments: What follows `python -m train.run`, without --run-dir. A run that goes on keeps
+            those it was started with.
         run_dir: The run's folder.
         show: Called with an HTML page whenever the run has something new.
         every: Seconds between two looks at the run.
@@ -80,10 +83,11 @@ def follow(
             interrupts += 1
             process.signal(signal.SIGINT if interrupts == 1 else signal.SIGKILL)
     show(live_page(folder))
-    if interrupts:
+    if process.has_succeeded():
+        return
+    if interrupts and process.was_stopped():
         raise RunError(f"stopped; the same call continues the run. Its output: {log}")
-    if not process.has_succeeded():
-        raise RunError(_reason(log))
+    raise RunError(_reason(log))
 
 
 class _Run:
@@ -92,9 +96,11 @@ class _Run:
     def __init__(self, folder: pathlib.Path, log: pathlib.Path, arguments: Sequence[str]):
         self._folder = folder
         self._child: subprocess.Popen[bytes] | None = None
-        holder = holder_of(folder / _LOCK)
-        if holder:
-            self._id = int(holder)
+        # A run locks its folder only when it knows its devices. Its id is known from the start.
+        started = folder.with_name(f"{folder.name}.pid")
+        found = _find(folder, started)
+        if found is not None:
+            self._id = found
             return
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [*_COMMAND, *arguments, "--run-dir", str(folder)]
@@ -109,11 +115,12 @@ class _Run:
                 start_new_session=True,
             )
         self._id = self._child.pid
+        started.write_text(str(self._id))
 
     def is_running(self) -> bool:
         if self._child is not None:
             return self._child.poll() is None
-        return bool(holder_of(self._folder / _LOCK))
+        return _is_run(self._id)
 
     def has_succeeded(self) -> bool:
         """Of a process that has ended."""
@@ -121,9 +128,43 @@ class _Run:
             return self._child.returncode == 0
         return (self._folder / "result.json").exists()
 
+    def was_stopped(self) -> bool:
+        """Whether a process that has ended was stopped by a signal, as far as that is known."""
+        if self._child is None:
+            return True
+        return self._child.returncode == _STOPPED or self._child.returncode < 0
+
     def signal(self, number: int) -> None:
-        if self.is_running():
-            os.kill(self._id, number)
+        # It may end between the two lines.
+        with contextlib.suppress(ProcessLookupError):
+            if self.is_running():
+                os.kill(self._id, number)
+
+
+def _find(folder: pathlib.Path, started: pathlib.Path) -> int | None:
+    """The id of the process that trains in `folder` already; None if there is none.
+
+    Raises:
+        RunError: Something else holds the folder, such as a run on another machine.
+    """
+    holder = holder_of(folder / _LOCK)
+    ids = [holder, started.read_text() if started.exists() else ""]
+    for text in ids:
+        if text.isdigit() and _is_run(int(text)):
+            return int(text)
+    if holder:
+        raise RunError(
+            f"{folder} is in use by process {holder}, which is no run on this machine; follow it "
+            "where it runs, or give another folder"
+        )
+    return None
+
+
+def _is_run(process: int) -> bool:
+    """Whether a process of this machine is a run. Ids of processes that ended are used again."""
+    command = ["ps", "-ww", "-o", "args=", "-p", str(process)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return _COMMAND[-1] in found.stdout
 
 
 def _lines(log: pathlib.Path) -> list[str]:

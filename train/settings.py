@@ -202,6 +202,14 @@ class Run:
         """Largest number of visual tokens per frame."""
         return max(self.frame_tokens, self.crop_frame_tokens)
 
+    @property
+    def smallest_frame(self) -> int:
+        """The lesser limit of visual tokens per frame, of overviews or of crops.
+
+        As many frames as a row of visual tokens may have are counted with it.
+        """
+        return min(self.frame_tokens, self.crop_frame_tokens)
+
     def _frame_tokens(self, crop: bool) -> int:
         if self.world is None:
             return frame_tokens(self.frames, self.vision, crop)

@@ -89,8 +89,13 @@ class Devices:
     """Number of processes that share them."""
     memory: float | None
     """Bytes per device that programs may use; None: not known."""
-    tpu: bool = False
-    """Whether they are TPUs, whose kernels need less memory than plain XLA."""
+    platform: str = "cpu"
+    """As JAX names it: tpu, gpu or cpu."""
+
+    @property
+    def tpu(self) -> bool:
+        """Whether they are TPUs, whose kernels need less memory than plain XLA."""
+        return self.platform == "tpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +168,7 @@ class Topology:
 
     @property
     def available(self) -> Devices:
-        return Devices(self.name, self.devices, self.hosts, self.chip.hbm, tpu=True)
+        return Devices(self.name, self.devices, self.hosts, self.chip.hbm, "tpu")
 
     def make_devices(self) -> list[Any]:
         """Devices to compile for, ordered by host.
@@ -199,7 +204,7 @@ def found_devices() -> Devices:
     name = f"{count} x {own.device_kind}"
     known = [memory for memory in hosts.gather(device_memory(own)) if memory is not None]
     memory = min(known) if len(known) == jax.process_count() else None
-    return Devices(name, count, jax.process_count(), memory, tpu=own.platform == "tpu")
+    return Devices(name, count, jax.process_count(), memory, own.platform)
 
 
 def device_memory(device: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""The vision tower as it is kept on devices while only the decoder is trained."""
+"""The vision tower as it is kept on devices to encode frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 
 def frozen(weights: nnx.State, dtype: DTypeLike) -> nnx.State:
-    """The weights of a tower that computes in `dtype` and is not trained.
+    """The weights of a tower that computes in `dtype` and has no gradients here.
 
     Kernels are stored in `dtype`, to which the tower would round them anyway. All other weights
     keep their type: norms and positions are used in float32. Weights may be abstract.

@@ -10,6 +10,7 @@ import time
 import pytest
 
 import train.follow
+from paravt_jax.data.stored_settings import lock
 from train.follow import RunError, follow
 from train.report.live import live_page, newest_episode
 
@@ -102,11 +103,24 @@ def test_a_run_that_goes_on_alone_is_followed_and_not_started_again(run_dir):
     first = train.follow._Run(run_dir, run_dir.with_name("run.log"), ["--short"])
     wait_for(run_dir / "config.json")
     follow(["--broken"], run_dir, lambda page: None, every=0.02)
-    while first.is_running():  # it ends a moment after it has given up its lock
-        time.sleep(0.02)
-    assert first.has_succeeded()
+    assert not first.is_running() and first.has_succeeded()
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()]
     assert steps == [1, 2, 3]
+
+
+def test_a_run_that_has_not_locked_its_folder_yet_is_not_started_again(run_dir):
+    first = train.follow._Run(run_dir, run_dir.with_name("run.log"), ["--short"])
+    second = train.follow._Run(run_dir, run_dir.with_name("run.log"), ["--short"])
+    assert second._id == first._id
+    while first.is_running():
+        time.sleep(0.02)
+    assert not second.is_running() and second.has_succeeded()
+
+
+def test_a_folder_that_another_program_holds_is_left_alone(run_dir):
+    run_dir.mkdir()
+    with lock(run_dir / ".lock"), pytest.raises(RunError, match="no run on this machine"):
+        follow(["--short"], run_dir, lambda page: None, every=0.02)
 
 
 def test_of_a_progress_bar_the_last_state_is_shown(tmp_path):

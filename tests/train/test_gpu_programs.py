@@ -23,7 +23,7 @@ from train.plan.programs import Plan, program_names
 from train.slices import Devices
 
 # 90 % of what a GPU of 24 GB has.
-SMALL_GPU = Devices("1 x L4", 1, 1, 20.2 * GIB)
+SMALL_GPU = Devices("1 x L4", 1, 1, 20.2 * GIB, "gpu")
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted
         learner = learner_of(road)
         if reference is not None:
             learner.reference = reference
-        learner.sync.load(engine, learner.start.weights, 0)
+        learner.sync.load(engine, learner.start.weights, 0, road.environment.features)
         questions = road.data.questions[:2]
         state, metrics = learner.step(learner.start, engine, road.environment, questions, seed=0)
         return host(state.weights), metrics

@@ -45,10 +45,10 @@ def test_one_chip_takes_2b_and_says_what_4b_lacks(capsys):
 
 
 def test_a_gpu_of_24_gb_takes_2b_and_one_without_bfloat16_the_tiny_recipes(capsys, monkeypatch):
-    put_here(Devices("1 x NVIDIA L4", 1, 1, 20.2 * GIB), monkeypatch)
+    put_here(Devices("1 x NVIDIA L4", 1, 1, 20.2 * GIB, "gpu"), monkeypatch)
     assert command.main(["paravt_2b_lora", "paravt_8b_lora"]) == 0
     assert "too small" in verdicts(capsys)["paravt_8b_lora"]
-    put_here(Devices("1 x Tesla T4", 1, 1, 13 * GIB), monkeypatch, "7.5")
+    put_here(Devices("1 x Tesla T4", 1, 1, 13 * GIB, "gpu"), monkeypatch, "7.5")
     assert command.main(["paravt_2b_lora", "paravt_tiny"]) == 1
     found = verdicts(capsys)
     assert found["paravt_tiny"] == "fits"

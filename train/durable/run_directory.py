@@ -17,9 +17,9 @@ _CONFIG = "config.json"
 # Left by a process that was killed while it wrote config.json.
 _UNFINISHED = "config.json.tmp"
 
-FORMAT = 8
+FORMAT = 9
 """Version of a run's files. Raise it when this code cannot resume older runs."""
-READABLE = (1, 2, 3, 4, 5, 6, 7, 8)
+READABLE = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 """Formats whose checkpoints can be exported. The first runs stored no number; they are format 1."""
 
 
@@ -212,7 +212,17 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
 # Files of a cold start, and the settings that determine them.
 _WORLD_FILES = ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft")
 _PUBLISHED_FILES = ("tokenizer", "checkpoints/sft")
-_COLD_START_SETTINGS = ("world", "text", "model", "lora", "frames", "align", "sft", "protocol")
+_COLD_START_SETTINGS = (
+    "world",
+    "text",
+    "model",
+    "lora",
+    "train_vision",
+    "frames",
+    "align",
+    "sft",
+    "protocol",
+)
 # Fields of `data` that determine the demonstrations.
 _DATA_FIELDS = ("annotations", "media", "frames", "fps")
 # Fields of `protocol` that affect rollouts only; demonstrations do not depend on them.

@@ -314,9 +314,12 @@ class SFTBatches:
         packing = pack_rows(data, settings.row_tokens, seed)
         rows = row_stream(data, packing, reader, seed, settings.rows)
         self._pipeline = Pipeline(rows, self._begin, self._finish)
-        chats = [data.row(numbers) for numbers in packing.rows]
+        # Conversations of published data are read from disk, row by row.
+        chats = (data.row(numbers) for numbers in packing.rows)
         visual = max(1, most_visual(chats, features.settings, features.config.vision))
-        frames = max(1, most_frames(chats))
+        frames = 1
+        if features.trained is not None and features.trained.whole:
+            frames = max(1, most_frames(data.row(numbers) for numbers in packing.rows))
         shape = dataclasses.replace(settings.shape, visual=visual, frames=frames)
         self._shape, self._parts = fitted_rows(shape, settings.microbatches, mesh)
 

@@ -8,6 +8,7 @@ split or sharded.
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Sequence
 
@@ -52,7 +53,7 @@ def peak_flops() -> float:
         info = pltpu.get_tpu_info()
         return float(info.bf16_ops_per_second * info.num_cores)
     for name, peak in _GPUS.items():
-        if name in device.device_kind:
+        if re.search(rf"\b{name}\b", device.device_kind):
             return peak
     return _measured_flops()
 

@@ -185,7 +185,7 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
     dtype = jnp.dtype(run.model.dtype)
     rows = _packed(shape, config, dtype)
     if vision is not None:
-        frames = math.ceil(shape.visual / vision.frame_tokens)
+        frames = math.ceil(shape.visual / run.smallest_frame)
         cached = _cached(vision, shape.rows, shape.visual, frames, dtype)
         rows = dataclasses.replace(rows, **cached)
     batch = _placed(SFTBatch(rows, _shape((), jnp.float32)), mesh)
