@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Times paravt_2b_lora on the device here.")
     parser.add_argument("--model", default="Qwen/Qwen3-VL-2B-Instruct", help="folder or hub id")
     parser.add_argument("--json", type=pathlib.Path, help="file for all figures")
-    parser.add_argument("--toy", action="store_true", help="short samples, to try it on a CPU")
+    parser.add_argument("--toy", action="store_true", help="short samples in the comparison with transformers")
     parser.add_argument("arguments", nargs="*", help="more arguments of train.run, after --")
     asked = parser.parse_args(argv)
     if asked.json is not None:
@@ -181,7 +181,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     work = Work(prompts=2, samples=2, prompt=64, new=8) if asked.toy else Work()
     found: dict[str, Any] = {"steps": steps(asked.model, asked.arguments)}
     found["here"] = alone(here, folder, work)
-    if importlib.util.find_spec("torch") is not None:
+    if importlib.util.find_spec("torch") is None:
+        print("transformers: not measured; pip install -e '.[parity]' brings torch")
+    else:
         found["transformers"] = alone(transformers, folder, work)
     for phase, row in found["steps"].items():
         seconds, mfu = row["seconds_per_step"], 100 * row["mfu"]

@@ -217,6 +217,7 @@ def _layouts(model: Qwen3VL, train_vision: TrainVision) -> dict[str, TensorLayou
 def _trained_vision(header: Header, config: Qwen3VLConfig) -> TrainVision:
     """The part of the tower whose tensors are in a file."""
     layouts = tensor_layouts(config)
+    # The first tensor of each part; `_require_fit` compares all of them.
     firsts: dict[TrainVision, str] = {
         "tower": "vision/positions",
         "merger": "vision/merger/fc1/kernel",
@@ -307,7 +308,10 @@ def _require_fit(
     parameters = flat_parameters(_state(model, train_vision))
     places = tensor_places(_layouts(model, train_vision), parameters)
     shapes = {name: place.shape for name, place in places.items()}
-    remedy = f"name the base of these adapters in {ADAPTER_CONFIG}, which is not {base}"
+    remedy = (
+        f"name the base of these adapters in {ADAPTER_CONFIG}, which is not {base}; of "
+        "modules_to_save, only all mergers or the whole tower are known"
+    )
     hf_folder.require_tensors(folder, [header], shapes, {}, remedy)
 
 

@@ -35,7 +35,7 @@ class _Command:
 
 _COMMANDS = {
     "run": _Command("train a recipe from data to report, or resume that", "train.run"),
-    "fits": _Command("list which recipes fit the devices here", "train.check"),
+    "fits": _Command("list which recipes fit the devices here", "train.fits"),
     "check": _Command("list what a run needs and what is missing", "train.run", ("--check",)),
     "plan": _Command("predict memory and time of a recipe on a TPU slice", "train.plan"),
     "prepare": _Command("download and prepare the published data of a recipe", "train.prepare"),

@@ -1,4 +1,4 @@
-"""`python -m train.check`: which recipes fit the devices of a machine; nothing is fetched."""
+"""`python -m train.fits`: which recipes fit the devices of a machine; nothing is fetched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import types
 import jax
 import pytest
 
-import train.check.__main__ as command
+import train.fits as command
 from train.fit import GIB
 from train.slices import Devices
 

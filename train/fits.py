@@ -1,4 +1,4 @@
-"""Says which recipes fit the devices of this machine: `python -m train.check [RECIPE ...]`.
+"""Says which recipes fit the devices of this machine: `python -m train.fits [RECIPE ...]`.
 
 Nothing is downloaded, and only memory is looked at. `python -m train.run --config=RECIPE --check`
 looks at everything that one recipe needs.
@@ -21,7 +21,7 @@ _RECIPES = ("paravt_8b_lora", "paravt_4b_lora", "paravt_2b_lora", "paravt_tiny")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns 0 if the first recipe fits, 1 if not, 2 for a wrong argument."""
-    parser = argparse.ArgumentParser(prog=command_name("python -m train.check"))
+    parser = argparse.ArgumentParser(prog=command_name("python -m train.fits"))
     parser.description = "Says which recipes fit the devices of this machine."
     parser.add_argument(
         "recipes",
