@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Times paravt_2b_lora on the device here.")
     parser.add_argument("--model", default="Qwen/Qwen3-VL-2B-Instruct", help="folder or hub id")
     parser.add_argument("--json", type=pathlib.Path, help="file for all figures")
-    parser.add_argument("--toy", action="store_true", help="short samples in the comparison with transformers")
+    parser.add_argument("--toy", action="store_true", help="short samples, beside transformers too")
     parser.add_argument("arguments", nargs="*", help="more arguments of train.run, after --")
     asked = parser.parse_args(argv)
     if asked.json is not None:

@@ -178,11 +178,7 @@ def _check_own_settings(run: Run, questions: Sequence[Question] | None) -> DataS
             f"{run.name}: data is not set; "
             "your own questions need data.media, the folder of their videos"
         )
-    if run.sft is not None:
-        raise ValueError(
-            f"sft: {type(run.sft).__name__}; your own questions come without demonstrations: give "
-            "weights that had the cold start with --cold-started, or set sft to None"
-        )
+    run.require_no_demonstrations()
     if not pathlib.Path(settings.media).is_dir():
         raise ValueError(
             f"data.media: {settings.media}; no such folder: "

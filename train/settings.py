@@ -174,6 +174,18 @@ class Run:
                 "--rehearse out"
             )
 
+    def require_no_demonstrations(self) -> None:
+        """For runs on your own questions.
+
+        Raises:
+            ValueError: The run has a cold start.
+        """
+        if self.sft is not None:
+            raise ValueError(
+                f"sft: {type(self.sft).__name__}; your own questions come without demonstrations: "
+                "give weights that had the cold start with --cold-started, or set sft to None"
+            )
+
     @property
     def param_dtype(self) -> str:
         """Type of the model's weights. Those that are not trained need no more digits than the

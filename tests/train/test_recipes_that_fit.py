@@ -37,11 +37,11 @@ def test_the_exit_code_is_that_of_the_first_recipe(capsys):
     assert verdicts(capsys)["paravt_2b_lora"] != "fits"
 
 
-def test_one_chip_takes_2b_and_says_what_4b_lacks(capsys):
-    assert command.main(["paravt_2b_lora", "paravt_4b_lora", "--topology", "v5e:1x1"]) == 0
+def test_one_chip_takes_2b_and_says_what_8b_lacks(capsys):
+    assert command.main(["paravt_2b_lora", "paravt_8b_lora", "--topology", "v5e:1x1"]) == 0
     found = verdicts(capsys)
     assert found["paravt_2b_lora"] == "fits"
-    assert "GiB per device" in found["paravt_4b_lora"] and "v6e:1x1" in found["paravt_4b_lora"]
+    assert "GiB per device" in found["paravt_8b_lora"] and "v5e:" in found["paravt_8b_lora"]
 
 
 def test_a_gpu_of_24_gb_takes_2b_and_one_without_bfloat16_the_tiny_recipes(capsys, monkeypatch):

@@ -22,7 +22,12 @@ from train.check.asking import NoAccess, NoAnswer
 from train.check.finding import Finding, failed
 from train.check.subject import Subject
 from train.check.weights import access_remedy
-from train.published_data import DataSettings, find_prepared, reading_of
+from train.published_data import (
+    DataSettings,
+    find_prepared,
+    hold_out,
+    reading_of,
+)
 
 _TABLES = ("*.parquet",)
 _MEDIA = sources.MEDIA_PATTERNS
@@ -52,7 +57,7 @@ def data(subject: Subject) -> list[Finding]:
         return [Finding("data", "none", needed, "use a recipe with one of them", "error")]
     settings = run.data
     if settings.questions:
-        return [_questions(settings)]
+        return [_questions(subject, settings)]
     try:
         finished, finding = _prepared(subject, settings)
     except ValueError as error:
@@ -74,7 +79,7 @@ def is_prepared(subject: Subject) -> bool:
         return False
 
 
-def _questions(settings: DataSettings) -> Finding:
+def _questions(subject: Subject, settings: DataSettings) -> Finding:
     """Checks the user's own questions and the folder of their videos."""
     if not pathlib.Path(settings.media).is_dir():
         needed = "the folder of the questions' videos"
@@ -82,6 +87,8 @@ def _questions(settings: DataSettings) -> Finding:
         return Finding("data", found, needed, "--data.media FOLDER", "error")
     try:
         questions = read_questions(settings.questions, settings.media)
+        subject.run.require_no_demonstrations()
+        hold_out(tuple(questions), settings.heldout)
     except (OSError, ValueError) as error:
         return failed("data", error)
     missing = sum(
@@ -102,7 +109,7 @@ def _prepared(subject: Subject, settings: DataSettings) -> tuple[bool, Finding]:
     """
     run = subject.run
     folder = pathlib.Path(settings.folder)
-    duration = "minutes" if run.rehearse else "hours"
+    duration = "minutes" if run.rehearse else "minutes to hours"
     needed = f"a prepared set, which the run makes; this takes {duration}"
     # The set of a rehearsal is cut like the rest of it, so no other command prepares it.
     remedy = ""
@@ -217,7 +224,8 @@ def _find(
         fetch, folder = float(here.missing), asking.cache_folder(address, "dataset")
     else:
         raise FileNotFoundError(
-            f"{address}: neither a folder nor a hub id (owner/name); give one of these"
+            f"{address}: neither a folder nor a hub id (owner/name); give one of these, or draw "
+            "scenes with python -m paravt_jax.world.scenes --out data/scenes"
         )
     if not files:
         raise FileNotFoundError(f"{address}: no {', '.join(patterns)}; give the folder of them")
