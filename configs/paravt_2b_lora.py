@@ -22,8 +22,8 @@ def paravt_2b_lora() -> Run:
     tokens behind a prompt, 1,024 per turn, 256 per report. A prompt of 64 frames has 5,120. The
     cache of the engine is chosen so that all 32 rollouts fit at these limits.
 
-    All programs were compiled for v5e:1x1 and fit (docs/scale.md). A GPU of 24 GB fits by an
-    estimate. Nothing has run on either.
+    The largest programs were compiled for v5e:1x1 and fit (docs/scale.md). A GPU of 24 GB fits by
+    an estimate. Nothing has run on either.
 
     Rank, learning rates and numbers of steps are our choice and not tuned. The learning rates are
     ten times those of training all weights.

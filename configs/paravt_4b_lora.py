@@ -11,8 +11,7 @@ def paravt_4b_lora() -> Run:
 
     Command: python -m train.run --config=paravt_4b_lora
 
-    The programs that need the most memory were compiled for v6e:1x1 and fit (docs/scale.md).
-    Nothing has run.
+    The largest programs were compiled for v6e:1x1 and fit (docs/scale.md). Nothing has run.
 
     Not in the paper, and not measured on real weights.
     """

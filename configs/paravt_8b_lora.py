@@ -11,8 +11,7 @@ def paravt_8b_lora() -> Run:
 
     Command: python -m train.run --config=paravt_8b_lora
 
-    The programs that need the most memory were compiled for v5e:2x2 and fit (docs/scale.md).
-    Nothing has run.
+    The largest programs were compiled for v5e:2x2 and fit (docs/scale.md). Nothing has run.
 
     Not in the paper, and not measured on real weights.
     """

@@ -395,8 +395,14 @@ class _Estimate:
         return change(self.run, self.run.name, {"engine.slots": slots}).engine_sizes
 
     def weight_sync(self) -> float:
-        """Bytes while the engine receives new weights, of which there are two copies meanwhile."""
-        return self._resident() + 2 * self._engine_weights()
+        """Bytes while the engine receives new weights, of which there are two copies meanwhile.
+
+        The batch of RL is still there.
+        """
+        batch = 0.0
+        if self.run.rl is not None:
+            batch = self._vectors(self.run.rl_shape.slots(self.devices.hosts, self.row_devices))
+        return self._resident() + 2 * self._engine_weights() + batch
 
     def _resident(self) -> float:
         """Weights, and the optimizer's moments while episodes are played."""
@@ -501,7 +507,8 @@ class _Estimate:
         """What layers keep for the backward pass, and the temporaries of a layer and the head."""
         text = self.sizes.config.text
         kept = text.num_hidden_layers * _kept(text, policy)
-        computed = 6 * text.intermediate_size + 5 * text.hidden_size
+        attention = text.num_attention_heads * text.head_dim
+        computed = 6 * text.intermediate_size + 5 * max(text.hidden_size, attention)
         # The weights of a layer are gathered for forward and backward pass, with their gradients.
         gathered = 3 * _layer_weights(text) / self.mesh[2]
         scores = 0.0

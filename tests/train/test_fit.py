@@ -177,9 +177,12 @@ def test_a_cache_set_by_hand_that_does_not_fit_is_refused():
         fitted_to("v5e:4x4", run)
 
 
-def test_estimates_are_close_to_what_was_compiled():
-    """docs/plan-paravt_8b.json: no program needs more than estimated, but for three percent."""
-    plans = json.loads((ROOT / "docs/plan-paravt_8b.json").read_text())
+@pytest.mark.parametrize(
+    "name", ["paravt_8b", "paravt_2b_lora", "paravt_4b_lora", "paravt_8b_lora"]
+)
+def test_estimates_are_close_to_what_was_compiled(name):
+    """docs/plan-NAME.json: no program needs more than estimated, but for three percent."""
+    plans = json.loads((ROOT / f"docs/plan-{name}.json").read_text())
     assert plans
     parts = {
         "SFT": "cold start",
@@ -193,7 +196,7 @@ def test_estimates_are_close_to_what_was_compiled():
         "weight": "weight sync",
     }
     for plan in plans:
-        found = fit(RUN, Topology(plan["topology"]).available)
+        found = fit(RECIPES[name](), Topology(plan["topology"]).available)
         assert found.chosen == plan["chosen"], plan["topology"]
         largest = dict.fromkeys(found.needs, 0.0)
         for held in plan["together"]:
@@ -202,8 +205,9 @@ def test_estimates_are_close_to_what_was_compiled():
         for part, total in largest.items():
             assert total <= 1.03 * found.needs[part], (plan["topology"], part)
             assert total <= Topology(plan["topology"]).chip.hbm
-        # Nor does it need much less.
-        assert largest["PARA-GRPO"] >= 0.95 * found.needs["PARA-GRPO"], plan["topology"]
+        # Nor does it need much less, where rows are not split over `tensor`.
+        if found.run.mesh.tensor == 1:
+            assert largest["PARA-GRPO"] >= 0.95 * found.needs["PARA-GRPO"], plan["topology"]
 
 
 def test_the_devices_of_a_laptop():
@@ -296,6 +300,7 @@ def test_adapters_of_the_smallest_model_fit_a_gpu_of_24_gb(name):
     # 90 % of 22.5 and of 24 GiB: the share that `models.gpu` reserves.
     devices = gpu({"L4": 20.2, "RTX 4090": 21.5}[name])
     found = fit(RECIPES["paravt_2b_lora"](), devices)
+    assert devices.memory is not None
     assert max(found.needs.values()) <= 0.97 * devices.memory
     engine = found.run.engine_sizes
     # Copies of what 64 slots read would take 21 GiB.
