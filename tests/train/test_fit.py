@@ -281,9 +281,10 @@ def test_on_one_host_the_base_is_sharded_as_the_engine_needs_it():
 
 def test_a_base_of_the_engine_is_counted_where_its_shards_differ():
     devices = Topology("v5e:2x2").available
-    shared = fit(adapted("2b"), devices).needs["weight sync"]
+    run = change(adapted("2b"), "cache", {"engine.cache_tokens": 65_536})
+    shared = fit(run, devices).needs["rollouts"]
     own = {"mesh.fsdp": 4, "mesh.tensor": 1}
-    apart = fit(change(adapted("2b"), "apart", own), devices).needs["weight sync"]
+    apart = fit(change(run, "apart", own), devices).needs["rollouts"]
     decoder = num_params(qwen3_vl("2b")) * 2 / 4
     assert 0.7 * decoder < apart - shared < decoder
 

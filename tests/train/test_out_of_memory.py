@@ -38,7 +38,8 @@ def test_every_part_of_a_run_names_its_settings_with_lower_values():
     assert run.rl is not None
     tokens = run.rl.microbatch_tokens
     assert f"--rl.microbatch-tokens {tokens // 2} (now {tokens})" in parts[1]
-    assert "--engine.cache-tokens 32768 (now 65536)" in parts[2]
+    cache = run.engine.cache_tokens
+    assert f"--engine.cache-tokens {cache // 2} (now {cache})" in parts[2]
     assert "--sft.row-tokens (now 4096)" in last and "--rl.frame-budgets (now 4 8" in last
 
 
