@@ -14,6 +14,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import av
@@ -23,7 +24,15 @@ from av.container import InputContainer
 from jaxtyping import Int64, UInt8
 from PIL import Image, ImageOps
 
-from paravt_jax.data.frames import VideoError, VideoInfo, shown
+from paravt_jax.data.frames import (
+    ReadFrames,
+    ReadTask,
+    VideoError,
+    VideoInfo,
+    carry_out,
+    read_now,
+    shown,
+)
 from paravt_jax.data.sizes import FrameRules
 
 try:
@@ -124,6 +133,16 @@ def read(
         return pixels
 
     return _with_container(path, decode)
+
+
+def fetch(task: ReadTask) -> ReadFrames:
+    """Carry out a task. Raises VideoError if the file cannot be read."""
+    return carry_out(task, probe, read)
+
+
+def request(task: ReadTask) -> Future[ReadFrames]:
+    """Carry out a task in the calling thread, without a time limit (see `FrameSource`)."""
+    return read_now(lambda: fetch(task))
 
 
 def is_picture(path: str | os.PathLike) -> bool:

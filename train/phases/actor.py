@@ -12,7 +12,6 @@ from flax import nnx
 
 from models.features import FrameFeatures
 from models.qwen3_vl.model import Qwen3VL
-from paravt_jax.data import video
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.remote.judge import RemoteJudge
@@ -40,20 +39,16 @@ class Actor:
         self.sync.load(self.engine, weights, version)
 
 
-def open_environment(
-    run: Run, data: Data, model: Qwen3VL, reader: FrameReader | None
-) -> Environment:
+def open_environment(run: Run, data: Data, model: Qwen3VL, reader: FrameReader) -> Environment:
     """Build the protocol and the encoder of frames.
 
     Args:
         run: The settings.
         data: Gives the vocabulary and the directory of videos.
         model: Its vision tower is frozen and on this process's devices.
-        reader: Reads published videos ahead of time; None: videos are opened when needed.
+        reader: Reads the videos.
     """
-    features = FrameFeatures(
-        model.vision, model.config, run.frames, data.root, source=reader or video
-    )
+    features = FrameFeatures(model.vision, model.config, run.frames, data.root, source=reader)
     return Environment(Protocol(data.vocabulary, run.protocol), features)
 
 
