@@ -473,9 +473,7 @@ class FrameFeatures:
             if not self._missing(frames, keys, held):
                 return Reading(self, lambda: frames, count, held, {})
         read = self._submit(name, count, rules)
-        return Reading(
-            self, lambda: self.overview(name, count), count, held, {(name, rules): read}
-        )
+        return Reading(self, lambda: self.overview(name, count), count, held, {(name, rules): read})
 
     def request_info(self, name: str) -> Reading:
         """Begin to list the frames of a video. None of them is read."""
