@@ -458,8 +458,10 @@ class FrameFeatures:
         frames = tuple(frames)
         keys = [self.key(frame) for frame in frames]
         held = self._in_memory(keys)
-        missing = self._missing(frames, keys, held)
-        reads = {kind: self._begin(wanted) for kind, wanted in missing.items()}
+        reads = {}
+        for kind, wanted in self._missing(frames, keys, held).items():
+            with self._noting(kind[0]):
+                reads[kind] = self._begin(wanted)
         return Reading(self, lambda: frames, len(frames), held, reads)
 
     def request_overview(self, name: str, count: int) -> Reading:

@@ -277,8 +277,8 @@ def _host(
     shown = pixel_bytes * max(overview, crop)
     # Of every episode: its overview, or the crops of its calls.
     arrived = pixel_bytes * settings.episodes * max(overview, limits.max_calls * crop)
-    # Overviews that are read ahead: as many as are played side by side.
-    ahead = 0 if settings.native_video else replicas * settings.episodes
+    # Overviews that are read ahead: as many as are played side by side, and one just taken.
+    ahead = 0 if settings.native_video else replicas * (settings.episodes + 1)
     workers = worker_count(settings, replicas)
     kept = min(pixels.cache_mib * 2.0**20, seen) + overview * vector
     return {

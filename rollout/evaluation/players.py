@@ -103,7 +103,8 @@ def open_reader(
         ReaderSettings(
             worker_count(settings, replicas),
             PATIENCE,
-            ready=settings.episodes * replicas,
+            # The coming questions, and one per replica that has just been taken.
+            ready=(settings.episodes + 1) * replicas,
             rules=pixels.rules(vision),
             crop_rules=pixels.rules(vision, crop=True),
         )

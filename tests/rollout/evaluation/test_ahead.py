@@ -34,7 +34,7 @@ def deal_of(*names: str) -> Deal:
 def test_overviews_are_requested_ahead_except_the_first(folder):
     names = [f"v{n}.mp4" for n in (0, 1, 2, 3, 5)]
     late = []
-    with FrameReader(ReaderSettings(workers=1, ready=2)) as reader:
+    with FrameReader(ReaderSettings(workers=1, ready=3)) as reader:
         ahead = ReadAhead(reader, folder, frames=4, count=2)
         for item in ahead.items(deal_of(*names, "gone.mp4")):
             before = reader.late
