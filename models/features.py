@@ -576,12 +576,13 @@ class FrameFeatures:
         """Begin to read frames of one video and of one kind."""
         name = wanted[0].video
         count = self.info(name).frames
-        indices = [i for frame in self._batched_with(wanted) for i in frame.indices]
+        indices = [i for frame in wanted for i in frame.indices]
         if not 0 <= min(indices) <= max(indices) < count:
             raise VideoError(
                 self.root / name,
                 f"it has {count} frames, {min(indices)} to {max(indices)} were asked for",
             )
+        indices = [i for frame in self._batched_with(wanted) for i in frame.indices]
         return self._submit(name, tuple(indices), self._rules(wanted[0]))
 
     def _submit(self, name: str, wanted: tuple[int, ...] | int, rules: FrameRules) -> _Read:
