@@ -35,11 +35,11 @@ import tyro
 from paravt_jax.data.local_path import require_local
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import PHASES, read_metrics
-from train.durable.rollout_file import rollout_file_name
+from train.durable.rollout_file import ROLLOUT_FILE
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "train" / "small.py"
-ROLLOUTS = rollout_file_name()
+ROLLOUTS = ROLLOUT_FILE
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 # A process that has not ended after this many seconds counts as stuck.
 DEADLINE = 900.0

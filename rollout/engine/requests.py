@@ -33,7 +33,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 
 from models.features import Reading, wait_for_one
 from paravt_jax.method.records import Frame
@@ -137,6 +137,10 @@ class Request:
     sampling: Sampling
     seeds: tuple[int, ...]
     """One seed per sample, taken modulo 2**32."""
+    begun: Sample | None = None
+    """A response to the same prompt and seed that was cut short, maybe under other weights.
+    Sampling goes on after its tokens, which count against `max_new_tokens` and are part of the
+    sample. Keys and values that are not cached are computed again. Needs exactly one seed."""
 
     def __post_init__(self):
         ids = np.asarray(self.ids)
@@ -150,6 +154,18 @@ class Request:
             raise ValueError(f"Request.frames: {self.frames!r}; give a tuple of Frame")
         if not _is_tuple_of(self.seeds, _INTEGER):
             raise ValueError(f"Request.seeds: {self.seeds!r}; give a tuple of whole numbers")
+        if self.begun is None:
+            return
+        if len(self.seeds) != 1:
+            raise ValueError(
+                f"Request.begun: one response for {len(self.seeds)} seeds; make a request per seed"
+            )
+        begun = len(self.begun.ids)
+        if begun > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"Request.begun: {begun} tokens, and Sampling.max_new_tokens is "
+                f"{self.sampling.max_new_tokens}; give the limit of the whole response"
+            )
 
 
 class SampleStop(enum.StrEnum):
@@ -165,6 +181,8 @@ class SampleStop(enum.StrEnum):
     """A server rejected the request because of its content."""
     FAILED = "failed"
     """A server gave no usable reply in all attempts."""
+    PAUSED = "paused"
+    """It is to go on later (`rollout.engine.pacing`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +194,8 @@ class Sample:
     logprobs: Float[np.ndarray, " t"]
     """Their log-probs under the distribution they were drawn from, float32."""
     stop: SampleStop
-    version: int
-    """Version of the weights."""
+    versions: Int32[np.ndarray, " t"]
+    """The version of the weights that drew each token."""
     digest: str
     """`paravt_jax.method.records.digest` of the prompt and the sampled tokens."""
     reason: str = ""
