@@ -305,9 +305,7 @@ class Engine:
     def _unreadable(self, request: Request, reason: str) -> Sample:
         """The sample of a request that failed before it could wait."""
         if request.begun is not None:
-            return dataclasses.replace(
-                request.begun, stop=SampleStop.UNREADABLE, reason=reason
-            )
+            return dataclasses.replace(request.begun, stop=SampleStop.UNREADABLE, reason=reason)
         return Sample(
             ids=np.zeros(0, np.int32),
             logprobs=np.zeros(0, np.float32),

@@ -223,7 +223,7 @@ class Sampler(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ask:
+class Asking:
     """What an agent awaits: its requests, on their way to `as_done`.
 
     There is no event loop. `await` on this object runs `__await__`, whose `yield` suspends the
@@ -234,18 +234,18 @@ class _Ask:
 
     requests: tuple[Request, ...]
 
-    def __await__(self) -> Generator[_Ask, list[tuple[Sample, ...]], list[tuple[Sample, ...]]]:
+    def __await__(self) -> Generator[Asking, list[tuple[Sample, ...]], list[tuple[Sample, ...]]]:
         answers = yield self
         return answers
 
 
 @dataclasses.dataclass(frozen=True)
-class _Together:
+class Gathering:
     """What an agent awaits: other agents, on their way to `as_done`."""
 
     agents: tuple[Coroutine[Any, Any, Any], ...]
 
-    def __await__(self) -> Generator[_Together, list[Any], list[Any]]:
+    def __await__(self) -> Generator[Gathering, list[Any], list[Any]]:
         results = yield self
         return results
 
@@ -258,14 +258,14 @@ async def ask(*requests: Request) -> list[tuple[Sample, ...]]:
     """
     if not requests:
         return []
-    return await _Ask(requests)
+    return await Asking(requests)
 
 
 async def together(*agents: Coroutine[Any, Any, Result]) -> list[Result]:
     """Run agents side by side, wait for all of them, and return their results in order."""
     if not agents:
         return []
-    return await _Together(agents)
+    return await Gathering(agents)
 
 
 def run(
@@ -414,7 +414,9 @@ class _Scheduler:
             return
         self.running.pop(agent)(result)
 
-    def _begin(self, agent: Coroutine[Any, Any, Any], awaited: _Ask | _Together | Reading) -> None:
+    def _begin(
+        self, agent: Coroutine[Any, Any, Any], awaited: Asking | Gathering | Reading
+    ) -> None:
         """Start what an agent waits for."""
 
         def resume(values: list[Any]) -> None:
@@ -423,7 +425,7 @@ class _Scheduler:
         if isinstance(awaited, Reading):
             step = None if awaited.steps is None else self.steps + awaited.steps
             self.readings.append(_Waiting(agent, awaited, step))
-        elif isinstance(awaited, _Together):
+        elif isinstance(awaited, Gathering):
             takes = _collect(len(awaited.agents), resume)
             # Record all of them at once: if one fails at its start, `close` closes the others.
             self.running |= dict(zip(awaited.agents, takes, strict=True))

@@ -139,7 +139,7 @@ class Player:
     Args:
         environment: The protocol, and the frames' features.
         temperature: Sampling temperature.
-        charge: Virtual time of a call, besides the tokens that it samples.
+        charge: Virtual time of reading frames.
     """
 
     def __init__(self, environment: Environment, temperature: float, charge: int = 0):
@@ -165,14 +165,20 @@ class Player:
     def play(self, engine: Sampler, groups: Sequence[FlyingGroup], until: float) -> None:
         """Play all episodes up to the virtual time `until`, and tell all processes who is done."""
         everything = dict(_named(groups))
+        begun = []
         parts = {}
         for name, (group, flight) in everything.items():
-            if not flight.done and flight.process == hosts.process_index():
-                if name not in self._agents:
-                    self._agents[name] = self._agent(group, flight)
-                parts[name] = self._agents[name].play(until - group.start)
+            if flight.done or flight.process != hosts.process_index():
+                continue
+            if name not in self._agents:
+                self._agents[name] = self._agent(group, flight)
+                begun += [self._agents[name]] if flight.clock else []
+            parts[name] = self._agents[name].play(until - group.start)
+        # Before anything is played: agents that have been restored ask at the same moment as those
+        # that were never interrupted.
+        run(engine, [agent.restore() for agent in begun])
         run(engine, [*parts.values()])
-        reached = {name: (self._agents[name].log.clock, self._agents[name].done) for name in parts}
+        reached = {name: (self._agents[name].clock, self._agents[name].done) for name in parts}
         for part in hosts.gather(reached):
             for name, (clock, done) in part.items():
                 _, flight = everything[name]

@@ -36,7 +36,7 @@ from train.learn.rollouts import (
 
 # Quanta in the tokens of the longest trajectory. After each, the processes wait for one another.
 QUANTA = 32
-# A call costs this share of a quantum in virtual time: its file is read, its prompt prefilled.
+# Reading frames and prefilling them costs this share of a quantum in virtual time.
 _CHARGE = 1 / 4
 
 
@@ -86,7 +86,7 @@ class RolloutPool:
         """
         quantum = max(1, environment.protocol.settings.trajectory_tokens // QUANTA)
         if self._player is None:
-            charge = round(quantum * _CHARGE)
+            charge = max(1, round(quantum * _CHARGE))
             self._player = Player(environment, settings.temperature, charge)
         clock, number, groups = self.state.clock, self.state.number, [*self.state.groups]
         places = range(settings.prompts)
@@ -138,12 +138,5 @@ def _sampled(ended: Sequence[Flight]) -> dict[str, float]:
 
 def _suspended(groups: Sequence[FlyingGroup]) -> dict[str, float]:
     """Groups that outlive the update, and their open tokens, which are prefilled again."""
-    open_tokens = sum(
-        len(sample.ids)
-        for group in groups
-        for flight in group.flights
-        if not flight.done
-        for sample in flight.log.begun
-        if sample is not None
-    )
+    open_tokens = sum(flight.log.open_tokens for group in groups for flight in group.flights)
     return {"in_flight/groups": float(len(groups)), "in_flight/tokens": float(open_tokens)}

@@ -9,9 +9,10 @@ import math
 import numpy as np
 import pytest
 
+from models.features import Reading
 from paravt_jax.method.records import digest
 from rollout.engine.pacing import AgentLog, PacedAgent
-from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, run
+from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, run, together
 
 CHARGE = 3
 END = 99
@@ -57,20 +58,53 @@ class Counting:
         )
 
 
+class Files(Reading):
+    """A reading that is done at once and counts how often it was awaited."""
+
+    awaited = 0
+
+    def __init__(self):
+        """Reads nothing."""
+
+    steps = 1
+
+    def done(self):
+        return True
+
+    def result(self):
+        Files.awaited += 1
+
+
+async def turn(seeds: tuple[int, ...]) -> list[Sample]:
+    request = Request(np.array([1], np.int32), (), Sampling(40), (0,))
+    answers = await ask(*(dataclasses.replace(request, seeds=(seed,)) for seed in seeds))
+    return [sample for (sample,) in answers]
+
+
+async def look(seed: int) -> list[Sample]:
+    await Files()
+    return await turn((seed,))
+
+
 async def agent(*turns: tuple[int, ...]):
-    """Asks with the seeds of each turn; returns all tokens and all versions."""
-    tokens, versions = [], []
+    """Reads a file; asks with the seeds of each turn, or sends an agent for each of a negative one.
+
+    Returns all tokens and all versions.
+    """
+    found: list[Sample] = []
+    await Files()
     for seeds in turns:
-        answers = await ask(
-            *(Request(np.array([1], np.int32), (), Sampling(40), (seed,)) for seed in seeds)
-        )
-        for (sample,) in answers:
-            tokens.append(sample.ids.tolist())
-            versions.append(sample.versions.tolist())
-    return tokens, versions
+        if seeds[0] < 0:
+            reports = await together(*[look(-seed) for seed in seeds])
+            found += [sample for report in reports for sample in report]
+        else:
+            found += await turn(seeds)
+    return [sample.ids.tolist() for sample in found], [sample.versions.tolist() for sample in found]
 
 
-TURNS = ((5,), (7, 2, 11), (0,), (45,))
+TURNS = ((5,), (-7, -2, -11), (0,), (3, 8), (45,))
+STARTS = [CHARGE, *[2 * CHARGE + 6] * 3, 2 * CHARGE + 18, *[2 * CHARGE + 19] * 2, 2 * CHARGE + 28]
+END_OF_ALL = STARTS[-1] + 40
 
 
 def played(ends: list[float]) -> tuple[PacedAgent, Counting]:
@@ -83,18 +117,18 @@ def played(ends: list[float]) -> tuple[PacedAgent, Counting]:
 
 def test_parts_of_any_length_give_the_same_tokens_and_the_same_clock():
     whole, sampler = played([math.inf])
-    assert len(sampler.asked) == 6 and all(request.begun is None for request in sampler.asked)
-    # 6 tokens; a charge and 12, the longest of three; a charge and 1; a charge and the limit of 40.
-    assert whole.log.clock == 6 + CHARGE + 12 + CHARGE + 1 + CHARGE + 40
-    for step in range(1, 30):
+    assert len(sampler.asked) == 8 and all(request.begun is None for request in sampler.asked)
+    # A charge and 6 tokens; a charge and 12, the longest of three; 1; 9; the limit of 40.
+    assert whole.clock == END_OF_ALL
+    for step in (1, 2, 3, 5, 8, 13, 29):
         paced, _ = played([*range(step, 100, step)])
-        assert paced.done and paced.log.clock == whole.log.clock
+        assert paced.done and paced.clock == whole.clock
         assert paced.result == whole.result
 
 
 def test_an_agent_stops_exactly_at_its_time():
     """Tokens before it have the old version, all others the new one."""
-    for end in range(1, 68):
+    for end in range(1, END_OF_ALL, 2):
         sampler = Counting()
         paced = PacedAgent(agent(*TURNS), CHARGE)
         run(sampler, [paced.play(end)])
@@ -102,25 +136,24 @@ def test_an_agent_stops_exactly_at_its_time():
         run(sampler, [paced.play(math.inf)])
         assert paced.result is not None
         _, versions = paced.result
-        # The virtual time at which each token of each request is drawn.
-        starts = [0, 6 + CHARGE, 6 + CHARGE, 6 + CHARGE, 18 + 2 * CHARGE, 19 + 3 * CHARGE]
-        for start, found in zip(starts, versions, strict=True):
+        for start, found in zip(STARTS, versions, strict=True):
             assert found == [int(start + n >= end) for n in range(len(found))]
 
 
-@pytest.mark.parametrize("end", [1, 6, 8, 9, 10, 13, 25, 30, 50])
+@pytest.mark.parametrize("end", [1, 3, 4, 8, 9, 10, 12, 13, 14, 15, 20, 24, 26, 30, 50])
 def test_a_new_coroutine_goes_on_from_the_log(end):
     whole, _ = played([math.inf])
     first, _ = played([end])
+    Files.awaited = 0
     sampler = Counting()
     again = PacedAgent(agent(*TURNS), CHARGE, first.log)
+    run(sampler, [again.restore()])
+    assert not sampler.asked, "what it was told is not asked again"
+    assert again.clock == first.clock and again.log == first.log
+    # What was waited for before is read again, and nothing else.
+    assert Files.awaited == 1 + 3 * (end >= STARTS[1] - CHARGE)
     run(sampler, [again.play(math.inf)])
-    assert again.done and again.log.clock == whole.log.clock
-    assert again.result == whole.result
-    # It asks for nothing that it was told already.
-    told = sum(len(answers) for answers in first.log.answered)
-    finished = [s for s in first.log.begun if s is not None and s.stop is not SampleStop.PAUSED]
-    assert len(sampler.asked) == 6 - told - len(finished)
+    assert again.done and again.result == whole.result and again.clock == whole.clock
 
 
 def test_requests_are_left_as_they_are_without_a_limit():
