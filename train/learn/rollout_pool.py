@@ -37,7 +37,7 @@ from train.learn.rollouts import (
 # Quanta in the tokens of the longest trajectory. After each, the processes wait for one another.
 QUANTA = 32
 # Reading frames and prefilling them costs this share of a quantum in virtual time.
-_CHARGE = 1 / 4
+CHARGE = 1 / 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class RolloutPool:
         """
         quantum = max(1, environment.protocol.settings.trajectory_tokens // QUANTA)
         if self._player is None:
-            charge = max(1, round(quantum * _CHARGE))
+            charge = max(1, round(quantum * CHARGE))
             self._player = Player(environment, settings.temperature, charge)
         clock, number, groups = self.state.clock, self.state.number, [*self.state.groups]
         places = range(settings.prompts)
