@@ -1,6 +1,7 @@
 """PARA-GRPO on arrays: values computed by hand, gradients by differences, and invariances."""
 
 import dataclasses
+import math
 import functools
 from typing import get_args
 
