@@ -1,8 +1,8 @@
 """PARA-GRPO on arrays: values computed by hand, gradients by differences, and invariances."""
 
 import dataclasses
-import math
 import functools
+import math
 from typing import get_args
 
 import jax
