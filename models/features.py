@@ -12,9 +12,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from jaxtyping import Shaped, UInt8
 from models.patches import patchify
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.vision import VisionTower, frame_layout
-from models.sharding import make_mesh
+from models.sharding import Lowering, make_mesh
 from paravt_jax.data.frames import (
     FrameSource,
     VideoError,
@@ -225,7 +226,7 @@ class FrameFeatures:
             graph, weights = nnx.split(tower)
             self._mesh = tower_mesh(list(jax.tree.leaves(weights)[0].sharding.device_set))
             self._weights = jax.device_put(weights, NamedSharding(self._mesh, PartitionSpec()))
-            self._encode = tower_program(graph, self._mesh)
+            self._encode: Any = tower_program(graph, self._mesh)
         # Frames that `start` has begun to encode.
         self._started: dict[tuple, Encoded] = {}
         # Both ordered dictionaries have the least recently used entry first.
@@ -326,6 +327,30 @@ class FrameFeatures:
 
     def _rules(self, frame: Frame) -> FrameRules:
         return frame.rules or self.settings.rules(self.config.vision, frame.crop)
+
+    def lowerings(self, sizes: Iterable[tuple[int, int]]) -> Iterator[Lowering]:
+        """The tower's programs for videos of these sizes, for `models.compile_ahead`.
+
+        There is one per number of visual tokens that a frame of an overview or a crop can have.
+
+        Args:
+            sizes: (height, width) of videos, in pixels.
+        """
+        config = self.config.vision
+        grids: dict[int, tuple[int, int]] = {}
+        for height, width in sizes:
+            for crop in (False, True):
+                # Frames that are too long and thin are refused when they are asked for.
+                with contextlib.suppress(ValueError):
+                    shown = self.settings.rules(config, crop).sizes(height, width)[-1]
+                    grid = (shown[0] // config.patch_size, shown[1] // config.patch_size)
+                    grids.setdefault(math.prod(grid), grid)
+        for patches, grid in grids.items():
+            tokens = patches // config.spatial_merge_size**2
+            batch = frames_per_call(self.settings, tokens, self._mesh.size)
+            frames = jax.ShapeDtypeStruct((batch, patches, config.patch_dim), np.float32)
+            layout = frame_layout(grid, config)
+            yield functools.partial(self._encode.lower, self._weights, frames, layout)
 
     def forget(self, name: str) -> None:
         """Drops everything known about a video."""

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -25,7 +25,7 @@ from models.features import FrameFeatures
 from models.lora import NOTHING
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.text import TextDecoder
-from models.sharding import row_devices
+from models.sharding import Lowering, MeshProgram, row_devices
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
 from paravt_jax.method.judge import Judge
@@ -48,7 +48,6 @@ from train.learn.rollouts import (
     roll_out,
 )
 from train.learn.step import (
-    MeshProgram,
     TrainState,
     init_state,
     make_accumulation,
@@ -171,16 +170,43 @@ class Learner:
             weights: The current weights, which do not change.
             features: Gives the size and type of visual vectors.
         """
-        empty = lay_out_padding(self._shape, features, self.sizes, self._devices)
-        visual, microbatches, batch = self._place(empty)
+        visual, microbatches, rollouts = self._padding(features)
         self._reference_logprobs(visual, microbatches)
-        advantages, totals, _ = self._advantages(batch)
-        rollouts = RLBatch(batch, advantages, totals)
         draw = (0, 0, 0)
         _, metrics = self._gradients(weights, visual, microbatches, rollouts, draw)
         if self.settings.updates_per_batch > 1:
             later = self._after_the_first(rollouts, metrics)
             self._gradients(weights, visual, microbatches, later, draw)
+
+    def lowerings(self, state: TrainState, features: FrameFeatures) -> Iterator[Lowering]:
+        """The programs that take long to compile, those of the largest micro-batches first.
+
+        Args:
+            state: The current state.
+            features: Gives the size and type of visual vectors.
+        """
+
+        def abstract(arrays: Any, shardings: Any, dtype: Any = None) -> Any:
+            return jax.tree.map(
+                lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place),
+                arrays,
+                shardings,
+            )
+
+        visual, microbatches, first = self._padding(features)
+        total = abstract(state.weights, self._weight_shardings, jnp.float32)
+        reference = abstract(self.reference, self._weight_shardings)
+        batches = [first]
+        if self.settings.updates_per_batch > 1:
+            proximal = abstract(first.advantages, self._whole)
+            batches.append(dataclasses.replace(first, proximal=proximal))
+        numbers = np.zeros(4, np.uint32)
+        for part in microbatches:
+            for batch in batches:
+                arguments = (state.weights, total, visual, part, batch)
+                yield functools.partial(self.update.add.lower, *arguments, draw=numbers)
+            yield functools.partial(self.logprobs.lower, reference, visual, part)
+        yield functools.partial(self.update.apply.lower, state, total)
 
     def step(
         self,
@@ -278,6 +304,15 @@ class Learner:
             one_update = seconds["update"] / self.settings.updates_per_batch
             metrics |= measure(laid_out.lengths, one_update)
         return state, metrics
+
+    def _padding(
+        self, features: FrameFeatures
+    ) -> tuple[Float[Array, "*m c d"], list[Microbatch], RLBatch]:
+        """The arguments of the programs for an empty micro-batch of every size."""
+        empty = lay_out_padding(self._shape, features, self.sizes, self._devices)
+        visual, microbatches, batch = self._place(empty)
+        advantages, totals, _ = self._advantages(batch)
+        return visual, microbatches, RLBatch(batch, advantages, totals)
 
     def _place(
         self, laid_out: LaidOut

@@ -17,7 +17,7 @@ from models.lora import split
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
-from models.sharding import param_shardings, row_devices
+from models.sharding import MeshProgram, param_shardings, row_devices
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
 from train.learn.batch import Microbatch
@@ -30,7 +30,6 @@ from train.learn.rl_batch import RLBatch
 from train.learn.sft import SFTBatch, make_sft_update
 from train.learn.step import (
     Accumulation,
-    MeshProgram,
     TrainState,
     make_accumulation,
     make_logprobs,
