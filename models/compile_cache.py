@@ -42,7 +42,7 @@ def use_cache(shared: pathlib.Path | None = None) -> None:
     Args:
         shared: A folder that all processes see, needed if there are several.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     parent = user_folder() if shared is None or hosts.process_count() == 1 else shared
     folder = (parent / "compiled").absolute()

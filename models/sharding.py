@@ -111,7 +111,7 @@ class MeshProgram(NamedTuple):
         with self._set():
             return self.jitted(*self.first, *arguments, **options)
 
-    def lower(self, *arguments: Any, **options: Any) -> jax.stages.Lowered:
+    def lower(self, *arguments: Any, **options: Any) -> Any:
         """Like `jax.jit(...).lower`, for arrays or their abstract shapes."""
         with self._set():
             return self.jitted.lower(*self.first, *arguments, **options)

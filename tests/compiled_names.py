@@ -14,6 +14,6 @@ class CompiledNames(list[str]):
         super().__init__()
         jax.monitoring.register_event_duration_secs_listener(self._add)
 
-    def _add(self, event: str, _: float, fun_name: str = "", **__: Any) -> None:
+    def _add(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            self.append(fun_name)
+            self.append(kwargs["fun_name"])

@@ -156,9 +156,10 @@ def _own_questions(
     digest = _digest(questions)
     paths = sorted({question.video for question in questions})
 
-    file = folder / CHECKED
-    # It exists after an earlier start, and after the first process of this run.
-    checked = json.loads(file.read_text()) if file.exists() else {"digest": digest}
+    file = folder / CHECKED  # from an earlier start, or from the first process of this run
+    checked: dict[str, Any] = {"digest": digest}
+    if file.exists():
+        checked = json.loads(file.read_text())
     if checked["digest"] != digest:
         source = settings.questions or "given from Python"
         raise ValueError(

@@ -181,11 +181,9 @@ class Programs:
         layers = self.text.num_hidden_layers
         entries = self.text.num_key_value_heads * blocks
         h = self.text.head_dim
-        shapes = ((entries, h, length), (entries, length, h))
-        k, v = (
-            jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._prefix_sharding)
-            for shape in shapes
-        )
+        sharding = self._prefix_sharding
+        k: Any = jax.ShapeDtypeStruct((entries, h, length), self.dtype, sharding=sharding)
+        v: Any = jax.ShapeDtypeStruct((entries, length, h), self.dtype, sharding=sharding)
         return Prefixes((k,) * layers, (v,) * layers)
 
     def make_prefixes(self, blocks: int, length: int) -> Prefixes:

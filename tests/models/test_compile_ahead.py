@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,8 @@ def test_programs_compile_side_by_side(monkeypatch):
         def compile(self) -> None:
             both.wait()
 
-    compile_ahead([Lowered, Lowered])
+    programs: list[Any] = [Lowered, Lowered]
+    compile_ahead(programs)
 
 
 def test_a_program_that_cannot_be_compiled_ends_the_work(monkeypatch):
@@ -57,8 +59,9 @@ def test_a_program_that_cannot_be_compiled_ends_the_work(monkeypatch):
             compiled.append(self)
             raise ValueError("too large")
 
+    programs: list[Any] = [Lowered] * 50
     with pytest.raises(ValueError, match="too large"):
-        compile_ahead([Lowered] * 50)
+        compile_ahead(programs)
     assert len(compiled) < 50
 
 
