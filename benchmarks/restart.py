@@ -35,11 +35,12 @@ SHORT = """
 """
 
 
-def steps(folder: pathlib.Path) -> int:
-    """Steps of RL that a run has finished."""
+def weights(folder: pathlib.Path) -> list[float]:
+    """The fingerprint of the weights after each step of RL that a run has finished."""
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
-    return sum(json.loads(line)["phase"] == "rl" for line in lines)
+    steps = [json.loads(line) for line in lines]
+    return [step["weights/fingerprint"] for step in steps if step["phase"] == "rl"]
 
 
 def continue_until(
@@ -57,7 +58,7 @@ def continue_until(
     cpu = _cpu_seconds()
     with (folder.parent / f"{folder.name}.log").open("w") as log:
         process = subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=log)
-    while steps(folder) < wanted:
+    while len(weights(folder)) < wanted:
         if process.poll() is not None:
             raise SystemExit(f"the run ended with {process.returncode}: see {log.name}")
         time.sleep(0.05)
@@ -81,20 +82,24 @@ def main() -> None:
     folder = asked.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     first = folder / "first"
-    if steps(first) < 2:
+    if len(weights(first)) < 2:
         continue_until(first, 2, folder / "cache", ROOT)
     shutil.rmtree(folder / "cache", ignore_errors=True)
     cases = [("empty cache", ROOT), ("kept programs", ROOT)]
     if asked.against:
         cases.insert(0, ("before", asked.against.absolute()))
-    rows = []
+    rows, found_weights = [], set()
+    done = len(weights(first))
     for name, root in cases:
         copy = folder / name.replace(" ", "-")
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(first, copy)
-        found = continue_until(copy, steps(first) + 1, folder / "cache", root)
+        found = continue_until(copy, done + 1, folder / "cache", root)
         rows.append([name, *(f"{seconds:.0f}" for seconds in found)])
         print(rows[-1], file=sys.stderr)
+        found_weights.add(weights(copy)[done])
+    if len(found_weights) > 1:
+        raise SystemExit(f"the weights after the step differ: {found_weights}")
     print(table(["", "s", "CPU s"], rows))
 
 
