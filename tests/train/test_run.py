@@ -388,9 +388,12 @@ def test_a_run_with_programs_from_disk_ends_with_the_same_weights(tmp_path):
         subprocess.run(killing.command(tmp_path / name), env=variables, check=True)
         steps = read_metrics(tmp_path / name / "metrics.jsonl")
         weights.append([step["weights/fingerprint"] for step in steps if step["phase"] == "rl"])
-        programs.append(len(list((tmp_path / "paravt-jax" / "compiled").glob("*-cache"))))
+        programs.append(
+            len(list((tmp_path / "paravt-jax" / "compiled").glob("jit_logprobs-*-cache")))
+        )
     assert weights[0] == weights[1] and len(set(weights[0])) == 6
-    assert programs[0] == programs[1] > 20
+    # Those of the reference, one per size of micro-batch.
+    assert programs[0] == programs[1] > 0
 
 
 # --- killed in the middle ---
