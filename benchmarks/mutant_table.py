@@ -316,7 +316,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             'arrays["segments"][r, part] = segment',
             'arrays["segments"][r, part] = 1',
         ),
-        "later_frames_overwrite": ("([none, *shown])", "([none, *shown[-1:]])"),
+        "later_frames_overwrite": ("([none, *cached])", "([none, *cached[-1:]])"),
         "tool_tokens_trained": (
             "[r, part] = trajectory.authors == Author.MODEL",
             "[r, part] = trajectory.authors != Author.PROMPT",

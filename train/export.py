@@ -75,8 +75,7 @@ class Export:
     step: str = "latest"
     """Step of the checkpoint, `latest`, or `best` (of RL; see --checkpoints.best of train.run)."""
     form: Literal["model", "peft"] = "model"
-    """What to write: the whole model, with adapters merged; or for PEFT, the adapters and what is
-    trained of the vision tower."""
+    """Write the whole model, with adapters merged, or only what was trained, for PEFT."""
 
 
 def export(command: Export) -> None:

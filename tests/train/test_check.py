@@ -509,7 +509,8 @@ def test_own_questions_are_read_and_their_videos_looked_for(small_world, tmp_pat
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def found(questions: pathlib.Path, media: pathlib.Path) -> Finding:
-        changes = {"data.questions": str(questions), "data.media": str(media), "sft": None}
+        changes = {"data.questions": str(questions), "data.media": str(media)}
+        changes |= {"data.heldout": 0, "sft": None}
         return only(data.data(subject(change(paravt_8b(), "own", changes), tmp_path)))
 
     finding = found(file, small_world.folder)

@@ -51,7 +51,7 @@ def evaluated(road, small, monkeypatch):
         def __init__(self):
             """Compiles no program."""
 
-        def load(self, sampler, weights, version):
+        def load(self, sampler, weights, version, features):
             sampler.load(weights, version)
             return 0
 

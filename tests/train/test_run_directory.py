@@ -169,7 +169,7 @@ def test_the_lock_admits_one_process_and_ends_with_it(tmp_path: pathlib.Path) ->
 
 # --- taking over a cold start ---
 
-COLD_START = ("world", "text", "model", "lora", "frames", "align", "sft")
+COLD_START = ("world", "text", "model", "lora", "train_vision", "frames", "align", "sft")
 SETTINGS = {name: {"steps": 1} for name in COLD_START} | {
     "rl": {"steps": 5},
     "seed": 3,

@@ -374,7 +374,8 @@ def _hear(event: str, arguments: tuple) -> None:
     if not _watches or event not in _EVENTS:
         return
     # The reader may keep what it knows of a video.
-    if str(index_store.folder()) in str(arguments):
+    # An open descriptor was opened as a file before.
+    if str(index_store.folder()) in str(arguments) or isinstance(arguments[0], int):
         return
     if _by_type_checker(sys._getframe(1)):
         return
