@@ -1,6 +1,6 @@
 """Plays one question with frames of 602,112 pixels, and compares its peak memory with the plan.
 
-    python -m benchmarks.published_pixels --out /tmp/pixels [--clip LONG.mp4]
+    python -m benchmarks.published_pixels --out runs/pixels [--clip LONG.mp4]
 
 A small random model sees 64 frames of up to 602,112 pixels, each 576 visual tokens at 16:9, and
 calls the tool five times. Its first answer is replaced by these calls; all else is computed. The

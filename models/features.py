@@ -399,8 +399,8 @@ class FrameFeatures:
         """Replace the weights of the trained part, and forget what the old ones computed.
 
         Args:
-            weights: the part's weights, as `models.qwen3_vl.frozen` stores them, whole on each
-                device of the tower. They are not copied.
+            weights: the part's weights, from `vision.encoding_weights`, whole on each device of
+                the tower. They are not copied.
         """
         self._weights = nnx.merge_state(self._weights, weights)
         self._loaded = tuple(weights)

@@ -14,9 +14,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from models import lora
-from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.trained_vision import TrainVision, trained_state
+from models.qwen3_vl.vision import encoding_weights
 
 VISION = "vision"
 
@@ -48,4 +48,4 @@ def in_activations(weights: Any, dtype: DTypeLike) -> Any:
     """Trained weights as a model that computes in `dtype` needs them to sample."""
     text, vision = apart(weights)
     text = jax.tree.map(lambda x: x.astype(dtype), text)
-    return together(text, None if vision is None else frozen(vision, dtype))
+    return together(text, None if vision is None else encoding_weights(vision, dtype))

@@ -448,9 +448,9 @@ class _Estimate:
         tokens = self._largest(bound).places / self.row_devices
         # The sum over micro-batches, and the gradient of one of them.
         state = self.weights + self._moments("rl") + 2 * self.weights
-        activations = max(self._activations(policy, tokens), self._seeing())
-        seen = self._cached(visual, frames) + self._seen(visual)
-        return state + self.frozen + seen + activations
+        activations = max(self._activations(policy, tokens), self._vision_backward())
+        vectors = self._cached(visual, frames) + self._differentiated_vectors(visual)
+        return state + self.frozen + vectors + activations
 
     def _cold_start(self, policy: Remat, parts: int) -> float:
         assert self.run.sft is not None
@@ -463,7 +463,9 @@ class _Estimate:
         visual, frames = rows * shape.visual, rows * shape.visual / self.run.smallest_frame
         cached = 3 * self._cached(visual, frames)
         activations = self._activations(policy, rows * shape.tokens / parts)
-        activations = max(activations, self._seeing()) + self._seen(visual / parts)
+        activations = max(activations, self._vision_backward()) + self._differentiated_vectors(
+            visual / parts
+        )
         return state + self.frozen + cached + activations
 
     def _cached(self, visual: float, frames: float) -> float:
@@ -473,13 +475,13 @@ class _Estimate:
             visual = frames * self.run.largest_frame
         return visual * numbers * self.sizes.itemsize
 
-    def _seen(self, visual: float) -> float:
+    def _differentiated_vectors(self, visual: float) -> float:
         """If they are differentiated: visual vectors, their gradient, and the sum of gradients."""
         if self.run.train_vision == "none":
             return 0.0
         return self._vectors(visual) * (2 + 4 / self.sizes.itemsize)
 
-    def _seeing(self) -> float:
+    def _vision_backward(self) -> float:
         """The backward pass of the trained part of the tower, for one piece of a batch."""
         part = self.run.train_vision
         if part == "none":

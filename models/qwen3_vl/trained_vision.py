@@ -126,7 +126,7 @@ class TrainedVision:
         """Runs the tower on every frame, which only sees itself."""
         c = self.config
 
-        def seen(
+        def encoded(
             weights: Any, patches: Float[Array, "f p w"], grids: Int[Array, "f 2"]
         ) -> Float[Array, "f n c d"]:
             layout = padded_layout(grids, self.frame_tokens, c)
@@ -135,7 +135,7 @@ class TrainedVision:
         b, n = cached.shape[:2]
         patches = cached.reshape(-1, self.frame_tokens * c.spatial_merge_size**2, c.patch_dim)
         size = max(1, CHUNK_TOKENS // self.frame_tokens)
-        vectors = _in_chunks(seen, size, weights, patches, grids.reshape(-1, 2))
+        vectors = _in_chunks(encoded, size, weights, patches, grids.reshape(-1, 2))
         return vectors.reshape(b, n, *vectors.shape[2:])
 
 
@@ -217,7 +217,7 @@ def _in_chunks(function: Callable[..., Array], size: int, weights: Any, *arrays:
 
     @jax.checkpoint
     def run(parts: tuple[Array, ...]) -> Array:
-        # Most steps fill only a part of their room.
+        # Most steps fill only a part of their room. No patch and no state of a real frame is all 0.
         return jax.lax.cond(
             jnp.any(parts[0] != 0),
             lambda: function(weights, *parts),

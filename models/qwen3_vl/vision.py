@@ -308,6 +308,24 @@ class VisionTower(nnx.Module):
         return functools.reduce(operator.add, corners)
 
 
+def encoding_weights(weights: nnx.State, dtype: DTypeLike) -> nnx.State:
+    """The weights of a tower, or of a part of it, that encodes frames in `dtype` without gradients.
+
+    Kernels are stored in `dtype`, to which the tower would round them anyway. All other weights
+    keep their type: norms and positions are used in float32. Weights may be abstract.
+    """
+
+    def one(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+        if path[-1] != "kernel":
+            return variable
+        value = variable.get_value()
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return variable.replace(value.update(dtype=dtype))
+        return variable.replace(value.astype(dtype))
+
+    return nnx.map_state(one, weights)
+
+
 def _neighbours(
     place: Int[Array | np.ndarray, "b p"], length: Int[Array | np.ndarray, "b p"], side: int
 ) -> list[tuple[Int[Array, "b p"], Float[Array, "b p"]]]:

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.packing import pack_patches
 from models.qwen3_vl.sizes import tiny
-from models.qwen3_vl.vision import frame_layout
+from models.qwen3_vl.vision import encoding_weights, frame_layout
 
 CONFIG = tiny(97)
 # 8, 3 x 8, 16 and 4 patches.
@@ -73,7 +72,7 @@ def test_a_frozen_tower_takes_half_the_memory_and_gives_the_same():
     config = tiny(464)
     tower = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))().vision
     graph, weights = nnx.split(tower)
-    small = frozen(weights, jnp.bfloat16)
+    small = encoding_weights(weights, jnp.bfloat16)
 
     def size(state):
         return sum(x.nbytes for x in jax.tree.leaves(state))
@@ -86,7 +85,7 @@ def test_a_frozen_tower_takes_half_the_memory_and_gives_the_same():
     exactly: dict[str, str | bool] = {"xla_allow_excess_precision": False}
     one, other = (run.lower(w).compile(compiler_options=exactly)(w) for w in (weights, small))
     np.testing.assert_array_equal(one, other)
-    abstract = frozen(jax.eval_shape(lambda: weights), jnp.bfloat16)
+    abstract = encoding_weights(jax.eval_shape(lambda: weights), jnp.bfloat16)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)] == [
         (x.shape, x.dtype) for x in jax.tree.leaves(small)
     ]

@@ -41,7 +41,7 @@ from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTBatch, SFTSettings, make_sft_update
-from train.learn.step import init_state, make_accumulation, make_seeing
+from train.learn.step import init_state, make_accumulation, make_vision_programs
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Weights move by up to LEARNING_RATE in the step, and may differ by BOUND.
@@ -277,10 +277,10 @@ def compare_vision() -> None:
                 bank = place_frames(cached, grids, vision, room, devices, mesh)
             else:
                 bank = place_bank(cached, 104 // devices, devices, mesh)
-            seeing = make_seeing(vision, mesh, 1, 104)
-            vectors = np.asarray(seeing.encode(weights, bank)).reshape(cotangent.shape)
+            programs = make_vision_programs(vision, mesh, 1, 104)
+            vectors = np.asarray(programs.encode(weights, bank)).reshape(cotangent.shape)
             placed = cotangent.reshape(devices, -1, *cotangent.shape[1:]).astype(np.float32)
-            gradients = seeing.gradients(weights, bank, place({"visual": placed}, mesh)["visual"])
+            gradients = programs.gradients(weights, bank, place({"visual": placed}, mesh)["visual"])
             found[shape] = (vectors, jax.tree.map(np.asarray, gradients))
         for shape, (vectors, gradients) in found.items():
             np.testing.assert_allclose(vectors, found[1, 1, 1][0], rtol=1e-5, atol=1e-5)

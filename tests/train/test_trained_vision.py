@@ -27,7 +27,7 @@ from train.export import Export, export
 from train.learn.rl import Learner, rl_loss
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import roll_out
-from train.learn.sft import SFTBatches, seeing, sft_loss
+from train.learn.sft import SFTBatches, sft_loss, visual_encoder
 from train.learn.weight_sync import WeightSync
 from train.run import execute
 
@@ -233,12 +233,12 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
     batch, _, _ = next(batches)
     loss = sft_loss(thawed.image)
     room = batches._shape.visual
-    see = seeing(features.trained, room)
-    assert see is not None
+    encode = visual_encoder(features.trained, room)
+    assert encode is not None
 
     def ours(weights):
         text, vision = apart(weights)
-        return loss(nnx.merge(thawed.graph, text, thawed.frozen), see(vision, batch))[0]
+        return loss(nnx.merge(thawed.graph, text, thawed.frozen), encode(vision, batch))[0]
 
     cached = np.asarray(batch.packed.visual)[0]
     count = int((np.asarray(batch.packed.ids) == thawed.image).sum())

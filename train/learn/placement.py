@@ -184,8 +184,8 @@ def place_frames(
         grids: Height and width of this process's frames, in patches.
         vision: The tower.
         frames: Room for frames per device.
-        devices: See `place_bank`, as for
-        mesh: the mesh.
+        devices: As in `place_bank`.
+        mesh: The mesh of training.
     """
     padded = vision.in_rows(cached, grids)
     share = math.ceil(len(grids) / devices)

@@ -58,12 +58,12 @@ from train.learn.rollouts import (
 )
 from train.learn.step import (
     MeshProgram,
-    Seeing,
     TrainState,
+    VisionPrograms,
     init_state,
     make_accumulation,
     make_logprobs,
-    make_seeing,
+    make_vision_programs,
     mesh_of,
     rollout_logprobs,
 )
@@ -179,10 +179,10 @@ class Learner:
         processes = jax.process_count()
         self._slots = shape.slots(processes, self._devices)
         self._vision = vision
-        self._seeing: Seeing | None = None
+        self._vision_programs: VisionPrograms | None = None
         if vision is not None:
             room = self._slots * self._devices // processes
-            self._seeing = make_seeing(vision, mesh, processes, room)
+            self._vision_programs = make_vision_programs(vision, mesh, processes, room)
 
     def warm_up(self, weights: Any, features: FrameFeatures) -> None:
         """Compile the programs for every size of micro-batch, by computing an empty one of each.
@@ -316,7 +316,11 @@ class Learner:
 
     def _visual(self, weights: Any, bank: Bank) -> Float[Array, "*m c d"]:
         """The visual vectors of a step under some weights of the tower's trained part."""
-        return bank.cached if self._seeing is None else self._seeing.encode(weights, bank)
+        return (
+            bank.cached
+            if self._vision_programs is None
+            else self._vision_programs.encode(weights, bank)
+        )
 
     def _update(
         self,
@@ -361,17 +365,17 @@ class Learner:
         """
         text, vision = apart(weights)
         visual = self._visual(vision, bank)
-        total = self.update.start(text if self._seeing is None else (text, visual))
+        total = self.update.start(text if self._vision_programs is None else (text, visual))
         metrics: dict[str, list[Array]] = {}
         for number, part in enumerate(microbatches):
             numbers = np.array((*draw, number), np.uint32)
             total, found = self.update.add(text, total, visual, part, batch, draw=numbers)
             for name, value in found.items():
                 metrics.setdefault(name, []).append(value)
-        if self._seeing is None:
+        if self._vision_programs is None:
             return total, metrics
         of_text, of_visual = total
-        return together(of_text, self._seeing.gradients(vision, bank, of_visual)), metrics
+        return together(of_text, self._vision_programs.gradients(vision, bank, of_visual)), metrics
 
     def _to_host(self, weights: Any, dtype: Any) -> Any:
         """A copy of the weights in `dtype`, in the host's memory."""

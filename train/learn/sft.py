@@ -94,8 +94,8 @@ class SFTSettings:
         return PackedShape(self.rows, self.row_tokens, self.row_tokens)
 
 
-See = Callable[[Any, Any], Any]
-"""`f(weights of the tower, SFTBatch) -> SFTBatch` with visual vectors; see `seeing`."""
+EncodeVisual = Callable[[Any, Any], Any]
+"""`f(weights of the tower, SFTBatch) -> SFTBatch` with visual vectors; see `visual_encoder`."""
 
 
 # Annotations are not checked, for the same reason as in `Microbatch`.
@@ -171,13 +171,13 @@ def start_sft(
     parts: int = 1,
     frozen: Any = NOTHING,
     seed: int = 0,
-    see: See | None = None,
+    encode: EncodeVisual | None = None,
 ) -> tuple[TrainState, MeshProgram]:
     """The state before the first step, and the jitted update; see `make_sft_update`."""
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = init_state(weights, optimizer)
     return state, make_sft_update(
-        graph, optimizer, image_token_id, settings, parts, state, frozen, seed, see
+        graph, optimizer, image_token_id, settings, parts, state, frozen, seed, encode
     )
 
 
@@ -190,7 +190,7 @@ def make_sft_update(
     state: TrainState,
     frozen: Any = NOTHING,
     seed: int = 0,
-    see: See | None = None,
+    encode: EncodeVisual | None = None,
 ) -> MeshProgram:
     """Compile the update of the cold start: `f(state, SFTBatch) -> (state, metrics)`.
 
@@ -203,7 +203,7 @@ def make_sft_update(
         state: A real or abstract state, with the shardings that updates keep.
         frozen: The decoder's weights that are not trained (`models.lora.split`).
         seed: With the number of the update, decides what adapters drop.
-        see: From `seeing`, if a part of the vision tower is trained.
+        encode: From `visual_encoder`, if a part of the vision tower is trained.
     """
 
     def split(batch: SFTBatch) -> SFTBatch:
@@ -211,10 +211,10 @@ def make_sft_update(
 
     loss = sft_loss(image_token_id, settings.remat, settings.logprob_chunk)
     split_batch = split if parts > 1 else None
-    return make_update(graph, optimizer, loss, state, split_batch, frozen, seed, see)
+    return make_update(graph, optimizer, loss, state, split_batch, frozen, seed, encode)
 
 
-def seeing(vision: TrainedVision | None, room: int) -> See | None:
+def visual_encoder(vision: TrainedVision | None, room: int) -> EncodeVisual | None:
     """Computes the visual vectors of a batch from what is cached of its frames.
 
     Args:
@@ -224,14 +224,14 @@ def seeing(vision: TrainedVision | None, room: int) -> See | None:
     if vision is None:
         return None
 
-    def see(weights: Any, batch: SFTBatch) -> SFTBatch:
+    def encode(weights: Any, batch: SFTBatch) -> SFTBatch:
         packed: Any = batch.packed
         rows = len(packed.ids)
         visual = vision.encode(weights, packed.visual, packed.grids, rows, room)
         shown = dataclasses.replace(packed, visual=visual, grids=None)
         return dataclasses.replace(batch, packed=shown)
 
-    return see
+    return encode
 
 
 def sft_step(
@@ -328,9 +328,9 @@ class SFTBatches:
     ) -> tuple[TrainState, MeshProgram]:
         """The state before the first step, and the jitted update; donates `weights`."""
         image_token_id = self._features.config.image_token_id
-        see = seeing(self._features.trained, self._shape.visual)
+        encode = visual_encoder(self._features.trained, self._shape.visual)
         return start_sft(
-            graph, weights, image_token_id, self._settings, self._parts, frozen, self._seed, see
+            graph, weights, image_token_id, self._settings, self._parts, frozen, self._seed, encode
         )
 
     def __next__(self) -> tuple[SFTBatch, tuple[PackedRows, ...], dict[str, float]]:

@@ -196,7 +196,7 @@ def make_logprobs(
     return MeshProgram(jitted, mesh, (frozen,))
 
 
-class Seeing(NamedTuple):
+class VisionPrograms(NamedTuple):
     """The programs between what is cached of frames and visual vectors."""
 
     encode: MeshProgram
@@ -205,7 +205,9 @@ class Seeing(NamedTuple):
     """`f(weights, bank, gradients of vectors) -> gradients of weights`, in float32."""
 
 
-def make_seeing(vision: TrainedVision, mesh: Mesh, groups: int, room: int) -> Seeing:
+def make_vision_programs(
+    vision: TrainedVision, mesh: Mesh, groups: int, room: int
+) -> VisionPrograms:
     """Compile the trained part of the vision tower for the bank of a step.
 
     Args:
@@ -226,7 +228,7 @@ def make_seeing(vision: TrainedVision, mesh: Mesh, groups: int, room: int) -> Se
         (found,) = pull_back(of_vectors.astype(vectors.dtype))
         return found
 
-    return Seeing(
+    return VisionPrograms(
         MeshProgram(jax.jit(encode, out_shardings=rows), mesh),
         MeshProgram(jax.jit(gradients, out_shardings=whole), mesh),
     )
@@ -320,7 +322,7 @@ def make_update(
     split: Callable[[Any], Any] | None = None,
     frozen: Any = NOTHING,
     seed: int = 0,
-    see: Callable[[Any, Any], Any] | None = None,
+    encode: Callable[[Any, Any], Any] | None = None,
 ) -> MeshProgram:
     """Compile one update: gradients of the loss, then a step of the optimizer.
 
@@ -334,8 +336,8 @@ def make_update(
             accumulated in float32, in order.
         frozen: The decoder's weights that are not trained (`models.lora.split`).
         seed: With the number of the update, decides what adapters drop.
-        see: If a part of the tower is trained: `f(its weights, batch) -> batch` with visual vectors
-            in place of what is cached of frames.
+        encode: If a part of the tower is trained: `f(its weights, batch) -> batch` with visual
+            vectors in place of what is cached of frames.
 
     Returns:
         `f(state, batch) -> (state, metrics)`. The state is donated. The metrics are the loss
@@ -345,7 +347,7 @@ def make_update(
     def gradients(frozen: Any, state: TrainState, part: Any, number: int | Array) -> Any:
         def value(weights: Any) -> Any:
             text, vision = apart(weights)
-            shown = part if see is None else see(vision, part)
+            shown = part if encode is None else encode(vision, part)
             return loss(_in_update(graph, text, frozen, (seed, state.step, number)), shown)
 
         return jax.value_and_grad(value, has_aux=True)(state.weights)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from models.features import FrameFeatures, tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import NOTHING, cast
-from models.qwen3_vl.frozen import frozen
+from models.qwen3_vl.vision import encoding_weights
 from models.sharding import MESH_AXES, RULES, make_mesh, param_shardings
 from models.trained import VISION, apart
 from paravt_jax.processes.hosts import gather
@@ -60,21 +60,21 @@ def make_sync(weights: Any, hosts: Mesh, dtype: DTypeLike) -> jax.stages.Wrapped
     return jax.jit(sync, out_shardings=param_shardings(weights, hosts))
 
 
-def make_see(vision: Any, mesh: Mesh, dtype: DTypeLike) -> jax.stages.Wrapped:
+def make_vision_sync(vision: Any, mesh: Mesh, dtype: DTypeLike) -> jax.stages.Wrapped:
     """Compile `f(the tower's trained weights) -> as samplers use them, whole on every device`.
 
     Args:
         vision: Real or abstract weights of the trained part of the tower.
         mesh: The mesh of training.
-        dtype: The type of the activations; see `models.qwen3_vl.frozen`.
+        dtype: The type of the activations; see `models.qwen3_vl.vision.encoding_weights`.
     """
 
-    def see(weights: Any) -> Any:
+    def sync(weights: Any) -> Any:
         # Copies: the next update donates its weights, and frames are encoded meanwhile.
-        return jax.tree.map(jnp.copy, frozen(weights, dtype))
+        return jax.tree.map(jnp.copy, encoding_weights(weights, dtype))
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(see, out_shardings=jax.tree.map(lambda _: whole, vision))
+    return jax.jit(sync, out_shardings=jax.tree.map(lambda _: whole, vision))
 
 
 def stay(weights: Any, hosts: Mesh, dtype: DTypeLike) -> bool:
@@ -150,9 +150,9 @@ class WeightSync:
         move_base = self._program(frozen)
         self.base = self._take(frozen if move_base is None else move_base(frozen))
         self._frozen_fingerprint = fingerprint(frozen, dtype=dtype)
-        self._see: jax.stages.Wrapped | None = None
+        self._vision_sync: jax.stages.Wrapped | None = None
         if vision is not None:
-            self._see = make_see(vision, mesh, dtype)
+            self._vision_sync = make_vision_sync(vision, mesh, dtype)
 
     def __call__(self, weights: Any) -> Any:
         """The decoder's trained weights on this process's sampling devices."""
@@ -178,8 +178,8 @@ class WeightSync:
         sampler.load(jax.block_until_ready(self(weights)), version)
         text, vision = apart(weights)
         wanted = fingerprint(text, dtype=self._dtype) + self._frozen_fingerprint
-        if self._see is not None:
-            moved = self._see(vision)
+        if self._vision_sync is not None:
+            moved = self._vision_sync(vision)
             features.load(jax.tree.map(self._on_tower, moved))
             wanted += fingerprint(nnx.State({VISION: moved}))
         wanted %= 2**32

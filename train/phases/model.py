@@ -15,12 +15,12 @@ from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, cast
 from models.peft_folder import base_fingerprint
 from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.hf import load
 from models.qwen3_vl.hf_config import to_hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl.trained_vision import TrainedVision, TrainVision
+from models.qwen3_vl.vision import encoding_weights
 from models.sharding import param_shardings
 from models.trained import split
 from paravt_jax.method.tokenizer import Vocabulary
@@ -41,7 +41,9 @@ class Parts:
     frozen: Any
     """The decoder's weights that are not trained, on the mesh; empty if all are."""
     tower: Any
-    """The vision tower's first state in the host's memory, in the type that checkpoints store."""
+    """The vision tower as it was before SFT and RL, in the host's memory.
+
+    Its type is that of checkpoints."""
     vision: TrainedVision | None
     """The part of the tower that is trained; None: none is."""
 
@@ -151,7 +153,7 @@ def take_apart(
     # process gets a copy in the type of the activations: they share the frames.
     tower = on_host(nnx.state(model.vision))
     everywhere = NamedSharding(tower_mesh(mesh.local_devices), PartitionSpec())
-    on_devices = jax.device_put(frozen(tower, model.vision.dtype), everywhere)
+    on_devices = jax.device_put(encoding_weights(tower, model.vision.dtype), everywhere)
     nnx.update(model.vision, on_devices)
     drop_weights(model)
     vision = TrainedVision.of(model.vision, train_vision, frame_tokens)

@@ -29,15 +29,15 @@ from train.learn.packing import MicrobatchShape, StepShape
 from train.learn.placement import Bank, row_pieces, shardings
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
-from train.learn.sft import SFTBatch, make_sft_update, seeing
+from train.learn.sft import SFTBatch, make_sft_update, visual_encoder
 from train.learn.step import (
     Accumulation,
     MeshProgram,
-    Seeing,
     TrainState,
+    VisionPrograms,
     make_accumulation,
     make_logprobs,
-    make_seeing,
+    make_vision_programs,
     state_shardings,
 )
 from train.settings import Run
@@ -70,7 +70,7 @@ class AbstractStep(NamedTuple):
     """What is cached of frames."""
     visual: Any
     """The visual vectors."""
-    seeing: Seeing | None
+    vision_programs: VisionPrograms | None
     """The programs between both, if a part of the vision tower is trained."""
     microbatches: tuple[Microbatch, ...]
     """An empty micro-batch of every size, the largest first."""
@@ -102,10 +102,10 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
     dtype = jnp.dtype(run.model.dtype)
     slots, frames = shape.slots(hosts, devices), shape.frames(hosts, devices)
     visual = _placed({"visual": _visual(devices, slots, config, dtype)}, mesh)["visual"]
-    bank, seeing = Bank(visual), None
+    bank, programs = Bank(visual), None
     if vision is not None:
         bank = Bank(*_placed(_cached(vision, devices, slots, frames, dtype), mesh).values())
-        seeing = make_seeing(vision, mesh, hosts, slots * devices // hosts)
+        programs = make_vision_programs(vision, mesh, hosts, slots * devices // hosts)
     batch = RLBatch(_rollouts(shape), _shape((shape.rows, shape.suffix), jnp.float32), _totals())
     return AbstractStep(
         config,
@@ -114,7 +114,7 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
         frozen,
         bank,
         visual,
-        seeing,
+        programs,
         tuple(_placed(_microbatch(size, shape), mesh) for size in sizes),
         _placed(batch, mesh),
         make_accumulation(graph, optimizer, rl_loss(settings), state, frozen),
@@ -144,19 +144,19 @@ def abstract_rl_gradients(
     return Abstract(step.update.add, arguments)
 
 
-def abstract_rl_seeing(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
+def abstract_rl_vision(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
     """Gradients of the trained part of the tower, which the run has; see `abstract_rl_step`."""
     step = abstract_rl_step(run, mesh, config)
-    assert step.seeing is not None, f"{run.name} trains no part of the tower"
+    assert step.vision_programs is not None, f"{run.name} trains no part of the tower"
     _, vision = apart(step.state.weights)
     gradients = step.visual.update(dtype=jnp.float32)
-    return Abstract(step.seeing.gradients, (vision, step.bank, gradients))
+    return Abstract(step.vision_programs.gradients, (vision, step.bank, gradients))
 
 
 def _differentiated(step: AbstractStep) -> Any:
     """What the gradients of a micro-batch are of."""
     text, _ = apart(step.state.weights)
-    return text if step.seeing is None else (text, step.visual)
+    return text if step.vision_programs is None else (text, step.visual)
 
 
 def abstract_rl_start(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
@@ -190,8 +190,10 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
         rows = dataclasses.replace(rows, **cached)
     batch = _placed(SFTBatch(rows, _shape((), jnp.float32)), mesh)
     image = config.image_token_id
-    see = seeing(vision, shape.visual)
-    program = make_sft_update(graph, optimizer, image, settings, parts, state, frozen, see=see)
+    encode = visual_encoder(vision, shape.visual)
+    program = make_sft_update(
+        graph, optimizer, image, settings, parts, state, frozen, encode=encode
+    )
     return Abstract(program, (state, batch))
 
 

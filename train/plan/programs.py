@@ -20,10 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.features import frames_per_call, tower_mesh, tower_program
 from models.lora import cast
 from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.frozen import frozen
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
-from models.qwen3_vl.vision import frame_layout
+from models.qwen3_vl.vision import encoding_weights, frame_layout
 from models.sharding import make_mesh, param_shardings
 from models.trained import apart, split
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
@@ -38,9 +37,9 @@ from train.plan.abstract import (
     abstract_reference,
     abstract_rl_gradients,
     abstract_rl_optimizer,
-    abstract_rl_seeing,
     abstract_rl_start,
     abstract_rl_step,
+    abstract_rl_vision,
     abstract_sft_update,
     planned_model,
 )
@@ -201,8 +200,8 @@ class Plan:
 
     def _rl_vision(self) -> PlannedProgram:
         """The trained part of the tower, forward and back, for all frames of a step."""
-        seeing = abstract_rl_seeing(self.run, self.mesh, self.config)
-        return self._training("RL vision", seeing, ("weights", "batch"), pairs=every)
+        backward = abstract_rl_vision(self.run, self.mesh, self.config)
+        return self._training("RL vision", backward, ("weights", "batch"), pairs=every)
 
     def _optimizer(self) -> PlannedProgram:
         step = abstract_rl_optimizer(self.run, self.mesh, self.config)
@@ -369,7 +368,7 @@ class Plan:
     def _tower(self) -> tuple[nnx.GraphDef, Any]:
         """The vision tower, with all its weights on each device."""
         graph, weights = nnx.split(self.model.vision)
-        weights = frozen(weights, self.model.vision.dtype)
+        weights = encoding_weights(weights, self.model.vision.dtype)
         whole = NamedSharding(self.tower_mesh, PartitionSpec())
         return graph, laid_out(weights, jax.tree.map(lambda _: whole, weights))
 

@@ -18,6 +18,7 @@ from models.qwen3_vl.hf_config import to_hf
 from models.qwen3_vl.model import Inputs, Qwen3VL
 from models.qwen3_vl.rope import mrope_positions, visual_index
 from paravt_jax.data import video
+from paravt_jax.data.frames import join
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling
@@ -144,7 +145,7 @@ def pixels(
 ) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """Patches and grids of frames. The videos already have the model's frame size."""
     patches = [
-        patchify(video.read(features.root / frame.video, [frame.index]))[0] for frame in frames
+        patchify(video.read(join(features.root, frame.video), [frame.index]))[0] for frame in frames
     ]
     empty = np.zeros((0, CONFIG.vision.patch_dim), np.float32)
     return np.concatenate([empty, *patches]), [(1, *features.grid(frame.video)) for frame in frames]
