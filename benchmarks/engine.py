@@ -22,9 +22,9 @@ import os
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import numpy as np
@@ -37,8 +37,15 @@ from models.patches import patchify
 from models.qwen3_vl import hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.rope import mrope_positions, next_position
-from paravt_jax.data import video
-from paravt_jax.data.frames import VideoInfo, overview_indices, shown
+from paravt_jax.data.frames import (
+    ReadFrames,
+    ReadTask,
+    VideoInfo,
+    carry_out,
+    overview_indices,
+    read_now,
+    shown,
+)
 from paravt_jax.data.local_path import require_local
 from paravt_jax.data.sizes import FrameRules
 from paravt_jax.method.records import Frame
@@ -237,8 +244,27 @@ def greedy(work: Work) -> Work:
 # --- this engine ---
 
 
+class Memory:
+    """A `FrameSource` whose frames are in memory, so that no time goes into decoding files."""
+
+    def __init__(self, work: Work):
+        self._work = work
+        self._pixels = {str(number): pixels(work, number) for number in range(work.prompts)}
+
+    def request(self, task: ReadTask) -> Future[ReadFrames]:
+        """Resize the frames at once."""
+        return read_now(lambda: carry_out(task, self._probe, self._read))
+
+    def _probe(self, path: str) -> VideoInfo:
+        count, side = self._work.video, self._work.side
+        return VideoInfo(path, count, float(count), np.arange(count, dtype=np.float64), side, side)
+
+    def _read(self, path: str, indices: Sequence[int], rules: FrameRules) -> np.ndarray:
+        return np.stack([shown(frame, rules) for frame in self._pixels[path][list(indices)]])
+
+
 class MemoryFrames(FrameFeatures):
-    """Serves frames from memory, so that the time does not include decoding files.
+    """Features of the frames in memory.
 
     Attributes:
         seconds: Time spent in the vision tower.
@@ -246,28 +272,15 @@ class MemoryFrames(FrameFeatures):
 
     def __init__(self, work: Work, model: Qwen3VL):
         settings = FrameSettings(batch=2)  # a larger batch is no faster on CPU
-        super().__init__(model.vision, model.config, settings, Path(), source=video)
-        self._work = work
-        self._pixels = {str(number): pixels(work, number) for number in range(work.prompts)}
+        super().__init__(model.vision, model.config, settings, Path(), source=Memory(work))
         self._tower = self._encode
         self._encode = self._timed
         self.seconds = 0.0
-
-    def info(self, name: str) -> VideoInfo:
-        count, side = self._work.video, self._work.side
-        return VideoInfo(name, count, float(count), np.arange(count, dtype=np.float64), side, side)
 
     def drop(self) -> None:
         """Forget the vectors of all frames."""
         for key in [*self._store]:
             self._drop(key)
-
-    def _encode_video(self, name: str, wanted: list[Frame]):
-        def read(path: Path, indices: list[int], rules: FrameRules | None) -> np.ndarray:
-            return np.stack([shown(frame, rules) for frame in self._pixels[path.name][indices]])
-
-        with mock.patch.object(video, "read", read):
-            yield from super()._encode_video(name, wanted)
 
     def _timed(self, *arguments: Any) -> jax.Array:
         start = time.perf_counter()

@@ -11,13 +11,14 @@ import argparse
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int64
 
 from paravt_jax.data import video
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import VideoError, overview_indices
+from paravt_jax.data.frames import ReadTask, VideoError, overview_indices
 from paravt_jax.data.loader import Ahead, stream
 
 # The rows of a batch. A row is a tuple of clips, given as file numbers.
@@ -63,8 +64,13 @@ def measure(
 
     settings = ReaderSettings(workers=workers, ready=4 * rows * clips * (ahead + 1))
     with FrameReader(settings) as reader:
+
+        def read(path: pathlib.Path, indices: Sequence[int]) -> int:
+            task = ReadTask(str(path), tuple(indices), settings.rules)
+            return len(reader.request(task).result().frames)
+
         # Start the processes before the clock.
-        reader.read(files[0], [0])
+        read(files[0], (0,))
 
         def request(batch: Batch) -> None:
             for path, indices in clips_of(batch):
@@ -72,15 +78,15 @@ def measure(
 
         batches = Ahead(stream(packed_rows, 0, rows), ahead, request)
         waits = []
+        frames_read = 0
         start = time.perf_counter()
         for _ in range(steps):
             wait_start = time.perf_counter()
             for path, indices in clips_of(next(batches)):
-                reader.read(path, indices)
+                frames_read += read(path, indices.tolist())
             waits.append(time.perf_counter() - wait_start)
             time.sleep(step_seconds)
         seconds = time.perf_counter() - start
-        frames_read = reader.frames
     # The frames of the first step cannot be read ahead.
     steady = waits[1:] or waits
     return {

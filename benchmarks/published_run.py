@@ -58,7 +58,7 @@ def published_sft() -> Run:
         name="published_sft",
         model=ModelSettings(path="base", size="tiny"),
         data=DataSettings("annotations", "media", "set", frames=4, heldout=0, workers=1),
-        frames=FrameSettings(min_pixels=1024, max_pixels=1024, batch=8),
+        frames=FrameSettings(min_pixels=1024, max_pixels=1024, batch=8, admission="counted"),
         protocol=ProtocolSettings(
             max_tool_turns=2,
             turn_tokens=48,

@@ -23,7 +23,6 @@ from flax import nnx
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.sizes import tiny
-from paravt_jax.data import video
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -32,7 +31,7 @@ from paravt_jax.world.text import PIECES
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.evaluation.ahead import ReadAhead
 from rollout.evaluation.benchmarks import Item, VideoFolder
-from rollout.evaluation.players import load_player
+from rollout.evaluation.players import load_player, open_reader
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.sharing import Deal, Peers, units_of
 
@@ -84,9 +83,8 @@ def measure(folder: pathlib.Path, videos: int, rounds: int, seconds: int) -> lis
     found = VideoFolder(folder)
     ratios: list[float] = []
     with contextlib.ExitStack() as stack:
-        player = load_player(settings, folder / "model", found, False, stack)
-        features = player.environment.features
-        rules = features.settings.rules(features.config.vision)
+        reader = stack.enter_context(open_reader(settings, folder / "model"))
+        player = load_player(settings, folder / "model", found, reader, False, stack)
         for number in range(rounds + 1):
             taken: dict[bool, float] = {}
             # The first way of a round alternates.
@@ -105,9 +103,8 @@ def measure(folder: pathlib.Path, videos: int, rounds: int, seconds: int) -> lis
                 ]
                 deal = Deal(units_of(items, 1), Peers())
                 start = time.perf_counter()
-                with ReadAhead(found, _FRAMES, rules, _EPISODES) as ahead:
-                    features.source = ahead if way else video
-                    lines = list(player.lines(ahead.items(deal) if way else deal.items()))
+                ahead = ReadAhead(reader, found, _FRAMES, _EPISODES)
+                lines = list(player.lines(ahead.items(deal) if way else deal.items()))
                 taken[way] = time.perf_counter() - start
                 assert len(lines) == videos
                 assert not any("left_out" in line for line in lines), lines

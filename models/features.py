@@ -18,8 +18,11 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -36,6 +39,8 @@ from models.sharding import make_mesh
 from models.trained import VISION
 from paravt_jax.data.frames import (
     FrameSource,
+    ReadFrames,
+    ReadTask,
     VideoError,
     VideoInfo,
     join,
@@ -53,6 +58,8 @@ _CLIENT_FACTOR = 28
 
 # Last in the keys of visual vectors that depend on trained weights.
 _CURRENT = "current"
+
+_FRAMES_PER_STEP = 64  # frames that count as one step of the sampler
 
 _SMALL_FRAME = 49  # visual tokens of the largest frame by default
 
@@ -80,7 +87,10 @@ class FrameSettings:
     whole_frames: int = 0
     """Videos of at most this many frames are encoded whole on first use."""
     cache_mib: int = 4096
-    """Size limit of the feature cache, in MiB."""
+    """Size limit of the feature cache, in MiB. Frames of running episodes may exceed it."""
+    admission: Literal["arrival", "counted"] = "arrival"
+    """When frames join an episode: on arrival, or after a counted number of the engine's steps,
+    so that a run repeats bit for bit."""
 
     def __post_init__(self):
         for name in ("min_pixels", "batch"):
@@ -94,6 +104,8 @@ class FrameSettings:
         ):
             self._require_at_least(0, name)
         self._check_limits()
+        if self.admission not in ("arrival", "counted"):
+            raise ValueError(f"frames.admission: {self.admission!r}; give arrival or counted")
         if self.snap not in (0, _CLIENT_FACTOR):
             raise ValueError(
                 f"frames.snap: {self.snap}; give {_CLIENT_FACTOR}, or 0 for no such step"
@@ -211,6 +223,72 @@ class Encoded(NamedTuple):
         return np.asarray(self.batch)[self.row].copy()
 
 
+class _Read(NamedTuple):
+    """A file that is being read."""
+
+    content: tuple[int, int] | None
+    future: Future[ReadFrames]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownFrames:
+    """Frames, and what is cached of each. This stays in memory for as long as somebody holds it."""
+
+    frames: tuple[Frame, ...]
+    cached: tuple[Shaped[np.ndarray, "..."], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reading:
+    """Frames whose files are being read. An agent awaits it, and gets `ShownFrames`.
+
+    `await` hands this object to the scheduler (`rollout.engine.requests`), which resumes the agent
+    when the files have been read. Then it raises VideoError if one of them cannot be read.
+    """
+
+    features: FrameFeatures
+    choose: Callable[[], tuple[Frame, ...]]
+    """The frames, once the length of their video is known."""
+    count: int
+    """Number of the frames."""
+    held: dict[tuple, np.ndarray]
+    """What was in memory from the start."""
+    reads: Mapping[tuple[str, FrameRules], _Read]
+    """What is read, per video and kind of frame."""
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the sampler after which the agent goes on; None: when the files are read.
+
+        This must not depend on what is in memory: a run that was killed begins with nothing.
+        """
+        if self.features.settings.admission == "arrival":
+            return None
+        return max(1, math.ceil(self.count / _FRAMES_PER_STEP))
+
+    def done(self) -> bool:
+        """Whether all files have been read, or cannot be read."""
+        return all(read.future.done() for read in self.reads.values())
+
+    def result(self) -> ShownFrames:
+        """Wait for the files, and encode their frames."""
+        return self.features.take(self)
+
+    def __await__(self) -> Generator[Reading, None, ShownFrames]:
+        yield self
+        return self.result()
+
+
+def wait_for_one(readings: Sequence[Reading]) -> None:
+    """Wait until one of some readings is done."""
+    features = readings[0].features
+    start = time.perf_counter()
+    while not any(reading.done() for reading in readings):
+        futures = [read.future for reading in readings for read in reading.reads.values()]
+        wait([future for future in futures if not future.done()], return_when=FIRST_COMPLETED)
+    features.waited += time.perf_counter() - start
+
+
 class FrameFeatures:
     """A cache of frame features in front of a vision tower.
 
@@ -218,6 +296,8 @@ class FrameFeatures:
     order, with c = 1 + DeepStack levels. They are a NumPy array in `dtype`, the type in which the
     tower computes (bfloat16 is that of ml_dtypes), and are never converted. The least recently used
     frames leave the cache first.
+
+    Nothing here waits for a file if an agent awaits `request` before, and holds what it gets.
 
     A batch of frames is split over all devices that hold the tower's weights.
 
@@ -253,6 +333,8 @@ class FrameFeatures:
         # Videos that could not be read, with the reason.
         self.unreadable: dict[str, str] = {}
         self.encoded_frames = 0
+        # Seconds in which the caller waited for files.
+        self.waited = 0.0
         if tower is not None:
             self.dtype = np.dtype(tower.dtype)
             graph, weights = nnx.split(tower)
@@ -269,6 +351,12 @@ class FrameFeatures:
         # Both ordered dictionaries have the least recently used entry first.
         self._store: collections.OrderedDict[tuple, np.ndarray] = collections.OrderedDict()
         self.cached_bytes = 0
+        # Features that somebody holds or that are in the store. Nothing is evicted from here.
+        self._alive: weakref.WeakValueDictionary[tuple, np.ndarray] = weakref.WeakValueDictionary()
+        # Files that somebody waits for.
+        self._reads: weakref.WeakValueDictionary[tuple, Future[ReadFrames]] = (
+            weakref.WeakValueDictionary()
+        )
         self._frames_in_store: collections.Counter[str] = collections.Counter()
         self._contents: dict[str, tuple[int, int]] = {}
         self._infos: collections.OrderedDict[str, tuple[tuple[int, int] | None, VideoInfo]] = (
@@ -283,14 +371,20 @@ class FrameFeatures:
     def info(self, name: str) -> VideoInfo:
         """Length, size and timestamps of a video."""
         content = self._content(name)
-        known = self._infos.get(name)
-        if known is None or known[0] != content:
-            known = (content, self.source.probe(join(self.root, name)))
-            self._infos[name] = known
-            if len(self._infos) > _MAX_INFOS:
-                self._drop_oldest_info(keep=name)
+        if not self._knows(name):
+            read = self._submit(name, (), self.settings.rules(self.config.vision))
+            self._learn(name, content, self.wait(read.future).info)
         self._infos.move_to_end(name)
-        return known[1]
+        return self._infos[name][1]
+
+    def _knows(self, name: str) -> bool:
+        return name in self._infos and self._infos[name][0] == self._content(name)
+
+    def _learn(self, name: str, content: tuple[int, int] | None, info: VideoInfo) -> None:
+        self._infos[name] = (content, info)
+        self._infos.move_to_end(name)
+        if len(self._infos) > _MAX_INFOS:
+            self._drop_oldest_info(keep=name)
 
     def _drop_oldest_info(self, keep: str) -> None:
         # Videos with frames in the store keep their info. It is still needed, and if the file is
@@ -372,6 +466,8 @@ class FrameFeatures:
         self.unreadable.pop(name, None)
         for key in [key for key in self._store if key[0] == name]:
             self._drop(key)
+        for key in [key for key in self._alive if key[0] == name]:
+            del self._alive[key]
         for key in [key for key in self._started if key[0] == name]:
             del self._started[key]
         self._frames_in_store.pop(name, None)
@@ -406,6 +502,8 @@ class FrameFeatures:
         self._loaded = tuple(weights)
         for key in [key for key in self._store if key[-1] == _CURRENT]:
             self._drop(key)
+        for key in [key for key in self._alive if key[-1] == _CURRENT]:
+            del self._alive[key]
 
     def fingerprint(self) -> int:
         """The fingerprint of the weights that `load` has replaced (`models.fingerprint`)."""
@@ -416,16 +514,19 @@ class FrameFeatures:
         if self.trained is None:
             return self.cached(frames)
         keys = [(*self.key(frame), _CURRENT) for frame in frames]
+        found = self._in_memory(keys)
         # By video as well: features must not depend on what else was asked for.
         missing: dict[tuple, dict[tuple, Frame]] = {}
         for key, frame in zip(keys, frames, strict=True):
-            if key not in self._store:
+            if key not in found:
                 missing.setdefault((frame.video, self.grid(frame)), {})[key] = frame
         fresh: dict[tuple, np.ndarray] = {}
         for (_, grid), wanted in missing.items():
             for key, vectors in zip(wanted, self._visual([*wanted.values()], grid), strict=True):
                 fresh[key] = vectors
-        return self._collect(keys, fresh)
+        self._remember(fresh)
+        found |= fresh
+        return np.concatenate([found[key] for key in keys])
 
     def _visual(
         self, frames: Sequence[Frame], grid: tuple[int, int]
@@ -449,32 +550,83 @@ class FrameFeatures:
         These are their visual vectors, unless a part of the tower is trained; then see
         `models.qwen3_vl.trained_vision`.
         """
-        keys = [self.key(frame) for frame in frames]
-        fresh: dict[tuple, np.ndarray] = {}
-        for key in dict.fromkeys(keys):
-            if key in self._started:
-                fresh[key] = self._started.pop(key).fetch()
-        for (name, _), wanted in self._missing(frames, keys, fresh).items():
-            try:
-                # One batch after the other, so that the devices never hold all of them.
-                for key, encoded in self._encode_video(name, wanted):
-                    fresh[key] = encoded.fetch()
-            except VideoError as error:
-                self.unreadable[name] = error.reason
-                raise
-        return self._collect(keys, fresh)
+        return np.concatenate(self.request(frames).result().cached)
 
-    def _collect(
-        self, keys: Sequence[tuple], fresh: dict[tuple, np.ndarray]
-    ) -> Shaped[np.ndarray, "m ..."]:
-        """The rows of `keys`, from the cache or among the `fresh` ones, which are then cached."""
-        for key in keys:
-            if key in self._store:
-                self._store.move_to_end(key)
-        # Collected before the new frames are stored, since storing them may evict the old ones.
-        rows = [fresh[key] if key in fresh else self._store[key] for key in keys]
+    def request(self, frames: Sequence[Frame]) -> Reading:
+        """Begin to read the frames that are not in memory, without waiting for their files.
+
+        Raises:
+            VideoError: the video has other frames.
+        """
+        frames = tuple(frames)
+        keys = [self.key(frame) for frame in frames]
+        held = self._in_memory(keys)
+        reads = {}
+        for kind, wanted in self._missing(frames, keys, held).items():
+            with self._noting(kind[0]):
+                reads[kind] = self._begin(wanted)
+        return Reading(self, lambda: frames, len(frames), held, reads)
+
+    def request_overview(self, name: str, count: int) -> Reading:
+        """Begin to read the overview of a video, which may never have been opened before."""
+        rules = self.settings.rules(self.config.vision)
+        held: dict[tuple, np.ndarray] = {}
+        if self._knows(name):
+            frames = self.overview(name, count)
+            keys = [self.key(frame) for frame in frames]
+            held = self._in_memory(keys)
+            if not self._missing(frames, keys, held):
+                return Reading(self, lambda: frames, count, held, {})
+        read = self._submit(name, count, rules)
+        return Reading(self, lambda: self.overview(name, count), count, held, {(name, rules): read})
+
+    def request_info(self, name: str) -> Reading:
+        """Begin to list the frames of a video. None of them is read."""
+        rules = self.settings.rules(self.config.vision)
+        reads: dict[tuple[str, FrameRules], _Read] = {}
+        if not self._knows(name):
+            reads[name, rules] = self._submit(name, (), rules)
+        return Reading(self, tuple, 0, {}, reads)
+
+    def take(self, reading: Reading) -> ShownFrames:
+        """Encode frames whose files have been read.
+
+        Raises:
+            VideoError: a file cannot be read.
+        """
+        for (name, _), (content, future) in reading.reads.items():
+            with self._noting(name):
+                self._learn(name, content, self.wait(future).info)
+        frames = reading.choose()
+        keys = [self.key(frame) for frame in frames]
+        found = reading.held | self._in_memory(keys)
+        fresh: dict[tuple, np.ndarray] = {}
+        for kind, wanted in self._missing(frames, keys, found).items():
+            with self._noting(kind[0]):
+                _, future = reading.reads.get(kind) or self._begin(wanted)
+                # One batch after the other, so that the devices never hold all of them.
+                for key, encoded in self._encode_video(wanted, self.wait(future)):
+                    fresh[key] = encoded.fetch()
         self._remember(fresh)
-        return np.concatenate(rows)
+        found |= fresh
+        return ShownFrames(frames, tuple(found[key] for key in keys))
+
+    def wait(self, future: Future[ReadFrames]) -> ReadFrames:
+        """The frames of a file. Raises VideoError if it cannot be read."""
+        start = time.perf_counter()
+        try:
+            return future.result()
+        finally:
+            self.waited += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """Note the reason if a video turns out to be unreadable."""
+        try:
+            yield
+        except VideoError as error:
+            self.unreadable[name] = error.reason
+            raise
 
     def start(self, frames: Sequence[Frame]) -> None:
         """Read frames and begin to encode them, without waiting for the devices.
@@ -489,29 +641,43 @@ class FrameFeatures:
         for frame in frames:
             with contextlib.suppress(VideoError):
                 readable[self.key(frame)] = frame
-        missing = self._missing([*readable.values()], [*readable], {})
-        for (name, _), wanted in missing.items():
+        found = self._in_memory(readable)
+        reads = []
+        for wanted in self._missing([*readable.values()], [*readable], found).values():
             with contextlib.suppress(VideoError):
-                self._started |= dict(self._encode_video(name, wanted))
+                reads.append((wanted, self._begin(wanted)))
+        for wanted, (_, future) in reads:
+            with contextlib.suppress(VideoError):
+                self._started |= dict(self._encode_video(wanted, self.wait(future)))
+
+    def _in_memory(self, keys: Iterable[tuple]) -> dict[tuple, np.ndarray]:
+        """The features of those frames that are in memory."""
+        found = {}
+        fresh = {}
+        for key in dict.fromkeys(keys):
+            if key in self._started:
+                fresh[key] = self._started.pop(key).fetch()
+            elif key in self._alive:
+                found[key] = self._alive[key]
+                if key in self._store:
+                    self._store.move_to_end(key)
+        self._remember(fresh)
+        return found | fresh
 
     def _missing(
-        self, frames: Sequence[Frame], keys: Sequence[tuple], fresh: dict[tuple, np.ndarray]
-    ) -> dict[tuple, list[Frame]]:
-        """The frames that are neither cached nor in `fresh`, per video and kind of frame."""
-        missing: dict[tuple, dict[tuple, Frame]] = {}
+        self, frames: Sequence[Frame], keys: Sequence[tuple], found: Mapping[tuple, np.ndarray]
+    ) -> dict[tuple[str, FrameRules], list[Frame]]:
+        """The frames that are not in `found`, per video and kind of frame."""
+        missing: dict[tuple[str, FrameRules], dict[tuple, Frame]] = {}
         for frame, key in zip(frames, keys, strict=True):
-            if key not in self._store and key not in fresh:
+            if key not in found:
                 kind = (frame.video, self._rules(frame))
                 missing.setdefault(kind, {})[key] = frame
         return {kind: [*wanted.values()] for kind, wanted in missing.items()}
 
-    def _encode_video(self, name: str, wanted: list[Frame]) -> Iterator[tuple[tuple, Encoded]]:
-        """Read and encode frames of one video and of one kind, each with its key.
-
-        Batches never mix videos, so that features do not depend on what else was asked for.
-        """
-        first = wanted[0]
-        grid = self.grid(first)
+    def _begin(self, wanted: Sequence[Frame]) -> _Read:
+        """Begin to read frames of one video and of one kind."""
+        name = wanted[0].video
         count = self.info(name).frames
         indices = [i for frame in wanted for i in frame.indices]
         if not 0 <= min(indices) <= max(indices) < count:
@@ -519,17 +685,47 @@ class FrameFeatures:
                 join(self.root, name),
                 f"it has {count} frames, {min(indices)} to {max(indices)} were asked for",
             )
-        if count <= self.settings.whole_frames and first.second is None:
-            # A key does not depend on the timestamp.
-            wanted = [Frame(name, i, 0.0, first.crop) for i in range(count)]
-            indices = list(range(count))
-        try:
-            pixels = self.source.read(join(self.root, name), indices, self._rules(first))
-        except IndexError as error:
+        indices = [i for frame in self._batched_with(wanted) for i in frame.indices]
+        return self._submit(name, tuple(indices), self._rules(wanted[0]))
+
+    def _submit(self, name: str, wanted: tuple[int, ...] | int, rules: FrameRules) -> _Read:
+        """Begin to read a file, unless somebody waits for the very same frames."""
+        task = ReadTask(str(join(self.root, name)), wanted, rules, self.settings.whole_frames)
+        content = self._content(name)
+        future = self._reads.get((content, task))
+        if future is None:
+            future = self.source.request(task)
+            self._reads[content, task] = future
+        return _Read(content, future)
+
+    def _batched_with(self, wanted: Sequence[Frame]) -> Sequence[Frame]:
+        """The frames that are encoded if some of one video and one kind are missing."""
+        first = wanted[0]
+        count = self.info(first.video).frames
+        if count > self.settings.whole_frames or first.second is not None:
+            return wanted
+        # A key does not depend on the timestamp.
+        return [Frame(first.video, i, 0.0, first.crop) for i in range(count)]
+
+    def _encode_video(
+        self, wanted: Sequence[Frame], read: ReadFrames
+    ) -> Iterator[tuple[tuple, Encoded]]:
+        """Encode frames of one video and of one kind, each with its key.
+
+        Batches never mix videos, so that features do not depend on what else was asked for.
+        """
+        first = wanted[0]
+        grid = self.grid(first)
+        wanted = self._batched_with(wanted)
+        rows = {index: row for row, index in enumerate(read.indices)}
+        indices = [i for frame in wanted for i in frame.indices]
+        if not rows.keys() >= set(indices):
+            count = self.info(first.video).frames
             raise VideoError(
-                join(self.root, name), f"it had {count} frames and has changed since"
-            ) from error
+                join(self.root, first.video), f"it had {count} frames and has changed since"
+            )
         self.encoded_frames += len(indices)
+        pixels = read.frames[[rows[i] for i in indices]]
         pixels = pixels.reshape(len(wanted), -1, *pixels.shape[1:])
         keys = [self.key(frame) for frame in wanted]
         yield from zip(keys, self._vectors(pixels, grid), strict=True)
@@ -569,7 +765,7 @@ class FrameFeatures:
             if key in self._store:
                 self._drop(key)
             self._frames_in_store[key[0]] += 1
-            self._store[key] = row
+            self._store[key] = self._alive[key] = row
             self.cached_bytes += row.nbytes
         while self.cached_bytes > self.settings.cache_mib * 2**20:
             self._drop(next(iter(self._store)))

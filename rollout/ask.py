@@ -27,11 +27,11 @@ from models.peft_folder import base_folder, load
 from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
-from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError, is_address
+from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
+from paravt_jax.data.frames import ReadTask, VideoError, is_address
 from paravt_jax.data.local_path import require_local
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.srt import read_srt
-from paravt_jax.data.video import probe
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
@@ -57,6 +57,12 @@ from rollout.report.episode_card import episode_page
 
 _QUESTION_TOKENS = 512  # room for the question and its options
 _MAX_ENGINES = 2  # engines kept at once; each has a KV cache on the device
+_FRAMES = FrameSettings(admission="counted")  # the same question has the same answer
+
+
+def open_reader() -> FrameReader:
+    """Open processes that read the videos of questions."""
+    return FrameReader(ReaderSettings(deadline=PATIENCE))
 
 
 class Assistant:
@@ -72,6 +78,7 @@ class Assistant:
         vocabulary: The model's tokenizer (`paravt_jax.method.tokenizer.load`).
         protocol: Prompts, tools and limits of the episode.
         frames: Sizes of frames and of their cache.
+        reader: Reads the videos; None: processes of its own, which end with this one.
     """
 
     def __init__(
@@ -80,10 +87,11 @@ class Assistant:
         vocabulary: Vocabulary,
         protocol: ProtocolSettings | None = None,
         frames: FrameSettings | None = None,
+        reader: FrameReader | None = None,
     ):
         self._model = model
         features = FrameFeatures(
-            model.vision, model.config, frames or FrameSettings(), Path(), source=video
+            model.vision, model.config, frames or _FRAMES, Path(), source=reader or open_reader()
         )
         self.environment = Environment(
             Protocol(vocabulary, protocol or ProtocolSettings()), features
@@ -96,6 +104,7 @@ class Assistant:
         source: str | os.PathLike,
         protocol: ProtocolSettings | None = None,
         frames: FrameSettings | None = None,
+        reader: FrameReader | None = None,
         *,
         mesh: Mesh | None = None,
         dtype: DTypeLike = jnp.float32,
@@ -107,6 +116,7 @@ class Assistant:
             source: A folder or a hub id, of a model or of adapters in the format of PEFT.
             protocol: See `Assistant`.
             frames: See `Assistant`.
+            reader: See `Assistant`.
             mesh: See `models.peft_folder.load`, also for the errors.
             dtype: Type of activations.
             param_dtype: Type of weights.
@@ -118,6 +128,7 @@ class Assistant:
             tokenizer.load(base_folder(folder)),
             protocol,
             frames,
+            reader,
         )
 
     def ask(
@@ -170,8 +181,7 @@ class Assistant:
         engine = self._engine(asked.video, shown)
         (episode,) = run(engine, [play(self.environment, asked, settings, seed)])
         if episode.stop is StopReason.UNREADABLE:
-            reason = features.unreadable.get(asked.video, "it can no longer be read")
-            raise VideoError(asked.video, reason)
+            raise VideoError(asked.video, episode.reason or "it can no longer be read")
         return episode
 
     def page(self, episode: Episode, settings: EpisodeSettings) -> str:
@@ -241,34 +251,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog = command_name("python -m rollout.ask")
     asked = tyro.cli(AskSettings, args=argv, prog=prog, description=__doc__)
     try:
-        settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
-        # All checks come before the weights are read, which takes minutes.
-        _check_files(asked)
-        subtitles = _read_subtitles(asked.subtitles, asked.dispatch) if asked.subtitles else ()
-        _require_words(asked.question)
-        probe(asked.video)
-        tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)
-        assistant = Assistant.load(
-            asked.model, ProtocolSettings(tools=tools), dtype=asked.dtype, param_dtype=asked.dtype
-        )
-        episode = assistant.ask(
-            asked.video if is_address(asked.video) else Path(asked.video).absolute(),
-            asked.question,
-            options=asked.option,
-            subtitles=subtitles,
-            frames=asked.frames,
-            dispatch=asked.dispatch,
-            temperature=asked.temperature,
-            seed=asked.seed,
-        )
+        with open_reader() as reader:
+            lines = _answer(asked, reader)
     except (FileNotFoundError, ValueError, VideoError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    print("\n".join(describe(episode)))
+    print("\n".join(lines))
+    return 0
+
+
+def _answer(asked: AskSettings, reader: FrameReader) -> list[str]:
+    """Ask the question, write the page, and return what the command prints."""
+    settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
+    # All checks come before the weights are read, which takes minutes.
+    _check_files(asked)
+    subtitles = _read_subtitles(asked.subtitles, asked.dispatch) if asked.subtitles else ()
+    _require_words(asked.question)
+    # Only lists the file, so the sizes of frames do not matter.
+    reader.request(ReadTask(asked.video, (), PixelRules())).result()
+    tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)
+    assistant = Assistant.load(
+        asked.model,
+        ProtocolSettings(tools=tools),
+        reader=reader,
+        dtype=asked.dtype,
+        param_dtype=asked.dtype,
+    )
+    episode = assistant.ask(
+        asked.video if is_address(asked.video) else Path(asked.video).absolute(),
+        asked.question,
+        options=asked.option,
+        subtitles=subtitles,
+        frames=asked.frames,
+        dispatch=asked.dispatch,
+        temperature=asked.temperature,
+        seed=asked.seed,
+    )
+    lines = [*describe(episode)]
     if asked.html:
         Path(asked.html).write_text(assistant.page(episode, settings), encoding="utf-8")
-        print(f"page: {asked.html}")
-    return 0
+        lines.append(f"page: {asked.html}")
+    return lines
 
 
 def _check_files(asked: AskSettings) -> None:

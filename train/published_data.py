@@ -187,17 +187,29 @@ def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})
 
 
-def open_reader(settings: DataSettings, frames: FrameSettings, vision: VisionConfig) -> FrameReader:
-    """Start the processes that read frames of published files; the caller closes the reader."""
-    return FrameReader(
-        ReaderSettings(
+def open_reader(
+    settings: DataSettings | None, frames: FrameSettings, vision: VisionConfig
+) -> FrameReader:
+    """Open the processes that read frames of videos; the caller closes the reader.
+
+    Args:
+        settings: Processes and time limit for published files; None: the small world.
+        frames: How frames are resized.
+        vision: The model's vision tower.
+    """
+    reading = ReaderSettings(
+        rules=frames.rules(vision),
+        crop_rules=frames.rules(vision, crop=True),
+        whole=frames.whole_frames,
+    )
+    if settings is not None:
+        reading = dataclasses.replace(
+            reading,
             workers=settings.processes,
             deadline=settings.deadline,
-            rules=frames.rules(vision),
-            crop_rules=frames.rules(vision, crop=True),
             decoder=settings.decoder,
         )
-    )
+    return FrameReader(reading)
 
 
 def hold_out(

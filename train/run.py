@@ -158,21 +158,21 @@ def _execute(
             model, mesh, run.lora, run.seed, run.train_vision, run.largest_frame
         )
         context = dataclasses.replace(context, origin=origin | parts.base)
-        reader = None
-        if run.data is not None:
-            reader = open_reader(run.data, run.frames, model.config.vision)
-            stack.enter_context(contextlib.closing(reader))
+        reader = open_reader(run.data, run.frames, model.config.vision)
+        stack.enter_context(contextlib.closing(reader))
         environment = open_environment(run, data, parts, reader)
         actor = open_actor(run, parts, environment, judge, weights)
 
         # Training donates its input weights: their memory is reused, and only the weights that a
         # phase returns are still valid.
-        weights = cold_start(context, parts, environment, reader, weights)
+        # The frames of the small world stay in memory, so nothing is read ahead of time.
+        ahead = None if run.data is None else reader
+        weights = cold_start(context, parts, environment, ahead, weights)
         rows = {"before": evaluate(context, actor, weights, "before")}
         rows["control"] = evaluate_control(
-            context, actor, lambda: control(context, parts, environment, reader, weights)
+            context, actor, lambda: control(context, parts, environment, ahead, weights)
         )
-        weights = reinforce(context, parts, actor, reader, weights)
+        weights = reinforce(context, parts, actor, ahead, weights)
         rows["after"] = evaluate(context, actor, weights, "after")
         export(context, parts, weights)
         return report(context, rows, clock.total)

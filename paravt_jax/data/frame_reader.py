@@ -1,44 +1,48 @@
-"""Reads frames ahead of time: worker processes decode and resize them during training steps.
+"""Reads frames in worker processes, which decode and resize them beside sampling and updates.
 
-The pixels are those of `video.read`, whether or not they were requested ahead.
-A file that hangs or crashes its worker raises `VideoError`, like any other bad file.
+The pixels are those of `video.read`, whether or not they were requested ahead. A file that hangs or
+crashes its worker raises `VideoError`, like any other bad file.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
+import functools
 import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int64
 
 from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices
-from paravt_jax.data.sizes import FrameRules, PixelRules
+from paravt_jax.data.frames import ReadFrames, ReadTask, VideoError
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.workers import WorkerError, Workers
+
+PATIENCE = 600.0
+"""Time limit for reading a file that may be a film on a slow disk, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ReaderSettings:
     """Worker processes, time limit and frame sizes of a `FrameReader`."""
 
-    workers: int = 8
-    """Number of worker processes."""
+    workers: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
+    """Number of worker processes; by default one per core."""
     deadline: float = 60.0
     """Time limit for reading one file, in seconds."""
     ready: int = 256
-    """Upper bound on requests kept in memory; one for 64 frames of 224 x 224 takes 9.2 MiB."""
+    """Upper bound on requests of `ahead`; one for 64 frames of 224 x 224 takes 9.2 MiB."""
     rules: PixelRules = PixelRules()
     """How frames of overviews are resized."""
     crop_rules: PixelRules = PixelRules()
     """How frames of crops are resized."""
     decoder: video.Decoder = "pyav"
     """Library that decodes; decord for the files that it reads exactly."""
+    whole: int = 0
+    """Of videos with at most this many frames, `ahead` reads all in place of an overview."""
 
     def __post_init__(self):
         for name in ("workers", "ready"):
@@ -51,52 +55,26 @@ class ReaderSettings:
         video.require_decoder("reader.decoder", self.decoder)
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadTask:
-    """Frames to read from a file: their numbers, or the number of frames of an overview.
-
-    `rules` says how they are resized, and `decoder` which library decodes.
-    """
-
-    path: str
-    wanted: tuple[int, ...] | int
-    rules: FrameRules
-    decoder: video.Decoder = "pyav"
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadFrames:
-    """Frames that a worker process has read, resized by `rules`; none if the task wanted none."""
-
-    info: VideoInfo
-    rules: FrameRules
-    indices: tuple[int, ...]
-    frames: UInt8[np.ndarray, "m h w 3"]
-
-
 class FrameReader:
-    """Reads frames in worker processes, resized as the model sees them.
+    """Reads frames in worker processes, resized as the model sees them (a `FrameSource`).
 
-    `ahead` requests frames; `read` and `probe` wait for them. Use it in a `with` block, or call
-    `close`.
+    Neither `ahead` nor `request` waits. Use it in a `with` block, or call `close`. Several threads
+    may use it.
 
     Attributes:
-        frames: Number of frames that `read` has returned.
-        late: Number of calls, to `probe` as well, without a matching request. They had to wait.
+        late: Number of requests for frames that `ahead` had not requested.
     """
 
     def __init__(self, settings: ReaderSettings):
         self.settings = settings
-        self.frames = 0
         self.late = 0
         self._workers: Workers[ReadTask, ReadFrames] = Workers(
-            read_in_worker, settings.workers, settings.deadline
+            functools.partial(video.fetch, decoder=settings.decoder),
+            settings.workers,
+            settings.deadline,
         )
-        # Open requests by path, the path that was requested longest ago first. A path can have
-        # several requests, because two rows of a batch may want different frames of one file.
-        self._requests: collections.OrderedDict[str, list[Future[ReadFrames]]] = (
-            collections.OrderedDict()
-        )
+        # Requests of `ahead` that nobody has taken, the oldest first.
+        self._ahead: list[tuple[ReadTask, Future[ReadFrames]]] = []
         self._lock = threading.Lock()
 
     def ahead(
@@ -105,7 +83,7 @@ class FrameReader:
         wanted: Sequence[int] | Int64[np.ndarray, " m"] | int,
         crop: bool = False,
     ) -> None:
-        """Request frames of a file without waiting for them. `read` raises any error.
+        """Read frames of a file that `request` will ask for.
 
         Args:
             path: The file.
@@ -115,75 +93,32 @@ class FrameReader:
         if not isinstance(wanted, int):
             wanted = tuple(int(n) for n in wanted)
         rules = self.settings.crop_rules if crop else self.settings.rules
+        task = ReadTask(str(path), wanted, rules, self.settings.whole)
         with self._lock:
-            future = self._submit(str(path), wanted, rules)
-            self._requests.setdefault(str(path), []).append(future)
-            # Requests that are never fetched must not fill the memory: drop the oldest.
-            while sum(map(len, self._requests.values())) > self.settings.ready:
-                self._requests.popitem(last=False)
+            self._ahead.append((task, self._submit(task)))
+            # Frames that are never asked for must not fill the memory: drop the oldest.
+            del self._ahead[: -self.settings.ready]
 
-    def probe(self, path: str | os.PathLike) -> VideoInfo:
-        """List the frames of a file, like `video.probe`. Uses an open request if there is one.
+    def request(self, task: ReadTask) -> Future[ReadFrames]:
+        """Begin to read, or take what `ahead` has begun to read, which may be more frames.
 
-        Raises:
-            VideoError: The file cannot be read.
+        Returns:
+            A future of the frames. It fails with `VideoError` if the file cannot be read, if it
+            takes longer than the deadline, or if it crashes the process.
         """
         with self._lock:
-            futures = list(self._requests.get(str(path), ()))
-        for future in futures:
-            # A request for frames that do not exist fails although the file can be read.
-            with contextlib.suppress(IndexError):
-                return _result(str(path), future).info
-        return _result(str(path), self._submit_late(str(path), (), self.settings.rules)).info
-
-    def read(
-        self,
-        path: str | os.PathLike,
-        indices: Sequence[int] | Int64[np.ndarray, " m"],
-        rules: FrameRules | None = None,
-    ) -> UInt8[np.ndarray, "m h w 3"]:
-        """Return resized frames, and drop the request that held them.
-
-        Args:
-            path: The file.
-            indices: Frame numbers, as in `video.read`.
-            rules: How they are resized; None: as in overviews.
-
-        Raises:
-            VideoError: The file cannot be read.
-            IndexError: A frame does not exist.
-        """
-        wanted = [int(n) for n in indices]
-        rules = rules or self.settings.rules
-        with self._lock:
-            # Take the requests out while they are examined: two threads must not share one.
-            futures = self._requests.pop(str(path), [])
-        for future in list(futures):
-            # A VideoError drops the other requests for this file too: they would fail as well.
-            try:
-                result = _result(str(path), future)
-            except IndexError:
-                # This request named frames that do not exist. The wanted ones may.
-                futures.remove(future)
-                continue
-            if rules == result.rules and set(wanted) <= set(result.indices):
-                futures.remove(future)
-                self._put_back(str(path), futures)
-                return self._select(result, wanted)
-        late = self._submit_late(str(path), tuple(wanted), rules)
-        return self._select(_result(str(path), late), wanted)
-
-    def forget(self) -> None:
-        """Drop all open requests, for example because the data resume at another place."""
-        with self._lock:
-            for futures in self._requests.values():
-                for future in futures:
-                    future.cancel()
-            self._requests.clear()
+            for number, (known, future) in enumerate(self._ahead):
+                if _brings(known, task):
+                    # Every request lists the file. Only frames are taken out.
+                    if task.wanted != ():
+                        del self._ahead[number]
+                    return future
+            self.late += 1
+            return self._submit(task)
 
     def close(self) -> None:
-        """Drop all requests and stop the processes."""
-        self.forget()
+        """Stop the processes. Futures that are not done yet are cancelled or fail."""
+        self._ahead.clear()
         self._workers.close()
 
     def __enter__(self) -> FrameReader:
@@ -192,51 +127,32 @@ class FrameReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(
-        self, path: str, wanted: tuple[int, ...] | int, rules: FrameRules
-    ) -> Future[ReadFrames]:
-        return self._workers.submit(ReadTask(path, wanted, rules, self.settings.decoder))
-
-    def _submit_late(
-        self, path: str, wanted: tuple[int, ...], rules: FrameRules
-    ) -> Future[ReadFrames]:
-        self.late += 1
-        return self._submit(path, wanted, rules)
-
-    def _put_back(self, path: str, futures: list[Future[ReadFrames]]) -> None:
-        """Keep the requests for other frames of the same file."""
-        if not futures:
-            return
-        with self._lock:
-            # `ahead` may have added newer requests in the meantime.
-            self._requests[path] = futures + self._requests.get(path, [])
-
-    def _select(self, result: ReadFrames, wanted: Sequence[int]) -> UInt8[np.ndarray, "m h w 3"]:
-        self.frames += len(wanted)
-        if list(result.indices) == list(wanted):
-            return result.frames
-        return result.frames[[result.indices.index(n) for n in wanted]]
+    def _submit(self, task: ReadTask) -> Future[ReadFrames]:
+        future: Future[ReadFrames] = Future()
+        self._workers.submit(task).add_done_callback(functools.partial(_pass_on, task.path, future))
+        return future
 
 
-def _result(path: str, future: Future[ReadFrames]) -> ReadFrames:
-    try:
-        return future.result()
-    except WorkerError as error:
-        raise VideoError(path, str(error)) from error
+def _brings(known: ReadTask, task: ReadTask) -> bool:
+    """Whether the frames of one task include those of another."""
+    if known.path != task.path:
+        return False
+    if task.wanted == ():
+        return True
+    if isinstance(known.wanted, int) or isinstance(task.wanted, int):
+        return known == task  # which frames an overview has is not known yet
+    return known.rules == task.rules and set(task.wanted) <= set(known.wanted)
 
 
-def read_in_worker(task: ReadTask) -> ReadFrames:
-    """Read the frames of one task in a worker process. If it wants none, only list the file.
-
-    Raises:
-        VideoError: The file cannot be read, or its frames are too narrow to be resized.
-        IndexError: A frame does not exist.
-    """
-    info = video.probe(task.path)
-    indices = task.wanted
-    if isinstance(indices, int):
-        indices = tuple(overview_indices(info.frames, indices).tolist())
-    if not indices:
-        return ReadFrames(info, task.rules, (), np.zeros((0, 0, 0, 3), np.uint8))
-    frames = video.read(task.path, indices, task.rules, task.decoder)
-    return ReadFrames(info, task.rules, indices, frames)
+def _pass_on(path: str, future: Future[ReadFrames], done: Future[ReadFrames]) -> None:
+    """Give `future` the result of a worker's call. Its failures are those of the file."""
+    if done.cancelled():
+        future.cancel()
+        return
+    error = done.exception()
+    if error is None:
+        future.set_result(done.result())
+    else:
+        future.set_exception(
+            VideoError(path, str(error)) if isinstance(error, WorkerError) else error
+        )

@@ -6,6 +6,8 @@ import dataclasses
 import io
 import os
 import pathlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -178,12 +180,66 @@ def window_indices(
     return np.unique(inside[np.where(earlier_is_nearer, before, after)])
 
 
+@dataclasses.dataclass(frozen=True)
+class ReadTask:
+    """Frames to read from a file: their numbers, or the number of frames of an overview."""
+
+    path: str
+    wanted: tuple[int, ...] | int
+    rules: FrameRules
+    """How the frames are resized."""
+    whole: int = 0
+    """Of a file with at most this many frames, all of them are read in place of an overview."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadFrames:
+    """What was read of a file."""
+
+    info: VideoInfo
+    indices: tuple[int, ...]
+    """Frames that were read; none if the task wanted none, or one that does not exist."""
+    frames: UInt8[np.ndarray, "m h w 3"]
+
+
+def carry_out(
+    task: ReadTask,
+    probe: Callable[[str], VideoInfo],
+    read: Callable[[str, Sequence[int], FrameRules], UInt8[np.ndarray, "m h w 3"]],
+) -> ReadFrames:
+    """List the frames of a file with `probe`, choose those that are wanted, and `read` them.
+
+    Raises:
+        VideoError: The file cannot be read.
+    """
+    info = probe(task.path)
+    wanted = task.wanted
+    if isinstance(wanted, int):
+        whole = info.frames <= task.whole
+        wanted = range(info.frames) if whole else overview_indices(info.frames, wanted).tolist()
+    if not wanted or not 0 <= min(wanted) <= max(wanted) < info.frames:
+        return ReadFrames(info, (), np.zeros((0, 0, 0, 3), np.uint8))
+    try:
+        frames = read(task.path, wanted, task.rules)
+    except IndexError as error:
+        raise VideoError(task.path, "it has changed while it was read") from error
+    return ReadFrames(info, tuple(wanted), frames)
+
+
+def read_now(read: Callable[[], ReadFrames]) -> Future[ReadFrames]:
+    """A future with the result of `read`, which is called at once."""
+    future: Future[ReadFrames] = Future()
+    try:
+        future.set_result(read())
+    except VideoError as error:
+        future.set_exception(error)
+    return future
+
+
 @runtime_checkable
 class FrameSource(Protocol):
-    """Lists and reads videos: the module `paravt_jax.data.video`, or a `FrameReader`."""
+    """Reads videos: a `FrameReader`, or in the calling thread `paravt_jax.data.video`."""
 
-    def probe(self, path: str | os.PathLike) -> VideoInfo: ...
-
-    def read(
-        self, path: str | os.PathLike, indices: list[int], rules: FrameRules | None
-    ) -> UInt8[np.ndarray, "m h w 3"]: ...
+    def request(self, task: ReadTask) -> Future[ReadFrames]:
+        """Begin to read. The future raises `VideoError` if the file cannot be read."""
+        ...

@@ -11,9 +11,11 @@ reads only what it needs. If seeks in a file turn out to be wrong, it is decoded
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import av
@@ -25,7 +27,15 @@ from jaxtyping import Int64, UInt8
 from PIL import Image, ImageOps
 
 from paravt_jax.data import index_store, media_files, video_index
-from paravt_jax.data.frames import VideoError, VideoInfo, shown
+from paravt_jax.data.frames import (
+    ReadFrames,
+    ReadTask,
+    VideoError,
+    VideoInfo,
+    carry_out,
+    read_now,
+    shown,
+)
 from paravt_jax.data.sizes import FrameRules
 from paravt_jax.data.video_index import Run, VideoIndex, video_stream
 
@@ -136,6 +146,16 @@ def require_decoder(field: str, decoder: Decoder) -> None:
             f"{field}: decord, which is not installed; pip install decord==0.6.0 (there are wheels "
             "for x86-64 Linux only), or give pyav"
         )
+
+
+def fetch(task: ReadTask, decoder: Decoder = "pyav") -> ReadFrames:
+    """Carry out a task. Raises VideoError if the file cannot be read."""
+    return carry_out(task, probe, functools.partial(read, decoder=decoder))
+
+
+def request(task: ReadTask) -> Future[ReadFrames]:
+    """Carry out a task in the calling thread, without a time limit (see `FrameSource`)."""
+    return read_now(lambda: fetch(task))
 
 
 def is_picture(path: str | os.PathLike) -> bool:

@@ -285,4 +285,4 @@ class Episode:
     answer: str | None
     """The main agent's answer; None unless `stop` is ANSWERED."""
     reason: str = ""
-    """Why a server refused or failed a request, in its own words."""
+    """Why the video is unreadable, or a server refused or failed a request, in its own words."""

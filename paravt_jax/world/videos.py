@@ -21,13 +21,14 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import av
 import numpy as np
 from jaxtyping import UInt8
 
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.frames import VideoInfo, shown
+from paravt_jax.data.frames import ReadFrames, ReadTask, VideoInfo, carry_out, read_now, shown
 from paravt_jax.data.sizes import FrameRules
 from paravt_jax.data.stored_settings import require_same
 
@@ -237,20 +238,24 @@ class DrawnVideos:
         self._settings = settings
         self._scenes = {video.path: video.scenes for video in videos}
 
-    def probe(self, path: str | os.PathLike) -> VideoInfo:
+    def _probe(self, path: str) -> VideoInfo:
         times = np.arange(0.0, SECONDS, STEP)
         size = self._settings.size
-        return VideoInfo(str(path), FRAMES, float(SECONDS), times, size, size)
+        return VideoInfo(path, FRAMES, float(SECONDS), times, size, size)
 
-    def read(
-        self, path: str | os.PathLike, indices: list[int], rules: FrameRules | None
+    def _read(
+        self, path: str, indices: Sequence[int], rules: FrameRules
     ) -> UInt8[np.ndarray, "m h w 3"]:
         frames = []
         for index in indices:
             time = STEP * index
-            scene = self._scenes[str(path)][time // SCENE]
+            scene = self._scenes[path][time // SCENE]
             frames.append(shown(picture(self._settings, scene, scene.shows(time)), rules))
         return np.stack(frames)
+
+    def request(self, task: ReadTask) -> Future[ReadFrames]:
+        """Draw the frames at once."""
+        return read_now(lambda: carry_out(task, self._probe, self._read))
 
 
 def render(

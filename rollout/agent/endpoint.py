@@ -54,6 +54,8 @@ _REMEDIES: dict[int | str, str] = {
         "check that no proxy answers in place of the server, and that --endpoint ends with /v1"
     ),
 }
+_MOMENT = 0.05  # seconds that a step waits at most
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 # The text, why it ended, and the reason of a refusal or "".
@@ -127,8 +129,7 @@ class EndpointSampler:
         try:
             chat = messages(request, self._vocabulary, self._images)
         except VideoError as error:
-            self._images.unreadable[error.path] = error.reason
-            sample = self._sample(request, "", SampleStop.UNREADABLE)
+            sample = self._sample(request, "", SampleStop.UNREADABLE, error.reason)
             self._failed.append((ticket, (sample,) * len(request.seeds)))
             return ticket
         # The server counts its own tokens.
@@ -144,11 +145,11 @@ class EndpointSampler:
         return ticket
 
     def step(self) -> list[Completion]:
-        """Wait for a reply, and return the requests that are complete."""
-        # Wait only if there is nothing to return yet.
+        """Wait a moment for a reply, and return the requests that are complete."""
+        # Wait only if there is nothing to return yet. Frames may arrive meanwhile.
         if self._pending and not self._failed and not self._finished():
             futures = [f for _, futures in self._pending.values() for f in futures]
-            wait([f for f in futures if not f.done()], return_when=FIRST_COMPLETED)
+            wait([f for f in futures if not f.done()], _MOMENT, return_when=FIRST_COMPLETED)
         completions = self._failed
         self._failed = []
         for ticket in self._finished():

@@ -14,13 +14,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Int32
 
-from models.features import FrameFeatures
+from models.features import FrameFeatures, ShownFrames
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.parsing import extract_answer, parse_calls
 from paravt_jax.method.protocol import VIDEO_NAME, Protocol
@@ -32,7 +32,6 @@ from paravt_jax.method.records import (
     CropCall,
     Episode,
     FailedCall,
-    Frame,
     Question,
     Segment,
     StopReason,
@@ -42,7 +41,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tools.crop_video import resolve_window
 from paravt_jax.method.tools.tool import Look, Video
-from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask
+from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, together
 
 Dispatch = Literal["parallel", "sequential", "none", "frames"]
 
@@ -91,7 +90,7 @@ class EpisodeSettings:
     seconds: float = math.inf
     """Time limit of the whole episode."""
     report_seconds: float = math.inf
-    """Time limit of the sub-agents of one turn."""
+    """Time limit of a sub-agent, from when its frames have been read."""
 
     def __post_init__(self):
         fewest = 0 if self.dispatch == "none" else 1
@@ -120,14 +119,16 @@ class EpisodeSettings:
 class Environment:
     """What all episodes share: protocol, frames, and the clock (in seconds) of the time limits.
 
-    `overview` chooses the overview's frames from the features, a video's name and their number.
+    `overview` reads the overview's frames, given the features, a video's name and their number.
     `canonical` rewrites a main agent's text for models that write calls and answers in other forms.
     """
 
     protocol: Protocol
     features: FrameFeatures
     clock: Callable[[], float] = time.monotonic
-    overview: Callable[[FrameFeatures, str, int], tuple[Frame, ...]] = FrameFeatures.overview
+    overview: Callable[[FrameFeatures, str, int], Awaitable[ShownFrames]] = (
+        FrameFeatures.request_overview
+    )
     canonical: Callable[[str], str] = str
 
 
@@ -157,6 +158,8 @@ class _EpisodeState:
     seed: int
     deadline: float
     trajectory: Trajectory
+    shown: list[ShownFrames]
+    """The trajectory's frames. Held until the episode ends, so that the engine never reads them."""
     turns: list[Turn] = dataclasses.field(default_factory=list)
 
     @property
@@ -204,11 +207,14 @@ async def play(
     """
     deadline = environment.clock() + settings.seconds
     try:
-        prompt = _prompt(environment, question, settings)
-    except VideoError:
-        return Episode(question, settings.frames, Trajectory(), (), StopReason.UNREADABLE, None)
-    trajectory = Trajectory(prompt)
-    state = _EpisodeState(environment, question, settings, seed, deadline, trajectory)
+        shown = await _overview(environment, question, settings)
+        prompt = _prompt(environment, question, settings, shown)
+    except VideoError as error:
+        stop = StopReason.UNREADABLE
+        return Episode(question, settings.frames, Trajectory(), (), stop, None, error.reason)
+    state = _EpisodeState(
+        environment, question, settings, seed, deadline, Trajectory(prompt), [shown]
+    )
 
     while True:
         seconds = state.seconds_left()
@@ -251,22 +257,22 @@ async def play(
         state.trajectory.append(results)
 
 
-def _prompt(
+async def _overview(
     environment: Environment, question: Question, settings: EpisodeSettings
-) -> tuple[Segment, Segment]:
-    """The opening of the main agent's prompt.
-
-    Raises VideoError if a frame cannot be read.
-    """
-    with_tools = settings.dispatch != "none"
+) -> ShownFrames:
+    """The frames of the overview. Raises VideoError if they cannot be read."""
     if not settings.frames:  # a blind episode opens no file
-        return environment.protocol.prompt(question, (), 0, with_tools)
-    features = environment.features
-    frames = environment.overview(features, question.video, settings.frames)
-    tokens = features.tokens(frames[0])
-    # Encode now: an unreadable file would otherwise fail in a batch with other episodes.
-    features(frames)
-    return environment.protocol.prompt(question, frames, tokens, with_tools)
+        return ShownFrames((), ())
+    return await environment.overview(environment.features, question.video, settings.frames)
+
+
+def _prompt(
+    environment: Environment, question: Question, settings: EpisodeSettings, shown: ShownFrames
+) -> tuple[Segment, Segment]:
+    """The opening of the main agent's prompt."""
+    frames = shown.frames
+    tokens = environment.features.tokens(frames[0]) if frames else 0
+    return environment.protocol.prompt(question, frames, tokens, settings.dispatch != "none")
 
 
 # --- plan and answer ---
@@ -322,55 +328,20 @@ def _forges_frames(state: _EpisodeState) -> bool:
 
 
 async def _dispatch(state: _EpisodeState, calls: list[Call | FailedCall]) -> list[CallOutcome]:
-    """Carry out the calls of one turn; the sub-agents of all windows run side by side.
+    """Carry out the calls of one turn side by side.
 
-    If a sub-agent is refused or times out, only its own report is lost. If the server gives it no
-    usable reply, `play` ends the episode.
+    Each sub-agent starts as soon as its own window has been read. If one is refused or times out,
+    only its own report is lost. If the server gives it no usable reply, `play` ends the episode.
     """
-    limits = state.protocol.settings
-    max_calls = 1 if state.settings.dispatch == "sequential" else limits.max_calls
-    outcomes = [_open_call(state, call, number, max_calls) for number, call in enumerate(calls)]
-
-    # Measured after the windows were read, because reading takes time too. A request needs a
-    # deadline above 0; `play` itself ends an episode whose time is up.
-    seconds = max(min(state.seconds_left(), state.settings.report_seconds), 1e-6)
-    sampling = Sampling(
-        limits.summary_tokens,
-        state.settings.temperature,
-        stop_ids=(state.protocol.vocabulary.eos,),
-        deadline=seconds,
-    )
-    first_seed = state.seed + _SEEDS_PER_TURN * (len(state.turns) + 1)
-    subagents = {n: o.subagent for n, o in enumerate(outcomes) if o.subagent is not None}
-    requests = [
-        _request(prompt, sampling, first_seed + number) for number, prompt in subagents.items()
-    ]
-    answers = await ask(*requests)
-    for (number, trajectory), (sample,) in zip(subagents.items(), answers, strict=True):
-        trajectory.append(_sampled_segment(sample))
-        outcomes[number] = _report(state.protocol, outcomes[number], sample)
-    return outcomes
+    return await together(*[_carry_out(state, call, number) for number, call in enumerate(calls)])
 
 
-def _report(protocol: Protocol, outcome: CallOutcome, sample: Sample) -> CallOutcome:
-    """A call's outcome with the report of its sub-agent, or the reason why there is none."""
-    if sample.stop is SampleStop.FAILED:
-        response = _ERROR + sample.reason
-        return dataclasses.replace(outcome, status=CallStatus.FAILED, response=response)
-    if sample.stop in _NO_REPORT:
-        status, response = _NO_REPORT[sample.stop]
-        return dataclasses.replace(outcome, status=status, response=response)
-    summary = protocol.vocabulary.decode(sample.ids).removesuffix("<|im_end|>")
-    # The note on the window comes last, because a response that is too long loses its end.
-    return dataclasses.replace(outcome, response=summary + outcome.response)
-
-
-def _open_call(
-    state: _EpisodeState, call: Call | FailedCall, number: int, max_calls: int
-) -> CallOutcome:
-    """Start one call: run its tool, or prepare its sub-agent, or say why neither is possible."""
+async def _carry_out(state: _EpisodeState, call: Call | FailedCall, number: int) -> CallOutcome:
+    """Carry out one call: run its tool, and if that names a window, look at it."""
     if isinstance(call, FailedCall):
         return CallOutcome(None, call.status, f"error: {call.reason}")
+    sequential = state.settings.dispatch == "sequential"
+    max_calls = 1 if sequential else state.protocol.settings.max_calls
     if number >= max_calls:
         why = (
             f"error: at most {max_calls} calls a turn are carried out; call again in the next turn"
@@ -383,7 +354,7 @@ def _open_call(
             return CallOutcome(call, result.status, f"error: {result.reason}")
         if isinstance(result, str):
             return CallOutcome(call, CallStatus.EXECUTED, result)
-        return _show_window(state, call, result)
+        return await _look(state, call, result, number)
     except VideoError as error:
         # The model must not see paths of this machine.
         reason = error.reason.replace(error.path, VIDEO_NAME)
@@ -391,10 +362,10 @@ def _open_call(
         return CallOutcome(call, CallStatus.UNREADABLE, response)
 
 
-def _show_window(state: _EpisodeState, call: Call, look: Look) -> CallOutcome:
-    """Prepare a sub-agent for a window; with dispatch `frames`, the window's frames themselves.
+async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> CallOutcome:
+    """Send a sub-agent to a window; with dispatch `frames`, return the window's frames themselves.
 
-    The outcome's response is only the note on the window until the sub-agent has reported.
+    Raises VideoError if the window cannot be read.
     """
     features = state.environment.features
     limits = state.protocol.settings
@@ -410,8 +381,10 @@ def _show_window(state: _EpisodeState, call: Call, look: Look) -> CallOutcome:
     if window.frames is not None:  # the call asks for a number of frames, evenly spread
         max_frames = min(window.frames, limits.most_crop_frames)
         fps = max_frames / (window.end - window.start)
-    frames = features.window(video, window.start, window.end, fps, max_frames)
-    features(frames)  # raises VideoError now, not inside a batch with other sub-agents
+    # Held until the sub-agent has reported.
+    shown = await features.request(
+        features.window(video, window.start, window.end, fps, max_frames)
+    )
 
     # The record of a crop has the window that was shown; other tools' calls stay as written.
     recorded = window if isinstance(call, CropCall) else call
@@ -419,12 +392,47 @@ def _show_window(state: _EpisodeState, call: Call, look: Look) -> CallOutcome:
     status = CallStatus.CLAMPED if reason else CallStatus.EXECUTED
     note = f" ({reason})" if reason else ""
     if state.settings.dispatch == "frames":
-        text = state.protocol.window_text(len(frames), (window.start, window.end), note)
-        return CallOutcome(recorded, status, text, frames=frames)
+        state.shown.append(shown)
+        text = state.protocol.window_text(len(shown.frames), (window.start, window.end), note)
+        return CallOutcome(recorded, status, text, frames=shown.frames)
+    tokens = features.tokens(shown.frames[0])
     prompt = state.protocol.window(
-        frames, features.tokens(frames[0]), (window.start, window.end), state.question.text
+        shown.frames, tokens, (window.start, window.end), state.question.text
     )
-    return CallOutcome(recorded, status, note, Trajectory((prompt,)))
+    subagent = Trajectory((prompt,))
+    sample = await _ask_subagent(state, subagent, number)
+    # The response is only the note on the window until the report is added.
+    return _report(state.protocol, CallOutcome(recorded, status, note, subagent), sample)
+
+
+async def _ask_subagent(state: _EpisodeState, subagent: Trajectory, number: int) -> Sample:
+    """Sample the report of the turn's sub-agent with this number."""
+    # Measured after the window was read, because reading takes time too. A request needs a
+    # deadline above 0; `play` itself ends an episode whose time is up.
+    seconds = max(min(state.seconds_left(), state.settings.report_seconds), 1e-6)
+    sampling = Sampling(
+        state.protocol.settings.summary_tokens,
+        state.settings.temperature,
+        stop_ids=(state.protocol.vocabulary.eos,),
+        deadline=seconds,
+    )
+    seed = state.seed + _SEEDS_PER_TURN * (len(state.turns) + 1) + number
+    ((sample,),) = await ask(_request(subagent, sampling, seed))
+    subagent.append(_sampled_segment(sample))
+    return sample
+
+
+def _report(protocol: Protocol, outcome: CallOutcome, sample: Sample) -> CallOutcome:
+    """A call's outcome with the report of its sub-agent, or the reason why there is none."""
+    if sample.stop is SampleStop.FAILED:
+        response = _ERROR + sample.reason
+        return dataclasses.replace(outcome, status=CallStatus.FAILED, response=response)
+    if sample.stop in _NO_REPORT:
+        status, response = _NO_REPORT[sample.stop]
+        return dataclasses.replace(outcome, status=status, response=response)
+    summary = protocol.vocabulary.decode(sample.ids).removesuffix("<|im_end|>")
+    # The note on the window comes last, because a response that is too long loses its end.
+    return dataclasses.replace(outcome, response=summary + outcome.response)
 
 
 def _refuse(calls: list[Call | FailedCall]) -> list[CallOutcome]:

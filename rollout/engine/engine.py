@@ -140,8 +140,7 @@ class Engine:
             prompt = make_prompt(request, self.features, self.config, deadline)
         except VideoError as error:
             # The agent has chosen frames, so the video was readable then and has changed since.
-            self.features.unreadable[error.path] = error.reason
-            self.unanswered[ticket] = [self._unreadable(request)] * count
+            self.unanswered[ticket] = [self._unreadable(request, error.reason)] * count
             self.counts.stops[SampleStop.UNREADABLE] += count
             return ticket
         self.unanswered[ticket] = [None] * count
@@ -319,7 +318,7 @@ class Engine:
                 "give it those of the vocabulary"
             )
 
-    def _unreadable(self, request: Request) -> Sample:
+    def _unreadable(self, request: Request, reason: str) -> Sample:
         """The sample of a request that failed before it could wait."""
         return Sample(
             ids=np.zeros(0, np.int32),
@@ -327,6 +326,7 @@ class Engine:
             stop=SampleStop.UNREADABLE,
             version=self.version,
             digest=digest(request.ids),
+            reason=reason,
         )
 
     def _expire(self) -> None:
@@ -339,7 +339,7 @@ class Engine:
             sequence for sequence in self.waiting if now < sequence.prompt.deadline
         )
 
-    def _finish(self, sequence: EngineSequence, stop: SampleStop) -> None:
+    def _finish(self, sequence: EngineSequence, stop: SampleStop, reason: str = "") -> None:
         # A sequence that has not run yet has no version of its own.
         running = sequence in self.running
         self.unanswered[sequence.ticket][sequence.sample] = Sample(
@@ -348,6 +348,7 @@ class Engine:
             stop=stop,
             version=sequence.version if running else self.version,
             digest=digest(sequence.ids),
+            reason=reason,
         )
         self.counts.stops[stop] += 1
         if running:
@@ -521,15 +522,17 @@ class Engine:
             return "waits for room"
         try:
             sequence.visual = self._visual(sequence)
-        except VideoError:
+        except VideoError as error:
             self._return_pages(sequence)
-            self._finish(sequence, SampleStop.UNREADABLE)
+            self._finish(sequence, SampleStop.UNREADABLE, error.reason)
             return "ended"
         batch.reserve(need)
         return "admitted"
 
     def _visual(self, sequence: EngineSequence) -> Float[np.ndarray, "m c d"]:
-        """Vectors of the visual tokens that are not computed yet. Encodes only their frames.
+        """Vectors of the visual tokens that are not computed yet.
+
+        The frames of an agent are in memory. Those of other callers are read and encoded now.
 
         Raises:
             VideoError: a frame cannot be read.

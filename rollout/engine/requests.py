@@ -9,7 +9,16 @@ An agent is a coroutine. It awaits `ask(...)`, and `run` hands its requests to t
     results = run(engine, [agent() for _ in range(64)])
 
 An agent continues as soon as all its own answers are there. It never waits for a slow answer to
-another agent. Without deadlines nothing here depends on time, so a run repeats exactly.
+another agent. It awaits frames in the same way (`FrameFeatures.request`): worker processes read
+them while the sampler goes on with the requests of the others. An agent may also start agents of
+its own, and await their results:
+
+    reports = await together(*[look(window) for window in windows])
+
+Frames join in one of two ways (`FrameSettings.admission`). With `arrival`, an agent continues when
+its frames are there. With `counted`, it continues after a number of the sampler's steps that
+follows from the number of frames, and the sampler waits if they are late. Then, without deadlines,
+nothing here depends on time, so a run repeats exactly.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import math
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
@@ -25,6 +35,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
+from models.features import Reading, wait_for_one
 from paravt_jax.method.records import Frame
 
 Result = TypeVar("Result")
@@ -170,7 +181,7 @@ class Sample:
     digest: str
     """`paravt_jax.method.records.digest` of the prompt and the sampled tokens."""
     reason: str = ""
-    """Why a request was refused or failed, for people."""
+    """Why a request was refused or failed, or its video is unreadable, for people."""
 
 
 Completion = tuple[int, tuple[Sample, ...]]  # a request's ticket, and one sample per seed
@@ -200,6 +211,7 @@ class _Ask:
     There is no event loop. `await` on this object runs `__await__`, whose `yield` suspends the
     whole agent and hands this object to the caller of `agent.send(...)`, which is `as_done`. Its
     next `send(answers)` resumes the agent here, and `answers` becomes the value of the `await`.
+    Frames that are being read (`models.features.Reading`) are awaited in the same way.
     """
 
     requests: tuple[Request, ...]
@@ -207,6 +219,17 @@ class _Ask:
     def __await__(self) -> Generator[_Ask, list[tuple[Sample, ...]], list[tuple[Sample, ...]]]:
         answers = yield self
         return answers
+
+
+@dataclasses.dataclass(frozen=True)
+class _Together:
+    """What an agent awaits: other agents, on their way to `as_done`."""
+
+    agents: tuple[Coroutine[Any, Any, Any], ...]
+
+    def __await__(self) -> Generator[_Together, list[Any], list[Any]]:
+        results = yield self
+        return results
 
 
 async def ask(*requests: Request) -> list[tuple[Sample, ...]]:
@@ -218,6 +241,13 @@ async def ask(*requests: Request) -> list[tuple[Sample, ...]]:
     if not requests:
         return []
     return await _Ask(requests)
+
+
+async def together(*agents: Coroutine[Any, Any, Result]) -> list[Result]:
+    """Run agents side by side, wait for all of them, and return their results in order."""
+    if not agents:
+        return []
+    return await _Together(agents)
 
 
 def run(
@@ -232,7 +262,7 @@ def run(
 
     Args:
         sampler: answers the agents' requests.
-        agents: coroutines that await nothing but `ask`.
+        agents: coroutines that await nothing but `ask`, `together` and readings of frames.
         progress: called with (agents done, agents in total) whenever some are done.
 
     Returns:
@@ -262,18 +292,18 @@ def as_done(
 
     Args:
         sampler: answers the agents' requests.
-        agents: coroutines that await nothing but `ask`. Each is taken from the iterable when there
+        agents: coroutines as for `run`. Each is taken from the iterable when there
             is room for it, so a long list need not exist at once.
         limit: upper bound on agents that run side by side.
 
     Yields:
         Lists of (number of the agent, its result), whenever some are done.
     """
-    scheduler = _AgentScheduler(sampler)
+    scheduler = _Scheduler(sampler)
     coming = enumerate(agents)
     try:
         while True:
-            while len(scheduler.running) < limit:
+            while scheduler.playing < limit:
                 new = next(coming, None)
                 if new is None:
                     break
@@ -283,59 +313,121 @@ def as_done(
                 scheduler.finished = []
                 yield batch
                 continue
-            if not scheduler.running:
+            if not scheduler.playing:
                 return
             scheduler.step()
     finally:
         scheduler.close()
 
 
-class _AgentScheduler:
-    """Running agents and their open requests."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Waiting:
+    """An agent that waits for frames."""
+
+    agent: Coroutine[Any, Any, Any]
+    reading: Reading
+    step: int | None
+    """The step of the sampler at which it is resumed; None: as soon as the frames are there."""
+
+    def is_due(self, step: int) -> bool:
+        return self.reading.done() if self.step is None else self.step <= step
+
+
+class _Scheduler:
+    """Running agents, and what each of them waits for: answers, files, or other agents."""
 
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
-        self.running: dict[int, Coroutine[Any, Any, Any]] = {}
+        self.playing = 0  # agents of the caller that run
         self.finished: list[tuple[int, Any]] = []
-        self.tickets: dict[int, list[int]] = {}  # agent -> tickets, in the order of its requests
-        self.agent_of: dict[int, int] = {}  # open ticket -> agent
-        self.answers: dict[int, tuple[Sample, ...]] = {}  # ticket -> samples, until all are there
+        # All running agents, with those they have started themselves. Each has a function that
+        # takes its result.
+        self.running: dict[Coroutine[Any, Any, Any], Callable[[Any], None]] = {}
+        # Open requests by ticket, with a function that takes the samples.
+        self.tickets: dict[int, Callable[[tuple[Sample, ...]], None]] = {}
+        self.readings: list[_Waiting] = []  # in the order in which they were asked for
+        self.steps = 0  # of the sampler
 
     def start(self, number: int, agent: Coroutine[Any, Any, Any]) -> None:
-        self.running[number] = agent
-        self._advance(number, None)
+        def finish(result: Any) -> None:
+            self.playing -= 1
+            self.finished.append((number, result))
+
+        self.playing += 1
+        self.running[agent] = finish
+        self._advance(agent, None)
 
     def step(self) -> None:
-        """Step the sampler, and resume every agent that then has all its answers."""
-        for ticket, samples in self.sampler.step():
-            if ticket not in self.agent_of:  # a request that was not made by these agents
-                continue
-            self.answers[ticket] = samples
-            agent = self.agent_of.pop(ticket)
-            if all(ticket in self.answers for ticket in self.tickets[agent]):
-                tickets = self.tickets.pop(agent)
-                self._advance(agent, [self.answers.pop(ticket) for ticket in tickets])
+        """Resume the agents whose files are there, and step the sampler."""
+        if self.readings and not self.tickets:
+            self._pass_time()
+        due = [waiting for waiting in self.readings if waiting.is_due(self.steps)]
+        self.readings = [waiting for waiting in self.readings if waiting not in due]
+        for waiting in due:
+            self._advance(waiting.agent, None)  # waits for a counted reading that is late
+        if self.tickets:
+            self.steps += 1
+            for ticket, samples in self.sampler.step():
+                if ticket in self.tickets:  # otherwise a request that was not made by these agents
+                    self.tickets.pop(ticket)(samples)
 
     def close(self) -> None:
-        for ticket in self.agent_of:
+        for ticket in self.tickets:
             self.sampler.cancel(ticket)
-        for agent in self.running.values():
+        for agent in self.running:
             agent.close()
 
-    def _advance(self, number: int, answers: list[tuple[Sample, ...]] | None) -> None:
-        """Resume an agent until it asks again or returns, and submit what it asks."""
+    def _pass_time(self) -> None:
+        """Without anything to sample, go to the first step at which a reading is due."""
+        counted = [waiting.step for waiting in self.readings if waiting.step is not None]
+        if counted:
+            self.steps = max(self.steps, min(counted))
+        else:
+            wait_for_one([waiting.reading for waiting in self.readings])
+
+    def _advance(self, agent: Coroutine[Any, Any, Any], value: Any) -> None:
+        """Resume an agent until it waits again or returns."""
         try:
-            asked = self.running[number].send(answers)
+            awaited = agent.send(value)
         except StopIteration as end:
-            self.finished.append((number, end.value))
-            del self.running[number]
+            result = end.value
+        else:
+            self._begin(agent, awaited)
             return
-        # Record every ticket at once: if the next request is refused, `close` cancels this one.
-        self.tickets[number] = []
-        for request in asked.requests:
-            ticket = self.sampler.submit(request)
-            self.tickets[number].append(ticket)
-            self.agent_of[ticket] = number
+        self.running.pop(agent)(result)
+
+    def _begin(self, agent: Coroutine[Any, Any, Any], awaited: _Ask | _Together | Reading) -> None:
+        """Start what an agent waits for."""
+
+        def resume(values: list[Any]) -> None:
+            self._advance(agent, values)
+
+        if isinstance(awaited, Reading):
+            step = None if awaited.steps is None else self.steps + awaited.steps
+            self.readings.append(_Waiting(agent, awaited, step))
+        elif isinstance(awaited, _Together):
+            takes = _collect(len(awaited.agents), resume)
+            # Record all of them at once: if one fails at its start, `close` closes the others.
+            self.running |= dict(zip(awaited.agents, takes, strict=True))
+            for child in awaited.agents:
+                self._advance(child, None)
+        else:
+            takes = _collect(len(awaited.requests), resume)
+            for request, take in zip(awaited.requests, takes, strict=True):
+                # Record each ticket at once: if the next request is refused, `close` cancels it.
+                self.tickets[self.sampler.submit(request)] = take
+
+
+def _collect(count: int, resume: Callable[[list[Any]], None]) -> list[Callable[[Any], None]]:
+    """Functions that take one value each. The last call passes all values to `resume`."""
+    values: dict[int, Any] = {}
+
+    def take(place: int, value: Any) -> None:
+        values[place] = value
+        if len(values) == count:
+            resume([values[place] for place in range(count)])
+
+    return [functools.partial(take, place) for place in range(count)]
 
 
 def _is_tuple_of(values: Any, kinds: tuple[type, ...]) -> bool:

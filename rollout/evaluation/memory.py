@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,6 @@ from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import abstract_model
 from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSizes
-from rollout.evaluation.ahead import worker_count
 from rollout.evaluation.native_video import most_video_tokens
 from rollout.evaluation.settings import BenchmarkSettings
 
@@ -246,6 +246,12 @@ def _tower(config: Qwen3VLConfig, pixels: FrameSettings, tokens: int, item: int)
     return values + scores + frames * tokens * (1 + vision.levels) * merged * 4
 
 
+def worker_count(settings: BenchmarkSettings, replicas: int) -> int:
+    """Number of processes that read videos for the replicas of a host."""
+    calls = settings.protocol(0).max_calls
+    return min(replicas * settings.episodes * calls, max(1, (os.cpu_count() or 1) - 1))
+
+
 def _host(
     settings: BenchmarkSettings, config: Qwen3VLConfig, sizes: EngineSizes, replicas: int
 ) -> dict[str, float]:
@@ -269,14 +275,16 @@ def _host(
     pieces = sizes.prefill_tokens * vector
     pixel_bytes = _factor(config) ** 2 * 3  # of a visual token
     shown = pixel_bytes * max(overview, crop)
-    # Overviews that are read ahead: as many as are played side by side.
-    ahead = 0 if settings.native_video else replicas * settings.episodes
-    decoders = replicas + (worker_count(ahead) if ahead else 0)
+    # Of every episode: its overview, or the crops of its calls.
+    arrived = pixel_bytes * settings.episodes * max(overview, limits.max_calls * crop)
+    # Overviews that are read ahead: as many as are played side by side, and one just taken.
+    ahead = 0 if settings.native_video else replicas * (settings.episodes + 1)
+    workers = worker_count(settings, replicas)
     kept = min(pixels.cache_mib * 2.0**20, seen) + overview * vector
     return {
         "cached features": replicas * kept,
         "features of prompts": replicas * (waiting + 2 * pieces),
-        "pixels": replicas * 2 * shown + decoders * _DECODER_FRAMES * _DECODED_FRAME,
+        "pixels": replicas * arrived + workers * (shown + _DECODER_FRAMES * _DECODED_FRAME),
         "overviews read ahead": float(ahead * overview * pixel_bytes),
     }
 

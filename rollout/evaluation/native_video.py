@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from models.features import FrameFeatures
+from models.features import FrameFeatures, ShownFrames
 from models.processor import slice_times, video_frame_indices
 from paravt_jax.data.sizes import video_size
 from paravt_jax.method.protocol import Protocol
@@ -51,6 +51,12 @@ def most_video_tokens(frames: int, factor: int = 32) -> int:
     """Upper bound on the visual tokens of a native video of up to `frames` frames."""
     counts = range(2, max(frames, 2) + 1)
     return max(-(-count // 2) * VideoRules(count, factor).most_tokens for count in counts)
+
+
+async def read_video_overview(features: FrameFeatures, name: str, most: int) -> ShownFrames:
+    """Read the frames of `video_overview`, which depend on the length of the video."""
+    await features.request_info(name)
+    return await features.request(video_overview(features, name, most))
 
 
 def video_overview(features: FrameFeatures, name: str, most: int) -> tuple[Frame, ...]:

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from paravt_jax.data.frames import VideoError
 from paravt_jax.method.accuracy import is_read
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
@@ -197,18 +196,9 @@ async def _play(
 ) -> Episode | LeftOut:
     if isinstance(question, LeftOut):
         return question
-    if setting.frames:  # a blind episode never opens the video
-        try:
-            # A native video has other rules of sizes than pictures.
-            first, *_ = environment.overview(environment.features, question.video, setting.frames)
-            environment.features.tokens(first)
-        except VideoError as error:
-            return LeftOut(question, "unreadable", error.reason)
     episode = await play(environment, question, setting, seed_of(seed, question.id, sample))
     if episode.stop is StopReason.UNREADABLE:
-        # The file could be opened above but failed during the episode.
-        reason = environment.features.unreadable.get(question.video, "it can no longer be read")
-        return LeftOut(question, "unreadable", reason)
+        return LeftOut(question, "unreadable", episode.reason or "it can no longer be read")
     if episode.stop in (StopReason.REFUSED, StopReason.FAILED):
         return LeftOut(question, str(episode.stop), episode.reason)
     return episode

@@ -14,7 +14,7 @@ from models.peft_folder import load as load_model
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.hf_config import from_hf
 from models.sharding import make_mesh
-from paravt_jax.data import video
+from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.server import ServerSettings
@@ -27,8 +27,14 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import Sampler
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
 from rollout.evaluation.benchmarks import Item, VideoFolder
-from rollout.evaluation.memory import MemoryPlan, plan_memory, planned_paged, require_room
-from rollout.evaluation.native_video import video_overview, video_tokens
+from rollout.evaluation.memory import (
+    MemoryPlan,
+    plan_memory,
+    planned_paged,
+    require_room,
+    worker_count,
+)
+from rollout.evaluation.native_video import read_video_overview, video_tokens
 from rollout.evaluation.packs import PackError, PromptPack, own_pack
 from rollout.evaluation.replicas import Devices, device_groups
 from rollout.evaluation.served import Served, served
@@ -43,6 +49,7 @@ def load_player(
     settings: BenchmarkSettings,
     folder: pathlib.Path | None,
     videos: VideoFolder,
+    reader: FrameReader,
     subtitled: bool,
     stack: contextlib.ExitStack,
     pack: PromptPack | None = None,
@@ -69,7 +76,7 @@ def load_player(
     wording = pack.wording(settings.benchmark, settings.prompt)
     protocol, prompt, crop = _protocol(settings, vocabulary, config.vision, subtitled, wording)
     if settings.endpoint or folder is None:
-        features, sampler = _endpoint(settings, files, videos, stack)
+        features, sampler = _endpoint(settings, files, videos, reader, stack)
     else:
 
         def planned(changed: BenchmarkSettings) -> MemoryPlan:
@@ -79,11 +86,29 @@ def load_player(
         _require_cache(settings, protocol, prompt, crop)
         require_room(settings, planned, replicas)
         features, sampler = _engine(
-            settings, folder, config, videos, protocol, prompt, crop, devices
+            settings, folder, config, videos, reader, protocol, prompt, crop, devices
         )
-    overview = video_overview if settings.native_video else FrameFeatures.overview
+    overview = read_video_overview if settings.native_video else FrameFeatures.request_overview
     environment = Environment(protocol, features, overview=overview, canonical=pack.reads())
     return Player(sampler, environment, settings, videos, judge, pack)
+
+
+def open_reader(
+    settings: BenchmarkSettings, folder: pathlib.Path | None, replicas: int = 1
+) -> FrameReader:
+    """Open the processes that read videos for all replicas of a host; the caller closes them."""
+    vision = model_files(settings, folder).config.vision
+    pixels = settings.pixels()
+    return FrameReader(
+        ReaderSettings(
+            worker_count(settings, replicas),
+            PATIENCE,
+            # The coming questions, and one per replica that has just been taken.
+            ready=(settings.episodes + 1) * replicas,
+            rules=pixels.rules(vision),
+            crop_rules=pixels.rules(vision, crop=True),
+        )
+    )
 
 
 def model_files(settings: BenchmarkSettings, folder: pathlib.Path | None) -> Served:
@@ -170,10 +195,11 @@ def _endpoint(
     settings: BenchmarkSettings,
     files: Served,
     videos: VideoFolder,
+    reader: FrameReader,
     stack: contextlib.ExitStack,
 ) -> tuple[FrameImages, Sampler]:
     """A sampler that sends requests to the endpoint, with frames as images."""
-    images = FrameImages(files.config, settings.pixels(), videos.root, source=video)
+    images = FrameImages(files.config, settings.pixels(), videos.root, source=reader)
     server = ServerSettings(
         settings.endpoint, timeout=settings.request_seconds, concurrency=settings.concurrency
     )
@@ -188,6 +214,7 @@ def _engine(
     folder: pathlib.Path,
     config: Qwen3VLConfig,
     videos: VideoFolder,
+    reader: FrameReader,
     protocol: Protocol,
     overview: int,
     crop: int,
@@ -199,7 +226,7 @@ def _engine(
     if settings.tensor > 1:
         mesh = make_mesh(1, 1, settings.tensor, devices or device_groups(settings.tensor)[0])
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
-    features = FrameFeatures(model.vision, config, settings.pixels(), videos.root, source=video)
+    features = FrameFeatures(model.vision, config, settings.pixels(), videos.root, source=reader)
     sizes = sizes_for_single_episodes(
         protocol, overview, crop, settings.episodes, settings.cache_tokens
     )

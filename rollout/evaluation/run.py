@@ -16,6 +16,7 @@ import jax
 
 from models.peft_folder import base_folder
 from models.weights.folder import local_folder, weights_files
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method.records import Question
@@ -30,7 +31,7 @@ from rollout.evaluation.benchmarks import (
 )
 from rollout.evaluation.folder import EvaluationFolder, Line, answered
 from rollout.evaluation.packs import PromptPack
-from rollout.evaluation.players import check_prompts, load_player, model_files
+from rollout.evaluation.players import check_prompts, load_player, model_files, open_reader
 from rollout.evaluation.protocols import as_the_pack_plays, open_pack
 from rollout.evaluation.provenance import commit, questions_hash, versions, weights_hash
 from rollout.evaluation.replicas import Devices, device_groups, play_all
@@ -248,10 +249,14 @@ def _videos(settings: BenchmarkSettings) -> str:
 
 
 def _load_players(
-    work: _Work, subtitled: bool, groups: Sequence[Devices], stack: contextlib.ExitStack
+    work: _Work,
+    reader: FrameReader,
+    subtitled: bool,
+    groups: Sequence[Devices],
+    stack: contextlib.ExitStack,
 ) -> list[Player]:
     """One player per group of devices."""
-    given = (work.settings, work.model, work.videos, subtitled, stack, work.pack)
+    given = (work.settings, work.model, work.videos, reader, subtitled, stack, work.pack)
     players = []
     for devices in groups:
         with jax.default_device(devices[0]) if len(groups) > 1 else contextlib.nullcontext():
@@ -276,14 +281,16 @@ def _play(work: _Work, items: Sequence[Item], folder: EvaluationFolder, proven: 
     subtitled = any(item.subtitles or item.question.subtitles for item in items)
     with contextlib.ExitStack() as stack:
         groups = hosts.on_all(lambda: [()] if settings.endpoint else device_groups(settings.tensor))
-        players = hosts.on_all(lambda: _load_players(work, subtitled, groups, stack))
+        reader = stack.enter_context(open_reader(settings, work.model, len(groups)))
+        players = hosts.on_all(lambda: _load_players(work, reader, subtitled, groups, stack))
         peers = meet(work.out)
         deal = Deal(units_of(items, settings.episodes), peers)
         progress = PlayProgress(_split(work.settings), len(items), deal)
         stack.enter_context(progress)
         watch = ServerWatch(settings.endpoint, proven) if settings.endpoint else None
         stack.enter_context(peers.together())
-        playing = play_all(players, groups, _taking(work, players, deal, stack), peers.check)
+        taking = _taking(work, reader, deal, len(players))
+        playing = play_all(players, groups, taking, peers.check)
         for line in stack.enter_context(contextlib.closing(playing)):
             folder.append(line)
             progress.add(line)
@@ -294,7 +301,7 @@ def _play(work: _Work, items: Sequence[Item], folder: EvaluationFolder, proven: 
 
 
 def _taking(
-    work: _Work, players: Sequence[Player], deal: Deal, stack: contextlib.ExitStack
+    work: _Work, reader: FrameReader, deal: Deal, replicas: int
 ) -> Callable[[], Iterator[Item]]:
     """How replicas take items: with overviews that are read ahead, unless there are none."""
     settings = work.settings
@@ -302,12 +309,5 @@ def _taking(
     # A native video's size follows from its length, which is not known before it is opened.
     if not frames or settings.native_video:
         return deal.items
-    features = players[0].environment.features
-    rules = features.settings.rules(features.config.vision)
-    count = settings.episodes * len(players)
-    ahead = stack.enter_context(ReadAhead(work.videos, frames, rules, count))
-    for player in players:
-        own = player.environment.features.source
-        stack.callback(setattr, player.environment.features, "source", own)
-        player.environment.features.source = ahead
+    ahead = ReadAhead(reader, work.videos, frames, settings.episodes * replicas)
     return lambda: ahead.items(deal)

@@ -218,7 +218,9 @@ def test_timestamps_are_kept_for_a_limited_number_of_videos(make, names, monkeyp
     features = make()
     probed = []
     monkeypatch.setattr(
-        video, "probe", lambda path, probe=video.probe: probed.append(path.name) or probe(path)
+        video,
+        "probe",
+        lambda path, probe=video.probe: probed.append(pathlib.Path(path).name) or probe(path),
     )
     first = features.info(names[0])
     # The third takes the second's place.
@@ -244,7 +246,9 @@ def test_cached_frames_outlive_their_file_and_many_other_videos(
     np.testing.assert_array_equal(features(frames), vectors)
     probed = []
     monkeypatch.setattr(
-        video, "probe", lambda path, probe=video.probe: probed.append(path.name) or probe(path)
+        video,
+        "probe",
+        lambda path, probe=video.probe: probed.append(pathlib.Path(path).name) or probe(path),
     )
     # The newest info is kept, even if the only older one belongs to cached frames.
     for number in (1, 2, 2, 2):
@@ -358,7 +362,7 @@ def test_features_travel_in_the_type_of_the_tower(small_model, small_world, name
 def test_started_frames_are_read_and_encoded_once(make, names, monkeypatch):
     reads = []
     real = video.read
-    monkeypatch.setattr(video, "read", lambda *args: reads.append(args[0].name) or real(*args))
+    monkeypatch.setattr(video, "read", lambda *args: reads.append(args[0]) or real(*args))
     features = make(batch=4, cache_mib=0)
     first, second = features.overview(names[0], 6), features.overview(names[1], 5)
     gone = Frame("gone.mp4", 0, 0.0)
@@ -393,12 +397,15 @@ def test_eight_devices_share_the_frames():
         from models.features import FrameFeatures, FrameSettings, tower_mesh
         from models.qwen3_vl.model import Qwen3VL
         from models.qwen3_vl.sizes import tiny
-        from paravt_jax.data.frames import VideoInfo
+        from paravt_jax.data.frames import VideoInfo, carry_out, read_now
         from paravt_jax.method.records import Frame
 
         class Source:
+            def request(self, task):
+                return read_now(lambda: carry_out(task, self.probe, self.read))
+
             def probe(self, path):
-                return VideoInfo(str(path), 20, 20.0, np.arange(20.0), 64, 64)
+                return VideoInfo(path, 20, 20.0, np.arange(20.0), 64, 64)
 
             def read(self, path, indices, rules):
                 rng = np.random.default_rng(0)

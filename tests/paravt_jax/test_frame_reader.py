@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paravt_jax.data import frame_reader, video
-from paravt_jax.data.frame_reader import FrameReader, ReaderSettings, ReadFrames, ReadTask
-from paravt_jax.data.frames import VideoError, overview_indices, resize
+from paravt_jax.data import video
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frames import (
+    ReadFrames,
+    ReadTask,
+    VideoError,
+    carry_out,
+    overview_indices,
+    resize,
+)
 from paravt_jax.data.sizes import smart_resize
 
 
@@ -33,26 +40,45 @@ def read_directly(path, indices):
     return np.stack([resize(frame, size) for frame in video.read(path, indices)])
 
 
+def read(reader, path, indices):
+    """Request frames, and wait for them."""
+    task = ReadTask(str(path), tuple(indices), reader.settings.rules)
+    found = reader.request(task).result()
+    assert set(indices) <= set(found.indices)
+    return found.frames[[found.indices.index(n) for n in indices]]
+
+
+def probe(reader, path):
+    return reader.request(ReadTask(str(path), (), reader.settings.rules)).result().info
+
+
 def test_frames_equal_those_of_video_read_and_resize(reader, clip):
     expected = read_directly(clip, [0, 60, 50])
     late = reader.late
-    np.testing.assert_array_equal(reader.read(clip, [0, 60, 50]), expected)
+    np.testing.assert_array_equal(read(reader, clip, [0, 60, 50]), expected)
     assert reader.late == late + 1
     reader.ahead(clip, [0, 50, 60, 7])
-    np.testing.assert_array_equal(reader.read(clip, [0, 60, 50]), expected)
+    np.testing.assert_array_equal(read(reader, clip, [0, 60, 50]), expected)
     assert reader.late == late + 1
 
 
-def test_one_request_serves_a_probe_and_an_overview(reader, clip):
+def test_one_request_serves_the_length_and_an_overview(reader, clip):
     late = reader.late
     reader.ahead(clip, 4)
-    info = reader.probe(clip)
+    info = probe(reader, clip)
     expected = video.probe(clip)
     assert (info.frames, info.duration) == (expected.frames, expected.duration)
     np.testing.assert_array_equal(info.times, expected.times)
-    indices = overview_indices(info.frames, 4)
-    np.testing.assert_array_equal(reader.read(clip, indices), read_directly(clip, indices))
+    found = reader.request(ReadTask(str(clip), 4, reader.settings.rules)).result()
+    assert list(found.indices) == overview_indices(info.frames, 4).tolist()
+    np.testing.assert_array_equal(found.frames, read_directly(clip, found.indices))
     assert reader.late == late
+
+
+def test_a_short_video_is_read_whole(reader, clip):
+    found = reader.request(ReadTask(str(clip), 4, reader.settings.rules, whole=10**6)).result()
+    assert found.indices == tuple(range(found.info.frames))
+    np.testing.assert_array_equal(found.frames, read_directly(clip, found.indices))
 
 
 def test_each_of_several_requests_for_one_file_is_served(reader, clip):
@@ -60,17 +86,9 @@ def test_each_of_several_requests_for_one_file_is_served(reader, clip):
     for indices in ([1, 2], [30, 31], [1, 2]):
         reader.ahead(clip, indices)
     for indices in ([30], [2, 1], [1, 2]):
-        np.testing.assert_array_equal(reader.read(clip, indices), read_directly(clip, indices))
+        np.testing.assert_array_equal(read(reader, clip, indices), read_directly(clip, indices))
     assert reader.late == late
-    reader.read(clip, [1])
-    assert reader.late == late + 1
-
-
-def test_forgotten_frames_are_read_again(reader, clip):
-    late = reader.late
-    reader.ahead(clip, [3])
-    reader.forget()
-    np.testing.assert_array_equal(reader.read(clip, [3]), read_directly(clip, [3]))
+    read(reader, clip, [1])
     assert reader.late == late + 1
 
 
@@ -86,43 +104,42 @@ def test_a_bad_file_is_an_error_when_it_is_read_and_not_before(reader, clip, tmp
     ):
         reader.ahead(path, [0])
         with pytest.raises(VideoError, match=reason):
-            reader.read(path, [0])
+            read(reader, path, [0])
         with pytest.raises(VideoError, match=reason):
-            reader.probe(path)
+            probe(reader, path)
 
 
-def test_a_frame_that_does_not_exist_is_an_error_of_its_request_only(reader, clip):
+def test_frames_that_do_not_exist_are_not_read(reader, clip):
     reader.ahead(clip, [10**6])
-    assert reader.probe(clip).frames < 10**6
-    with pytest.raises(IndexError):
-        reader.read(clip, [10**6])
-    reader.ahead(clip, [10**6])
-    np.testing.assert_array_equal(reader.read(clip, [0]), read_directly(clip, [0]))
+    assert probe(reader, clip).frames < 10**6
+    missing = ReadTask(str(clip), (0, 10**6), reader.settings.rules)
+    assert reader.request(missing).result().indices == ()
+    np.testing.assert_array_equal(read(reader, clip, [0]), read_directly(clip, [0]))
 
 
 def test_a_shape_that_cannot_be_shown_is_a_bad_file(reader, tmp_path):
     Image.new("RGB", (900, 3)).save(tmp_path / "thin.png")
     with pytest.raises(VideoError, match="thin.png.*3 x 900"):
-        reader.read(tmp_path / "thin.png", [0])
+        read(reader, tmp_path / "thin.png", [0])
 
 
 def read_or_hang(task: ReadTask) -> ReadFrames:
     """Stands for a decoder that hangs on one file."""
     if task.path.endswith("hangs.mp4"):
         time.sleep(300)
-    return frame_reader.read_in_worker(task)
+    return carry_out(task, video.probe, video.read)
 
 
 def test_a_file_beyond_its_deadline_is_a_bad_file(clip, tmp_path, monkeypatch):
     for name in ("hangs.mp4", "good.mp4"):
         shutil.copyfile(clip, tmp_path / name)
     # The worker process imports this function by its name, so the patch reaches it.
-    monkeypatch.setattr(frame_reader, "read_in_worker", read_or_hang)
+    monkeypatch.setattr(video, "fetch", read_or_hang)
     with FrameReader(ReaderSettings(workers=1, deadline=5)) as reader:
         with pytest.raises(VideoError, match="5 s"):
-            reader.read(tmp_path / "hangs.mp4", [0])
+            read(reader, tmp_path / "hangs.mp4", [0])
         # A new process reads the next file.
-        assert len(reader.read(tmp_path / "good.mp4", [0])) == 1
+        assert len(read(reader, tmp_path / "good.mp4", [0])) == 1
 
 
 def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path):
@@ -135,7 +152,7 @@ def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path):
         late = []
         for path in paths:
             before = reader.late
-            reader.read(path, [0])
+            read(reader, path, [0])
             late.append(reader.late > before)
     assert late == [True, True, True, False, False]
 

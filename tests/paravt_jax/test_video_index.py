@@ -24,7 +24,7 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from paravt_jax.data import frames, index_store, media_files, video
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import VideoError
+from paravt_jax.data.frames import ReadTask, VideoError
 
 SIZE = 64
 # Distances between keyframes, and B-frames that refer across them.
@@ -326,11 +326,9 @@ def test_many_processes_build_one_index(tmp_path, fresh_folder):
     path = make(tmp_path / "clip.mp4", options={"g": "10"})
     expected = plain_decode(path)
     with FrameReader(ReaderSettings(workers=3)) as reader:
-        for _ in range(6):
-            reader.ahead(path, [5, 77])
-        for _ in range(6):
-            assert reader.probe(path).frames == 100
-            reader.read(path, [5, 77])
+        task = ReadTask(str(path), (5, 77), reader.settings.rules)
+        reads = [reader.request(task) for _ in range(6)]
+        assert {read.result().info.frames for read in reads} == {100}
     assert len(list(fresh_folder.iterdir())) == 1
     index_store.forget()
     assert [digest(pixels) for pixels in video.read(path, [5, 77])] == [expected[5], expected[77]]

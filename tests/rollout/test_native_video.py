@@ -23,7 +23,12 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, run
 from rollout.engine.sequences import make_prompt
 from rollout.engine.settings import EngineSizes
-from rollout.evaluation.native_video import VideoRules, most_video_tokens, video_overview
+from rollout.evaluation.native_video import (
+    VideoRules,
+    most_video_tokens,
+    read_video_overview,
+    video_overview,
+)
 from rollout.evaluation.settings import BenchmarkSettings
 
 
@@ -121,7 +126,7 @@ def test_an_episode_shows_the_video_and_the_engine_reads_it(
 ):
     limits = ProtocolSettings(turn_tokens=8, summary_tokens=8, trajectory_tokens=128)
     protocol = Protocol(small_vocabulary, limits)
-    environment = Environment(protocol, small_features, overview=video_overview)
+    environment = Environment(protocol, small_features, overview=read_video_overview)
     sizes = EngineSizes(
         row_lengths=(1024,), prefill_lengths=(256,), slots=4, rows_per_prefix=2, pages=200
     )

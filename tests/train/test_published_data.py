@@ -17,7 +17,7 @@ from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
 from paravt_jax.data import sources
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import overview_indices
+from paravt_jax.data.frames import ReadTask
 from paravt_jax.data.preparation import LEFT_OUT
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -120,8 +120,9 @@ def test_row_batches_continue_exactly_and_their_frames_are_prefetched(data, smal
         late = reader.late
         clips = [clip for n in batches[0] for c in data.row(n) for clip in c.clips]
         for clip in clips:
-            frames = reader.read(small_world.folder / clip.path, clip.indices)
-            assert len(frames) == len(clip.indices)
+            path = str(small_world.folder / clip.path)
+            task = ReadTask(path, tuple(clip.indices), reader.settings.rules)
+            assert set(clip.indices) <= set(reader.request(task).result().indices)
         assert reader.late == late
 
 
@@ -133,9 +134,8 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(da
         """Number of a batch's overviews that were not prefetched."""
         late = reader.late
         for question, frames in zip(batch, budgets[step], strict=True):
-            path = small_world.folder / question.video
-            indices = overview_indices(reader.probe(path).frames, frames)
-            assert len(reader.read(path, indices)) == frames
+            task = ReadTask(str(small_world.folder / question.video), frames, reader.settings.rules)
+            assert len(reader.request(task).result().frames) == frames
         return reader.late - late
 
     def fresh(reader):

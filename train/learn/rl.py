@@ -243,6 +243,7 @@ class Learner:
         """
         number = int(state.step) // self.settings.updates_per_batch
         times = [time.perf_counter()]
+        waited = environment.features.waited
 
         def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
             fixed = (self.settings, seed, number, self.judge)
@@ -258,6 +259,7 @@ class Learner:
         require_current(rollouts, number)
         own = sampled.by_process[hosts.process_index()]
         times.append(time.perf_counter())
+        waited = environment.features.waited - waited
 
         laid_out = lay_out(
             sampled.by_process,
@@ -295,6 +297,8 @@ class Learner:
         metrics |= laid_out.metrics
         phases = ("rollout", "data", "reference", "update")
         seconds = dict(zip(phases, np.diff(times).tolist(), strict=True))
+        # Waiting for files with nothing to sample is shown apart from rollouts.
+        seconds |= {"files": waited, "rollout": seconds["rollout"] - waited}
         metrics |= {f"time/{phase}": span for phase, span in seconds.items()}
         if measure is not None:
             one_update = seconds["update"] / self.settings.updates_per_batch

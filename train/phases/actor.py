@@ -8,7 +8,6 @@ from typing import Any
 from flax import nnx
 
 from models.features import FrameFeatures
-from paravt_jax.data import video
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.remote.judge import RemoteJudge
@@ -36,23 +35,18 @@ class Actor:
         self.sync.load(self.engine, weights, version, self.environment.features)
 
 
-def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader | None) -> Environment:
+def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) -> Environment:
     """Build the protocol and the encoder of frames.
 
     Args:
         run: The settings.
         data: Gives the vocabulary and the directory of videos.
         parts: The model, whose vision tower is on this process's devices.
-        reader: Reads published videos ahead of time; None: videos are opened when needed.
+        reader: Reads the videos.
     """
     model = parts.model
     features = FrameFeatures(
-        model.vision,
-        model.config,
-        run.frames,
-        data.root,
-        source=reader or video,
-        trained=parts.vision,
+        model.vision, model.config, run.frames, data.root, source=reader, trained=parts.vision
     )
     return Environment(Protocol(data.vocabulary, run.protocol), features)
 

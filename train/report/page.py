@@ -100,7 +100,7 @@ PHASE_CURVES = (
     ("control", "Control: further SFT from the cold start", SFT_CURVES),
     ("align", "Alignment of the vision tower", ALIGN_CURVES),
 )
-STACKED = ("time/rollout", "time/reference", "time/update", "time/data")
+STACKED = ("time/rollout", "time/files", "time/reference", "time/update", "time/data")
 
 
 def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.inf) -> pathlib.Path:

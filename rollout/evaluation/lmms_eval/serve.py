@@ -25,7 +25,7 @@ from rollout.evaluation.benchmarks import VideoFolder
 from rollout.evaluation.lmms_eval.answers import answer_text
 from rollout.evaluation.lmms_eval.worker import own_stdout
 from rollout.evaluation.play import LeftOut
-from rollout.evaluation.players import load_player
+from rollout.evaluation.players import load_player, open_reader
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.split import Player
 
@@ -137,7 +137,8 @@ def main() -> int:
             folder = None
             if settings.model:
                 folder = local_folder(settings.model, weights=not settings.endpoint)
-            player = load_player(settings, folder, VideoFolder("/"), False, stack)
+            reader = stack.enter_context(open_reader(settings, folder))
+            player = load_player(settings, folder, VideoFolder("/"), reader, False, stack)
         except (FileNotFoundError, ValueError) as error:
             reply({"error": str(error)})
             return 2

@@ -16,7 +16,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, run
+from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, run, together
 
 
 def request(number: int, seeds: tuple[int, ...] = (0,)) -> Request:
@@ -137,6 +137,43 @@ def test_asking_for_nothing_waits_for_nothing():
     assert run(sampler, [agent(100, 2, width=0)]) == [[]]
     assert run(sampler, []) == []
     assert sampler.steps == 0
+
+
+def test_agents_of_an_agent_run_side_by_side():
+    async def leader():
+        results = await together(*[agent(number, 2) for number in (1, 5, 3)])
+        assert await together() == []
+        [(sample,)] = await ask(request(9))
+        return results, sample.ids.tolist()
+
+    sampler = Doubling(lambda number: 3 if number == 1 else 1)
+    [(results, last)] = run(sampler, [leader()])
+    assert results == [run(Doubling(), [agent(number, 2)])[0] for number in (1, 5, 3)]
+    assert last == [18]
+    # The slowest of the three decides when their leader goes on.
+    assert [number for step, number in sampler.asked if step == 0] == [1, 5, 3]
+    assert sampler.asked[-1][1] == 9
+
+
+def test_an_error_of_an_agents_agent_closes_all_of_them():
+    closed = []
+
+    async def waiting(number):
+        try:
+            await ask(request(number))
+        finally:
+            closed.append(number)
+
+    async def failing():
+        raise RuntimeError("broken")
+
+    async def leader():
+        await together(waiting(1), failing(), waiting(2))
+
+    sampler = Doubling(lambda number: 5)
+    with pytest.raises(RuntimeError, match="broken"):
+        run(sampler, [leader(), waiting(3)])
+    assert closed == [1] and sampler.cancelled == [1]
 
 
 def test_a_run_repeats_exactly_and_results_do_not_depend_on_speed():

@@ -1,21 +1,17 @@
-"""Overviews are read ahead in processes: the same pixels, in bounded memory."""
+"""The overviews of the next questions are requested ahead, each once."""
 
 from __future__ import annotations
 
 import shutil
 
-import numpy as np
 import pytest
 
-from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError, overview_indices
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frames import ReadTask, VideoError
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.ahead import ReadAhead
 from rollout.evaluation.benchmarks import Item, VideoFolder
 from rollout.evaluation.sharing import Deal, Peers, units_of
-
-RULES = PixelRules(max_pixels=4096)
 
 
 @pytest.fixture
@@ -27,53 +23,43 @@ def folder(small_world, tmp_path):
     return VideoFolder(tmp_path)
 
 
-def items(*names: str) -> list[Item]:
-    return [
+def deal_of(*names: str) -> Deal:
+    items = [
         Item(Question(str(n), name, "?", QuestionKind.OPEN_ENDED, "x"))
         for n, name in enumerate(names)
     ]
+    return Deal(units_of(items, 2), Peers())
 
 
-def test_pixels_are_the_same_and_only_overviews_are_read_ahead(folder, monkeypatch):
-    direct: list[str] = []
-    read = video.read
-
-    def noting(path, indices, rules):
-        direct.append(path.name)
-        return read(path, indices, rules)
-
-    monkeypatch.setattr(video, "read", noting)
+def test_overviews_are_requested_ahead_except_the_first(folder):
     names = [f"v{n}.mp4" for n in (0, 1, 2, 3, 5)]
-    deal = Deal(units_of(items(*names, "gone.mp4"), 2), Peers())
-    with ReadAhead(folder, frames=4, rules=RULES, count=2) as ahead:
-        for item in ahead.items(deal):
-            if item.question.video == "gone.mp4":
-                continue
-            path = folder.root / item.question.video
-            indices = overview_indices(ahead.probe(path).frames, 4).tolist()
-            expected = read(path, indices, RULES)
-            assert np.array_equal(ahead.read(path, indices, RULES), expected)
-            # A crop of the same video, and the overview again.
-            assert np.array_equal(ahead.read(path, [1], RULES), read(path, [1], RULES))
-            assert len(ahead._requested) <= 2
-    # The first two are taken at once; the others were requested before they were read.
-    assert [direct.count(name) for name in names] == [2, 2, 1, 1, 1], "crops are read when asked"
+    late = []
+    with FrameReader(ReaderSettings(workers=1, ready=3)) as reader:
+        ahead = ReadAhead(reader, folder, frames=4, count=2)
+        for item in ahead.items(deal_of(*names, "gone.mp4")):
+            before = reader.late
+            path = str(folder.root / item.question.video)
+            read = reader.request(ReadTask(path, 4, reader.settings.rules))
+            if item.question.video in names:
+                assert len(read.result().frames) == 4
+            late.append(reader.late > before)
+    assert late == [True, True, False, False, False, True], "the first two are taken at once"
 
 
-def test_an_unreadable_file_is_the_same_error(folder):
-    deal = Deal(units_of(items("v0.mp4", "v4.mp4"), 1), Peers())
-    with ReadAhead(folder, frames=4, rules=RULES, count=1) as ahead:
-        assert len(list(ahead.items(deal))) == 2
+def test_an_unreadable_file_is_an_error_when_it_is_asked_for(folder):
+    with FrameReader(ReaderSettings(workers=1)) as reader:
+        ahead = ReadAhead(reader, folder, frames=4, count=1)
+        assert len(list(ahead.items(deal_of("v0.mp4", "v4.mp4")))) == 2
+        task = ReadTask(str(folder.root / "v4.mp4"), 4, reader.settings.rules)
         with pytest.raises(VideoError, match=r"v4\.mp4"):
-            ahead.probe(folder.root / "v4.mp4")
+            reader.request(task).result()
 
 
-def test_questions_that_are_left_out_do_not_end_reading_ahead(folder):
-    names = [f"v{n}.mp4" for n in (0, 4, 1, 2, 3, 5)]
-    deal = Deal(units_of(items(*names), 1), Peers())
-    with ReadAhead(folder, frames=4, rules=RULES, count=2) as ahead:
-        requested: list[str] = []
-        for _ in ahead.items(deal):  # nothing is read
-            requested += [name for name in ahead._requested.values() if name not in requested]
-    assert requested == names[2:], "the first two are taken at once"
-    assert not ahead._requested
+def test_a_video_is_requested_once(folder, monkeypatch):
+    requested: list[str] = []
+    with FrameReader(ReaderSettings(workers=1)) as reader:
+        monkeypatch.setattr(reader, "ahead", lambda path, frames: requested.append(path.name))
+        ahead = ReadAhead(reader, folder, frames=4, count=1)
+        names = ("v0.mp4", "v1.mp4", "v0.mp4", "v2.mp4", "v1.mp4")
+        assert len(list(ahead.items(deal_of(*names)))) == len(names)
+    assert requested == ["v1.mp4", "v2.mp4"]

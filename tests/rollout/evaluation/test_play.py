@@ -23,7 +23,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.rewards import Rewards
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.scoring import executed_calls, seed_of
-from rollout.evaluation.native_video import video_overview
+from rollout.evaluation.native_video import read_video_overview
 from rollout.evaluation.play import (
     EvaluationSettings,
     LeftOut,
@@ -198,7 +198,7 @@ def test_a_native_video_is_judged_by_the_rules_of_videos(
         return tokens(frame)
 
     monkeypatch.setattr(features, "tokens", only_videos)
-    environment = dataclasses.replace(small_environment, overview=video_overview)
+    environment = dataclasses.replace(small_environment, overview=read_video_overview)
     setting = EpisodeSettings(4, 0.7, "none")
     played = play_and_score(oracle(), environment, small_questions[:1], setting, Scoring(), 3)
     assert [type(outcome) for _, outcome in played] == [Played]

@@ -32,5 +32,7 @@ def test_replicas_share_the_requests_that_a_judge_may_get_at_once(
         judge_model="j",
     )
     with contextlib.ExitStack() as stack:
-        players.load_player(settings, None, VideoFolder(tmp_path), False, stack, replicas=replicas)
+        reader = stack.enter_context(players.open_reader(settings, None, replicas))
+        videos = VideoFolder(tmp_path)
+        players.load_player(settings, None, videos, reader, False, stack, replicas=replicas)
     assert [judge.concurrency for judge in opened] == [most]

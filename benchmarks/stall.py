@@ -1,0 +1,231 @@
+"""Times a sampler whose episode asks for four crops that take a second each to read.
+
+    python -m benchmarks.stall
+
+The engine has a tiny model with random weights. One episode's first turn is scripted: it calls for
+four crops. Other agents sample all the time. Reported are the seconds until all four sub-agents
+have their frames, and the longest time between two steps of the sampler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from models.features import Encoded, FrameFeatures, FrameSettings
+from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.sizes import tiny
+from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
+from paravt_jax.method.records import CropCall, Episode, Question, QuestionKind, digest
+from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.method.tools.crop_video import CropVideo
+from paravt_jax.world.recurring import recurring_texts
+from paravt_jax.world.text import PIECES
+from paravt_jax.world.videos import DrawnVideos, WorldSettings, plan
+from paravt_jax.world.vocabulary import build_tokenizer
+from rollout.agent.episode import Environment, EpisodeSettings, play
+from rollout.engine.engine import Engine
+from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling, ask, run
+from rollout.engine.settings import EngineSizes
+
+LIMITS = ProtocolSettings(
+    max_calls=4, turn_tokens=40, summary_tokens=8, trajectory_tokens=256, crop_frames=8
+)
+CALLS = tuple(CropCall(32 * n, 32 * n + 16) for n in range(4))
+SIZES = EngineSizes(
+    row_lengths=(640,), prefill_lengths=(64, 384), slots=8, rows_per_prefix=1, pages=400, steps=4
+)
+BUSY = 3  # agents that sample all the time
+
+
+class Delayed:
+    """A `FrameSource` that takes `seconds(task)` for each task, on threads of its own."""
+
+    def __init__(self, source: FrameSource, seconds: Callable[[ReadTask], float]):
+        self._source = source
+        self._seconds = seconds
+        self._pool = ThreadPoolExecutor(8)
+
+    def request(self, task: ReadTask) -> Future[ReadFrames]:
+        return self._pool.submit(self._read, task)
+
+    def _read(self, task: ReadTask) -> ReadFrames:
+        time.sleep(self._seconds(task))
+        return self._source.request(task).result()
+
+
+def second_per_crop(task: ReadTask) -> float:
+    """A crop takes a second. Overviews are there at once."""
+    return 0.0 if isinstance(task.wanted, int) else 1.0
+
+
+class TimedFeatures(FrameFeatures):
+    """Features that sum up the seconds of the vision tower's program."""
+
+    seconds = 0.0
+
+    def _vectors(self, pixels: np.ndarray, grid: tuple[int, int]) -> Iterator[Encoded]:
+        start = time.perf_counter()
+        encoded = [*super()._vectors(pixels, grid)]
+        jax.block_until_ready([frame.batch for frame in encoded])
+        self.seconds += time.perf_counter() - start
+        return iter(encoded)
+
+
+class Planned:
+    """The engine, except that the first turn of every main agent is `text`.
+
+    Attributes:
+        pauses: Seconds between two steps, without those of the vision tower.
+        asked: When a first turn was last answered.
+        started: When a sub-agent last asked for its report.
+    """
+
+    def __init__(self, engine: Engine, features: TimedFeatures, text: str, vocabulary: Vocabulary):
+        self.engine = engine
+        self.features = features
+        self.vocabulary = vocabulary
+        self.pauses: list[float] = []
+        self.asked = self.started = 0.0
+        self._ids = np.append(vocabulary.encode(text), vocabulary.eos).astype(np.int32)
+        self._tickets = itertools.count(-1, -1)  # those of the engine are 0 or more
+        self._planned: list[Completion] = []
+        self._last: float | None = None
+
+    def submit(self, request: Request) -> int:
+        text = self.vocabulary.decode(request.ids)
+        if not text.startswith("<|im_start|>system"):
+            if request.frames:
+                self.started = time.perf_counter()
+            return self.engine.submit(request)
+        if "<tool_response>" in text:
+            return self.engine.submit(request)
+        ticket = next(self._tickets)
+        logprobs = np.zeros(len(self._ids), np.float32)
+        fed = digest(np.concatenate([request.ids, self._ids]))
+        sample = Sample(self._ids, logprobs, SampleStop.STOP_ID, 0, fed)
+        self._planned.append((ticket, (sample,)))
+        return ticket
+
+    def step(self) -> list[Completion]:
+        if self._last is not None:
+            self.pauses.append(time.perf_counter() - self._last - self.features.seconds)
+        if self._planned:
+            self.asked = time.perf_counter()
+        completions = self._planned + self.engine.step()
+        self._planned = []
+        self.features.seconds = 0.0
+        self._last = time.perf_counter()
+        return completions
+
+    def cancel(self, ticket: int) -> None:
+        self.engine.cancel(ticket)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stall:
+    """What was measured, in seconds."""
+
+    windows: float
+    """From the turn with the calls until all sub-agents have their frames."""
+    pause: float
+    """Longest time between two steps of the sampler, without the vision tower's program."""
+    steps: int
+    """Steps of the sampler."""
+
+
+class Setting:
+    """A model, its engine, and questions about different videos. Programs are compiled once."""
+
+    def __init__(self) -> None:
+        self.vocabulary = Vocabulary(build_tokenizer((*PIECES, *recurring_texts((CropVideo(),)))))
+        names = {"image": "image_pad", "video": "video_pad"}
+        names |= {name: name for name in ("vision_start", "vision_end")}
+        ids = {f"{field}_token_id": self.vocabulary[f"<|{name}|>"] for field, name in names.items()}
+        config = dataclasses.replace(tiny(self.vocabulary.size), **ids)
+        self.model = Qwen3VL(config, rngs=nnx.Rngs(0))
+        world = WorldSettings(train_videos=3, heldout_videos=1)
+        self.videos = plan(world)
+        self._encode: Any = None
+        self.source = DrawnVideos(world, self.videos)
+        self.questions = [
+            Question(video.path, video.path, "Why?", QuestionKind.OPEN_ENDED, "x")
+            for video in self.videos
+        ]
+        features = self.features()
+        features(features.overview(self.videos[0].path, 4))  # compiles the vision tower
+        self._encode = features._encode
+        self.engine = Engine(self.model, features, SIZES)
+        self.engine.warm_up()
+
+    def features(
+        self, seconds: Callable[[ReadTask], float] | None = None, **settings: Any
+    ) -> TimedFeatures:
+        """Features with an empty cache, whose files take some seconds to read."""
+        source = Delayed(self.source, seconds) if seconds else self.source
+        made = TimedFeatures(
+            self.model.vision, self.model.config, FrameSettings(batch=8, **settings), Path(), source
+        )
+        made._encode = self._encode or made._encode
+        return made
+
+    def play(
+        self,
+        features: TimedFeatures,
+        questions: Sequence[Question],
+        temperature: float = 0.0,
+        busy: int = 0,
+    ) -> tuple[list[Episode], Planned]:
+        """Play an episode with four crops per question, beside agents that sample all the time."""
+        self.engine.features = features
+        self.engine.forget()
+        environment = Environment(Protocol(self.vocabulary, LIMITS), features)
+        text = "look\n</think>" + "".join(map(render_call, CALLS))
+        sampler = Planned(self.engine, features, text, self.vocabulary)
+        episodes: list[Episode] = []
+
+        async def playing(number: int, question: Question) -> Episode:
+            setting = EpisodeSettings(4, temperature)
+            episode = await play(environment, question, setting, 10_000 * number)
+            episodes.append(episode)
+            return episode
+
+        async def sampling(number: int) -> None:
+            ids = np.full(32, 20 + number, np.int32)
+            while len(episodes) < len(questions):
+                await ask(Request(ids, (), Sampling(200, 1.0), (number,)))
+
+        agents = [playing(number, question) for number, question in enumerate(questions)]
+        found = run(sampler, [*agents, *map(sampling, range(busy))])
+        return [episode for episode in found if episode is not None], sampler
+
+    def stall(self) -> Stall:
+        """Measure one episode with crops of a second each, beside other agents."""
+        features = self.features(second_per_crop)
+        (episode,), sampler = self.play(features, self.questions[:1], busy=BUSY)
+        assert len(episode.turns[0].calls) == len(CALLS)
+        assert all(outcome.status.executed for outcome in episode.turns[0].calls)
+        return Stall(sampler.started - sampler.asked, max(sampler.pauses), len(sampler.pauses))
+
+
+def main() -> int:
+    """Run the command; returns its exit code."""
+    setting = Setting()
+    for number in range(5):
+        print(json.dumps({"round": number} | dataclasses.asdict(setting.stall())), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

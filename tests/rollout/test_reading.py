@@ -1,0 +1,91 @@
+"""Files are read beside sampling, with the real engine on a tiny model.
+
+1. A slow file delays its own episode only.
+2. `counted` admission gives the same bits however long files take, `arrival` the same tokens.
+3. What an agent holds stays in memory, so that the engine reads no file.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from benchmarks.stall import CALLS, Setting
+from paravt_jax.method.records import Episode, Trajectory
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    return Setting()
+
+
+def trajectories(episodes: list[Episode]) -> list[Trajectory]:
+    """Those of main agents and sub-agents."""
+    found = []
+    for episode in episodes:
+        crops = [outcome.subagent for turn in episode.turns for outcome in turn.calls]
+        found += [episode.trajectory, *(crop for crop in crops if crop is not None)]
+    return found
+
+
+def test_four_crops_of_a_second_take_a_second_and_delay_nobody_else(setting):
+    stall = setting.stall()
+    for _ in range(4):  # what else the machine does may delay a single measurement
+        if stall.windows > 2 or stall.pause > 0.05:
+            stall = setting.stall()
+    assert 1.0 <= stall.windows <= 2
+    assert stall.pause <= 0.05
+
+
+def test_counted_admission_repeats_bit_for_bit_however_long_files_take(setting):
+    def played(seed: int | None) -> list[Trajectory]:
+        delays = random.Random(seed)
+        seconds = None if seed is None else lambda task: delays.random() / 8
+        features = setting.features(seconds, admission="counted")
+        return trajectories(setting.play(features, setting.questions, temperature=1.0)[0])
+
+    expected = played(None)
+    assert len(expected) == len(setting.questions) * (1 + len(CALLS))
+    for seed in range(2):
+        for found, wanted in zip(played(seed), expected, strict=True):
+            np.testing.assert_array_equal(found.ids, wanted.ids)
+            for one, other in zip(found.segments, wanted.segments, strict=True):
+                np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def test_admission_on_arrival_gives_the_same_tokens(setting):
+    counted = setting.features(admission="counted")
+    expected = trajectories(setting.play(counted, setting.questions, temperature=1.0)[0])
+    delays = random.Random(0)
+    features = setting.features(lambda task: delays.random() / 8)
+    found = trajectories(setting.play(features, setting.questions, temperature=1.0)[0])
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.ids, other.ids)
+    assert features.waited > 0
+
+
+def test_counted_steps_do_not_depend_on_what_is_in_memory(setting):
+    """A run that was killed goes on with an empty cache."""
+    features = setting.features(admission="counted")
+    name = setting.questions[0].video
+    before = features.request_overview(name, 64).steps
+    frames = features.request_overview(name, 64).result().frames
+    assert before == features.request_overview(name, 64).steps == 1
+    assert features.request(frames[:1]).steps == 1 and features.request(frames * 2).steps == 2
+
+
+def test_the_engine_reads_no_file_even_without_a_cache(setting):
+    tasks = []
+    features = setting.features(lambda task: tasks.append(task) or 0.0, cache_mib=0)
+    setting.play(features, setting.questions)
+    assert len(tasks) == len(set(tasks)) == len(setting.questions) * (1 + len(CALLS))
+    assert not features.cached_frames
+
+
+def test_agents_that_want_the_same_frames_share_one_read(setting):
+    tasks = []
+    features = setting.features(lambda task: tasks.append(task) or 0.05)
+    setting.play(features, setting.questions[:1] * 3, temperature=1.0)
+    assert len(tasks) == 1 + len(CALLS)
