@@ -124,7 +124,9 @@ def test_a_short_video_is_encoded_whole_on_first_use(make, names, monkeypatch):
     monkeypatch.setattr(
         video,
         "read",
-        lambda path, indices, *rest: reads.append(len(indices)) or real(path, indices, *rest),
+        lambda path, indices, *rest, **named: (
+            reads.append(len(indices)) or real(path, indices, *rest, **named)
+        ),
     )
     for f in (make(batch=8, whole_frames=FRAMES), make(batch=8, whole_frames=FRAMES - 1)):
         f(f.overview(names[0], 1))
@@ -362,7 +364,9 @@ def test_features_travel_in_the_type_of_the_tower(small_model, small_world, name
 def test_started_frames_are_read_and_encoded_once(make, names, monkeypatch):
     reads = []
     real = video.read
-    monkeypatch.setattr(video, "read", lambda *args: reads.append(args[0]) or real(*args))
+    monkeypatch.setattr(
+        video, "read", lambda *args, **named: reads.append(args[0]) or real(*args, **named)
+    )
     features = make(batch=4, cache_mib=0)
     first, second = features.overview(names[0], 6), features.overview(names[1], 5)
     gone = Frame("gone.mp4", 0, 0.0)

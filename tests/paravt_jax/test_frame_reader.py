@@ -123,7 +123,7 @@ def test_a_shape_that_cannot_be_shown_is_a_bad_file(reader, tmp_path):
         read(reader, tmp_path / "thin.png", [0])
 
 
-def read_or_hang(task: ReadTask) -> ReadFrames:
+def read_or_hang(task: ReadTask, decoder: str) -> ReadFrames:
     """Stands for a decoder that hangs on one file."""
     if task.path.endswith("hangs.mp4"):
         time.sleep(300)

@@ -854,7 +854,9 @@ def test_the_model_opens_no_files(
         monkeypatch.setattr(
             video,
             function,
-            lambda path, *rest, real=real: opened.append(str(path)) or real(path, *rest),
+            lambda path, *rest, real=real, **named: (
+                opened.append(str(path)) or real(path, *rest, **named)
+            ),
         )
     features = FrameFeatures(
         small_model.vision,

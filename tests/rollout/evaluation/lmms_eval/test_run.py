@@ -50,7 +50,7 @@ def evaluate(python, model, player, videos, monkeypatch, capsys, tmp_path):
         published.write_split("mlvu", tmp_path / "split", rows)
         seen = {}
 
-        def scripted(settings, folder, where, subtitled, stack, pack, devices, replicas):
+        def scripted(settings, folder, where, reader, subtitled, stack, pack, devices, replicas):
             made = player([said], prompt=settings.prompt)
             environment = made.environment
             wording = pack.wording(settings.benchmark, settings.prompt)
