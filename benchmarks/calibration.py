@@ -273,7 +273,8 @@ class Probe:
 
     def pool(self) -> Speed:
         """Allocating the engine's pages, per byte."""
-        weights, _ = self.engine.weights[self.engine.version]
+        assert self.engine.weights is not None
+        weights, _ = self.engine.weights
 
         def wake() -> None:
             self.engine.sleep()
@@ -361,7 +362,8 @@ class Instant:
     def _sample(self, request: Request) -> Sample:
         logprobs = np.zeros(len(self._answer), np.float32)
         seen = digest(np.concatenate([request.ids, self._answer]))
-        return Sample(self._answer, logprobs, SampleStop.STOP_ID, 0, seen)
+        versions = np.zeros(len(self._answer), np.int32)
+        return Sample(self._answer, logprobs, SampleStop.STOP_ID, versions, seen)
 
 
 def _hosted(

@@ -41,7 +41,7 @@ from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
-from rollout.engine.engine import Engine, InFlight
+from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.metrics import read_metrics
@@ -157,7 +157,7 @@ class ScriptedEngine(Engine):
         self._tickets = itertools.count()
         self._waiting: dict[int, Request] = {}
 
-    def load(self, weights: Any, version: int, in_flight: InFlight = "finish") -> None:
+    def load(self, weights: Any, version: int) -> None:
         self.version = version
         self._weights = weights
 
@@ -205,7 +205,8 @@ class ScriptedEngine(Engine):
         logprobs = rng.normal(-math.log(self.vocabulary.size), 1.0, len(ids))
         logprobs = np.minimum(logprobs, 0).astype(np.float32)
         fed = np.concatenate([request.ids, ids])
-        return Sample(ids, logprobs, stop, self.version, digest(fed))
+        versions = np.full(len(ids), self.version, np.int32)
+        return Sample(ids, logprobs, stop, versions, digest(fed))
 
 
 def make_runs(folder: pathlib.Path) -> Figures:

@@ -35,11 +35,11 @@ import tyro
 from paravt_jax.data.local_path import require_local
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import PHASES, read_metrics
-from train.durable.rollout_file import rollout_file_name
+from train.durable.rollout_file import ROLLOUT_FILE
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "train" / "small.py"
-ROLLOUTS = rollout_file_name()
+ROLLOUTS = ROLLOUT_FILE
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 # A process that has not ended after this many seconds counts as stuck.
 DEADLINE = 900.0
@@ -54,6 +54,8 @@ class Killing:
     """Number of kills."""
     seed: int = 0
     """Seed of the random moments and signals."""
+    max_staleness: int = 0
+    """Updates that a rollout may outlive (`rl.max_staleness`)."""
     folder: str = ""
     """Folder for the runs; a temporary one if empty."""
 
@@ -89,8 +91,17 @@ SHORT = """
 """.split()
 
 
-def command(folder: pathlib.Path) -> list[str]:
-    return [sys.executable, str(PROGRAM), "--config=small", "--run-dir", str(folder), *SHORT]
+def command(folder: pathlib.Path, max_staleness: int = 0) -> list[str]:
+    stale = ["--rl.max-staleness", str(max_staleness)]
+    return [
+        sys.executable,
+        str(PROGRAM),
+        "--config=small",
+        "--run-dir",
+        str(folder),
+        *SHORT,
+        *stale,
+    ]
 
 
 def environment(compiled: pathlib.Path) -> dict[str, str]:
@@ -102,10 +113,12 @@ def environment(compiled: pathlib.Path) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | cache
 
 
-def start(folder: pathlib.Path, compiled: pathlib.Path) -> subprocess.Popen[bytes]:
+def start(
+    folder: pathlib.Path, compiled: pathlib.Path, max_staleness: int = 0
+) -> subprocess.Popen[bytes]:
     with folder.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
-            command(folder),
+            command(folder, max_staleness),
             env=environment(compiled),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -266,7 +279,11 @@ EXIT_CODES = {signal.SIGKILL: (-9,), signal.SIGINT: (130, -2), signal.SIGTERM: (
 
 
 def kill_once(
-    folder: pathlib.Path, compiled: pathlib.Path, rng: np.random.Generator, tally: Tally
+    folder: pathlib.Path,
+    compiled: pathlib.Path,
+    rng: np.random.Generator,
+    tally: Tally,
+    max_staleness: int = 0,
 ) -> bool:
     """Start a process of the run and kill it. Returns True if the run ended before the kill."""
     sent = SIGNALS[rng.integers(len(SIGNALS))]
@@ -274,7 +291,7 @@ def kill_once(
     possible = moments(folder, rng)
     name = sorted(possible)[rng.integers(len(possible))]
     reached, delay = possible[name]
-    process = start(folder, compiled)
+    process = start(folder, compiled, max_staleness)
     try:
         wait(process, name, reached)
         if process.poll() is None:
@@ -305,7 +322,11 @@ def kill_once(
 
 
 def kill_again_and_again(
-    times: int, seed: int, folder: pathlib.Path, compiled: pathlib.Path
+    times: int,
+    seed: int,
+    folder: pathlib.Path,
+    compiled: pathlib.Path,
+    max_staleness: int = 0,
 ) -> Tally:
     """Kill runs `times` times, and let the last one finish. Prints its progress on stderr.
 
@@ -314,6 +335,7 @@ def kill_again_and_again(
         seed: Seed of the random moments and signals.
         folder: Folder for the runs.
         compiled: Folder for compiled programs.
+        max_staleness: Updates that a rollout may outlive.
 
     Raises:
         AssertionError: A check failed.
@@ -321,7 +343,7 @@ def kill_again_and_again(
     undisturbed = folder / "undisturbed"
     rng = np.random.default_rng(seed)
     tally = Tally()
-    first = start(undisturbed, compiled)
+    first = start(undisturbed, compiled, max_staleness)
     # This run compiles all programs, so it takes longer.
     wait(first, "the undisturbed run", deadline=5 * DEADLINE)
     assert first.wait() == 0, f"the undisturbed run failed: see {undisturbed.with_suffix('.log')}"
@@ -333,9 +355,9 @@ def kill_again_and_again(
         ended = False
         while not ended:
             if tally.kills.total() < times:
-                ended = kill_once(run, compiled, rng, tally)
+                ended = kill_once(run, compiled, rng, tally, max_staleness)
             else:
-                finish(run, compiled)
+                finish(run, compiled, max_staleness)
                 ended = True
             newest = check_state(run, whole, states)
             # Compare the times too: a step that ran again would have different ones.
@@ -353,9 +375,9 @@ def kill_again_and_again(
     return tally
 
 
-def finish(folder: pathlib.Path, compiled: pathlib.Path) -> None:
+def finish(folder: pathlib.Path, compiled: pathlib.Path, max_staleness: int) -> None:
     """Run to the end without a kill."""
-    process = start(folder, compiled)
+    process = start(folder, compiled, max_staleness)
     wait(process, "the end")
     assert process.wait() == 0, f"it failed; see {folder.with_suffix('.log')}"
 
@@ -366,7 +388,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(asked.folder or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        tally = kill_again_and_again(asked.times, asked.seed, folder, folder / "compiled")
+        tally = kill_again_and_again(
+            asked.times, asked.seed, folder, folder / "compiled", asked.max_staleness
+        )
     minutes = (time.monotonic() - begin) / 60
     print(
         f"{tally.kills.total()} kills, {tally.runs} runs, each equal to the undisturbed one; "

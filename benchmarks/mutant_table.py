@@ -426,12 +426,12 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "forgotten_sequences_published": ("if not sequence.forgotten:", "if sequence.prompt:"),
         "old_keys_under_new_weights": (
-            "self.forget()\n        self.weights[version]",
-            "self.weights[version]",
+            "self.forget()\n        self.weights = (",
+            "self.weights = (",
         ),
-        "restarted_in_reverse": (
-            "for sequence in reversed(self.running[:]):",
-            "for sequence in self.running[:]:",
+        "begun_tokens_of_the_new_version": (
+            "np.concatenate([begun.versions, versions])",
+            "np.concatenate([begun.versions * 0 + self.version, versions])",
         ),
         "frames_of_the_page_before": ('side="right"', 'side="left"'),
         "lent_pages_lost": ("self.tree.free(sequence.own_pages)", "pass"),

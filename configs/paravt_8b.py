@@ -31,6 +31,8 @@ def paravt_8b() -> Run:
     - `grpo.reward_clip`: scaled rewards are not clipped.
     - `grpo.min_signal`: advantages shrink if less than a quarter of the groups have unequal
       rewards.
+    `max_staleness` stays 0, other than in the release: the tiny run that supports these choices
+    was measured on-policy.
     The first moment of RL is bfloat16, so that training fits on a v5e:4x4 slice (docs/scale.md).
 
     Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not

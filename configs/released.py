@@ -37,6 +37,7 @@ def paravt_8b_released() -> Run:
             "sft.optimizer.horizon": 1500,
             "rl.grpo": GRPOSettings(),
             "rl.rewards": RewardSettings(),
+            "rl.max_staleness": 2,
         },
     )
 

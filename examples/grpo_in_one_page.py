@@ -176,7 +176,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     for step in range(steps):
         rollouts = roll_out(engine, environment, next(question_batches), step, seed)
         # Packed rows of the sampled tokens, and their log-probs under the reference weights.
-        laid_out = lay_out([rollouts], features, vocabulary, shape, row_sizes, (seed, step))
+        laid_out = lay_out(rollouts, features, vocabulary, shape, row_sizes, (seed, step))
         bank = place_vectors([laid_out.visual], shape.slots(1, 1), mesh)
         # A token is in one micro-batch, and 0 in all others.
         by_reference = sum(logprobs(reference, bank, part) for part in laid_out.microbatches)

@@ -182,9 +182,15 @@ class QuestionStream:
         self._next.clear()
         self._source.set_state(state)
 
+    @staticmethod
+    def _own(prompts: int) -> range:
+        """The places of which this process plays some episodes, if it plays an even part of all."""
+        index, count = hosts.process_index(), hosts.process_count()
+        return range(index * prompts // count, -(-(index + 1) * prompts // count))
+
     def _read_ahead(self, budgets: Sequence[int], places: Sequence[int]) -> None:
         """Request the overviews of the next questions, which will have these places."""
-        own = range(len(budgets))[hosts.share_of(len(budgets))]
+        own = self._own(len(budgets))
         while len(self._next) < len(places):
             state = self._source.get_state()
             (question,) = next(self._source)

@@ -115,8 +115,8 @@ class Segment:
     digest: str | None = None
     """The sampler's `digest` of all ids up to the end of this segment. The trainer compares it with
     the ids that it scores. None if the segment was not sampled."""
-    version: int | None = None
-    """Version of the weights that sampled this segment; None if it was not sampled."""
+    versions: Int[np.ndarray, " t"] | None = None
+    """Version of the weights that sampled each token; None if it was not sampled."""
 
     def __post_init__(self):
         if (self.logprobs is not None) != (self.author is Author.MODEL):
@@ -177,9 +177,14 @@ class Trajectory:
         return tuple(frame for s in self._segments for frame in s.frames)
 
     @property
-    def version(self) -> int | None:
-        """Version of the oldest weights that sampled a segment; None if nothing was sampled."""
-        return min((s.version for s in self._segments if s.version is not None), default=None)
+    def versions(self) -> Int32[np.ndarray, " t"]:
+        """Version of the weights that sampled each token; -1 for tokens that were not sampled."""
+        return np.concatenate(
+            [
+                np.full(len(s.ids), -1, np.int32) if s.versions is None else s.versions
+                for s in self._segments
+            ]
+        ).astype(np.int32)
 
 
 class CallStatus(enum.StrEnum):

@@ -125,6 +125,8 @@ class EndpointSampler:
 
     def submit(self, request: Request) -> int:
         """Send a request, once per seed, and return its ticket."""
+        if request.begun is not None:
+            raise ValueError("Request.begun: a server cannot go on with a response; ask it anew")
         ticket = next(self._tickets)
         try:
             chat = messages(request, self._vocabulary, self._images)
@@ -215,7 +217,7 @@ class EndpointSampler:
             ids,
             logprobs=np.full(len(ids), np.nan, np.float32),
             stop=stop,
-            version=0,
+            versions=np.zeros(len(ids), np.int32),
             digest=digest(np.concatenate([request.ids, ids])),
             reason=reason,
         )

@@ -488,7 +488,7 @@ def _sampled_segment(sample: Sample) -> Segment:
         Author.MODEL,
         sample.logprobs,
         digest=sample.digest,
-        version=sample.version,
+        versions=sample.versions,
     )
 
 

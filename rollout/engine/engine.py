@@ -18,6 +18,9 @@ request and the seed, not on what else is asked. The exception is rounding: how 
 has, and how long they are, changes the order of sums. In bfloat16 that can change a token. The same
 requests in the same order, from an empty cache and without deadlines, go through the same programs
 and repeat bit for bit.
+
+A response can outlive the weights that began it: the caller asks for a part of it, loads other
+weights, and asks for the rest with `Request.begun`. Every token reports the version that drew it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -46,7 +49,6 @@ from rollout.engine.runner import ModelRunner
 from rollout.engine.sequences import EngineSequence, make_prompt, no_vectors
 from rollout.engine.settings import EngineSizes
 
-InFlight = Literal["finish", "restart"]
 _Admission = Literal["admitted", "ended", "waits for its prefix", "waits for room"]
 
 
@@ -85,13 +87,12 @@ class Engine:
         clock: gives seconds, for deadlines. They are checked once per step.
 
     Attributes:
-        version: the weights that new sequences are sampled from.
+        version: number of the weights.
         counts: counts of the work so far.
         waiting: sequences without a slot, in the order in which they are admitted.
         running: sequences that are being decoded.
         unanswered: the samples of every open request, by ticket; None where one is unfinished.
-        weights: the trained and the frozen weights by version, of all versions that are being
-            sampled from.
+        weights: the trained and the frozen weights; None while the engine sleeps.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Engine:
         self.waiting: collections.deque[EngineSequence] = collections.deque()
         self.running: list[EngineSequence] = []
         self.unanswered: dict[int, list[Sample | None]] = {}
-        self.weights: dict[int, Any] = {}
+        self.weights: tuple[Any, Any] | None = None
         self.version = 0
         self._token_bytes = token_bytes
         self._tickets = itertools.count()
@@ -151,9 +152,7 @@ class Engine:
         """Run one round of the schedule and return the requests that finished."""
         self._expire()
         self._admit()
-        # Sequences may still be running under weights that were replaced.
-        for version in sorted({sequence.version for sequence in self.running}):
-            self._decode(version)
+        self._decode()
         self.counts.steps = self.runner.steps
         self.counts.row_steps = self.runner.row_steps
         self.counts.seconds = self.runner.seconds
@@ -200,47 +199,28 @@ class Engine:
         for sequence in [sequence for sequence in self.running if sequence.ticket == ticket]:
             self._leave(sequence)
 
-    def load(self, weights: Any, version: int, in_flight: InFlight = "finish") -> None:
+    def load(self, weights: Any, version: int) -> None:
         """Switch to other weights, and forget what the old ones computed.
 
         Args:
             weights: the text decoder's trained weights, on the device. The engine does not copy
-                them: the arrays must stay alive while samples of this version run.
-            version: number of these weights, which their samples report.
-            in_flight: whether running sequences "finish" under the weights they began with, or
-                "restart" under the new ones.
+                them: the arrays must stay alive until the next `load` or `sleep`.
+            version: number of these weights, which the tokens that they draw report.
 
         Raises:
-            ValueError: `weights` do not fit the model, or `version` is being sampled from.
+            ValueError: `weights` do not fit the model, or a request has no answer yet.
         """
+        self._require_idle("load")
         mismatch = difference(weights, self._weight_shapes)
         if mismatch:
             raise ValueError(
                 f"Engine.load: weights {mismatch}; "
                 "give the text decoder's own state, models.lora.split(model.text)[1]"
             )
-        if in_flight not in get_args(InFlight):
-            raise ValueError(
-                f"Engine.load: in_flight = {in_flight!r}; choose one of "
-                f"{', '.join(get_args(InFlight))}"
-            )
-        if in_flight == "restart":
-            # In reverse, so that they keep their order at the head of the queue.
-            for sequence in reversed(self.running[:]):
-                self._leave(sequence)
-                self.waiting.appendleft(
-                    EngineSequence(sequence.ticket, sequence.sample, sequence.prompt)
-                )
-        if version in {sequence.version for sequence in self.running}:
-            raise ValueError(
-                f"Engine.load: version {version} is still being sampled from; "
-                "give new weights a new number, or restart"
-            )
         # Drop the old cache first: the new weights may have the same version number.
         self.forget()
-        self.weights[version] = (weights, self._frozen)
+        self.weights = (weights, self._frozen)
         self.version = version
-        self._drop_weights()
         self.runner.wake()
 
     def sleep(self) -> None:
@@ -249,23 +229,18 @@ class Engine:
         Raises:
             ValueError: a request has no answer yet.
         """
-        if not self.idle:
-            open_requests = len(self.unanswered) + len(self._undelivered)
-            raise ValueError(
-                f"Engine.sleep: {open_requests} requests have no answer yet; step, or cancel them"
-            )
+        self._require_idle("sleep")
         self.forget()
-        self.weights.clear()
+        self.weights = None
         self.runner.sleep()
 
     def fingerprint(self) -> int:
-        """The fingerprint of the weights that new sequences are sampled from, frozen ones too."""
-        return fingerprint(*self.weights[self.version])
+        """The fingerprint of the weights, frozen ones too."""
+        return fingerprint(*self._loaded("fingerprint"))
 
     def forget(self) -> None:
         """Empty the cache: later requests reuse nothing that was computed before."""
-        for version in self.weights:
-            self.tree.drop(version)
+        self.tree.drop(self.version)
         for sequence in self.running:
             sequence.forgotten = True
 
@@ -280,17 +255,26 @@ class Engine:
         Raises:
             ValueError: the engine sleeps.
         """
-        self._require_weights("warm_up")
-        self.runner.warm_up(self.weights[self.version])
+        self.runner.warm_up(self._loaded("warm_up"))
 
     # --- requests ---
 
-    def _require_weights(self, method: str) -> None:
-        if not self.weights:
+    def _loaded(self, method: str) -> tuple[Any, Any]:
+        """The weights."""
+        if self.weights is None:
             raise ValueError(f"Engine.{method}: the engine sleeps without weights; call load first")
+        return self.weights
+
+    def _require_idle(self, method: str) -> None:
+        if not self.idle:
+            open_requests = len(self.unanswered) + len(self._undelivered)
+            raise ValueError(
+                f"Engine.{method}: {open_requests} requests have no answer yet; "
+                "step, or cancel them"
+            )
 
     def _check(self, request: Request) -> None:
-        self._require_weights("submit")
+        self._loaded("submit")
         sampling = request.sampling
         if not len(request.ids):
             raise ValueError("Request.ids: empty; give at least one token")
@@ -320,11 +304,13 @@ class Engine:
 
     def _unreadable(self, request: Request, reason: str) -> Sample:
         """The sample of a request that failed before it could wait."""
+        if request.begun is not None:
+            return dataclasses.replace(request.begun, stop=SampleStop.UNREADABLE, reason=reason)
         return Sample(
             ids=np.zeros(0, np.int32),
             logprobs=np.zeros(0, np.float32),
             stop=SampleStop.UNREADABLE,
-            version=self.version,
+            versions=np.zeros(0, np.int32),
             digest=digest(request.ids),
             reason=reason,
         )
@@ -340,18 +326,19 @@ class Engine:
         )
 
     def _finish(self, sequence: EngineSequence, stop: SampleStop, reason: str = "") -> None:
-        # A sequence that has not run yet has no version of its own.
-        running = sequence in self.running
+        ids = np.array(sequence.drawn, np.int32)
+        logprobs = np.array(sequence.logprobs, np.float32)
+        versions = np.full(len(ids), self.version, np.int32)
+        begun = sequence.prompt.request.begun
+        if begun is not None:
+            ids = np.concatenate([begun.ids, ids])
+            logprobs = np.concatenate([begun.logprobs, logprobs])
+            versions = np.concatenate([begun.versions, versions])
         self.unanswered[sequence.ticket][sequence.sample] = Sample(
-            ids=np.array(sequence.drawn, np.int32),
-            logprobs=np.array(sequence.logprobs, np.float32),
-            stop=stop,
-            version=sequence.version if running else self.version,
-            digest=digest(sequence.ids),
-            reason=reason,
+            ids, logprobs, stop, versions, digest(sequence.ids), reason
         )
         self.counts.stops[stop] += 1
-        if running:
+        if sequence in self.running:
             self._leave(sequence)
 
     # --- pages ---
@@ -366,7 +353,6 @@ class Engine:
             computed      6
         """
         prompt = sequence.prompt
-        sequence.version = self.version
         # Without the prompt's last token: its logits are needed, so it is always computed.
         wanted = prompt.content[: prompt.prefill_length]
         pages, source, matching = self.tree.match(self.version, wanted)
@@ -380,7 +366,7 @@ class Engine:
     def _take_pages(self, sequence: EngineSequence) -> bool:
         """Allocate all other pages that a sequence may need; False if there are too few now."""
         size = self.settings.page
-        longest = len(sequence.prompt.content) + sequence.sampling.max_new_tokens
+        longest = len(sequence.prompt.content) + sequence.left
         count = page_count(longest, size) - len(sequence.shared_pages)
         pages = self.tree.allocate(count)
         if pages is None and sequence.copy_source is not None:
@@ -411,7 +397,7 @@ class Engine:
         drawn = np.array(sequence.drawn, np.int64)
         content = np.concatenate([sequence.prompt.content, drawn])
         added, sequence.own_pages = self.tree.insert(
-            sequence.version,
+            self.version,
             sequence.shared_pages,
             content[start : sequence.computed],
             sequence.own_pages,
@@ -429,14 +415,6 @@ class Engine:
         if not sequence.forgotten:
             self._publish(sequence)
         self._return_pages(sequence)
-        self._drop_weights()
-
-    def _drop_weights(self) -> None:
-        """Forget weights that no sequence uses any more, and their pages."""
-        used = {self.version, *(sequence.version for sequence in self.running)}
-        for version in set(self.weights) - used:
-            del self.weights[version]
-            self.tree.drop(version)
 
     # --- prefill ---
 
@@ -471,7 +449,7 @@ class Engine:
             if sequence.copy_source is not None:
                 self.tree.release([sequence.copy_source])
                 sequence.copy_source = None
-        self.counts.prefilled_tokens += self.runner.prefill(batch, self.weights[self.version])
+        self.counts.prefilled_tokens += self.runner.prefill(batch, self._loaded("step"))
         # Publish now, not at the end: the samples of a prompt share it while they all run.
         for sequence in batch:
             self._publish(sequence)
@@ -506,7 +484,7 @@ class Engine:
 
     def _try_admit(self, sequence: EngineSequence, batch: _PrefillBatch) -> _Admission:
         """Give a sequence everything that it needs to be prefilled in `batch`, or nothing."""
-        if not sequence.sampling.max_new_tokens:
+        if not sequence.left:
             self._finish(sequence, SampleStop.LENGTH)
             return "ended"
         self._match(sequence)
@@ -550,9 +528,11 @@ class Engine:
 
     # --- decoding ---
 
-    def _decode(self, version: int) -> None:
-        sequences = [sequence for sequence in self.running if sequence.version == version]
-        results = self.runner.decode(sequences, self.weights[version])
+    def _decode(self) -> None:
+        sequences = self.running[:]  # a list of its own, because `_finish` changes `running`
+        if not sequences:
+            return
+        results = self.runner.decode(sequences, self._loaded("step"))
         for sequence, (ids, logprobs) in zip(sequences, results, strict=True):
             self._extend(sequence, ids, logprobs)
 
@@ -571,7 +551,7 @@ class Engine:
             self._finish(sequence, SampleStop.STOP_STRING)
         elif sequence.drawn[-1] in sequence.sampling.stop_ids:
             self._finish(sequence, SampleStop.STOP_ID)
-        elif len(sequence.drawn) == sequence.sampling.max_new_tokens:
+        elif not sequence.left:
             self._finish(sequence, SampleStop.LENGTH)
 
     def _stop_string_end(self, sequence: EngineSequence, before: int) -> int | None:
@@ -584,11 +564,12 @@ class Engine:
         if not strings or table is None:
             return None
         # A model's vocabulary may be padded with ids that the tokenizer does not have.
-        parts = [table[token] if token < len(table) else b"" for token in sequence.drawn]
-        text = b"".join(parts[:before])
+        begun = sequence.prompt.request.ids[len(sequence.prompt.request.ids) - sequence.begun :]
+        parts = [table[token] if token < len(table) else b"" for token in (*begun, *sequence.drawn)]
+        text = b"".join(parts[: sequence.begun + before])
         for number in range(before, len(sequence.drawn)):
             old_length = len(text)
-            text += parts[number]
+            text += parts[sequence.begun + number]
             for string in strings:
                 # A match must end in the new token, but may begin before it.
                 earliest = max(0, old_length - len(string) + 1)

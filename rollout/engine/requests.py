@@ -33,7 +33,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 
 from models.features import Reading, wait_for_one
 from paravt_jax.method.records import Frame
@@ -137,6 +137,10 @@ class Request:
     sampling: Sampling
     seeds: tuple[int, ...]
     """One seed per sample, taken modulo 2**32."""
+    begun: Sample | None = None
+    """A response to the same prompt and seed that was cut short, maybe under other weights.
+    Sampling goes on after its tokens, which count against `max_new_tokens` and are part of the
+    sample. Keys and values that are not cached are computed again. Needs exactly one seed."""
 
     def __post_init__(self):
         ids = np.asarray(self.ids)
@@ -150,6 +154,18 @@ class Request:
             raise ValueError(f"Request.frames: {self.frames!r}; give a tuple of Frame")
         if not _is_tuple_of(self.seeds, _INTEGER):
             raise ValueError(f"Request.seeds: {self.seeds!r}; give a tuple of whole numbers")
+        if self.begun is None:
+            return
+        if len(self.seeds) != 1:
+            raise ValueError(
+                f"Request.begun: one response for {len(self.seeds)} seeds; make a request per seed"
+            )
+        begun = len(self.begun.ids)
+        if begun > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"Request.begun: {begun} tokens, and Sampling.max_new_tokens is "
+                f"{self.sampling.max_new_tokens}; give the limit of the whole response"
+            )
 
 
 class SampleStop(enum.StrEnum):
@@ -165,6 +181,8 @@ class SampleStop(enum.StrEnum):
     """A server rejected the request because of its content."""
     FAILED = "failed"
     """A server gave no usable reply in all attempts."""
+    PAUSED = "paused"
+    """It is to go on later (`rollout.engine.pacing`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +194,8 @@ class Sample:
     logprobs: Float[np.ndarray, " t"]
     """Their log-probs under the distribution they were drawn from, float32."""
     stop: SampleStop
-    version: int
-    """Version of the weights."""
+    versions: Int32[np.ndarray, " t"]
+    """The version of the weights that drew each token."""
     digest: str
     """`paravt_jax.method.records.digest` of the prompt and the sampled tokens."""
     reason: str = ""
@@ -205,7 +223,7 @@ class Sampler(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ask:
+class Asking:
     """What an agent awaits: its requests, on their way to `as_done`.
 
     There is no event loop. `await` on this object runs `__await__`, whose `yield` suspends the
@@ -216,18 +234,18 @@ class _Ask:
 
     requests: tuple[Request, ...]
 
-    def __await__(self) -> Generator[_Ask, list[tuple[Sample, ...]], list[tuple[Sample, ...]]]:
+    def __await__(self) -> Generator[Asking, list[tuple[Sample, ...]], list[tuple[Sample, ...]]]:
         answers = yield self
         return answers
 
 
 @dataclasses.dataclass(frozen=True)
-class _Together:
+class Gathering:
     """What an agent awaits: other agents, on their way to `as_done`."""
 
     agents: tuple[Coroutine[Any, Any, Any], ...]
 
-    def __await__(self) -> Generator[_Together, list[Any], list[Any]]:
+    def __await__(self) -> Generator[Gathering, list[Any], list[Any]]:
         results = yield self
         return results
 
@@ -240,14 +258,14 @@ async def ask(*requests: Request) -> list[tuple[Sample, ...]]:
     """
     if not requests:
         return []
-    return await _Ask(requests)
+    return await Asking(requests)
 
 
 async def together(*agents: Coroutine[Any, Any, Result]) -> list[Result]:
     """Run agents side by side, wait for all of them, and return their results in order."""
     if not agents:
         return []
-    return await _Together(agents)
+    return await Gathering(agents)
 
 
 def run(
@@ -396,7 +414,9 @@ class _Scheduler:
             return
         self.running.pop(agent)(result)
 
-    def _begin(self, agent: Coroutine[Any, Any, Any], awaited: _Ask | _Together | Reading) -> None:
+    def _begin(
+        self, agent: Coroutine[Any, Any, Any], awaited: Asking | Gathering | Reading
+    ) -> None:
         """Start what an agent waits for."""
 
         def resume(values: list[Any]) -> None:
@@ -405,7 +425,7 @@ class _Scheduler:
         if isinstance(awaited, Reading):
             step = None if awaited.steps is None else self.steps + awaited.steps
             self.readings.append(_Waiting(agent, awaited, step))
-        elif isinstance(awaited, _Together):
+        elif isinstance(awaited, Gathering):
             takes = _collect(len(awaited.agents), resume)
             # Record all of them at once: if one fails at its start, `close` closes the others.
             self.running |= dict(zip(awaited.agents, takes, strict=True))

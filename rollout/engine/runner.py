@@ -337,8 +337,8 @@ class ModelRunner:
         rows.prefix_tokens[row] = prefix_tokens
         rows.own_tokens[row] = sequence.computed - prefix_tokens
         _fill(rows.tables[row], sequence.pages[prefix_pages:])
-        rows.drawn[row] = drawn
-        rows.left[row] = sampling.max_new_tokens - drawn
+        rows.drawn[row] = sequence.begun + drawn
+        rows.left[row] = sequence.left
         rows.stops[row, : len(sampling.stop_ids)] = sampling.stop_ids
         rows.choices.seeds[row] = request.seeds[sequence.sample] % 2**32
         rows.choices.temperatures[row] = sampling.temperature

@@ -21,9 +21,13 @@ from rollout.engine.requests import Request
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A request, and everything that its samples have in common."""
+    """A request, and everything that its samples have in common.
+
+    Tokens that an earlier request drew (`Request.begun`) are prefilled, so they belong to it.
+    """
 
     request: Request
+    """The request. Its `ids` include the tokens of `begun`."""
     content: Content
     """Identity of each token, for the page tree. Placeholders of different frames differ here."""
     visual: Bool[np.ndarray, " t"]
@@ -55,13 +59,14 @@ class EngineSequence:
     Attributes:
         ticket: the request's number.
         sample: which of the request's seeds this is.
-        version: the weights it is sampled from.
         copy_source: a cached page that begins with the sequence's next tokens. Prefill copies it to
             the first of `own_pages`, because the sequence continues differently.
         computed: tokens whose keys and values are on the pages.
         forgotten: the engine was told to forget while this ran, so its pages are not published.
         visual: vectors of the visual tokens that are not computed yet.
-        drawn: tokens sampled so far. `logprobs` has their log-probs.
+        begun: tokens of the response that were drawn by an earlier request. They are the end of
+            `prompt`.
+        drawn: tokens sampled so far, after those. `logprobs` has their log-probs.
     """
 
     def __init__(self, ticket: int, sample: int, prompt: Prompt):
@@ -69,13 +74,13 @@ class EngineSequence:
         self.sample = sample
         self.prompt = prompt
         self.sampling = prompt.request.sampling
-        self.version = 0
         self.shared_pages: list[Node] = []
         self.own_pages: list[int] = []
         self.copy_source: Node | None = None
         self.computed = 0
         self.forgotten = False
         self.visual = no_vectors()
+        self.begun = 0 if prompt.request.begun is None else len(prompt.request.begun.ids)
         self.drawn: list[int] = []
         self.logprobs: list[float] = []
 
@@ -83,6 +88,11 @@ class EngineSequence:
     def missing(self) -> int:
         """Tokens to prefill before decoding can start."""
         return max(0, self.prompt.prefill_length - self.computed)
+
+    @property
+    def left(self) -> int:
+        """The most tokens that may still be drawn."""
+        return self.sampling.max_new_tokens - self.begun - len(self.drawn)
 
     @property
     def pages(self) -> list[int]:
@@ -117,6 +127,8 @@ def make_prompt(
         VideoError: a video cannot be read any more.
     """
     ids = np.asarray(request.ids, np.int32)
+    if request.begun is not None:
+        ids = np.concatenate([ids, request.begun.ids]).astype(np.int32)
     count = sum(features.tokens(frame) for frame in request.frames)
     # Placeholders are matched from the left. Later ones were written by a model.
     is_placeholder = (ids == config.image_token_id) | (ids == config.video_token_id)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import get_args
 
 import jax
@@ -427,6 +428,59 @@ def test_policy_loss_by_hand():
     )
     assert float(loss) == pytest.approx((-1.2 - 0.5 + 2 * 1.5 + 0) / 4, rel=1e-5)
     assert float(metrics["capped_fraction"]) == 0.25
+
+
+@pytest.mark.parametrize("first_update", [True, False])
+def test_trajectories_of_mixed_versions_are_weighted_token_by_token(first_update):
+    """Two policies, versions 3 and 4, drew parts of each trajectory; a slow sum over tokens."""
+    rng = np.random.default_rng(0)
+    rows, length, cap = 4, 12, 2.0
+    by_version = {version: rng.normal(-2.0, 0.7, (rows, length)) for version in (3, 4)}
+    switch = np.array([0, 3, 7, 12])  # the first token of version 4, which may be all or none
+    versions = np.where(np.arange(length) < switch[:, None], 3, 4)
+    behaviour = np.where(versions == 3, by_version[3], by_version[4])
+    proximal = by_version[4]  # the weights at the start of the update of version 4
+    current = proximal if first_update else proximal + rng.normal(0, 0.3, (rows, length))
+    advantages = rng.normal(0, 1, (rows, length))
+    mask = rng.random((rows, length)) < 0.8
+    total, gradient, capped, weights = 0.0, np.zeros((rows, length)), 0, []
+    for row in range(rows):
+        for token in range(length):
+            if not mask[row, token]:
+                continue
+            weight = math.exp(proximal[row, token] - behaviour[row, token])
+            assert versions[row, token] == 3 or weight == 1, "tokens of the current version count 1"
+            if weight > cap:
+                weight = 0.0
+                capped += 1
+            weights.append(weight)
+            advantage = advantages[row, token]
+            ratio = math.exp(current[row, token] - proximal[row, token])
+            clipped = min(max(ratio, 0.8), 1.2)
+            total += weight * max(-advantage * ratio, -advantage * clipped)
+            if -advantage * ratio >= -advantage * clipped:
+                gradient[row, token] = -weight * advantage * ratio
+    settings = dataclasses.replace(GRPOSettings(), behaviour_cap=cap)
+
+    def loss_of(logprobs):
+        given = None if first_update else jnp.asarray(proximal)
+        return grpo.policy_loss(
+            logprobs,
+            given,
+            jnp.asarray(behaviour),
+            jnp.asarray(advantages),
+            jnp.asarray(mask),
+            settings,
+        )
+
+    (loss, metrics), found = jax.value_and_grad(loss_of, has_aux=True)(jnp.asarray(current))
+    count = mask.sum()
+    assert 0 < capped < (versions[mask] == 3).sum()
+    assert float(loss) == pytest.approx(total / count, rel=1e-5)
+    np.testing.assert_allclose(found, gradient / count, rtol=1e-4, atol=1e-7)
+    assert float(metrics["capped_fraction"]) == pytest.approx(capped / count)
+    assert float(metrics["behaviour_weight"]) == pytest.approx(np.mean(weights), rel=1e-5)
+    assert float(metrics["behaviour_weight_max"]) == pytest.approx(max(weights), rel=1e-5)
 
 
 def test_a_weight_that_equals_the_cap_is_kept():

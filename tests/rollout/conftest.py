@@ -108,7 +108,8 @@ class Scripted:
             stop = SampleStop.LENGTH
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 8
         fed = digest(np.concatenate([request.ids, ids]))
-        return Sample(ids, logprobs, stop, version=7, digest=fed, reason=cut.reason)
+        versions = np.full(len(ids), 7, np.int32)
+        return Sample(ids, logprobs, stop, versions, digest=fed, reason=cut.reason)
 
     @property
     def main(self) -> list[tuple[Request, Sample]]:

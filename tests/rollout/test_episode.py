@@ -140,10 +140,10 @@ def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_environmen
         assert np.array_equal(np.concatenate([request.ids, sample.ids]), outcome.subagent.ids)
         assert np.array_equal(outcome.subagent.segments[-1].logprobs, sample.logprobs)
         assert outcome.subagent.segments[-1].digest == sample.digest
-        assert outcome.subagent.version == sample.version
+        assert (outcome.subagent.versions[-len(sample.ids) :] == sample.versions).all()
     written = [s for s in episode.trajectory.segments if s.author is Author.MODEL]
     assert [s.digest for s in written] == [s.digest for _, s in sampler.main]
-    assert episode.trajectory.version == 7
+    assert set(episode.trajectory.versions.tolist()) == {-1, 7}
     assert all(
         np.array_equal(s.logprobs, said.logprobs)
         for s, (_, said) in zip(written, sampler.main, strict=True)
@@ -431,7 +431,11 @@ class Slow(Scripted):
             return sample
         half = len(sample.ids) // 2
         return dataclasses.replace(
-            sample, ids=sample.ids[:half], logprobs=sample.logprobs[:half], stop=SampleStop.DEADLINE
+            sample,
+            ids=sample.ids[:half],
+            logprobs=sample.logprobs[:half],
+            versions=sample.versions[:half],
+            stop=SampleStop.DEADLINE,
         )
 
 

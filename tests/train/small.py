@@ -45,7 +45,7 @@ from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
-from train.learn.rollouts import Rollouts, draw_budgets, join, play_step, roll_out
+from train.learn.rollouts import Rollouts, draw_budgets, play_step, roll_out
 from train.learn.sft import SFTSettings
 from train.phases.model import model_config
 from train.prepare import prepare
@@ -237,7 +237,7 @@ class Script:
             ids,
             logprobs,
             SampleStop.STOP_ID,
-            self.version,
+            np.full(len(ids), self.version, np.int32),
             digest(np.concatenate([request.ids, ids])),
         )
 
@@ -298,8 +298,8 @@ def resample(road: Road) -> dict[str, Any]:
         return roll_out(sampler, road.environment, questions, settings, 0, 3, Rules(), **places)
 
     further = functools.partial(questions.draw, 3)
-    played = play_step(play_some, questions.draw(3), further, settings, Rules())
-    batch = join(played.by_process)
+    played = play_step(play_some, questions.draw(3), further, settings)
+    batch = played.batch
     return {
         "questions": [group[0].question.id for group in batch.groups],
         "places": batch.places,

@@ -16,7 +16,7 @@ from train.data import QuestionStream
 from train.durable.rollout_file import RolloutFile
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
-from train.learn.rollouts import StepRollouts, draw_budgets, join, play_step, roll_out
+from train.learn.rollouts import StepRollouts, draw_budgets, play_step, roll_out
 
 PROGRAM = pathlib.Path(__file__).with_name("hosts_program.py")
 STEP = 3
@@ -39,7 +39,7 @@ def play(road, sampler, settings, questions, file: RolloutFile | None = None) ->
         return play(sampler, road.environment, questions, settings, 0, STEP, Rules(), **places)
 
     further = functools.partial(questions.draw, STEP)
-    return play_step(play_some, questions.draw(STEP), further, settings, Rules())
+    return play_step(play_some, questions.draw(STEP), further, settings)
 
 
 def ids_of(rollouts) -> list[str]:
@@ -68,7 +68,7 @@ def test_groups_without_signal_are_replaced(road, small, upcoming):
     settings = settings_of(road, 3)
     sampler = small.Picky(road, dull)
     played = play(road, sampler, settings, stream_of(road, settings))
-    batch = join(played.by_process)
+    batch = played.batch
     assert len({request.seeds for request in sampler.asked}) == len(sampler.asked) == 6 * 4
     assert (np.ptp(totals_of(batch), axis=1) > 0).all()
     wanted = [upcoming[n].id for n in (3, 1, 5)]
@@ -85,7 +85,7 @@ def test_silent_groups_remain_when_the_rounds_are_spent(road, small, upcoming):
     questions = stream_of(road, settings)
     everything = [question.text for question in upcoming]
     played = play(road, small.Picky(road, everything), settings, questions)
-    batch = join(played.by_process)
+    batch = played.batch
     assert not np.ptp(totals_of(batch), axis=1).any() and len(batch.groups) == 3
     assert played.metrics == {"groups/further": 6, "groups/replaced": 0}
     # The cursor has counted all nine questions.
@@ -105,8 +105,8 @@ def test_a_question_without_a_readable_video_is_replaced(road, small, upcoming):
     def play_some(questions, **places):
         return roll_out(sampler, road.environment, questions, settings, 0, STEP, Rules(), **places)
 
-    played = play_step(play_some, first, functools.partial(questions.draw, STEP), settings, Rules())
-    batch = join(played.by_process)
+    played = play_step(play_some, first, functools.partial(questions.draw, STEP), settings)
+    batch = played.batch
     assert batch.places == (0, 1, 2) and batch.unreadable == 1
     assert ids_of(batch) == [upcoming[n].id for n in (0, 3, 2)]
 
@@ -116,7 +116,7 @@ def test_without_dynamic_sampling_nothing_else_is_drawn(road, small, upcoming):
     sampler = small.Picky(road, [question.text for question in upcoming])
     played = play(road, sampler, settings, stream_of(road, settings))
     plain = roll_out(sampler, road.environment, upcoming[:3], settings, 0, STEP, Rules())
-    assert tokens_of(join(played.by_process)) == tokens_of(plain)
+    assert tokens_of(played.batch) == tokens_of(plain)
     assert played.metrics == {}
 
 
@@ -146,7 +146,7 @@ def test_a_step_that_is_killed_between_rounds_gives_the_same_rollouts(
     sampler = small.Picky(road, dull)
     found = play(road, sampler, settings, questions, RolloutFile(path, STEP))
     assert len(sampler.asked) == settings.grpo.group_size
-    assert tokens_of(join(found.by_process)) == tokens_of(join(wanted.by_process))
+    assert tokens_of(found.batch) == tokens_of(wanted.batch)
     assert found.metrics == wanted.metrics
     assert (totals_of(found.drawn) == totals_of(wanted.drawn)).all()
     assert questions.get_state() == wanted_questions.get_state()
@@ -154,7 +154,7 @@ def test_a_step_that_is_killed_between_rounds_gives_the_same_rollouts(
     sampler = small.Picky(road, dull)
     found = play(road, sampler, settings, stream_of(road, settings), RolloutFile(path, STEP))
     assert not sampler.asked
-    assert tokens_of(join(found.by_process)) == tokens_of(join(wanted.by_process))
+    assert tokens_of(found.batch) == tokens_of(wanted.batch)
 
 
 def test_a_step_learns_from_the_groups_that_replace_others(road, small, upcoming):

@@ -96,10 +96,17 @@ def test_calls_read_their_windows_and_wait_for_their_reports():
     assert found.seconds["decode"] == 4 + 4 + 4
 
 
-def test_hosts_get_whole_groups():
-    step = tuple(group(Rollout(n)) for n in range(1, 8))
-    assert [len(share) for share in shares(step, 4)] == [2, 2, 2, 1]
-    assert [len(share) for share in shares(step, 5)] == [2, 2, 2, 1, 0]
+def test_hosts_differ_by_one_rollout_at_most():
+    step = tuple(group(*[Rollout(10 * n + m) for m in range(8)]) for n in range(1, 8))
+    for hosts in (1, 4, 16):
+        parts = shares(step, hosts)
+        counts = [sum(len(part.rollouts) for part in share) for share in parts]
+        assert sum(counts) == 56 and max(counts) - min(counts) <= 1
+        found = [rollout for share in parts for part in share for rollout in part.rollouts]
+        assert sorted(rollout.response for rollout in found) == sorted(
+            rollout.response for part in step for rollout in part.rollouts
+        )
+    assert max(map(len, shares(step, 16))) == 2, "a host prefills one prompt, or two"
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,8 @@ def test_a_process_prefetches_its_own_share(data, monkeypatch):
             prefetched.append(pathlib.Path(path).name)
 
     reader = Reader()
-    monkeypatch.setattr(hosts, "share_of", lambda count: slice(count // 2, count))
+    monkeypatch.setattr(hosts, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts, "process_index", lambda: 1)
     questions = QuestionStream(data, reader, 3, lambda step: [1, 2, 3, 4])
     batches = [questions.draw(step) for step in range(2)]
     own = [question for batch in batches for question in batch[2:]]

@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 
 import train.learn.rl
-import train.learn.rl_batch
 from models.features import FrameFeatures
 from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh
@@ -23,6 +22,7 @@ from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages
 from paravt_jax.method.rewards import Rewards, RewardSettings, published_format
 from paravt_jax.method.scoring import Rules
 from paravt_jax.method.structure import Kind
+from paravt_jax.processes import hosts
 from rollout.agent.episode import suffix_length
 from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
@@ -35,9 +35,9 @@ from train.learn.rollouts import (
     Rollouts,
     describe,
     draw_budgets,
-    join,
-    require_current,
+    require_fresh,
     roll_out,
+    token_ages,
 )
 from train.learn.step import make_logprobs
 from train.settings import change
@@ -78,12 +78,13 @@ def rolled_out(road, sampler, questions, step=1, *budgets):
     )
 
 
-def laid_out(road, parts, shape: StepShape | None = None) -> LaidOut:
-    """The arrays of rollouts by process, in micro-batches of one size."""
+def laid_out(road, rollouts, shape: StepShape | None = None) -> LaidOut:
+    """The arrays of rollouts, in micro-batches of one size."""
     shape = road.run.rl_shape if shape is None else shape
     sizes = shape.microbatches(shape.tokens, devices=1, pieces=1)[:1]
     features, vocabulary = road.environment.features, road.data.vocabulary
-    return lay_out(parts, features, vocabulary, shape, sizes, (0,), devices=len(parts))
+    processes = hosts.process_count()
+    return lay_out(rollouts, features, vocabulary, shape, sizes, (0,), devices=processes)
 
 
 def ids_of(step: LaidOut, row: int) -> np.ndarray:
@@ -171,7 +172,7 @@ def test_the_reference_is_in_host_memory_in_the_type_of_activations(road, small)
         assert kept.dtype == jnp.bfloat16 != trained.dtype
         assert trained.sharding.memory_kind == "device"
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    step = laid_out(road, [rollouts])
+    step = laid_out(road, rollouts)
     arguments = (step.visual, step.microbatches[0])
     logprobs = make_logprobs(graph, 0.7, make_mesh())
     on_device = jax.device_put(learner.reference, jax.tree.map(lambda x: x.sharding, weights))
@@ -313,7 +314,7 @@ def test_silent_groups_are_counted_and_leave_only_the_kl_term(road, small, learn
 
 def test_the_structure_points_at_the_tags_of_each_row(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    step = laid_out(road, [rollouts])
+    step = laid_out(road, rollouts)
     structure = step.grpo.structure
     decode, seen = road.data.vocabulary.decode, set()
     for row in range(8):
@@ -417,7 +418,7 @@ def both(road) -> Learner:
 
 def test_subagents_have_their_tokens_and_their_episodes_advantage(road, small, shape):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    step = laid_out(road, [rollouts], shape)
+    step = laid_out(road, rollouts, shape)
     batch, counts = step.grpo, step.metrics
     agents = rollouts.subagents
     assert (
@@ -449,30 +450,30 @@ def test_subagents_have_their_tokens_and_their_episodes_advantage(road, small, s
 def test_subagents_without_room_are_counted(road, small, shape):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     few = dataclasses.replace(shape, subagents=2)
-    step = laid_out(road, [rollouts], few)
+    step = laid_out(road, rollouts, few)
     assert step.metrics["subagents/trained"] == 2
     assert step.metrics["subagents/left_out"] == len(rollouts.subagents) - 2 > 0
-    again = laid_out(road, [rollouts], few)
+    again = laid_out(road, rollouts, few)
     for one, other in zip(step.microbatches, again.microbatches, strict=True):
         assert (one.ids == other.ids).all(), "the seed decides which sub-agents are drawn"
 
 
-def test_processes_lay_out_the_same_rows_and_their_own_frames(road, small, shape, monkeypatch):
-    """Of two processes the first has no sub-agents."""
-
-    class Direct(small.Script):
-        plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
-
-    one = rolled_out(road, Direct(road), road.data.questions[:1])
-    many = rolled_out(road, small.Script(road), road.data.questions[1:2])
-    whole = laid_out(road, [join([one, many])], shape)
-    grids = whole_grids(road, [one, many])
+@pytest.mark.parametrize("players", [((0, 0, 0, 0), (1, 1, 1, 1)), ((1, 1, 0, 0), (1, 0, 0, 1))])
+def test_processes_lay_out_the_same_rows_and_their_own_frames(
+    road, small, shape, monkeypatch, players
+):
+    """Each provides one prompt, although it played rollouts of both."""
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
+    whole = laid_out(road, rollouts, shape)
+    grids = whole_grids(road, rollouts)
+    played = dataclasses.replace(rollouts, players=players)
     found = []
+    monkeypatch.setattr(hosts, "process_count", lambda: 2)
+    # What the other process sends.
+    monkeypatch.setattr(hosts, "gather", lambda own: [own, grids])
     for here in (0, 1):
-        monkeypatch.setattr(train.learn.rl_batch.hosts, "process_index", lambda here=here: here)
-        # What the other process sends.
-        monkeypatch.setattr(train.learn.rl_batch.hosts, "gather", lambda own: [own, grids])
-        found.append(laid_out(road, [one, many], shape))
+        monkeypatch.setattr(hosts, "process_index", lambda here=here: here)
+        found.append(laid_out(road, played, shape))
     for step in found:
         for part, other in zip(step.microbatches, found[0].microbatches, strict=True):
             assert all(
@@ -483,8 +484,9 @@ def test_processes_lay_out_the_same_rows_and_their_own_frames(road, small, shape
         for a, b in zip(jax.tree.leaves(step.grpo), jax.tree.leaves(whole.grpo), strict=True):
             np.testing.assert_array_equal(a, b)
     # The bank is the parts of both, in order; every token finds the vectors that it had.
-    padding = [(0, shape.slots(2, 2)), (0, 0), (0, 0)]
-    bank = np.concatenate([np.pad(step.visual, padding)[: padding[0][1]] for step in found])
+    room = shape.slots(2, 2)
+    padding = [(0, room), (0, 0), (0, 0)]
+    bank = np.concatenate([np.pad(step.visual, padding)[:room] for step in found])
     (part,), (single,) = found[0].microbatches, whole.microbatches
     shown = part.visual_index >= 0
     assert shown.any() and (shown == (single.visual_index >= 0)).all()
@@ -494,12 +496,11 @@ def test_processes_lay_out_the_same_rows_and_their_own_frames(road, small, shape
     assert found[0].visual.any() and found[1].visual.any()
 
 
-def whole_grids(road, parts) -> dict:
+def whole_grids(road, rollouts) -> dict:
     """The grids of all prompts, by the number of the prompt."""
-    features, mains, agents = road.environment.features, [], []
-    for part in parts:
-        mains += [group[0].trajectory for group in part.groups]
-        agents += [trajectory for _, trajectory in part.subagents]
+    features = road.environment.features
+    mains = [group[0].trajectory for group in rollouts.groups]
+    agents = [trajectory for _, trajectory in rollouts.subagents]
     prompts = [
         [frame for segment in prompt_segments(t) for frame in segment.frames]
         for t in mains + agents
@@ -517,7 +518,7 @@ def test_a_subagent_with_unreadable_frames_is_counted(road, small, shape, monkey
         return read(features, frames)
 
     monkeypatch.setattr(FrameFeatures, "cached", call)
-    step = laid_out(road, [rollouts], shape)
+    step = laid_out(road, rollouts, shape)
     others = [trajectory for _, trajectory in rollouts.subagents if trajectory.frames != gone]
     assert step.metrics["subagents/left_out"] == len(rollouts.subagents) - len(others) > 0
     assert step.metrics["subagents/trained"] == len(others)
@@ -527,7 +528,7 @@ def test_a_subagent_with_unreadable_frames_is_counted(road, small, shape, monkey
 def test_more_groups_than_a_step_has_are_refused(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:3])
     with pytest.raises(ValueError, match=r"batch\.groups: 3 of at most 2; raise rl\.prompts"):
-        laid_out(road, [rollouts])
+        laid_out(road, rollouts)
 
 
 @pytest.mark.slow
@@ -595,22 +596,23 @@ def test_every_size_is_compiled_before_the_first_step(road, small, start, update
     assert [program._cache_size() for program in sizes] == compiled
 
 
-def test_a_trajectory_has_the_version_of_its_oldest_token(road, small):
+def test_tokens_that_are_too_old_for_an_update_are_refused(road, small):
     class Ageing(small.Script):
         """The turn after the crops has newer weights."""
 
         def _sample(self, request, seed) -> Sample:
+            sample = super()._sample(request, seed)
             late = "<tool_response>" in self.vocabulary.decode(request.ids)
-            return dataclasses.replace(super()._sample(request, seed), version=9 if late else 8)
+            versions = np.full(len(sample.ids), 9 if late else 8, np.int32)
+            return dataclasses.replace(sample, versions=versions)
 
     rollouts = rolled_out(road, Ageing(road), road.data.questions[:2])
-    assert {e.trajectory.version for e in rollouts.episodes} == {8} and {
-        t.version for _, t in rollouts.subagents
-    } == {8}
-    require_current(rollouts, 8)
-    for version in (9, 7):
-        with pytest.raises(ValueError, match=rf"version 8 .*version {version}"):
-            require_current(rollouts, version)
+    assert {age for ages in token_ages(rollouts, 9) for age in ages.tolist()} == {0, 1}
+    require_fresh(rollouts, 9, 1)
+    require_fresh(rollouts, 10, 2)
+    for version, staleness, named in ((9, 0, 8), (10, 1, 8), (8, 2, 9)):
+        with pytest.raises(ValueError, match=rf"version {named} .*version {version}"):
+            require_fresh(rollouts, version, staleness)
 
 
 def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
@@ -668,7 +670,7 @@ def test_gamma_of_the_rewards_reaches_the_loss(road, small, monkeypatch):
     settings = dataclasses.replace(
         road.run.rl, rewards=dataclasses.replace(road.run.rl.rewards, gamma=0.125)
     )
-    step = laid_out(road, [rolled_out(road, small.Script(road), road.data.questions[:2])])
+    step = laid_out(road, rolled_out(road, small.Script(road), road.data.questions[:2]))
     batch = types.SimpleNamespace(advantages=None, grpo=step.grpo, totals=None, proximal=None)
     loss = train.learn.rl.rl_loss(settings)
     loss(cast(Any, None), cast(Any, step.visual), step.microbatches[0], cast(Any, batch))

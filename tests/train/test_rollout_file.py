@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.parsing import call_text
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import ToolCall, Trajectory
 from paravt_jax.method.scoring import Rules
 from paravt_jax.method.subtitles import Subtitle
-from paravt_jax.remote.judge import JudgeCounts, RemoteJudge
+from paravt_jax.processes import hosts
 from rollout.engine.requests import Completion, Request
 from tests.rollout.conftest import Scripted
 from train.durable.rollout_file import RolloutFile
@@ -61,21 +59,19 @@ def questions_of(road):
 
 def test_stored_episodes_are_equal_bit_for_bit(road, small, tmp_path):
     arguments = (road.environment, questions_of(road), road.run.rl, 0, 3)
-    rules = Rules()
-    judge = RemoteJudge(JudgeSettings("http://localhost:9/v1", model="unused"))
+
+    class Counting(Rules):
+        def metrics(self):
+            return {"judge/asked": 3.0}
+
+    rules = Counting()
     file = RolloutFile(tmp_path / "rollouts.json", 3)
     played = file.roll_out(small.Script(road), *arguments, rules)
     assert plain(played) == plain(roll_out(small.Script(road), *arguments, rules))
-    assert played.unreadable == 1
+    assert played.unreadable == 1 and played.judged == {"judge/asked": 3.0}
     assert any(e.turns[0].calls for e in played.episodes), "every kind of record should occur"
     found = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments, rules)
     assert plain(found) == plain(played)
-    content = json.loads((tmp_path / "rollouts.json").read_text())
-    counts = dataclasses.asdict(JudgeCounts(asked=3, answered=3))
-    content["rounds"][0]["judge"] = {"is": "JudgeCounts", **counts}
-    (tmp_path / "rollouts.json").write_text(json.dumps(content))
-    RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments, judge)
-    assert judge.counts.asked == 3
 
 
 def test_calls_of_every_tool_are_stored(road, small, tmp_path):
@@ -115,6 +111,17 @@ def test_episodes_of_another_step_or_other_questions_are_played_again(
     file.remove()
     file.remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_episodes_of_another_number_of_processes_are_played_again(
+    road, small, tmp_path, monkeypatch
+):
+    arguments = (road.environment, road.data.questions[:2], road.run.rl, 0, 3, Rules())
+    RolloutFile(tmp_path / "rollouts.json", 3).roll_out(small.Script(road), *arguments)
+    monkeypatch.setattr(hosts, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts, "from_first", lambda make: make())
+    with pytest.raises(AssertionError, match="played again"):
+        RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments)
 
 
 def test_a_damaged_file_is_an_error(road, tmp_path):

@@ -379,8 +379,12 @@ except RuntimeError:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path, compiled):
-    tally = kill_again_and_again(6, 3, tmp_path, compiled)
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(
+    tmp_path, compiled, max_staleness
+):
+    """With `max_staleness`, episodes are in flight at every checkpoint."""
+    tally = kill_again_and_again(6, 3, tmp_path, compiled, max_staleness)
     assert tally.kills.total() == 6
     assert tally.runs >= 1
     assert len(tally.ends) >= 2

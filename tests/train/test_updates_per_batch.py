@@ -116,7 +116,7 @@ def test_the_second_gradient_is_that_of_the_first_updates_weights(road, small, u
     ((rollouts, advantages),) = played
     shape, mesh = road.run.rl_shape, make_mesh(1, 1, 1)
     features, vocabulary = road.environment.features, road.data.vocabulary
-    step = lay_out([rollouts], features, vocabulary, shape, learner.sizes, (0, 0, 0x5A))
+    step = lay_out(rollouts, features, vocabulary, shape, learner.sizes, (0, 0, 0x5A))
     visual = place_vectors([step.visual], shape.slots(1, 1), mesh)
     before: Any = sum(learner.logprobs(road.fresh(), visual, part) for part in step.microbatches)
     # The reference is what the step began with.

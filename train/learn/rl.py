@@ -32,7 +32,6 @@ from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question
-from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
 from rollout.engine.requests import Sampler
 from train.learn.batch import Microbatch
@@ -48,12 +47,12 @@ from train.learn.placement import (
 )
 from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
+from train.learn.rollout_pool import RolloutPool
 from train.learn.rollouts import (
     Rollouts,
     describe,
-    join,
     play_step,
-    require_current,
+    require_fresh,
     roll_out,
 )
 from train.learn.step import (
@@ -213,6 +212,7 @@ class Learner:
         play: Callable[..., Rollouts] = roll_out,
         measure: Callable[[Sequence[GroupLengths], float], dict[str, float]] | None = None,
         further: Callable[[Sequence[int]], Sequence[Question]] | None = None,
+        pool: RolloutPool | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Run one step of PARA-GRPO, and load the new weights into the engine.
 
@@ -226,43 +226,46 @@ class Learner:
             environment: The protocol, and the frames' features.
             questions: Questions of the whole step, the same on every process.
             seed: Seed of the run.
-            on_rollouts: Called with this process's rollouts and the advantages of all rows,
-                float32[b, t].
+            on_rollouts: Called with the rollouts and the advantages of all rows, float32[b, t].
             play: Plays and scores episodes; takes the arguments of `roll_out`.
             measure: Called with the lengths of all trajectories and the duration of one update in
                 seconds; returns further metrics.
             further: Draws a question for each of some places of the step, for dynamic sampling; the
                 same on every process.
+            pool: Holds the episodes that outlive a step; needed if `max_staleness` is above 0.
 
         Returns:
             The new state, and the step's metrics. Times are in seconds.
 
         Raises:
-            ValueError: No question has a readable video, or a token was sampled under other
-                weights than those of this step.
+            ValueError: No question has a readable video, or a token was sampled under weights that
+                `max_staleness` does not allow.
         """
         number = int(state.step) // self.settings.updates_per_batch
         times = [time.perf_counter()]
         waited = environment.features.waited
 
-        def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
-            fixed = (self.settings, seed, number, self.judge)
-            return play(engine, environment, questions, *fixed, **places)
+        fixed = (self.settings, seed, number, self.judge)
+        if pool is not None:
+            sampled = pool.play_step(engine, environment, questions, *fixed, further)
+        else:
 
-        sampled = play_step(play_some, questions, further, self.settings, self.judge)
+            def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
+                return play(engine, environment, questions, *fixed, **places)
+
+            sampled = play_step(play_some, questions, further, self.settings)
         engine.sleep()
-        rollouts = join(sampled.by_process)
+        rollouts = sampled.batch
         if not rollouts.groups:
             raise ValueError(
                 f"rl: step {number} has no question with a readable video; check the data root"
             )
-        require_current(rollouts, number)
-        own = sampled.by_process[hosts.process_index()]
+        require_fresh(rollouts, number, self.settings.max_staleness)
         times.append(time.perf_counter())
         waited = environment.features.waited - waited
 
         laid_out = lay_out(
-            sampled.by_process,
+            rollouts,
             environment.features,
             environment.protocol.vocabulary,
             self._shape,
@@ -280,7 +283,7 @@ class Learner:
         played = dataclasses.replace(played, reference=reference)
         advantages, totals, advantage_metrics = self._advantages(played)
         if on_rollouts:
-            on_rollouts(own, np.asarray(advantages))
+            on_rollouts(rollouts, np.asarray(advantages))
         batch = RLBatch(played, advantages, totals)
         state, updates = self._update(state, bank, microbatches, batch, (seed % 2**32, number))
         # `_known` waits for the updates, so the times below include them.

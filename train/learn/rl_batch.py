@@ -6,11 +6,12 @@ from the first layout into the second. The loss therefore does not depend on how
 packed, ordered, or split into micro-batches.
 
 Every process knows all rollouts, and so lays out the same arrays. Visual vectors are the exception:
-each process provides those of the prompts that it played.
+each process provides those of some prompts that it played.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, no_type_check
@@ -35,7 +36,7 @@ from train.learn.packing import (
     StepShape,
     pack,
 )
-from train.learn.rollouts import Rollouts, join
+from train.learn.rollouts import Rollouts
 
 TokenBytes = Callable[[int], bytes]
 
@@ -81,7 +82,7 @@ class _Prompt(NamedTuple):
 
     trajectories: tuple[Trajectory, ...]
     process: int
-    """The process that played them."""
+    """The process that provides their visual vectors."""
     row: int
     """Row of the first trajectory; the others follow."""
     owner: int
@@ -94,7 +95,7 @@ class _Prompt(NamedTuple):
 
 
 def lay_out(
-    parts: Sequence[Rollouts],
+    rollouts: Rollouts,
     features: FrameFeatures,
     vocabulary: Vocabulary,
     shape: StepShape,
@@ -105,7 +106,7 @@ def lay_out(
     """Lay out a step. If there are more sub-agents than rows, those to train are drawn at random.
 
     Args:
-        parts: Rollouts of every process, in the order of processes.
+        rollouts: Rollouts of all processes.
         features: Encodes the frames of this process's prompts.
         vocabulary: Gives the bytes of each token, from which struct(o) is parsed.
         shape: Upper bounds on the step.
@@ -118,14 +119,15 @@ def lay_out(
             row, or the visual tokens of a process exceed its slots.
         VideoError: The frames of a main agent's prompt cannot be read any more.
     """
-    mains = _main_prompts(parts, shape)
+    processes = hosts.process_count()
+    mains = _main_prompts(rollouts, shape, processes)
     if len(mains) > shape.groups:
         raise ValueError(f"batch.groups: {len(mains)} of at most {shape.groups}; raise rl.prompts")
-    agents, without_room = _draw_subagents(parts, shape, seed)
+    agents, without_room = _draw_subagents(rollouts, shape, seed)
     prompts = mains + agents
     vectors, grids = _encode(prompts, len(mains), features)
     readable = sorted(grids)
-    room = shape.slots(len(parts), devices) * (devices // len(parts))
+    room = shape.slots(processes, devices) * (devices // processes)
     slots = _slots(prompts, grids, features, room)
     none = np.zeros((0, *features.vector), features.dtype)
     visual = np.concatenate([none, *(x for _, x in sorted(vectors.items()) if x is not None)])
@@ -142,7 +144,7 @@ def lay_out(
         trained = len(readable) - len(mains)
         metrics["subagents/trained"] = float(trained)
         metrics["subagents/left_out"] = float(without_room + len(agents) - trained)
-    batch = _grpo_batch(join(parts), [prompts[n] for n in readable], vocabulary.token_bytes, shape)
+    batch = _grpo_batch(rollouts, [prompts[n] for n in readable], vocabulary.token_bytes, shape)
     return LaidOut(microbatches, visual, own_grids, batch, lengths, metrics)
 
 
@@ -167,37 +169,53 @@ def lay_out_padding(
     return LaidOut(microbatches, visual, grids, batch, (), {})
 
 
-def _main_prompts(parts: Sequence[Rollouts], shape: StepShape) -> list[_Prompt]:
-    """The prompts of main agents, numbered over all processes."""
-    groups = [(process, group) for process, part in enumerate(parts) for group in part.groups]
+def _main_prompts(rollouts: Rollouts, shape: StepShape, processes: int) -> list[_Prompt]:
+    """The prompts of main agents."""
+    providers = _providers(rollouts.players, shape.groups, processes)
     return [
         _Prompt(
             tuple(episode.trajectory for episode in group),
-            process,
+            providers[number] if providers else 0,
             row=number * shape.rollouts,
             owner=number * shape.rollouts,
         )
-        for number, (process, group) in enumerate(groups)
+        for number, group in enumerate(rollouts.groups)
     ]
 
 
+def _providers(players: Sequence[Sequence[int]], groups: int, processes: int) -> list[int]:
+    """The process that provides the visual vectors of each group.
+
+    It is the first with room that played one of its rollouts and so has encoded its frames; if all
+    of these are full, the process that provides the fewest. Each has room for its share of the
+    prompts of a step, `groups`.
+    """
+    room = math.ceil(groups / processes)
+    provided = [0] * processes
+    found = []
+    for played in players:
+        with_room = [process for process in played if provided[process] < room]
+        least = min(range(processes), key=provided.__getitem__)
+        found.append(with_room[0] if with_room else least)
+        provided[found[-1]] += 1
+    return found
+
+
 def _draw_subagents(
-    parts: Sequence[Rollouts], shape: StepShape, seed: Sequence[int]
+    rollouts: Rollouts, shape: StepShape, seed: Sequence[int]
 ) -> tuple[list[_Prompt], int]:
     """The prompts of sub-agents to train, and the number of those without room."""
     if not shape.subagents:
         return [], 0
-    agents = []
-    episodes = 0
-    for process, part in enumerate(parts):
-        agents += [(episodes + number, process, agent) for number, agent in part.subagents]
-        episodes += len(part.episodes)
+    agents = rollouts.subagents
+    players = [process for group in rollouts.players for process in group]
     # Sorted: the seed decides which sub-agents are drawn, but not their order.
     drawn = sorted(np.random.default_rng(seed).permutation(len(agents))[: shape.subagents])
     first = shape.groups * shape.rollouts
     prompts = []
     for place, number in enumerate(drawn):
-        owner, process, trajectory = agents[number]
+        owner, trajectory = agents[number]
+        process = players[owner] if players else 0
         prompts.append(_Prompt((trajectory,), process, first + place, owner))
     return prompts, len(agents) - len(drawn)
 

@@ -38,6 +38,8 @@ class RLSettings:
     """Sub-agents trained per rollout on average, with their episode's reward; 0: none."""
     dynamic_sampling: int = 0
     """Rounds per step in which further prompts take the places of those without signal (DAPO)."""
+    max_staleness: int = 0
+    """Updates that a rollout may outlive: 0, 1 or 2. Above 0, no update waits for stragglers."""
     microbatch_tokens: int = 16_384
     """Most tokens of a micro-batch, 0: by device; a row always has room for the longest rollout."""
     save_every: int = 10
@@ -63,6 +65,17 @@ class RLSettings:
             microbatch_tokens=self.microbatch_tokens,
             dynamic_sampling=self.dynamic_sampling,
         )
+        if self.max_staleness not in (0, 1, 2):
+            raise ValueError(
+                f"rl.max_staleness: {self.max_staleness}; give 0 (every step waits for all of its "
+                "rollouts), 1 or 2 updates"
+            )
+        if self.max_staleness and self.dynamic_sampling:
+            raise ValueError(
+                f"rl.max_staleness: {self.max_staleness} with rl.dynamic_sampling "
+                f"{self.dynamic_sampling}; rounds of further prompts would wait for their slowest "
+                "rollout: set one of the two to 0"
+            )
         remat.check("rl.remat", self.remat)
         if not 0 < self.temperature < math.inf:
             raise ValueError(

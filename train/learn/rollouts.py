@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int32
 
 from paravt_jax.method import grpo
 from paravt_jax.method.judge import Judge
@@ -22,17 +22,16 @@ from paravt_jax.method.rewards import (
     subtract_overlong_penalty,
 )
 from paravt_jax.processes import hosts
-from rollout.agent.episode import Environment, EpisodeSettings, play, suffix_length
+from rollout.agent.episode import Environment, suffix_length
 from rollout.agent.scoring import executed_calls, seed_of, tool_gap
-from rollout.engine.requests import Sampler, run
+from rollout.engine.requests import Sampler
+from train.learn.in_flight import Flight, FlyingGroup, Player
 from train.learn.rl_settings import RLSettings
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """Groups of episodes with their rewards, of a whole step or of one process.
+    """Groups of episodes with their rewards, of all processes.
 
     Groups whose video cannot be read are left out; `unreadable` counts them.
     """
@@ -41,7 +40,11 @@ class Rollouts:
     rewards: tuple[tuple[Rewards, ...], ...]
     unreadable: int = 0
     places: tuple[int, ...] = ()
-    """The place of each group among the prompts of the step."""
+    """The place of each group among the prompts of its step."""
+    players: tuple[tuple[int, ...], ...] = ()
+    """The process that played each episode; empty: there is only one."""
+    judged: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Counts of the judge, of all processes."""
 
     @property
     def episodes(self) -> list[Episode]:
@@ -68,6 +71,40 @@ def draw_budgets(settings: RLSettings, seed: int, step: int, prompts: int) -> li
     return [int(k) for k in rng.choice(settings.frame_budgets, prompts)]
 
 
+def begin(
+    questions: Sequence[Question],
+    settings: RLSettings,
+    seed: int,
+    step: int,
+    places: Sequence[int],
+    first: int = 0,
+    number: int = 0,
+    start: int = 0,
+) -> list[FlyingGroup]:
+    """A group of episodes for each question, which are not dealt to processes yet.
+
+    Args:
+        questions: The questions, on every process.
+        settings: Group size and budgets.
+        seed: Seed of the run.
+        step: The step in which they begin.
+        places: Each question's place among the prompts of the step, which decides its budget.
+        first: Number of the first question in the step. Seeds of episodes follow from the number.
+        number: Number of the first group in the run.
+        start: The virtual time.
+    """
+    budgets = draw_budgets(settings, seed, step, settings.prompts)
+    groups = []
+    for n, (place, question) in enumerate(zip(places, questions, strict=True)):
+        flights = tuple(
+            Flight(seed_of(seed, step, first + n, g)) for g in range(settings.grpo.group_size)
+        )
+        groups.append(
+            FlyingGroup(number + n, question, budgets[place], place, step, start, flights)
+        )
+    return groups
+
+
 def roll_out(
     engine: Sampler,
     environment: Environment,
@@ -79,7 +116,7 @@ def roll_out(
     places: Sequence[int] | None = None,
     first: int = 0,
 ) -> Rollouts:
-    """Play and score a group of episodes on each of this process's questions.
+    """Play and score a group of episodes on each question. All processes play their share.
 
     Args:
         engine: Samples the agents' responses.
@@ -89,39 +126,65 @@ def roll_out(
         seed: Seed of the run.
         step: Number of the step.
         judge: Scores answers.
-        places: Each question's place among the prompts of the step, which decides its budget and
-            its process. None: all places, in order.
+        places: Each question's place among the prompts of the step, which decides its budget. None:
+            all places, in order.
         first: Number of the first question in the step. Seeds of episodes follow from the number.
 
     Returns:
-        This process's rollouts.
+        The rollouts of all processes.
     """
-    size = settings.grpo.group_size
-    prompts = len(questions) if places is None else settings.prompts
-    share = hosts.share_of(prompts)
-    own = range(prompts)[share]
-    budgets = draw_budgets(settings, seed, step, prompts)
-    agents = []
-    played_places = []
-    # Numbered before they are shared out, so that seeds do not depend on the number of processes.
-    for n, (place, question) in enumerate(zip(places or range(prompts), questions, strict=True)):
-        if place not in own:
-            continue
-        played_places.append(place)
-        setting = EpisodeSettings(budgets[place], settings.temperature)
-        for g in range(size):
-            agents.append(play(environment, question, setting, seed_of(seed, step, first + n, g)))
-    groups = _grouped(run(engine, agents), size)
-    read = [all(e.stop is not StopReason.UNREADABLE for e in group) for group in groups]
-    readable = tuple(itertools.compress(groups, read))
-    episodes = [episode for group in readable for episode in group]
+    if places is None:
+        places = range(len(questions))
+        settings = dataclasses.replace(settings, prompts=len(questions))
+    groups = begin(questions, settings, seed, step, places, first)
+    player = Player(environment, settings.temperature)
+    player.deal(groups)
+    player.play(engine, groups, math.inf)
+    player.share(groups)
+    return score(groups, environment, settings, judge)
+
+
+def score(
+    groups: Sequence[FlyingGroup], environment: Environment, settings: RLSettings, judge: Judge
+) -> Rollouts:
+    """The rewards of groups that have ended. Every process scores the episodes that it played."""
+    readable = [
+        group
+        for group in groups
+        if all(_episode(flight).stop is not StopReason.UNREADABLE for flight in group.flights)
+    ]
+    own = [
+        (group.number, member)
+        for group in readable
+        for member, flight in enumerate(group.flights)
+        if flight.process == hosts.process_index()
+    ]
+    episodes = {
+        (group.number, member): _episode(flight)
+        for group in readable
+        for member, flight in enumerate(group.flights)
+    }
     limit = environment.protocol.settings.trajectory_tokens
+    scored = _scored([episodes[name] for name in own], settings, judge, limit)
+    rewards: dict[tuple[int, int], Rewards] = {}
+    judged: collections.Counter[str] = collections.Counter()
+    for part, counts in hosts.gather((dict(zip(own, scored, strict=True)), judge.metrics())):
+        rewards |= part
+        judged.update(counts)
+    members = range(settings.grpo.group_size)
     return Rollouts(
-        readable,
-        _grouped(_scored(episodes, settings, judge, limit), size),
-        read.count(False),
-        tuple(itertools.compress(played_places, read)),
+        tuple(tuple(episodes[group.number, m] for m in members) for group in readable),
+        tuple(tuple(rewards[group.number, m] for m in members) for group in readable),
+        len(groups) - len(readable),
+        tuple(group.place for group in readable),
+        tuple(tuple(flight.process or 0 for flight in group.flights) for group in readable),
+        dict(judged),
     )
+
+
+def _episode(flight: Flight) -> Episode:
+    assert flight.episode is not None, "the episode has not ended"
+    return flight.episode
 
 
 def _scored(
@@ -141,8 +204,8 @@ def _scored(
 class StepRollouts:
     """The rollouts of a step, on every process."""
 
-    by_process: tuple[Rollouts, ...]
-    """The batch: the rollouts of each process."""
+    batch: Rollouts
+    """The rollouts to learn from."""
     drawn: Rollouts
     """The rollouts on the questions that were drawn first, a fair sample; the batch may differ."""
     metrics: dict[str, float]
@@ -154,7 +217,6 @@ def play_step(
     questions: Sequence[Question],
     further: Callable[[Sequence[int]], Sequence[Question]] | None,
     settings: RLSettings,
-    judge: Judge,
 ) -> StepRollouts:
     """Play a step's episodes, with dynamic sampling (DAPO, arXiv:2503.14476, section 3.2).
 
@@ -163,39 +225,32 @@ def play_step(
     decide alike, because they see all rewards.
 
     Args:
-        play: `play(questions)` and `play(questions, places=..., first=...)` play this process's
-            share, as `roll_out` does.
+        play: `play(questions)` and `play(questions, places=..., first=...)` play as `roll_out`
+            does.
         questions: The questions of the step.
         further: Draws a further question for each of some places; needed for dynamic sampling.
         settings: Settings of RL.
-        judge: The judge that `play` uses. Its counts are added up.
     """
     counts: collections.Counter[str] = collections.Counter()
-
-    def play_everywhere(questions: Sequence[Question], **places: Any) -> tuple[Rollouts, ...]:
-        own = play(questions, **places)
-        parts = hosts.gather((own, judge.metrics()))
-        for _, judged in parts:
-            counts.update(judged)
-        return tuple(rollouts for rollouts, _ in parts)
-
-    parts = drawn = play_everywhere(questions)
+    batch = drawn = play(questions)
+    counts.update(batch.judged)
     if settings.dynamic_sampling:
         assert further is not None, "dynamic sampling draws further questions"
-        open_places = _without_signal(join(parts), len(questions), settings)
+        open_places = _without_signal(batch, len(questions), settings)
         counts["groups/replaced"] = len(open_places)
         counts["groups/further"] = 0
         for _ in range(settings.dynamic_sampling):
             if not open_places:
                 break
             first = len(questions) + counts["groups/further"]
-            fresh = play_everywhere(further(open_places), places=open_places, first=first)
+            fresh = play(further(open_places), places=open_places, first=first)
+            counts.update(fresh.judged)
             counts["groups/further"] += len(open_places)
-            parts = tuple(_replaced(old, new) for old, new in zip(parts, fresh, strict=True))
-            open_places = _without_signal(join(parts), len(questions), settings)
+            batch = _replaced(batch, fresh)
+            open_places = _without_signal(batch, len(questions), settings)
         counts["groups/replaced"] -= len(open_places)
     metrics = {name: float(count) for name, count in counts.items()}
-    return StepRollouts(parts, join(drawn), metrics)
+    return StepRollouts(batch, drawn, metrics)
 
 
 def _without_signal(rollouts: Rollouts, prompts: int, settings: RLSettings) -> list[int]:
@@ -212,9 +267,11 @@ def _without_signal(rollouts: Rollouts, prompts: int, settings: RLSettings) -> l
 def _replaced(old: Rollouts, new: Rollouts) -> Rollouts:
     """The groups of both in the order of their places; of two at one place, the new one."""
     groups = {
-        place: (group, rewards)
+        place: (group, rewards, players)
         for part in (old, new)
-        for place, group, rewards in zip(part.places, part.groups, part.rewards, strict=True)
+        for place, group, rewards, players in zip(
+            part.places, part.groups, part.rewards, part.players, strict=True
+        )
     }
     places = tuple(sorted(groups))
     return Rollouts(
@@ -222,34 +279,27 @@ def _replaced(old: Rollouts, new: Rollouts) -> Rollouts:
         tuple(groups[place][1] for place in places),
         old.unreadable + new.unreadable,
         places,
+        tuple(groups[place][2] for place in places),
     )
 
 
-def _grouped(items: Sequence[T], size: int) -> tuple[tuple[T, ...], ...]:
-    """Consecutive items in groups of `size`."""
-    starts = range(0, len(items), size)
-    return tuple(tuple(items[start : start + size]) for start in starts)
+def require_fresh(rollouts: Rollouts, version: int, max_staleness: int) -> None:
+    """Raise ValueError if a token is too old, or newer than the update of `version`."""
+    for ages in token_ages(rollouts, version):
+        wrong = ages[(ages < 0) | (ages > max_staleness)]
+        if wrong.size:
+            raise ValueError(
+                f"rl: a token of version {version - wrong[0]} of the weights in the update of "
+                f"version {version}, with rl.max_staleness {max_staleness}; load the current "
+                "weights into the engine, and roll out again"
+            )
 
 
-def join(parts: Sequence[Rollouts]) -> Rollouts:
-    """Join the rollouts of all processes, in their order."""
-    groups = tuple(group for part in parts for group in part.groups)
-    rewards = tuple(group for part in parts for group in part.rewards)
-    places = tuple(place for part in parts for place in part.places)
-    return Rollouts(groups, rewards, sum(part.unreadable for part in parts), places)
-
-
-def require_current(rollouts: Rollouts, version: int) -> None:
-    """Raise ValueError if a token was sampled under weights of another version."""
+def token_ages(rollouts: Rollouts, version: int) -> list[Int32[np.ndarray, " t"]]:
+    """The age of each sampled token in the update of `version`, by trajectory."""
     trajectories = [episode.trajectory for episode in rollouts.episodes]
     trajectories += [trajectory for _, trajectory in rollouts.subagents]
-    for trajectory in trajectories:
-        # None: nothing in it was sampled.
-        if trajectory.version not in (version, None):
-            raise ValueError(
-                f"rl: rollouts of version {trajectory.version} of the weights in the update of "
-                f"version {version}; load the current weights into the engine, and roll out again"
-            )
+    return [version - found[found >= 0] for found in (each.versions for each in trajectories)]
 
 
 def describe(rollouts: Rollouts) -> dict[str, float]:
@@ -269,7 +319,7 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
     # The paper's f is the mean of this over training. It does not depend on the run's own rewards.
     metrics["format_reward"] = _mean([published_format(episode.turns) for episode in episodes])
     metrics["reward/format_capped"] = _mean([reward.capped for reward in rewards])
-    metrics["length/response"] = _mean([_response_tokens(episode) for episode in episodes])
+    metrics["length/response"] = _mean([response_tokens(episode) for episode in episodes])
     metrics["length/turns"] = _mean([len(episode.turns) for episode in episodes])
     metrics["k/mean"] = _mean([episode.frames for episode in episodes])
     metrics["calls/refused"] = _mean([not outcome.status.executed for outcome in outcomes])
@@ -313,7 +363,7 @@ def _tool_gap(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[s
     return figures
 
 
-def _response_tokens(episode: Episode) -> int:
+def response_tokens(episode: Episode) -> int:
     """Tokens that the main agent sampled."""
     segments = episode.trajectory.segments
     return sum(len(segment.ids) for segment in segments if segment.logprobs is not None)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from paravt_jax.data.atomic import write_atomically
@@ -19,11 +18,13 @@ from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
 from train.data import QuestionStream
 from train.durable.compilations import Compilations
-from train.durable.rollout_file import RolloutFile, forget_others, rollout_file_name
+from train.durable.rollout_file import ROLLOUT_FILE, RolloutFile
 from train.durable.step_lines import rows_line, say
+from train.durable.stored_records import pack, unpack
 from train.learn.packing import GroupLengths
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
+from train.learn.rollout_pool import RolloutPool
 from train.learn.rollouts import Rollouts, draw_budgets
 from train.learn.speed import speeds
 from train.phases.actor import Actor
@@ -63,9 +64,12 @@ def reinforce(
     )
     with context.open_phase("rl", settings, environment.features.unreadable) as phase:
         questions = _questions(context, settings, reader)
+        pool = RolloutPool() if settings.max_staleness else None
         state, cursor = resume(phase, learner.start, parts)
         if cursor is not None:
             questions.set_state(cursor["questions"])
+            if pool is not None:
+                pool.state = unpack(cursor["pool"])
         if phase.left:
             # Before the engine takes its memory.
             start = time.monotonic()
@@ -75,10 +79,7 @@ def reinforce(
                 say(rows_line("rl", lengths, time.monotonic() - start))
             actor.wake(state.weights, phase.finished_steps)
             engine.warm_up()
-        if hosts.is_first():
-            forget_others(folder, jax.process_count())
-        name = rollout_file_name(jax.process_index(), jax.process_count())
-        rollout_file = RolloutFile(folder / name, phase.finished_steps)
+        rollout_file = RolloutFile(folder / ROLLOUT_FILE, phase.finished_steps)
 
         def measure(lengths: Sequence[GroupLengths], seconds: float) -> dict[str, float]:
             return speeds(lengths, parts.model.config, seconds, context.mesh.size)
@@ -99,11 +100,14 @@ def reinforce(
                 rollout_file.roll_out,
                 measure,
                 functools.partial(questions.draw, step - 1),
+                pool,
             )
             warm = step > phase.finished_steps + WARM_UP
             recompilations = compilations.count - compiled_before if warm else 0
             metrics["recompilations"] = float(recompilations)
             cursor = {"questions": questions.get_state()}
+            if pool is not None:
+                cursor["pool"] = pack(pool.state)
             phase.done(step, metrics, as_saved(state, parts), cursor)
     rollout_file.remove()
     engine.sleep()
@@ -124,9 +128,9 @@ def _questions(
 def _transcriber(
     context: Context, settings: RLSettings, step: int
 ) -> Callable[[Rollouts, np.ndarray], None]:
-    """A callback that writes one episode per group of the first process, for the report.
+    """A callback that writes one episode per group, for the report.
 
-    It takes this process's rollouts and the advantages of all rows, float32[b, t].
+    It takes the rollouts and the advantages of all rows, float32[b, t].
     """
     rows = settings.grpo.group_size
 
@@ -136,7 +140,7 @@ def _transcriber(
         lines = []
         for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True)):
             setting = EpisodeSettings(group[0].frames, settings.temperature)
-            # The first process's rows come first in `advantages`, so group p begins at p * rows.
+            # Group p begins at row p * rows.
             shown = transcript(
                 group[0], rewards[0], setting, context.data.vocabulary, advantages[p * rows]
             )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from rollout.engine.pages import page_count
 from rollout.engine.settings import EngineSizes
+from train.learn.in_flight import deal
 from train.plan.rates import Cost
 from train.plan.workload import Group, Rollout, Step, Workload
 
@@ -231,7 +232,16 @@ class _Host:
         self.submit(agent, rollout.results, context, left, own, agent.group.prompt)
 
 
-def shares(step: Step, hosts: int) -> list[Sequence[Group]]:
-    """The groups of each host: whole groups, as `paravt_jax.processes.hosts.share_of` deals."""
-    most = math.ceil(len(step) / hosts)
-    return [step[host * most : (host + 1) * most] for host in range(hosts)]
+def shares(step: Step, hosts: int) -> list[list[Group]]:
+    """The rollouts of each host, by prompt, as `train.learn.in_flight.deal` deals them."""
+    rollouts = [(group, rollout) for group in step for rollout in group.rollouts]
+    dealt = deal([0] * len(rollouts), [None] * len(rollouts), hosts)
+    parts: list[list[Group]] = [[] for _ in range(hosts)]
+    for group in step:
+        own: dict[int, list[Rollout]] = {}
+        for (other, rollout), host in zip(rollouts, dealt, strict=True):
+            if other is group:
+                own.setdefault(host, []).append(rollout)
+        for host, members in own.items():
+            parts[host].append(dataclasses.replace(group, rollouts=tuple(members)))
+    return parts

@@ -43,8 +43,8 @@ def policy_loss(
             count in it, although their loss is 0.
 
     Returns:
-        The loss, and metrics: the share of capped tokens and the mean |proximal - behaviour|; with
-        `proximal` also those of `_ratio_metrics`.
+        The loss, and metrics: the share of capped tokens, the mean |proximal - behaviour|, and the
+        mean and largest weight after the cap; with `proximal` also those of `_ratio_metrics`.
     """
     given = proximal is not None
     proximal = jax.lax.stop_gradient(proximal if given else logprobs)
@@ -62,6 +62,8 @@ def policy_loss(
     metrics = {
         "capped_fraction": masked_mean((weight == 0).astype(jnp.float32), mask, tokens),
         "behaviour_gap": masked_mean(jnp.abs(proximal - behaviour), mask, tokens),
+        "behaviour_weight": masked_mean(weight, mask, tokens),
+        "behaviour_weight_max": jnp.where(mask, weight, 0.0).max(),
     }
     if given:
         metrics |= _ratio_metrics(ratio, advantages, mask, settings, tokens)

@@ -102,13 +102,16 @@ class Reference:
     def answer(
         self, request: Request, seed: int, version: int, like: Sample | None = None
     ) -> Sample:
-        """The sample for one of a request's seeds.
+        """The sample for one of a request's seeds, each token under its version in `like`.
+
+        Tokens that `like` does not have are sampled under `version`.
 
         Where rounding could decide between two tokens, it takes the one that `like` has.
         """
         sampling = request.sampling
         said: list[int] = []
         logprobs: list[float] = []
+        versions: list[int] = []
         gone = getattr(self.features, "gone", ())
         stop = None
         if any(frame.video in gone for frame in request.frames):
@@ -116,10 +119,13 @@ class Reference:
         if not sampling.max_new_tokens:
             stop = SampleStop.LENGTH
         while stop is None:
-            draws = self._draw(self.scores(request, said, version), sampling, seed, len(said))
-            token, logprob = draws[0]
             number = len(said)
-            if like is not None and number < len(like.ids):
+            known = like is not None and number < len(like.ids)
+            under = int(like.versions[number]) if known and like is not None else version
+            versions.append(under)
+            draws = self._draw(self.scores(request, said, under), sampling, seed, number)
+            token, logprob = draws[0]
+            if known and like is not None:
                 same = [draw for draw in draws if draw[0] == like.ids[number]]
                 wanted = like.logprobs[number]
                 nearest = min(same, key=lambda draw: abs(draw[1] - wanted), default=draws[0])
@@ -132,7 +138,7 @@ class Reference:
             ids,
             np.array(logprobs, np.float32),
             stop,
-            version,
+            np.array(versions, np.int32),
             digest(np.concatenate([request.ids, ids])),
         )
 

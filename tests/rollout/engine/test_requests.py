@@ -61,7 +61,13 @@ class Doubling:
 
     def _samples(self, request) -> tuple[Sample, ...]:
         return tuple(
-            Sample(2 * request.ids + seed, np.zeros(1, np.float32), SampleStop.LENGTH, 0, "")
+            Sample(
+                2 * request.ids + seed,
+                np.zeros(1, np.float32),
+                SampleStop.LENGTH,
+                np.zeros(1, np.int32),
+                "",
+            )
             for seed in request.seeds
         )
 

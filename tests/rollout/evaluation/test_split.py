@@ -230,7 +230,8 @@ class Answering:
     def step(self):
         waiting, self.waiting = self.waiting, {}
         logprobs = np.zeros(len(self.ids), np.float32)
-        sample = Sample(self.ids, logprobs, SampleStop.STOP_ID, 0, "")
+        versions = np.zeros(len(self.ids), np.int32)
+        sample = Sample(self.ids, logprobs, SampleStop.STOP_ID, versions, "")
         return [(ticket, (sample,)) for ticket in waiting]
 
     def cancel(self, ticket):

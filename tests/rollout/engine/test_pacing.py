@@ -1,0 +1,173 @@
+"""Agents that are played in parts of virtual time: the same tokens, and a log to go on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from models.features import Reading
+from paravt_jax.method.records import digest
+from rollout.engine.pacing import AgentLog, PacedAgent
+from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, run, together
+
+CHARGE = 3
+END = 99
+
+
+class Counting:
+    """Draws seed * 100 + number as token `number`, and `END` as token `seed`."""
+
+    def __init__(self):
+        self.version = 0
+        self.asked: list[Request] = []
+        self.waiting: dict[int, Request] = {}
+        self.tickets = itertools.count()
+
+    def submit(self, request):
+        ticket = next(self.tickets)
+        self.asked.append(request)
+        self.waiting[ticket] = request
+        return ticket
+
+    def step(self):
+        waiting, self.waiting = self.waiting, {}
+        return [(ticket, (self._sample(request),)) for ticket, request in waiting.items()]
+
+    def cancel(self, ticket):
+        self.waiting.pop(ticket, None)
+
+    def _sample(self, request: Request) -> Sample:
+        (seed,) = request.seeds
+        begun = request.begun
+        first = 0 if begun is None else len(begun.ids)
+        end = min(seed + 1, request.sampling.max_new_tokens)
+        stop = SampleStop.STOP_ID if end == seed + 1 else SampleStop.LENGTH
+        ids = [END if n == seed else seed * 100 + n for n in range(end)]
+        old = [] if begun is None else begun.versions.tolist()
+        versions = np.array(old + [self.version] * (end - first), np.int32)
+        return Sample(
+            np.array(ids, np.int32),
+            np.zeros(end, np.float32),
+            stop,
+            versions,
+            digest(np.append(request.ids, ids)),
+        )
+
+
+class Files(Reading):
+    """A reading that is done at once and counts how often it was awaited."""
+
+    awaited = 0
+
+    def __init__(self):
+        """Reads nothing."""
+
+    steps = 1
+
+    def done(self):
+        return True
+
+    def result(self):
+        Files.awaited += 1
+
+
+async def turn(seeds: tuple[int, ...]) -> list[Sample]:
+    request = Request(np.array([1], np.int32), (), Sampling(40), (0,))
+    answers = await ask(*(dataclasses.replace(request, seeds=(seed,)) for seed in seeds))
+    return [sample for (sample,) in answers]
+
+
+async def look(seed: int) -> list[Sample]:
+    await Files()
+    return await turn((seed,))
+
+
+async def agent(*turns: tuple[int, ...]):
+    """Reads a file; asks with the seeds of each turn, or sends an agent for each of a negative one.
+
+    Returns all tokens and all versions.
+    """
+    found: list[Sample] = []
+    await Files()
+    for seeds in turns:
+        if seeds[0] < 0:
+            reports = await together(*[look(-seed) for seed in seeds])
+            found += [sample for report in reports for sample in report]
+        else:
+            found += await turn(seeds)
+    return [sample.ids.tolist() for sample in found], [sample.versions.tolist() for sample in found]
+
+
+TURNS = ((5,), (-7, -2, -11), (0,), (3, 8), (45,))
+STARTS = [CHARGE, *[2 * CHARGE + 6] * 3, 2 * CHARGE + 18, *[2 * CHARGE + 19] * 2, 2 * CHARGE + 28]
+END_OF_ALL = STARTS[-1] + 40
+
+
+def played(ends: list[float]) -> tuple[PacedAgent, Counting]:
+    sampler = Counting()
+    paced = PacedAgent(agent(*TURNS), CHARGE)
+    for end in ends:
+        run(sampler, [paced.play(end)])
+    return paced, sampler
+
+
+def test_parts_of_any_length_give_the_same_tokens_and_the_same_clock():
+    whole, sampler = played([math.inf])
+    assert len(sampler.asked) == 8 and all(request.begun is None for request in sampler.asked)
+    # A charge and 6 tokens; a charge and 12, the longest of three; 1; 9; the limit of 40.
+    assert whole.clock == END_OF_ALL
+    for step in (1, 2, 3, 5, 8, 13, 29):
+        paced, _ = played([*range(step, 100, step)])
+        assert paced.done and paced.clock == whole.clock
+        assert paced.result == whole.result
+
+
+def test_an_agent_stops_exactly_at_its_time():
+    """Tokens before it have the old version, all others the new one."""
+    for end in range(1, END_OF_ALL, 2):
+        sampler = Counting()
+        paced = PacedAgent(agent(*TURNS), CHARGE)
+        run(sampler, [paced.play(end)])
+        sampler.version = 1
+        run(sampler, [paced.play(math.inf)])
+        assert paced.result is not None
+        _, versions = paced.result
+        for start, found in zip(STARTS, versions, strict=True):
+            assert found == [int(start + n >= end) for n in range(len(found))]
+
+
+@pytest.mark.parametrize("end", [1, 3, 4, 8, 9, 10, 12, 13, 14, 15, 20, 24, 26, 30, 50])
+def test_a_new_coroutine_goes_on_from_the_log(end):
+    whole, _ = played([math.inf])
+    first, _ = played([end])
+    Files.awaited = 0
+    sampler = Counting()
+    again = PacedAgent(agent(*TURNS), CHARGE, first.log)
+    run(sampler, [again.restore()])
+    assert not sampler.asked, "what it was told is not asked again"
+    assert again.clock == first.clock and again.log == first.log
+    # What was waited for before is read again, and nothing else.
+    assert Files.awaited == 1 + 3 * (end >= STARTS[1] - CHARGE)
+    run(sampler, [again.play(math.inf)])
+    assert again.done and again.result == whole.result and again.clock == whole.clock
+
+
+def test_requests_are_left_as_they_are_without_a_limit():
+    wanted = Request(np.array([1], np.int32), (), Sampling(4), (1,))
+
+    async def one():
+        return await ask(wanted)
+
+    sampler = Counting()
+    run(sampler, [PacedAgent(one(), CHARGE).play(math.inf)])
+    assert sampler.asked[0] is wanted
+
+
+def test_an_agent_that_asks_nothing_is_done_at_once():
+    paced = PacedAgent(agent(), CHARGE)
+    run(Counting(), [paced.play(0)])
+    assert paced.done and paced.log == AgentLog() and dataclasses.asdict(paced.log)["clock"] == 0

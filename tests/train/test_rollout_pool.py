@@ -1,0 +1,223 @@
+"""Rollouts that outlive an update: ages, resuming, and any number of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from paravt_jax.method.scoring import Rules
+from paravt_jax.processes import hosts
+from rollout.engine.engine import Engine
+from rollout.engine.requests import Sample
+from tests.train.test_rollout_file import plain
+from train.data import QuestionStream
+from train.durable.stored_records import pack, unpack
+from train.learn.rl_settings import RLSettings
+from train.learn.rollout_pool import RolloutPool
+from train.learn.rollouts import StepRollouts, draw_budgets, require_fresh, token_ages
+
+STEPS = 4
+TWO = pytest.param(2, marks=pytest.mark.slow)
+
+
+def settings_of(road, max_staleness: int, prompts: int = 2) -> RLSettings:
+    return dataclasses.replace(
+        road.run.rl,
+        prompts=prompts,
+        max_staleness=max_staleness,
+        frame_budgets=(4,),
+        temperature=1.0,
+    )
+
+
+def stream_of(road, settings) -> QuestionStream:
+    budgets = functools.partial(draw_budgets, settings, 0, prompts=settings.prompts)
+    return QuestionStream(road.data, None, 7, budgets)
+
+
+class Stopping(Engine):
+    """Ends a response at a common letter too: random weights seldom end one."""
+
+    def __init__(self, road):
+        words = road.data.vocabulary
+        table = [words.token_bytes(token) for token in range(words.size)]
+        super().__init__(road.model, road.environment.features, road.run.engine_sizes, table)
+
+    def submit(self, request):
+        sampling = dataclasses.replace(request.sampling, stop_strings=(b"d",))
+        return super().submit(dataclasses.replace(request, sampling=sampling))
+
+
+class Run:
+    """Steps of a run without updates: version n of the weights is the n-th scaling of them."""
+
+    def __init__(self, road, engine: Engine, settings: RLSettings, pool: RolloutPool | None = None):
+        self.road = road
+        self.engine = engine
+        self.settings = settings
+        self.questions = stream_of(road, settings)
+        self.pool = pool or RolloutPool()
+        self.saved: list[tuple[str, Any]] = []
+
+    def step(self, step: int) -> StepRollouts:
+        self.engine.sleep()
+        scaled = jax.tree.map(lambda x: x * (1 + step / 8), self.road.weights)
+        self.engine.load(scaled, step)
+        played = self.pool.play_step(
+            self.engine,
+            self.road.environment,
+            self.questions.draw(step),
+            self.settings,
+            0,
+            step,
+            Rules(),
+            functools.partial(self.questions.draw, step),
+        )
+        assert self.engine.idle
+        self.saved.append((json.dumps(pack(self.pool.state)), self.questions.get_state()))
+        return played
+
+
+@pytest.fixture(scope="module", params=[1, TWO])
+def stale(road, request) -> tuple[Run, list[StepRollouts]]:
+    """Some steps at staleness 1 or 2."""
+    run = Run(road, Stopping(road), settings_of(road, request.param))
+    return run, [run.step(step) for step in range(STEPS)]
+
+
+def test_trajectories_mix_versions_and_none_is_too_old(stale):
+    run, steps = stale
+    staleness = run.settings.max_staleness
+    mixed = 0
+    for step, played in enumerate(steps):
+        assert len(played.batch.groups) == 2
+        require_fresh(played.batch, step, staleness)
+        for episode in played.batch.episodes:
+            found = episode.trajectory.versions
+            found = found[found >= 0]
+            assert (np.diff(found) >= 0).all()
+            mixed += len(set(found.tolist())) > 1
+        ages = np.concatenate(token_ages(played.batch, step))
+        assert played.metrics["staleness/max"] == ages.max()
+        assert played.metrics["staleness/mean"] == pytest.approx(ages.mean())
+        shares = [played.metrics[f"staleness/age{age}"] for age in range(staleness + 1)]
+        assert sum(shares) == pytest.approx(1)
+        assert played.metrics["in_flight/groups"] == 2
+    assert mixed
+    assert any(played.metrics["in_flight/tokens"] for played in steps)
+
+
+def test_every_group_is_trained_once(stale):
+    run, steps = stale
+    trained = [group[0].question.id for played in steps for group in played.batch.groups]
+    trained += [group.question.id for group in run.pool.state.groups]
+    questions = stream_of(run.road, run.settings)
+    drawn = [question.id for step in range(STEPS + 1) for question in questions.draw(step)]
+    assert sorted(trained) == sorted(drawn)
+
+
+def test_a_pool_goes_on_bit_for_bit_from_what_is_stored(road, stale):
+    """With another engine and new coroutines, as after a restart."""
+    run, steps = stale
+    for step in (1, STEPS - 1):
+        text, cursor = run.saved[step - 1]
+        again = Run(road, Stopping(road), run.settings, RolloutPool(unpack(json.loads(text))))
+        again.questions.set_state(cursor)
+        found = again.step(step)
+        assert plain(found.batch) == plain(steps[step].batch)
+        assert found.metrics == steps[step].metrics
+        assert again.saved == run.saved[step : step + 1]
+
+
+class Parts:
+    """Wraps a scripted sampler so that it writes its texts in parts (`Request.begun`)."""
+
+    def __init__(self, script):
+        self.script = script
+        self.script._sample = self._sample
+        self._whole = type(script)._sample
+
+    def _sample(self, request, seed) -> Sample:
+        whole = self._whole(self.script, dataclasses.replace(request, begun=None), seed)
+        end = request.sampling.max_new_tokens
+        begun = request.begun
+        first = 0 if begun is None else len(begun.ids)
+        versions = np.full(len(whole.ids), self.script.version, np.int32)
+        if begun is not None:
+            versions[:first] = begun.versions
+        if len(whole.ids) <= end:
+            return dataclasses.replace(whole, versions=versions)
+        stop = type(whole.stop).LENGTH
+        return dataclasses.replace(
+            whole,
+            ids=whole.ids[:end],
+            logprobs=whole.logprobs[:end],
+            versions=versions[:end],
+            stop=stop,
+        )
+
+
+def play_on(road, small, processes: int, monkeypatch) -> list[StepRollouts]:
+    """Four steps on some processes: each is a thread, and `gather` a barrier between them."""
+    settings = settings_of(road, 1, prompts=3)
+    pools = [RolloutPool() for _ in range(processes)]
+    local = threading.local()
+    barrier = threading.Barrier(processes)
+    sent: list[Any] = [None] * processes
+
+    def gather(value):
+        sent[local.index] = value
+        barrier.wait()
+        found = list(sent)
+        barrier.wait()
+        return found
+
+    monkeypatch.setattr(hosts, "process_count", lambda: processes)
+    monkeypatch.setattr(hosts, "process_index", lambda: local.index)
+    monkeypatch.setattr(hosts, "gather", gather)
+
+    def work(index: int) -> list[StepRollouts]:
+        local.index = index
+        script = small.Script(road)
+        Parts(script)
+        questions = stream_of(road, settings)
+        played = []
+        for step in range(4):
+            script.load(None, step)
+            played.append(
+                pools[index].play_step(
+                    script,
+                    road.environment,
+                    questions.draw(step),
+                    settings,
+                    0,
+                    step,
+                    Rules(),
+                    functools.partial(questions.draw, step),
+                )
+            )
+        return played
+
+    with ThreadPoolExecutor(processes) as threads:
+        results = list(threads.map(work, range(processes), timeout=120))
+    states = {json.dumps(pack(pool.state)) for pool in pools}
+    assert len(states) == 1, "all processes know the same"
+    return results[0]
+
+
+def test_results_do_not_depend_on_the_number_of_processes(road, small, monkeypatch):
+    one, two, three = (play_on(road, small, count, monkeypatch) for count in (1, 2, 3))
+    for step, others in enumerate(zip(one, two, three, strict=True)):
+        batches = [plain(dataclasses.replace(played.batch, players=())) for played in others]
+        assert batches[0] == batches[1] == batches[2]
+        players = set(itertools.chain(*others[2].batch.players))
+        assert players <= {0, 1, 2} and (step or len(players) > 1)

@@ -1,0 +1,142 @@
+"""Rollouts that outlive an update (`rl.max_staleness` above 0).
+
+Without a pool, every step waits for its slowest rollout while most slots are empty. With it, twice
+as many groups are in flight as an update takes:
+
+    begin    the places of the groups that were taken last get new questions
+    play     all episodes advance, a quantum of virtual time at a time, until the update can be made
+    take     the update takes the groups that are due, and those that ended first
+    suspend  all others keep what they have drawn, and go on under the new weights
+
+Between steps a pool is plain data: what every agent in flight was told. The next step goes on with
+that, in the run itself and after a restart, so both compute the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from paravt_jax.method.judge import Judge
+from paravt_jax.method.records import Question
+from rollout.agent.episode import Environment
+from rollout.engine.requests import Sampler
+from train.learn.in_flight import Flight, FlyingGroup, Player, Standing, capacity, choose
+from train.learn.rl_settings import RLSettings
+from train.learn.rollouts import (
+    Rollouts,
+    StepRollouts,
+    begin,
+    response_tokens,
+    score,
+    token_ages,
+)
+
+# Quanta in the tokens of the longest trajectory. After each, the processes wait for one another.
+QUANTA = 32
+# Reading frames and prefilling them costs this share of a quantum in virtual time.
+CHARGE = 1 / 4
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolState:
+    """A pool between two steps."""
+
+    clock: int = 0
+    """The virtual time."""
+    number: int = 0
+    """Number of groups that have begun."""
+    groups: tuple[FlyingGroup, ...] = ()
+    """The groups in flight."""
+
+
+class RolloutPool:
+    """The groups in flight. Every process has the same."""
+
+    def __init__(self, state: PoolState | None = None):
+        self.state = state or PoolState()
+        # Kept for the agents that go on in the same process.
+        self._player: Player | None = None
+
+    def play_step(
+        self,
+        engine: Sampler,
+        environment: Environment,
+        questions: Sequence[Question],
+        settings: RLSettings,
+        seed: int,
+        step: int,
+        judge: Judge,
+        further: Callable[[Sequence[int]], Sequence[Question]] | None,
+    ) -> StepRollouts:
+        """Play until the update of `step` can be made, and take its groups.
+
+        Args:
+            engine: Samples under the weights after `step` updates. It is idle between steps.
+            environment: The protocol, and the frames' features.
+            questions: A question for each prompt of the step, on every process.
+            settings: Settings of RL.
+            seed: Seed of the run.
+            step: Number of the step.
+            judge: Scores answers.
+            further: Draws a question for each of some places of the step. Called in the first step,
+                which fills the pool.
+        """
+        quantum = max(1, environment.protocol.settings.trajectory_tokens // QUANTA)
+        if self._player is None:
+            charge = max(1, round(quantum * CHARGE))
+            self._player = Player(environment, settings.temperature, charge)
+        clock, number, groups = self.state.clock, self.state.number, [*self.state.groups]
+        places = range(settings.prompts)
+        most = capacity(settings.prompts, settings.max_staleness)
+        first = 0
+        while len(groups) < most:
+            if first:
+                assert further is not None, "the first step draws further questions"
+                questions = further(places)
+            groups += begin(questions, settings, seed, step, places, first, number, clock)
+            number += len(places)
+            first += len(places)
+        self._player.deal(groups)
+        while True:
+            standings = [Standing(group.step, group.end) for group in groups]
+            taken = choose(standings, step, settings.prompts, settings.max_staleness)
+            if taken is not None:
+                break
+            clock += quantum
+            self._player.play(engine, groups, clock)
+        flights = [flight for group in groups for flight in group.flights]
+        ended = [flight for flight in flights if flight.done and flight.episode is None]
+        self._player.share(groups)
+        rollouts = score([groups[n] for n in taken], environment, settings, judge)
+        left = tuple(group for n, group in enumerate(groups) if n not in taken)
+        self.state = PoolState(clock, number, left)
+        metrics = dict(rollouts.judged) | _staleness(rollouts, step, settings.max_staleness)
+        metrics |= _sampled(ended) | _suspended(left)
+        return StepRollouts(rollouts, rollouts, metrics)
+
+
+def _staleness(rollouts: Rollouts, step: int, max_staleness: int) -> dict[str, float]:
+    """Ages of the batch's sampled tokens, in updates."""
+    ages = np.concatenate([np.zeros(0, np.int32), *token_ages(rollouts, step)])
+    shares = {
+        f"staleness/age{age}": float((ages == age).mean()) for age in range(max_staleness + 1)
+    }
+    return shares | {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+
+
+def _sampled(ended: Sequence[Flight]) -> dict[str, float]:
+    """The length of all episodes that ended in this step, whether the update takes them or not.
+
+    If the trained ones (`length/response`) stayed shorter, the choice of groups would be biased.
+    """
+    tokens = [response_tokens(flight.episode) for flight in ended if flight.episode is not None]
+    return {"length/sampled": float(np.mean(tokens))} if tokens else {}
+
+
+def _suspended(groups: Sequence[FlyingGroup]) -> dict[str, float]:
+    """Groups that outlive the update, and their open tokens, which are prefilled again."""
+    open_tokens = sum(flight.log.open_tokens for group in groups for flight in group.flights)
+    return {"in_flight/groups": float(len(groups)), "in_flight/tokens": float(open_tokens)}
