@@ -113,8 +113,9 @@ class Planned:
             return self.engine.submit(request)
         ticket = next(self._tickets)
         logprobs = np.zeros(len(self._ids), np.float32)
+        versions = np.zeros(len(self._ids), np.int32)
         fed = digest(np.concatenate([request.ids, self._ids]))
-        sample = Sample(self._ids, logprobs, SampleStop.STOP_ID, 0, fed)
+        sample = Sample(self._ids, logprobs, SampleStop.STOP_ID, versions, fed)
         self._planned.append((ticket, (sample,)))
         return ticket
 

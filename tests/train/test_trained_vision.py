@@ -114,7 +114,7 @@ def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
     questions = thawed.data.questions[:2]
     played = roll_out(small.Script(thawed), thawed.environment, questions, rl, 0, 0, Rules())
     step = lay_out(
-        [played],
+        played,
         features,
         thawed.data.vocabulary,
         thawed.run.rl_shape,
