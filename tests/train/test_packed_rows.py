@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -368,7 +369,8 @@ def layouts() -> Layouts:
         for part in microbatches:
             total, found = update.add(state.weights, total, visual, part, whole)
             for name, value in found.items():
-                metrics[name] = metrics.get(name, 0.0) + float(value)
+                join = max if name.endswith("_max") else operator.add
+                metrics[name] = join(metrics.get(name, 0.0), float(value))
         return metrics, total
 
     def packed_logprobs(step, sizes):
