@@ -41,7 +41,7 @@ from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
-from rollout.engine.engine import Engine
+from rollout.engine.engine import Engine, EngineCounts
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.metrics import read_metrics
@@ -70,7 +70,7 @@ With SSSE3 or more, every run read the same pixels, by decord and by PyAV. Witho
 for encoding and decoding, which imitates other processors, colours differed by up to 3 grey levels.
 """
 
-NOT_COMPARED = ("wall", "time/", "speed/", "memory/", "packing/", "weights/")
+NOT_COMPARED = ("wall", "time/", "idle/", "speed/", "memory/", "packing/", "weights/")
 """Prefixes of figures that depend on the machine's speed and size, on how rows are packed, or on
 the last bit of every weight."""
 
@@ -153,6 +153,7 @@ class ScriptedEngine(Engine):
     def __init__(self, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self.version = 0
+        self.counts = EngineCounts()
         self._weights: Any = None
         self._tickets = itertools.count()
         self._waiting: dict[int, Request] = {}

@@ -192,12 +192,8 @@ def rows_of(folder: pathlib.Path) -> list[Row]:
 
 def without_clock(rows: list[Row]) -> list[Row]:
     """Remove times, and numbers of compilations, which depend on restarts."""
-
-    def kept(name: str) -> bool:
-        measured = name in ("wall", "recompilations") or name.startswith(("time/", "speed/"))
-        return not measured
-
-    return [{name: row[name] for name in row if kept(name)} for row in rows]
+    measured = ("wall", "recompilations", "time/", "idle/", "speed/")
+    return [{name: row[name] for name in row if not name.startswith(measured)} for row in rows]
 
 
 def checkpoints_of(folder: pathlib.Path) -> Iterator[tuple[str, int, dict[str, bytes]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -24,6 +25,13 @@ class HostsError(RuntimeError):
 
 
 _SMALLEST_MESSAGE = 1 << 20  # bytes
+
+_waited = 0.0
+
+
+def seconds_waited() -> float:
+    """Seconds that this process has spent here, almost all of them waiting for other processes."""
+    return _waited
 
 
 def process_count() -> int:
@@ -47,8 +55,10 @@ def gather(value: T) -> list[T]:
     Values are pickled and copied through device memory: use it for trajectories and metrics, not
     for weights.
     """
+    global _waited
     if process_count() == 1:
         return [value]
+    start = time.perf_counter()
     data = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(data)))
     # An all-gather needs one shape on all processes, and XLA compiles each shape once. Padding to a
@@ -57,6 +67,7 @@ def gather(value: T) -> list[T]:
     padded = np.zeros(padded_size, np.uint8)
     padded[: len(data)] = data
     messages = multihost_utils.process_allgather(padded)
+    _waited += time.perf_counter() - start
     return [
         pickle.loads(message[:size].tobytes())
         for message, size in zip(messages, sizes, strict=True)

@@ -68,8 +68,29 @@ class EngineCounts:
     """Rows of the programs, including idle ones, summed over these steps."""
     seconds: float = 0.0
     """Time in device programs and the transfers to and from them."""
+    tail_seconds: float = 0.0
+    """Time of decoding with empty rows, by their share; added up when the engine falls asleep."""
     stops: collections.Counter[SampleStop] = dataclasses.field(default_factory=collections.Counter)
     """Finished samples by the reason they ended."""
+
+
+@dataclasses.dataclass
+class _Occupancy:
+    """How many rows were busy while the engine decoded."""
+
+    most: int = 0
+    seconds: float = 0.0
+    row_seconds: float = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.most = max(self.most, rows)
+        self.seconds += seconds
+        self.row_seconds += rows * seconds
+
+    @property
+    def empty_seconds(self) -> float:
+        """Seconds, weighted by the share of empty rows; 0 while as many are busy as ever."""
+        return self.seconds - self.row_seconds / max(1, self.most)
 
 
 class Engine:
@@ -113,6 +134,7 @@ class Engine:
         self.waiting: collections.deque[EngineSequence] = collections.deque()
         self.running: list[EngineSequence] = []
         self.unanswered: dict[int, list[Sample | None]] = {}
+        self._occupancy = _Occupancy()
         self.weights: tuple[Any, Any] | None = None
         self.version = 0
         self._token_bytes = token_bytes
@@ -232,6 +254,8 @@ class Engine:
         self._require_idle("sleep")
         self.forget()
         self.weights = None
+        self.counts.tail_seconds += self._occupancy.empty_seconds
+        self._occupancy = _Occupancy()
         self.runner.sleep()
 
     def fingerprint(self) -> int:
@@ -532,7 +556,9 @@ class Engine:
         sequences = self.running[:]  # a list of its own, because `_finish` changes `running`
         if not sequences:
             return
+        before = self.runner.seconds
         results = self.runner.decode(sequences, self._loaded("step"))
+        self._occupancy.add(len(sequences), self.runner.seconds - before)
         for sequence, (ids, logprobs) in zip(sequences, results, strict=True):
             self._extend(sequence, ids, logprobs)
 

@@ -337,7 +337,7 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
         state, figures = learner.step(
             state, cast(Any, sampler), road.environment, road.data.questions[:2], seed=0
         )
-        timed = ("time/", "speed/", "packing/", "weights/")
+        timed = ("time/", "idle/", "speed/", "packing/", "weights/")
         steps.append({name: x for name, x in figures.items() if not name.startswith(timed)})
     return steps
 

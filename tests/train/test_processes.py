@@ -29,7 +29,7 @@ def command(folder: pathlib.Path, *arguments: str) -> list[str]:
 
 def figures(folder: pathlib.Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl without times and compilations."""
-    drop = ("time/", "speed/", "packing/", "weights/", "wall", "recompilations")
+    drop = ("time/", "idle/", "speed/", "packing/", "weights/", "wall", "recompilations")
     return [
         {k: v for k, v in line.items() if not k.startswith(drop)}
         for line in read_metrics(folder / "metrics.jsonl")

@@ -49,7 +49,7 @@ def metrics_of(name: str) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without times."""
     lines = read_metrics(f"runs/{name}/metrics.jsonl")
     return [
-        {k: v for k, v in line.items() if not k.startswith(("wall", "time/", "speed/"))}
+        {k: v for k, v in line.items() if not k.startswith(("wall", "time/", "idle/", "speed/"))}
         for line in lines
     ]
 

@@ -243,7 +243,6 @@ class Learner:
         """
         number = int(state.step) // self.settings.updates_per_batch
         times = [time.perf_counter()]
-        waited = environment.features.waited
 
         fixed = (self.settings, seed, number, self.judge)
         if pool is not None:
@@ -262,7 +261,6 @@ class Learner:
             )
         require_fresh(rollouts, number, self.settings.max_staleness)
         times.append(time.perf_counter())
-        waited = environment.features.waited - waited
 
         laid_out = lay_out(
             rollouts,
@@ -300,8 +298,6 @@ class Learner:
         metrics |= laid_out.metrics
         phases = ("rollout", "data", "reference", "update")
         seconds = dict(zip(phases, np.diff(times).tolist(), strict=True))
-        # Waiting for files with nothing to sample is shown apart from rollouts.
-        seconds |= {"files": waited, "rollout": seconds["rollout"] - waited}
         metrics |= {f"time/{phase}": span for phase, span in seconds.items()}
         if measure is not None:
             one_update = seconds["update"] / self.settings.updates_per_batch

@@ -30,6 +30,7 @@ from train.learn.speed import speeds
 from train.phases.actor import Actor
 from train.phases.context import Context, as_saved, resume
 from train.phases.evaluation import evaluate_checkpoint
+from train.phases.idle import IdleTime
 from train.phases.model import Parts
 
 # Programs may still compile in the first steps of a process.
@@ -90,6 +91,7 @@ def reinforce(
             if run.evaluation.curve and step > 1 and phase.saves(step - 1):
                 evaluate_checkpoint(context, actor, step - 1)
             transcribe = _transcriber(context, settings, step) if phase.saves(step) else None
+            idle = IdleTime(engine, environment.features, compilations)
             state, metrics = learner.step(
                 state,
                 engine,
@@ -105,6 +107,7 @@ def reinforce(
             warm = step > phase.finished_steps + WARM_UP
             recompilations = compilations.count - compiled_before if warm else 0
             metrics["recompilations"] = float(recompilations)
+            metrics |= idle.metrics()
             cursor = {"questions": questions.get_state()}
             if pool is not None:
                 cursor["pool"] = pack(pool.state)

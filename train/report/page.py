@@ -107,7 +107,8 @@ PHASE_CURVES = (
     ("control", "Control: further SFT from the cold start", SFT_CURVES),
     ("align", "Alignment of the vision tower", ALIGN_CURVES),
 )
-STACKED = ("time/rollout", "time/files", "time/reference", "time/update", "time/data")
+STACKED = ("time/rollout", "time/reference", "time/update", "time/data")
+IDLE = ("idle/tail", "idle/hosts", "idle/files", "idle/compile")
 
 
 def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.inf) -> pathlib.Path:
@@ -311,22 +312,30 @@ def _phases(metrics: list[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
-    """Charts of the recorded metrics: known curves first, then seconds by phase, then the rest."""
+    """Charts of the recorded metrics: known curves, seconds by phase, idle seconds, the rest."""
     keys = {key for key in _recorded(lines) if not is_shown(key)}
     times = [key for key in STACKED if key in keys]
-    rest = keys - {curve.key for curve in curves} - set(times)
+    idle = [key for key in IDLE if key in keys]
+    rest = keys - {curve.key for curve in curves} - {*times, *idle}
     charts = charts_of(lines, curves)
     if times:
         # Other times are stacked on top of the known ones.
         more = sorted(key for key in rest if key.startswith("time/"))
         times += more
         rest -= set(more)
-        totals = [sum(row.get(key) or 0.0 for key in times) for row in lines]
-        steps = [row["step"] for row in lines]
-        layers = [(key.removeprefix("time/"), [row.get(key) for row in lines]) for key in times]
-        chart = stacked_chart(steps, layers)
-        charts.append(_figure("seconds by phase", "of each step", totals, chart))
+        charts.append(_stacked(lines, times, "seconds by phase", "of each step"))
+    if idle:
+        about = "of each step, mean over hosts; tail: rows without a rollout"
+        charts.append(_stacked(lines, idle, "idle seconds", about))
     return charts + charts_of(lines, [Curve(key, key.replace("_", " ")) for key in sorted(rest)])
+
+
+def _stacked(lines: list[Row], keys: Sequence[str], title: str, about: str) -> Row:
+    """A chart of seconds whose sum is of interest."""
+    totals = [sum(row.get(key) or 0.0 for key in keys) for row in lines]
+    steps = [row["step"] for row in lines]
+    layers = [(key.partition("/")[2], [row.get(key) for row in lines]) for key in keys]
+    return _figure(title, about, totals, stacked_chart(steps, layers))
 
 
 def charts_of(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:

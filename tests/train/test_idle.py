@@ -1,0 +1,49 @@
+"""Seconds in which hosts waited, over all hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from models.features import FrameFeatures
+from paravt_jax.processes import hosts
+from rollout.engine.engine import Engine, EngineCounts, _Occupancy
+from train.durable.compilations import Compilations
+from train.phases.idle import IdleTime
+
+
+def test_empty_rows_count_by_their_share_of_the_most_that_were_busy():
+    occupancy = _Occupancy()
+    assert occupancy.empty_seconds == 0
+    occupancy.add(8, 2.0)
+    occupancy.add(8, 1.0)
+    assert occupancy.empty_seconds == 0
+    occupancy.add(2, 4.0)
+    assert occupancy.empty_seconds == pytest.approx(3.0)
+
+
+@pytest.fixture
+def waiting() -> tuple[Engine, FrameFeatures, Compilations]:
+    """What the waiting of a host is read from, without a model."""
+    engine = Engine.__new__(Engine)
+    engine.counts = EngineCounts(tail_seconds=5.0)
+    features = FrameFeatures.__new__(FrameFeatures)
+    features.waited = 7.0
+    return engine, features, Compilations()
+
+
+def test_waiting_counts_from_the_beginning_of_the_step(waiting):
+    engine, features, compilations = waiting
+    idle = IdleTime(*waiting)
+    engine.counts.tail_seconds += 1.0
+    features.waited += 0.5
+    compilations.seconds += 0.25
+    wanted = {"idle/files": 0.5, "idle/hosts": 0.0, "idle/tail": 1.0, "idle/compile": 0.25}
+    assert idle.metrics() == wanted
+
+
+def test_several_hosts_report_their_mean_and_the_most_of_any(waiting, monkeypatch):
+    idle = IdleTime(*waiting)
+    waiting[1].waited += 1.0
+    monkeypatch.setattr(hosts, "gather", lambda own: [own, own | {"files": 3.0}])
+    found = idle.metrics()
+    assert (found["idle/files"], found["idle/files_max"]) == (2.0, 3.0)
