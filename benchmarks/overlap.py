@@ -2,17 +2,19 @@
 
 python -m benchmarks.overlap
 python -m benchmarks.overlap --hosts 4 --calls 2.5 --seeds 5
+python -m benchmarks.overlap --hosts 16 --prompts 28
 
 The policy is the trainer's own (`deal`, `choose` and `capacity` of `train.learn.in_flight`, quanta
 as in `train.learn.rollout_pool`). Only seconds are modelled, as arithmetic for an 8B model on hosts
 of four v5e chips. Lengths are log-normal, with a 99th percentile of eight times the median. Per
-update, 7 groups of 8 rollouts are trained.
+update, 7 groups of 8 rollouts are trained by default.
 
 "Step" is the mean time of a step, "work" the mean time in which a host computes: decoding,
 prefilling and its part of the update. Their ratio says how long hosts wait for files, for one
 another, and for the slowest rollout. "Full" is the time of a step whose rollouts would all be there
 at its beginning and end at the same moment: what remains above it is the tail, in which few rows
-decode.
+decode. "Least" is a bound for every schedule: the longest rollout that begins in a step, alone on
+its host, has to end within `max_staleness` + 1 steps, and no step is shorter than "full".
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import dataclasses
 import math
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +32,6 @@ from rollout.evaluation.markdown import table
 from train.learn.in_flight import Standing, capacity, choose, deal
 from train.learn.rollout_pool import CHARGE, QUANTA
 
-PROMPTS = 7
 ROLLOUTS = 8
 # Tokens of a rollout's response: the median, and the most.
 MEDIAN = 300  # so the mean is about 450, and one of a hundred has 2,400
@@ -45,7 +47,7 @@ ROW_SECONDS = 0.14e-3
 # 16.4 GFLOP per token at half of the peak of four chips.
 PREFILL_SECONDS = 42e-6
 READ_SECONDS = 1.2
-# Packed update and reference pass on four hosts; more hosts share them.
+# Packed update and reference pass of 7 groups on four hosts; more hosts share them.
 UPDATE_SECONDS = 8.0
 # Weights to the samplers, batch, metrics.
 REST_SECONDS = 2.0
@@ -58,6 +60,7 @@ class Costs(NamedTuple):
     step: float
     work: float
     full: float
+    least: float
     age: float
     """Age of trained groups, in updates, by the step in which they began."""
     groups: float
@@ -93,7 +96,23 @@ def _seconds(tokens: np.ndarray) -> np.ndarray:
     return ends
 
 
-def simulate(hosts: int, max_staleness: int, calls: float, steps: int, seed: int) -> Costs:
+def _least(longest: Sequence[float], max_staleness: int, floor: float) -> float:
+    """The least mean of steps, each of `floor` seconds or more, in which all rollouts can end.
+
+    The longest rollout that begins in step s takes `longest[s]` seconds, and ends in step
+    s + `max_staleness` or before. What is missing is best added to the last of these steps, which
+    later rollouts share.
+    """
+    steps = np.full(len(longest) + max_staleness, floor)
+    for first, seconds in enumerate(longest):
+        last = first + max_staleness
+        steps[last] += max(0.0, seconds - steps[first : last + 1].sum())
+    return float(steps[: len(longest)].mean())
+
+
+def simulate(
+    hosts: int, max_staleness: int, calls: float, steps: int, seed: int, prompts: int
+) -> Costs:
     """Mean costs of `steps` steps after a warm-up."""
     rng = np.random.default_rng(seed)
     quantum = MOST // QUANTA
@@ -102,14 +121,19 @@ def simulate(hosts: int, max_staleness: int, calls: float, steps: int, seed: int
     clock = 0.0
     begun = trained = 0
     found = []
+    all_longest = []
     for step in range(WARM_UP + steps):
-        while len(groups) < capacity(PROMPTS, max_staleness):
+        longest = 0.0
+        while len(groups) < capacity(prompts, max_staleness):
             lengths = np.minimum(MEDIAN * np.exp(SIGMA * rng.standard_normal(ROLLOUTS)), MOST)
             reads = rng.poisson(calls, ROLLOUTS)
             tokens = np.ceil(lengths)
+            alone = tokens * (STEP_SECONDS + ROW_SECONDS) + reads * READ_SECONDS
+            longest = max(longest, float(alone.max()))
             spans = tokens + charge * (1 + reads)
             groups.append(Simulated(step, int(clock), spans, tokens, reads, [None] * ROLLOUTS))
             begun += 1
+        all_longest.append(longest)
         flights = [
             (group, member)
             for group in groups
@@ -129,8 +153,8 @@ def simulate(hosts: int, max_staleness: int, calls: float, steps: int, seed: int
         starts = np.array([group.start for group, _ in flights])
         host_of = np.array(dealt)
         prefilled = np.zeros(hosts)
-        prompts = {(id(group), host) for (group, _), host in zip(flights, dealt, strict=True)}
-        for _, host in prompts:
+        pairs = {(id(group), host) for (group, _), host in zip(flights, dealt, strict=True)}
+        for _, host in pairs:
             prefilled[host] += PROMPT
         drawn = np.clip(clock - starts, 0, spans) / spans * tokens
         np.add.at(prefilled, host_of, drawn)
@@ -138,7 +162,7 @@ def simulate(hosts: int, max_staleness: int, calls: float, steps: int, seed: int
         seconds = float(work.max(initial=0.0))
         while True:
             standings = [Standing(group.step, group.end(clock)) for group in groups]
-            taken = choose(standings, step, PROMPTS, max_staleness)
+            taken = choose(standings, step, prompts, max_staleness)
             if taken is not None:
                 break
             # Without staleness there are no quanta: all are played to their end.
@@ -157,20 +181,22 @@ def simulate(hosts: int, max_staleness: int, calls: float, steps: int, seed: int
                 # An episode waits for its own files only, while the others decode.
                 slowest = max(slowest, float((ends + share * reads[own] * READ_SECONDS).max()))
             seconds += slowest
-        update = UPDATE_SECONDS * 4 / hosts + REST_SECONDS
+        update = UPDATE_SECONDS * 4 / hosts * prompts / 7 + REST_SECONDS
         trained += len(taken)
         assert all(groups[n].step + max_staleness >= step for n in taken), "a group is too old"
         age = float(np.mean([step - groups[n].step for n in taken]))
         mean_tokens = float(np.sum([groups[n].tokens.sum() for n in taken]))
-        per_host = PROMPTS * ROLLOUTS / hosts
-        even = mean_tokens / PROMPTS / ROLLOUTS * (STEP_SECONDS + per_host * ROW_SECONDS)
+        per_host = prompts * ROLLOUTS / hosts
+        even = mean_tokens / prompts / ROLLOUTS * (STEP_SECONDS + per_host * ROW_SECONDS)
         if step >= WARM_UP:
             left = len(groups) - len(taken)
-            costs = (seconds + update, float(work.mean()) + update, even + update, age, left)
-            found.append(costs)
+            work_seconds = float(work.mean()) + update
+            found.append((seconds + update, work_seconds, even + update, age, left))
         groups = [group for n, group in enumerate(groups) if n not in taken]
     assert begun == trained + len(groups), "a group was dropped"
-    return Costs(*np.mean(found, axis=0).tolist())
+    step_seconds, work_seconds, full, age, left = np.mean(found, axis=0).tolist()
+    least = _least(all_longest[WARM_UP:], max_staleness, full - update) + update
+    return Costs(step_seconds, work_seconds, full, least, age, left)
 
 
 def main() -> int:
@@ -180,18 +206,19 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 16], help="default 4 16")
+    parser.add_argument("--prompts", type=int, default=7, help="groups per update (default 7)")
     parser.add_argument("--calls", type=float, default=0.2, help="calls per rollout (default 0.2)")
     parser.add_argument("--steps", type=int, default=100, help="steps that count (default 100)")
     parser.add_argument("--seeds", type=int, default=20, help="default 20")
     asked = parser.parse_args()
-    if min(*asked.hosts, asked.steps, asked.seeds, 1) < 1 or asked.calls < 0:
-        parser.error("--hosts, --steps and --seeds: give 1 or more; --calls: 0 or more")
+    if min(*asked.hosts, asked.steps, asked.seeds, asked.prompts) < 1 or asked.calls < 0:
+        parser.error("--hosts, --steps, --seeds and --prompts: give 1 or more; --calls: 0 or more")
     rows = []
     for hosts in asked.hosts:
         for max_staleness in (0, 1, 2):
             costs = np.array(
                 [
-                    simulate(hosts, max_staleness, asked.calls, asked.steps, seed)
+                    simulate(hosts, max_staleness, asked.calls, asked.steps, seed, asked.prompts)
                     for seed in range(asked.seeds)
                 ]
             )
@@ -206,12 +233,13 @@ def main() -> int:
                     f"{ratios.mean():.2f}",
                     f"{ratios.max():.2f}",
                     f"{mean.full:.1f}",
+                    f"{mean.least:.1f}",
                     f"{mean.age:.2f}",
                     f"{mean.groups:.0f}",
                 ]
             )
     names = ["hosts", "max_staleness", "step, s", "work, s", "ratio", "largest of all seeds"]
-    print(table([*names, "full, s", "mean age", "groups left"], rows))
+    print(table([*names, "full, s", "least, s", "mean age", "groups left"], rows))
     return 0
 
 
