@@ -35,6 +35,7 @@ from rollout.engine.pages import page_count
 from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSizes
 from rollout.evaluation.memory import decode_bytes, prefill_bytes
+from train.learn.in_flight import capacity
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import fit_rows, parts_of_rows
 from train.learn.packing import ALIGNMENT, MicrobatchShape, PackedMicrobatch, StepShape, pack
@@ -528,7 +529,7 @@ class _Estimate:
         group = 1
         if rl is not None:
             group = rl.grpo.group_size
-            most = min(most, 2 * math.ceil(rl.prompts / self.devices.hosts) * group)
+            most = min(most, 2 * math.ceil(self._groups / self.devices.hosts) * group)
         if self._paged:
             # Fewer slots would save hardly any memory.
             return [most]
@@ -536,6 +537,12 @@ class _Estimate:
         while numbers[-1] // 2 >= group:
             numbers.append(numbers[-1] // 2)
         return numbers
+
+    @property
+    def _groups(self) -> int:
+        """Groups of rollouts in flight, on all hosts."""
+        rl = self.run.rl
+        return 0 if rl is None else capacity(rl.prompts, rl.max_staleness)
 
     @property
     def _paged(self) -> bool:
@@ -549,7 +556,7 @@ class _Estimate:
         if self.run.rl is None:
             return engine.slots * longest
         shape = self.run.rl_shape
-        prompts = math.ceil(shape.groups / self.devices.hosts)
+        prompts = math.ceil(self._groups / self.devices.hosts)
         rollouts = min(prompts * shape.rollouts, engine.slots)
         # A group shares the pages of its prompt, but for a partly filled last one.
         pages = prompts * page_count(shape.limits.prompt, engine.page)

@@ -65,6 +65,8 @@ class PacedAgent(Generic[Result]):
         log: What the agent was told.
         clock: Its virtual time.
         done: Whether it has ended. Its result is then in `result`.
+        strayed: Whether it has not asked again for what its log answers: a file that it had read
+            can no longer be read. Its result is then worth nothing.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class PacedAgent(Generic[Result]):
         self.log = log or AgentLog()
         self.clock = self.log.clock
         self.done = False
+        self.strayed = False
         self.result: Result | None = None
         self._agent = agent
         self._charge = charge
@@ -84,15 +87,21 @@ class PacedAgent(Generic[Result]):
         """Start the agent, and tell it its log. Awaits readings only: the sampler is not asked."""
         await self._tell(None)
         for told in self.log.told:
+            if self.done:
+                self.strayed = True
+                return
             if isinstance(self._awaited, Gathering):
-                self._start_others(told)
-                await together(*[other.restore() for other in self._others])
+                await self._restore_others(told)
+                if self.strayed:
+                    return
                 await self._tell([other.result for other in self._others])
             else:
                 await self._tell([(sample,) for sample in told])
-        if isinstance(self._awaited, Gathering) and self.log.begun:
-            self._start_others(self.log.begun)
-            await together(*[other.restore() for other in self._others])
+        if self.done:
+            # A file that nothing was drawn from yet can no longer be read.
+            self.log = dataclasses.replace(self.log, begun=())
+        elif isinstance(self._awaited, Gathering) and self.log.begun:
+            await self._restore_others(self.log.begun)
 
     async def play(self, until: float) -> None:
         """Play up to virtual time `until`. An agent for `run`.
@@ -136,6 +145,17 @@ class PacedAgent(Generic[Result]):
             self.result = end.value
         else:
             self._awaited = awaited
+
+    def end(self, result: Result) -> None:
+        """Give the agent up, with a result in its place."""
+        self.close()
+        self.done = True
+        self.result = result
+
+    async def _restore_others(self, logs: Any) -> None:
+        self._start_others(logs)
+        await together(*[other.restore() for other in self._others])
+        self.strayed = any(other.strayed for other in self._others)
 
     def _start_others(self, logs: Any) -> None:
         assert isinstance(self._awaited, Gathering)

@@ -711,6 +711,21 @@ def test_padding_and_order_change_nothing(anchor):
     np.testing.assert_allclose(whole_loss(moved, settings, logprobs[rows]), plain, rtol=1e-5)
 
 
+def test_only_current_tokens_count_in_the_gap():
+    batch = make_batch(seed=4)
+    logprobs = current_logprobs(batch)
+    credit, _ = advantages(batch, SETTINGS)
+    current = np.asarray(batch.mask) & (np.arange(batch.mask.shape[1]) % 2 == 0)
+    some = dataclasses.replace(batch, current=jnp.asarray(current))
+    loss, metrics = grpo.paravt_loss(logprobs, credit, some, SETTINGS)
+    trained = np.asarray(batch.trained)
+    gaps = np.abs(np.asarray(logprobs) - np.asarray(batch.behaviour))
+    assert metrics["behaviour_gap"] == pytest.approx(
+        gaps[trained & current].sum() / trained.sum(), rel=1e-5
+    )
+    assert loss == grpo.paravt_loss(logprobs, credit, batch, SETTINGS)[0]
+
+
 @pytest.mark.parametrize("anchor", ["none", "likelihood"])
 def test_parts_with_the_whole_batch_totals_add_up(anchor):
     settings = dataclasses.replace(SETTINGS, anchor=anchor)

@@ -137,6 +137,30 @@ def test_a_killed_process_ends_the_others_and_the_same_command_resumes(together,
 
 
 @pytest.mark.slow
+def test_a_killed_run_goes_on_with_its_episodes_in_flight(together, two, tmp_path):
+    """Bit for bit on two processes; on one process up to rounding."""
+    whole, killed, turns = (tmp_path / name for name in ("whole", "killed", "turns"))
+
+    def stale(folder: pathlib.Path) -> list[str]:
+        return command(folder, "--start", str(two), "--rl.max-staleness", "2", "--rl.no-control")
+
+    for ended in together(stale(whole), 2, devices=4, timeout=LONG):
+        assert ended.code == 0, ended.err[-3000:]
+    assert max(line.get("staleness/max", 0) for line in figures(whole)) >= 1
+    kill = signalling(signal.SIGKILL, 1, lambda: done(killed, "rl") >= 3)
+    together([*stale(killed), "--hosts.heartbeat", "10"], 2, devices=4, timeout=LONG, disturb=kill)
+    for ended in together(stale(killed), 2, devices=4, timeout=LONG):
+        assert ended.code == 0, ended.err[-3000:]
+    assert figures(killed) == figures(whole)
+    stop = signalling(signal.SIGTERM, 1, lambda: done(turns, "rl"))
+    for ended in together(stale(turns), 2, devices=4, timeout=LONG, disturb=stop):
+        assert ended.code == 143, ended.err[-3000:]
+    (ended,) = together(stale(turns), 1, devices=8, timeout=LONG)
+    assert ended.code == 0, ended.err[-3000:]
+    require_close(figures(turns), figures(whole), 2e-3)
+
+
+@pytest.mark.slow
 def test_a_stop_during_data_preparation_stops_all(together, tmp_path):
     videos = tmp_path / "run" / "videos"
     stop = signalling(signal.SIGTERM, 0, lambda: any(videos.glob("**/*.mp4")))

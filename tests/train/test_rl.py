@@ -525,6 +525,43 @@ def test_a_subagent_with_unreadable_frames_is_counted(road, small, shape, monkey
     assert np.asarray(step.grpo.mask)[8:].any(1).sum() == len(others)
 
 
+def test_a_group_whose_frames_can_no_longer_be_read_is_left_out(road, small, shape, monkeypatch):
+    one = road.data.questions[0]
+    other = next(question for question in road.data.questions if question.video != one.video)
+    rollouts = rolled_out(road, small.Script(road), [one, other])
+    gone = one.video
+    read = FrameFeatures.cached
+
+    def call(features, frames):
+        if frames and frames[0].video == gone:
+            raise VideoError(road.data.root / gone, "gone")
+        return read(features, frames)
+
+    monkeypatch.setattr(FrameFeatures, "cached", call)
+    step = laid_out(road, rollouts, shape)
+    assert step.rollouts.groups == rollouts.groups[1:]
+    assert step.rollouts.rewards == rollouts.rewards[1:]
+    assert step.rollouts.unreadable == rollouts.unreadable + 1
+    alone = laid_out(road, rollouts.without([0]), shape)
+    np.testing.assert_array_equal(step.grpo.rewards, alone.grpo.rewards)
+    np.testing.assert_array_equal(step.grpo.mask, alone.grpo.mask)
+
+
+def test_the_gap_is_that_of_the_current_weights(road, small, shape):
+    """Tokens of older weights differ from what the update computes for a good reason."""
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
+    versions = rollouts.episodes[0].trajectory.versions
+    now = int(versions.max())
+    shape = road.run.rl_shape
+    sizes = shape.microbatches(shape.tokens, devices=1, pieces=1)[:1]
+    given = (road.environment.features, road.data.vocabulary, shape, sizes, (0,), 1)
+    every, none = (lay_out(rollouts, *given, version=now + later) for later in (0, 1))
+    np.testing.assert_array_equal(every.grpo.current, every.grpo.mask)
+    assert (every.current, none.current) == (1.0, 0.0)
+    assert not np.asarray(none.grpo.current).any()
+    assert lay_out(rollouts, *given).grpo.current is None
+
+
 def test_more_groups_than_a_step_has_are_refused(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:3])
     with pytest.raises(ValueError, match=r"batch\.groups: 3 of at most 2; raise rl\.prompts"):

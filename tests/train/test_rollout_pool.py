@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,8 @@ import jax
 import numpy as np
 import pytest
 
+from models.features import FrameFeatures
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.scoring import Rules
 from paravt_jax.processes import hosts
 from rollout.engine.engine import Engine
@@ -21,9 +24,17 @@ from rollout.engine.requests import Sample
 from tests.train.test_rollout_file import plain
 from train.data import QuestionStream
 from train.durable.stored_records import pack, unpack
+from train.learn.in_flight import Player
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
-from train.learn.rollouts import StepRollouts, draw_budgets, require_fresh, token_ages
+from train.learn.rollouts import (
+    StepRollouts,
+    begin,
+    draw_budgets,
+    require_fresh,
+    score,
+    token_ages,
+)
 
 STEPS = 4
 TWO = pytest.param(2, marks=pytest.mark.slow)
@@ -212,6 +223,52 @@ def play_on(road, small, processes: int, monkeypatch) -> list[StepRollouts]:
     states = {json.dumps(pack(pool.state)) for pool in pools}
     assert len(states) == 1, "all processes know the same"
     return results[0]
+
+
+def test_a_pool_of_two_processes_goes_on_in_one(road, small, monkeypatch):
+    """Episodes that had ended were played by a process that there is no more."""
+    settings = settings_of(road, 1)
+    script = small.Script(road)
+    questions = stream_of(road, settings)
+    groups = begin(questions.draw(0), settings, 0, 0, range(2))
+    player = Player(road.environment, settings.temperature)
+    player.deal(groups, now=0)
+    player.play(script, groups, math.inf)
+    player.share(groups)
+    for flight in groups[1].flights:
+        flight.process = 1
+    Player(road.environment, settings.temperature).deal(groups, now=10)
+    rollouts = score(groups, road.environment, settings, Rules())
+    assert rollouts.players == ((0,) * len(groups[0].flights),) * 2
+
+
+def test_an_episode_whose_video_disappears_ends_as_unreadable(road, stale, monkeypatch):
+    """A restarted run reads the frames of episodes in flight again."""
+    run, _ = stale
+    text, cursor = run.saved[0]
+    state = unpack(json.loads(text))
+    begun = [g for g in state.groups if any(f.log.told and not f.done for f in g.flights)]
+    assert begun, "an episode is in its second turn or further"
+    gone = begun[0].question.video
+    request = FrameFeatures.request_overview
+
+    def failing(features, name, count):
+        if name == gone:
+            raise VideoError(name, "gone")
+        return request(features, name, count)
+
+    monkeypatch.setattr(FrameFeatures, "request_overview", failing)
+    environment = dataclasses.replace(road.environment, overview=failing)
+    player = Player(environment, run.settings.temperature, charge=1)
+    groups = [*state.groups]
+    player.deal(groups, state.clock)
+    engine = Stopping(road)
+    player.play(engine, groups, math.inf)
+    player.share(groups)
+    rollouts = score(groups, environment, run.settings, Rules())
+    lost = sum(group.question.video == gone for group in groups)
+    assert rollouts.unreadable == lost >= 1
+    assert len(rollouts.groups) == len(groups) - lost
 
 
 def test_results_do_not_depend_on_the_number_of_processes(road, small, monkeypatch):

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from paravt_jax.method.records import Episode, Question
+from paravt_jax.method.records import Episode, Question, StopReason, Trajectory
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.engine.pacing import AgentLog, PacedAgent
@@ -149,14 +149,25 @@ class Player:
         # The agents of this process.
         self._agents: dict[_Name, PacedAgent[Episode]] = {}
 
-    def deal(self, groups: Sequence[FlyingGroup]) -> None:
-        """Deal all episodes that are not done. Agents that leave this process are closed."""
-        flights = {name: flight for name, (_, flight) in _named(groups) if not flight.done}
-        dealt = deal(
-            [flight.clock for flight in flights.values()],
-            [flight.process for flight in flights.values()],
-            hosts.process_count(),
-        )
+    def deal(self, groups: Sequence[FlyingGroup], now: int) -> None:
+        """Deal all episodes that are not done. Agents that leave this process are closed.
+
+        Args:
+            groups: The groups in flight.
+            now: The virtual time, up to which all of them have been played.
+        """
+        flights: dict[_Name, Flight] = {}
+        elapsed = []
+        for name, (group, flight) in _named(groups):
+            if flight.done:
+                # Another number of processes may have played it.
+                flight.process = (flight.process or 0) % hosts.process_count()
+                continue
+            flights[name] = flight
+            # An episode's own clock stands still within a response.
+            elapsed.append(now - group.start if flight.clock else 0)
+        homes = [flight.process for flight in flights.values()]
+        dealt = deal(elapsed, homes, hosts.process_count())
         for (name, flight), process in zip(flights.items(), dealt, strict=True):
             flight.process = process
             if process != hosts.process_index() and name in self._agents:
@@ -165,18 +176,23 @@ class Player:
     def play(self, engine: Sampler, groups: Sequence[FlyingGroup], until: float) -> None:
         """Play all episodes up to the virtual time `until`, and tell all processes who is done."""
         everything = dict(_named(groups))
-        begun = []
+        begun: dict[_Name, PacedAgent[Episode]] = {}
         parts = {}
         for name, (group, flight) in everything.items():
             if flight.done or flight.process != hosts.process_index():
                 continue
             if name not in self._agents:
                 self._agents[name] = self._agent(group, flight)
-                begun += [self._agents[name]] if flight.clock else []
+                if flight.clock:
+                    begun[name] = self._agents[name]
             parts[name] = self._agents[name].play(until - group.start)
         # Before anything is played: agents that have been restored ask at the same moment as those
         # that were never interrupted.
-        run(engine, [agent.restore() for agent in begun])
+        run(engine, [agent.restore() for agent in begun.values()])
+        for name, agent in begun.items():
+            if agent.strayed:
+                group, _ = everything[name]
+                agent.end(_unreadable(group))
         run(engine, [*parts.values()])
         reached = {name: (self._agents[name].clock, self._agents[name].done) for name in parts}
         for part in hosts.gather(reached):
@@ -200,6 +216,20 @@ class Player:
         settings = EpisodeSettings(group.frames, self._temperature)
         episode = play(self._environment, group.question, settings, flight.seed)
         return PacedAgent(episode, self._charge, flight.log)
+
+
+def _unreadable(group: FlyingGroup) -> Episode:
+    """An episode whose files could be read when it began, and can no longer be read."""
+    reason = "a frame that the episode had seen can no longer be read"
+    return Episode(
+        group.question,
+        group.frames,
+        Trajectory(),
+        (),
+        StopReason.UNREADABLE,
+        None,
+        reason,
+    )
 
 
 def _named(groups: Sequence[FlyingGroup]) -> Iterator[tuple[_Name, tuple[FlyingGroup, Flight]]]:

@@ -190,7 +190,8 @@ class Learner:
             weights: The current weights, which do not change.
             features: Gives the size and type of visual vectors.
         """
-        empty = lay_out_padding(self._shape, features, self.sizes, self._devices)
+        stale = self.settings.max_staleness > 0
+        empty = lay_out_padding(self._shape, features, self.sizes, self._devices, stale)
         bank, microbatches, batch = self._place(empty)
         self._reference_logprobs(bank, microbatches)
         advantages, totals, _ = self._advantages(batch)
@@ -232,7 +233,7 @@ class Learner:
                 seconds; returns further metrics.
             further: Draws a question for each of some places of the step, for dynamic sampling; the
                 same on every process.
-            pool: Holds the episodes that outlive a step; needed if `max_staleness` is above 0.
+            pool: Holds the episodes that outlive a step, if and only if `max_staleness` is above 0.
 
         Returns:
             The new state, and the step's metrics. Times are in seconds.
@@ -244,6 +245,7 @@ class Learner:
         number = int(state.step) // self.settings.updates_per_batch
         times = [time.perf_counter()]
 
+        assert (pool is None) == (self.settings.max_staleness == 0), "see `pool`"
         fixed = (self.settings, seed, number, self.judge)
         if pool is not None:
             sampled = pool.play_step(engine, environment, questions, *fixed, further)
@@ -256,9 +258,7 @@ class Learner:
         engine.sleep()
         rollouts = sampled.batch
         if not rollouts.groups:
-            raise ValueError(
-                f"rl: step {number} has no question with a readable video; check the data root"
-            )
+            raise _no_question(number)
         require_fresh(rollouts, number, self.settings.max_staleness)
         times.append(time.perf_counter())
 
@@ -271,7 +271,11 @@ class Learner:
             # 0x5A sets the draw of sub-agents apart from other draws with the same seed and step.
             (seed, number, 0x5A),
             self._devices,
+            number if self.settings.max_staleness else None,
         )
+        rollouts = laid_out.rollouts
+        if not rollouts.groups:
+            raise _no_question(number)
         bank, microbatches, played = self._place(laid_out)
         times.append(time.perf_counter())
 
@@ -293,7 +297,10 @@ class Learner:
         times.append(time.perf_counter())
 
         metrics["groups/silent"] = metrics.pop("silent_groups")
-        metrics["logprob_gap"] = metrics.pop("behaviour_gap")
+        gap = metrics.pop("behaviour_gap")
+        if laid_out.current:
+            # The loss divides by the number of all tokens.
+            metrics["logprob_gap"] = gap / laid_out.current
         metrics |= describe(sampled.drawn) | sampled.metrics
         metrics |= laid_out.metrics
         phases = ("rollout", "data", "reference", "update")
@@ -402,6 +409,10 @@ class Learner:
         logprobs = [self.logprobs(text, visual, part) for part in microbatches]
         # The weights are freed on return, before the update needs their memory.
         return jax.block_until_ready(functools.reduce(jnp.add, logprobs))
+
+
+def _no_question(step: int) -> ValueError:
+    return ValueError(f"rl: step {step} has no question with a readable video; check the data root")
 
 
 def _advantages(

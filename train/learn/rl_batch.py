@@ -70,6 +70,10 @@ class LaidOut(NamedTuple):
     """The rollouts, without log-probs of the reference (zeros)."""
     lengths: tuple[GroupLengths, ...]
     """Lengths of the trajectories that are trained."""
+    rollouts: Rollouts
+    """What was laid out. Groups whose frames can no longer be read are left out."""
+    current: float
+    """Share of the trained tokens that the weights of the update drew."""
     metrics: dict[str, float]
     """`token_mismatches`: trajectories whose ids differ from what the sampler saw, always 0.
     `packing/microbatches`: their number. `packing/places`: tokens of all rows, padding included.
@@ -102,6 +106,7 @@ def lay_out(
     sizes: Sequence[MicrobatchShape],
     seed: Sequence[int],
     devices: int = 1,
+    version: int | None = None,
 ) -> LaidOut:
     """Lay out a step. If there are more sub-agents than rows, those to train are drawn at random.
 
@@ -113,11 +118,11 @@ def lay_out(
         sizes: The sizes of micro-batches, from `StepShape.microbatches`.
         seed: Seed of the draw of sub-agents; the same on every process.
         devices: Devices of all processes, over which visual vectors are spread.
+        version: Version of the weights that are updated; None: they drew all tokens.
 
     Raises:
         ValueError: There are more groups than `shape` has, a trajectory is longer than the largest
             row, or the visual tokens of a process exceed its slots.
-        VideoError: The frames of a main agent's prompt cannot be read any more.
     """
     processes = hosts.process_count()
     mains = _main_prompts(rollouts, shape, processes)
@@ -125,7 +130,11 @@ def lay_out(
         raise ValueError(f"batch.groups: {len(mains)} of at most {shape.groups}; raise rl.prompts")
     agents, without_room = _draw_subagents(rollouts, shape, seed)
     prompts = mains + agents
-    vectors, grids = _encode(prompts, len(mains), features)
+    vectors, grids = _encode(prompts, features)
+    gone = [number for number in range(len(mains)) if number not in grids]
+    if gone:
+        rest = rollouts.without(gone)
+        return lay_out(rest, features, vocabulary, shape, sizes, seed, devices, version)
     readable = sorted(grids)
     room = shape.slots(processes, devices) * (devices // processes)
     slots = _slots(prompts, grids, features, room)
@@ -141,17 +150,28 @@ def lay_out(
     metrics = {"token_mismatches": float(mismatches(microbatches, groups))}
     metrics |= _packing_metrics(microbatches)
     if shape.subagents:
-        trained = len(readable) - len(mains)
-        metrics["subagents/trained"] = float(trained)
-        metrics["subagents/left_out"] = float(without_room + len(agents) - trained)
-    batch = _grpo_batch(rollouts, [prompts[n] for n in readable], vocabulary.token_bytes, shape)
-    return LaidOut(microbatches, visual, own_grids, batch, lengths, metrics)
+        count = len(readable) - len(mains)
+        metrics["subagents/trained"] = float(count)
+        metrics["subagents/left_out"] = float(without_room + len(agents) - count)
+    trained = [prompts[n] for n in readable]
+    batch = _grpo_batch(rollouts, trained, vocabulary.token_bytes, shape, version)
+    current = 1.0
+    if batch.current is not None:
+        current = float(np.asarray(batch.current).sum() / max(1, np.asarray(batch.mask).sum()))
+    return LaidOut(microbatches, visual, own_grids, batch, lengths, rollouts, current, metrics)
 
 
 def lay_out_padding(
-    shape: StepShape, features: FrameFeatures, sizes: Sequence[MicrobatchShape], devices: int = 1
+    shape: StepShape,
+    features: FrameFeatures,
+    sizes: Sequence[MicrobatchShape],
+    devices: int = 1,
+    stale: bool = False,
 ) -> LaidOut:
-    """A step without rollouts, with one micro-batch of every size; the arguments of `lay_out`."""
+    """A step without rollouts, with one micro-batch of every size; the arguments of `lay_out`.
+
+    `stale` says whether older weights may have drawn some tokens.
+    """
     processes = hosts.process_count()
     room = shape.slots(processes, devices) * (devices // processes)
     grids: tuple[tuple[int, int], ...] = ()
@@ -165,8 +185,9 @@ def lay_out_padding(
         build(PackedMicrobatch(size, ()), [], features.config, shape.rows, shape.suffix)
         for size in sizes
     )
-    batch = _grpo_batch(Rollouts((), ()), [], lambda _: b"", shape)
-    return LaidOut(microbatches, visual, grids, batch, (), {})
+    nothing = Rollouts((), ())
+    batch = _grpo_batch(nothing, [], lambda _: b"", shape, 0 if stale else None)
+    return LaidOut(microbatches, visual, grids, batch, (), nothing, 0.0, {})
 
 
 def _main_prompts(rollouts: Rollouts, shape: StepShape, processes: int) -> list[_Prompt]:
@@ -221,11 +242,11 @@ def _draw_subagents(
 
 
 def _encode(
-    prompts: Sequence[_Prompt], mains: int, features: FrameFeatures
+    prompts: Sequence[_Prompt], features: FrameFeatures
 ) -> tuple[dict[int, np.ndarray | None], dict[int, tuple[tuple[int, int], ...]]]:
     """The visual vectors of this process's prompts, and the grids of every prompt's frames.
 
-    Both are by the number of the prompt. Prompts of sub-agents with unreadable frames are missing.
+    Both are by the number of the prompt. Prompts with unreadable frames are missing.
     """
     vectors: dict[int, np.ndarray | None] = {}
     grids = {}
@@ -238,8 +259,6 @@ def _encode(
         except VideoError:
             # `features` has noted the video as unreadable.
             grids.pop(number, None)
-            if number < mains:
-                raise
     every: dict[int, tuple[tuple[int, int], ...]] = {}
     for part in hosts.gather(grids):
         every |= part
@@ -279,7 +298,11 @@ def _packing_metrics(microbatches: Sequence[Microbatch]) -> dict[str, float]:
 
 
 def _grpo_batch(
-    rollouts: Rollouts, prompts: Sequence[_Prompt], token_bytes: TokenBytes, shape: StepShape
+    rollouts: Rollouts,
+    prompts: Sequence[_Prompt],
+    token_bytes: TokenBytes,
+    shape: StepShape,
+    version: int | None,
 ) -> GRPOBatch:
     """What PARA-GRPO reads about the rollouts, but for the log-probs of the reference (zeros)."""
     size = (shape.rows, shape.suffix)
@@ -288,6 +311,8 @@ def _grpo_batch(
         "behaviour": np.zeros(size, np.float32),
         "reference": np.zeros(size, np.float32),
     }
+    if version is not None:
+        by_token["current"] = np.zeros(size, bool)
     owners: Any = np.zeros(shape.rows, np.int32)
     structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * shape.rows
     for prompt in prompts:
@@ -298,6 +323,8 @@ def _grpo_batch(
             length = len(trajectory.ids) - first
             by_token["mask"][row, :length] = trajectory.authors[first:] == Author.MODEL
             by_token["behaviour"][row, :length] = trajectory.logprobs[first:]
+            if version is not None:
+                by_token["current"][row, :length] = trajectory.versions[first:] == version
             # Only main agents have a struct(o): sub-agents have no format to keep.
             if row < shape.groups * shape.rollouts:
                 structures[row] = _structure(trajectory, first, token_bytes)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from paravt_jax.method.judge import Judge
-from paravt_jax.method.records import Question
+from paravt_jax.method.records import Question, StopReason
 from rollout.agent.episode import Environment
 from rollout.engine.requests import Sampler
 from train.learn.in_flight import Flight, FlyingGroup, Player, Standing, capacity, choose
@@ -99,7 +99,7 @@ class RolloutPool:
             groups += begin(questions, settings, seed, step, places, first, number, clock)
             number += len(places)
             first += len(places)
-        self._player.deal(groups)
+        self._player.deal(groups, clock)
         while True:
             standings = [Standing(group.step, group.end) for group in groups]
             taken = choose(standings, step, settings.prompts, settings.max_staleness)
@@ -119,8 +119,10 @@ class RolloutPool:
 
 
 def _staleness(rollouts: Rollouts, step: int, max_staleness: int) -> dict[str, float]:
-    """Ages of the batch's sampled tokens, in updates."""
+    """Ages of the batch's sampled tokens, in updates; nothing if there are none."""
     ages = np.concatenate([np.zeros(0, np.int32), *token_ages(rollouts, step)])
+    if not ages.size:
+        return {}
     shares = {
         f"staleness/age{age}": float((ages == age).mean()) for age in range(max_staleness + 1)
     }
@@ -132,7 +134,11 @@ def _sampled(ended: Sequence[Flight]) -> dict[str, float]:
 
     If the trained ones (`length/response`) stayed shorter, the choice of groups would be biased.
     """
-    tokens = [response_tokens(flight.episode) for flight in ended if flight.episode is not None]
+    tokens = [
+        response_tokens(flight.episode)
+        for flight in ended
+        if flight.episode is not None and flight.episode.stop is not StopReason.UNREADABLE
+    ]
     return {"length/sampled": float(np.mean(tokens))} if tokens else {}
 
 

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +51,22 @@ class Rollouts:
     def episodes(self) -> list[Episode]:
         """The episodes of all groups, in order."""
         return [episode for group in self.groups for episode in group]
+
+    def without(self, groups: Sequence[int]) -> Rollouts:
+        """All groups but those with these numbers, which count as unreadable."""
+        kept = [number for number in range(len(self.groups)) if number not in groups]
+
+        def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[number] for number in kept) if values else values
+
+        return dataclasses.replace(
+            self,
+            groups=of(self.groups),
+            rewards=of(self.rewards),
+            unreadable=self.unreadable + len(self.groups) - len(kept),
+            places=of(self.places),
+            players=of(self.players),
+        )
 
     @property
     def subagents(self) -> list[tuple[int, Trajectory]]:
@@ -138,7 +155,7 @@ def roll_out(
         settings = dataclasses.replace(settings, prompts=len(questions))
     groups = begin(questions, settings, seed, step, places, first)
     player = Player(environment, settings.temperature)
-    player.deal(groups)
+    player.deal(groups, now=0)
     player.play(engine, groups, math.inf)
     player.share(groups)
     return score(groups, environment, settings, judge)
@@ -147,7 +164,11 @@ def roll_out(
 def score(
     groups: Sequence[FlyingGroup], environment: Environment, settings: RLSettings, judge: Judge
 ) -> Rollouts:
-    """The rewards of groups that have ended. Every process scores the episodes that it played."""
+    """The rewards of groups that have ended.
+
+    One process scores all episodes of a group: a judge may score the same answer in two ways, if it
+    is asked twice.
+    """
     readable = [
         group
         for group in groups
@@ -156,8 +177,8 @@ def score(
     own = [
         (group.number, member)
         for group in readable
-        for member, flight in enumerate(group.flights)
-        if flight.process == hosts.process_index()
+        if group.flights[0].process == hosts.process_index()
+        for member in range(len(group.flights))
     ]
     episodes = {
         (group.number, member): _episode(flight)

@@ -106,7 +106,8 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
     if vision is not None:
         bank = Bank(*_placed(_cached(vision, devices, slots, frames, dtype), mesh).values())
         programs = make_vision_programs(vision, mesh, hosts, slots * devices // hosts)
-    batch = RLBatch(_rollouts(shape), _shape((shape.rows, shape.suffix), jnp.float32), _totals())
+    rollouts = _rollouts(shape, settings.max_staleness > 0)
+    batch = RLBatch(rollouts, _shape((shape.rows, shape.suffix), jnp.float32), _totals())
     return AbstractStep(
         config,
         graph,
@@ -307,7 +308,7 @@ def _packed(shape: PackedShape, config: Qwen3VLConfig, dtype: Any) -> PackedRows
     )
 
 
-def _rollouts(shape: StepShape) -> GRPOBatch:
+def _rollouts(shape: StepShape, stale: bool) -> GRPOBatch:
     per_token = (shape.rows, shape.suffix)
     per_rollout = (shape.groups, shape.rollouts)
     # A token may be structural in two ways: a call that breaks an open think is a violation too.
@@ -327,6 +328,7 @@ def _rollouts(shape: StepShape) -> GRPOBatch:
         anchor_rewards=_shape(per_rollout, jnp.float32),
         valid=_shape(per_rollout, jnp.bool_),
         compliant=_shape(per_rollout, jnp.bool_),
+        current=_shape(per_token, jnp.bool_) if stale else None,
     )
 
 

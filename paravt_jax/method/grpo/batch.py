@@ -46,6 +46,8 @@ class GRPOBatch:
     """False for rollouts that do not count."""
     compliant: Bool[Array, "p g"]
     """`Rewards.compliant`: rollouts whose tags the anchor `likelihood` rewards."""
+    current: Bool[Array, "b t"] | None = None
+    """Tokens that the weights of the update drew; None: all of them. For `behaviour_gap` only."""
 
     @property
     def trained(self) -> Bool[Array, "b t"]:
@@ -68,6 +70,8 @@ class GRPOBatch:
             "valid": (p, g),
             "compliant": (p, g),
         }
+        if self.current is not None:
+            expected["current"] = (b, t)
         shapes = {name: getattr(self, name).shape for name in expected}
         for name, array in self.structure._asdict().items():
             expected[f"structure.{name}"] = (b, s)

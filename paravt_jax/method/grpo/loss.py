@@ -24,6 +24,7 @@ def policy_loss(
     mask: Bool[Array, "b t"],
     settings: GRPOSettings,
     tokens: Float[Array, ""] | None = None,
+    current: Bool[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Decoupled PPO (REFERENCE 3, step 4).
 
@@ -41,10 +42,12 @@ def policy_loss(
         settings: The kind of ratio, its clips, and the cap of the weight.
         tokens: Denominator of the loss; the number of masked tokens by default. Capped tokens
             count in it, although their loss is 0.
+        current: Tokens that the proximal policy drew; None: all of them.
 
     Returns:
-        The loss, and metrics: the share of capped tokens, the mean |proximal - behaviour|, and the
-        mean and largest weight after the cap; with `proximal` also those of `_ratio_metrics`.
+        The loss, and metrics: the share of capped tokens, |proximal - behaviour| summed over
+        `current` and divided by `tokens`, and the mean and largest weight after the cap; with
+        `proximal` also those of `_ratio_metrics`.
     """
     given = proximal is not None
     proximal = jax.lax.stop_gradient(proximal if given else logprobs)
@@ -59,9 +62,11 @@ def policy_loss(
     ratio = jnp.exp(log_ratio)
     loss = clipped_loss(ratio, advantages, settings)
     weight = behaviour_weight(proximal, behaviour, mask, settings)
+    tokens = mask.sum(dtype=jnp.float32) if tokens is None else tokens
+    compared = mask if current is None else mask & current
     metrics = {
         "capped_fraction": masked_mean((weight == 0).astype(jnp.float32), mask, tokens),
-        "behaviour_gap": masked_mean(jnp.abs(proximal - behaviour), mask, tokens),
+        "behaviour_gap": masked_mean(jnp.abs(proximal - behaviour), compared, tokens),
         "behaviour_weight": masked_mean(weight, mask, tokens),
         "behaviour_weight_max": jnp.where(mask, weight, 0.0).max(),
     }
@@ -181,7 +186,14 @@ def paravt_loss(
     """
     totals = batch_totals(batch) if totals is None else totals
     loss, metrics = policy_loss(
-        logprobs, proximal, batch.behaviour, advantages, batch.trained, settings, totals.tokens
+        logprobs,
+        proximal,
+        batch.behaviour,
+        advantages,
+        batch.trained,
+        settings,
+        totals.tokens,
+        batch.current,
     )
     if settings.anchor == "likelihood":
         # No ratio here: the weight corrects from the sampling weights to the current ones at once.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models.features import Reading
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import digest
 from rollout.engine.pacing import AgentLog, PacedAgent
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, run, together
@@ -156,6 +157,68 @@ def test_a_new_coroutine_goes_on_from_the_log(end):
     assert Files.awaited == 1 + 3 * (end >= STARTS[1] - CHARGE)
     run(sampler, [again.play(math.inf)])
     assert again.done and again.result == whole.result and again.clock == whole.clock
+
+
+class Vanishing(Files):
+    """A reading of a file that can be read `left` more times."""
+
+    left = 0
+
+    def result(self):
+        Vanishing.left -= 1
+        if Vanishing.left < 0:
+            raise VideoError("a.mp4", "gone")
+
+
+async def agent_of_files() -> str:
+    """Reads a file and asks, sends another agent to do the same, and asks again."""
+
+    async def other() -> str:
+        try:
+            await Vanishing()
+        except VideoError:
+            return "unreadable"
+        await turn((4,))
+        return "read"
+
+    try:
+        await Vanishing()
+    except VideoError:
+        return "unreadable"
+    await turn((4,))
+    (found,) = await together(other())
+    await turn((4,))
+    return found
+
+
+# The first answer ends at 8, the other agent begins at 11 and ends at 16, the last answer at 21.
+@pytest.mark.parametrize(
+    ("end", "reads", "strayed", "result"),
+    [
+        (5, 0, False, "unreadable"),  # in its first answer, of which nothing was told
+        (10, 0, True, None),
+        (13, 0, True, None),
+        (13, 1, False, "unreadable"),  # the other agent goes on without its file
+        (18, 1, True, None),  # its report has been told
+        (18, 2, False, "read"),
+    ],
+)
+def test_an_agent_whose_file_disappears_meanwhile_does_not_crash(end, reads, strayed, result):
+    Vanishing.left = 9
+    first = PacedAgent(agent_of_files(), CHARGE)
+    run(Counting(), [first.play(end)])
+    Vanishing.left = reads
+    again = PacedAgent(agent_of_files(), CHARGE, first.log)
+    sampler = Counting()
+    run(sampler, [again.restore()])
+    assert again.strayed == strayed
+    if strayed:
+        again.end("given up")
+        run(sampler, [again.play(math.inf)])
+        assert again.done and again.result == "given up" and not sampler.asked
+    else:
+        run(sampler, [again.play(math.inf)])
+        assert again.done and again.result == result
 
 
 def test_requests_are_left_as_they_are_without_a_limit():
