@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import shutil
 import time
 
@@ -155,6 +156,54 @@ def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path):
             read(reader, path, [0])
             late.append(reader.late > before)
     assert late == [True, True, True, False, False]
+
+
+def read_slowly(task: ReadTask, decoder: str) -> ReadFrames:
+    """Notes the file in a list beside it."""
+    with (pathlib.Path(task.path).parent / "order").open("a") as order:
+        order.write(pathlib.Path(task.path).stem)
+    time.sleep(0.3)
+    return carry_out(task, video.probe, video.read)
+
+
+@pytest.fixture
+def clips(clip, tmp_path, monkeypatch):
+    """Six videos that are read slowly: a.mp4 to f.mp4."""
+    monkeypatch.setattr(video, "fetch", read_slowly)
+    return [shutil.copyfile(clip, tmp_path / f"{name}.mp4") for name in "abcdef"]
+
+
+def test_awaited_requests_are_read_before_those_of_ahead(clips, tmp_path):
+    with FrameReader(ReaderSettings(workers=1)) as reader:
+        for path in clips[:5]:
+            reader.ahead(path, 4)
+
+        def request(name, wanted):
+            path = str(tmp_path / f"{name}.mp4")
+            return reader.request(ReadTask(path, wanted, reader.settings.rules))
+
+        # "d" is asked for twice: first for its length.
+        futures = [request("f", (0,)), request("d", ()), request("c", 4), request("d", 4)]
+        for future in futures:
+            future.result(60)
+        for name in "abe":
+            request(name, 4).result(60)
+    order = (tmp_path / "order").read_text()
+    assert order in ("afdcbe", "fdcabe"), "the worker may have begun the first one at once"
+
+
+def test_dropped_requests_are_not_read_unless_they_are_awaited(clips, tmp_path):
+    with FrameReader(ReaderSettings(workers=1, ready=2)) as reader:
+        awaited = None
+        for path in clips:
+            reader.ahead(path, 4)
+            if path.stem == "b":
+                awaited = reader.request(ReadTask(str(path), (), reader.settings.rules))
+        assert awaited is not None and awaited.result(60).info.frames
+        for path in clips[4:]:
+            reader.request(ReadTask(str(path), 4, reader.settings.rules)).result(60)
+    order = (tmp_path / "order").read_text()
+    assert order in ("abef", "bef"), "the worker may have begun the first one at once"
 
 
 @pytest.mark.parametrize("field", ["workers", "ready", "deadline"])
