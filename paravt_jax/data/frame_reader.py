@@ -79,14 +79,10 @@ class FrameReader:
 
     Neither `ahead` nor `request` waits. What `request` asks for is read before what `ahead` does.
     Use it in a `with` block, or call `close`. Several threads may use it.
-
-    Attributes:
-        late: Number of requests for frames that `ahead` had not requested.
     """
 
     def __init__(self, settings: ReaderSettings):
         self.settings = settings
-        self.late = 0
         self._workers: Workers[ReadTask, ReadFrames] = Workers(
             functools.partial(video.fetch, decoder=settings.decoder),
             settings.workers,
@@ -134,7 +130,6 @@ class FrameReader:
                         self._ahead.remove(read)
                     self._hurry(read)
                     return _of_file(task.path, read.call)
-            self.late += 1
             return _of_file(task.path, self._workers.submit(task, _AWAITED))
 
     def close(self) -> None:

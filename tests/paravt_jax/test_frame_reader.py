@@ -53,18 +53,18 @@ def probe(reader, path):
     return reader.request(ReadTask(str(path), (), reader.settings.rules)).result().info
 
 
-def test_frames_equal_those_of_video_read_and_resize(reader, clip):
+def test_frames_equal_those_of_video_read_and_resize(reader, clip, late_reads):
     expected = read_directly(clip, [0, 60, 50])
-    late = reader.late
+    late = late_reads()
     np.testing.assert_array_equal(read(reader, clip, [0, 60, 50]), expected)
-    assert reader.late == late + 1
+    assert late_reads() == late + 1
     reader.ahead(clip, [0, 50, 60, 7])
     np.testing.assert_array_equal(read(reader, clip, [0, 60, 50]), expected)
-    assert reader.late == late + 1
+    assert late_reads() == late + 1
 
 
-def test_one_request_serves_the_length_and_an_overview(reader, clip):
-    late = reader.late
+def test_one_request_serves_the_length_and_an_overview(reader, clip, late_reads):
+    late = late_reads()
     reader.ahead(clip, 4)
     info = probe(reader, clip)
     expected = video.probe(clip)
@@ -73,7 +73,7 @@ def test_one_request_serves_the_length_and_an_overview(reader, clip):
     found = reader.request(ReadTask(str(clip), 4, reader.settings.rules)).result()
     assert list(found.indices) == overview_indices(info.frames, 4).tolist()
     np.testing.assert_array_equal(found.frames, read_directly(clip, found.indices))
-    assert reader.late == late
+    assert late_reads() == late
 
 
 def test_a_short_video_is_read_whole(reader, clip):
@@ -82,15 +82,15 @@ def test_a_short_video_is_read_whole(reader, clip):
     np.testing.assert_array_equal(found.frames, read_directly(clip, found.indices))
 
 
-def test_each_of_several_requests_for_one_file_is_served(reader, clip):
-    late = reader.late
+def test_each_of_several_requests_for_one_file_is_served(reader, clip, late_reads):
+    late = late_reads()
     for indices in ([1, 2], [30, 31], [1, 2]):
         reader.ahead(clip, indices)
     for indices in ([30], [2, 1], [1, 2]):
         np.testing.assert_array_equal(read(reader, clip, indices), read_directly(clip, indices))
-    assert reader.late == late
+    assert late_reads() == late
     read(reader, clip, [1])
-    assert reader.late == late + 1
+    assert late_reads() == late + 1
 
 
 def test_a_bad_file_is_an_error_when_it_is_read_and_not_before(reader, clip, tmp_path):
@@ -143,7 +143,7 @@ def test_a_file_beyond_its_deadline_is_a_bad_file(clip, tmp_path, monkeypatch):
         assert len(read(reader, tmp_path / "good.mp4", [0])) == 1
 
 
-def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path):
+def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path, late_reads):
     paths = [tmp_path / f"{n}.mp4" for n in range(5)]
     for path in paths:
         shutil.copyfile(clip, path)
@@ -152,9 +152,9 @@ def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path):
             reader.ahead(path, [0])
         late = []
         for path in paths:
-            before = reader.late
+            before = late_reads()
             read(reader, path, [0])
-            late.append(reader.late > before)
+            late.append(late_reads() > before)
     assert late == [True, True, True, False, False]
 
 

@@ -103,7 +103,9 @@ def test_too_many_unreadable_rows_stop_the_run(data, run, tmp_path):
         assert part in str(error.value)
 
 
-def test_row_batches_continue_exactly_and_their_frames_are_prefetched(data, small_world):
+def test_row_batches_continue_exactly_and_their_frames_are_prefetched(
+    data, small_world, late_reads
+):
     def fresh(reader):
         return row_stream(data, pack_rows(data, 2048, seed=0), reader, seed=3, rows=1)
 
@@ -115,28 +117,29 @@ def test_row_batches_continue_exactly_and_their_frames_are_prefetched(data, smal
         again = fresh(reader)
         again.set_state(state)
         assert list(itertools.islice(again, 4)) == expected
-        late = reader.late
         # Frames of the first batch were prefetched: reading them starts no new work.
-        late = reader.late
+        late = late_reads()
         clips = [clip for n in batches[0] for c in data.row(n) for clip in c.clips]
         for clip in clips:
             path = str(small_world.folder / clip.path)
             task = ReadTask(path, tuple(clip.indices), reader.settings.rules)
             assert set(clip.indices) <= set(reader.request(task).result().indices)
-        assert reader.late == late
+        assert late_reads() == late
 
 
-def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(data, small_world):
+def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(
+    data, small_world, late_reads
+):
     """Also after a restart, each step prefetches with its own frame budgets."""
     budgets = {0: [2, 3], 1: [4, 1], 2: [2, 2], 3: [1, 3], 4: [3, 3], 5: [1, 1], 6: [2, 1]}
 
-    def late_reads(reader, batch, step):
+    def late_overviews(reader, batch, step):
         """Number of a batch's overviews that were not prefetched."""
-        late = reader.late
+        late = late_reads()
         for question, frames in zip(batch, budgets[step], strict=True):
             task = ReadTask(str(small_world.folder / question.video), frames, reader.settings.rules)
             assert len(reader.request(task).result().frames) == frames
-        return reader.late - late
+        return late_reads() - late
 
     def fresh(reader):
         return QuestionStream(data, reader, 3, budgets.__getitem__)
@@ -145,7 +148,7 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(da
         questions = fresh(reader)
         before = [questions.draw(step) for step in range(2)]
         for step, batch in enumerate(before):
-            assert late_reads(reader, batch, step) == 0
+            assert late_overviews(reader, batch, step) == 0
         state = json.loads(json.dumps(questions.get_state()))
         after = [questions.draw(step) for step in range(2, 5)]
     with FrameReader(ReaderSettings(workers=1)) as reader:
@@ -153,7 +156,7 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(da
         again.set_state(state)
         for step, batch in enumerate(after, 2):
             assert again.draw(step) == batch
-            assert late_reads(reader, batch, step) == 0
+            assert late_overviews(reader, batch, step) == 0
     heldout = {question.id for question in data.heldout}
     assert heldout.isdisjoint(question.id for batch in before + after for question in batch)
 
@@ -253,7 +256,7 @@ def sft_batches(data, small_model):
 
 
 def test_steps_of_the_cold_start_are_packed_rows_that_continue_exactly(
-    sft_batches, small_world, tmp_path
+    sft_batches, small_world, tmp_path, late_reads
 ):
     rules = PixelRules(min_pixels=1024, max_pixels=1024)
     with FrameReader(ReaderSettings(workers=1, rules=rules, crop_rules=rules)) as reader:
@@ -262,7 +265,7 @@ def test_steps_of_the_cold_start_are_packed_rows_that_continue_exactly(
         state = json.loads(json.dumps(batches.get_state()))
         batch, (packed,), figures = next(batches)
         assert figures == {"missing": 0}
-        assert reader.late == 0
+        assert late_reads() == 0
         assert float(batch.tokens) == np.asarray(packed.sampled).sum() > 0
         assert np.asarray(packed.visual).any()
         again, _ = sft_batches(reader, small_world.folder)
