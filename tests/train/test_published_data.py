@@ -15,19 +15,24 @@ from configs.paravt_8b import paravt_8b
 from configs.sft import sft_8b
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
-from paravt_jax.data import sources
+from paravt_jax.data import sources, video
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask
 from paravt_jax.data.preparation import LEFT_OUT
 from paravt_jax.data.sizes import PixelRules
+from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.processes import hosts
 from paravt_jax.world.vocabulary import save_tokenizer
+from rollout.agent.episode import Environment
 from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
 from train.data import QuestionStream, pack_rows, row_stream
+from train.learn.in_flight import Player
 from train.learn.optimizer import OptimizerSettings
+from train.learn.rl_settings import RLSettings
+from train.learn.rollouts import begin
 from train.learn.sft import SFTBatches, SFTSettings
 from train.prepare import main, prepare
 from train.published_data import DataSettings, hold_out
@@ -142,7 +147,7 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(
         return late_reads() - late
 
     def fresh(reader):
-        return QuestionStream(data, reader, 3, budgets.__getitem__)
+        return QuestionStream(data, reader, 3, 2, budgets.__getitem__)
 
     with FrameReader(ReaderSettings(workers=1)) as reader:
         questions = fresh(reader)
@@ -174,11 +179,11 @@ def test_overviews_of_further_questions_are_prefetched_with_the_budget_of_their_
             assert isinstance(wanted, int)
             requested.append((pathlib.Path(path).name, wanted))
 
-    questions = QuestionStream(data, Reader(), 3, budgets.__getitem__)
+    questions = QuestionStream(data, Reader(), 3, 2, budgets.__getitem__)
     questions.draw(0)
     requested.clear()
     further = questions.draw(0, places=[1, 2])
-    following = QuestionStream(data, None, 3, budgets.__getitem__)
+    following = QuestionStream(data, None, 3, 2, budgets.__getitem__)
     following.set_state(questions.get_state())
     assert {(pathlib.Path(q.video).name, k) for q, k in zip(further, [3, 4], strict=True)} <= {
         *requested
@@ -200,7 +205,7 @@ def test_a_process_prefetches_its_own_share(data, monkeypatch):
     reader = Reader()
     monkeypatch.setattr(hosts, "process_count", lambda: 2)
     monkeypatch.setattr(hosts, "process_index", lambda: 1)
-    questions = QuestionStream(data, reader, 3, lambda step: [1, 2, 3, 4])
+    questions = QuestionStream(data, reader, 3, 2, lambda step: [1, 2, 3, 4])
     batches = [questions.draw(step) for step in range(2)]
     own = [question for batch in batches for question in batch[2:]]
     assert prefetched[:4] == [pathlib.Path(question.video).name for question in own]
@@ -209,6 +214,44 @@ def test_a_process_prefetches_its_own_share(data, monkeypatch):
     _, second = next(rows)
     clips = [clip for conversation in data.row(second) for clip in conversation.clips]
     assert prefetched == [pathlib.Path(clip.path).name for clip in clips]
+
+
+@pytest.mark.parametrize("places", [range(7), [1, 4, 6]], ids=["a step", "further questions"])
+def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
+    data, small_model, small_world, monkeypatch, places
+):
+    """Of 7 prompts x 8 rollouts, 16 hosts play 3 or 4 each: parts of one group or of two."""
+    prefetched: set[int] = set()
+
+    class Reader(FrameReader):
+        def __init__(self):
+            """Starts no processes."""
+
+        def ahead(self, path, wanted, crop=False):
+            assert isinstance(wanted, int)
+            prefetched.add(wanted)
+
+    settings = RLSettings(steps=1, prompts=7, grpo=GRPOSettings(group_size=8))
+    features = FrameFeatures(
+        small_model.vision, small_model.config, FrameSettings(), small_world.folder, source=video
+    )
+    environment = Environment(Protocol(data.vocabulary, ProtocolSettings()), features)
+    # Every place has a budget of its own, by which it is found.
+    budgets = {0: [*range(10, 17)], 1: [*range(20, 27)]}
+    monkeypatch.setattr(hosts, "process_count", lambda: 16)
+    for process in range(16):
+        monkeypatch.setattr(hosts, "process_index", lambda process=process: process)
+        prefetched.clear()
+        drawn = QuestionStream(data, Reader(), 3, 8, budgets.__getitem__).draw(0, places)
+        groups = begin(drawn, settings, 0, 0, places)
+        Player(environment, 0.7).deal(groups)
+        played = {
+            group.place
+            for group in groups
+            if any(flight.process == process for flight in group.flights)
+        }
+        assert played
+        assert {place for place in range(7) if budgets[0][place] in prefetched} == played
 
 
 def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_path, capsys):
