@@ -12,6 +12,7 @@ import dataclasses
 import math
 import os
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -78,7 +79,8 @@ class Assistant:
         vocabulary: The model's tokenizer (`paravt_jax.method.tokenizer.load`).
         protocol: Prompts, tools and limits of the episode.
         frames: Sizes of frames and of their cache.
-        reader: Reads the videos; None: processes of its own, which end with this one.
+        reader: Reads the videos, and is closed by the caller. None: processes of its own, which end
+            when the assistant is deleted (`del assistant`) or Python ends.
     """
 
     def __init__(
@@ -90,8 +92,12 @@ class Assistant:
         reader: FrameReader | None = None,
     ):
         self._model = model
+        if reader is None:
+            reader = open_reader()
+            # In a notebook, models come and go in a process that lives for days.
+            weakref.finalize(self, reader.close)
         features = FrameFeatures(
-            model.vision, model.config, frames or _FRAMES, Path(), source=reader or open_reader()
+            model.vision, model.config, frames or _FRAMES, Path(), source=reader
         )
         self.environment = Environment(
             Protocol(vocabulary, protocol or ProtocolSettings()), features

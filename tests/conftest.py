@@ -41,6 +41,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import hypothesis
 import jax
@@ -55,6 +56,7 @@ from models.qwen3_vl.config import (
     VisionConfig,
 )
 from models.qwen3_vl.model import Qwen3VL, abstract_model
+from paravt_jax.data.workers import Workers
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
@@ -80,6 +82,24 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def late_reads(monkeypatch) -> Callable[[], int]:
+    """Counts the requests of frame readers, so far, for frames that were not read ahead."""
+    calls: list[Future] = []
+    ahead = 0
+    submit = Workers.submit
+
+    def recorded(workers: Workers, argument: object, priority: int = 0) -> Future:
+        nonlocal ahead
+        ahead += priority > 0
+        calls.append(submit(workers, argument, priority))
+        return calls[-1]
+
+    monkeypatch.setattr(Workers, "submit", recorded)
+    # If a request hurries what is read ahead, that call is cancelled and submitted again.
+    return lambda: sum(not call.cancelled() for call in calls) - ahead
 
 
 @pytest.fixture(scope="session")

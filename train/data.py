@@ -18,6 +18,7 @@ from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
+from train.learn.in_flight import deal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +139,10 @@ class QuestionStream:
 
     Args:
         data: The questions.
-        reader: Reads this process's share of the overviews; None: nothing is read in advance.
+        reader: Reads the overviews of the groups of which this process plays rollouts (`deal`);
+            None: nothing is read in advance.
         seed: Decides the order of questions.
+        group_size: Rollouts per question.
         budgets: `budgets(step)` is the number of overview frames for each place of a step.
     """
 
@@ -148,10 +151,12 @@ class QuestionStream:
         data: Data,
         reader: FrameReader | None,
         seed: int,
+        group_size: int,
         budgets: Callable[[int], Sequence[int]],
     ):
         self._root = data.root
         self._reader = reader
+        self._group_size = group_size
         self._budgets = budgets
         self._source = stream(data.questions, seed, 1)
         self._next: collections.deque[_Upcoming] = collections.deque()
@@ -182,22 +187,26 @@ class QuestionStream:
         self._next.clear()
         self._source.set_state(state)
 
-    @staticmethod
-    def _own(prompts: int) -> range:
-        """The places of which this process plays some episodes, if it plays an even part of all."""
-        index, count = hosts.process_index(), hosts.process_count()
-        return range(index * prompts // count, -(-(index + 1) * prompts // count))
+    def _own(self, groups: int) -> set[int]:
+        """The groups of which this process plays rollouts, if all begin together.
+
+        Rollouts that outlive an update shift the deal. Then some overviews are read when needed.
+        """
+        rollouts = groups * self._group_size
+        dealt = deal([0] * rollouts, [None] * rollouts, hosts.process_count())
+        own = hosts.process_index()
+        return {n // self._group_size for n, process in enumerate(dealt) if process == own}
 
     def _read_ahead(self, budgets: Sequence[int], places: Sequence[int]) -> None:
         """Request the overviews of the next questions, which will have these places."""
-        own = self._own(len(budgets))
+        own = self._own(len(places))
         while len(self._next) < len(places):
             state = self._source.get_state()
             (question,) = next(self._source)
             self._next.append(_Upcoming(state, question))
-        for upcoming, place in zip(self._next, places, strict=False):
+        for group, (upcoming, place) in enumerate(zip(self._next, places, strict=False)):
             frames = budgets[place]
-            if self._reader is None or place not in own or upcoming.requested == frames:
+            if self._reader is None or group not in own or upcoming.requested == frames:
                 continue
             upcoming.requested = frames
             self._reader.ahead(self._root / upcoming.question.video, frames)

@@ -24,6 +24,10 @@ from paravt_jax.data.workers import WorkerError, Workers
 PATIENCE = 600.0
 """Time limit for reading a file that may be a film on a slow disk, in seconds."""
 
+# Priorities: requests that somebody awaits go before those that are read ahead.
+_AWAITED = 0
+_AHEAD = 1
+
 
 @dataclasses.dataclass(frozen=True)
 class ReaderSettings:
@@ -55,26 +59,37 @@ class ReaderSettings:
         video.require_decoder("reader.decoder", self.decoder)
 
 
+@dataclasses.dataclass(eq=False)
+class _Ahead:
+    """A request of `ahead` whose frames have not been taken."""
+
+    task: ReadTask
+    call: Future[ReadFrames]
+    awaited: bool = False
+    """Whether `request` has given its result to somebody."""
+
+    def drop(self) -> None:
+        """Do not read it, unless a worker has begun or somebody awaits it."""
+        if not self.awaited:
+            self.call.cancel()
+
+
 class FrameReader:
     """Reads frames in worker processes, resized as the model sees them (a `FrameSource`).
 
-    Neither `ahead` nor `request` waits. Use it in a `with` block, or call `close`. Several threads
-    may use it.
-
-    Attributes:
-        late: Number of requests for frames that `ahead` had not requested.
+    Neither `ahead` nor `request` waits. What `request` asks for is read before what `ahead` does.
+    Use it in a `with` block, or call `close`. Several threads may use it.
     """
 
     def __init__(self, settings: ReaderSettings):
         self.settings = settings
-        self.late = 0
         self._workers: Workers[ReadTask, ReadFrames] = Workers(
             functools.partial(video.fetch, decoder=settings.decoder),
             settings.workers,
             settings.deadline,
         )
-        # Requests of `ahead` that nobody has taken, the oldest first.
-        self._ahead: list[tuple[ReadTask, Future[ReadFrames]]] = []
+        # The oldest first.
+        self._ahead: list[_Ahead] = []
         self._lock = threading.Lock()
 
     def ahead(
@@ -95,9 +110,10 @@ class FrameReader:
         rules = self.settings.crop_rules if crop else self.settings.rules
         task = ReadTask(str(path), wanted, rules, self.settings.whole)
         with self._lock:
-            self._ahead.append((task, self._submit(task)))
+            self._ahead.append(_Ahead(task, self._workers.submit(task, _AHEAD)))
             # Frames that are never asked for must not fill the memory: drop the oldest.
-            del self._ahead[: -self.settings.ready]
+            if len(self._ahead) > self.settings.ready:
+                self._ahead.pop(0).drop()
 
     def request(self, task: ReadTask) -> Future[ReadFrames]:
         """Begin to read, or take what `ahead` has begun to read, which may be more frames.
@@ -107,14 +123,14 @@ class FrameReader:
             takes longer than the deadline, or if it crashes the process.
         """
         with self._lock:
-            for number, (known, future) in enumerate(self._ahead):
-                if _brings(known, task):
+            for read in self._ahead:
+                if _brings(read.task, task):
                     # Every request lists the file. Only frames are taken out.
                     if task.wanted != ():
-                        del self._ahead[number]
-                    return future
-            self.late += 1
-            return self._submit(task)
+                        self._ahead.remove(read)
+                    self._hurry(read)
+                    return _of_file(task.path, read.call)
+            return _of_file(task.path, self._workers.submit(task, _AWAITED))
 
     def close(self) -> None:
         """Stop the processes. Futures that are not done yet are cancelled or fail."""
@@ -127,10 +143,12 @@ class FrameReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, task: ReadTask) -> Future[ReadFrames]:
-        future: Future[ReadFrames] = Future()
-        self._workers.submit(task).add_done_callback(functools.partial(_pass_on, task.path, future))
-        return future
+    def _hurry(self, read: _Ahead) -> None:
+        """Somebody awaits it now: it goes before all that is read ahead."""
+        # It can be cancelled only if no worker has begun it.
+        if not read.awaited and read.call.cancel():
+            read.call = self._workers.submit(read.task, _AWAITED)
+        read.awaited = True
 
 
 def _brings(known: ReadTask, task: ReadTask) -> bool:
@@ -144,8 +162,14 @@ def _brings(known: ReadTask, task: ReadTask) -> bool:
     return known.rules == task.rules and set(task.wanted) <= set(known.wanted)
 
 
+def _of_file(path: str, call: Future[ReadFrames]) -> Future[ReadFrames]:
+    """A future with the result of a worker's call. Its failures are those of the file."""
+    future: Future[ReadFrames] = Future()
+    call.add_done_callback(functools.partial(_pass_on, path, future))
+    return future
+
+
 def _pass_on(path: str, future: Future[ReadFrames], done: Future[ReadFrames]) -> None:
-    """Give `future` the result of a worker's call. Its failures are those of the file."""
     if done.cancelled():
         future.cancel()
         return

@@ -5,8 +5,8 @@ Other calls are not affected. If the parent process ends, a worker ends after it
 
 One thread of the parent serves each process:
 
-    submit -> queue -> thread 0 <-> pipes <-> process 0
-                   \\-> thread 1 <-> pipes <-> process 1
+    submit -> priority queue -> thread 0 <-> pipes <-> process 0
+                            \\-> thread 1 <-> pipes <-> process 1
 
 The processes are started as `python -m paravt_jax.data.workers`, because forks can hang: they copy
 open video readers, and the locks of the accelerator runtime without its threads.
@@ -15,6 +15,8 @@ open video readers, and the locks of the accelerator runtime without its threads
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import pickle
 import queue
@@ -62,9 +64,12 @@ class Workers(Generic[_Argument, _Result]):
             )
         self._function = pickle.dumps(function)
         self._deadline = deadline
-        self._calls: queue.SimpleQueue[tuple[_Argument, Future[_Result]] | None] = (
-            queue.SimpleQueue()
-        )
+        # Priority, number, and the call; None tells a thread to finish. The number keeps the order
+        # among equal priorities. It is unique, so that calls themselves are never compared.
+        self._calls: queue.PriorityQueue[
+            tuple[float, int, tuple[_Argument, Future[_Result]] | None]
+        ] = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self._closed = False
         # By thread number. A process is started by the first call that its thread takes.
         self._processes: dict[int, _Process] = {}
@@ -74,17 +79,21 @@ class Workers(Generic[_Argument, _Result]):
         for thread in self._threads:
             thread.start()
 
-    def submit(self, argument: _Argument) -> Future[_Result]:
+    def submit(self, argument: _Argument, priority: int = 0) -> Future[_Result]:
         """Call the function on `argument` as soon as a process is free.
+
+        Args:
+            argument: The argument.
+            priority: Waiting calls with a smaller number are made first, equal ones in order.
 
         Returns:
             A future of the result. It fails with the exception that the function raised, or with a
-            `WorkerError`.
+            `WorkerError`. It can be cancelled until the call begins.
         """
         if self._closed:
             raise ValueError("workers: closed; open new ones")
         future: Future[_Result] = Future()
-        self._calls.put((argument, future))
+        self._calls.put((priority, next(self._numbers), (argument, future)))
         return future
 
     def close(self) -> None:
@@ -92,14 +101,14 @@ class Workers(Generic[_Argument, _Result]):
         self._closed = True
         with contextlib.suppress(queue.Empty):
             while True:
-                call = self._calls.get_nowait()
+                _, _, call = self._calls.get_nowait()
                 if call is not None:
                     _, future = call
                     future.cancel()
         # One None per thread tells it to finish. The kill unblocks threads that wait for a result:
         # they read the end of the pipe.
         for _ in self._threads:
-            self._calls.put(None)
+            self._calls.put((math.inf, next(self._numbers), None))
         for process in list(self._processes.values()):
             process.kill()
         for thread in self._threads:
@@ -114,7 +123,7 @@ class Workers(Generic[_Argument, _Result]):
     def _serve(self, number: int) -> None:
         """Make calls in one process, one after another, until `close`."""
         while True:
-            call = self._calls.get()
+            _, _, call = self._calls.get()
             if call is None:
                 break
             argument, future = call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import shutil
 import time
 
@@ -52,18 +53,18 @@ def probe(reader, path):
     return reader.request(ReadTask(str(path), (), reader.settings.rules)).result().info
 
 
-def test_frames_equal_those_of_video_read_and_resize(reader, clip):
+def test_frames_equal_those_of_video_read_and_resize(reader, clip, late_reads):
     expected = read_directly(clip, [0, 60, 50])
-    late = reader.late
+    late = late_reads()
     np.testing.assert_array_equal(read(reader, clip, [0, 60, 50]), expected)
-    assert reader.late == late + 1
+    assert late_reads() == late + 1
     reader.ahead(clip, [0, 50, 60, 7])
     np.testing.assert_array_equal(read(reader, clip, [0, 60, 50]), expected)
-    assert reader.late == late + 1
+    assert late_reads() == late + 1
 
 
-def test_one_request_serves_the_length_and_an_overview(reader, clip):
-    late = reader.late
+def test_one_request_serves_the_length_and_an_overview(reader, clip, late_reads):
+    late = late_reads()
     reader.ahead(clip, 4)
     info = probe(reader, clip)
     expected = video.probe(clip)
@@ -72,7 +73,7 @@ def test_one_request_serves_the_length_and_an_overview(reader, clip):
     found = reader.request(ReadTask(str(clip), 4, reader.settings.rules)).result()
     assert list(found.indices) == overview_indices(info.frames, 4).tolist()
     np.testing.assert_array_equal(found.frames, read_directly(clip, found.indices))
-    assert reader.late == late
+    assert late_reads() == late
 
 
 def test_a_short_video_is_read_whole(reader, clip):
@@ -81,15 +82,15 @@ def test_a_short_video_is_read_whole(reader, clip):
     np.testing.assert_array_equal(found.frames, read_directly(clip, found.indices))
 
 
-def test_each_of_several_requests_for_one_file_is_served(reader, clip):
-    late = reader.late
+def test_each_of_several_requests_for_one_file_is_served(reader, clip, late_reads):
+    late = late_reads()
     for indices in ([1, 2], [30, 31], [1, 2]):
         reader.ahead(clip, indices)
     for indices in ([30], [2, 1], [1, 2]):
         np.testing.assert_array_equal(read(reader, clip, indices), read_directly(clip, indices))
-    assert reader.late == late
+    assert late_reads() == late
     read(reader, clip, [1])
-    assert reader.late == late + 1
+    assert late_reads() == late + 1
 
 
 def test_a_bad_file_is_an_error_when_it_is_read_and_not_before(reader, clip, tmp_path):
@@ -142,7 +143,7 @@ def test_a_file_beyond_its_deadline_is_a_bad_file(clip, tmp_path, monkeypatch):
         assert len(read(reader, tmp_path / "good.mp4", [0])) == 1
 
 
-def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path):
+def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path, late_reads):
     paths = [tmp_path / f"{n}.mp4" for n in range(5)]
     for path in paths:
         shutil.copyfile(clip, path)
@@ -151,10 +152,58 @@ def test_the_oldest_requests_are_dropped_beyond_the_limit(clip, tmp_path):
             reader.ahead(path, [0])
         late = []
         for path in paths:
-            before = reader.late
+            before = late_reads()
             read(reader, path, [0])
-            late.append(reader.late > before)
+            late.append(late_reads() > before)
     assert late == [True, True, True, False, False]
+
+
+def read_slowly(task: ReadTask, decoder: str) -> ReadFrames:
+    """Notes the file in a list beside it."""
+    with (pathlib.Path(task.path).parent / "order").open("a") as order:
+        order.write(pathlib.Path(task.path).stem)
+    time.sleep(0.3)
+    return carry_out(task, video.probe, video.read)
+
+
+@pytest.fixture
+def clips(clip, tmp_path, monkeypatch):
+    """Six videos that are read slowly: a.mp4 to f.mp4."""
+    monkeypatch.setattr(video, "fetch", read_slowly)
+    return [shutil.copyfile(clip, tmp_path / f"{name}.mp4") for name in "abcdef"]
+
+
+def test_awaited_requests_are_read_before_those_of_ahead(clips, tmp_path):
+    with FrameReader(ReaderSettings(workers=1)) as reader:
+        for path in clips[:5]:
+            reader.ahead(path, 4)
+
+        def request(name, wanted):
+            path = str(tmp_path / f"{name}.mp4")
+            return reader.request(ReadTask(path, wanted, reader.settings.rules))
+
+        # "d" is asked for twice: first for its length.
+        futures = [request("f", (0,)), request("d", ()), request("c", 4), request("d", 4)]
+        for future in futures:
+            future.result(60)
+        for name in "abe":
+            request(name, 4).result(60)
+    order = (tmp_path / "order").read_text()
+    assert order in ("afdcbe", "fdcabe"), "the worker may have begun the first one at once"
+
+
+def test_dropped_requests_are_not_read_unless_they_are_awaited(clips, tmp_path):
+    with FrameReader(ReaderSettings(workers=1, ready=2)) as reader:
+        awaited = None
+        for path in clips:
+            reader.ahead(path, 4)
+            if path.stem == "b":
+                awaited = reader.request(ReadTask(str(path), (), reader.settings.rules))
+        assert awaited is not None and awaited.result(60).info.frames
+        for path in clips[4:]:
+            reader.request(ReadTask(str(path), 4, reader.settings.rules)).result(60)
+    order = (tmp_path / "order").read_text()
+    assert order in ("abef", "bef"), "the worker may have begun the first one at once"
 
 
 @pytest.mark.parametrize("field", ["workers", "ready", "deadline"])

@@ -85,6 +85,27 @@ def test_closing_ends_running_calls_and_cancels_waiting_ones():
         workers.submit(0)
 
 
+def test_waiting_calls_are_made_by_priority_and_then_in_order():
+    ended: list[int] = []
+
+    def submit(workers, number, priority):
+        future = workers.submit(number, priority)
+        future.add_done_callback(lambda _: ended.append(number))
+        return future
+
+    with Workers(abs, 1, deadline=30) as workers:
+        # The process starts with the first call, which takes longer than the submissions.
+        first = workers.submit(0)
+        while not first.running():
+            time.sleep(0.001)
+        priorities = [1, 2, 0, 1, 0, 2]
+        futures = [submit(workers, n, priority) for n, priority in enumerate(priorities)]
+        assert futures[3].cancel()
+        for n in (0, 1, 2, 4, 5):
+            futures[n].result(60)
+    assert ended == [3, 2, 4, 0, 1, 5], "the cancelled one ends first"
+
+
 PARENT = """
 import os
 from paravt_jax.data.workers import Workers

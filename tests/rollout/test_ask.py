@@ -13,7 +13,9 @@ from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.data import video as decoder
-from paravt_jax.data.frames import VideoError
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frames import ReadTask, VideoError
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
     CallOutcome,
@@ -107,6 +109,32 @@ def test_later_questions_use_the_same_engine(new_assistant, engines, small_world
     )
     assert len(engines) == 1
     assert first.trajectory.frames[0].video != second.trajectory.frames[0].video
+
+
+def test_the_assistant_closes_the_reader_that_it_opened(
+    small_model, small_vocabulary, small_world, monkeypatch
+):
+    def new_reader() -> FrameReader:
+        return FrameReader(ReaderSettings(workers=1))
+
+    def played(reader: FrameReader | None) -> None:
+        """Ask a question. The assistant is deleted when this returns."""
+        assistant = Assistant(
+            small_model, small_vocabulary, PROTOCOL, FrameSettings(batch=8), reader
+        )
+        assistant.ask(task.path, TEXT, frames=4, dispatch="none")
+
+    path = small_world.folder / small_world.videos[0].path
+    task = ReadTask(str(path), (0,), PixelRules())
+    own = new_reader()
+    monkeypatch.setattr(ask, "open_reader", lambda: own)
+    with new_reader() as other:
+        played(other)
+        assert other.request(task).result().info.frames
+        assert own.request(task).result().info.frames
+    played(None)
+    with pytest.raises(ValueError, match="closed"):
+        own.request(task)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -291,7 +291,7 @@ def resample(road: Road) -> dict[str, Any]:
     assert road.run.rl is not None
     settings = dataclasses.replace(road.run.rl, prompts=5, dynamic_sampling=2)
     budgets = functools.partial(draw_budgets, settings, 0, prompts=settings.prompts)
-    questions = QuestionStream(road.data, None, 7, budgets)
+    questions = QuestionStream(road.data, None, 7, settings.grpo.group_size, budgets)
     sampler = Picky(road, [question.text for question in road.data.questions[::2]])
 
     def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:

@@ -28,7 +28,7 @@ def settings_of(road, rounds: int) -> RLSettings:
 
 def stream_of(road, settings: RLSettings) -> QuestionStream:
     budgets = functools.partial(draw_budgets, settings, 0, prompts=settings.prompts)
-    return QuestionStream(road.data, None, 7, budgets)
+    return QuestionStream(road.data, None, 7, settings.grpo.group_size, budgets)
 
 
 def play(road, sampler, settings, questions, file: RolloutFile | None = None) -> StepRollouts:

@@ -15,19 +15,24 @@ from configs.paravt_8b import paravt_8b
 from configs.sft import sft_8b
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
-from paravt_jax.data import sources
+from paravt_jax.data import sources, video
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask
 from paravt_jax.data.preparation import LEFT_OUT
 from paravt_jax.data.sizes import PixelRules
+from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.processes import hosts
 from paravt_jax.world.vocabulary import save_tokenizer
+from rollout.agent.episode import Environment
 from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
 from train.data import QuestionStream, pack_rows, row_stream
+from train.learn.in_flight import Player
 from train.learn.optimizer import OptimizerSettings
+from train.learn.rl_settings import RLSettings
+from train.learn.rollouts import begin
 from train.learn.sft import SFTBatches, SFTSettings
 from train.prepare import main, prepare
 from train.published_data import DataSettings, hold_out
@@ -103,7 +108,9 @@ def test_too_many_unreadable_rows_stop_the_run(data, run, tmp_path):
         assert part in str(error.value)
 
 
-def test_row_batches_continue_exactly_and_their_frames_are_prefetched(data, small_world):
+def test_row_batches_continue_exactly_and_their_frames_are_prefetched(
+    data, small_world, late_reads
+):
     def fresh(reader):
         return row_stream(data, pack_rows(data, 2048, seed=0), reader, seed=3, rows=1)
 
@@ -115,37 +122,38 @@ def test_row_batches_continue_exactly_and_their_frames_are_prefetched(data, smal
         again = fresh(reader)
         again.set_state(state)
         assert list(itertools.islice(again, 4)) == expected
-        late = reader.late
         # Frames of the first batch were prefetched: reading them starts no new work.
-        late = reader.late
+        late = late_reads()
         clips = [clip for n in batches[0] for c in data.row(n) for clip in c.clips]
         for clip in clips:
             path = str(small_world.folder / clip.path)
             task = ReadTask(path, tuple(clip.indices), reader.settings.rules)
             assert set(clip.indices) <= set(reader.request(task).result().indices)
-        assert reader.late == late
+        assert late_reads() == late
 
 
-def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(data, small_world):
+def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(
+    data, small_world, late_reads
+):
     """Also after a restart, each step prefetches with its own frame budgets."""
     budgets = {0: [2, 3], 1: [4, 1], 2: [2, 2], 3: [1, 3], 4: [3, 3], 5: [1, 1], 6: [2, 1]}
 
-    def late_reads(reader, batch, step):
+    def late_overviews(reader, batch, step):
         """Number of a batch's overviews that were not prefetched."""
-        late = reader.late
+        late = late_reads()
         for question, frames in zip(batch, budgets[step], strict=True):
             task = ReadTask(str(small_world.folder / question.video), frames, reader.settings.rules)
             assert len(reader.request(task).result().frames) == frames
-        return reader.late - late
+        return late_reads() - late
 
     def fresh(reader):
-        return QuestionStream(data, reader, 3, budgets.__getitem__)
+        return QuestionStream(data, reader, 3, 2, budgets.__getitem__)
 
     with FrameReader(ReaderSettings(workers=1)) as reader:
         questions = fresh(reader)
         before = [questions.draw(step) for step in range(2)]
         for step, batch in enumerate(before):
-            assert late_reads(reader, batch, step) == 0
+            assert late_overviews(reader, batch, step) == 0
         state = json.loads(json.dumps(questions.get_state()))
         after = [questions.draw(step) for step in range(2, 5)]
     with FrameReader(ReaderSettings(workers=1)) as reader:
@@ -153,7 +161,7 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(da
         again.set_state(state)
         for step, batch in enumerate(after, 2):
             assert again.draw(step) == batch
-            assert late_reads(reader, batch, step) == 0
+            assert late_overviews(reader, batch, step) == 0
     heldout = {question.id for question in data.heldout}
     assert heldout.isdisjoint(question.id for batch in before + after for question in batch)
 
@@ -171,11 +179,11 @@ def test_overviews_of_further_questions_are_prefetched_with_the_budget_of_their_
             assert isinstance(wanted, int)
             requested.append((pathlib.Path(path).name, wanted))
 
-    questions = QuestionStream(data, Reader(), 3, budgets.__getitem__)
+    questions = QuestionStream(data, Reader(), 3, 2, budgets.__getitem__)
     questions.draw(0)
     requested.clear()
     further = questions.draw(0, places=[1, 2])
-    following = QuestionStream(data, None, 3, budgets.__getitem__)
+    following = QuestionStream(data, None, 3, 2, budgets.__getitem__)
     following.set_state(questions.get_state())
     assert {(pathlib.Path(q.video).name, k) for q, k in zip(further, [3, 4], strict=True)} <= {
         *requested
@@ -197,7 +205,7 @@ def test_a_process_prefetches_its_own_share(data, monkeypatch):
     reader = Reader()
     monkeypatch.setattr(hosts, "process_count", lambda: 2)
     monkeypatch.setattr(hosts, "process_index", lambda: 1)
-    questions = QuestionStream(data, reader, 3, lambda step: [1, 2, 3, 4])
+    questions = QuestionStream(data, reader, 3, 2, lambda step: [1, 2, 3, 4])
     batches = [questions.draw(step) for step in range(2)]
     own = [question for batch in batches for question in batch[2:]]
     assert prefetched[:4] == [pathlib.Path(question.video).name for question in own]
@@ -206,6 +214,44 @@ def test_a_process_prefetches_its_own_share(data, monkeypatch):
     _, second = next(rows)
     clips = [clip for conversation in data.row(second) for clip in conversation.clips]
     assert prefetched == [pathlib.Path(clip.path).name for clip in clips]
+
+
+@pytest.mark.parametrize("places", [range(7), [1, 4, 6]], ids=["a step", "further questions"])
+def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
+    data, small_model, small_world, monkeypatch, places
+):
+    """Of 7 prompts x 8 rollouts, 16 hosts play 3 or 4 each: parts of one group or of two."""
+    prefetched: set[int] = set()
+
+    class Reader(FrameReader):
+        def __init__(self):
+            """Starts no processes."""
+
+        def ahead(self, path, wanted, crop=False):
+            assert isinstance(wanted, int)
+            prefetched.add(wanted)
+
+    settings = RLSettings(steps=1, prompts=7, grpo=GRPOSettings(group_size=8))
+    features = FrameFeatures(
+        small_model.vision, small_model.config, FrameSettings(), small_world.folder, source=video
+    )
+    environment = Environment(Protocol(data.vocabulary, ProtocolSettings()), features)
+    # Every place has a budget of its own, by which it is found.
+    budgets = {0: [*range(10, 17)], 1: [*range(20, 27)]}
+    monkeypatch.setattr(hosts, "process_count", lambda: 16)
+    for process in range(16):
+        monkeypatch.setattr(hosts, "process_index", lambda process=process: process)
+        prefetched.clear()
+        drawn = QuestionStream(data, Reader(), 3, 8, budgets.__getitem__).draw(0, places)
+        groups = begin(drawn, settings, 0, 0, places)
+        Player(environment, 0.7).deal(groups)
+        played = {
+            group.place
+            for group in groups
+            if any(flight.process == process for flight in group.flights)
+        }
+        assert played
+        assert {place for place in range(7) if budgets[0][place] in prefetched} == played
 
 
 def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_path, capsys):
@@ -253,7 +299,7 @@ def sft_batches(data, small_model):
 
 
 def test_steps_of_the_cold_start_are_packed_rows_that_continue_exactly(
-    sft_batches, small_world, tmp_path
+    sft_batches, small_world, tmp_path, late_reads
 ):
     rules = PixelRules(min_pixels=1024, max_pixels=1024)
     with FrameReader(ReaderSettings(workers=1, rules=rules, crop_rules=rules)) as reader:
@@ -262,7 +308,7 @@ def test_steps_of_the_cold_start_are_packed_rows_that_continue_exactly(
         state = json.loads(json.dumps(batches.get_state()))
         batch, (packed,), figures = next(batches)
         assert figures == {"missing": 0}
-        assert reader.late == 0
+        assert late_reads() == 0
         assert float(batch.tokens) == np.asarray(packed.sampled).sum() > 0
         assert np.asarray(packed.visual).any()
         again, _ = sft_batches(reader, small_world.folder)

@@ -52,7 +52,7 @@ def settings_of(road, max_staleness: int, prompts: int = 2) -> RLSettings:
 
 def stream_of(road, settings) -> QuestionStream:
     budgets = functools.partial(draw_budgets, settings, 0, prompts=settings.prompts)
-    return QuestionStream(road.data, None, 7, budgets)
+    return QuestionStream(road.data, None, 7, settings.grpo.group_size, budgets)
 
 
 class Stopping(Engine):

@@ -125,7 +125,7 @@ def _questions(
     # Draws the same budgets as the step will, so that the right frames are read in advance.
     budgets = functools.partial(draw_budgets, settings, seed, prompts=settings.prompts)
     # Another seed than for conversations, so that the two orders are independent.
-    return QuestionStream(context.data, reader, seed + 2, budgets)
+    return QuestionStream(context.data, reader, seed + 2, settings.grpo.group_size, budgets)
 
 
 def _transcriber(

@@ -31,18 +31,18 @@ def deal_of(*names: str) -> Deal:
     return Deal(units_of(items, 2), Peers())
 
 
-def test_overviews_are_requested_ahead_except_the_first(folder):
+def test_overviews_are_requested_ahead_except_the_first(folder, late_reads):
     names = [f"v{n}.mp4" for n in (0, 1, 2, 3, 5)]
     late = []
     with FrameReader(ReaderSettings(workers=1, ready=3)) as reader:
         ahead = ReadAhead(reader, folder, frames=4, count=2)
         for item in ahead.items(deal_of(*names, "gone.mp4")):
-            before = reader.late
+            before = late_reads()
             path = str(folder.root / item.question.video)
             read = reader.request(ReadTask(path, 4, reader.settings.rules))
             if item.question.video in names:
                 assert len(read.result().frames) == 4
-            late.append(reader.late > before)
+            late.append(late_reads() > before)
     assert late == [True, True, False, False, False, True], "the first two are taken at once"
 
 
