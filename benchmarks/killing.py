@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +55,7 @@ class Killing:
     seed: int = 0
     """Seed of the random moments and signals."""
     max_staleness: int = 0
-    """Updates that a rollout may outlive (`rl.max_staleness`)."""
+    """Updates that a rollout may outlive. Above 0, all kills are in RL, with episodes in flight."""
     folder: str = ""
     """Folder for the runs; a temporary one if empty."""
 
@@ -78,30 +78,31 @@ class Tally:
     unfinished_saves: int = 0
     """Kills that interrupted a save."""
     read_again: int = 0
-    """Steps whose episodes were read from disk instead of played again."""
+    """Steps that played nothing: their episodes were read from disk, or had ended before."""
 
 
 # Settings that make starts and steps short.
 SHORT = """
 --log.no-tensorboard --checkpoints.keep 3 --align.save-every 2
---sft.rows 1 --rl.prompts 1 --rl.grpo.group-size 2
+--sft.rows 1 --rl.grpo.group-size 2
 --protocol.turn-tokens 40 --protocol.summary-tokens 8 --engine.slots 4
 --evaluation.questions 1 --evaluation.samples 1 --evaluation.dispatch parallel
 --evaluation.temperatures 0.7 0
 """.split()
 
 
-def command(folder: pathlib.Path, max_staleness: int = 0) -> list[str]:
-    stale = ["--rl.max-staleness", str(max_staleness)]
-    return [
-        sys.executable,
-        str(PROGRAM),
-        "--config=small",
-        "--run-dir",
-        str(folder),
-        *SHORT,
-        *stale,
-    ]
+ONE_PROMPT = ["--rl.prompts", "1"]
+
+
+def in_flight(cold_start: pathlib.Path, max_staleness: int) -> list[str]:
+    """Settings of runs that begin with RL, and keep episodes in flight."""
+    longer = ["--rl.prompts", "2", "--rl.steps", "16", "--rl.no-control"]
+    return [*longer, "--start", str(cold_start), "--rl.max-staleness", str(max_staleness)]
+
+
+def command(folder: pathlib.Path, arguments: Sequence[str]) -> list[str]:
+    small = [sys.executable, str(PROGRAM), "--config=small", "--run-dir", str(folder)]
+    return [*small, *SHORT, *arguments]
 
 
 def environment(compiled: pathlib.Path) -> dict[str, str]:
@@ -114,11 +115,11 @@ def environment(compiled: pathlib.Path) -> dict[str, str]:
 
 
 def start(
-    folder: pathlib.Path, compiled: pathlib.Path, max_staleness: int = 0
+    folder: pathlib.Path, compiled: pathlib.Path, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
     with folder.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
-            command(folder, max_staleness),
+            command(folder, arguments),
             env=environment(compiled),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -279,7 +280,7 @@ def kill_once(
     compiled: pathlib.Path,
     rng: np.random.Generator,
     tally: Tally,
-    max_staleness: int = 0,
+    arguments: Sequence[str],
 ) -> bool:
     """Start a process of the run and kill it. Returns True if the run ended before the kill."""
     sent = SIGNALS[rng.integers(len(SIGNALS))]
@@ -287,7 +288,7 @@ def kill_once(
     possible = moments(folder, rng)
     name = sorted(possible)[rng.integers(len(possible))]
     reached, delay = possible[name]
-    process = start(folder, compiled, max_staleness)
+    process = start(folder, compiled, arguments)
     try:
         wait(process, name, reached)
         if process.poll() is None:
@@ -339,10 +340,12 @@ def kill_again_and_again(
     undisturbed = folder / "undisturbed"
     rng = np.random.default_rng(seed)
     tally = Tally()
-    first = start(undisturbed, compiled, max_staleness)
-    # This run compiles all programs, so it takes longer.
-    wait(first, "the undisturbed run", deadline=5 * DEADLINE)
-    assert first.wait() == 0, f"the undisturbed run failed: see {undisturbed.with_suffix('.log')}"
+    arguments = ONE_PROMPT
+    # The first run compiles all programs, so it takes longer.
+    if max_staleness:
+        finish(folder / "start", compiled, ONE_PROMPT, 5 * DEADLINE)
+        arguments = in_flight(folder / "start", max_staleness)
+    finish(undisturbed, compiled, arguments, 5 * DEADLINE)
     whole = rows_of(undisturbed)
     states = {(phase, step): leaves for phase, step, leaves in checkpoints_of(undisturbed)}
     while tally.kills.total() < times:
@@ -351,9 +354,9 @@ def kill_again_and_again(
         ended = False
         while not ended:
             if tally.kills.total() < times:
-                ended = kill_once(run, compiled, rng, tally, max_staleness)
+                ended = kill_once(run, compiled, rng, tally, arguments)
             else:
-                finish(run, compiled, max_staleness)
+                finish(run, compiled, arguments)
                 ended = True
             newest = check_state(run, whole, states)
             # Compare the times too: a step that ran again would have different ones.
@@ -371,10 +374,15 @@ def kill_again_and_again(
     return tally
 
 
-def finish(folder: pathlib.Path, compiled: pathlib.Path, max_staleness: int) -> None:
+def finish(
+    folder: pathlib.Path,
+    compiled: pathlib.Path,
+    arguments: Sequence[str],
+    deadline: float = DEADLINE,
+) -> None:
     """Run to the end without a kill."""
-    process = start(folder, compiled, max_staleness)
-    wait(process, "the end")
+    process = start(folder, compiled, arguments)
+    wait(process, "the end", deadline=deadline)
     assert process.wait() == 0, f"it failed; see {folder.with_suffix('.log')}"
 
 
@@ -397,7 +405,7 @@ def main() -> None:
         print(f"{name}: " + "; ".join(f"{what} {count}" for what, count in counts))
     print(
         f"interrupted saves: {tally.unfinished_saves}; "
-        f"steps whose episodes were read from disk: {tally.read_again}"
+        f"steps whose episodes were there at once: {tally.read_again}"
     )
 
 
