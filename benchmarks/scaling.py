@@ -37,7 +37,6 @@ from tests.processes import free_port
 from tests.train.small import Road, Script, lay_road, small
 from train.learn.rl import Learner
 from train.learn.sft import SFTBatches
-from train.learn.step import MeshProgram
 from train.plan.collectives import bytes_sent, find_collectives
 from train.prepare import prepare
 from train.settings import Run

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models import gpu
+from models.compile_cache import use_cache
 from models.features import FrameFeatures, FrameSettings
 from models.peft_folder import base_folder, load
 from models.qwen3_vl.model import Qwen3VL
@@ -248,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _require_words(asked.question)
         probe(asked.video)
         tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)
+        use_cache()
         assistant = Assistant.load(
             asked.model, ProtocolSettings(tools=tools), dtype=asked.dtype, param_dtype=asked.dtype
         )

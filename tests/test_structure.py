@@ -29,8 +29,9 @@ MAY_IMPORT = {
 # which is what one reads to understand a training step. See `benchmarks.codebase`. The bound was
 # 7,000 while several statements shared a line, and 7,500 in 60 files while an agent's texts were
 # part of the protocol's code, and 7,600 while answers were read in fewer forms, and 7,800 before
-# there were adapters and fingerprints, and 8,100 in 63 files while the vision tower was frozen.
-MOST_LINES = 8500
+# there were adapters and fingerprints, and 8,100 in 63 files while the vision tower was frozen, and
+# 8,500 before programs were compiled ahead.
+MOST_LINES = 8600
 MOST_FILES = 66
 # The walk must not reach these: they import the main path, never the reverse.
 SIDE_PATHS = (

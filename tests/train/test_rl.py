@@ -15,6 +15,7 @@ from flax import nnx
 
 import train.learn.rl
 import train.learn.rl_batch
+from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures
 from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh
@@ -26,6 +27,7 @@ from paravt_jax.method.structure import Kind
 from rollout.agent.episode import suffix_length
 from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
+from tests.compiled_names import CompiledNames
 from train.learn.batch import prompt_segments
 from train.learn.packing import StepShape
 from train.learn.rl import Learner
@@ -584,6 +586,11 @@ def test_every_size_is_compiled_before_the_first_step(road, small, start, update
     """Steps that need other sizes later compile nothing; later updates have their own programs."""
     cut = anchored_learner(road, microbatch_tokens=600, updates_per_batch=updates)
     assert len(cut.sizes) > 1
+    programs = list(cut.lowerings(start, road.environment.features))
+    # The reference, the updates, and the optimizer.
+    assert len(programs) == (1 + updates) * len(cut.sizes) + 1
+    compile_ahead(programs)
+    names = CompiledNames()
     cut.warm_up(start.weights, road.environment.features)
     sizes = (cut.logprobs.jitted, cut.update.add.jitted)
     compiled = [program._cache_size() for program in sizes]
@@ -593,6 +600,9 @@ def test_every_size_is_compiled_before_the_first_step(road, small, start, update
     for questions in ((one, other), (lost(one), other)):
         start, _ = cut.step(start, sampler, road.environment, questions, seed=0)
     assert [program._cache_size() for program in sizes] == compiled
+    assert not {"jit(logprobs)", "jit(apply)"} & set(names)
+    # jnp.add, which joins log-probs, has the same name.
+    assert names.count("jit(add)") <= 1
 
 
 def test_a_trajectory_has_the_version_of_its_oldest_token(road, small):

@@ -26,6 +26,7 @@ from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
 from models.qwen3_vl.trained_vision import TrainedVision
+from models.sharding import MeshProgram
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.loader import Pipeline
@@ -48,7 +49,7 @@ from train.learn.packed_batch import (
     split_microbatches,
 )
 from train.learn.placement import place
-from train.learn.step import Loss, MeshProgram, TrainState, init_state, make_update
+from train.learn.step import Loss, TrainState, init_state, make_update
 
 
 @dataclasses.dataclass(frozen=True)
