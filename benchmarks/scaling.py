@@ -28,7 +28,7 @@ import numpy as np
 import tyro
 
 from configs import RECIPES
-from models.sharding import make_mesh
+from models.sharding import MeshProgram, make_mesh
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.scoring import Rules
 from paravt_jax.processes import cluster, hosts

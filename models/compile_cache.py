@@ -44,22 +44,23 @@ def use_cache(shared: pathlib.Path | None = None) -> None:
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
-    parent = user_folder() if shared is None or hosts.process_count() == 1 else shared
-    folder = (parent / "compiled").absolute()
     try:
+        parent = user_folder() if shared is None or hosts.process_count() == 1 else shared
+        folder = (parent / "compiled").absolute()
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         remove_unfinished(folder)
-    except (OSError, filelock.Timeout) as error:
+    # RuntimeError: the user has no home directory.
+    except (OSError, RuntimeError) as error:
         print(
-            f"compiled programs are not kept: {folder} cannot be used ({error}); "
-            "name another folder with JAX_COMPILATION_CACHE_DIR",
+            f"compiled programs are not kept: their folder cannot be used ({error}); "
+            "name another one with JAX_COMPILATION_CACHE_DIR",
             file=sys.stderr,
         )
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _SECONDS)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def user_folder() -> pathlib.Path:

@@ -167,7 +167,8 @@ def _own_questions(
             "restore them, or choose another --run-dir"
         )
     if "sizes" not in checked:  # a new run, or one that an earlier version started
-        checked |= _check_videos(root, paths, check)
+        # Which questions are left out stays as it was found first.
+        checked = _check_videos(root, paths, check) | checked
     unreadable = checked["unreadable"]
     readable = tuple(question for question in questions if question.video not in unreadable)
     training, heldout = hold_out(readable, settings.heldout)

@@ -24,7 +24,7 @@ from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.evaluation.play import EvaluationSettings
 from tests.compiled_names import CompiledNames
 from train.phases.model import model_config
-from train.prepare import prepare, prepare_dataset
+from train.prepare import CHECKED, prepare, prepare_dataset
 from train.published_data import DataSettings
 from train.run import execute
 from train.settings import ModelSettings, Run
@@ -131,6 +131,21 @@ def test_a_video_that_cannot_be_read_is_left_out_by_name(recipe, questions, at_h
     data = prepare(run, at_home / "run", questions=[*questions, lost])
     assert set(data.questions) == set(questions) and list(data.unreadable) == ["gone.mp4"]
     assert "gone.mp4" in capsys.readouterr().out
+
+
+def test_a_run_of_an_earlier_version_keeps_the_videos_that_it_left_out(recipe, questions, at_home):
+    """Its file does not name sizes. A video that was repaired since would change what it draws."""
+    run = data_of(recipe, heldout=0)
+    data = prepare(run, at_home / "run", questions=questions)
+    lost = questions[0].video
+    file = at_home / "run" / CHECKED
+    checked = json.loads(file.read_text()) | {"unreadable": {lost: "cut off"}}
+    del checked["sizes"]
+    file.write_text(json.dumps(checked))
+    run = dataclasses.replace(run, unreadable_share=0.5)
+    again = prepare(run, at_home / "run", questions=questions)
+    assert again.sizes == data.sizes
+    assert {*again.questions} == {q for q in data.questions if q.video != lost}
 
 
 def test_a_run_continues_only_with_the_same_questions(recipe, questions, at_home, monkeypatch):

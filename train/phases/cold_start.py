@@ -90,8 +90,7 @@ def _train(
         if cursor is not None:
             batches.set_state(cursor)
         if phase.left:
-            programs = environment.features.lowerings(context.data.sizes)
-            compile_ahead(programs, shown=hosts.is_first())
+            compile_ahead(batches.lowerings(update, state), shown=hosts.is_first())
         for step in phase.left:
             start = time.perf_counter()
             # The measured time includes the update: its metrics are numbers here.
