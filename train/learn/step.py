@@ -257,7 +257,8 @@ def make_accumulation(
     def start(of: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), of)
 
-    def add(
+    # Not `add`: the log of compilations names functions, and jnp.add has that name.
+    def add_gradients(
         frozen: Any, weights: Any, total: Any, visual: Array, *batch: Any, draw: Any = (0,)
     ) -> tuple[Any, dict[str, jax.Array]]:
         def value(weights: Any, visual: Array) -> Any:
@@ -274,7 +275,9 @@ def make_accumulation(
 
     return Accumulation(
         MeshProgram(jax.jit(start, out_shardings=placed), mesh),
-        MeshProgram(jax.jit(add, donate_argnums=2, out_shardings=(placed, None)), mesh, (frozen,)),
+        MeshProgram(
+            jax.jit(add_gradients, donate_argnums=2, out_shardings=(placed, None)), mesh, (frozen,)
+        ),
         MeshProgram(
             jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings(state), None)),
             mesh,
