@@ -24,6 +24,7 @@ import pathlib
 import platform
 import tempfile
 import zlib
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -34,6 +35,7 @@ from safetensors.numpy import load_file
 import train.run
 from configs import RECIPES
 from models.fingerprint import fingerprint
+from models.sharding import Lowering
 from paravt_jax.data import video
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import render_call
@@ -166,6 +168,9 @@ class ScriptedEngine(Engine):
         return fingerprint(self._weights)
 
     def warm_up(self) -> None: ...
+
+    def lowerings(self) -> Iterator[Lowering]:
+        return iter(())
 
     def sleep(self) -> None: ...
 

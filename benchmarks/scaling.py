@@ -28,7 +28,7 @@ import numpy as np
 import tyro
 
 from configs import RECIPES
-from models.sharding import make_mesh
+from models.sharding import MeshProgram, make_mesh
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.scoring import Rules
 from paravt_jax.processes import cluster, hosts
@@ -37,7 +37,6 @@ from tests.processes import free_port
 from tests.train.small import Road, Script, lay_road, small
 from train.learn.rl import Learner
 from train.learn.sft import SFTBatches
-from train.learn.step import MeshProgram
 from train.plan.collectives import bytes_sent, find_collectives
 from train.prepare import prepare
 from train.settings import Run

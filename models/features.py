@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -35,7 +36,7 @@ from models.patches import patchify
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.trained_vision import TrainedVision, cached_shape
 from models.qwen3_vl.vision import PatchLayout, VisionTower, frame_layout
-from models.sharding import make_mesh
+from models.sharding import Lowering, make_mesh
 from models.trained import VISION
 from paravt_jax.data.frames import (
     FrameSource,
@@ -174,7 +175,7 @@ def _mergers(tower: VisionTower, states: Any, _: PatchLayout) -> jax.Array:
 
 def tower_program(
     graph: nnx.GraphDef, mesh: Mesh, part: Callable[..., jax.Array] = _all
-) -> Callable[..., jax.Array]:
+) -> jax.stages.Wrapped:
     """The vision tower on frames of one size: `program(weights, patches, layout)`, jitted.
 
     Frames are split over the devices of the mesh, each of which has all weights.
@@ -432,24 +433,24 @@ class FrameFeatures:
         """
         if isinstance(frame, str):
             frame = Frame(frame, 0, 0.0)
-        name = frame.video
-        info = self.info(name)
-        rules = self._rules(frame)
+        info = self.info(frame.video)
         try:
-            height, width = rules.sizes(info.height, info.width)[-1]
+            return self._grid(info.height, info.width, self._rules(frame))
         except ValueError as error:
-            # The frames are too long and thin.
-            raise VideoError(join(self.root, name), str(error)) from error
-        tokens = height * width // rules.factor**2
+            raise VideoError(join(self.root, frame.video), str(error)) from error
+
+    def _grid(self, height: int, width: int, rules: FrameRules) -> tuple[int, int]:
+        """The grid of frames of these sizes in pixels; ValueError if they are too long and thin."""
+        resized = rules.sizes(height, width)[-1]
+        tokens = math.prod(resized) // rules.factor**2
         if tokens > rules.most_tokens:
-            raise VideoError(
-                join(self.root, name),
-                f"its frames of {info.width} x {info.height} pixels are too long and thin: they "
+            raise ValueError(
+                f"its frames of {width} x {height} pixels are too long and thin: they "
                 f"need {tokens} visual tokens, and the limit on their pixels (frames.max_pixels) "
-                f"allows {rules.most_tokens}",
+                f"allows {rules.most_tokens}"
             )
         patch = self.config.vision.patch_size
-        return height // patch, width // patch
+        return resized[0] // patch, resized[1] // patch
 
     def tokens(self, frame: Frame | str) -> int:
         """Visual tokens of a frame, or of each frame of a video's overview."""
@@ -458,6 +459,35 @@ class FrameFeatures:
 
     def _rules(self, frame: Frame) -> FrameRules:
         return frame.rules or self.settings.rules(self.config.vision, frame.crop)
+
+    def lowerings(self, sizes: Iterable[tuple[int, int]]) -> Iterator[Lowering]:
+        """The tower's programs for videos of these sizes, for `models.compile_ahead`.
+
+        They depend on the number of visual tokens that a frame of an overview or a crop can have.
+
+        Args:
+            sizes: (height, width) of videos, in pixels.
+        """
+        config = self.config.vision
+        grids: dict[int, tuple[int, int]] = {}
+        for height, width in sizes:
+            for crop in (False, True):
+                # Frames that are too long and thin are refused when they are asked for.
+                with contextlib.suppress(ValueError):
+                    grid = self._grid(height, width, self.settings.rules(config, crop))
+                    grids.setdefault(math.prod(grid), grid)
+        for patches, grid in grids.items():
+            tokens = patches // config.spatial_merge_size**2
+            batch = frames_per_call(self.settings, tokens, self._mesh.size)
+            layout = frame_layout(grid, config)
+            in_patches = (batch, patches, config.patch_dim)
+            if self.trained is None or not self.trained.whole:
+                frames = jax.ShapeDtypeStruct(in_patches, np.float32)
+                yield functools.partial(self._encode.lower, self._weights, frames, layout)
+            if self.trained is not None:
+                shape = in_patches if self.trained.whole else (batch, tokens, *self.vector)
+                cached = jax.ShapeDtypeStruct(shape, self.dtype)
+                yield functools.partial(self._finish.lower, self._weights, cached, layout)
 
     def forget(self, name: str) -> None:
         """Drops everything known about a video."""

@@ -8,10 +8,11 @@ mesh 1 x 1 x 1.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -46,6 +47,9 @@ BATCH = PartitionSpec(ROWS)
 # Mesh axes that shard one dimension.
 Axes = str | tuple[str, ...] | None
 T = TypeVar("T")
+
+# Traces a program for given arguments. `models.compile_ahead` compiles the result.
+Lowering = Callable[[], jax.stages.Lowered]
 
 
 def make_mesh(
@@ -92,6 +96,35 @@ def current_mesh() -> AbstractMesh | None:
     """
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual else mesh
+
+
+class MeshProgram(NamedTuple):
+    """A jitted function that sets its mesh when it is called or lowered."""
+
+    jitted: Any
+    mesh: Mesh | None
+    first: tuple[Any, ...] = ()
+    """Arguments of every call, before those of the caller: the frozen weights. As constants, they
+    would be part of the program."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        with self._set():
+            return self.jitted(*self.first, *arguments, **options)
+
+    def lower(self, *arguments: Any, **options: Any) -> Any:
+        """Like `jax.jit(...).lower`, for arrays or their abstract shapes."""
+        with self._set():
+            return self.jitted.lower(*self.first, *arguments, **options)
+
+    def _set(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+
+def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape, type and sharding of an array, for which programs compile as for the array itself."""
+    # An array that no one has placed goes where the others are.
+    sharding = x.sharding if x.committed else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def constrain(x: T, *axes: Axes) -> T:

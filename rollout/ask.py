@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models import gpu
+from models.compile_cache import use_cache
 from models.features import FrameFeatures, FrameSettings
 from models.peft_folder import base_folder, load
 from models.qwen3_vl.model import Qwen3VL
@@ -276,6 +277,7 @@ def _answer(asked: AskSettings, reader: FrameReader) -> list[str]:
     # Only lists the file, so the sizes of frames do not matter.
     reader.request(ReadTask(asked.video, (), PixelRules())).result()
     tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)
+    use_cache()
     assistant = Assistant.load(
         asked.model,
         ProtocolSettings(tools=tools),

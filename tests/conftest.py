@@ -11,6 +11,8 @@ import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# No program is kept in the cache folder of the user who runs the tests.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")
 # Tests compile much and compute little. Without LLVM's optimisations, and with older, simpler code
 # for fusions, they take less than half the time, and their numbers stay the same. jaxlib 0.11 has
 # no flag for the older code, and an unknown flag ends the process.
@@ -125,7 +127,7 @@ def compiled(tmp_path_factory) -> Iterator[pathlib.Path]:
     folder = tmp_path_factory.mktemp("compiled")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     yield folder
-    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_compilation_cache_dir", "")
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,10 @@ MAY_IMPORT = {
 # 7,000 while several statements shared a line, and 7,500 in 60 files while an agent's texts were
 # part of the protocol's code, and 7,600 while answers were read in fewer forms, and 7,800 before
 # there were adapters and fingerprints, and 8,100 in 63 files while the vision tower was frozen, and
-# 8,500 before rollouts could outlive an update and files were read beside decoding.
-MOST_LINES = 9300
-MOST_FILES = 70
+# 8,500 before rollouts could outlive an update, files were read beside decoding, and programs were
+# compiled ahead.
+MOST_LINES = 9400
+MOST_FILES = 71
 # The walk must not reach these: they import the main path, never the reverse.
 SIDE_PATHS = (
     "paravt_jax.data.preparation",

@@ -39,6 +39,8 @@ class Data:
     """Captioned frames for alignment."""
     videos: int = 0
     """Number of videos, including unreadable ones. For published data: number of rows."""
+    sizes: tuple[tuple[int, int], ...] = ()
+    """The different (height, width) of videos and pictures in pixels, the most frequent first."""
     unreadable: dict[str, str] = dataclasses.field(default_factory=dict)
     """Why each unreadable video cannot be read, by path."""
     digest: str = ""

@@ -7,6 +7,7 @@ is only opened. The command prepares published data without training on it:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -27,6 +28,7 @@ from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
+from paravt_jax.world.videos import WorldSettings
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
@@ -71,7 +73,7 @@ def prepare(
             f"{run.name}: neither data nor world is set; use a recipe with one of them"
         )
     prepare_world(run, folder, check)
-    return _open_world(run, folder)
+    return _open_world(run, run.world, folder)
 
 
 def _published(
@@ -93,6 +95,7 @@ def _published(
         conversations=prepared.conversations,
         lengths=prepared.lengths,
         videos=summary["kept"],
+        sizes=_sizes_of(summary, settings),
         unreadable=unreadable,
         digest=prepared.digest,
     )
@@ -100,6 +103,22 @@ def _published(
     if run.rl is not None or data.heldout:
         data = _without_long_questions(run, data, summary["seconds"].get("most", 0.0))
     return data
+
+
+def _sizes_of(summary: dict[str, Any], settings: DataSettings) -> tuple[tuple[int, int], ...]:
+    """The (height, width) of the videos of a prepared set, the most frequent first."""
+    if "sizes" not in summary:
+        if hosts.is_first():
+            print(
+                f"data.folder: {settings.folder} was prepared by an earlier version, without the "
+                "sizes of videos; the vision tower will compile for each size when it is first "
+                f"met. To avoid that, delete {pathlib.Path(settings.folder) / PLAN} and prepare "
+                "again.",
+                file=sys.stderr,
+            )
+        return ()
+    sizes = (name.split("x") for name in summary["sizes"])
+    return tuple((int(height), int(width)) for width, height in sizes)
 
 
 def _require_readable(run: Run, settings: DataSettings, summary: dict[str, Any]) -> None:
@@ -137,17 +156,19 @@ def _own_questions(
     digest = _digest(questions)
     paths = sorted({question.video for question in questions})
 
-    file = folder / CHECKED
-    if file.exists():  # from an earlier start, or from the first process of this run
+    file = folder / CHECKED  # from an earlier start, or from the first process of this run
+    checked: dict[str, Any] = {"digest": digest}
+    if file.exists():
         checked = json.loads(file.read_text())
-        if checked["digest"] != digest:
-            source = settings.questions or "given from Python"
-            raise ValueError(
-                f"data.questions: {source}; the run in {folder} started with other questions: "
-                "restore them, or choose another --run-dir"
-            )
-    else:
-        checked = {"digest": digest, **_check_videos(root, paths, check)}
+    if checked["digest"] != digest:
+        source = settings.questions or "given from Python"
+        raise ValueError(
+            f"data.questions: {source}; the run in {folder} started with other questions: "
+            "restore them, or choose another --run-dir"
+        )
+    if "sizes" not in checked:  # a new run, or one that an earlier version started
+        # Which questions are left out stays as it was found first.
+        checked = _check_videos(root, paths, check) | checked
     unreadable = checked["unreadable"]
     readable = tuple(question for question in questions if question.video not in unreadable)
     training, heldout = hold_out(readable, settings.heldout)
@@ -159,6 +180,7 @@ def _own_questions(
         questions=training,
         heldout=heldout,
         videos=len(paths),
+        sizes=tuple((height, width) for height, width in checked["sizes"]),
         digest=digest,
     )
     data = _without_long_questions(run, data, checked["longest"])
@@ -202,18 +224,26 @@ def _digest(questions: Sequence[Question]) -> str:
 def _check_videos(
     root: pathlib.Path, paths: Sequence[str], check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Returns the reason for each unreadable video, and the duration of the longest in seconds."""
+    """Returns what a run has to know about its videos.
+
+    That is the reason for each unreadable one, the duration of the longest in seconds, and their
+    different (height, width), the most frequent first.
+    """
     longest = 0.0
+    sizes: collections.Counter[tuple[int, int]] = collections.Counter()
     unreadable: dict[str, str] = {}
     with Progress("check videos", "video", shown=hosts.is_first()) as progress:
         for done, path in enumerate(paths, 1):
             check()
             try:
-                longest = max(longest, video.probe(root / path).duration)
+                info = video.probe(root / path)
+                longest = max(longest, info.duration)
+                sizes[info.height, info.width] += 1
             except VideoError as error:
                 unreadable[path] = error.reason
             progress.update(done, len(paths))
-    return {"longest": longest, "unreadable": unreadable}
+    found = [size for size, _ in sizes.most_common()]
+    return {"longest": longest, "sizes": found, "unreadable": unreadable}
 
 
 def _without_long_questions(run: Run, data: Data, longest: float) -> Data:
@@ -292,7 +322,7 @@ def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[
     return prepare_published(run.data, run.protocol, run.frames, run.vision, run.model.path, check)
 
 
-def _open_world(run: Run, folder: pathlib.Path) -> Data:
+def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
     root = folder / "videos"
     tokenizer_folder = folder / "tokenizer"
     if run.model.path:
@@ -319,6 +349,7 @@ def _open_world(run: Run, folder: pathlib.Path) -> Data:
         vocabulary=tokenizer.load(tokenizer_folder),
         lengths=tuple(conversation.tokens for conversation in readable["conversations"]),
         videos=len(paths),
+        sizes=((world.size, world.size),),
         **readable,
     )
     note_unreadable(run, folder, data, unreadable)

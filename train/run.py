@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from configs import RECIPES
 from models import gpu
+from models.compile_cache import use_cache
 from models.sharding import make_mesh
 from paravt_jax.command_name import command_name
 from paravt_jax.data.stored_settings import as_json
@@ -130,6 +131,7 @@ def _execute(
         if run.rl is not None and run.rl.rewards.judge is not None:
             judge = stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
         _claim(run, folder, settings, stack)
+        use_cache(folder)
         data = _prepare(run, folder, interrupts, questions)
         if run.rehearse and hosts.is_first():
             mark(run, folder)

@@ -100,8 +100,10 @@ def prepare_rows(
     if (folder / PLAN).exists():
         _require_same(folder, plan)
         return json.loads((folder / SUMMARY).read_text())
-    # The work folder's name depends on the plan, so chunks of another plan are never reused.
-    digest = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]
+    # The work folder's name depends on the plan and on what is noted of a row, so chunks of another
+    # plan or version are never reused.
+    noted = [field.name for field in dataclasses.fields(Kept)]
+    digest = hashlib.sha256(json.dumps([plan, noted]).encode()).hexdigest()[:12]
     work = folder / f"{_WORK_PREFIX}{digest}"
     work.mkdir(parents=True, exist_ok=True)
 
@@ -293,7 +295,8 @@ class _Outcomes:
             if "kept" in line:
                 facts = line["kept"]
                 # JSON reads a tuple back as a list.
-                yield Kept(**(facts | {"seconds": tuple(facts["seconds"])}))
+                sizes = tuple(map(tuple, facts["sizes"]))
+                yield Kept(**(facts | {"seconds": tuple(facts["seconds"]), "sizes": sizes}))
 
     def left_out(self) -> Iterator[LeftOutRow]:
         for line in self._lines():
@@ -361,7 +364,10 @@ def _write_records(folder: pathlib.Path, outcomes: _Outcomes, summary: dict[str,
 
 
 def _summarise(outcomes: _Outcomes, sources: Sequence[str]) -> dict[str, Any]:
-    """Count rows by source, kind and reason. Durations are in seconds, lengths in tokens."""
+    """Count rows by source, kind, reason, and size of video (width x height in pixels).
+
+    Durations are in seconds, lengths in tokens.
+    """
     kept = list(outcomes.kept())
     left_out = list(outcomes.left_out())
     conversations = [row for row in kept if row.kind == "conversation"]
@@ -379,6 +385,7 @@ def _summarise(outcomes: _Outcomes, sources: Sequence[str]) -> dict[str, Any]:
         "reasons": _count(row.reason for row in left_out),
         "sources": by_source,
         "kinds": _count(row.kind for row in kept),
+        "sizes": _count(f"{width}x{height}" for row in kept for height, width in row.sizes),
         "seconds": _quantiles([seconds for row in kept for seconds in row.seconds]),
         "tokens": _quantiles([row.tokens for row in conversations]),
         "tokens_in_all": sum(row.tokens for row in conversations),

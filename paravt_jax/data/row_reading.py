@@ -65,6 +65,7 @@ class Kept:
         source: The split that the row comes from.
         kind: `conversation`, or the kind of the question.
         seconds: Durations of its videos.
+        sizes: (height, width) of its videos and pictures, in pixels.
         tokens: Length of the conversation in tokens.
         frames: Frames that the conversation shows.
         calls: Tool responses in the conversation.
@@ -76,6 +77,7 @@ class Kept:
     source: str
     kind: str
     seconds: tuple[float, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()
     tokens: int = 0
     frames: int = 0
     calls: int = 0
@@ -131,7 +133,8 @@ def read_row(
 def _question(row: dict, id: str, source: str, checker: VideoChecker) -> tuple[Kept, Question]:
     question = read_question(row, id)
     checker(question.video, False, None)
-    return Kept(id, source, question.kind.value, tuple(checker.seconds)), question
+    kind = question.kind.value
+    return Kept(id, source, kind, tuple(checker.seconds), tuple(checker.sizes)), question
 
 
 def _conversation(
@@ -147,6 +150,7 @@ def _conversation(
         source,
         "conversation",
         tuple(checker.seconds),
+        tuple(checker.sizes),
         tokens,
         frames=len(trajectory.frames),
         calls=sum(turn.role == "tool" for turn in conversation.turns),
@@ -162,11 +166,17 @@ class VideoChecker:
     def __init__(self, reading: Reading):
         self.reading = reading
         self._durations: dict[str, float] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
 
     @property
     def seconds(self) -> list[float]:
         """Durations of all videos so far, without repetitions."""
         return list(self._durations.values())
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(height, width) of all videos and pictures so far, without repetitions."""
+        return list(self._sizes.values())
 
     def __call__(self, path: str, picture: bool, call: CropCall | None) -> Clip:
         """Choose the frames to show of a file.
@@ -204,6 +214,7 @@ class VideoChecker:
             self.reading.tokens(clip)
         except ValueError as error:
             raise Refused(Reason.UNREADABLE, f"{path}: {error}") from error
+        self._sizes[path] = (info.height, info.width)
         return clip
 
     def _overview(self, info: VideoInfo) -> Int64[np.ndarray, " m"]:

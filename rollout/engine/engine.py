@@ -29,7 +29,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -40,6 +40,7 @@ from models.features import FrameFeatures
 from models.fingerprint import fingerprint
 from models.lora import split
 from models.qwen3_vl.model import Qwen3VL
+from models.sharding import Lowering, abstract
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import digest
 from rollout.engine.pages import PageTree, page_count
@@ -142,9 +143,7 @@ class Engine:
         # Completions that `generate` received while it waited for its own. `step` hands them out.
         self._undelivered: list[Completion] = []
         _, weights, self._frozen = split(model.text)
-        self._weight_shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights
-        )
+        self._weight_shapes = jax.tree.map(abstract, weights)
         self.load(weights, version=0)
 
     # --- the interface ---
@@ -280,6 +279,13 @@ class Engine:
             ValueError: the engine sleeps.
         """
         self.runner.warm_up(self._loaded("warm_up"))
+
+    def lowerings(self) -> Iterator[Lowering]:
+        """The programs that take long to compile, for `models.compile_ahead`.
+
+        The engine may sleep: no memory of the device is needed.
+        """
+        return self.runner.lowerings((self._weight_shapes, self._frozen))
 
     # --- requests ---
 

@@ -33,6 +33,7 @@ from models.attention import DenseCache, PagedCache, Shared
 from models.lora import split
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.text import KV, TextDecoder
+from models.sharding import MeshProgram
 from rollout.engine.pages import page_count
 from rollout.engine.sampling import Choices, sample
 
@@ -158,34 +159,49 @@ class Programs:
             donate_argnums=1,
             out_shardings=(pool_sharding, result_sharding),
         )
-        self.prefill = _with_mesh(mesh, prefill)
-        self.copy = _with_mesh(mesh, copy)
-        self.gather = _with_mesh(mesh, gather)
-        self.fill = _with_mesh(mesh, fill)
-        self.decode = _with_mesh(mesh, decode)
+        # On a mesh, the TPU kernels look it up.
+        self.prefill = MeshProgram(prefill, mesh)
+        self.copy = MeshProgram(copy, mesh)
+        self.gather = MeshProgram(gather, mesh)
+        self.fill = MeshProgram(fill, mesh)
+        self.decode = MeshProgram(decode, mesh)
+
+    def abstract_pool(self, pages: int) -> jax.ShapeDtypeStruct:
+        """Shape, type and sharding of `make_pool`, to compile programs before it takes memory."""
+        heads = 2 * self.text.num_key_value_heads
+        shape = (self.text.num_hidden_layers, pages + 1, self.page, heads, self.text.head_dim)
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._pool_sharding)
 
     def make_pool(self, pages: int) -> Pool:
         """A pool of `pages` pages filled with zeros, and one more page for padding to read."""
-        heads = 2 * self.text.num_key_value_heads
-        shape = (self.text.num_hidden_layers, pages + 1, self.page, heads, self.text.head_dim)
-        return _zeros((shape,), self.dtype, self._pool_sharding)()[0]
+        return _zeros(self.abstract_pool(pages))
 
-    def make_prefixes(self, blocks: int, length: int) -> Prefixes:
-        """Arrays of zeros for one prefix of up to `length` tokens per block."""
+    def abstract_prefixes(self, blocks: int, length: int) -> Prefixes:
+        """Shapes, types and shardings of `make_prefixes`."""
         layers = self.text.num_hidden_layers
         entries = self.text.num_key_value_heads * blocks
         h = self.text.head_dim
-        make_k = _zeros(((entries, h, length),) * layers, self.dtype, self._prefix_sharding)
-        make_v = _zeros(((entries, length, h),) * layers, self.dtype, self._prefix_sharding)
-        return Prefixes(make_k(), make_v())
+        sharding = self._prefix_sharding
+        k: Any = jax.ShapeDtypeStruct((entries, h, length), self.dtype, sharding=sharding)
+        v: Any = jax.ShapeDtypeStruct((entries, length, h), self.dtype, sharding=sharding)
+        return Prefixes((k,) * layers, (v,) * layers)
+
+    def make_prefixes(self, blocks: int, length: int) -> Prefixes:
+        """Arrays of zeros for one prefix of up to `length` tokens per block."""
+        return _zeros(self.abstract_prefixes(blocks, length))
 
     def bank_shape(self, tokens: int) -> tuple[int, int, int]:
         """The shape of a bank for up to `tokens` visual tokens, in whole chunks."""
         return math.ceil(tokens / CHUNK) * CHUNK, *self._vectors
 
+    def abstract_bank(self, tokens: int) -> jax.ShapeDtypeStruct:
+        """Shape, type and sharding of `make_bank`."""
+        shape = self.bank_shape(tokens)
+        return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._bank_sharding)
+
     def make_bank(self, tokens: int) -> Bank:
         """A bank of zeros for up to `tokens` visual tokens."""
-        return _zeros((self.bank_shape(tokens),), self.dtype, self._bank_sharding)()[0]
+        return _zeros(self.abstract_bank(tokens))
 
     def _fill(self, bank: Bank, chunk: Float[Any, "n c d"], first: Int[Any, ""]) -> Bank:
         """Write `chunk` to the bank's vectors from `first` on."""
@@ -350,27 +366,19 @@ class Programs:
         return self._write(pool, new, rows.tables, rows.own_tokens, counts), drawn
 
 
+def _zeros(abstract: Any) -> Any:
+    """Arrays of zeros, like the abstract ones of a tree."""
+    leaves, structure = jax.tree.flatten(abstract)
+    return jax.tree.unflatten(structure, _make_zeros(*leaves)())
+
+
 # Cached: the engine allocates again after every sleep, and a new lambda would compile again.
 @functools.cache
-def _zeros(
-    shapes: tuple[tuple[int, ...], ...], dtype: Any, sharding: Any
-) -> Callable[[], tuple[Array, ...]]:
+def _make_zeros(*leaves: jax.ShapeDtypeStruct) -> Callable[[], tuple[Array, ...]]:
     return jax.jit(
-        lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes), out_shardings=sharding
+        lambda: tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves),
+        out_shardings=tuple(leaf.sharding for leaf in leaves),
     )
-
-
-def _with_mesh(mesh: Mesh | None, program: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a program so that it runs with the mesh set, where the TPU kernels look it up."""
-    if mesh is None:
-        return program
-
-    @functools.wraps(program)
-    def run(*arguments: Any, **options: Any) -> Any:
-        with jax.set_mesh(mesh):
-            return program(*arguments, **options)
-
-    return run
 
 
 def difference(weights: Any, expected: Any) -> str:

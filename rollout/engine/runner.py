@@ -16,8 +16,10 @@ Keys and values are in up to three places while decoding:
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ from jaxtyping import Float, Int
 
 from models.attention import platform
 from models.qwen3_vl.model import Qwen3VL
+from models.sharding import Lowering
 from rollout.engine.layout import Layout, Serials, choose_layout
 from rollout.engine.pages import Node
 from rollout.engine.programs import (
@@ -85,22 +88,53 @@ class ModelRunner:
     def warm_up(self, weights: Any) -> None:
         """Compile every program, by running each with idle rows only."""
         settings = self.settings
-        for length in settings.prefill_lengths:
-            for before in (0, *settings.row_lengths):
-                self._prefill([], length, before, weights)
+        for length, before in self._prefill_sizes():
+            self._prefill([], length, before, weights)
         self._bank([np.zeros(self._programs.bank_shape(1), self._programs.dtype)])
         # Copy the page that is never allocated onto itself.
         self.copy([(settings.pages, settings.pages)])
+        for idle in self._idle_layouts():
+            if idle.prefix_length:
+                self._load_prefix(idle.prefix_length, 0, [])
+            self._run([], idle, weights)
+
+    def lowerings(self, weights: Any) -> Iterator[Lowering]:
+        """The programs that take long to compile: those for prefill and decoding.
+
+        Args:
+            weights: Real or abstract weights.
+        """
+        settings, programs = self.settings, self._programs
+        pool = programs.abstract_pool(settings.pages)
+        for length, before in self._prefill_sizes():
+            pieces = self._pieces([], length, before)
+            bank = None
+            if not settings.only_text(length):
+                pieces, _ = _index_visual(pieces, [])
+                bank = programs.abstract_bank(settings.bank_tokens)
+            yield functools.partial(programs.prefill.lower, weights, pool, bank, pieces)
+        for idle in self._idle_layouts():
+            rows, prefixes = self._idle_rows(idle), None
+            if idle.prefix_length:
+                prefixes = programs.abstract_prefixes(len(idle.prefixes), idle.prefix_length)
+            static = {"steps": settings.steps, "width": idle.row_length}
+            yield functools.partial(programs.decode.lower, weights, pool, prefixes, rows, **static)
+
+    def _prefill_sizes(self) -> Iterator[tuple[int, int]]:
+        """Tokens per row of each prefill program, and the cached tokens before them."""
+        settings = self.settings
+        return itertools.product(settings.prefill_lengths, (0, *settings.row_lengths))
+
+    def _idle_layouts(self) -> Iterator[Layout]:
+        """A layout of each decoding program, without sequences."""
+        settings = self.settings
         for row_length in settings.row_lengths:
             rows = self._rows(row_length)
+            blocks = rows // settings.rows_per_prefix
             # Only programs with all slots share prefixes.
             shares = rows == settings.slots and not self._paged
             for prefix_length in (0, *settings.prefix_lengths) if shares else (0,):
-                if prefix_length:
-                    self._load_prefix(prefix_length, 0, [])
-                blocks = rows // settings.rows_per_prefix
-                idle = Layout((None,) * rows, ((),) * blocks, prefix_length, row_length)
-                self._run([], idle, weights)
+                yield Layout((None,) * rows, ((),) * blocks, prefix_length, row_length)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages, from the first of each pair to the second."""

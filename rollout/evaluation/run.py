@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
 
+from models.compile_cache import use_cache
 from models.peft_folder import base_folder
 from models.weights.folder import local_folder, weights_files
 from paravt_jax.data.frame_reader import FrameReader
@@ -94,6 +95,8 @@ def _evaluate(
             item for item in work.loaded.items[: settings.limit] if item.question.id not in done
         ]
         if items:
+            if not settings.endpoint:
+                use_cache(work.out)
             # An endpoint that answered questions in an earlier start needs no proof.
             _play(work, items, folder, proven=bool(done))
         summary = hosts.from_first(lambda: folder.summarise(work.summary))

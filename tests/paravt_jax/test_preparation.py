@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -178,6 +179,8 @@ def test_the_summary_counts_rows(prepared):
     assert summary["reasons"]["missing video"] == 2
     assert sum(summary["reasons"].values()) == 6
     assert summary["sources"]["selftrace"] == {"kept": 2, "left_out": {"not in the protocol": 1}}
+    assert sum(summary["sizes"].values()) >= summary["kept"]
+    assert all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", size) for size in summary["sizes"])
     assert summary["tokens_in_all"] == sum(open_prepared(prepared).lengths)
     assert summary["with_calls"] == 2
     assert summary["without_think"] == 1

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import train.phases.context
 import train.run
+from models.sharding import Lowering
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
@@ -46,6 +48,10 @@ def evaluated(road, small, monkeypatch):
 
         def forget(self) -> None:
             """Nothing is cached."""
+
+        def lowerings(self) -> Iterator[Lowering]:
+            """Nothing is compiled."""
+            return iter(())
 
     class NoSync(WeightSync):
         def __init__(self):

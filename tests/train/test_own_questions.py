@@ -19,11 +19,14 @@ from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text as world_text
+from paravt_jax.world.videos import WorldSettings, render
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.evaluation.play import EvaluationSettings
+from tests.compiled_names import CompiledNames
 from train.phases.model import model_config
-from train.prepare import prepare, prepare_dataset
+from train.prepare import CHECKED, prepare, prepare_dataset
 from train.published_data import DataSettings
+from train.run import execute
 from train.settings import ModelSettings, Run
 from train.world_data import world_pieces
 
@@ -113,6 +116,7 @@ def test_questions_of_a_file_are_split_by_video(recipe, questions, at_home):
     run = data_of(recipe, questions="my.jsonl", heldout=2)
     data = prepare(run, at_home / "run")
     assert {*data.questions, *data.heldout} == {*questions}
+    assert data.sizes == ((32, 32),)
     assert len(data.heldout) >= 2
     assert {q.video for q in data.questions}.isdisjoint(q.video for q in data.heldout)
     given = prepare(data_of(recipe, heldout=2), at_home / "other", questions=questions)
@@ -127,6 +131,21 @@ def test_a_video_that_cannot_be_read_is_left_out_by_name(recipe, questions, at_h
     data = prepare(run, at_home / "run", questions=[*questions, lost])
     assert set(data.questions) == set(questions) and list(data.unreadable) == ["gone.mp4"]
     assert "gone.mp4" in capsys.readouterr().out
+
+
+def test_a_run_of_an_earlier_version_keeps_the_videos_that_it_left_out(recipe, questions, at_home):
+    """Its file does not name sizes. A video that was repaired since would change what it draws."""
+    run = data_of(recipe, heldout=0)
+    data = prepare(run, at_home / "run", questions=questions)
+    lost = questions[0].video
+    file = at_home / "run" / CHECKED
+    checked = json.loads(file.read_text()) | {"unreadable": {lost: "cut off"}}
+    del checked["sizes"]
+    file.write_text(json.dumps(checked))
+    run = dataclasses.replace(run, unreadable_share=0.5)
+    again = prepare(run, at_home / "run", questions=questions)
+    assert again.sizes == data.sizes
+    assert {*again.questions} == {q for q in data.questions if q.video != lost}
 
 
 def test_a_run_continues_only_with_the_same_questions(recipe, questions, at_home, monkeypatch):
@@ -152,6 +171,31 @@ def test_questions_that_cannot_be_trained_on_are_refused(recipe, questions, at_h
     for run, asked, message in cases:
         with pytest.raises(ValueError, match=message):
             prepare(run, at_home / "run", questions=asked)
+
+
+@pytest.mark.slow
+def test_the_tower_compiles_for_all_sizes_of_videos_before_the_first_step(
+    recipe, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    for size in (32, 96):
+        world = WorldSettings(train_videos=3, heldout_videos=1, size=size)
+        videos = render(world, tmp_path / "videos" / str(size))
+        for question in world_text.questions(videos, world_text.TextSettings()):
+            found = f"{size}/{question.video}"
+            asked.append(dataclasses.replace(question, id=f"{size}-{question.id}", video=found))
+    assert recipe.rl is not None
+    run = dataclasses.replace(
+        data_of(recipe, heldout=1), rl=dataclasses.replace(recipe.rl, steps=5)
+    )
+    names = CompiledNames()
+    execute(run, questions=asked)
+    lines = (tmp_path / "runs" / "own" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert [step["recompilations"] for step in steps[3:]] == [0, 0]
+    # 1 x 1 and 3 x 3 visual tokens.
+    assert names.count("jit(encode)") == 2
 
 
 @pytest.mark.slow

@@ -244,7 +244,7 @@ def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
         prefetched.clear()
         drawn = QuestionStream(data, Reader(), 3, 8, budgets.__getitem__).draw(0, places)
         groups = begin(drawn, settings, 0, 0, places)
-        Player(environment, 0.7).deal(groups)
+        Player(environment, 0.7).deal(groups, now=0)
         played = {
             group.place
             for group in groups

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import train.learn.rl
+from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures
 from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh
@@ -26,6 +27,7 @@ from paravt_jax.processes import hosts
 from rollout.agent.episode import suffix_length
 from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
+from tests.compiled_names import CompiledNames
 from train.learn.batch import prompt_segments
 from train.learn.packing import StepShape
 from train.learn.rl import Learner
@@ -622,6 +624,11 @@ def test_every_size_is_compiled_before_the_first_step(road, small, start, update
     """Steps that need other sizes later compile nothing; later updates have their own programs."""
     cut = anchored_learner(road, microbatch_tokens=600, updates_per_batch=updates)
     assert len(cut.sizes) > 1
+    programs = list(cut.lowerings(start, road.environment.features))
+    # The reference, the updates, and the optimizer.
+    assert len(programs) == (1 + updates) * len(cut.sizes) + 1
+    compile_ahead(programs)
+    names = CompiledNames()
     cut.warm_up(start.weights, road.environment.features)
     sizes = (cut.logprobs.jitted, cut.update.add.jitted)
     compiled = [program._cache_size() for program in sizes]
@@ -631,6 +638,7 @@ def test_every_size_is_compiled_before_the_first_step(road, small, start, update
     for questions in ((one, other), (lost(one), other)):
         start, _ = cut.step(start, sampler, road.environment, questions, seed=0)
     assert [program._cache_size() for program in sizes] == compiled
+    assert not {"jit(logprobs)", "jit(add_gradients)", "jit(apply)"} & set(names), names
 
 
 def test_tokens_that_are_too_old_for_an_update_are_refused(road, small):

@@ -20,6 +20,7 @@ from flax import nnx
 
 import train.export
 import train.run
+from benchmarks import killing
 from benchmarks.killing import kill_again_and_again
 from models.processor import Processor
 from models.qwen3_vl.hf import load
@@ -373,6 +374,27 @@ except RuntimeError:
     named = "Did you mean small?", "rl.steps", "rl.stepz", "sft.save-every", "unreadable_share: 1"
     for part in named:
         assert part in done.stderr
+
+
+# --- compiled programs on disk ---
+
+
+@pytest.mark.slow
+def test_a_run_with_programs_from_disk_ends_with_the_same_weights(tmp_path):
+    variables = killing.environment(tmp_path) | {"XDG_CACHE_HOME": str(tmp_path)}
+    del variables["JAX_COMPILATION_CACHE_DIR"]
+    weights, programs = [], []
+    for name in ("compiled", "loaded"):
+        command = killing.command(tmp_path / name, killing.ONE_PROMPT)
+        subprocess.run(command, env=variables, check=True)
+        steps = read_metrics(tmp_path / name / "metrics.jsonl")
+        weights.append([step["weights/fingerprint"] for step in steps if step["phase"] == "rl"])
+        programs.append(
+            len(list((tmp_path / "paravt-jax" / "compiled").glob("jit_logprobs-*-cache")))
+        )
+    assert weights[0] == weights[1] and len(set(weights[0])) == 6
+    # Those of the reference, one per size of micro-batch.
+    assert programs[0] == programs[1] > 0
 
 
 # --- killed in the middle ---

@@ -14,6 +14,8 @@ import pytest
 from flax import nnx
 
 from models import peft_folder
+from models.compile_ahead import compile_ahead
+from models.features import FrameFeatures
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings
 from models.qwen3_vl.hf import load
@@ -21,13 +23,14 @@ from models.qwen3_vl.vision import frame_layout
 from models.sharding import make_mesh
 from models.trained import apart, together
 from paravt_jax.method.scoring import Rules
+from tests.compiled_names import CompiledNames
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
 from train.export import Export, export
 from train.learn.rl import Learner, rl_loss
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import roll_out
-from train.learn.sft import SFTBatches, sft_loss, visual_encoder
+from train.learn.sft import SFTBatches, sft_loss, sft_step, visual_encoder
 from train.learn.weight_sync import WeightSync
 from train.run import execute
 
@@ -82,18 +85,24 @@ def tower_of(road, vision):
     return nnx.merge(graph, nnx.merge_state(state, vision))
 
 
+def fresh_features(road, trained) -> FrameFeatures:
+    """Features of the road's videos, with programs and a cache of their own."""
+    known = road.environment.features
+    return FrameFeatures(
+        road.model.vision,
+        road.model.config,
+        known.settings,
+        known.root,
+        source=known.source,
+        trained=trained,
+    )
+
+
 def patches_of(road, frames) -> np.ndarray:
     """Patches of frames of one size, read anew."""
     config = road.model.config.vision
-    plain = type(road.environment.features)(
-        road.model.vision,
-        road.model.config,
-        road.run.frames,
-        road.data.root,
-        source=road.environment.features.source,
-        trained=dataclasses.replace(road.environment.features.trained, whole=True),
-    )
-    return plain.cached(frames).reshape(len(frames), -1, config.patch_dim)
+    trained = dataclasses.replace(road.environment.features.trained, whole=True)
+    return fresh_features(road, trained).cached(frames).reshape(len(frames), -1, config.patch_dim)
 
 
 def require_close(ours, theirs) -> None:
@@ -263,6 +272,40 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
 
     gradients = [jax.jit(jax.grad(f))(thawed.weights) for f in (ours, theirs)]
     require_close(*gradients)
+
+
+# --- programs that are compiled before the first step ---
+
+
+def test_steps_of_rl_use_programs_that_were_compiled_ahead(thawed, small, start):
+    learner = learner_of(thawed)
+    features = fresh_features(thawed, thawed.environment.features.trained)
+    environment = dataclasses.replace(thawed.environment, features=features)
+    compile_ahead([*learner.lowerings(start, features), *features.lowerings(thawed.data.sizes)])
+    names = CompiledNames()
+    learner.warm_up(start.weights, features)
+    script, questions = small.Script(thawed), thawed.data.questions[:2]
+    learner.sync.load(script, start.weights, 0, features)
+    for _ in range(2):
+        compiled = len(names)
+        start, _ = learner.step(start, script, environment, questions, seed=0)
+        # As the sampler sees them, under the new weights.
+        features(features.overview(questions[0].video, 4))
+    assert len(names) == compiled, "the second step compiles"
+    of_learner = {"jit(gradients)", "jit(logprobs)", "jit(add_gradients)", "jit(apply)"}
+    assert not {"jit(encode)", *of_learner} & set(names), names
+
+
+def test_steps_of_the_cold_start_use_programs_that_were_compiled_ahead(thawed):
+    features = fresh_features(thawed, thawed.environment.features.trained)
+    protocol = thawed.environment.protocol
+    batches = SFTBatches(thawed.run.sft, thawed.data, None, 0, protocol, features, make_mesh())
+    state, update = batches.start(thawed.graph, thawed.fresh(), thawed.base())
+    compile_ahead(batches.lowerings(update, state))
+    names = CompiledNames()
+    for left in (1, 0):
+        state, _, _ = sft_step(update, state, batches, left)
+    assert not {"jit(encode)", "jit(update)"} & set(names)
 
 
 # --- runs ---

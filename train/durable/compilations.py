@@ -10,7 +10,10 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class Compilations:
-    """Number and seconds of the compilations of this process since this was created."""
+    """Number and seconds of the compilations of this process since this was created.
+
+    A program that is loaded from disk (`models.compile_cache`) counts as well.
+    """
 
     def __init__(self) -> None:
         self.count = 0

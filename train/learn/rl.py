@@ -11,14 +11,15 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from models.features import FrameFeatures
@@ -26,7 +27,7 @@ from models.lora import NOTHING
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.text import TextDecoder
 from models.qwen3_vl.trained_vision import TrainedVision
-from models.sharding import row_devices
+from models.sharding import Lowering, MeshProgram, row_devices
 from models.trained import apart, in_activations, together
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
@@ -56,7 +57,6 @@ from train.learn.rollouts import (
     roll_out,
 )
 from train.learn.step import (
-    MeshProgram,
     TrainState,
     VisionPrograms,
     init_state,
@@ -190,17 +190,46 @@ class Learner:
             weights: The current weights, which do not change.
             features: Gives the size and type of visual vectors.
         """
-        stale = self.settings.max_staleness > 0
-        empty = lay_out_padding(self._shape, features, self.sizes, self._devices, stale)
-        bank, microbatches, batch = self._place(empty)
+        bank, microbatches, rollouts = self._padding(features)
         self._reference_logprobs(bank, microbatches)
-        advantages, totals, _ = self._advantages(batch)
-        rollouts = RLBatch(batch, advantages, totals)
         draw = (0, 0, 0)
         _, metrics = self._gradients(weights, bank, microbatches, rollouts, draw)
         if self.settings.updates_per_batch > 1:
             later = self._after_the_first(rollouts, metrics)
             self._gradients(weights, bank, microbatches, later, draw)
+
+    def lowerings(self, state: TrainState, features: FrameFeatures) -> Iterator[Lowering]:
+        """The programs that take long to compile, those of the largest micro-batches first.
+
+        Args:
+            state: The current state.
+            features: Gives the size and type of visual vectors.
+        """
+        bank, microbatches, first = self._padding(features)
+        text, vision = apart(state.weights)
+        reference, reference_vision = apart(_like(self.reference, self._weight_shardings))
+        total: Any = _like(text, apart(self._weight_shardings)[0], jnp.float32)
+        sums, visual = total, bank.cached
+        if self._vision_programs is not None:
+            encode, gradients = self._vision_programs
+            visual = _like(encode.lower(vision, bank).out_info, bank.cached.sharding)
+            of_visual = _like(visual, visual.sharding, jnp.float32)
+            sums, total = (total, of_visual), together(total, _like(vision, self._whole))
+            yield functools.partial(gradients.lower, vision, bank, of_visual)
+            yield functools.partial(encode.lower, vision, bank)
+            if _types(reference_vision) != _types(vision):
+                yield functools.partial(encode.lower, reference_vision, bank)
+        batches = [first]
+        if self.settings.updates_per_batch > 1:
+            proximal = _like(first.advantages, self._whole)
+            batches.append(dataclasses.replace(first, proximal=proximal))
+        numbers = np.zeros(4, np.uint32)
+        for part in microbatches:
+            for batch in batches:
+                arguments = (text, sums, visual, part, batch)
+                yield functools.partial(self.update.add.lower, *arguments, draw=numbers)
+            yield functools.partial(self.logprobs.lower, reference, visual, part)
+        yield functools.partial(self.update.apply.lower, state, total)
 
     def step(
         self,
@@ -311,6 +340,14 @@ class Learner:
             metrics |= measure(laid_out.lengths, one_update)
         return state, metrics
 
+    def _padding(self, features: FrameFeatures) -> tuple[Bank, list[Microbatch], RLBatch]:
+        """The arguments of the programs for an empty micro-batch of every size."""
+        stale = self.settings.max_staleness > 0
+        empty = lay_out_padding(self._shape, features, self.sizes, self._devices, stale)
+        bank, microbatches, batch = self._place(empty)
+        advantages, totals, _ = self._advantages(batch)
+        return bank, microbatches, RLBatch(batch, advantages, totals)
+
     def _place(self, laid_out: LaidOut) -> tuple[Bank, list[Microbatch], GRPOBatch]:
         """What is cached of frames, the micro-batches and the rollouts, on the mesh."""
         processes = jax.process_count()
@@ -413,6 +450,21 @@ class Learner:
 
 def _no_question(step: int) -> ValueError:
     return ValueError(f"rl: step {step} has no question with a readable video; check the data root")
+
+
+def _like(arrays: Any, shardings: Any, dtype: DTypeLike | None = None) -> Any:
+    """Abstract arrays with these shardings: a tree of them, or one for all."""
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _: shardings, arrays)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place),
+        arrays,
+        shardings,
+    )
+
+
+def _types(arrays: Any) -> list[Any]:
+    return [x.dtype for x in jax.tree.leaves(arrays)]
 
 
 def _advantages(

@@ -7,8 +7,9 @@ conversation has the same log-probs in a packed row as in a row of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, no_type_check
 
 import jax
@@ -26,6 +27,7 @@ from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
 from models.qwen3_vl.trained_vision import TrainedVision
+from models.sharding import Lowering, MeshProgram
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.loader import Pipeline
@@ -38,6 +40,7 @@ from train.learn.optimizer import OptimizerSettings, make_optimizer, require_cou
 from train.learn.packed_batch import (
     PackedRows,
     PackedShape,
+    Rendered,
     build_packed,
     fitted_rows,
     most_frames,
@@ -48,7 +51,7 @@ from train.learn.packed_batch import (
     split_microbatches,
 )
 from train.learn.placement import place
-from train.learn.step import Loss, MeshProgram, TrainState, init_state, make_update
+from train.learn.step import Loss, TrainState, init_state, make_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,9 +355,20 @@ class SFTBatches:
                 "sft: no conversation of this step has readable files; check the data root "
                 f"{self._data.root}"
             )
-        tokens_everywhere: Any = place(np.float32(total), self._mesh)
         metrics = {"missing": float(sum(count for count, _ in counts))}
-        return SFTBatch(packed, tokens_everywhere), (packed,), metrics
+        return SFTBatch(packed, self._place_total(total)), (packed,), metrics
+
+    def lowerings(self, update: MeshProgram, state: TrainState) -> Iterator[Lowering]:
+        """The programs of a step, for `models.compile_ahead`: the update, and the tower's.
+
+        Args:
+            update: The jitted update.
+            state: The current state.
+        """
+        packed, _ = self._place([])
+        batch = SFTBatch(packed, self._place_total(0))
+        yield functools.partial(update.lower, state, batch)
+        yield from self._features.lowerings(self._data.sizes)
 
     def prepare(self, left: int) -> None:
         """Prepare the next batches while an update runs; `left` batches are still needed."""
@@ -375,10 +389,18 @@ class SFTBatches:
     def _finish(self, own_rows: list[tuple[Conversation, ...]]) -> _Prepared:
         """Render this process's rows, and put them on the mesh."""
         rendered, missing = render_rows(own_rows, self._protocol, self._features)
+        packed, tokens = self._place(rendered)
+        return _Prepared(packed, tokens, missing)
+
+    def _place(self, rendered: Sequence[Sequence[Rendered]]) -> tuple[PackedRows, int]:
+        """Rows on the mesh, and the number of their trained tokens."""
         own, visual = build_packed(rendered, self._features, share_of_rows(self._shape))
         room = self._shape.room(self._features.trained)
-        packed = place_packed(own, visual, room, self._mesh)
-        return _Prepared(packed, int(own.sampled.sum()), missing)
+        return place_packed(own, visual, room, self._mesh), int(own.sampled.sum())
+
+    def _place_total(self, tokens: int) -> Any:
+        """The number of trained tokens of all processes, on the mesh."""
+        return place(np.float32(tokens), self._mesh)
 
     def get_state(self) -> dict[str, Any]:
         """The position in the data, for a checkpoint."""

@@ -7,7 +7,6 @@ loss; in RL before the first micro-batch, and their gradients are taken back aft
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, no_type_check
@@ -23,7 +22,7 @@ from models.lora import NOTHING, drops
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.text import TextDecoder
 from models.qwen3_vl.trained_vision import TrainedVision
-from models.sharding import ROWS, constrain, row_devices
+from models.sharding import ROWS, MeshProgram, constrain, row_devices
 from models.trained import apart
 from train.learn.batch import Microbatch
 from train.learn.placement import Bank
@@ -42,28 +41,6 @@ class TrainState:
 
 Loss = Callable[[TextDecoder, Any], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
 """`f(decoder, batch) -> (loss, metrics)`."""
-
-
-class MeshProgram(NamedTuple):
-    """A jitted function that sets its mesh when it is called or lowered."""
-
-    jitted: Any
-    mesh: Mesh | None
-    first: tuple[Any, ...] = ()
-    """Arguments of every call, before those of the caller: the frozen weights. As constants, they
-    would be part of the program."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        with self._set():
-            return self.jitted(*self.first, *arguments, **options)
-
-    def lower(self, *arguments: Any, **options: Any) -> Any:
-        """Like `jax.jit(...).lower`, for arrays or their abstract shapes."""
-        with self._set():
-            return self.jitted.lower(*self.first, *arguments, **options)
-
-    def _set(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
 
 def mesh_of(weights: Any) -> Mesh | None:
@@ -280,7 +257,8 @@ def make_accumulation(
     def start(of: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), of)
 
-    def add(
+    # Not `add`: the log of compilations names functions, and jnp.add has that name.
+    def add_gradients(
         frozen: Any, weights: Any, total: Any, visual: Array, *batch: Any, draw: Any = (0,)
     ) -> tuple[Any, dict[str, jax.Array]]:
         def value(weights: Any, visual: Array) -> Any:
@@ -297,7 +275,9 @@ def make_accumulation(
 
     return Accumulation(
         MeshProgram(jax.jit(start, out_shardings=placed), mesh),
-        MeshProgram(jax.jit(add, donate_argnums=2, out_shardings=(placed, None)), mesh, (frozen,)),
+        MeshProgram(
+            jax.jit(add_gradients, donate_argnums=2, out_shardings=(placed, None)), mesh, (frozen,)
+        ),
         MeshProgram(
             jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings(state), None)),
             mesh,

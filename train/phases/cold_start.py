@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models.compile_ahead import compile_ahead
 from paravt_jax.data.frame_reader import FrameReader
+from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
 from train.learn.sft import SFTBatches, SFTSettings, sft_step
 from train.learn.speed import conversation_lengths, speeds
@@ -87,6 +89,8 @@ def _train(
         state, cursor = resume(phase, state, parts)
         if cursor is not None:
             batches.set_state(cursor)
+        if phase.left:
+            compile_ahead(batches.lowerings(update, state), shown=hosts.is_first())
         for step in phase.left:
             start = time.perf_counter()
             # The measured time includes the update: its metrics are numbers here.

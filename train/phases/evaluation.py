@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from models.compile_ahead import compile_ahead
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
@@ -118,6 +120,11 @@ def _evaluate_weights(
 ) -> list[Rows]:
     """Load the weights if there is something left to play, play it, and return the plans' rows."""
     if not all(plan.finished(context) for plan in plans):
+        features = actor.environment.features
+        compile_ahead(
+            itertools.chain(actor.engine.lowerings(), features.lowerings(context.data.sizes)),
+            shown=hosts.is_first(),
+        )
         actor.wake(weights(), actor.engine.version + 1)
     rows = [_play_missing(context, actor, plan) for plan in plans]
     # The next phase needs the engine's memory.

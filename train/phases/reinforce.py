@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from models.compile_ahead import compile_ahead
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.scoring import rules_of
@@ -72,9 +74,18 @@ def reinforce(
             if pool is not None:
                 pool.state = unpack(cursor["pool"])
         if phase.left:
-            # Before the engine takes its memory.
             start = time.monotonic()
-            learner.warm_up(state.weights, environment.features)
+            features = environment.features
+            compile_ahead(
+                itertools.chain(
+                    learner.lowerings(state, features),
+                    engine.lowerings(),
+                    features.lowerings(context.data.sizes),
+                ),
+                shown=hosts.is_first(),
+            )
+            # Before the engine takes its memory.
+            learner.warm_up(state.weights, features)
             if hosts.is_first():
                 lengths = [shape.tokens for shape in learner.sizes]
                 say(rows_line("rl", lengths, time.monotonic() - start))

@@ -18,7 +18,7 @@ from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
 from models.qwen3_vl.trained_vision import TrainedVision
-from models.sharding import param_shardings, row_devices
+from models.sharding import MeshProgram, param_shardings, row_devices
 from models.trained import apart, split
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
@@ -32,7 +32,6 @@ from train.learn.rl_batch import RLBatch
 from train.learn.sft import SFTBatch, make_sft_update, visual_encoder
 from train.learn.step import (
     Accumulation,
-    MeshProgram,
     TrainState,
     VisionPrograms,
     make_accumulation,

@@ -278,8 +278,8 @@ class Plan:
         weights = self._engine_weights()
         return PlannedProgram(
             f"decode {width}",
-            # The engine wraps its jitted functions to set the mesh; the plan sets it itself.
-            self._engine().decode.__wrapped__,
+            # The plan sets the mesh itself.
+            self._engine().decode.jitted,
             (weights, self.residents["KV pool"], None, rows),
             self.host,
             # Weights only. The pages that rows read depend on their lengths: `step.engine_costs`
@@ -317,7 +317,7 @@ class Plan:
         cached_bytes = rows * before * self._token_bytes()
         return PlannedProgram(
             prefill_name(length, before),
-            programs.prefill.__wrapped__,
+            programs.prefill.jitted,
             (weights, self.residents["KV pool"], bank, pieces),
             self.host,
             device_bytes((weights, bank, pieces)) + cached_bytes,
@@ -332,7 +332,7 @@ class Plan:
         chunk = shape(programs.dtype, *programs.bank_shape(1))
         read = device_bytes(chunk)
         arguments = (bank, chunk, shape(jnp.int32))
-        return PlannedProgram("bank fill", programs.fill.__wrapped__, arguments, self.host, read)
+        return PlannedProgram("bank fill", programs.fill.jitted, arguments, self.host, read)
 
     def _copy(self) -> PlannedProgram:
         """Copying partly filled pages, one per slot."""
@@ -340,7 +340,7 @@ class Plan:
         numbers = shape(jnp.int32, engine.slots)
         return PlannedProgram(
             "page copy",
-            self._engine().copy.__wrapped__,
+            self._engine().copy.jitted,
             (self.residents["KV pool"], numbers, numbers),
             self.host,
             engine.slots * engine.page * self._token_bytes(),

@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = plan(command)
     # The run with the cold start comes first. All runs of a seed come before the next seed.
     order = [run for of_seed in zip(*runs.values(), strict=True) for run in of_seed]
-    code = run_study(order, folder)
+    code = run_study(order)
     if code:
         return code
     results = {arm: [read(run) for run in runs[arm]] for arm in (DRAWN, FIXED)}

@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = folder_of(command)
     start = time.monotonic()
     runs = plan(command)
-    code = run_study(order(runs), folder.parent)
+    code = run_study(order(runs))
     if code:
         return code
     try:

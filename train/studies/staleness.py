@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(Staleness, args=argv, prog="python -m train.studies.staleness")
     folder = pathlib.Path(command.run_dir)
     runs = [plan(command, seed) for seed in command.seeds]
-    code = run_study([run for of_seed in runs for run in of_seed], folder)
+    code = run_study([run for of_seed in runs for run in of_seed])
     if code:
         return code
     found = {

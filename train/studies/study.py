@@ -9,8 +9,6 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-import jax
-
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import CheckpointError
 from train.durable.interrupts import Interrupts, Stopped
@@ -32,18 +30,16 @@ def carry_out(runs: Sequence[Run], interrupts: Interrupts) -> None:
             execute(run, interrupts)
 
 
-def run_study(runs: Sequence[Run], folder: pathlib.Path) -> int:
+def run_study(runs: Sequence[Run]) -> int:
     """Carry out the runs of a command, and print what stops it.
 
     Args:
         runs: The runs, in their order.
-        folder: The folder of the study. It holds the compilation cache that the runs share.
 
     Returns:
         The exit code: 0 if all runs are finished.
     """
     reuse_freed_memory()
-    jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled"))
     try:
         with Interrupts() as interrupts:
             carry_out(runs, interrupts)

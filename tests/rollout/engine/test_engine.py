@@ -27,6 +27,7 @@ import pytest
 from flax import nnx
 
 import rollout.engine.engine as engine_module
+from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures, FrameSettings
 from models.lora import NOTHING, split
 from models.qwen3_vl.model import abstract_model
@@ -37,6 +38,7 @@ from rollout.engine.programs import CHUNK, MOST_STOP_IDS, Pieces, Programs, Rows
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sampling import Choices
 from rollout.engine.settings import EngineSizes
+from tests.compiled_names import CompiledNames
 from tests.rollout.engine.reference import assert_nothing_held
 from train.durable.compilations import Compilations
 
@@ -666,6 +668,20 @@ def test_programs_with_fewer_rows_than_slots_are_warmed_up_too(make_engine):
         ]
         other.generate(second)
     assert compilations.count == 0
+
+
+def test_warm_up_uses_programs_that_were_compiled_while_the_engine_slept(make_engine, weights):
+    engine = make_engine(page=4, pages=240)
+    engine.sleep()
+    programs = list(engine.lowerings())
+    compile_ahead(programs)
+    assert engine.runner.pool is None
+    names = CompiledNames()
+    engine.load(weights, 0)
+    engine.warm_up()
+    large = {"jit(_prefill)", "jit(_decode)"}
+    assert len(programs) == 2 * 3 + 2 * 3
+    assert not large & set(names) and "jit(_copy)" in names
 
 
 def assert_in_place(program, donated, *arguments, **static) -> None:

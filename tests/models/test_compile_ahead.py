@@ -1,0 +1,95 @@
+"""Programs that are compiled before they are called, several at a time."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import compile_ahead as module
+from models.compile_ahead import compile_ahead, compile_threads
+from models.features import FrameFeatures, FrameSettings
+from models.sharding import abstract, make_mesh
+from paravt_jax.data import video
+from paravt_jax.world import videos as world
+from train.durable.compilations import Compilations
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_a_call_uses_what_was_compiled_ahead(placed):
+    program = jax.jit(lambda x, y: jnp.sin(x) @ y, donate_argnums=0)
+    x = jnp.ones((3, 3))
+    if placed:
+        place = jax.sharding.NamedSharding(make_mesh(), jax.sharding.PartitionSpec())
+        x = jax.device_put(x, place)
+    counter = Compilations()
+    sizes = [np.ones((3, size), np.float32) for size in (1, 2, 3)]
+    compile_ahead([functools.partial(program.lower, abstract(x), y) for y in sizes])
+    assert counter.count == len(sizes)
+    for y in sizes:
+        program(x.copy(), y)
+    copies = 1
+    assert counter.count <= len(sizes) + copies
+
+
+def test_programs_compile_side_by_side(monkeypatch):
+    """Each of two programs only compiles once the other one has begun."""
+    monkeypatch.setattr(module, "compile_threads", lambda: 2)
+    both = threading.Barrier(2, timeout=60)
+
+    class Lowered:
+        def compile(self) -> None:
+            both.wait()
+
+    programs: list[Any] = [Lowered, Lowered]
+    compile_ahead(programs)
+
+
+def test_a_program_that_cannot_be_compiled_ends_the_work(monkeypatch):
+    monkeypatch.setattr(module, "compile_threads", lambda: 1)
+    compiled = []
+
+    class Lowered:
+        def compile(self) -> None:
+            compiled.append(self)
+            raise ValueError("too large")
+
+    programs: list[Any] = [Lowered] * 50
+    with pytest.raises(ValueError, match="too large"):
+        compile_ahead(programs)
+    assert len(compiled) < 50
+
+
+def test_the_host_bounds_how_many_programs_compile_at_a_time(monkeypatch):
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 112)
+    for memory, threads in ((1e9, 1), (16e9, 2), (192e9, 32), (4e12, 112)):
+        monkeypatch.setattr(module, "host_memory", lambda memory=memory: memory)
+        assert compile_threads() == threads
+
+
+def test_the_tower_is_compiled_for_the_sizes_of_the_videos(small_model, tmp_path):
+    """Frames of overviews and crops of videos of two sizes compile nothing later."""
+    sizes = (96, 160)
+    names = []
+    for size in sizes:
+        settings = world.WorldSettings(train_videos=1, heldout_videos=1, size=size)
+        shown, _ = world.render(settings, tmp_path / str(size))
+        names.append(f"{size}/{shown.path}")
+    settings = FrameSettings(crop_max_pixels=96 * 96)
+    features = FrameFeatures(
+        small_model.vision, small_model.config, settings, tmp_path, source=video
+    )
+    too_thin = (8, 4000)
+    programs = list(features.lowerings([(size, size) for size in sizes] + [too_thin]))
+    # 3 x 3 and 5 x 5 tokens in overviews; the larger video has the smaller's size in crops.
+    assert len(programs) == 2
+    compile_ahead(programs)
+    counter = Compilations()
+    for name in names:
+        features([*features.overview(name, 4), *features.window(name, 3.0, 9.0, 1.0, 4)])
+    assert counter.count == 0
