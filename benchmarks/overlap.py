@@ -30,7 +30,7 @@ import numpy as np
 
 from rollout.evaluation.markdown import table
 from train.learn.in_flight import Standing, capacity, choose, deal
-from train.learn.rollout_pool import CHARGE, QUANTA
+from train.learn.rollout_pool import virtual_times
 
 ROLLOUTS = 8
 # Tokens of a rollout's response: the median, and the most.
@@ -115,8 +115,7 @@ def simulate(
 ) -> Costs:
     """Mean costs of `steps` steps after a warm-up."""
     rng = np.random.default_rng(seed)
-    quantum = MOST // QUANTA
-    charge = round(quantum * CHARGE)
+    quantum, charge = virtual_times(MOST)
     groups: list[Simulated] = []
     clock = 0.0
     begun = trained = 0

@@ -49,7 +49,11 @@ class FakeRuns:
                     "time/rollout": 4.0 - bound,
                 }
                 if bound:
-                    line |= {"staleness/mean": 0.5 * bound, "length/sampled": 31.0}
+                    line |= {
+                        "staleness/mean": 0.5 * bound,
+                        "length/sampled": 30.0 if step % 2 else 40.0,
+                        "in_flight/ended": 3.0 if step % 2 else 1.0,
+                    }
                 file.write(json.dumps(line) + "\n")
 
 
@@ -92,6 +96,7 @@ def test_the_table_has_a_column_for_each_bound_and_finished_runs_are_only_read(
     assert lines["KL, last 10 steps"] == ["1 ± 0"] * 3
     assert lines["behaviour weight, largest"] == ["3 ± 0"] * 3
     assert lines["age of trained tokens, updates"] == ["–", "0.5 ± 0", "1 ± 0"]
+    assert lines["tokens per episode, all that ended"] == ["–", "32.5 ± 0", "32.5 ± 0"]
     assert lines["seconds per step, sampling"] == ["4 ± 0", "3 ± 0", "2 ± 0"]
     assert lines["minutes of RL"] == ["19 ± 0"] * 3
     assert json.loads((folder / "results.json").read_text())["seeds"] == [4, 6]

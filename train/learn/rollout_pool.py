@@ -36,8 +36,17 @@ from train.learn.rollouts import (
 
 # Quanta in the tokens of the longest trajectory. After each, the processes wait for one another.
 QUANTA = 32
+# A quantum ends every request, and the rest of it is prefilled and decoded by further calls. With
+# fewer tokens than these, calls take longer than what they compute.
+LEAST_TOKENS = 32
 # Reading frames and prefilling them costs this share of a quantum in virtual time.
 CHARGE = 1 / 4
+
+
+def virtual_times(trajectory_tokens: int) -> tuple[int, int]:
+    """The quantum, and the charge for reading frames, for trajectories of this length."""
+    quantum = max(LEAST_TOKENS, trajectory_tokens // QUANTA)
+    return quantum, round(quantum * CHARGE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +93,8 @@ class RolloutPool:
             further: Draws a question for each of some places of the step. Called in the first step,
                 which fills the pool.
         """
-        quantum = max(1, environment.protocol.settings.trajectory_tokens // QUANTA)
+        quantum, charge = virtual_times(environment.protocol.settings.trajectory_tokens)
         if self._player is None:
-            charge = max(1, round(quantum * CHARGE))
             self._player = Player(environment, settings.temperature, charge)
         clock, number, groups = self.state.clock, self.state.number, [*self.state.groups]
         places = range(settings.prompts)
@@ -130,7 +138,7 @@ def _staleness(rollouts: Rollouts, step: int, max_staleness: int) -> dict[str, f
 
 
 def _sampled(ended: Sequence[Flight]) -> dict[str, float]:
-    """The length of all episodes that ended in this step, whether the update takes them or not.
+    """Number and mean length of the episodes that ended in this step, whether taken or not.
 
     If the trained ones (`length/response`) stayed shorter, the choice of groups would be biased.
     """
@@ -139,7 +147,8 @@ def _sampled(ended: Sequence[Flight]) -> dict[str, float]:
         for flight in ended
         if flight.episode is not None and flight.episode.stop is not StopReason.UNREADABLE
     ]
-    return {"length/sampled": float(np.mean(tokens))} if tokens else {}
+    found = {"in_flight/ended": float(len(tokens))}
+    return found | {"length/sampled": float(np.mean(tokens))} if tokens else found
 
 
 def _suspended(groups: Sequence[FlyingGroup]) -> dict[str, float]:

@@ -99,7 +99,13 @@ def figures(run: Run) -> Figures:
     }
     if "staleness/mean" in steps[-1]:
         found["age of trained tokens, updates"] = mean("staleness/mean")
-        found["tokens per episode, all that ended"] = mean("length/sampled")
+        ended = [row for row in steps if row["in_flight/ended"]]
+        found["tokens per episode, all that ended"] = float(
+            np.average(
+                [row["length/sampled"] for row in ended],
+                weights=[row["in_flight/ended"] for row in ended],
+            )
+        )
     return found
 
 
