@@ -173,8 +173,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "loss + settings.anchor_weight * likelihood",
         ),
         "invalid_rows_in_the_loss": (
-            "batch.behaviour, advantages, batch.trained, settings",
-            "batch.behaviour, advantages, batch.mask, settings",
+            "advantages,\n        batch.trained,\n",
+            "advantages,\n        batch.mask,\n",
         ),
         "parts_divide_by_their_own_tokens": (
             "masked_mean(loss * weight, mask, tokens), metrics",
@@ -284,7 +284,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "seed_of(seed, step, n, g)",
         ),
         "replaced_groups_stay": ("for part in (old, new)", "for part in (new, old)"),
-        "budget_by_number": ("EpisodeSettings(budgets[place],", "EpisodeSettings(budgets[n],"),
+        "budget_by_number": ("question, budgets[place],", "question, budgets[n],"),
         "a_round_too_many": (
             "for _ in range(settings.dynamic_sampling):",
             "for _ in range(settings.dynamic_sampling + 1):",
@@ -447,8 +447,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "sequence.prompt.positions[0, -1]",
         ),
         "limit_counted_anew_each_step": (
-            "sampling.max_new_tokens - drawn",
-            "sampling.max_new_tokens",
+            "rows.left[row] = sequence.left",
+            "rows.left[row] = sampling.max_new_tokens",
         ),
         "one_seed_for_all_samples": ("seeds[sequence.sample] % 2**32", "seeds[0] % 2**32"),
         "line_read_twice": ("sequence.computed - prefix_tokens", "sequence.computed"),

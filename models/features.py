@@ -90,8 +90,7 @@ class FrameSettings:
     cache_mib: int = 4096
     """Size limit of the feature cache, in MiB. Frames of running episodes may exceed it."""
     admission: Literal["arrival", "counted"] = "arrival"
-    """When frames join an episode: on arrival, or after a counted number of the engine's steps,
-    so that a run repeats bit for bit."""
+    """When frames join an episode: on arrival, or, to repeat bit for bit, after counted steps."""
 
     def __post_init__(self):
         for name in ("min_pixels", "batch"):

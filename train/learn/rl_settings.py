@@ -39,8 +39,7 @@ class RLSettings:
     dynamic_sampling: int = 0
     """Rounds per step in which further prompts take the places of those without signal (DAPO)."""
     max_staleness: int = 0
-    """Updates that a rollout may outlive. 0: none. 1: an update takes the groups that began one
-    step earlier. 2: those that began two steps earlier, and then those that end first."""
+    """Updates that a rollout may outlive: 0, 1 (trained in the step after) or 2 (at the latest)."""
     microbatch_tokens: int = 16_384
     """Most tokens of a micro-batch, 0: by device; a row always has room for the longest rollout."""
     save_every: int = 10

@@ -234,14 +234,12 @@ class _Host:
 
 def shares(step: Step, hosts: int) -> list[list[Group]]:
     """The rollouts of each host, by prompt, as `train.learn.in_flight.deal` deals them."""
-    rollouts = [(group, rollout) for group in step for rollout in group.rollouts]
-    dealt = deal([0] * len(rollouts), [None] * len(rollouts), hosts)
-    parts: list[list[Group]] = [[] for _ in range(hosts)]
-    for group in step:
-        own: dict[int, list[Rollout]] = {}
-        for (other, rollout), host in zip(rollouts, dealt, strict=True):
-            if other is group:
-                own.setdefault(host, []).append(rollout)
-        for host, members in own.items():
-            parts[host].append(dataclasses.replace(group, rollouts=tuple(members)))
-    return parts
+    numbered = [(n, rollout) for n, group in enumerate(step) for rollout in group.rollouts]
+    dealt = deal([0] * len(numbered), [None] * len(numbered), hosts)
+    own: list[dict[int, list[Rollout]]] = [{} for _ in range(hosts)]
+    for (n, rollout), host in zip(numbered, dealt, strict=True):
+        own[host].setdefault(n, []).append(rollout)
+    return [
+        [dataclasses.replace(step[n], rollouts=tuple(found)) for n, found in of_host.items()]
+        for of_host in own
+    ]
