@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout.evaluation.markdown import table
-from train.learn.in_flight import Standing, capacity, choose, deal
+from train.learn.in_flight import GroupProgress, capacity, choose, deal
 from train.learn.rollout_pool import virtual_times
 
 ROLLOUTS = 8
@@ -160,8 +160,8 @@ def simulate(
         work = prefilled * PREFILL_SECONDS
         seconds = float(work.max(initial=0.0))
         while True:
-            standings = [Standing(group.step, group.end(clock)) for group in groups]
-            taken = choose(standings, step, prompts, max_staleness)
+            progress = [GroupProgress(group.step, group.end(clock)) for group in groups]
+            taken = choose(progress, step, prompts, max_staleness)
             if taken is not None:
                 break
             # Without staleness there are no quanta: all are played to their end.

@@ -137,7 +137,7 @@ class PacedAgent(Generic[Result]):
         try:
             awaited = self._agent.send(values)
             while isinstance(awaited, Reading):
-                await _Passed(awaited)
+                await _HandedOn(awaited)
                 self.clock += self._charge
                 awaited = self._agent.send(None)
         except StopIteration as end:
@@ -197,7 +197,7 @@ class PacedAgent(Generic[Result]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Passed:
+class _HandedOn:
     """Hands what an agent awaits to the scheduler. The agent itself takes the result."""
 
     awaited: Reading

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from train.learn.in_flight import Standing, capacity, choose, deal
+from train.learn.in_flight import GroupProgress, capacity, choose, deal
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 7, 16])
@@ -56,8 +56,8 @@ def test_an_update_takes_as_many_groups_as_it_has_prompts_and_none_too_late(prom
             groups.append((step, clock + int(rng.lognormvariate(3, 1.5))))
             begun += 1
         while True:
-            standings = [Standing(s, end if end <= clock else None) for s, end in groups]
-            taken = choose(standings, step, prompts, max_staleness)
+            progress = [GroupProgress(s, end if end <= clock else None) for s, end in groups]
+            taken = choose(progress, step, prompts, max_staleness)
             if taken is not None:
                 break
             clock += 5
@@ -75,7 +75,7 @@ def test_an_update_takes_as_many_groups_as_it_has_prompts_and_none_too_late(prom
 
 
 def test_an_update_waits_for_a_group_that_would_be_too_old_for_the_next():
-    done, running = Standing(4, 10), Standing(3, None)
+    done, running = GroupProgress(4, 10), GroupProgress(3, None)
     assert choose([done, done, running], 4, 2, 1) is None
     assert choose([done, done, running], 4, 2, 2) == [0, 1]
     assert choose([done, done, running._replace(end=50)], 4, 2, 1) == [0, 2]

@@ -29,7 +29,7 @@ from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.subtitles import Subtitle
 from rollout.engine.pacing import AgentLog
 from rollout.engine.requests import Sample, SampleStop
-from train.learn.in_flight import Flight, FlyingGroup
+from train.learn.in_flight import EpisodeInFlight, GroupInFlight
 from train.learn.rollout_pool import PoolState
 from train.learn.rollouts import Rollouts
 
@@ -46,8 +46,8 @@ _RECORD_TYPES = (
     Subtitle,
     Rewards,
     PoolState,
-    FlyingGroup,
-    Flight,
+    GroupInFlight,
+    EpisodeInFlight,
     AgentLog,
     Sample,
 )

@@ -19,7 +19,7 @@ from rollout.engine.requests import Sampler, run
 
 
 @dataclasses.dataclass
-class Flight:
+class EpisodeInFlight:
     """One episode of a group."""
 
     seed: int
@@ -35,7 +35,7 @@ class Flight:
 
 
 @dataclasses.dataclass
-class FlyingGroup:
+class GroupInFlight:
     """The episodes of one question. Groups are numbered in the order in which they begin."""
 
     number: int
@@ -48,7 +48,7 @@ class FlyingGroup:
     """The step in which it began. Its oldest tokens may have the weights of that step."""
     start: int
     """The virtual time at which it began."""
-    flights: tuple[Flight, ...]
+    flights: tuple[EpisodeInFlight, ...]
 
     @property
     def end(self) -> int | None:
@@ -92,7 +92,7 @@ def deal(clocks: Sequence[int], homes: Sequence[int | None], processes: int) -> 
     return [dealt[n] for n in range(len(clocks))]
 
 
-class Standing(NamedTuple):
+class GroupProgress(NamedTuple):
     """What decides whether an update takes a group: when it began, and when it ended."""
 
     step: int
@@ -102,7 +102,7 @@ class Standing(NamedTuple):
 
 
 def choose(
-    groups: Sequence[Standing], step: int, prompts: int, max_staleness: int
+    groups: Sequence[GroupProgress], step: int, prompts: int, max_staleness: int
 ) -> list[int] | None:
     """The groups that the update of `step` takes, in order; None: it has to wait.
 
@@ -149,14 +149,14 @@ class Player:
         # The agents of this process.
         self._agents: dict[_Name, PacedAgent[Episode]] = {}
 
-    def deal(self, groups: Sequence[FlyingGroup], now: int) -> None:
+    def deal(self, groups: Sequence[GroupInFlight], now: int) -> None:
         """Deal all episodes that are not done. Agents that leave this process are closed.
 
         Args:
             groups: The groups in flight.
             now: The virtual time, up to which all of them have been played.
         """
-        flights: dict[_Name, Flight] = {}
+        flights: dict[_Name, EpisodeInFlight] = {}
         elapsed = []
         for name, (group, flight) in _named(groups):
             if flight.done:
@@ -173,7 +173,7 @@ class Player:
             if process != hosts.process_index() and name in self._agents:
                 self._agents.pop(name).close()
 
-    def play(self, engine: Sampler, groups: Sequence[FlyingGroup], until: float) -> None:
+    def play(self, engine: Sampler, groups: Sequence[GroupInFlight], until: float) -> None:
         """Play all episodes up to the virtual time `until`, and tell all processes who is done."""
         everything = dict(_named(groups))
         begun: dict[_Name, PacedAgent[Episode]] = {}
@@ -201,7 +201,7 @@ class Player:
                 flight.clock = clock
                 flight.done = done
 
-    def share(self, groups: Sequence[FlyingGroup]) -> None:
+    def share(self, groups: Sequence[GroupInFlight]) -> None:
         """Bring the logs of all agents, and the episodes that have ended, to all processes."""
         everything = dict(_named(groups))
         told = {name: (agent.log, agent.result) for name, agent in self._agents.items()}
@@ -212,13 +212,13 @@ class Player:
                 flight.episode = episode
         self._agents = {name: agent for name, agent in self._agents.items() if not agent.done}
 
-    def _agent(self, group: FlyingGroup, flight: Flight) -> PacedAgent[Episode]:
+    def _agent(self, group: GroupInFlight, flight: EpisodeInFlight) -> PacedAgent[Episode]:
         settings = EpisodeSettings(group.frames, self._temperature)
         episode = play(self._environment, group.question, settings, flight.seed)
         return PacedAgent(episode, self._charge, flight.log)
 
 
-def _unreadable(group: FlyingGroup) -> Episode:
+def _unreadable(group: GroupInFlight) -> Episode:
     """An episode whose files could be read when it began, and can no longer be read."""
     reason = "a frame that the episode had seen can no longer be read"
     return Episode(
@@ -232,7 +232,9 @@ def _unreadable(group: FlyingGroup) -> Episode:
     )
 
 
-def _named(groups: Sequence[FlyingGroup]) -> Iterator[tuple[_Name, tuple[FlyingGroup, Flight]]]:
+def _named(
+    groups: Sequence[GroupInFlight],
+) -> Iterator[tuple[_Name, tuple[GroupInFlight, EpisodeInFlight]]]:
     """All episodes by name."""
     for group in groups:
         for member, flight in enumerate(group.flights):

@@ -23,7 +23,14 @@ from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question, StopReason
 from rollout.agent.episode import Environment
 from rollout.engine.requests import Sampler
-from train.learn.in_flight import Flight, FlyingGroup, Player, Standing, capacity, choose
+from train.learn.in_flight import (
+    EpisodeInFlight,
+    GroupInFlight,
+    GroupProgress,
+    Player,
+    capacity,
+    choose,
+)
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import (
     Rollouts,
@@ -57,7 +64,7 @@ class PoolState:
     """The virtual time."""
     number: int = 0
     """Number of groups that have begun."""
-    groups: tuple[FlyingGroup, ...] = ()
+    groups: tuple[GroupInFlight, ...] = ()
     """The groups in flight."""
 
 
@@ -109,8 +116,8 @@ class RolloutPool:
             first += len(places)
         self._player.deal(groups, clock)
         while True:
-            standings = [Standing(group.step, group.end) for group in groups]
-            taken = choose(standings, step, settings.prompts, settings.max_staleness)
+            progress = [GroupProgress(group.step, group.end) for group in groups]
+            taken = choose(progress, step, settings.prompts, settings.max_staleness)
             if taken is not None:
                 break
             clock += quantum
@@ -137,7 +144,7 @@ def _staleness(rollouts: Rollouts, step: int, max_staleness: int) -> dict[str, f
     return shares | {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
 
 
-def _sampled(ended: Sequence[Flight]) -> dict[str, float]:
+def _sampled(ended: Sequence[EpisodeInFlight]) -> dict[str, float]:
     """Number and mean length of the episodes that ended in this step, whether taken or not.
 
     If the trained ones (`length/response`) stayed shorter, the choice of groups would be biased.
@@ -151,7 +158,7 @@ def _sampled(ended: Sequence[Flight]) -> dict[str, float]:
     return found | {"length/sampled": float(np.mean(tokens))} if tokens else found
 
 
-def _suspended(groups: Sequence[FlyingGroup]) -> dict[str, float]:
+def _suspended(groups: Sequence[GroupInFlight]) -> dict[str, float]:
     """Groups that outlive the update, and their open tokens, which are prefilled again."""
     open_tokens = sum(flight.log.open_tokens for group in groups for flight in group.flights)
     return {"in_flight/groups": float(len(groups)), "in_flight/tokens": float(open_tokens)}

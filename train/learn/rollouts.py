@@ -26,7 +26,7 @@ from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment, suffix_length
 from rollout.agent.scoring import executed_calls, seed_of, tool_gap
 from rollout.engine.requests import Sampler
-from train.learn.in_flight import Flight, FlyingGroup, Player
+from train.learn.in_flight import EpisodeInFlight, GroupInFlight, Player
 from train.learn.rl_settings import RLSettings
 
 
@@ -97,7 +97,7 @@ def begin(
     first: int = 0,
     number: int = 0,
     start: int = 0,
-) -> list[FlyingGroup]:
+) -> list[GroupInFlight]:
     """A group of episodes for each question, which are not dealt to processes yet.
 
     Args:
@@ -114,10 +114,11 @@ def begin(
     groups = []
     for n, (place, question) in enumerate(zip(places, questions, strict=True)):
         flights = tuple(
-            Flight(seed_of(seed, step, first + n, g)) for g in range(settings.grpo.group_size)
+            EpisodeInFlight(seed_of(seed, step, first + n, g))
+            for g in range(settings.grpo.group_size)
         )
         groups.append(
-            FlyingGroup(number + n, question, budgets[place], place, step, start, flights)
+            GroupInFlight(number + n, question, budgets[place], place, step, start, flights)
         )
     return groups
 
@@ -162,7 +163,7 @@ def roll_out(
 
 
 def score(
-    groups: Sequence[FlyingGroup], environment: Environment, settings: RLSettings, judge: Judge
+    groups: Sequence[GroupInFlight], environment: Environment, settings: RLSettings, judge: Judge
 ) -> Rollouts:
     """The rewards of groups that have ended.
 
@@ -203,7 +204,7 @@ def score(
     )
 
 
-def _episode(flight: Flight) -> Episode:
+def _episode(flight: EpisodeInFlight) -> Episode:
     assert flight.episode is not None, "the episode has not ended"
     return flight.episode
 
