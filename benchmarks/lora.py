@@ -17,7 +17,6 @@ import os
 import pathlib
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,6 +46,7 @@ from train.prepare import prepare
 from train.report.discovery import greedy
 from train.run import execute, resolved
 from train.settings import Run, change
+from train.studies.study import over_seeds, require_seeds
 from train.summary import Line
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -70,8 +70,7 @@ class Comparison:
     """Only for the processes that the command starts itself."""
 
     def __post_init__(self):
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds: {self.seeds}; give different numbers of at least 0")
+        require_seeds(self.seeds)
         require_local("out", self.out)
 
 
@@ -250,16 +249,10 @@ def table(found: Mapping[str, Sequence[Figures]]) -> str:
         pairs = zip(columns[1], columns[2], strict=True)
         columns.append([None if a is None or b is None else b - a for a, b in pairs])
         digits = SIZES.get(name.removesuffix(", MiB"), 1 if name == "minutes" else 2)
-        rows.append([name, *(_over_seeds(values, digits) for values in columns)])
+        rows.append(
+            [name, *(over_seeds(values, f"z,.{digits}f", f",.{digits}f") for values in columns)]
+        )
     return markdown(["", "before RL", "all weights", "LoRA", "LoRA - all weights"], rows)
-
-
-def _over_seeds(values: Sequence[float | None], digits: int) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return "–"
-    mean = f"{statistics.mean(known):z,.{digits}f}"
-    return mean if len(known) == 1 else f"{mean} ± {statistics.stdev(known):,.{digits}f}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from train.durable.metrics import format_seconds
 from train.report.discovery import greedy_curve, of_group
 from train.settings import Run, change
 from train.studies.gating_figure import figure
-from train.studies.study import run_study
+from train.studies.study import require_seeds, run_study
 
 START, DRAWN, FIXED = "cold start", "K drawn per prompt", "K = 64"
 Row = dict[str, Any]
@@ -53,8 +53,7 @@ class Gating:
     """Seeds of world, questions, demonstrations and run."""
 
     def __post_init__(self):
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds: {self.seeds}; give different numbers of at least 0")
+        require_seeds(self.seeds)
         require_local("run_dir", self.run_dir)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from rollout.evaluation.markdown import table as markdown
 from train.durable.metrics import read_metrics
 from train.report.discovery import greedy
 from train.settings import Run, change
-from train.studies.study import run_study
+from train.studies.study import over_seeds, require_seeds, run_study
 
 MAX_STALENESS = (0, 1, 2)
 # KL, weights and lengths change as the model learns. These are of the last steps.
@@ -45,8 +44,7 @@ class Staleness:
     """Seeds of world, questions, demonstrations and run."""
 
     def __post_init__(self):
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds: {self.seeds}; give different numbers of at least 0")
+        require_seeds(self.seeds)
         require_local("run_dir", self.run_dir)
 
 
@@ -114,16 +112,9 @@ def table(found: Mapping[int, Sequence[Figures]]) -> str:
     names = list(dict.fromkeys(name for runs in found.values() for name in runs[0]))
     rows = []
     for name in names:
-        columns = [[run[name] for run in runs if name in run] for runs in found.values()]
-        rows.append([name, *map(_over_seeds, columns)])
+        columns = [[run.get(name) for run in runs] for runs in found.values()]
+        rows.append([name, *(over_seeds(values, "z.3g", ".2g") for values in columns)])
     return markdown(["max_staleness", *map(str, found)], rows)
-
-
-def _over_seeds(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    mean = f"{statistics.mean(values):z.3g}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.2g}"
 
 
 def main(argv: list[str] | None = None) -> int:

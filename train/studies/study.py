@@ -6,6 +6,7 @@ A study can be interrupted and repeated: finished runs are only read.
 from __future__ import annotations
 
 import pathlib
+import statistics
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,21 @@ from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.run import execute, resolved
 from train.settings import Run
 from train.unreadable import UnreadableVideosError
+
+
+def require_seeds(seeds: Sequence[int]) -> None:
+    """Raise ValueError if these are not different seeds."""
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds: {seeds}; give different numbers of at least 0")
+
+
+def over_seeds(values: Sequence[float | None], form: str, spread: str) -> str:
+    """Mean ± standard deviation of what is known, in these formats; a dash for nothing."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    mean = format(statistics.mean(known), form)
+    return mean if len(known) == 1 else f"{mean} ± {format(statistics.stdev(known), spread)}"
 
 
 def carry_out(runs: Sequence[Run], interrupts: Interrupts) -> None:
