@@ -4,11 +4,11 @@
     python -m benchmarks.rehearsal --tokenizer FOLDER --devices 8              # eight fake devices
     python -m benchmarks.rehearsal --tokenizer FOLDER --devices 4 --processes 2
 
-The command under test is `python -m train.run --config=paravt_8b --rehearse`. A stand-in of the hub
-serves small random weights and a small set in the published layout. The first run is left alone.
-Two further runs get a signal in every phase, SIGTERM in one and SIGKILL in the other, and are
-started again each time. They have to end with the same results, metrics, weights and episodes, bit
-for bit.
+The command under test is `python -m train.run --config=paravt_8b --rehearse`, with
+`--frames.admission=counted`: only then does a run repeat bit for bit. A stand-in of the hub serves
+small random weights and a small set in the published layout. The first run is left alone. Two
+further runs get a signal in every phase, SIGTERM in one and SIGKILL in the other, and are started
+again each time. They have to end with the same results, metrics, weights and episodes, bit for bit.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def start(
 ) -> list[subprocess.Popen]:
     """Start the processes of a run with `place` as their working directory."""
     line = [sys.executable, "-m", "train.run", "--config=paravt_8b", "--rehearse"]
-    line += setting.arguments
+    line += ["--frames.admission=counted", *setting.arguments]
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={setting.devices}"
     if setting.processes > 1:
@@ -208,7 +208,7 @@ def finish(setting: Setting, place: pathlib.Path, variables: dict[str, str]) -> 
     return time.monotonic() - begin
 
 
-def compare(setting: Setting, folder: pathlib.Path) -> None:
+def compare(setting: Setting, folder: pathlib.Path, moments: Sequence[Moment] = MOMENTS) -> None:
     """Run once undisturbed, and once per signal, and compare. Prints its progress on stderr.
 
     Raises:
@@ -225,7 +225,7 @@ def compare(setting: Setting, folder: pathlib.Path) -> None:
         place.rename(undisturbed)
         for name in setting.signals:
             place.mkdir()
-            for moment in MOMENTS:
+            for moment in moments:
                 interrupt(setting, place, variables, moment, signal.Signals[name])
                 _say(f"{name} in {moment.phase}")
             finish(setting, place, variables)

@@ -197,10 +197,11 @@ def optimised(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
-def test_a_rehearsal_survives_a_signal_in_every_phase(assets, tmp_path, capfd):
-    """The literal command, against a stand-in of the hub; see benchmarks.rehearsal."""
-    compare(Setting(str(assets / "qwen3_vl"), signals=("SIGKILL",)), tmp_path)
-    assert capfd.readouterr().err.count("SIGKILL in ") == len(MOMENTS)
+def test_a_killed_rehearsal_ends_like_an_undisturbed_one(assets, tmp_path, capfd):
+    """The literal command, against a stand-in of the hub; benchmarks.rehearsal has all moments."""
+    moments = [x for x in MOMENTS if x.phase in ("preparation", "PARA-GRPO", "export")]
+    compare(Setting(str(assets / "qwen3_vl"), signals=("SIGKILL",)), tmp_path, moments)
+    assert capfd.readouterr().err.count("SIGKILL in ") == 3
     run = tmp_path / "undisturbed" / RUN
     assert (run / "model" / MARK).exists()
     assert "A rehearsal:" in (run / "report.html").read_text()

@@ -192,12 +192,15 @@ def rl_step(
         whole = RLBatch(batch, advantages, grpo.batch_totals(batch))
     update = make_accumulation(graph, optimizer, rl_loss(settings), state, base)
     total = update.start(state.weights)
-    figures: dict[str, Any] = {}
+    parts: dict[str, list[np.ndarray]] = {}
     for part in packed:
         microbatch = place_whole(build(part, groups(), config, SHAPE.rows, SHAPE.suffix), mesh)
         total, found = update.add(state.weights, total, visual, microbatch, whole)
         for name, value in found.items():
-            figures[name] = figures.get(name, 0.0) + np.asarray(value)
+            parts.setdefault(name, []).append(np.asarray(value))
+    figures: dict[str, Any] = {
+        name: (max if name.endswith("_max") else sum)(values) for name, values in parts.items()
+    }
     state, figures["grad_norm"] = update.apply(state, total)
     print(f"{len(packed)} micro-batches, rows in {pieces} pieces")
     return state, figures
