@@ -26,11 +26,11 @@ from jaxtyping import Int
 from scipy.optimize import nnls
 
 from benchmarks.rl_update import Case, make_learner
+from models.config import ModelConfig
 from models.features import FrameFeatures
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.flops import forward_flops
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.remat import Remat
+from models.flops import forward_flops
+from models.model import VisionLanguageModel
+from models.remat import Remat
 from paravt_jax.method.records import Question, digest
 from paravt_jax.method.scoring import rules_of
 from rollout.agent.episode import Environment
@@ -104,7 +104,7 @@ class Machine(NamedTuple):
 
 
 def calibrate(
-    run: Run, model: Qwen3VL, environment: Environment, questions: Sequence[Question]
+    run: Run, model: VisionLanguageModel, environment: Environment, questions: Sequence[Question]
 ) -> Machine:
     """Measures the speeds of a model.
 
@@ -164,27 +164,27 @@ def _fastest(call: Callable[[], Any]) -> float:
 # --- work ---
 
 
-def work_of(config: Qwen3VLConfig, tokens: float, with_logits: float, pairs: float) -> Work:
-    """Work of a forward pass; see `models.qwen3_vl.flops.forward_flops`."""
+def work_of(config: ModelConfig, tokens: float, with_logits: float, pairs: float) -> Work:
+    """Work of a forward pass; see `models.flops.forward_flops`."""
     products = forward_flops(config, tokens, with_logits, 0.0)
     return Work(products, forward_flops(config, 0, 0, pairs))
 
 
-def decode_work(config: Qwen3VLConfig, sizes: EngineSizes, width: int, prefix: int) -> Work:
+def decode_work(config: ModelConfig, sizes: EngineSizes, width: int, prefix: int) -> Work:
     """Work of a call of decoding whose rows read `width` tokens of their own and a prefix."""
     tokens = sizes.slots * sizes.steps
     own = work_of(config, tokens, tokens, tokens * width)
     return own._replace(shared=work_of(config, 0, 0, tokens * prefix).attention)
 
 
-def prefill_work(config: Qwen3VLConfig, rows: int, length: int, before: int) -> Work:
+def prefill_work(config: ModelConfig, rows: int, length: int, before: int) -> Work:
     """Work of a call of prefill of rows of `length` tokens behind `before` cached ones."""
     tokens = rows * length
     return work_of(config, tokens, 0, tokens * (before + (length + 1) / 2))
 
 
 def reference_work(
-    config: Qwen3VLConfig, microbatch: PackedMicrobatch, groups: Sequence[GroupLengths]
+    config: ModelConfig, microbatch: PackedMicrobatch, groups: Sequence[GroupLengths]
 ) -> Work:
     """Work of the log-probs of a micro-batch, which has one row."""
     places = microbatch.shape.places
@@ -192,7 +192,7 @@ def reference_work(
 
 
 def update_work(
-    config: Qwen3VLConfig,
+    config: ModelConfig,
     microbatch: PackedMicrobatch,
     groups: Sequence[GroupLengths],
     remat: Remat,
@@ -338,9 +338,7 @@ def layout_of(rows: Sequence[Row], sizes: EngineSizes) -> tuple[int, int]:
 class Instant:
     """A sampler that gives every request the same answer at once, without a model."""
 
-    def __init__(
-        self, answer: Int[np.ndarray, " t"], features: FrameFeatures, config: Qwen3VLConfig
-    ):
+    def __init__(self, answer: Int[np.ndarray, " t"], features: FrameFeatures, config: ModelConfig):
         self._answer = answer
         self._features = features
         self._config = config
@@ -367,7 +365,7 @@ class Instant:
 
 
 def _hosted(
-    run: Run, config: Qwen3VLConfig, environment: Environment, questions: Sequence[Question]
+    run: Run, config: ModelConfig, environment: Environment, questions: Sequence[Question]
 ) -> list[Timed]:
     """Rollouts without a model, with the least and with half of the most frames."""
     assert run.rl is not None

@@ -33,10 +33,10 @@ from jaxtyping import Int, UInt8
 
 from benchmarks.model import CASES, Case, alone, machine, make, peak_memory
 from models.features import FrameFeatures, FrameSettings
+from models.model import VisionLanguageModel, abstract_model
 from models.patches import patchify
-from models.qwen3_vl import hf
-from models.qwen3_vl.model import Qwen3VL, abstract_model
-from models.qwen3_vl.rope import mrope_positions, next_position
+from models.rope import mrope_positions, next_position
+from models.weights import hf
 from paravt_jax.data.frames import (
     ReadFrames,
     ReadTask,
@@ -270,7 +270,7 @@ class MemoryFrames(FrameFeatures):
         seconds: Time spent in the vision tower.
     """
 
-    def __init__(self, work: Work, model: Qwen3VL):
+    def __init__(self, work: Work, model: VisionLanguageModel):
         settings = FrameSettings(batch=2)  # a larger batch is no faster on CPU
         super().__init__(model.vision, model.config, settings, Path(), source=Memory(work))
         self._tower = self._encode
@@ -359,7 +359,7 @@ def rollouts(work: Work, engine: Engine) -> tuple[list[Rollout], dict[str, float
     }
 
 
-def warm_engine(model: Qwen3VL, work: Work) -> Engine:
+def warm_engine(model: VisionLanguageModel, work: Work) -> Engine:
     """Make an engine and compile all its programs."""
     engine = Engine(model, MemoryFrames(work, model), work.settings)
     engine.warm_up()
@@ -503,7 +503,7 @@ class Theirs:
         frames = np.concatenate(
             [self.pixels[number][part.frames] for part, number in zip(parts, numbers, strict=True)]
         )
-        patches = patchify(frames, config.vision.patch_size, config.vision.spatial_merge_size)
+        patches = patchify(frames, config.vision)
         return {
             "input_ids": ids,
             "pixel_values": torch.from_numpy(patches.reshape(-1, patches.shape[-1])),
@@ -731,7 +731,7 @@ def _needed(work: Work) -> str:
 def by_crops(case: str, most: int) -> dict[str, list[float]]:
     """Time one group's rollouts with 1 to `most` crops: all in one turn, or one per turn."""
     work = FEW[case]
-    make_model = nnx.jit(lambda: Qwen3VL(work.case.config, rngs=nnx.Rngs(0)))
+    make_model = nnx.jit(lambda: VisionLanguageModel(work.case.config, rngs=nnx.Rngs(0)))
     engine = warm_engine(make_model(), work)
     seconds: dict[str, list[float]] = {"parallel": [], "sequential": []}
     for crops in range(1, most + 1):

@@ -33,7 +33,7 @@ from jaxtyping import Int
 from benchmarks.model import alone
 from models import gpu
 from models.features import FrameFeatures, FrameSettings
-from models.qwen3_vl import hf
+from models.weights import hf
 from models.weights.folder import local_folder
 from paravt_jax.data import video
 from paravt_jax.data.local_path import require_local

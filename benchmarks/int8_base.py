@@ -18,9 +18,9 @@ from flax import nnx
 from configs.paravt_tiny import paravt_tiny
 from models.features import FrameFeatures
 from models.lora import LoRASettings, add_adapters
-from models.qwen3_vl.hf import load
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.sharding import make_mesh
+from models.weights.hf import load
 from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol
 from train.learn.sft import SFTBatch, SFTBatches, packed_logprobs
@@ -41,7 +41,7 @@ class Int8Base:
     """Packed rows of demonstrations to score."""
 
 
-def demonstrations(model: Qwen3VL, rows: int, folder: pathlib.Path) -> SFTBatch:
+def demonstrations(model: VisionLanguageModel, rows: int, folder: pathlib.Path) -> SFTBatch:
     """Packed demonstrations about new videos."""
     fields = {"world.train_videos": 64, "world.seed": SEED, "text.seed": SEED, "sft.rows": rows}
     run = change(paravt_tiny(), "int8_base", fields)
@@ -58,7 +58,7 @@ def demonstrations(model: Qwen3VL, rows: int, folder: pathlib.Path) -> SFTBatch:
     return next(batches)[0]
 
 
-def gaps(model: Qwen3VL, batch: SFTBatch) -> np.ndarray:
+def gaps(model: VisionLanguageModel, batch: SFTBatch) -> np.ndarray:
     """Absolute differences of the log-probs of all trained tokens."""
     image = model.config.image_token_id
     score = nnx.jit(lambda text: packed_logprobs(text, batch.packed, image))

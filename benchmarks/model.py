@@ -35,13 +35,14 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from models.attention import DenseCache
-from models.qwen3_vl import hf
+from models.config import ModelConfig
+from models.flops import flops_per_token, vision_flops
 from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.flops import flops_per_token, vision_flops
-from models.qwen3_vl.hf_config import to_hf
-from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.qwen3_vl.sizes import qwen3_vl, tiny
-from models.qwen3_vl.vision import frame_layout
+from models.rope import mrope_positions, visual_index
+from models.vision import frame_layout
+from models.weights import hf
+from models.weights.hf_config import to_hf
 from paravt_jax.data.local_path import require_local
 from train.durable.allocator import reuse_freed_memory
 
@@ -59,7 +60,7 @@ WEIGHT_DECAY = 0.01
 class Case:
     """A model, and the work that is timed with it."""
 
-    config: Qwen3VLConfig
+    config: ModelConfig
     tokens: int
     """Length of the prompt to prefill, including its frames, and of the text to train on."""
     frames: int
@@ -79,7 +80,7 @@ class Case:
         return self.grid[0] * self.grid[1]
 
 
-def _small() -> Qwen3VLConfig:
+def _small() -> ModelConfig:
     """The 2B model at half the width, with 8 layers, 8 vision blocks and an untied head."""
     large = qwen3_vl("2b")
     vision = dataclasses.replace(

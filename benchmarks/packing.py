@@ -23,9 +23,9 @@ from collections.abc import Sequence
 
 from benchmarks.lengths import file_of
 from configs import RECIPES
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.flops import forward_flops
-from models.qwen3_vl.remat import Remat
+from models.config import ModelConfig
+from models.flops import forward_flops
+from models.remat import Remat
 from rollout.evaluation.markdown import table
 from train.fit import fit
 from train.learn.packing import GroupLengths, MicrobatchShape, pack
@@ -107,7 +107,7 @@ def count(run: Run, workload: Workload, devices: int, parts: int, remat: Remat) 
     )
 
 
-def microbatch_sizes(run: Run, config: Qwen3VLConfig, devices: int) -> tuple[MicrobatchShape, ...]:
+def microbatch_sizes(run: Run, config: ModelConfig, devices: int) -> tuple[MicrobatchShape, ...]:
     """The sizes of micro-batches that a run compiles."""
     assert run.rl is not None
     pieces = row_pieces(config.text, devices)

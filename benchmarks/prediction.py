@@ -27,10 +27,10 @@ from flax import nnx
 
 from benchmarks.calibration import Machine, calibrate, engine_costs, reference_work, update_work
 from configs import RECIPES
+from models.config import ModelConfig
 from models.features import FrameFeatures
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.hf import load
 from models.sharding import make_mesh, param_shardings
+from models.weights.hf import load
 from paravt_jax.data import video
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.method.protocol import Protocol
@@ -115,7 +115,7 @@ def requests_of(groups: Sequence[Group], run: Run) -> list[int]:
     return found
 
 
-def token_bytes(config: Qwen3VLConfig) -> int:
+def token_bytes(config: ModelConfig) -> int:
     """Bytes of a token's keys and values, in float32."""
     text = config.text
     return 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
@@ -132,7 +132,7 @@ class World:
     def __init__(self, weights: pathlib.Path, folder: pathlib.Path):
         run = base()
         self.data = prepare(run, folder)
-        config = config_of(str(weights), "tiny")
+        config = config_of(str(weights), run.model)
         check_vocabulary(config, self.data.vocabulary, str(weights))
         self.model = load(weights, config, mesh=make_mesh(1, 1, 1))
         self.features = FrameFeatures(

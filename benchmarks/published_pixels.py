@@ -26,9 +26,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from models.config import ModelConfig, TextConfig
 from models.features import FrameFeatures
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
+from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol, render_call
 from paravt_jax.method.records import CropCall, Question, QuestionKind
@@ -63,9 +64,9 @@ SETTINGS = BenchmarkSettings(
 )
 
 
-def config_of(vocabulary: Vocabulary) -> Qwen3VLConfig:
+def config_of(vocabulary: Vocabulary) -> ModelConfig:
     """A small model: width 256, 4 layers, a tower of 4 blocks with one DeepStack level."""
-    vision = VisionConfig(
+    vision = Qwen3VLVisionConfig(
         hidden_size=128,
         depth=4,
         num_heads=4,
@@ -157,7 +158,7 @@ def measure(path: pathlib.Path) -> dict[str, Any]:
     before = _peak()
 
     start = time.perf_counter()
-    model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
+    model = nnx.jit(lambda: VisionLanguageModel(config, rngs=nnx.Rngs(0)))()
     features = FrameFeatures(model.vision, config, rules, path.parent, source=video)
     engine = Engine(model, features, sizes)
     question = Question("q", path.name, "What is shown?", QuestionKind.OPEN_ENDED, "")

@@ -22,9 +22,9 @@ import train.prepare
 import train.run
 from configs import RECIPES
 from models.features import FrameSettings
-from models.qwen3_vl.hf import save
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
+from models.weights.hf import save
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
@@ -112,7 +112,7 @@ def write_files(folder: pathlib.Path, assets: pathlib.Path) -> None:
     _write_annotations(folder / "annotations", paths)
     names = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")
     files = [assets / "qwen3_vl" / name for name in names]
-    model = nnx.jit(lambda: Qwen3VL(tiny(151_936), rngs=nnx.Rngs(0)))()
+    model = nnx.jit(lambda: VisionLanguageModel(tiny(151_936), rngs=nnx.Rngs(0)))()
     save(model, folder / "base", files=files)
     lay_out_media(folder / "videos" / "data", assets, {"w0.mp4": CLIPS[1], "w1.mp4": CLIPS[2]})
     rows = [published.videomme("1-1", "w0", "A"), published.videomme("2-1", "w1", "C")]

@@ -20,9 +20,9 @@ import av
 import numpy as np
 from flax import nnx
 
-from models.qwen3_vl.hf import save
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
+from models.weights.hf import save
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -48,7 +48,7 @@ def write_model(folder: pathlib.Path) -> None:
     names |= {name: name for name in ("vision_start", "vision_end")}
     ids = {f"{field}_token_id": vocabulary[f"<|{name}|>"] for field, name in names.items()}
     config = dataclasses.replace(tiny(vocabulary.size), **ids)
-    model = Qwen3VL(config, rngs=nnx.Rngs(0))
+    model = VisionLanguageModel(config, rngs=nnx.Rngs(0))
     save(model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
 
 

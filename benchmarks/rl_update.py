@@ -33,7 +33,7 @@ from flax import nnx
 
 from configs.paravt_tiny import paravt_tiny
 from models.features import FrameFeatures
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.data import video
 from paravt_jax.method.grpo import batch_totals
@@ -124,7 +124,7 @@ def make_learner(run: Run) -> tuple[Learner, RLBatch]:
     """A learner with random weights, and rollouts that all count."""
     assert run.rl is not None
     config = planned_config(run)
-    model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
+    model = nnx.jit(lambda: VisionLanguageModel(config, rngs=nnx.Rngs(0)))()
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, make_mesh()))
     learner = Learner(graph, weights, config, run.rl, run.rl_shape, Rules())

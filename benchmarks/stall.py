@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from models.features import Encoded, FrameFeatures, FrameSettings
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
 from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
@@ -155,7 +155,7 @@ class Setting:
         names |= {name: name for name in ("vision_start", "vision_end")}
         ids = {f"{field}_token_id": self.vocabulary[f"<|{name}|>"] for field, name in names.items()}
         config = dataclasses.replace(tiny(self.vocabulary.size), **ids)
-        self.model = Qwen3VL(config, rngs=nnx.Rngs(0))
+        self.model = VisionLanguageModel(config, rngs=nnx.Rngs(0))
         world = WorldSettings(train_videos=3, heldout_videos=1)
         self.videos = plan(world)
         self._encode: Any = None

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.config import ModelConfig
+from models.family import family
 from models.features import FrameFeatures, FrameSettings
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.sizes import tiny
+from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.data.loader import stream
 from paravt_jax.method import grpo
@@ -82,16 +82,19 @@ REWARDS = RewardSettings(format_cap=False)
 ADAM = OptimizerSettings(learning_rate=4e-4, weight_decay=0.0)  # for GRPO
 
 
-def small_config(vocabulary: Vocabulary) -> Qwen3VLConfig:
-    """Qwen3-VL with three narrow layers, one visual token per frame, and this vocabulary."""
-    sizes, narrow = tiny(vocabulary.size), {"hidden_size": 64, "intermediate_size": 128}
+def small_config(vocabulary: Vocabulary) -> ModelConfig:
+    """Three narrow layers, one visual token per frame, and this vocabulary."""
+    sizes, narrow = family().tiny(vocabulary.size), {"hidden_size": 64, "intermediate_size": 128}
     vision = dataclasses.replace(sizes.vision, out_hidden_size=64)
     decoder = dataclasses.replace(sizes.text, **narrow, head_dim=32, mrope_section=(6, 5, 5))
     names = ("image_pad", "video_pad", "vision_start", "vision_end")
-    return Qwen3VLConfig(vision, decoder, *(vocabulary[f"<|{name}|>"] for name in names))
+    ids = {f"{name.removesuffix('_pad')}_token_id": vocabulary[f"<|{name}|>"] for name in names}
+    return dataclasses.replace(sizes, vision=vision, text=decoder, **ids)
 
 
-def cold_start(model: Qwen3VL, environment: Environment, data: Data, steps: int, seed: int):
+def cold_start(
+    model: VisionLanguageModel, environment: Environment, data: Data, steps: int, seed: int
+):
     """Train on the demonstrations. Returns the decoder's graph and weights."""
     protocol, features = environment.protocol, environment.features
     settings = SFTSettings(steps, rows=8, optimizer=MUON, row_tokens=320)
@@ -137,7 +140,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     """Run the cold start and GRPO. Returns the metrics of each GRPO step."""
     # The model. Its vision tower stays random: the few pictures of this world differ enough.
     vocabulary, mesh = world_vocabulary(LIMITS), make_mesh()
-    model = Qwen3VL(small_config(vocabulary), rngs=nnx.Rngs(seed))
+    model = VisionLanguageModel(small_config(vocabulary), rngs=nnx.Rngs(seed))
     # The world: videos, and questions about them.
     train_videos = videos.of_split(videos.plan(WORLD), "train")
     question_batches = stream(tuple(text.questions(train_videos, TEXT)), seed, PROMPTS)

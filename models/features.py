@@ -6,7 +6,7 @@ tower's version: these are the cache key. A file's length and modification time 
 content, so a new file under an old name counts as another video. For an unreadable video every
 method raises `VideoError`.
 
-If a part of the tower is trained (`models.qwen3_vl.trained_vision`), what is cached is the input of
+If a part of the tower is trained (`models.trained_vision`), what is cached is the input of
 that part. Visual vectors, which samplers read, are computed from it and kept until other weights
 are loaded.
 """
@@ -31,13 +31,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Shaped, UInt8
 
+from models.config import ModelConfig, VisionConfig
 from models.fingerprint import fingerprint
 from models.patches import patchify
-from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
-from models.qwen3_vl.trained_vision import TrainedVision, cached_shape
-from models.qwen3_vl.vision import PatchLayout, VisionTower, frame_layout
 from models.sharding import Lowering, make_mesh
 from models.trained import VISION
+from models.trained_vision import TrainedVision, cached_shape
+from models.vision import PatchLayout, VisionTower, frame_layout
 from paravt_jax.data.frames import (
     FrameSource,
     ReadFrames,
@@ -315,7 +315,7 @@ class FrameFeatures:
     def __init__(
         self,
         tower: VisionTower | None,
-        config: Qwen3VLConfig,
+        config: ModelConfig,
         settings: FrameSettings,
         root: str | os.PathLike,
         source: FrameSource,
@@ -577,7 +577,7 @@ class FrameFeatures:
         """What is cached of frames, [tokens, c, w], which training reads.
 
         These are their visual vectors, unless a part of the tower is trained; then see
-        `models.qwen3_vl.trained_vision`.
+        `models.trained_vision`.
         """
         return np.concatenate(self.request(frames).result().cached)
 
@@ -775,12 +775,8 @@ class FrameFeatures:
             # The last batch is padded with black frames: the tower is compiled for one batch size.
             frames = np.zeros((batch, *pixels.shape[1:]), np.uint8)
             frames[: len(part)] = part
-            patches = patchify(
-                frames.reshape(-1, *frames.shape[2:]),
-                config.patch_size,
-                config.spatial_merge_size,
-                video=pixels.shape[1] > 1,
-            )
+            video = pixels.shape[1] > 1
+            patches = patchify(frames.reshape(-1, *frames.shape[2:]), config, video)
             if self.trained is not None and self.trained.whole:
                 features = patches.astype(self.dtype).reshape(batch, tokens, *self.vector)
             else:

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from models.qwen3_vl.layers import product
+from models.layers import product
 
 NOTHING = nnx.State({})
 """The frozen weights of a decoder that is trained as a whole."""

@@ -5,30 +5,32 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from models.config import VisionConfig
+
 
 def patchify(
     frames: UInt8[np.ndarray, "t h w 3"],
-    patch: int = 16,
-    merge: int = 2,
-    temporal: int = 2,
+    config: VisionConfig,
     video: bool = False,
 ) -> Float[np.ndarray, "m p c"]:
-    """Cuts frames into flattened patches with values in [-1, 1].
+    """Cuts frames into flattened patches, with the values that a vision tower reads.
 
     Args:
         frames: RGB pixels.
-        patch: side of a patch, in pixels.
-        merge: visual tokens are made of merge x merge patches; a token's patches are neighbours.
-        temporal: frames per temporal slice.
-        video: whether neighbouring frames share a slice, the last one padded by repeating the last
-            frame. Otherwise every frame is a slice of its own, repeated `temporal` times.
+        config: sizes of the tower's patches, and mean and deviation of its pixels.
+        video: whether neighbouring frames share a temporal slice, the last one padded by repeating
+            the last frame. Otherwise every frame is a slice of its own, repeated to fill it.
 
     Returns:
-        Patches [m slices, p patches, c], where c runs over (channel, time, y, x).
+        Patches [m slices, p patches, c], where c runs over (channel, time, y, x). The patches of a
+        visual token are neighbours.
 
     Raises:
-        ValueError: a side is no multiple of patch * merge.
+        ValueError: a side is no multiple of the side of a visual token.
     """
+    patch = config.patch_size
+    merge = config.spatial_merge_size
+    temporal = config.temporal_patch_size
     t, h, w, channels = frames.shape
     if h % (patch * merge) or w % (patch * merge):
         raise ValueError(
@@ -37,8 +39,9 @@ def patchify(
         )
     if video:
         frames = np.concatenate([frames, np.repeat(frames[-1:], -t % temporal, axis=0)])
-    # Mean 0.5 and deviation 0.5 per channel.
-    values = frames.astype(np.float32) / np.float32(127.5) - np.float32(1.0)
+    mean = np.asarray(config.pixel_mean, np.float32)
+    std = np.asarray(config.pixel_std, np.float32)
+    values = frames.astype(np.float32) / (255 * std) - mean / std
     # Height splits into (block row, row in the block, y), and width likewise.
     blocks = values.reshape(
         -1,

@@ -24,20 +24,20 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from models.config import ModelConfig
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, matrices
-from models.qwen3_vl import hf
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.hf_config import from_hf
-from models.qwen3_vl.hf_layout import (
+from models.model import VisionLanguageModel, abstract_model
+from models.trained_vision import TrainVision, part_of
+from models.weights import folder as hf_folder
+from models.weights import hf
+from models.weights.hf_config import from_hf
+from models.weights.hf_layout import (
     TensorLayout,
     flat_parameters,
     tensor_layouts,
     tensor_places,
 )
-from models.qwen3_vl.model import Qwen3VL, abstract_model
-from models.qwen3_vl.trained_vision import TrainVision, part_of
-from models.weights import folder as hf_folder
 from models.weights.tensor_file import Header, new_header, read_header
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -70,7 +70,7 @@ _IRRELEVANT = {
 _PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
 
 
-def base_fingerprint(model: Qwen3VL) -> str:
+def base_fingerprint(model: VisionLanguageModel) -> str:
     """The fingerprint of a model without adapters, with its weights rounded to bfloat16.
 
     So it does not depend on the type that the weights are loaded in.
@@ -79,7 +79,7 @@ def base_fingerprint(model: Qwen3VL) -> str:
 
 
 def save_adapters(
-    model: Qwen3VL,
+    model: VisionLanguageModel,
     settings: LoRASettings,
     folder: str | os.PathLike,
     *,
@@ -149,12 +149,12 @@ def base_folder(folder: Path, *, weights: bool = True) -> Path:
 
 def load(
     source: str | os.PathLike,
-    config: Qwen3VLConfig | None = None,
+    config: ModelConfig | None = None,
     *,
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
-) -> Qwen3VL:
+) -> VisionLanguageModel:
     """Loads a model from a folder of weights, or a base with its adapters from a PEFT folder.
 
     Arguments and errors are those of `hf.load`. In addition:
@@ -185,7 +185,7 @@ def load(
     return model
 
 
-def _state(model: Qwen3VL, train_vision: TrainVision) -> nnx.State:
+def _state(model: VisionLanguageModel, train_vision: TrainVision) -> nnx.State:
     """The adapters of a model, and the part of its tower that belongs to them."""
     adapters = nnx.state(model, nnx.LoRAParam)
     if train_vision == "none":
@@ -194,7 +194,7 @@ def _state(model: Qwen3VL, train_vision: TrainVision) -> nnx.State:
     return nnx.merge_state(adapters, {"vision": part})
 
 
-def _layouts(model: Qwen3VL, train_vision: TrainVision) -> dict[str, TensorLayout]:
+def _layouts(model: VisionLanguageModel, train_vision: TrainVision) -> dict[str, TensorLayout]:
     """Path of each parameter in `_state` -> its tensor."""
     stems = _stems(model)
     adapters = {
@@ -214,7 +214,7 @@ def _layouts(model: Qwen3VL, train_vision: TrainVision) -> dict[str, TensorLayou
     return adapters | modules
 
 
-def _trained_vision(header: Header, config: Qwen3VLConfig) -> TrainVision:
+def _trained_vision(header: Header, config: ModelConfig) -> TrainVision:
     """The part of the tower whose tensors are in a file."""
     layouts = tensor_layouts(config)
     # The first tensor of each part; `_require_fit` compares all of them.
@@ -228,7 +228,7 @@ def _trained_vision(header: Header, config: Qwen3VLConfig) -> TrainVision:
     return "none"
 
 
-def _stems(model: Qwen3VL) -> dict[str, str]:
+def _stems(model: VisionLanguageModel) -> dict[str, str]:
     """Name of each matrix of the layers -> its module's name, with `{}` for the layer's number."""
     layouts = tensor_layouts(model.config)
     names = matrices(model.text)
@@ -236,7 +236,7 @@ def _stems(model: Qwen3VL) -> dict[str, str]:
 
 
 def _config(
-    model: Qwen3VL, settings: LoRASettings, base: str, train_vision: TrainVision
+    model: VisionLanguageModel, settings: LoRASettings, base: str, train_vision: TrainVision
 ) -> dict[str, Any]:
     """The content of adapter_config.json."""
     stems = _stems(model)
@@ -266,7 +266,7 @@ def _config(
     }
 
 
-def _settings(folder: Path, header: Header, config: Qwen3VLConfig) -> LoRASettings:
+def _settings(folder: Path, header: Header, config: ModelConfig) -> LoRASettings:
     """The settings of saved adapters. Which matrices they adapt follows from the tensors' names."""
     file = folder / ADAPTER_CONFIG
     content = _read_json(file)
@@ -302,7 +302,7 @@ def _settings(folder: Path, header: Header, config: Qwen3VLConfig) -> LoRASettin
 
 
 def _require_fit(
-    folder: Path, base: Path, header: Header, model: Qwen3VL, train_vision: TrainVision
+    folder: Path, base: Path, header: Header, model: VisionLanguageModel, train_vision: TrainVision
 ) -> None:
     """Raises ValueError unless a file holds the adapters of an abstract model, and no more."""
     parameters = flat_parameters(_state(model, train_vision))
@@ -315,7 +315,7 @@ def _require_fit(
     hf_folder.require_tensors(folder, [header], shapes, {}, remedy)
 
 
-def _require_base(folder: Path, base: Path, model: Qwen3VL) -> None:
+def _require_base(folder: Path, base: Path, model: VisionLanguageModel) -> None:
     """Raises ValueError if the fingerprint of the loaded base is not the recorded one, if any."""
     file = folder / _BASE
     if not file.exists():

@@ -21,10 +21,10 @@ import numpy as np
 from jaxtyping import Float, Int, Real, UInt8
 from PIL import Image, ImageOps
 
+from models.config import ModelConfig, VisionConfig
+from models.model import Inputs
 from models.patches import patchify
-from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
-from models.qwen3_vl.model import Inputs
-from models.qwen3_vl.rope import mrope_positions, visual_index
+from models.rope import mrope_positions, visual_index
 from models.weights.folder import local_folder
 from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import image_size, video_size
@@ -91,7 +91,7 @@ class Processor:
     """
 
     tokenizer: Any
-    config: Qwen3VLConfig
+    config: ModelConfig
     image_limits: tuple[int, int]
     video_limits: tuple[int, int]
 
@@ -106,7 +106,7 @@ class Processor:
                 )
 
     @classmethod
-    def load(cls, source: str | os.PathLike, config: Qwen3VLConfig) -> Processor:
+    def load(cls, source: str | os.PathLike, config: ModelConfig) -> Processor:
         """Reads tokenizer, chat template and settings from a local folder or a hub id.
 
         The settings are those of transformers 4.57 or 5.x.
@@ -204,7 +204,7 @@ class Processor:
         self, frames: UInt8[np.ndarray, "t h w 3"], video: bool
     ) -> tuple[Float[np.ndarray, "p c"], tuple[int, int, int]]:
         c = self.config.vision
-        patches = patchify(frames, c.patch_size, c.spatial_merge_size, c.temporal_patch_size, video)
+        patches = patchify(frames, c, video)
         grid = (len(patches), frames.shape[1] // c.patch_size, frames.shape[2] // c.patch_size)
         return patches.reshape(-1, c.patch_dim), grid
 
@@ -242,8 +242,8 @@ def _limits(kind: str, settings: Mapping[str, Any], vision: VisionConfig) -> tup
         "patch_size": vision.patch_size,
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
+        "image_mean": list(vision.pixel_mean),
+        "image_std": list(vision.pixel_std),
     }
     for name, value in supported.items():
         if settings.get(name) != value:

@@ -2,7 +2,7 @@
 
 The mesh has three axes: `data` replicates weights, `fsdp` shards them, and `tensor` shards heads,
 the MLP and the vocabulary. Parameters carry logical axis names as the metadata `axes`
-(`models.qwen3_vl.layers`), and `RULES` maps each of those to a mesh axis. A single device is the
+(`models.layers`), and `RULES` maps each of those to a mesh axis. A single device is the
 mesh 1 x 1 x 1.
 """
 

@@ -14,14 +14,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from models import lora
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.trained_vision import TrainVision, trained_state
-from models.qwen3_vl.vision import encoding_weights
+from models.model import VisionLanguageModel
+from models.trained_vision import TrainVision, trained_state
+from models.vision import encoding_weights
 
 VISION = "vision"
 
 
-def split(model: Qwen3VL, train_vision: TrainVision = "none") -> tuple[Any, Any, Any]:
+def split(model: VisionLanguageModel, train_vision: TrainVision = "none") -> tuple[Any, Any, Any]:
     """Split a model into the decoder's structure, the trained weights and the decoder's other ones.
 
     This is the only place that decides what is trained: of the decoder, adapters if there are any

@@ -25,8 +25,8 @@ from jax.typing import DTypeLike
 from models import gpu
 from models.compile_cache import use_cache
 from models.features import FrameFeatures, FrameSettings
+from models.model import VisionLanguageModel
 from models.peft_folder import base_folder, load
-from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
@@ -86,7 +86,7 @@ class Assistant:
 
     def __init__(
         self,
-        model: Qwen3VL,
+        model: VisionLanguageModel,
         vocabulary: Vocabulary,
         protocol: ProtocolSettings | None = None,
         frames: FrameSettings | None = None,

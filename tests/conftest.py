@@ -52,12 +52,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.config import (
-    Qwen3VLConfig,
+from models.config import (
     TextConfig,
-    VisionConfig,
 )
-from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.model import VisionLanguageModel, abstract_model
+from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -158,12 +157,12 @@ def small_vocabulary() -> Vocabulary:
 
 
 @pytest.fixture(scope="session")
-def small_model(small_vocabulary) -> Qwen3VL:
+def small_model(small_vocabulary) -> VisionLanguageModel:
     """A small model with every part of a large one.
 
     Its weights are noise, large enough that the frames decide what it says.
     """
-    vision = VisionConfig(
+    vision = Qwen3VLVisionConfig(
         hidden_size=16,
         depth=1,
         num_heads=2,

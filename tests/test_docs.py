@@ -25,7 +25,7 @@ from flax import nnx
 from PIL import Image
 
 from models.features import FrameSettings
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.vocabulary import save_tokenizer
 from train.export import write_model
@@ -81,7 +81,9 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def model_folder(
-    small_model: Qwen3VL, small_vocabulary: Vocabulary, tmp_path_factory: pytest.TempPathFactory
+    small_model: VisionLanguageModel,
+    small_vocabulary: Vocabulary,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> pathlib.Path:
     """A model that ends every response at once, with its tokenizer and processor files."""
     folder = tmp_path_factory.mktemp("quiet")

@@ -2,7 +2,7 @@
 
     python -m train.export --run-dir runs/X --phase rl --step 40 --to FOLDER
 
-`models.qwen3_vl.hf.load`, `models.processor.Processor.load` and transformers open the folder. The
+`models.weights.hf.load`, `models.processor.Processor.load` and transformers open the folder. The
 export only reads from the run's folder, so the run may still be training. It does not read the
 optimizer state.
 """
@@ -20,14 +20,15 @@ import jax
 import tyro
 from flax import nnx
 
+from models.config import ModelConfig, VisionConfig
+from models.family import family_of
 from models.features import FrameSettings
 from models.lora import LoRASettings, add_adapters, cast, merge_adapters
+from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_fingerprint, save_adapters
-from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
-from models.qwen3_vl.hf import load, save
-from models.qwen3_vl.hf_config import from_hf
-from models.qwen3_vl.model import Qwen3VL, abstract_model
-from models.qwen3_vl.trained_vision import TrainVision, trained_state
+from models.trained_vision import TrainVision, trained_state
+from models.weights.hf import load, save
+from models.weights.hf_config import from_hf
 from paravt_jax.command_name import command_name
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method import tokenizer
@@ -129,7 +130,10 @@ def export(command: Export) -> None:
 
 
 def write_model(
-    model: Qwen3VL, tokenizer_folder: pathlib.Path, frames: FrameSettings, folder: pathlib.Path
+    model: VisionLanguageModel,
+    tokenizer_folder: pathlib.Path,
+    frames: FrameSettings,
+    folder: pathlib.Path,
 ) -> None:
     """Write a model with its tokenizer, chat template and processor settings.
 
@@ -149,8 +153,9 @@ def write_model(
         save(model, folder, files=[files[name] for name in sorted(files)])
 
 
-def _processor_files(config: Qwen3VLConfig, frames: FrameSettings) -> dict[str, str]:
+def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, str]:
     """Contents of the chat template and the processors' settings, by file name."""
+    names = family_of(config).processor
     longest = max(frames.max_pixels, frames.crop_max_pixels)
     image_pixels = {"shortest_edge": frames.min_pixels, "longest_edge": longest}
     if frames.snap or frames.processor_min_pixels:
@@ -161,14 +166,14 @@ def _processor_files(config: Qwen3VLConfig, frames: FrameSettings) -> dict[str, 
         }
     video_pixels = {**image_pixels, "longest_edge": _FRAMES * longest}
     image = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen3VLProcessor",
+        "image_processor_type": names["image_processor"],
+        "processor_class": names["processor"],
         "size": image_pixels,
         **_patches(config.vision),
     }
     video = {
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        "processor_class": "Qwen3VLProcessor",
+        "video_processor_type": names["video_processor"],
+        "processor_class": names["processor"],
         "size": video_pixels,
         **_patches(config.vision),
     }
@@ -184,8 +189,8 @@ def _patches(vision: VisionConfig) -> dict[str, int | list[float]]:
         "patch_size": vision.patch_size,
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
+        "image_mean": list(vision.pixel_mean),
+        "image_std": list(vision.pixel_std),
     }
 
 
@@ -224,7 +229,9 @@ def _step(checkpoints: Checkpoints, command: Export) -> int:
     return step
 
 
-def _load(checkpoints: Checkpoints, step: int, config: Qwen3VLConfig, dtype: str) -> Qwen3VL:
+def _load(
+    checkpoints: Checkpoints, step: int, config: ModelConfig, dtype: str
+) -> VisionLanguageModel:
     """Loads the model of a checkpoint into host memory."""
     model = abstract_model(config, param_dtype=dtype)
     # A checkpoint names the devices it was trained on. They may not exist here, so place every
@@ -257,7 +264,7 @@ def _load_adapted(
     meta: dict[str, Any],
     lora: LoRASettings,
     folder: pathlib.Path,
-) -> Qwen3VL:
+) -> VisionLanguageModel:
     """Loads the base and the adapters of a checkpoint into host memory."""
     path, digest = meta["settings"]["model"]["path"], meta.get("base_fingerprint")
     if not path:

@@ -24,13 +24,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.attention import QUERY_CHUNK
+from models.config import ModelConfig, TextConfig
 from models.lora import LoRASettings
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig
-from models.qwen3_vl.model import abstract_model
-from models.qwen3_vl.remat import Remat
-from models.qwen3_vl.sizes import qwen3_vl
-from models.qwen3_vl.trained_vision import CHUNK_TOKENS, TrainVision, cached_shape
+from models.model import abstract_model
+from models.remat import Remat
 from models.trained import apart, split
+from models.trained_vision import CHUNK_TOKENS, TrainVision, cached_shape
 from rollout.engine.pages import page_count
 from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSizes
@@ -42,7 +41,7 @@ from train.learn.packing import ALIGNMENT, MicrobatchShape, PackedMicrobatch, St
 from train.learn.placement import row_pieces
 from train.learn.weight_sync import sampler_devices
 from train.learn.work import done
-from train.settings import Run, change
+from train.settings import ModelSettings, Run, change
 from train.slices import Devices, known_slices
 
 GIB = 2.0**30
@@ -191,7 +190,7 @@ def smallest_slices(run: Run) -> Iterator[str]:
 
 def _fit(run: Run, devices: Devices) -> Fitted:
     wanted = (run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    sizes = _sizes(run.model.size, run.model.dtype, run.lora, run.train_vision)
+    sizes = _sizes(run.model, run.lora, run.train_vision)
     rows = run.mesh.rows or rows_of(run)
     most_tensor = _most_tensor(sizes.config.text)
     if run.lora is not None and devices.hosts == 1 and most_tensor % devices.count == 0:
@@ -232,7 +231,7 @@ def rows_of(run: Run) -> int:
 class _Sizes(NamedTuple):
     """Abstract parts of a model."""
 
-    config: Qwen3VLConfig
+    config: ModelConfig
     trained: Any
     """State of all trained weights."""
     text: Any
@@ -246,8 +245,8 @@ class _Sizes(NamedTuple):
 
 
 @functools.cache
-def _sizes(size: str, dtype: str, lora: LoRASettings | None, train_vision: TrainVision) -> _Sizes:
-    config = qwen3_vl(size)
+def _sizes(settings: ModelSettings, lora: LoRASettings | None, train_vision: TrainVision) -> _Sizes:
+    config, dtype = settings.config(), settings.dtype
     param_dtype = jnp.float32 if lora is None else dtype
     model = abstract_model(config, dtype=dtype, param_dtype=param_dtype, lora=lora)
     itemsize = jnp.dtype(dtype).itemsize
@@ -258,14 +257,13 @@ def _sizes(size: str, dtype: str, lora: LoRASettings | None, train_vision: Train
 
 @functools.cache
 def _moments(
-    size: str,
-    dtype: str,
+    settings: ModelSettings,
     lora: LoRASettings | None,
     train_vision: TrainVision,
     optimizer: OptimizerSettings,
 ) -> float:
     """Bytes of an optimizer's state over all devices."""
-    trained = _sizes(size, dtype, lora, train_vision).trained
+    trained = _sizes(settings, lora, train_vision).trained
     return total_bytes(jax.eval_shape(make_optimizer(optimizer, 1).init, trained))
 
 
@@ -411,9 +409,9 @@ class _Estimate:
         return self.weights + moments + self.frozen
 
     def _moments(self, phase: str) -> float:
-        run, model = self.run, self.run.model
+        run = self.run
         optimizer = getattr(run, phase).optimizer
-        found = _moments(model.size, model.dtype, run.lora, run.train_vision, optimizer)
+        found = _moments(run.model, run.lora, run.train_vision, optimizer)
         return found / self.shards
 
     # --- updates ---
@@ -470,7 +468,7 @@ class _Estimate:
         return state + self.frozen + cached + activations
 
     def _cached(self, visual: float, frames: float) -> float:
-        """What is cached of frames for an update; see `models.qwen3_vl.trained_vision`."""
+        """What is cached of frames for an update; see `models.trained_vision`."""
         numbers = math.prod(cached_shape(self.sizes.config.vision, self.run.train_vision))
         if self.run.train_vision == "tower":
             visual = frames * self.run.largest_frame

@@ -11,8 +11,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from models.config import VisionConfig
 from models.features import FrameSettings
-from models.qwen3_vl.config import VisionConfig
 from models.weights.folder import local_folder
 from paravt_jax.data import preparation, sources
 from paravt_jax.data.atomic import write_atomically

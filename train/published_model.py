@@ -14,28 +14,28 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from models.config import ModelConfig
 from models.peft_folder import ADAPTER_CONFIG
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.hf_config import from_hf
-from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.weights.folder import CONFIG, local_folder, read_companions, weights_files
+from models.weights.hf_config import from_hf
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from rollout.evaluation.provenance import weights_hash
+from train.settings import ModelSettings
 
 
-def config_of(path: str, size: str) -> Qwen3VLConfig:
+def config_of(path: str, model: ModelSettings) -> ModelConfig:
     """Read the configuration of a model.
 
     Args:
         path: Folder or Hugging Face id.
-        size: The recipe's `model.size`.
+        model: The recipe's `model`.
 
     Raises:
-        ValueError: If the folder holds adapters, or if the configuration is not that of `size`;
+        ValueError: If the folder holds adapters, or if the configuration is not that of `model`;
             lists the fields that differ.
     """
     folder = local_folder(path, weights=False)
@@ -46,20 +46,22 @@ def config_of(path: str, size: str) -> Qwen3VLConfig:
             "PEFT merges them), or their base"
         )
     found = from_hf(folder / CONFIG)
-    if size == "tiny":
-        wanted = tiny(found.text.vocab_size)  # a tiny model has the vocabulary of its world
-    else:
-        wanted = qwen3_vl(size)
+    if found.family != model.family:
+        raise ValueError(
+            f"model.path: {path} is of the family {found.family}, and model.family is "
+            f"{model.family}; change model.family, and model.size with it"
+        )
     require_same(
-        f"model.path: {path} is not of model.size {size}",
+        f"model.path: {path} is not of model.size {model.size}",
         _sizes(found),
-        _sizes(wanted),
+        # A tiny model has the vocabulary of its world.
+        _sizes(model.config(found.text.vocab_size)),
         "Change model.size or model.path so that they match.",
     )
     return found
 
 
-def _sizes(config: Qwen3VLConfig) -> dict[str, Any]:
+def _sizes(config: ModelConfig) -> dict[str, Any]:
     return {"text": dataclasses.asdict(config.text), "vision": dataclasses.asdict(config.vision)}
 
 
@@ -74,7 +76,7 @@ def require_weights(path: str) -> None:
     weights_files(local_folder(path))
 
 
-def check_vocabulary(config: Qwen3VLConfig, vocabulary: Vocabulary, path: str) -> None:
+def check_vocabulary(config: ModelConfig, vocabulary: Vocabulary, path: str) -> None:
     """Check that a tokenizer belongs to a model.
 
     Args:

@@ -20,11 +20,11 @@ import pyarrow
 import pyarrow.parquet
 from flax import nnx
 
-from models.qwen3_vl.hf import save
-from models.qwen3_vl.hf_config import from_hf
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.sizes import qwen3_vl
+from models.family import family
+from models.model import VisionLanguageModel
 from models.weights.folder import CONFIG, local_folder
+from models.weights.hf import save
+from models.weights.hf_config import from_hf
 from paravt_jax.data import sources
 from paravt_jax.data.atomic import appearing, write_atomically
 from paravt_jax.data.hub import data_set_size, is_hub_id
@@ -177,7 +177,7 @@ def _choose_once(run: Run, folder: pathlib.Path) -> dict[str, str]:
 def _choose_weights(run: Run, folder: pathlib.Path) -> tuple[str, str]:
     """Weights that have the sizes of a rehearsal already, or new ones; and what they are."""
     companions = local_folder(run.model.path, weights=False)
-    if from_hf(companions / CONFIG) == qwen3_vl("rehearsal"):
+    if from_hf(companions / CONFIG) == family(run.model.family).size("rehearsal"):
         return run.model.path, f"the small weights of {run.model.path}"
     return str(folder / _WEIGHTS), "random weights"
 
@@ -188,7 +188,8 @@ def _make_weights(run: Run, folder: pathlib.Path) -> None:
         return
     tokenizer = folder / "tokenizer"
     hosts.from_first(lambda: copy_tokenizer(run.model.path, tokenizer))
-    model = nnx.jit(lambda: Qwen3VL(qwen3_vl("rehearsal"), rngs=nnx.Rngs(run.seed)))()
+    config = family(run.model.family).size("rehearsal")
+    model = nnx.jit(lambda: VisionLanguageModel(config, rngs=nnx.Rngs(run.seed)))()
     save(model, folder / _WEIGHTS, files=sorted(tokenizer.iterdir()))
 
 

@@ -192,7 +192,7 @@ def _check(run: Run, settings: dict[str, Any]) -> Mesh:
     gpu.require_type("model.dtype", run.model.dtype)
     require_targets(run)
     if run.model.path:
-        config_of(run.model.path, run.model.size)
+        config_of(run.model.path, run.model)
         require_weights(run.model.path)
     return mesh
 

@@ -9,11 +9,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from models.config import ModelConfig, VisionConfig
+from models.family import FAMILIES, family
 from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
-from models.qwen3_vl.config import VisionConfig
-from models.qwen3_vl.sizes import qwen3_vl, tiny
-from models.qwen3_vl.trained_vision import TrainVision
+from models.trained_vision import TrainVision
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -35,14 +35,27 @@ from train.published_data import DataSettings
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """The Qwen3-VL model to train."""
+    """The model to train."""
 
     path: str = ""
     """Hugging Face id or folder of the initial weights, such as RUN/model; empty: random."""
-    size: Literal["tiny", "rehearsal", "2b", "4b", "8b", "32b"] = "tiny"
-    """Size of the model; must match the weights at `path`."""
+    family: str = FAMILIES[0]
+    """Family of the model, by the model_type of its config.json."""
+    size: str = "tiny"
+    """Size of the model (tiny, or a published one such as 8b); must match the weights at `path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of activations."""
+
+    def __post_init__(self):
+        if self.family not in FAMILIES:
+            raise ValueError(
+                f"model.family: {self.family!r} is not supported; give one of {', '.join(FAMILIES)}"
+            )
+        self.config()
+
+    def config(self, vocab_size: int = 1) -> ModelConfig:
+        """The sizes of the model; `vocab_size` is that of a tiny one."""
+        return family(self.family).size(self.size, vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,9 +208,7 @@ class Run:
     @property
     def vision(self) -> VisionConfig:
         """Sizes of the vision tower."""
-        if self.model.size == "tiny":
-            return tiny(1).vision  # the tower does not depend on the vocabulary size
-        return qwen3_vl(self.model.size).vision
+        return self.model.config().vision
 
     @property
     def frame_tokens(self) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
+import functools
+
+from models.config import TextConfig
+from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 
 # hidden size, layers, heads, MLP size, tied embeddings, large vision tower
 _PUBLISHED = {
@@ -27,7 +30,7 @@ def qwen3_vl(size: str) -> Qwen3VLConfig:
             "a Qwen3VLConfig"
         )
     hidden, layers, heads, mlp, tied, large = _PUBLISHED[size]
-    vision = VisionConfig(
+    vision = Qwen3VLVisionConfig(
         hidden_size=1152 if large else 1024,
         depth=27 if large else 24,
         num_heads=16,
@@ -57,7 +60,7 @@ def _rehearsal() -> Qwen3VLConfig:
     Numbers of heads and their width stay, because attention kernels and the tensor axis of a mesh
     depend on them.
     """
-    vision = VisionConfig(
+    vision = Qwen3VLVisionConfig(
         hidden_size=64,
         depth=3,
         num_heads=4,
@@ -87,7 +90,7 @@ def tiny(vocab_size: int) -> Qwen3VLConfig:
     It has every part of the published models, one DeepStack level and a position table of 2 x 2
     patches.
     """
-    vision = VisionConfig(
+    vision = Qwen3VLVisionConfig(
         hidden_size=64,
         depth=2,
         num_heads=4,
@@ -109,3 +112,6 @@ def tiny(vocab_size: int) -> Qwen3VLConfig:
         tie_word_embeddings=True,
     )
     return Qwen3VLConfig(vision, text)
+
+
+SIZES = {name: functools.partial(qwen3_vl, name) for name in (*_PUBLISHED, "rehearsal")}

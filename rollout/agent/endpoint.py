@@ -25,8 +25,8 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
+from models.config import ModelConfig
 from models.features import Encoded, FrameFeatures, FrameSettings
-from models.qwen3_vl.config import Qwen3VLConfig
 from paravt_jax.data.frames import FrameSource, VideoError
 from paravt_jax.method.records import Frame, digest
 from paravt_jax.method.server import ServerSettings
@@ -70,7 +70,7 @@ class FrameImages(FrameFeatures):
     """Pixels of frames instead of features. The base class reads, resizes and caches them."""
 
     def __init__(
-        self, config: Qwen3VLConfig, settings: FrameSettings, root: Path, source: FrameSource
+        self, config: ModelConfig, settings: FrameSettings, root: Path, source: FrameSource
     ):
         super().__init__(None, config, settings, root, source)
 

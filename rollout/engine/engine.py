@@ -39,7 +39,7 @@ from jaxtyping import Float
 from models.features import FrameFeatures
 from models.fingerprint import fingerprint
 from models.lora import split
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.sharding import Lowering, abstract
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import digest
@@ -119,7 +119,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Qwen3VL,
+        model: VisionLanguageModel,
         features: FrameFeatures,
         settings: EngineSizes,
         token_bytes: Sequence[bytes] | None = None,

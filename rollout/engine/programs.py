@@ -31,9 +31,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.attention import DenseCache, PagedCache, Shared
 from models.lora import split
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.text import KV, TextDecoder
+from models.model import VisionLanguageModel
 from models.sharding import MeshProgram
+from models.text import KV, TextDecoder
 from rollout.engine.pages import page_count
 from rollout.engine.sampling import Choices, sample
 
@@ -127,7 +127,7 @@ class Programs:
             are gathered into dense arrays before the loop, and new tokens written back after it.
     """
 
-    def __init__(self, model: Qwen3VL, page: int, paged: bool):
+    def __init__(self, model: VisionLanguageModel, page: int, paged: bool):
         self.page = page
         self.text = model.config.text
         self.dtype = model.text.dtype

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from models.attention import platform
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.sharding import Lowering
 from rollout.engine.layout import Layout, Serials, choose_layout
 from rollout.engine.pages import Node
@@ -60,7 +60,7 @@ class ModelRunner:
         prefixes: the copies of shared prefixes, by their padded length.
     """
 
-    def __init__(self, model: Qwen3VL, settings: EngineSizes):
+    def __init__(self, model: VisionLanguageModel, settings: EngineSizes):
         self.settings = settings
         self.config = model.config
         self.seconds = 0.0

@@ -12,9 +12,9 @@ import hashlib
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
+from models.config import ModelConfig
 from models.features import FrameFeatures
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.rope import mrope_positions, next_position
+from models.rope import mrope_positions, next_position
 from rollout.engine.pages import Content, Node
 from rollout.engine.requests import Request
 
@@ -112,7 +112,7 @@ def no_vectors() -> np.ndarray:
 
 
 def make_prompt(
-    request: Request, features: FrameFeatures, config: Qwen3VLConfig, deadline: float
+    request: Request, features: FrameFeatures, config: ModelConfig, deadline: float
 ) -> Prompt:
     """Prepare a request for prefill.
 
@@ -170,7 +170,7 @@ def _positions(
     ids: Int32[np.ndarray, " t"],
     visual_end: int,
     grids: list[tuple[int, int]],
-    config: Qwen3VLConfig,
+    config: ModelConfig,
 ) -> Int32[np.ndarray, "3 t"]:
     """M-RoPE positions. Placeholders after the last frame count as text."""
     with_frames = mrope_positions(ids[:visual_end], grids, config)

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.attention import QUERY_CHUNK, platform
+from models.config import ModelConfig
 from models.device_memory import host_memory, reported_memory
 from models.features import FrameSettings, frame_tokens
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.model import abstract_model
+from models.model import abstract_model
 from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSizes
 from rollout.evaluation.native_video import most_video_tokens
@@ -61,7 +61,7 @@ class MemoryPlan:
 
 def plan_memory(
     settings: BenchmarkSettings,
-    config: Qwen3VLConfig,
+    config: ModelConfig,
     sizes: EngineSizes,
     paged: bool,
     replicas: int = 1,
@@ -183,7 +183,7 @@ def _halves(value: int, least: int) -> Iterator[int]:
 
 # The search for settings that fit plans many times.
 @functools.cache
-def _weights(config: Qwen3VLConfig, dtype: str) -> tuple[float, float]:
+def _weights(config: ModelConfig, dtype: str) -> tuple[float, float]:
     """Bytes of the decoder and of the vision tower."""
     model = abstract_model(config, dtype=dtype, param_dtype=dtype)
     return _bytes(model.text), _bytes(model.vision)
@@ -195,7 +195,7 @@ def _bytes(module: nnx.Module) -> float:
 
 
 def prefill_bytes(
-    config: Qwen3VLConfig, sizes: EngineSizes, item: int, token: float, length: int, before: int
+    config: ModelConfig, sizes: EngineSizes, item: int, token: float, length: int, before: int
 ) -> float:
     """A call that prefills `length` tokens per row after up to `before` cached ones: at most."""
     text = config.text
@@ -212,7 +212,7 @@ def prefill_bytes(
 
 
 def decode_bytes(
-    config: Qwen3VLConfig, sizes: EngineSizes, item: int, token: float, width: int, paged: bool
+    config: ModelConfig, sizes: EngineSizes, item: int, token: float, width: int, paged: bool
 ) -> float:
     """A call that decodes rows which read up to `width` tokens: at most."""
     text = config.text
@@ -224,7 +224,7 @@ def decode_bytes(
     return logits + copies + scores
 
 
-def _frame_sizes(settings: BenchmarkSettings, config: Qwen3VLConfig) -> Iterator[int]:
+def _frame_sizes(settings: BenchmarkSettings, config: ModelConfig) -> Iterator[int]:
     """Largest numbers of visual tokens of a frame, of each kind."""
     pixels = settings.pixels()
     yield frame_tokens(pixels, config.vision)
@@ -234,7 +234,7 @@ def _frame_sizes(settings: BenchmarkSettings, config: Qwen3VLConfig) -> Iterator
         yield most_video_tokens(2, _factor(config))
 
 
-def _tower(config: Qwen3VLConfig, pixels: FrameSettings, tokens: int, item: int) -> float:
+def _tower(config: ModelConfig, pixels: FrameSettings, tokens: int, item: int) -> float:
     """A call of the vision tower on frames of this many visual tokens."""
     vision = config.vision
     frames = pixels.batch_of(tokens)
@@ -253,7 +253,7 @@ def worker_count(settings: BenchmarkSettings, replicas: int) -> int:
 
 
 def _host(
-    settings: BenchmarkSettings, config: Qwen3VLConfig, sizes: EngineSizes, replicas: int
+    settings: BenchmarkSettings, config: ModelConfig, sizes: EngineSizes, replicas: int
 ) -> dict[str, float]:
     if settings.blind:
         return {"features": 0.0}
@@ -289,7 +289,7 @@ def _host(
     }
 
 
-def _factor(config: Qwen3VLConfig) -> int:
+def _factor(config: ModelConfig) -> int:
     return config.vision.patch_size * config.vision.spatial_merge_size
 
 

@@ -8,12 +8,12 @@ import pathlib
 from collections.abc import Sequence
 
 from models import gpu
+from models.config import ModelConfig, VisionConfig
 from models.features import FrameFeatures, frame_tokens
 from models.peft_folder import base_folder
 from models.peft_folder import load as load_model
-from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
-from models.qwen3_vl.hf_config import from_hf
 from models.sharding import make_mesh
+from models.weights.hf_config import from_hf
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
@@ -178,7 +178,7 @@ def _require_cache(settings: BenchmarkSettings, protocol: Protocol, prompt: int,
 
 def _planned(
     settings: BenchmarkSettings,
-    config: Qwen3VLConfig,
+    config: ModelConfig,
     protocol: Protocol,
     prompt: int,
     crop: int,
@@ -212,7 +212,7 @@ def _endpoint(
 def _engine(
     settings: BenchmarkSettings,
     folder: pathlib.Path,
-    config: Qwen3VLConfig,
+    config: ModelConfig,
     videos: VideoFolder,
     reader: FrameReader,
     protocol: Protocol,

@@ -13,8 +13,8 @@ import json
 import pathlib
 from typing import Any
 
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.sizes import qwen3_vl
+from models.config import ModelConfig
+from models.family import family
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.vocabulary import build_tokenizer
@@ -40,7 +40,7 @@ _LIMITS = (
 class Served:
     """The files of a served model, as far as there are any."""
 
-    config: Qwen3VLConfig
+    config: ModelConfig
     """Only patch size and merge size are used: frames have sides of their product."""
     vocabulary: Vocabulary
     tokenizer: str
@@ -91,9 +91,9 @@ def _own_vocabulary(folder: pathlib.Path) -> Vocabulary | None:
     return vocabulary
 
 
-def _picture_sizes(file: pathlib.Path | None) -> Qwen3VLConfig:
-    """Sizes of a Qwen3-VL, with the patch size and merge size of a config.json that has them."""
-    sizes = qwen3_vl("8b")
+def _picture_sizes(file: pathlib.Path | None) -> ModelConfig:
+    """Sizes of a model, with the patch size and merge size of a config.json that has them."""
+    sizes = family().size("8b")
     if file is None or not file.is_file():
         return sizes
     try:

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from benchmarks import engine as benchmark
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 
 TOY = benchmark.WORKS["toy"]
 ALL = [*benchmark.WORKS.values(), *benchmark.FEW.values()]
@@ -34,8 +34,8 @@ def distinct_frames(work: benchmark.Work) -> int:
     return len(seen)
 
 
-def toy_model() -> Qwen3VL:
-    return nnx.jit(lambda: Qwen3VL(TOY.case.config, rngs=nnx.Rngs(0)))()
+def toy_model() -> VisionLanguageModel:
+    return nnx.jit(lambda: VisionLanguageModel(TOY.case.config, rngs=nnx.Rngs(0)))()
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from benchmarks.calibration import (
 from benchmarks.prediction import CONFIGURATIONS, Machine, base, main, predict, report, requests_of
 from configs import RECIPES
 from models.features import FrameFeatures
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from paravt_jax.data import video
 from rollout.engine.engine import Engine
 from train.learn.packing import GroupLengths, pack
@@ -68,7 +68,7 @@ def test_calibration_uses_none_of_the_decoding_programs_of_any_configuration():
 def test_an_engine_of_other_sizes_is_timed():
     config = planned_config(TINY)
     features = FrameFeatures(None, config, TINY.frames, pathlib.Path(), source=video)
-    model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
+    model = nnx.jit(lambda: VisionLanguageModel(config, rngs=nnx.Rngs(0)))()
     sizes = dataclasses.replace(
         SIZES,
         slots=8,

@@ -22,7 +22,7 @@ from flax import nnx
 
 from configs import RECIPES
 from models.features import FrameSettings
-from models.qwen3_vl.model import abstract_model, num_params
+from models.model import abstract_model, num_params
 from models.qwen3_vl.sizes import qwen3_vl
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method import tokenizer

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.qwen3_vl.text import TextDecoder
+from models.text import TextDecoder
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, GRPOSettings, Normalisation
 from paravt_jax.method.structure import Structure

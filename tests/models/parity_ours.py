@@ -19,25 +19,25 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from models.attention import DenseCache, attend
-from models.qwen3_vl import hf
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.packing import packed_layout
-from models.qwen3_vl.rope import (
+from models.config import ModelConfig
+from models.model import VisionLanguageModel
+from models.packing import packed_layout
+from models.qwen3_vl.vision import Qwen3VLVisionTower, VisionBlock
+from models.rope import (
     mrope_angles,
     mrope_positions,
     next_position,
     vision_angles,
     visual_index,
 )
-from models.qwen3_vl.text import KV, DecoderLayer
-from models.qwen3_vl.vision import VisionBlock
+from models.text import KV, DecoderLayer
+from models.weights import hf
 from tests.models.parity import IMAGE, NEW_TOKENS, VIDEO, Results, Sample, is_text
 
 Outputs = tuple[jax.Array, KV, jax.Array | None]
 
 
-def batch_of(sample: Sample, config: Qwen3VLConfig) -> dict[str, Any]:
+def batch_of(sample: Sample, config: ModelConfig) -> dict[str, Any]:
     """Inputs of our model. All patches are in one padded row; all rows share one visual bank."""
     positions = np.zeros((3, *sample.ids.shape), np.int32)
     after = []
@@ -68,7 +68,7 @@ def batch_of(sample: Sample, config: Qwen3VLConfig) -> dict[str, Any]:
     }
 
 
-def forward(model: Qwen3VL, batch: dict[str, Any]) -> Outputs:
+def forward(model: VisionLanguageModel, batch: dict[str, Any]) -> Outputs:
     """Hidden states, keys and values, and the features of all patches."""
     features = None
     visual = None
@@ -86,7 +86,9 @@ def forward(model: Qwen3VL, batch: dict[str, Any]) -> Outputs:
     return hidden, kv, features
 
 
-def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Array, Outputs]]:
+def loss(
+    model: VisionLanguageModel, batch: dict[str, Any]
+) -> tuple[jax.Array, tuple[jax.Array, Outputs]]:
     """Mean cross-entropy of tokens that follow a token; the logits; the results of `forward`."""
     outputs = forward(model, batch)
     hidden = outputs[0]
@@ -97,14 +99,14 @@ def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Ar
 
 @nnx.jit
 def loss_and_gradients(
-    model: Qwen3VL, batch: dict[str, Any]
-) -> tuple[tuple[jax.Array, tuple[jax.Array, Outputs]], Qwen3VL]:
+    model: VisionLanguageModel, batch: dict[str, Any]
+) -> tuple[tuple[jax.Array, tuple[jax.Array, Outputs]], VisionLanguageModel]:
     return nnx.value_and_grad(loss, has_aux=True)(model, batch)
 
 
 @nnx.jit
 def module_outputs(
-    model: Qwen3VL, batch: dict[str, Any], outputs: Outputs, theirs: Mapping[str, Any]
+    model: VisionLanguageModel, batch: dict[str, Any], outputs: Outputs, theirs: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Outputs of modules, with the names of `parity_theirs`.
 
@@ -132,6 +134,7 @@ def module_outputs(
     if features is None:
         return found
     layout = batch["layout"]
+    assert isinstance(model.vision, Qwen3VLVisionTower)
     turned = vision_angles(layout.row, layout.column, model.config.vision)
     found |= {
         "patches": model.vision.patch(batch["patches"]),
@@ -204,7 +207,7 @@ def layer_inputs(modules: Mapping[str, np.ndarray], batch: dict[str, Any]) -> di
 
 
 @nnx.jit
-def greedy(model: Qwen3VL, batch: dict[str, Any]) -> jax.Array:
+def greedy(model: VisionLanguageModel, batch: dict[str, Any]) -> jax.Array:
     """NEW_TOKENS greedy tokens, decoded one by one with a cache. Rows are padded on the left."""
     hidden, kv, _ = forward(model, batch)
     prompt = DenseCache.prefilled(kv, batch["segment_ids"] == 1, NEW_TOKENS)

@@ -474,8 +474,8 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel(prefix):
         from flax import nnx
         from jax.experimental import topologies
         from jax.sharding import AxisType, Mesh, NamedSharding
-        from models.qwen3_vl.config import TextConfig
-        from models.qwen3_vl.text import KV, TextDecoder
+        from models.config import TextConfig
+        from models.text import KV, TextDecoder
         from models.sharding import BATCH, MESH_AXES, param_shardings
 
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices

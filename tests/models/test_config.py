@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from models.qwen3_vl.flops import flops_per_token
-from models.qwen3_vl.hf_config import from_hf, to_hf
-from models.qwen3_vl.model import num_params
+from models.flops import flops_per_token
+from models.model import num_params
 from models.qwen3_vl.sizes import qwen3_vl, tiny
+from models.weights.hf_config import from_hf, to_hf
 
 
 @pytest.mark.parametrize("config", [tiny(300), *map(qwen3_vl, ("2b", "32b"))])

@@ -15,9 +15,9 @@ from flax import nnx
 from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings, frame_tokens
+from models.model import VisionLanguageModel
 from models.patches import patchify
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.vision import frame_layout
+from models.vision import frame_layout
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame
@@ -75,7 +75,9 @@ def test_features_equal_those_of_the_tower(make, names, small_model, small_world
     features = make(batch=8)
     frames = features.overview(names[0], 5)
     vectors = features(frames)
-    patches = patchify(video.read(small_world.folder / names[0], [f.index for f in frames]))
+    patches = patchify(
+        video.read(small_world.folder / names[0], [f.index for f in frames]), features.config.vision
+    )
     grid = features.grid(names[0])
     assert grid == (2, 2) and features.tokens(names[0]) == 1
     layout = frame_layout(grid, small_model.config.vision)
@@ -347,7 +349,7 @@ def test_a_new_file_under_an_old_name_is_another_video(make, names, small_world,
 
 def test_features_travel_in_the_type_of_the_tower(small_model, small_world, names):
     """No float32 copy of bfloat16 features exists on the host, neither cached nor returned."""
-    model = Qwen3VL(small_model.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    model = VisionLanguageModel(small_model.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
     features = FrameFeatures(
         model.vision, model.config, FrameSettings(batch=4), small_world.folder, source=video
     )
@@ -355,7 +357,10 @@ def test_features_travel_in_the_type_of_the_tower(small_model, small_world, name
     vectors = features(frames)
     assert vectors.dtype == features.dtype == jnp.bfloat16
     assert vectors.shape == (6, 2, 32) and features.cached_bytes == 6 * 2 * 32 * 2
-    patches = patchify(video.read(small_world.folder / names[0], [f.index for f in frames[:4]]))
+    patches = patchify(
+        video.read(small_world.folder / names[0], [f.index for f in frames[:4]]),
+        features.config.vision,
+    )
     layout = frame_layout(features.grid(names[0]), model.config.vision)
     expected = np.asarray(jax.jit(model.vision)(patches, layout))
     np.testing.assert_array_equal(vectors[:4], expected[:, 0])
@@ -399,7 +404,7 @@ def test_eight_devices_share_the_frames():
         import numpy as np
         from flax import nnx
         from models.features import FrameFeatures, FrameSettings, tower_mesh
-        from models.qwen3_vl.model import Qwen3VL
+        from models.model import VisionLanguageModel
         from models.qwen3_vl.sizes import tiny
         from paravt_jax.data.frames import VideoInfo, carry_out, read_now
         from paravt_jax.method.records import Frame
@@ -416,7 +421,7 @@ def test_eight_devices_share_the_frames():
                 return rng.integers(0, 256, (20, 64, 64, 3), np.uint8)[np.asarray(indices)]
 
         def features(devices, batch):
-            model = Qwen3VL(tiny(96), rngs=nnx.Rngs(0))
+            model = VisionLanguageModel(tiny(96), rngs=nnx.Rngs(0))
             everywhere = jax.NamedSharding(tower_mesh(devices), jax.P())
             nnx.update(model.vision, jax.device_put(nnx.state(model.vision), everywhere))
             settings = FrameSettings(batch=batch)

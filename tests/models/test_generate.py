@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.generate import generate
-from models.qwen3_vl.model import Inputs, Qwen3VL
-from models.qwen3_vl.rope import mrope_positions, visual_index
-from models.qwen3_vl.vision import frame_layout
+from models.generate import generate
+from models.model import Inputs, VisionLanguageModel
+from models.rope import mrope_positions, visual_index
+from models.vision import frame_layout
 from train.durable.compilations import Compilations
 
 IMAGE, VIDEO = (1, 2, 4), (3, 4, 2)
@@ -23,7 +23,7 @@ NEW = 12
 
 
 @pytest.fixture(scope="module")
-def model(small_model) -> Qwen3VL:
+def model(small_model) -> VisionLanguageModel:
     """An untied model: with tied noise, the same word would come again and again."""
     untied = nnx.clone(small_model)
     noise = np.random.default_rng(1).normal(0, 0.2, small_model.text.embedding.shape)
@@ -31,7 +31,7 @@ def model(small_model) -> Qwen3VL:
     return untied
 
 
-def sample(model: Qwen3VL, *parts: int | tuple[int, int, int], seed: int = 2) -> Inputs:
+def sample(model: VisionLanguageModel, *parts: int | tuple[int, int, int], seed: int = 2) -> Inputs:
     """A sample of parts: a number of words, or the grid of an image or video. Patches are noise."""
     rng = np.random.default_rng(seed)
     config = model.config
@@ -60,7 +60,7 @@ def last_logits(text, ids, positions, segments, visual, index, length) -> jax.Ar
     return text.logits(hidden[:, length - 1])
 
 
-def greedy(model: Qwen3VL, inputs: Inputs, count: int) -> list[int]:
+def greedy(model: VisionLanguageModel, inputs: Inputs, count: int) -> list[int]:
     """Runs every frame through the tower alone, and the whole text again for every token."""
     vectors = []
     start = 0

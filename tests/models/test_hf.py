@@ -29,15 +29,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from models.model import VisionLanguageModel
+from models.packing import packed_layout
 from models.processor import Processor
-from models.qwen3_vl import hf, hf_layout
-from models.qwen3_vl.hf_config import to_hf
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.packing import packed_layout
 from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh
 from models.weights import folder as hf_folder
-from models.weights import tensor_file
+from models.weights import hf, hf_layout, tensor_file
+from models.weights.hf_config import to_hf
 from paravt_jax.data.atomic import appearing
 from paravt_jax.world.vocabulary import save_tokenizer
 
@@ -53,7 +52,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def model(config):
-    return Qwen3VL(config, rngs=nnx.Rngs(3))
+    return VisionLanguageModel(config, rngs=nnx.Rngs(3))
 
 
 def leaves(model):
@@ -386,7 +385,7 @@ def test_transformers_reads_type_and_context_of_an_export(config, tmp_path, dtyp
     torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
     import transformers
 
-    hf.save(Qwen3VL(config, rngs=nnx.Rngs(0), param_dtype=dtype), tmp_path / "model")
+    hf.save(VisionLanguageModel(config, rngs=nnx.Rngs(0), param_dtype=dtype), tmp_path / "model")
     expected = getattr(torch, np.dtype(dtype).name)
     read = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     assert read.dtype == expected and read.text_config.max_position_embeddings == 262_144

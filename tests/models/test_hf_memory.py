@@ -16,18 +16,19 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from models.qwen3_vl import hf_layout
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
-from models.qwen3_vl.hf_config import to_hf
+from models.config import TextConfig
+from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.qwen3_vl.sizes import tiny
 from models.weights import folder as hf_folder
+from models.weights import hf_layout
+from models.weights.hf_config import to_hf
 
 pytestmark = pytest.mark.slow
 
 # Over 4 GB. The largest tensors belong to a stack of layers, so a loader that builds stacks on the
 # host or holds a whole file exceeds the bound by far.
 LARGE = Qwen3VLConfig(
-    VisionConfig(
+    Qwen3VLVisionConfig(
         hidden_size=512,
         depth=4,
         num_heads=8,
@@ -88,7 +89,7 @@ def large(tmp_path_factory):
 LOAD = """
     import json, pathlib, sys
     import jax, jax.numpy as jnp, numpy as np
-    from models.qwen3_vl.hf import load
+    from models.weights.hf import load
     from models.sharding import make_mesh
     folder, fsdp, tensor = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     mesh = make_mesh(fsdp=fsdp, tensor=tensor) if fsdp * tensor > 1 else None
@@ -160,7 +161,7 @@ START = """
 """
 
 TWO = """
-    from models.qwen3_vl import hf
+    from models.weights import hf
     from models.weights import tensor_file
     from models.sharding import make_mesh
     count, whole = 0, tensor_file.read
@@ -203,7 +204,7 @@ def test_two_processes_read_only_their_slices_and_save_the_same_files(tmp_path):
 
 
 FAILING = """
-    from models.qwen3_vl import hf
+    from models.weights import hf
     from models.qwen3_vl.sizes import tiny
     from models.sharding import make_mesh
     from models.weights import tensor_file

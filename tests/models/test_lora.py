@@ -15,12 +15,12 @@ from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 
 from models.attention import DenseCache
+from models.config import TextConfig
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, cast, matrices, merge_adapters, split
-from models.qwen3_vl.config import TextConfig
-from models.qwen3_vl.model import abstract_model
+from models.model import abstract_model
 from models.qwen3_vl.sizes import tiny
-from models.qwen3_vl.text import TextDecoder
+from models.text import TextDecoder
 
 SETTINGS = LoRASettings(rank=4, alpha=6.0)
 

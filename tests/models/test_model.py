@@ -13,11 +13,11 @@ from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 
 from models.attention import DenseCache
-from models.qwen3_vl.model import Qwen3VL, abstract_model
-from models.qwen3_vl.packing import packed_layout
-from models.qwen3_vl.remat import check
+from models.model import VisionLanguageModel, abstract_model
+from models.packing import packed_layout
 from models.qwen3_vl.sizes import tiny
-from models.qwen3_vl.vision import frame_layout
+from models.remat import check
+from models.vision import frame_layout
 
 CONFIG = tiny(97)
 # bfloat16 rounds by up to 2^-9 = 0.2 %. About ten roundings in each of five layers add up to
@@ -28,7 +28,7 @@ BF16_LOSS = 0.003  # error / loss
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen3VL:
+def model() -> VisionLanguageModel:
     """A model in which norms, biases and tables are noise too, so that a forgotten one shows."""
     graph, state = nnx.split(abstract_model(CONFIG))
     # Drawn with NumPy: the model's own initialisation takes seconds to compile.

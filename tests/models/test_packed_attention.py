@@ -20,8 +20,8 @@ from flax import nnx
 
 from models.attention import attend, choose, flash
 from models.attention.target import Masks, visible_tiles
-from models.qwen3_vl.config import TextConfig
-from models.qwen3_vl.text import TextDecoder
+from models.config import TextConfig
+from models.text import TextDecoder
 from tests.models.program import FOR_TPU, run
 
 

@@ -16,10 +16,10 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from models.attention import DenseCache, PagedCache, paged
-from models.qwen3_vl.model import abstract_model
+from models.model import abstract_model
 from models.qwen3_vl.sizes import tiny
-from models.qwen3_vl.text import KV, TextDecoder
 from models.sharding import MESH_AXES
+from models.text import KV, TextDecoder
 from tests.models.program import FOR_TPU, run
 
 # Value of slots that must stay invisible. If seen, it changes every result.
@@ -256,7 +256,7 @@ def test_decoding_compiles_for_tpu_without_a_copy_of_the_pool(topology, tensor, 
         from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
         from models.attention import PagedCache
         from models.qwen3_vl.sizes import qwen3_vl
-        from models.qwen3_vl.text import TextDecoder
+        from models.text import TextDecoder
         from models.sharding import MESH_AXES, param_shardings
 
         tensor, dtype = {tensor}, jnp.{dtype}

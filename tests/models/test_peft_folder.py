@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 from models import peft_folder
 from models.lora import LoRASettings, add_adapters, merge_adapters
-from models.qwen3_vl import hf
-from models.qwen3_vl.hf_config import from_hf
-from models.qwen3_vl.hf_layout import tensor_shapes
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.sharding import make_mesh
+from models.weights import hf
+from models.weights.hf_config import from_hf
+from models.weights.hf_layout import tensor_shapes
 from tests.models import parity_ours
 from tests.models.parity import CASES, make_sample, write_model
 
@@ -25,7 +25,7 @@ SETTINGS = LoRASettings(rank=3, alpha=6.0, rank_stabilized=True)
 CASE = CASES["images, two rows, two levels"]
 
 
-def randomise(model: Qwen3VL) -> None:
+def randomise(model: VisionLanguageModel) -> None:
     """Gives the adapters a B that is not zero."""
     rng = np.random.default_rng(2)
     for adapter in model.text.layers.adapters.values():
@@ -47,7 +47,7 @@ def base(tmp_path_factory):
     return folder / "weights"
 
 
-def adapted(base, settings: LoRASettings = SETTINGS) -> Qwen3VL:
+def adapted(base, settings: LoRASettings = SETTINGS) -> VisionLanguageModel:
     model = hf.load(base)
     add_adapters(model.text, settings, seed=0)
     randomise(model)

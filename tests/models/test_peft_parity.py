@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from models import peft_folder
 from models.lora import LoRASettings, add_adapters
-from models.qwen3_vl import hf
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
+from models.weights import hf
 from tests.models import parity_ours
 from tests.models.parity import CASES, Sample, write_model
 
@@ -54,7 +54,7 @@ def base(request, tmp_path) -> Base:
     return Base(tmp_path / "base", model, parity_theirs.samples(case)[0], SETTINGS[request.param])
 
 
-def save(model: Qwen3VL, base: Base, folder) -> Any:
+def save(model: VisionLanguageModel, base: Base, folder) -> Any:
     digest = peft_folder.base_fingerprint(hf.load(base.folder))
     where = str(base.folder)
     peft_folder.save_adapters(model, base.settings, folder, base=where, base_digest=digest)
@@ -82,7 +82,9 @@ def theirs(model: Any, sample: Sample) -> tuple[Any, dict[str, np.ndarray]]:
 
 
 @nnx.jit
-def logits_and_gradients(model: Qwen3VL, batch: dict[str, Any]) -> tuple[Any, nnx.State]:
+def logits_and_gradients(
+    model: VisionLanguageModel, batch: dict[str, Any]
+) -> tuple[Any, nnx.State]:
     adapters = nnx.DiffState(0, nnx.LoRAParam)
     gradient = nnx.value_and_grad(parity_ours.loss, argnums=adapters, has_aux=True)
     (_, (logits, _)), gradients = gradient(model, batch)

@@ -14,7 +14,8 @@ from PIL import Image
 
 from models.patches import patchify
 from models.processor import Processor, slice_times, video_frame_indices
-from models.qwen3_vl.hf_config import from_hf
+from models.qwen3_vl.sizes import qwen3_vl, tiny
+from models.weights.hf_config import from_hf
 from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import image_size, smart_resize, video_size
 from paravt_jax.method import protocol, tokenizer
@@ -51,9 +52,12 @@ def test_resize_keeps_a_frame_that_fits_and_a_flat_colour():
     assert resized.shape == (32, 64, 3) and (resized == 77).all()
 
 
+SMALL_PATCHES = dataclasses.replace(tiny(1).vision, patch_size=2)
+
+
 def test_patches_of_a_still_have_the_pixels_of_their_place_twice():
     frames = np.random.default_rng(0).integers(0, 256, (2, 8, 12, 3), np.uint8)
-    patches = patchify(frames, patch=2, merge=2, temporal=2)
+    patches = patchify(frames, SMALL_PATCHES)
     assert patches.shape == (2, 24, 24) and patches.dtype == np.float32
     cells = [
         (y, x)
@@ -72,14 +76,14 @@ def test_patches_of_a_still_have_the_pixels_of_their_place_twice():
 
 def test_a_frame_off_the_grid_is_refused():
     with pytest.raises(ValueError, match="30 x 32: .*multiples of 32"):
-        patchify(np.zeros((1, 30, 32, 3), np.uint8))
+        patchify(np.zeros((1, 30, 32, 3), np.uint8), qwen3_vl("8b").vision)
 
 
 def test_patches_of_a_video_have_two_frames_and_the_last_frame_is_repeated():
     frames = np.random.default_rng(0).integers(0, 256, (3, 8, 12, 3), np.uint8)
-    patches = patchify(frames, patch=2, merge=2, temporal=2, video=True)
+    patches = patchify(frames, SMALL_PATCHES, video=True)
     times = patches.reshape(2, 24, 3, 2, 2, 2)
-    stills = patchify(frames, patch=2, merge=2, temporal=2).reshape(3, 24, 3, 2, 2, 2)
+    stills = patchify(frames, SMALL_PATCHES).reshape(3, 24, 3, 2, 2, 2)
     for (slice_, time), frame in {(0, 0): 0, (0, 1): 1, (1, 0): 2, (1, 1): 2}.items():
         np.testing.assert_array_equal(times[slice_, :, :, time], stills[frame, :, :, 0])
 

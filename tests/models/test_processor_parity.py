@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.model import Inputs
 from models.processor import Processor, video_frame_indices
-from models.qwen3_vl.hf_config import from_hf
-from models.qwen3_vl.model import Inputs
+from models.weights.hf_config import from_hf
 from paravt_jax.data.sizes import image_size, video_size
 
 RECORDED = Path(__file__).with_name("golden_processor.npz")

@@ -14,13 +14,13 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from models.attention import DenseCache
-from models.qwen3_vl import hf_layout
-from models.qwen3_vl.flops import flops_per_token, vision_flops
-from models.qwen3_vl.hf_config import from_hf, to_hf
-from models.qwen3_vl.model import abstract_model, num_params
+from models.flops import flops_per_token, vision_flops
+from models.model import abstract_model, num_params
 from models.qwen3_vl.sizes import qwen3_vl
-from models.qwen3_vl.text import KV
-from models.qwen3_vl.vision import frame_layout
+from models.text import KV
+from models.vision import frame_layout
+from models.weights import hf_layout
+from models.weights.hf_config import from_hf, to_hf
 
 # From transformers 5.23 on the meta device: number of tensors and of parameters, and the digest of
 # the sorted lines `name shape`.

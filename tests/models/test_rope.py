@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.qwen3_vl.rope import (
+from models.qwen3_vl.sizes import tiny
+from models.rope import (
     merge_order,
     mrope_angles,
     mrope_positions,
@@ -16,7 +17,6 @@ from models.qwen3_vl.rope import (
     rotate,
     visual_index,
 )
-from models.qwen3_vl.sizes import tiny
 
 CONFIG = tiny(300)
 IMAGE, VIDEO = CONFIG.image_token_id, CONFIG.video_token_id

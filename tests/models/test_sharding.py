@@ -17,12 +17,13 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.attention import DenseCache
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
-from models.qwen3_vl.model import Qwen3VL, abstract_model
-from models.qwen3_vl.packing import packed_layout
+from models.config import ModelConfig, TextConfig
+from models.model import VisionLanguageModel, abstract_model
+from models.packing import packed_layout
+from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
-from models.qwen3_vl.text import KV, TextDecoder
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
+from models.text import KV, TextDecoder
 from train.plan.collectives import bytes_sent, find_collectives
 
 
@@ -55,7 +56,7 @@ def test_one_device_holds_everything():
     assert all(sharding.mesh.size == 1 for sharding in leaves)
 
 
-def with_vision(**changes) -> Qwen3VLConfig:
+def with_vision(**changes) -> ModelConfig:
     config = tiny(96)
     return dataclasses.replace(config, vision=dataclasses.replace(config.vision, **changes))
 
@@ -132,7 +133,7 @@ def test_eight_devices_equal_one():
 
 # data, fsdp, tensor
 MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2))
-VISION = VisionConfig(
+VISION = Qwen3VLVisionConfig(
     hidden_size=32,
     depth=2,
     num_heads=8,
@@ -179,7 +180,9 @@ def spots(first: int, last: int, rows: int) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(first, last), (3, rows, last - first))
 
 
-def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Array, KV]]:
+def loss(
+    model: VisionLanguageModel, batch: dict[str, Any]
+) -> tuple[jax.Array, tuple[jax.Array, KV]]:
     visual = model.vision(batch["patches"], batch["layout"])
     prompts, prefix = model.text(
         batch["prompts"], spots(0, 12, 8), visual=visual, visual_index=batch["index"]
@@ -207,7 +210,9 @@ def everything(state, graph, batch: dict[str, Any]):
 
 
 def main() -> None:
-    graph, state = nnx.split(Qwen3VL(Qwen3VLConfig(VISION, TEXT), rngs=nnx.Rngs(0)), nnx.Param)
+    graph, state = nnx.split(
+        VisionLanguageModel(Qwen3VLConfig(VISION, TEXT), rngs=nnx.Rngs(0)), nnx.Param
+    )
     run = jax.jit(lambda state, batch: everything(state, graph, batch))
     batch = make_batch()
     value, gradients, tokens = jax.tree.map(np.asarray, run(state, batch))

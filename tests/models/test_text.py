@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from models.attention import DenseCache, Shared
-from models.qwen3_vl.model import abstract_model
+from models.model import abstract_model
 from models.qwen3_vl.sizes import tiny
-from models.qwen3_vl.text import TextDecoder
+from models.text import TextDecoder
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 from models.lora import LoRASettings, add_adapters
 from models.peft_folder import base_fingerprint, save_adapters
 from models.peft_folder import load as load_adapted
-from models.qwen3_vl import hf
-from models.qwen3_vl.trained_vision import TrainedVision, TrainVision, part_of, trained_state
-from models.qwen3_vl.vision import frame_layout
+from models.trained_vision import TrainedVision, TrainVision, part_of, trained_state
+from models.vision import frame_layout
+from models.weights import hf
 from tests.models import parity_ours
 from tests.models.parity import CASES, IMAGE, VIDEO, Sample, write_model
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.packing import pack_patches
+from models.model import VisionLanguageModel
+from models.packing import pack_patches
 from models.qwen3_vl.sizes import tiny
-from models.qwen3_vl.vision import encoding_weights, frame_layout
+from models.vision import encoding_weights, frame_layout
 
 CONFIG = tiny(97)
 # 8, 3 x 8, 16 and 4 patches.
@@ -25,7 +25,7 @@ def patches() -> np.ndarray:
 
 @pytest.mark.parametrize(("size", "rows"), [(16, 4), (20, 3), (52, 1), (64, 1)])
 def test_a_packed_frame_sees_only_itself(patches, size, rows):
-    tower = Qwen3VL(CONFIG, rngs=nnx.Rngs(0)).vision
+    tower = VisionLanguageModel(CONFIG, rngs=nnx.Rngs(0)).vision
     see = nnx.jit(lambda tower, patches, layout: tower(patches, layout))
     packed = pack_patches(patches, GRIDS, size, CONFIG.vision)
     assert packed.patches.shape == (rows, size, 1536)
@@ -70,7 +70,9 @@ def test_more_rows_than_needed_are_padding():
 def test_a_frozen_tower_takes_half_the_memory_and_gives_the_same():
     """The tower rounds kernels to bfloat16 anyway; all other weights stay float32."""
     config = tiny(464)
-    tower = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))().vision
+    tower = nnx.jit(
+        lambda: VisionLanguageModel(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    )().vision
     graph, weights = nnx.split(tower)
     small = encoding_weights(weights, jnp.bfloat16)
 

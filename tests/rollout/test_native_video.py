@@ -11,8 +11,8 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from models.processor import Processor
-from models.qwen3_vl.hf_config import from_hf
-from models.qwen3_vl.vision import frame_layout
+from models.vision import frame_layout
+from models.weights.hf_config import from_hf
 from paravt_jax.data import video
 from paravt_jax.data.sizes import video_size
 from paravt_jax.method import tokenizer

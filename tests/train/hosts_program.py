@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.processes import cluster, hosts
@@ -84,7 +84,7 @@ def talk(folder: pathlib.Path, index: int) -> dict:
 def hand_over(folder: pathlib.Path, index: int) -> dict:
     """Syncs weights from meshes over all devices to this process's sampler, and counts traffic."""
     config = tiny(464)
-    graph, weights = nnx.split(Qwen3VL(config, rngs=nnx.Rngs(0)).text)
+    graph, weights = nnx.split(VisionLanguageModel(config, rngs=nnx.Rngs(0)).text)
     ours = {device.id for device in jax.local_devices()}
     for sizes in ((1, 8, 1), (2, 2, 2)):
         shardings = param_shardings(weights, make_mesh(*sizes))

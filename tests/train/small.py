@@ -23,10 +23,10 @@ from configs import RECIPES
 from models.features import FrameFeatures, FrameSettings
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.trained_vision import TrainedVision, TrainVision
+from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
 from models.trained import split
+from models.trained_vision import TrainedVision, TrainVision
 from paravt_jax.data import video
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
@@ -113,7 +113,7 @@ class Road:
 
     run: Run
     data: Data
-    model: Qwen3VL
+    model: VisionLanguageModel
     environment: Environment
     graph: nnx.GraphDef
     weights: Any
@@ -155,7 +155,7 @@ def lay_road(run: Run, data: Data) -> Road:
         config,
         text=dataclasses.replace(config.text, vocab_size=-(-config.text.vocab_size // 8) * 8),
     )
-    model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
+    model = nnx.jit(lambda: VisionLanguageModel(config, rngs=nnx.Rngs(0)))()
     vision = TrainedVision.of(model.vision, run.train_vision, run.largest_frame)
     environment = Environment(
         Protocol(data.vocabulary, run.protocol),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method.records import Caption
 from train.durable.compilations import Compilations
@@ -22,7 +22,7 @@ from train.learn.align import AlignSettings, align
 SETTINGS = AlignSettings(steps=30, batch=32)
 
 
-def fresh(road) -> Qwen3VL:
+def fresh(road) -> VisionLanguageModel:
     """A copy of the model, to be trained."""
     graph, state = nnx.split(road.model)
     return nnx.merge(graph, jax.tree.map(jnp.copy, state))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.qwen3_vl.sizes import tiny
+from models.rope import mrope_positions, visual_index
 from paravt_jax.method.records import Author, Segment, Trajectory
 from paravt_jax.method.scoring import Rules
 from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments

@@ -26,9 +26,9 @@ from configs import RECIPES
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
 from configs.sft import sft_8b
-from models.qwen3_vl.hf import save
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
+from models.weights.hf import save
 from paravt_jax.data import video
 from paravt_jax.data.archives import Archive, mark_of
 from paravt_jax.data.stored_settings import lock
@@ -67,7 +67,7 @@ def tiny_model(small_vocabulary, tmp_path_factory) -> pathlib.Path:
     """A folder of tiny weights with their tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
     save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
-    model = nnx.jit(lambda: Qwen3VL(tiny(small_vocabulary.size), rngs=nnx.Rngs(0)))()
+    model = nnx.jit(lambda: VisionLanguageModel(tiny(small_vocabulary.size), rngs=nnx.Rngs(0)))()
     files = sorted((folder / "tokenizer").iterdir())
     save(model, folder / "model", files=files, max_shard_bytes=10**6)
     return folder / "model"

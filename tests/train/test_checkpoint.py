@@ -177,7 +177,7 @@ import sys
 import jax, numpy as np
 from flax import nnx
 from models.qwen3_vl.sizes import tiny
-from models.qwen3_vl.model import abstract_model
+from models.model import abstract_model
 from models.sharding import make_mesh, param_shardings
 from train.durable.checkpoint import Checkpoints
 from train.learn.optimizer import OptimizerSettings, make_optimizer

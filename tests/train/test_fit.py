@@ -14,9 +14,9 @@ from configs import RECIPES
 from models import device_memory
 from models.device_memory import host_memory
 from models.lora import LoRASettings
-from models.qwen3_vl.model import num_params
-from models.qwen3_vl.remat import Remat
+from models.model import num_params
 from models.qwen3_vl.sizes import qwen3_vl
+from models.remat import Remat
 from train.fit import GIB, OPEN_FIELDS, choose_mesh, fit
 from train.learn.packing import pack
 from train.learn.work import done

@@ -16,8 +16,8 @@ from flax import nnx
 from models import peft_folder
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, merge_adapters, split
-from models.qwen3_vl.hf import load
 from models.sharding import make_mesh, param_shardings
+from models.weights.hf import load
 from paravt_jax.method.scoring import Rules
 from rollout.engine.engine import Engine
 from train.durable.checkpoint import CheckpointError

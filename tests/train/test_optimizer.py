@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.model import abstract_model
+from models.model import abstract_model
 from models.qwen3_vl.sizes import tiny
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from configs import RECIPES
-from models.qwen3_vl.hf import save
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
+from models.weights.hf import save
 from paravt_jax.data import video
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
@@ -41,7 +41,11 @@ def base(small, tmp_path_factory) -> pathlib.Path:
     save_tokenizer(vocabulary.tokenizer, folder / "tokenizer")
     config = model_config(small.small(), vocabulary)
     files = sorted((folder / "tokenizer").iterdir())
-    save(nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))(), folder / "model", files=files)
+    save(
+        nnx.jit(lambda: VisionLanguageModel(config, rngs=nnx.Rngs(0)))(),
+        folder / "model",
+        files=files,
+    )
     return folder / "model"
 
 

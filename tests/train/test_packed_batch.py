@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
-from models.qwen3_vl.flops import flops_per_token
+from models.flops import flops_per_token
 from models.sharding import make_mesh
 from paravt_jax.data import video
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation

@@ -21,10 +21,11 @@ from flax import nnx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
-from models.qwen3_vl.rope import mrope_positions, visual_index
-from models.qwen3_vl.text import TextDecoder
+from models.config import TextConfig
+from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
+from models.rope import mrope_positions, visual_index
 from models.sharding import make_mesh, param_shardings
+from models.text import TextDecoder
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
 from paravt_jax.method.records import Author, Segment, Trajectory
@@ -51,7 +52,7 @@ TEXT = TextConfig(
     rope_theta=10_000.0,
     tie_word_embeddings=False,
 )
-VISION = VisionConfig(
+VISION = Qwen3VLVisionConfig(
     hidden_size=8,
     depth=1,
     num_heads=2,

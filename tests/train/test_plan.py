@@ -20,9 +20,9 @@ import pytest
 
 from benchmarks.lengths import drawn, file_of
 from configs import RECIPES
+from models.flops import flops_per_token
 from models.lora import LoRASettings, split
-from models.qwen3_vl.flops import flops_per_token
-from models.qwen3_vl.model import abstract_model
+from models.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
 from rollout.engine import runner
 from tests.train.small import small

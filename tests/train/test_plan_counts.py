@@ -11,11 +11,11 @@ from flax import nnx
 from jax import P
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from models.qwen3_vl.flops import flops_per_token, vision_flops
-from models.qwen3_vl.model import abstract_model
+from models.flops import flops_per_token, vision_flops
+from models.model import abstract_model
 from models.qwen3_vl.sizes import tiny
-from models.qwen3_vl.vision import frame_layout
 from models.sharding import MESH_AXES
+from models.vision import frame_layout
 from tests.models.program import run
 from train.plan.collectives import bytes_sent, find_collectives
 from train.plan.flops import causal, count_flops, every, pairs_of_rows

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from models.attention import flash, xla
-from models.qwen3_vl.flops import forward_flops
+from models.flops import forward_flops
 from models.qwen3_vl.sizes import tiny
 from train.learn.packing import Chunk, GroupLengths, MicrobatchShape, PackedMicrobatch
 from train.learn.work import Attention, done, most_visible_pairs

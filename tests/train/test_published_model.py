@@ -31,9 +31,9 @@ def base(road, tmp_path_factory):
 
 
 def test_a_folder_of_another_size_is_refused_with_every_difference(base):
-    assert config_of(str(base), "tiny").text.num_hidden_layers == 3
+    assert config_of(str(base), ModelSettings()).text.num_hidden_layers == 3
     with pytest.raises(ValueError, match=r"model\.size 4b") as error:
-        config_of(str(base), "4b")
+        config_of(str(base), ModelSettings(size="4b"))
     for part in ("text.hidden_size: 128 -> 2560\n", "vision.depth: 2 -> 24\n"):
         assert part in str(error.value)
 
@@ -44,16 +44,16 @@ def test_the_published_configurations_are_those_of_their_sizes(assets, tmp_path,
     for name in ("2b", "4b", "8b"):
         shutil.copy(assets / "qwen3_vl" / f"config_{name}.json", tmp_path / "config.json")
         if name == size:
-            assert config_of(str(tmp_path), size).text == qwen3_vl(size).text
+            assert config_of(str(tmp_path), ModelSettings(size=size)).text == qwen3_vl(size).text
         else:
             with pytest.raises(ValueError, match=f"model.size {size}"):
-                config_of(str(tmp_path), size)
+                config_of(str(tmp_path), ModelSettings(size=size))
 
 
 def test_a_folder_of_adapters_is_refused_with_what_to_give_instead(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
     with pytest.raises(ValueError, match=r"model\.path: .* holds adapters only.*folder model"):
-        config_of(str(tmp_path), "tiny")
+        config_of(str(tmp_path), ModelSettings())
 
 
 def test_a_tokenizer_of_another_model_is_refused(base, road):

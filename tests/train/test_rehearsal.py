@@ -18,10 +18,10 @@ from benchmarks.rehearsal import MOMENTS, RUN, Setting, compare, finish, interru
 from configs import RECIPES
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
-from models.qwen3_vl.hf import save
-from models.qwen3_vl.hf_config import from_hf
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import qwen3_vl
+from models.weights.hf import save
+from models.weights.hf_config import from_hf
 from paravt_jax.data.preparation import find_tables
 from paravt_jax.world.stand_in import write_stand_in
 from paravt_jax.world.vocabulary import save_tokenizer
@@ -39,7 +39,7 @@ def weights(small_vocabulary, tmp_path_factory) -> pathlib.Path:
     """Weights that have the sizes of a rehearsal."""
     folder = tmp_path_factory.mktemp("weights")
     save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
-    model = nnx.jit(lambda: Qwen3VL(qwen3_vl("rehearsal"), rngs=nnx.Rngs(0)))()
+    model = nnx.jit(lambda: VisionLanguageModel(qwen3_vl("rehearsal"), rngs=nnx.Rngs(0)))()
     save(model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
     return folder / "model"
 

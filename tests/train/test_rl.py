@@ -16,7 +16,7 @@ from flax import nnx
 import train.learn.rl
 from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures
-from models.qwen3_vl.model import abstract_model
+from models.model import abstract_model
 from models.sharding import make_mesh
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages

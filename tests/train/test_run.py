@@ -23,7 +23,7 @@ import train.run
 from benchmarks import killing
 from benchmarks.killing import kill_again_and_again
 from models.processor import Processor
-from models.qwen3_vl.hf import load
+from models.weights.hf import load
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from models.qwen3_vl.flops import flops_per_token
+from models.flops import flops_per_token
 from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh
 from train.learn import speed

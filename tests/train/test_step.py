@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.rope import mrope_positions, visual_index
+from models.rope import mrope_positions, visual_index
 from models.sharding import make_mesh
 from paravt_jax.method import protocol
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.config import TextConfig
 from models.lora import LoRASettings, add_adapters, split
-from models.qwen3_vl.config import TextConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
-from models.qwen3_vl.text import TextDecoder
-from models.qwen3_vl.trained_vision import TrainedVision, trained_state
-from models.qwen3_vl.vision import VisionTower
+from models.qwen3_vl.vision import Qwen3VLVisionTower
 from models.sharding import make_mesh, param_shardings, row_devices
+from models.text import TextDecoder
+from models.trained_vision import TrainedVision, trained_state
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
 from paravt_jax.method.records import Author, Segment, Trajectory
@@ -257,7 +257,7 @@ def compare_vision() -> None:
     config = dataclasses.replace(
         tiny(96).vision, hidden_size=64, intermediate_size=96, out_hidden_size=TEXT.hidden_size
     )
-    tower = nnx.jit(lambda: VisionTower(config, rngs=nnx.Rngs(0)))()
+    tower = nnx.jit(lambda: Qwen3VLVisionTower(config, rngs=nnx.Rngs(0)))()
     rng = np.random.default_rng(4)
     frames = 13
     grids = [(2 * int(rng.integers(1, 3)), 2 * int(rng.integers(1, 4))) for _ in range(frames)]

@@ -18,10 +18,10 @@ from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings
-from models.qwen3_vl.hf import load
-from models.qwen3_vl.vision import frame_layout
 from models.sharding import make_mesh
 from models.trained import apart, together
+from models.vision import frame_layout
+from models.weights.hf import load
 from paravt_jax.method.scoring import Rules
 from tests.compiled_names import CompiledNames
 from train.durable.interrupts import Interrupts, Stopped

@@ -6,8 +6,8 @@ import pathlib
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.model import abstract_model
+from models.config import ModelConfig
+from models.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from train.learn.weight_sync import sampler_devices
 
@@ -23,7 +23,7 @@ def test_weights_cross_processes_unchanged(together, tmp_path, processes):
 
 
 def test_a_sampler_uses_as_many_devices_as_divide_its_model():
-    def devices(config: Qwen3VLConfig, count: int) -> int:
+    def devices(config: ModelConfig, count: int) -> int:
         return sampler_devices(nnx.state(abstract_model(config).text), count)
 
     assert [devices(qwen3_vl("8b"), count) for count in (1, 2, 4, 8, 16)] == [1, 2, 4, 8, 8]

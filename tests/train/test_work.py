@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from models.qwen3_vl.flops import flops_per_token, forward_flops
-from models.qwen3_vl.remat import Remat
+from models.flops import flops_per_token, forward_flops
 from models.qwen3_vl.sizes import qwen3_vl
+from models.remat import Remat
 from train.learn.packing import Chunk, GroupLengths, MicrobatchShape, PackedMicrobatch
 from train.learn.work import (
     done,

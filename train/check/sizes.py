@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.config import ModelConfig
 from models.lora import LoRASettings
-from models.qwen3_vl.model import abstract_model
-from models.qwen3_vl.sizes import qwen3_vl
-from models.qwen3_vl.trained_vision import TrainVision, cached_shape
+from models.model import abstract_model
 from models.trained import apart, split, together
+from models.trained_vision import TrainVision, cached_shape
 from train.fit import total_bytes
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.settings import Run
@@ -38,14 +38,16 @@ class _Shapes(NamedTuple):
 
 
 @functools.cache
-def _shapes(size: str, dtype: str, lora: LoRASettings | None, train_vision: TrainVision) -> _Shapes:
-    model = abstract_model(qwen3_vl(size), param_dtype=dtype, lora=lora)
+def _shapes(
+    config: ModelConfig, dtype: str, lora: LoRASettings | None, train_vision: TrainVision
+) -> _Shapes:
+    model = abstract_model(config, param_dtype=dtype, lora=lora)
     _, trained, frozen = split(model, train_vision)
     return _Shapes(*apart(trained), frozen, nnx.state(model.vision))
 
 
 def _shapes_of(run: Run) -> _Shapes:
-    return _shapes(run.model.size, run.param_dtype, run.lora, run.train_vision)
+    return _shapes(run.model.config(), run.param_dtype, run.lora, run.train_vision)
 
 
 def trained_bytes(run: Run, dtype: str) -> float:

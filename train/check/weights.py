@@ -39,7 +39,7 @@ def _folder(subject: Subject, path: str, snapshot: pathlib.Path | None = None) -
     """Checks a folder of weights; `snapshot` is that of a repository in the hub's cache."""
     try:
         folder = snapshot or local_folder(path, weights=False)
-        config_of(str(folder), subject.run.model.size)
+        config_of(str(folder), subject.run.model)
         names = weights_files(folder)
         for name in names:
             read_header(folder / name)  # raises if the file was cut off

@@ -21,9 +21,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
+from models.model import VisionLanguageModel
 from models.patches import patchify
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.vision import PatchLayout, frame_layout
+from models.vision import PatchLayout, frame_layout
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Caption
@@ -55,7 +55,7 @@ class AlignSettings:
 
 
 def align(
-    model: Qwen3VL,
+    model: VisionLanguageModel,
     captions: Sequence[Caption],
     vocabulary: Vocabulary,
     root: Path,
@@ -105,7 +105,7 @@ def align(
     for step in phase.left:
         start = time.perf_counter()
         chosen = rng.integers(len(pixels), size=settings.batch)
-        patches = patchify(pixels[chosen], vision.patch_size, vision.spatial_merge_size)
+        patches = patchify(pixels[chosen], vision)
         weights, state, loss, accuracy = update(weights, state, patches, words[chosen])
         nnx.update((model.vision, model.text.embedding), weights)
         metrics = {"loss": float(loss), "accuracy": float(accuracy)}
@@ -114,7 +114,7 @@ def align(
         phase.done(step, metrics, _as_saved(model, state), cursor)
 
 
-def _as_saved(model: Qwen3VL, optimizer_state: Any) -> dict[str, Any]:
+def _as_saved(model: VisionLanguageModel, optimizer_state: Any) -> dict[str, Any]:
     """The state that a checkpoint of this phase stores."""
     return {
         "vision": nnx.state(model.vision),

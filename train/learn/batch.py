@@ -26,8 +26,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Int
 
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.rope import mrope_positions, next_position, visual_index
+from models.config import ModelConfig
+from models.rope import mrope_positions, next_position, visual_index
 from paravt_jax.method.records import Author, Segment, Trajectory, digest
 from train.learn.packing import Chunk, GroupLengths, MicrobatchShape, PackedMicrobatch
 
@@ -92,7 +92,7 @@ def prompt_segments(trajectory: Trajectory) -> tuple[Segment, ...]:
 def build(
     packed: PackedMicrobatch,
     groups: Sequence[Group],
-    config: Qwen3VLConfig,
+    config: ModelConfig,
     rollouts: int,
     suffix: int,
 ) -> Microbatch:
@@ -140,7 +140,7 @@ def _write_row(
     chunks: Sequence[Chunk],
     groups: Sequence[Group],
     index: np.ndarray,
-    config: Qwen3VLConfig,
+    config: ModelConfig,
 ) -> None:
     """Write the chunks of a row: all shared prompts, and then the segments."""
     end = 0
@@ -175,7 +175,7 @@ class _Tokens(NamedTuple):
     slots: Int[np.ndarray, " n"]
 
 
-def _prompt_tokens(group: Group, config: Qwen3VLConfig) -> _Tokens:
+def _prompt_tokens(group: Group, config: ModelConfig) -> _Tokens:
     ids = group.prompt
     slots = visual_index(ids, config.image_token_id)
     slots = np.where(slots < 0, -1, group.slot + slots)

@@ -25,11 +25,11 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Shaped
 
+from models.config import VisionConfig
 from models.features import FrameFeatures, FrameSettings
-from models.qwen3_vl.config import VisionConfig
-from models.qwen3_vl.rope import mrope_positions
-from models.qwen3_vl.trained_vision import TrainedVision
+from models.rope import mrope_positions
 from models.sharding import ROWS, constrain, row_devices
+from models.trained_vision import TrainedVision
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.conversations import Conversation, render
 from paravt_jax.method.protocol import Protocol

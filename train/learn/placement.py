@@ -21,9 +21,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
-from models.qwen3_vl.config import TextConfig
-from models.qwen3_vl.trained_vision import TrainedVision
+from models.config import TextConfig
 from models.sharding import ROWS, row_devices
+from models.trained_vision import TrainedVision
 
 T = TypeVar("T")
 

@@ -22,13 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from models.config import ModelConfig
 from models.features import FrameFeatures
 from models.lora import NOTHING
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.text import TextDecoder
-from models.qwen3_vl.trained_vision import TrainedVision
 from models.sharding import Lowering, MeshProgram, row_devices
+from models.text import TextDecoder
 from models.trained import apart, in_activations, together
+from models.trained_vision import TrainedVision
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
 from paravt_jax.method.judge import Judge
@@ -142,7 +142,7 @@ class Learner:
         self,
         graph: nnx.GraphDef,
         weights: Any,
-        config: Qwen3VLConfig,
+        config: ModelConfig,
         settings: RLSettings,
         shape: StepShape,
         judge: Judge,

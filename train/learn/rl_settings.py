@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Literal
 
-from models.qwen3_vl import remat
-from models.qwen3_vl.remat import Remat
+from models import remat
+from models.remat import Remat
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.rewards import RewardSettings
 from rollout.engine.settings import Lengths

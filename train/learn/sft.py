@@ -20,14 +20,14 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from models import remat
 from models.features import FrameFeatures
 from models.lora import NOTHING
-from models.qwen3_vl import remat
-from models.qwen3_vl.remat import Remat
-from models.qwen3_vl.rope import visual_index
-from models.qwen3_vl.text import TextDecoder
-from models.qwen3_vl.trained_vision import TrainedVision
+from models.remat import Remat
+from models.rope import visual_index
 from models.sharding import Lowering, MeshProgram
+from models.text import TextDecoder
+from models.trained_vision import TrainedVision
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.loader import Pipeline

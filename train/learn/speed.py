@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.experimental.pallas import tpu as pltpu
 
-from models.qwen3_vl.config import Qwen3VLConfig
+from models.config import ModelConfig
 from train.learn.packed_batch import PackedRows
 from train.learn.packing import GroupLengths
 from train.learn.work import real_tokens, update_flops
@@ -81,7 +81,7 @@ def conversation_lengths(batch: PackedRows) -> list[GroupLengths]:
 
 
 def speeds(
-    lengths: Sequence[GroupLengths], config: Qwen3VLConfig, seconds: float, devices: int
+    lengths: Sequence[GroupLengths], config: ModelConfig, seconds: float, devices: int
 ) -> dict[str, float]:
     """The metrics `speed/tokens`, per second, and `speed/mfu`.
 

@@ -1,7 +1,7 @@
 """The jitted programs of training: log-probs of a batch, and updates of the trained weights.
 
 Visual vectors come with the batch. If a part of the vision tower is trained, they are computed from
-what is cached of frames (`models.qwen3_vl.trained_vision`): in an update of the cold start with the
+what is cached of frames (`models.trained_vision`): in an update of the cold start with the
 loss; in RL before the first micro-batch, and their gradients are taken back after the last one.
 """
 
@@ -19,11 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from models.lora import NOTHING, drops
-from models.qwen3_vl.remat import Remat
-from models.qwen3_vl.text import TextDecoder
-from models.qwen3_vl.trained_vision import TrainedVision
+from models.remat import Remat
 from models.sharding import ROWS, MeshProgram, constrain, row_devices
+from models.text import TextDecoder
 from models.trained import apart
+from models.trained_vision import TrainedVision
 from train.learn.batch import Microbatch
 from train.learn.placement import Bank
 

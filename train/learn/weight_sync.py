@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 from models.features import FrameFeatures, tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import NOTHING, cast
-from models.qwen3_vl.vision import encoding_weights
 from models.sharding import MESH_AXES, RULES, make_mesh, param_shardings
 from models.trained import VISION, apart
+from models.vision import encoding_weights
 from paravt_jax.processes.hosts import gather
 
 
@@ -66,7 +66,7 @@ def make_vision_sync(vision: Any, mesh: Mesh, dtype: DTypeLike) -> jax.stages.Wr
     Args:
         vision: Real or abstract weights of the trained part of the tower.
         mesh: The mesh of training.
-        dtype: The type of the activations; see `models.qwen3_vl.vision.encoding_weights`.
+        dtype: The type of the activations; see `models.vision.encoding_weights`.
     """
 
     def sync(weights: Any) -> Any:

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.flops import forward_flops
-from models.qwen3_vl.remat import Remat
+from models.config import ModelConfig
+from models.flops import forward_flops
+from models.remat import Remat
 from train.learn.packing import Chunk, GroupLengths, PackedMicrobatch
 
 
@@ -52,7 +52,7 @@ def visible_pairs(prompt: int, suffixes: Sequence[int]) -> float:
     return prompt * (prompt + 1) / 2 + rows
 
 
-def update_flops(groups: Sequence[GroupLengths], config: Qwen3VLConfig) -> float:
+def update_flops(groups: Sequence[GroupLengths], config: ModelConfig) -> float:
     """FLOPs that the forward and the backward pass of an update need, without recomputation."""
     pairs = sum(visible_pairs(*group) for group in groups)
     # The backward pass costs twice the forward pass.
@@ -64,7 +64,7 @@ def sampled_tokens(groups: Sequence[GroupLengths]) -> int:
     return sum(sum(group.suffixes) for group in groups)
 
 
-def worth(groups: Sequence[GroupLengths], config: Qwen3VLConfig, remat: Remat) -> float:
+def worth(groups: Sequence[GroupLengths], config: ModelConfig, remat: Remat) -> float:
     """FLOPs that a step needs for update and reference; see the module's docstring.
 
     Args:
@@ -99,7 +99,7 @@ VISIBLE = Attention(most_visible_pairs)
 def done(
     packed: Sequence[PackedMicrobatch],
     groups: Sequence[GroupLengths],
-    config: Qwen3VLConfig,
+    config: ModelConfig,
     remat: Remat,
     devices: int,
     attention: Attention = VISIBLE,

@@ -6,12 +6,12 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.qwen3_vl.model import Qwen3VL
+from models.model import VisionLanguageModel
 from train.learn import align as learner
 from train.phases.context import Context
 
 
-def align(context: Context, model: Qwen3VL) -> None:
+def align(context: Context, model: VisionLanguageModel) -> None:
     """Train the vision tower of `model` in place, from the phase's last checkpoint if any."""
     settings, data = context.run.align, context.data
     if settings is None:

@@ -20,7 +20,7 @@ from train.phases.model import Parts
 def export(context: Context, parts: Parts, weights: Any) -> None:
     """Write the folder `model`, and `adapter` if the base is on disk, unless `model` exists.
 
-    Transformers and `models.qwen3_vl.hf.load` can read the model, and PEFT the adapters.
+    Transformers and `models.weights.hf.load` can read the model, and PEFT the adapters.
     """
     folder = context.folder / "model"
     if hosts.from_first(folder.exists):

@@ -10,19 +10,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.config import ModelConfig
 from models.features import tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, cast
+from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_fingerprint
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.hf import load
-from models.qwen3_vl.hf_config import to_hf
-from models.qwen3_vl.model import Qwen3VL, abstract_model
-from models.qwen3_vl.sizes import qwen3_vl, tiny
-from models.qwen3_vl.trained_vision import TrainedVision, TrainVision
-from models.qwen3_vl.vision import encoding_weights
 from models.sharding import param_shardings
 from models.trained import split
+from models.trained_vision import TrainedVision, TrainVision
+from models.vision import encoding_weights
+from models.weights.hf import load
+from models.weights.hf_config import to_hf
 from paravt_jax.method.tokenizer import Vocabulary
 from train import published_model
 from train.data import Data
@@ -34,7 +33,7 @@ from train.settings import Run
 class Parts:
     """A model without its trained weights, which are passed from phase to phase."""
 
-    model: Qwen3VL
+    model: VisionLanguageModel
     """The vision tower is on this process's devices. The decoder has shapes only."""
     graph: nnx.GraphDef
     """The text decoder without its weights."""
@@ -78,7 +77,7 @@ class Parts:
         return nnx.State({name: x for name, x in tower.raw_mapping.items() if trains(name)})
 
 
-def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, Any]]:
+def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, dict[str, Any]]:
     """Load or initialise the model that a run begins with.
 
     Returns:
@@ -89,7 +88,7 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
     path = run.model.path
     vocabulary = {"size": data.vocabulary.size, "digest": data.vocabulary.digest}
     if path:
-        config = config_of(path, run.model.size)
+        config = config_of(path, run.model)
         check_vocabulary(config, data.vocabulary, path)
     else:
         config = model_config(run, data.vocabulary)
@@ -97,7 +96,7 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
     if data.digest:
         origin["data"] = data.digest
     if not path:
-        return Qwen3VL(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin
+        return VisionLanguageModel(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin
     model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=run.param_dtype)
     origin["weights"] = published_model.fingerprint(path)
     if run.lora is not None:
@@ -107,16 +106,14 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
 
 def require_targets(run: Run) -> None:
     """Raise ValueError unless the model has the matrices that `run.lora` adapts."""
-    config = tiny(1) if run.model.size == "tiny" else qwen3_vl(run.model.size)
     if run.lora is not None and run.lora.targets:
-        abstract_model(config, lora=run.lora)
+        abstract_model(run.model.config(), lora=run.lora)
 
 
-def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:
+def model_config(run: Run, vocabulary: Vocabulary) -> ModelConfig:
     """Sizes of a model with random weights, and the special tokens' ids in this vocabulary."""
-    sizes = tiny(vocabulary.size) if run.model.size == "tiny" else qwen3_vl(run.model.size)
     return dataclasses.replace(
-        sizes,
+        run.model.config(vocabulary.size),
         image_token_id=vocabulary["<|image_pad|>"],
         video_token_id=vocabulary["<|video_pad|>"],
         vision_start_token_id=vocabulary["<|vision_start|>"],
@@ -125,7 +122,7 @@ def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:
 
 
 def take_apart(
-    model: Qwen3VL,
+    model: VisionLanguageModel,
     mesh: Mesh,
     lora: LoRASettings | None = None,
     seed: int = 0,
@@ -160,6 +157,6 @@ def take_apart(
     return Parts(model, graph, rest, tower, vision), weights
 
 
-def drop_weights(model: Qwen3VL) -> None:
+def drop_weights(model: VisionLanguageModel) -> None:
     """Leave only shapes in the decoder of `model`, so that its weights exist only once."""
     nnx.update(model.text, jax.eval_shape(lambda: nnx.state(model.text)))

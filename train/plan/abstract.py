@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.model import Qwen3VL, abstract_model
-from models.qwen3_vl.sizes import qwen3_vl
-from models.qwen3_vl.trained_vision import TrainedVision
+from models.config import ModelConfig
+from models.model import VisionLanguageModel, abstract_model
 from models.sharding import MeshProgram, param_shardings, row_devices
 from models.trained import apart, split
+from models.trained_vision import TrainedVision
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
 from train.learn.batch import Microbatch
@@ -60,7 +59,7 @@ class Abstract(NamedTuple):
 class AbstractStep(NamedTuple):
     """What the programs of an RL step take. Sizes and programs are those of a run's `Learner`."""
 
-    config: Qwen3VLConfig
+    config: ModelConfig
     graph: nnx.GraphDef
     state: TrainState
     frozen: Any
@@ -78,7 +77,7 @@ class AbstractStep(NamedTuple):
     """The update's programs: adding gradients, and the step of the optimizer."""
 
 
-def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> AbstractStep:
+def abstract_rl_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> AbstractStep:
     """The arguments and programs of a recipe's PARA-GRPO step.
 
     Args:
@@ -124,7 +123,7 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) 
 def abstract_rl_gradients(
     run: Run,
     mesh: Mesh,
-    config: Qwen3VLConfig | None = None,
+    config: ModelConfig | None = None,
     size: int = 0,
     later: bool = False,
 ) -> Abstract:
@@ -144,7 +143,7 @@ def abstract_rl_gradients(
     return Abstract(step.update.add, arguments)
 
 
-def abstract_rl_vision(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
+def abstract_rl_vision(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
     """Gradients of the trained part of the tower, which the run has; see `abstract_rl_step`."""
     step = abstract_rl_step(run, mesh, config)
     assert step.vision_programs is not None, f"{run.name} trains no part of the tower"
@@ -159,20 +158,20 @@ def _differentiated(step: AbstractStep) -> Any:
     return text if step.vision_programs is None else (text, step.visual)
 
 
-def abstract_rl_start(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
+def abstract_rl_start(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
     """Gradients of zero, to which those of micro-batches are added; see `abstract_rl_step`."""
     step = abstract_rl_step(run, mesh, config)
     return Abstract(step.update.start, (_differentiated(step),))
 
 
-def abstract_rl_optimizer(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
+def abstract_rl_optimizer(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
     """The optimizer's step after the gradients; see `abstract_rl_step`."""
     step = abstract_rl_step(run, mesh, config)
     total = jax.tree.map(lambda x: x.update(dtype=jnp.float32), step.state.weights)
     return Abstract(step.update.apply, (step.state, total))
 
 
-def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
+def abstract_sft_update(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
     """The SFT update of a recipe; see `abstract_rl_step`.
 
     The arguments are the state (donated) and an `SFTBatch`.
@@ -198,7 +197,7 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
 
 
 def abstract_reference(
-    run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None, size: int = 0
+    run: Run, mesh: Mesh, config: ModelConfig | None = None, size: int = 0
 ) -> Abstract:
     """The reference log-probs of a micro-batch; see `abstract_rl_gradients`."""
     settings = _phase(run, "rl", run.rl)
@@ -219,20 +218,20 @@ def _phase(run: Run, name: str, settings: T | None) -> T:
     return settings
 
 
-def planned_model(run: Run, config: Qwen3VLConfig) -> Qwen3VL:
+def planned_model(run: Run, config: ModelConfig) -> VisionLanguageModel:
     """The abstract model of a run, with its adapters."""
     dtype = jnp.dtype(run.model.dtype)
     return abstract_model(config, dtype=dtype, param_dtype=run.param_dtype, lora=run.lora)
 
 
 def _model(
-    run: Run, mesh: Mesh, config: Qwen3VLConfig | None
-) -> tuple[Qwen3VLConfig, nnx.GraphDef, Any, Any, TrainedVision | None]:
+    run: Run, mesh: Mesh, config: ModelConfig | None
+) -> tuple[ModelConfig, nnx.GraphDef, Any, Any, TrainedVision | None]:
     """(config, the decoder's graph, trained weights, its frozen weights, trained part of the tower)
 
     Weights are sharded over the mesh.
     """
-    config = qwen3_vl(run.model.size) if config is None else config
+    config = run.model.config() if config is None else config
     model = planned_model(run, config)
     graph, *states = split(model, run.train_vision)
     weights, frozen = jax.tree.map(_place, states, [param_shardings(x, mesh) for x in states])
@@ -258,7 +257,7 @@ def _placed(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(_place, batch, shardings(batch, mesh))
 
 
-def _visual(rows: int, tokens: int, config: Qwen3VLConfig, dtype: Any) -> Any:
+def _visual(rows: int, tokens: int, config: ModelConfig, dtype: Any) -> Any:
     """Features of visual tokens: the tower's output, and one vector per DeepStack level."""
     levels = 1 + config.vision.levels
     return _shape((rows, tokens, levels, config.text.hidden_size), dtype)
@@ -296,7 +295,7 @@ def _microbatch(size: MicrobatchShape, shape: StepShape) -> Microbatch:
     )
 
 
-def _packed(shape: PackedShape, config: Qwen3VLConfig, dtype: Any) -> PackedRows:
+def _packed(shape: PackedShape, config: ModelConfig, dtype: Any) -> PackedRows:
     rows = (shape.rows, shape.tokens)
     return PackedRows(
         ids=_shape(rows, jnp.int32),

@@ -17,14 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.config import ModelConfig
 from models.features import frames_per_call, tower_mesh, tower_program
 from models.lora import cast
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.model import abstract_model
-from models.qwen3_vl.sizes import qwen3_vl
-from models.qwen3_vl.vision import encoding_weights, frame_layout
+from models.model import abstract_model
 from models.sharding import make_mesh, param_shardings
 from models.trained import apart, split
+from models.vision import encoding_weights, frame_layout
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
 from train.fit import total_bytes
@@ -454,10 +453,10 @@ def update_name(tokens: int, later: bool) -> str:
     return f"RL update {tokens} {LATER}" if later else f"RL update {tokens}"
 
 
-def planned_config(run: Run) -> Qwen3VLConfig:
+def planned_config(run: Run) -> ModelConfig:
     """The sizes of the run's model."""
     if run.model.size != "tiny":
-        return qwen3_vl(run.model.size)
+        return run.model.config()
     # The tiny model's vocabulary is built from the world's texts, here as in a run.
     return model_config(run, world_vocabulary(run.protocol))
 

@@ -13,9 +13,9 @@ import math
 from collections.abc import Sequence
 
 from models.attention.paged import BLOCK
+from models.config import ModelConfig
 from models.features import frames_per_call
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.flops import flops_per_token
+from models.flops import flops_per_token
 from train.learn.packing import pack
 from train.plan import rates
 from train.plan.compile import Measured, on_host
@@ -325,7 +325,7 @@ def _largest(measured: dict[str, Measured], family: str) -> Measured:
     return max(members, key=lambda m: sum(m.sent.values()))
 
 
-def _flops_without_head(config: Qwen3VLConfig, context: float) -> float:
+def _flops_without_head(config: ModelConfig, context: float) -> float:
     head = 2.0 * config.text.vocab_size * config.text.hidden_size
     return flops_per_token(config, context) - head
 

@@ -15,14 +15,14 @@ import numpy as np
 
 from models.attention import flash, xla
 from models.attention.target import Masks, pad_rows, visible_tiles
-from models.qwen3_vl.config import Qwen3VLConfig
+from models.config import ModelConfig
 from paravt_jax.method.records import Author, Segment, Trajectory
 from train.learn.batch import Group, build
 from train.learn.packing import Chunk, GroupLengths, MicrobatchShape, PackedMicrobatch
 from train.learn.work import Attention
 
 
-def flash_attention(config: Qwen3VLConfig) -> Attention:
+def flash_attention(config: ModelConfig) -> Attention:
     """How `train.learn.work.done` counts the kernel of a TPU.
 
     Its two backward kernels have seven products per pair, the forward kernel two: both compute the
@@ -31,13 +31,13 @@ def flash_attention(config: Qwen3VLConfig) -> Attention:
     return Attention(functools.partial(most_pairs, config=config, tile=flash.TILE), 7 / 2)
 
 
-def xla_attention(config: Qwen3VLConfig) -> Attention:
+def xla_attention(config: ModelConfig) -> Attention:
     """The same for attention in plain XLA, which has five products backward."""
     return Attention(functools.partial(most_pairs, config=config, tile=xla.TILE), 5 / 2)
 
 
 def most_pairs(
-    packed: PackedMicrobatch, groups: Sequence[GroupLengths], config: Qwen3VLConfig, tile: int
+    packed: PackedMicrobatch, groups: Sequence[GroupLengths], config: ModelConfig, tile: int
 ) -> float:
     """Pairs that a kernel computes in the row of a micro-batch that has most.
 
@@ -60,7 +60,7 @@ def most_pairs(
 
 @functools.cache
 def _row_pairs(
-    chunks: tuple[GroupLengths, ...], tokens: int, config: Qwen3VLConfig, tile: int
+    chunks: tuple[GroupLengths, ...], tokens: int, config: ModelConfig, tile: int
 ) -> float:
     """Pairs that a kernel computes in a row of these chunks."""
     whole = (Chunk(n, tuple(range(len(chunk.suffixes)))) for n, chunk in enumerate(chunks))

@@ -15,11 +15,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from models.config import ModelConfig
 from models.features import FrameFeatures, FrameSettings
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.rope import mrope_positions, next_position
-from models.qwen3_vl.text import KV
+from models.model import VisionLanguageModel
+from models.rope import mrope_positions, next_position
+from models.text import KV
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame, digest
 from rollout.engine.engine import Engine
@@ -37,7 +37,7 @@ class Pictures(FrameFeatures):
     """
 
     def __init__(
-        self, config: Qwen3VLConfig, sizes: dict[str, tuple[int, int]], gone: Many[str] = ()
+        self, config: ModelConfig, sizes: dict[str, tuple[int, int]], gone: Many[str] = ()
     ):
         self.config = config
         self.settings = FrameSettings()
@@ -76,7 +76,7 @@ class Reference:
 
     def __init__(
         self,
-        model: Qwen3VL,
+        model: VisionLanguageModel,
         features: FrameFeatures,
         weights: dict[int, Any],
         longest: int,

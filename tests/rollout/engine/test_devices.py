@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
-from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.config import TextConfig
+from models.model import VisionLanguageModel, abstract_model
+from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
@@ -43,7 +44,7 @@ def test_many_devices_equal_one():
 
 # Sizes of data, fsdp and tensor. On the last mesh tokens are decoded on the pages.
 MESHES = ((1, 1, 2), (1, 1, 4), (1, 2, 1), (1, 2, 2))
-VISION = VisionConfig(
+VISION = Qwen3VLVisionConfig(
     hidden_size=16,
     depth=1,
     num_heads=4,
@@ -139,7 +140,7 @@ def noise() -> Any:
     return graph, jax.tree_util.tree_map_with_path(draw, state)
 
 
-def make(graph: nnx.GraphDef[Qwen3VL], state: nnx.State, paged: bool = False) -> Engine:
+def make(graph: nnx.GraphDef[VisionLanguageModel], state: nnx.State, paged: bool = False) -> Engine:
     pictures = Pictures(CONFIG, {"a": (4, 4)})
     return Engine(nnx.merge(graph, state), pictures, dataclasses.replace(SETTINGS, paged=paged))
 

@@ -30,7 +30,7 @@ import rollout.engine.engine as engine_module
 from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures, FrameSettings
 from models.lora import NOTHING, split
-from models.qwen3_vl.model import abstract_model
+from models.model import abstract_model
 from paravt_jax.data import video
 from paravt_jax.method.records import digest
 from rollout.engine.engine import Engine

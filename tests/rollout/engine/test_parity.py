@@ -9,14 +9,15 @@ import av
 import numpy as np
 import pytest
 
+from models.config import TextConfig
 from models.features import FrameFeatures, FrameSettings
+from models.generate import generate
+from models.model import Inputs, VisionLanguageModel
 from models.patches import patchify
-from models.qwen3_vl import hf
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
-from models.qwen3_vl.generate import generate
-from models.qwen3_vl.hf_config import to_hf
-from models.qwen3_vl.model import Inputs, Qwen3VL
-from models.qwen3_vl.rope import mrope_positions, visual_index
+from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
+from models.rope import mrope_positions, visual_index
+from models.weights import hf
+from models.weights.hf_config import to_hf
 from paravt_jax.data import video
 from paravt_jax.data.frames import join
 from paravt_jax.method.records import Frame
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.parity
 
 NEW, LATER = 72, 24  # tokens of a first turn and of a second
 CONFIG = Qwen3VLConfig(
-    VisionConfig(
+    Qwen3VLVisionConfig(
         hidden_size=16,
         depth=3,
         num_heads=2,
@@ -82,7 +83,7 @@ PROMPTS = (  # numbers of words, and frames
 
 
 class Sides(NamedTuple):
-    model: Qwen3VL
+    model: VisionLanguageModel
     theirs: Any
     features: FrameFeatures
 
@@ -145,7 +146,8 @@ def pixels(
 ) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """Patches and grids of frames. The videos already have the model's frame size."""
     patches = [
-        patchify(video.read(join(features.root, frame.video), [frame.index]))[0] for frame in frames
+        patchify(video.read(join(features.root, frame.video), [frame.index]), CONFIG.vision)[0]
+        for frame in frames
     ]
     empty = np.zeros((0, CONFIG.vision.patch_dim), np.float32)
     return np.concatenate([empty, *patches]), [(1, *features.grid(frame.video)) for frame in frames]
@@ -183,7 +185,7 @@ def by_transformers(
 
 
 def alone(sides: Sides, ids: np.ndarray, frames: tuple[Frame, ...]) -> list[int]:
-    """With `models.qwen3_vl.generate`: no batch, no pages and no cache of frames."""
+    """With `models.generate`: no batch, no pages and no cache of frames."""
     patches, grids = pixels(sides.features, frames)
     inputs = Inputs(
         ids, mrope_positions(ids, grids, CONFIG), visual_index(ids, IMAGE), patches, grids

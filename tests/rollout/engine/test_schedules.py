@@ -38,8 +38,9 @@ from hypothesis.stateful import (
 )
 
 import rollout.engine.runner
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
-from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.config import TextConfig
+from models.model import VisionLanguageModel, abstract_model
+from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.pages import PageTree
@@ -103,8 +104,14 @@ class Bench:
 
     def __init__(self, settings: EngineSizes):
         self.settings = settings
-        vision = VisionConfig(
-            16, 1, 2, 32, 16, num_position_embeddings=4, deepstack_visual_indexes=(0,)
+        vision = Qwen3VLVisionConfig(
+            hidden_size=16,
+            depth=1,
+            num_heads=2,
+            intermediate_size=32,
+            out_hidden_size=16,
+            num_position_embeddings=4,
+            deepstack_visual_indexes=(0,),
         )
         text = TextConfig(
             vocab_size=len(TOKEN_BYTES),
@@ -133,7 +140,9 @@ class Bench:
             middle = 1.0 if "norm" in str(path) or "scale" in str(path) else 0.0
             return jnp.asarray(rng.normal(middle, 0.3, leaf.shape), leaf.dtype)
 
-        self.model: Qwen3VL = nnx.merge(graph, jax.tree_util.tree_map_with_path(noise, state))
+        self.model: VisionLanguageModel = nnx.merge(
+            graph, jax.tree_util.tree_map_with_path(noise, state)
+        )
         first = nnx.split(self.model.text)[1]
         others = [jax.tree_util.tree_map_with_path(noise, first) for _ in range(WEIGHTS - 1)]
         different = [first, *others]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
-from models.qwen3_vl.hf import save
+from models.weights.hf import save
 from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol, render_call
 from paravt_jax.method.records import CropCall

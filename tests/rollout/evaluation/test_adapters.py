@@ -11,7 +11,7 @@ import pytest
 
 from models import peft_folder
 from models.lora import LoRASettings, add_adapters, merge_adapters
-from models.qwen3_vl import hf
+from models.weights import hf
 from paravt_jax.method.protocol import ProtocolSettings
 from rollout import evaluate as command
 from rollout.ask import Assistant

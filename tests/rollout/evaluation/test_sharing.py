@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.hf import save
-from models.qwen3_vl.model import abstract_model
+from models.model import abstract_model
+from models.weights.hf import save
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.processes import cluster
 from paravt_jax.processes.hosts import HostsError

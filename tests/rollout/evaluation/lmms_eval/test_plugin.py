@@ -13,7 +13,7 @@ import tomllib
 
 import pytest
 
-from models.qwen3_vl.hf import save
+from models.weights.hf import save
 from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
 from tests.rollout.evaluation.lmms_eval import standin
 from tests.rollout.evaluation.lmms_eval.test_real import real_python

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from models.qwen3_vl.hf import save
+from models.weights.hf import save
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
 from rollout import evaluate as command

@@ -69,6 +69,20 @@ def _last_axis(vector: Float[Array, " d"], like: Float[Array, "*n d"]) -> Float[
     return jax.lax.broadcast_to_rank(vector, like.ndim)
 
 
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis with a scale, eps 1e-6; see `rms_norm`.
+
+    `stack` is (layers,) for a stack of norms, or () for a single one.
+    """
+
+    def __init__(self, size: int, *, stack: tuple[int, ...], param_dtype: DTypeLike):
+        axes = ("layer",) * len(stack) + ("norm",)
+        self.scale = constant(1.0, (*stack, size), axes, param_dtype)
+
+    def __call__(self, x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        return rms_norm(x, self.scale, 1e-6)
+
+
 class LayerNorm(nnx.Module):
     """Layer norm over the last axis with scale and bias, eps 1e-6, and statistics in float32.
 

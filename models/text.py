@@ -21,10 +21,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from models.attention import DenseCache, PagedCache, attend, platform
-from models.qwen3_vl.config import TextConfig
-from models.qwen3_vl.layers import constant, normal, product, rms_norm
-from models.qwen3_vl.remat import LAYER_INPUT, PRODUCT, Remat, rematerialise
-from models.qwen3_vl.rope import mrope_angles, rotate
+from models.config import TextConfig
+from models.layers import constant, normal, product, rms_norm
+from models.remat import LAYER_INPUT, PRODUCT, Remat, rematerialise
+from models.rope import mrope_angles, rotate
 from models.sharding import ROWS, constrain
 
 Cache = TypeVar("Cache", DenseCache, PagedCache)
@@ -103,14 +103,22 @@ class DecoderLayer(nnx.Module):
         def scale(size: int) -> nnx.Param:
             return constant(1.0, (layers, size), ("layer", "norm"), param_dtype)
 
+        def bias(heads: int, axis: str) -> nnx.Param | None:
+            if not config.attention_bias:
+                return None
+            return constant(0.0, (layers, heads, h), ("layer", axis, "head_dim"), param_dtype)
+
         self.eps = config.rms_norm_eps
         self.input_norm = scale(d)
         self.post_norm = scale(d)
-        self.q_norm = scale(h)
-        self.k_norm = scale(h)
+        self.q_norm = scale(h) if config.qk_norm else None
+        self.k_norm = scale(h) if config.qk_norm else None
         self.q = weight((d, q, h), ("embed", "heads", "head_dim"))
         self.k = weight((d, k, h), ("embed", "kv_heads", "head_dim"))
         self.v = weight((d, k, h), ("embed", "kv_heads", "head_dim"))
+        self.q_bias = bias(q, "heads")
+        self.k_bias = bias(k, "kv_heads")
+        self.v_bias = bias(k, "kv_heads")
         self.o = weight((q, h, d), ("heads", "head_dim", "embed"), inputs=2)
         self.gate = weight((d, f), ("embed", "mlp"))
         self.up = weight((d, f), ("embed", "mlp"))
@@ -123,14 +131,15 @@ class DecoderLayer(nnx.Module):
     def project(
         self, x: Float[Array, "b t d"], angles: Float[Array, "b t j"]
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
-        """Queries, keys and values of x; queries and keys are normed per head and rotated."""
+        """Queries, keys and values of x; queries and keys are rotated."""
         y = rms_norm(x, self.input_norm, self.eps)
-        q = self._times("q", y)
-        k = self._times("k", y)
-        v = self._times("v", y)
-        q = rotate(rms_norm(q, self.q_norm, self.eps), angles)
-        k = rotate(rms_norm(k, self.k_norm, self.eps), angles)
-        return q, k, v
+        q = _plus(self._times("q", y), self.q_bias)
+        k = _plus(self._times("k", y), self.k_bias)
+        v = _plus(self._times("v", y), self.v_bias)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rms_norm(q, self.q_norm, self.eps)
+            k = rms_norm(k, self.k_norm, self.eps)
+        return rotate(q, angles), rotate(k, angles), v
 
     def finish(
         self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]
@@ -157,6 +166,12 @@ class DecoderLayer(nnx.Module):
                 key = jax.random.fold_in(key, zlib.crc32(name.encode()))
             out = out + self.adapters[name](x, key)
         return checkpoint_name(out, PRODUCT)
+
+
+def _plus(x: Float[Array, "b t n h"], bias: nnx.Param | None) -> Float[Array, "b t n h"]:
+    if bias is None:
+        return x
+    return x + jax.lax.broadcast_to_rank(bias[...].astype(x.dtype), x.ndim)
 
 
 class TextDecoder(nnx.Module):

@@ -23,9 +23,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
-from models.qwen3_vl.config import VisionConfig
-from models.qwen3_vl.vision import Mergers, PatchLayout, VisionTower
+from models.config import VisionConfig
 from models.sharding import ROWS, current_mesh
+from models.vision import Mergers, PatchLayout, VisionTower
 
 TrainVision = Literal["none", "merger", "tower"]
 """Which part of the vision tower is trained."""

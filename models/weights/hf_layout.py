@@ -19,11 +19,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Shaped
 
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.model import abstract_model
+from models.config import ModelConfig, TextConfig, VisionConfig
+from models.family import family_of
+from models.model import abstract_model
 from models.weights import tensor_file
 
-EMBEDDING = "model.language_model.embed_tokens.weight"
+EMBEDDING = "text/embedding"
 # Some checkpoints repeat the tied embedding under this name.
 TIED_HEAD = "lm_head.weight"
 
@@ -40,11 +41,13 @@ class TensorLayout:
         inputs: number of leading axes of our parameter that the product sums over. The checkpoint
             has [out, in] instead. 0: both have the same layout.
         shape: shape of the tensor, if it is neither our shape nor [out, in].
+        joined: whether the tensor is a vector that joins all axes of our parameter.
     """
 
     name: str
     inputs: int = 0
     shape: tuple[int, ...] | None = None
+    joined: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -54,6 +57,8 @@ class TensorLayout:
         """Shape of the tensor, given that of our parameter (of one layer)."""
         if self.shape:
             return self.shape
+        if self.joined:
+            return (math.prod(ours),)
         if not self.inputs:
             return ours
         return math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])
@@ -63,7 +68,7 @@ class TensorLayout:
     ) -> Shaped[np.ndarray, "..."]:
         """Reads the block `index` of our parameter of shape `ours`, in the file's type."""
         # View both as matrices. Ours is [axes before the cut, axes after it].
-        cut = self.inputs or 1
+        cut = self._cut(ours)
         first = matrix_slice(index[:cut], ours[:cut])
         second = matrix_slice(index[cut:], ours[cut:])
         rows, columns = (second, first) if self.inputs else (first, second)
@@ -73,9 +78,11 @@ class TensorLayout:
 
     def matrix(self, ours: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "i j"]:
         """The tensor as `tensor_file.write` takes it: a view of our parameter, not a copy."""
-        cut = self.inputs or 1
-        flat = ours.reshape(math.prod(ours.shape[:cut]), -1)
+        flat = ours.reshape(math.prod(ours.shape[: self._cut(ours.shape)]), -1)
         return flat.T if self.inputs else flat
+
+    def _cut(self, ours: tuple[int, ...]) -> int:
+        return len(ours) if self.joined else self.inputs or 1
 
 
 def matrix_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
@@ -95,71 +102,55 @@ def matrix_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
     return slice(start * inner, stop * inner)
 
 
-def tensor_layouts(config: Qwen3VLConfig) -> dict[str, TensorLayout]:
+def tensor_layouts(config: ModelConfig) -> dict[str, TensorLayout]:
     """Path of each parameter -> its tensor, in the order in which new files hold the tensors."""
-    return _direct_layouts(config) | _projection_layouts(config) | _vision_layouts(config)
+    return family_of(config).tensor_layouts(config)
 
 
-def _direct_layouts(config: Qwen3VLConfig) -> dict[str, TensorLayout]:
-    """Embeddings, the decoder's norms and output projection."""
-    layer = "model.language_model.layers.{}"
-    # The checkpoint has the patch embedding as a 3-D convolution.
-    v = config.vision
-    convolution = (v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
-    patch = "model.visual.patch_embed.proj"
-    return {
-        "text/embedding": TensorLayout(EMBEDDING),
-        "text/norm": TensorLayout("model.language_model.norm.weight"),
+def text_layouts(config: TextConfig, decoder: str) -> dict[str, TensorLayout]:
+    """The parameters of the text decoder.
+
+    Args:
+        config: its sizes.
+        decoder: what the names of its tensors begin with.
+    """
+    layer = f"{decoder}.layers.{{}}"
+    table = {
+        EMBEDDING: TensorLayout(f"{decoder}.embed_tokens.weight"),
+        "text/norm": TensorLayout(f"{decoder}.norm.weight"),
         "text/layers/input_norm": TensorLayout(f"{layer}.input_layernorm.weight"),
         "text/layers/post_norm": TensorLayout(f"{layer}.post_attention_layernorm.weight"),
-        "text/layers/q_norm": TensorLayout(f"{layer}.self_attn.q_norm.weight"),
-        "text/layers/k_norm": TensorLayout(f"{layer}.self_attn.k_norm.weight"),
         # [n, h, d]: the product sums over heads and head_dim.
         "text/layers/o": TensorLayout(f"{layer}.self_attn.o_proj.weight", inputs=2),
-        "vision/positions": TensorLayout("model.visual.pos_embed.weight"),
-        "vision/patch/kernel": TensorLayout(f"{patch}.weight", 1, convolution),
-        "vision/patch/bias": TensorLayout(f"{patch}.bias"),
     }
-
-
-def _projection_layouts(config: Qwen3VLConfig) -> dict[str, TensorLayout]:
-    """The decoder's other projections, and its head."""
-    layer = "model.language_model.layers.{}"
-    table = {}
+    if config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            table[f"text/layers/{name}"] = TensorLayout(f"{layer}.self_attn.{name}.weight")
     for name in ("q", "k", "v"):
-        tensor = f"{layer}.self_attn.{name}_proj.weight"
-        table[f"text/layers/{name}"] = TensorLayout(tensor, inputs=1)
+        tensor = f"{layer}.self_attn.{name}_proj"
+        table[f"text/layers/{name}"] = TensorLayout(f"{tensor}.weight", inputs=1)
+        if config.attention_bias:
+            table[f"text/layers/{name}_bias"] = TensorLayout(f"{tensor}.bias", joined=True)
     for name in ("gate", "up", "down"):
         tensor = f"{layer}.mlp.{name}_proj.weight"
         table[f"text/layers/{name}"] = TensorLayout(tensor, inputs=1)
-    if not config.text.tie_word_embeddings:
-        table["text/head"] = TensorLayout("lm_head.weight")
+    if not config.tie_word_embeddings:
+        table["text/head"] = TensorLayout(TIED_HEAD)
     return table
 
 
-def _vision_layouts(config: Qwen3VLConfig) -> dict[str, TensorLayout]:
-    """The blocks and mergers of the vision tower."""
-    block = "model.visual.blocks.{}"
-    linears = {
-        "vision/blocks/qkv": f"{block}.attn.qkv",
-        "vision/blocks/out": f"{block}.attn.proj",
-        "vision/blocks/up": f"{block}.mlp.linear_fc1",
-        "vision/blocks/down": f"{block}.mlp.linear_fc2",
-    }
-    norms = {f"vision/blocks/{name}": f"{block}.{name}" for name in ("norm1", "norm2")}
-    mergers = {"vision/merger": "model.visual.merger"}
-    if config.vision.levels:
-        mergers["vision/deepstack"] = "model.visual.deepstack_merger_list.{}"
-    for ours, theirs in mergers.items():
-        linears[f"{ours}/fc1"] = f"{theirs}.linear_fc1"
-        linears[f"{ours}/fc2"] = f"{theirs}.linear_fc2"
-        norms[f"{ours}/norm"] = f"{theirs}.norm"
+def patch_layout(config: VisionConfig, tensor: str) -> TensorLayout:
+    """The patch embedding's kernel, which checkpoints have as a 3-D convolution."""
+    c = config
+    shape = (c.hidden_size, c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
+    return TensorLayout(tensor, 1, shape)
+
+
+def linear_layouts(linears: Mapping[str, str]) -> dict[str, TensorLayout]:
+    """Kernels and biases of linear layers, given by path of the layer -> name of its tensors."""
     table = {}
     for ours, theirs in linears.items():
         table[f"{ours}/kernel"] = TensorLayout(f"{theirs}.weight", inputs=1)
-        table[f"{ours}/bias"] = TensorLayout(f"{theirs}.bias")
-    for ours, theirs in norms.items():
-        table[f"{ours}/scale"] = TensorLayout(f"{theirs}.weight")
         table[f"{ours}/bias"] = TensorLayout(f"{theirs}.bias")
     return table
 
@@ -194,7 +185,7 @@ def tensor_places(
     return places
 
 
-def tensor_shapes(config: Qwen3VLConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors, as in transformers."""
     layouts = tensor_layouts(config)
     parameters = flat_parameters(nnx.state(abstract_model(config), nnx.Param))

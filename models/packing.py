@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from models.qwen3_vl.config import VisionConfig
-from models.qwen3_vl.vision import PatchLayout, frame_layout
+from models.config import VisionConfig
+from models.vision import PatchLayout, frame_layout
 
 
 def packed_layout(

@@ -1,4 +1,4 @@
-"""Qwen3-VL: a vision tower and a text decoder, one set of weights for sampling and training.
+"""A vision-language model: a vision tower and a text decoder, one set of weights for sampling and training.
 
 Callers run the tower once per frame, keep its features, and pass them to the decoder as a bank.
 """
@@ -15,10 +15,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
+from models.config import ModelConfig
+from models.family import family_of
 from models.lora import LoRASettings, add_adapters
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.text import TextDecoder
-from models.qwen3_vl.vision import VisionTower
+from models.text import TextDecoder
 
 
 class Inputs(NamedTuple):
@@ -35,8 +35,8 @@ class Inputs(NamedTuple):
     grids: list[tuple[int, int, int]]
 
 
-class Qwen3VL(nnx.Module):
-    """The dense Qwen3-VL.
+class VisionLanguageModel(nnx.Module):
+    """The vision tower and the text decoder of a family's model.
 
     On TPU and GPU, XLA multiplies float32 in bfloat16 or TF32 passes. Use
     `jax.default_matmul_precision("highest")` there to compare with another implementation.
@@ -50,28 +50,29 @@ class Qwen3VL(nnx.Module):
 
     def __init__(
         self,
-        config: Qwen3VLConfig,
+        config: ModelConfig,
         *,
         rngs: nnx.Rngs,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
     ):
         self.config = config
-        self.vision = VisionTower(config.vision, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
+        tower = family_of(config).tower
+        self.vision = tower(config.vision, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
         self.text = TextDecoder(config.text, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
 
 
 def abstract_model(
-    config: Qwen3VLConfig,
+    config: ModelConfig,
     *,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
     lora: LoRASettings | None = None,
-) -> Qwen3VL:
+) -> VisionLanguageModel:
     """The model, with adapters if any, that has shapes and types in place of weights."""
 
-    def make() -> Qwen3VL:
-        model = Qwen3VL(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype)
+    def make() -> VisionLanguageModel:
+        model = VisionLanguageModel(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype)
         if lora is not None:
             add_adapters(model.text, lora, seed=0)
         return model
@@ -79,7 +80,7 @@ def abstract_model(
     return nnx.eval_shape(make)
 
 
-def num_params(config: Qwen3VLConfig) -> int:
+def num_params(config: ModelConfig) -> int:
     """Number of parameters of both towers; tied embeddings count once."""
     parameters = nnx.state(abstract_model(config), nnx.Param)
     return sum(math.prod(p.shape) for p in jax.tree.leaves(parameters))

@@ -1,8 +1,8 @@
 """Rotary position embeddings: the position of every token, and how a position rotates a head.
 
-The text decoder uses three-axis positions (time, height, width; interleaved M-RoPE), the vision
+The text decoder uses three-axis positions (time, height, width; M-RoPE), the vision
 tower two-axis ones (row, column). Angles are float32: in bfloat16, neighbouring positions would be
-equal. The positions follow transformers' Qwen3-VL.
+equal. The positions follow transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
+from models.config import ModelConfig, TextConfig, VisionConfig
 
 Cells = TypeVar("Cells", Array, np.ndarray)
 
@@ -25,7 +25,7 @@ Cells = TypeVar("Cells", Array, np.ndarray)
 def mrope_positions(
     ids: Int[np.ndarray, " t"],
     grids: Sequence[tuple[int, ...]],
-    config: Qwen3VLConfig,
+    config: ModelConfig,
     start: int = 0,
 ) -> Int[np.ndarray, "3 t"]:
     """Positions (time, height, width) of a sequence's tokens, equal to `get_rope_index`.
@@ -113,11 +113,14 @@ def mrope_angles(
     """Rotation angles of text heads in radians, one per frequency, j = head_dim / 2."""
     half = config.head_dim // 2
     j = np.arange(half)
-    # Interleaved: frequencies go to time, height, width, time, ... (0, 1, 2, 0, ...) until the
-    # section of height or width is used up. All others go to time.
-    axis = np.zeros(half, np.int32)
-    for number in (1, 2):
-        axis[(j % 3 == number) & (j < 3 * config.mrope_section[number])] = number
+    if config.mrope_interleaved:
+        # Frequencies go to time, height, width, time, ... (0, 1, 2, 0, ...) until the section of
+        # height or width is used up. All others go to time.
+        axis = np.zeros(half, np.int32)
+        for number in (1, 2):
+            axis[(j % 3 == number) & (j < 3 * config.mrope_section[number])] = number
+    else:
+        axis = np.repeat(np.arange(3), config.mrope_section)
     axis = axis[None, None, :]
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     frequency = (1.0 / config.rope_theta**exponents).astype(np.float32)

@@ -1,11 +1,11 @@
-"""Floating-point operations of Qwen3-VL's two towers. Only matrix products are counted."""
+"""Floating-point operations of both towers. Only matrix products are counted."""
 
 from __future__ import annotations
 
-from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
+from models.config import ModelConfig, VisionConfig
 
 
-def flops_per_token(config: Qwen3VLConfig, context: float) -> float:
+def flops_per_token(config: ModelConfig, context: float) -> float:
     """Forward FLOPs of the decoder and its head for one token that attends to `context` positions.
 
     The backward pass takes twice as many.
@@ -20,7 +20,7 @@ def flops_per_token(config: Qwen3VLConfig, context: float) -> float:
     return 2.0 * (c.num_hidden_layers * (layer + attention) + c.vocab_size * c.hidden_size)
 
 
-def forward_flops(config: Qwen3VLConfig, tokens: float, with_logits: float, pairs: float) -> float:
+def forward_flops(config: ModelConfig, tokens: float, with_logits: float, pairs: float) -> float:
     """Forward FLOPs of the decoder for a batch.
 
     Args:
@@ -42,7 +42,7 @@ def vision_flops(config: VisionConfig, patches: int) -> float:
     joined = c.spatial_merge_size**2
     # Products per patch. A patch attends to all patches of its frame: q k^T and the weighted sum of
     # v take d products per pair.
-    block = 4 * d**2 + 2 * d * c.intermediate_size + 2 * patches * d
+    block = 4 * d**2 + c.mlp_matrices * d * c.intermediate_size + 2 * patches * d
     # A merger joins several patches into one vector. These are the products per patch.
     merger = d * (joined * d + c.out_hidden_size)
     return 2.0 * patches * (c.patch_dim * d + c.depth * block + (1 + c.levels) * merger)

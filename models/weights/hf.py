@@ -23,9 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.hf_config import from_hf, to_hf
-from models.qwen3_vl.hf_layout import (
+from models.config import ModelConfig
+from models.model import VisionLanguageModel, abstract_model
+from models.sharding import param_shardings
+from models.weights import folder as hf_folder
+from models.weights import tensor_file
+from models.weights.hf_config import from_hf, to_hf
+from models.weights.hf_layout import (
     EMBEDDING,
     TIED_HEAD,
     Place,
@@ -35,22 +39,18 @@ from models.qwen3_vl.hf_layout import (
     tensor_layouts,
     tensor_places,
 )
-from models.qwen3_vl.model import Qwen3VL, abstract_model
-from models.sharding import param_shardings
-from models.weights import folder as hf_folder
-from models.weights import tensor_file
 from paravt_jax.data.atomic import appearing
 from paravt_jax.method import tokenizer
 
 
 def load(
     source: str | os.PathLike,
-    config: Qwen3VLConfig | None = None,
+    config: ModelConfig | None = None,
     *,
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
-) -> Qwen3VL:
+) -> VisionLanguageModel:
     """Loads a model.
 
     Every process of a mesh must call this. Each reads the slices that its own devices need.
@@ -122,11 +122,12 @@ def _require_float(field: str, value: Any) -> None:
 
 
 def _headers(
-    folder: Path, config: Qwen3VLConfig, places: Mapping[str, Place]
+    folder: Path, config: ModelConfig, places: Mapping[str, Place]
 ) -> dict[str, tensor_file.Header]:
     """Headers of a folder's weights files, which must hold exactly the model's tensors."""
     shapes = {name: place.shape for name, place in places.items()}
-    optional = {TIED_HEAD: shapes[EMBEDDING]} if config.text.tie_word_embeddings else {}
+    embedding = tensor_layouts(config)[EMBEDDING].name
+    optional = {TIED_HEAD: shapes[embedding]} if config.text.tie_word_embeddings else {}
     return hf_folder.read_headers(folder, shapes, optional)
 
 
@@ -181,7 +182,7 @@ def _on_devices(
 
 
 def save(
-    model: Qwen3VL,
+    model: VisionLanguageModel,
     folder: str | os.PathLike,
     *,
     like: str | os.PathLike | None = None,
@@ -226,7 +227,7 @@ def save(
                 name: (np.dtype(parameters[place.path].dtype), place.shape)
                 for name, place in places.items()
             }
-            dtype, _ = tensors[EMBEDDING]
+            dtype, _ = tensors[layouts[EMBEDDING].name]
             configs = _configs(model.config, dtype.name, files)
             headers, companions = hf_folder.new_files(configs, tensors, max_shard_bytes)
         else:
@@ -277,7 +278,7 @@ def write_folder(
                     collections.deque(rest, maxlen=0)
 
 
-def _configs(config: Qwen3VLConfig, dtype: str, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+def _configs(config: ModelConfig, dtype: str, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """File name -> content of config.json, and of generation_config.json if there is a tokenizer.
 
     Special ids are where the published files have them. Without them, transformers' `generate`
@@ -327,7 +328,7 @@ def _write(
             (temporary / file).write_bytes(content)
 
 
-def _check_same_config(source: Path, config: Qwen3VLConfig) -> None:
+def _check_same_config(source: Path, config: ModelConfig) -> None:
     theirs = dataclasses.asdict(from_hf(source / hf_folder.CONFIG))
     ours = dataclasses.asdict(config)
     different = [name for name in ours if theirs[name] != ours[name]]
@@ -347,7 +348,7 @@ def _matrices(
     """The tensors of one file, each gathered when it is asked for."""
     for name in header.tensors:
         # A name without a place is the tied head.
-        place = places[name] if name in places else places[EMBEDDING]
+        place = places[name] if name in places else places[layouts[EMBEDDING].name]
         value = _on_host(parameters[place.path].get_value(), place.number)
         yield layouts[place.path].matrix(value)
 

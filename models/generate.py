@@ -16,19 +16,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
 from models.attention import DenseCache
-from models.qwen3_vl.config import VisionConfig
-from models.qwen3_vl.model import Inputs, Qwen3VL
-from models.qwen3_vl.packing import PackedPatches, deal_rows, pack_patches
-from models.qwen3_vl.rope import next_position
-from models.qwen3_vl.text import KV, TextDecoder
-from models.qwen3_vl.vision import PatchLayout
+from models.config import VisionConfig
+from models.model import Inputs, VisionLanguageModel
+from models.packing import PackedPatches, deal_rows, pack_patches
+from models.rope import next_position
+from models.text import KV, TextDecoder
+from models.vision import PatchLayout
 
 # Smallest row of the tower, in visual tokens. Smaller frames share a row.
 _MIN_ROW = 256
 
 
 def generate(
-    model: Qwen3VL,
+    model: VisionLanguageModel,
     inputs: Inputs,
     *,
     new_tokens: int,
@@ -104,7 +104,7 @@ def _power_of_two(least: int) -> int:
 
 @functools.partial(jax.jit, static_argnames="graph")
 def _prefill(
-    graph: nnx.GraphDef[Qwen3VL],
+    graph: nnx.GraphDef[VisionLanguageModel],
     weights: nnx.State,
     ids: Int[Array, "1 t"],
     positions: Int[Array, "3 1 t"],

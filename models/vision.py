@@ -1,0 +1,273 @@
+"""The vision tower: patches in; merged visual vectors and their DeepStack levels out.
+
+Attention stays within a frame, so the features of a frame depend on that frame alone. They can be
+cached, and frames of any size can share a row (see `PatchLayout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from models.config import VisionConfig
+from models.layers import LayerNorm, Linear, RMSNorm
+from models.rope import merge_order, vision_angles
+
+
+class PatchLayout(NamedTuple):
+    """The place of every patch in its frame, and the size of that frame, in patches.
+
+    `frame` numbers the frames of a row from 1, and 0 is padding. None: the row is one frame. A
+    batch axis of 1 applies to all rows. Only the shapes are static, so all mixes of frames in rows
+    of the same length run the same program.
+    """
+
+    row: Int[Array, "b p"]
+    column: Int[Array, "b p"]
+    height: Int[Array, "b p"]
+    width: Int[Array, "b p"]
+    frame: Int[Array, "b p"] | None
+
+
+def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
+    """The layout of rows that are one frame each, of `grid` = (height, width) patches.
+
+    ValueError if a side is not a multiple of the merge size.
+    """
+    merge = config.spatial_merge_size
+    height, width = grid
+    if min(grid) < 1 or height % merge or width % merge:
+        raise ValueError(
+            f"grid = {grid}: sides are multiples of {merge} patches; resize with "
+            "paravt_jax.data.sizes.smart_resize first"
+        )
+    rows, columns = (merge_order(index, merge) for index in np.indices(grid))
+    places = np.stack([rows, columns, np.full_like(rows, height), np.full_like(rows, width)])
+    return PatchLayout(*places.astype(np.int32)[:, None], frame=None)
+
+
+class PatchMerger(nnx.Module):
+    """Joins merge x merge patches into one vector of the decoder's width.
+
+    Args:
+        config: sizes of the tower.
+        stack: (mergers,) for a stack of mergers, () for a single one.
+        norm: makes the norm of the given size.
+        norm_after: whether the norm is over the joined vector (DeepStack) or over each patch.
+        rngs: source of the initial weights.
+        param_dtype: type of stored weights.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        stack: tuple[int, ...],
+        norm: type[LayerNorm] | type[RMSNorm],
+        norm_after: bool,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+    ):
+        self.patches = config.spatial_merge_size**2
+        self.joined = config.hidden_size * self.patches
+        self.norm_after = norm_after
+        self.norm = norm(
+            self.joined if norm_after else config.hidden_size, stack=stack, param_dtype=param_dtype
+        )
+        self.fc1 = Linear(
+            (self.joined, self.joined),
+            ("embed", "mlp"),
+            stack=stack,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        self.fc2 = Linear(
+            (self.joined, config.out_hidden_size),
+            ("mlp", "embed"),
+            stack=stack,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+
+    def __call__(self, x: Float[Array, "b p d"]) -> Float[Array, "b q o"]:
+        # A token's patches are neighbours (`merge_order`): [b, p, d] -> [b, p / merge^2, merge^2 *
+        # d].
+        joined = (x.shape[0], -1, self.joined)
+        x = self.norm(x.reshape(joined)) if self.norm_after else self.norm(x).reshape(joined)
+        return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
+
+
+class Mergers(nnx.Module):
+    """The end of the vision tower: mergers of its last hidden states, and of those of DeepStack.
+
+    Args:
+        merger: of the last hidden states.
+        deepstack: of each level, stacked; None without DeepStack.
+    """
+
+    def __init__(self, merger: PatchMerger, deepstack: PatchMerger | None):
+        self.merger = merger
+        self.deepstack = deepstack
+
+    def __call__(
+        self, x: Float[Array, "b p d"], taps: Float[Array, "levels b p d"]
+    ) -> Float[Array, "b q c o"]:
+        features = [self.merger(x)[None]]
+        if self.deepstack is not None:
+            # One merger per tap: both are stacked along the first axis.
+            graph, state = nnx.split(self.deepstack)
+            features.append(jax.vmap(lambda s, tap: nnx.merge(graph, s)(tap))(state, taps))
+        return jnp.moveaxis(jnp.concatenate(features), 0, 2)
+
+    def of_tokens(self, states: Float[Array, "b q c w"]) -> Float[Array, "b q c o"]:
+        """The same for what `VisionTower.before_mergers` returns."""
+        b, q, c, w = states.shape
+        patches = self.merger.patches
+        x = jnp.moveaxis(states, 2, 0).reshape(c, b, q * patches, w // patches)
+        return self(x[0], x[1:])
+
+
+class VisionTower(nnx.Module):
+    """A vision tower. Every family has a subclass, which makes the parts and says how to embed.
+
+    Attributes:
+        config: sizes.
+        dtype: type of activations.
+        blocks: all layers, stacked: `blocks(x, angles, segment_ids)` runs one slice of them.
+        merger: of the last hidden states.
+        deepstack: of the levels, stacked; None without DeepStack.
+    """
+
+    config: VisionConfig
+    dtype: DTypeLike
+    blocks: Any
+    merger: PatchMerger
+    deepstack: PatchMerger | None
+
+    def embed(self, patches: Float[Array, "b p c"], layout: PatchLayout) -> Float[Array, "b p d"]:
+        """The input of the first block."""
+        raise NotImplementedError
+
+    def segments(
+        self, layout: PatchLayout, rows: int
+    ) -> Callable[[Int[Array, ""]], Int[Array, "b p"] | None]:
+        """From a layer's number to its segments: a patch sees the patches of its own segment.
+
+        Frames by default. 0 is padding; None: every row is one segment.
+        """
+        if layout.frame is None:
+            return lambda _: None
+        frame = jnp.broadcast_to(layout.frame, (rows, layout.frame.shape[1]))
+        return lambda _: frame
+
+    @property
+    def mergers(self) -> Mergers:
+        """The part behind the blocks, which has the same weights."""
+        return Mergers(self.merger, self.deepstack)
+
+    def __call__(
+        self,
+        patches: Float[Array | np.ndarray, "b p c"],
+        layout: PatchLayout,
+        remat: bool = False,
+    ) -> Float[Array, "b q levels d"]:
+        """Computes visual features, q = p / merge^2 visual tokens per row.
+
+        Args:
+            patches: patches as `models.patches.patchify` makes them.
+            layout: their places.
+            remat: whether a backward pass computes the blocks again, and keeps only their inputs.
+
+        Returns:
+            Features whose third axis has 1 + DeepStack levels: at 0 the merged features, at 1 + i
+            those of level i.
+
+        Raises:
+            ValueError: layout and patches do not have the same shape.
+        """
+        return self.mergers(*self._states(patches, layout, remat))
+
+    def before_mergers(
+        self, patches: Float[Array | np.ndarray, "b p c"], layout: PatchLayout
+    ) -> Float[Array, "b q levels w"]:
+        """What the mergers read, per visual token: the states of its merge^2 patches as one vector.
+
+        Arguments and errors are those of a call. At 0 on the third axis are the last hidden states.
+        """
+        x, taps = self._states(patches, layout)
+        c = self.config
+        states = jnp.concatenate([x[None], taps])
+        width = c.spatial_merge_size**2 * c.hidden_size
+        return jnp.moveaxis(states.reshape(1 + c.levels, len(x), -1, width), 0, 2)
+
+    def _states(
+        self,
+        patches: Float[Array | np.ndarray, "b p c"],
+        layout: PatchLayout,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
+        """The hidden states after the last block, and after each block that DeepStack taps."""
+        rows, size = layout.row.shape
+        if size != patches.shape[1] or rows not in (1, patches.shape[0]):
+            raise ValueError(
+                f"patches = {patches.shape}: the layout has {layout.row.shape} patches; make both "
+                "from the same grids"
+            )
+        x = self.embed(jnp.asarray(patches, self.dtype), layout)
+        return self._run_blocks(x, layout, remat)
+
+    def _run_blocks(
+        self, x: Float[Array, "b p d"], layout: PatchLayout, remat: bool
+    ) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
+        c = self.config
+        angles = vision_angles(layout.row, layout.column, c)
+        segments = self.segments(layout, len(x))
+        # Each tapped layer writes to its slot, and all others to one spare slot at the end. The
+        # scan then keeps levels + 1 hidden states instead of one per layer.
+        slots = np.full(c.depth, c.levels)
+        slots[list(c.taps)] = np.arange(c.levels)
+        graph, state = nnx.split(self.blocks)
+
+        def run(params, x, number):
+            return nnx.merge(graph, params)(x, angles, segments(number))
+
+        if remat:
+            # Without the taps, which are linear in what is kept.
+            run = jax.checkpoint(run, prevent_cse=False)
+
+        def body(carry, layer):
+            x, taps = carry
+            params, slot, number = layer
+            x = run(params, x, number)
+            return (x, jax.lax.dynamic_update_index_in_dim(taps, x, slot, 0)), None
+
+        taps = jnp.zeros((c.levels + 1, *x.shape), x.dtype)
+        (x, taps), _ = jax.lax.scan(
+            body, (x, taps), (state, jnp.asarray(slots), jnp.arange(c.depth))
+        )
+        return x, taps[: c.levels]
+
+
+def encoding_weights(weights: nnx.State, dtype: DTypeLike) -> nnx.State:
+    """The weights of a tower, or of a part of it, that encodes frames in `dtype` without gradients.
+
+    Kernels are stored in `dtype`, to which the tower would round them anyway. All other weights
+    keep their type: norms and positions are used in float32. Weights may be abstract.
+    """
+
+    def one(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+        if path[-1] != "kernel":
+            return variable
+        value = variable.get_value()
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return variable.replace(value.update(dtype=dtype))
+        return variable.replace(value.astype(dtype))
+
+    return nnx.map_state(one, weights)

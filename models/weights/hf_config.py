@@ -1,0 +1,169 @@
+"""`ModelConfig` as a Hugging Face `config.json`, and back.
+
+Every family reads and writes its own (`models.family`), with the helpers here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from models.config import ModelConfig, TextConfig, require
+from models.family import FAMILIES, family, family_of
+
+IDS = tuple(
+    field.name for field in dataclasses.fields(ModelConfig) if field.name.endswith("_token_id")
+)
+
+Fields = TypeVar("Fields")
+
+
+def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
+    """Reads a Hugging Face `config.json` as written by transformers 4.57 or 5.x.
+
+    Args:
+        source: the content of the file, or its path.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is for another model, lacks a field, or sets one to a value that this
+            model does not support.
+    """
+    content = source if isinstance(source, Mapping) else _read_json(source)
+    kind = content.get("model_type")
+    require(
+        kind in FAMILIES,
+        f"model_type = {kind!r}: supported are {', '.join(FAMILIES)}; "
+        "give the config.json of such a model",
+    )
+    return family(kind).from_hf(content)
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The content of a `config.json` that describes `config`.
+
+    `from_hf` and transformers (4.57 and 5.x) read it back as the same model.
+    """
+    return family_of(config).to_hf(config)
+
+
+def require_supported(
+    content: Mapping[str, Any], supported: Mapping[str, Mapping[str, Any]], title: str
+) -> None:
+    """Raises ValueError if a part of config.json sets a field to another than its only value.
+
+    Args:
+        content: the content of the file.
+        supported: part -> field -> the value that is supported. A field may be absent.
+        title: name of the family.
+    """
+    for part, fields in supported.items():
+        for field, value in fields.items():
+            given = content.get(part, {}).get(field, value)
+            require(
+                given == value,
+                f"{part}.{field} = {given!r}: only {value!r} is supported; "
+                f"give a {title} config.json",
+            )
+
+
+def read_text(
+    text: Mapping[str, Any], tied: bool, title: str, defaults: Mapping[str, Any]
+) -> TextConfig:
+    """The decoder's configuration.
+
+    Args:
+        text: its part of config.json.
+        tied: whether input and output embeddings are one.
+        title: name of the family.
+        defaults: what the file may lack, and what the family fixes.
+    """
+    # transformers 5 writes `rope_parameters`, 4.57 writes `rope_theta` and `rope_scaling`.
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    # Files of older versions say `type`, and call the default `mrope`.
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    require(
+        scaling in ("default", "mrope"),
+        f"text_config.rope_type = {scaling!r}: only default is supported; remove the scaling",
+    )
+    return read_fields(
+        TextConfig,
+        "text_config",
+        {**defaults, **text, **rope, "tie_word_embeddings": tied},
+        title,
+    )
+
+
+def read_fields(kind: type[Fields], name: str, content: Mapping[str, Any], title: str) -> Fields:
+    """A part's configuration from `content`. Entries that are no fields are ignored.
+
+    Args:
+        kind: its dataclass.
+        name: name of the part, for errors.
+        content: its part of config.json.
+        title: name of the family.
+    """
+    fields = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+    missing = [
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.name not in content
+    ]
+    require(
+        not missing,
+        f"{name}: has no {', '.join(missing)}; give the config.json of a whole {title}",
+    )
+    values: dict[str, Any] = {}
+    for field in fields:
+        if field.name not in content:
+            continue
+        value = content[field.name]
+        # Published files have whole numbers in float fields. Convert them: configurations are
+        # written to files and compared.
+        if field.type == "float":
+            value = float(value)
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
+
+
+def _read_json(path: str | os.PathLike) -> Mapping[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path}: does not exist; give the folder of a checkpoint with its config.json"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); fetch it again") from error
+    require(
+        isinstance(content, dict),
+        f"{path}: contains a {type(content).__name__}, not a JSON object; fetch it again",
+    )
+    return content
+
+
+def text_to_hf(config: TextConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's part of config.json, without `model_type`.
+
+    Args:
+        config: its configuration.
+        rope: settings of the rotary embeddings beside `rope_theta` and `mrope_section`.
+    """
+    text = dataclasses.asdict(config)
+    for name in ("tie_word_embeddings", "qk_norm", "attention_bias", "mrope_interleaved"):
+        del text[name]
+    section = {"mrope_section": list(text.pop("mrope_section"))}
+    # `rope_theta` and `rope_scaling` are read by transformers 4.57, `rope_parameters` by 5.
+    return text | {
+        "rope_scaling": {"rope_type": "default", **section, **rope},
+        "rope_parameters": {
+            "rope_type": "default",
+            **section,
+            **rope,
+            "rope_theta": text["rope_theta"],
+        },
+    }
