@@ -68,6 +68,14 @@ class VisionConfig:
         return len(self.taps)
 
     @property
+    def position_rate(self) -> float | None:
+        """Positions of the decoder per second of a video, whose slices then follow each other.
+
+        None: times are written between the slices, each of which has one position.
+        """
+        return None
+
+    @property
     def pixel_mean(self) -> tuple[float, float, float]:
         """Subtracted from red, green and blue, which run from 0 to 1."""
         return (0.5, 0.5, 0.5)

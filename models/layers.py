@@ -106,6 +106,8 @@ class LayerNorm(nnx.Module):
 class Linear(nnx.Module):
     """`x @ kernel + bias`, with a kernel [d_in, d_out] drawn with variance 1 / d_in.
 
+    With `bias` False there is none.
+
     `stack` is (layers,) for a stack of linear layers, or () for a single one.
     """
 
@@ -117,12 +119,16 @@ class Linear(nnx.Module):
         stack: tuple[int, ...],
         rngs: nnx.Rngs,
         param_dtype: DTypeLike,
+        bias: bool = True,
     ):
         lead = ("layer",) * len(stack)
         std = shape[0] ** -0.5
         self.kernel = normal(rngs, (*stack, *shape), (*lead, *axes), std, param_dtype)
-        self.bias = constant(0.0, (*stack, shape[1]), (*lead, axes[1]), param_dtype)
+        zeros = constant(0.0, (*stack, shape[1]), (*lead, axes[1]), param_dtype) if bias else None
+        self.bias = zeros
 
     def __call__(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
         out = x @ self.kernel[...].astype(x.dtype)
+        if self.bias is None:
+            return out
         return out + _last_axis(self.bias[...].astype(x.dtype), out)

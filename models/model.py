@@ -1,4 +1,4 @@
-"""A vision-language model: a vision tower and a text decoder, one set of weights for sampling and training.
+"""A vision-language model: a vision tower and a text decoder, one set of weights for all uses.
 
 Callers run the tower once per frame, keep its features, and pass them to the decoder as a bank.
 """

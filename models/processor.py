@@ -44,6 +44,8 @@ class _Visual(NamedTuple):
     text: str
     patches: Float[np.ndarray, "p c"]
     grid: tuple[int, int, int]
+    slice_seconds: float = 1.0
+    """Seconds from slice to slice."""
 
 
 def video_frame_indices(
@@ -87,7 +89,8 @@ class Processor:
         tokenizer: a transformers tokenizer with a chat template.
         config: the model's sizes and special tokens.
         image_limits: smallest and largest area of an image, in pixels.
-        video_limits: smallest and largest area of all frames of a video together, in pixels.
+        video_limits: smallest and largest area of all frames of a video together, in pixels; of
+            each frame, if the family counts time in positions (`VisionConfig.position_rate`).
     """
 
     tokenizer: Any
@@ -177,7 +180,8 @@ class Processor:
         empty = np.zeros((0, self.config.vision.patch_dim), np.float32)
         patches = np.concatenate([empty, *(visual.patches for visual in visuals)])
         index = visual_index(ids, self.config.image_token_id, self.config.video_token_id)
-        positions = mrope_positions(ids, grids, self.config)
+        seconds = [visual.slice_seconds for visual in visuals]
+        positions = mrope_positions(ids, grids, self.config, slice_seconds=seconds)
         return Inputs(ids, positions, index.astype(np.int32), patches, grids)
 
     def _image(self, image: Any) -> _Visual:
@@ -191,9 +195,16 @@ class Processor:
         frames, times = _clip(video)
         temporal = self.config.vision.temporal_patch_size
         count, height, width, _ = frames.shape
-        size = video_size(count, height, width, self.video_limits, self._factor, temporal)
+        if self.config.vision.position_rate is None:
+            size = video_size(count, height, width, self.video_limits, self._factor, temporal)
+        else:
+            size = image_size(height, width, self.video_limits, self._factor)
         resized = np.stack([resize(frame, size) for frame in frames])
         patches, grid = self._patches(resized, video=True)
+        if self.config.vision.position_rate is not None:
+            spacing = (times[-1] - times[0]) / max(count - 1, 1)
+            text = _TOKENS["video"] * self._tokens(grid)
+            return _Visual(text, patches, grid, float(temporal * spacing))
         # The text has one block of placeholders per temporal slice, after the slice's time.
         placeholders = _TOKENS["video"] * (self._tokens(grid) // grid[0])
         block = _TOKENS["vision_start"] + placeholders + _TOKENS["vision_end"]
@@ -228,6 +239,9 @@ def _settings(folder: Path, kind: str) -> dict[str, Any]:
         content = json.loads(joint.read_text(encoding="utf-8"))
         if f"{kind}_processor" in content:
             return content[f"{kind}_processor"]
+    if kind == "video" and not single.is_file():
+        # Some families have one file for both.
+        single = folder / "preprocessor_config.json"
     if not single.is_file():
         raise FileNotFoundError(
             f"{single.name}: not in {folder}, nor in a {joint.name} there; give the folder of a "
@@ -251,7 +265,11 @@ def _limits(kind: str, settings: Mapping[str, Any], vision: VisionConfig) -> tup
                 f"{kind} processor, {name} = {settings.get(name)}: only {value} is supported; give "
                 "the folder of this model"
             )
-    size = settings.get("size") or {}
+    # Older files have the limits under names of their own.
+    older = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+    size = settings.get("size") or {
+        name: settings[other] for name, other in older.items() if other in settings
+    }
     if not {"shortest_edge", "longest_edge"} <= size.keys():
         raise ValueError(
             f"{kind} processor, size = {size}: needs shortest_edge and longest_edge, in pixels; "

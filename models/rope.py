@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +27,7 @@ def mrope_positions(
     grids: Sequence[tuple[int, ...]],
     config: ModelConfig,
     start: int = 0,
+    slice_seconds: Sequence[float] = (),
 ) -> Int[np.ndarray, "3 t"]:
     """Positions (time, height, width) of a sequence's tokens, equal to `get_rope_index`.
 
@@ -38,7 +39,10 @@ def mrope_positions(
         width    0  1  2  3  4  2  3  4  5
 
     Text counts up on all three axes. Every temporal slice of an image or video keeps one time and
-    spans its grid. The token after it takes the largest position plus one.
+    spans its grid. The token after an image takes the largest position plus one.
+
+    The slices of a video are images of their own, unless the family counts time in seconds
+    (`VisionConfig.position_rate`). They then follow each other, and their times rise at that rate.
 
     Args:
         ids: token ids, with image and video placeholders.
@@ -46,19 +50,21 @@ def mrope_positions(
             image, or (time, height, width) of an image or a video.
         config: token ids of the placeholders, and the merge size.
         start: position of the first token.
+        slice_seconds: seconds from slice to slice of each grid, for families that count them;
+            empty: 1.
 
     Raises:
         ValueError: placeholders and grids do not match.
     """
     ids = np.asarray(ids)
     merge = config.vision.spatial_merge_size
-    slices = [grid[-2:] for grid in grids for _ in range(math.prod(grid[:-2]))]
-    if any(side < merge or side % merge for grid in slices for side in grid):
+    if any(side < merge or side % merge for grid in grids for side in grid[-2:]):
         raise ValueError(
             f"grids = {list(grids)}: height and width are multiples of {merge} patches; "
             "resize frames to the size that smart_resize gives"
         )
-    tokens = [h * w // merge**2 for h, w in slices]
+    blocks = _blocks(grids, config.vision.position_rate, slice_seconds or [1.0] * len(grids))
+    tokens = [len(block.times) * block.height * block.width // merge**2 for block in blocks]
     placeholders = np.flatnonzero((ids == config.image_token_id) | (ids == config.video_token_id))
     if len(placeholders) != sum(tokens):
         raise ValueError(
@@ -69,7 +75,7 @@ def mrope_positions(
     done = 0  # tokens that have their positions
     used = 0  # placeholders among them
     position = start
-    for (h, w), count in zip(slices, tokens, strict=True):
+    for (times, h, w), count in zip(blocks, tokens, strict=True):
         first = placeholders[used]
         end = first + count
         if (ids[first:end] != ids[first]).any():
@@ -77,17 +83,46 @@ def mrope_positions(
                 f"grids: the image at token {first} needs {count} consecutive placeholders for "
                 f"grid {(h, w)}; write them together"
             )
-        # The text before the slice.
+        # The text before the block.
         positions[:, done:first] = np.arange(position, position + first - done)
         position += first - done
-        rows, columns = np.divmod(np.arange(count), w // merge)
-        positions[:, first:end] = position + np.stack([np.zeros_like(rows), rows, columns])
-        # The next token follows the largest position of the slice.
+        rows, columns = np.divmod(np.arange(count // len(times)), w // merge)
+        in_block = np.stack(
+            [
+                np.repeat(times, len(rows)),
+                np.tile(rows, len(times)),
+                np.tile(columns, len(times)),
+            ]
+        )
+        positions[:, first:end] = position + in_block
+        # The next token follows the largest row or column. Times do not count.
         position += max(h, w) // merge
         done = end
         used += count
     positions[:, done:] = np.arange(position, position + len(ids) - done)
     return positions
+
+
+class _Block(NamedTuple):
+    """Consecutive placeholders: an image, a slice, or a whole video."""
+
+    times: Int[np.ndarray, " t"]
+    """Time of each slice, from 0."""
+    height: int
+    width: int
+
+
+def _blocks(
+    grids: Sequence[tuple[int, ...]], rate: float | None, seconds: Sequence[float]
+) -> list[_Block]:
+    """The blocks of images and videos; see `mrope_positions`."""
+    if rate is None:
+        image = np.zeros(1, int)
+        return [_Block(image, *grid[-2:]) for grid in grids for _ in range(math.prod(grid[:-2]))]
+    return [
+        _Block((np.arange(math.prod(grid[:-2])) * rate * each).astype(int), *grid[-2:])
+        for grid, each in zip(grids, seconds, strict=True)
+    ]
 
 
 def visual_index(ids: Cells, *placeholders: int) -> Cells:

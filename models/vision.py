@@ -16,9 +16,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from models.attention import attend
 from models.config import VisionConfig
 from models.layers import LayerNorm, Linear, RMSNorm
-from models.rope import merge_order, vision_angles
+from models.rope import merge_order, rotate, vision_angles
 
 
 class PatchLayout(NamedTuple):
@@ -51,6 +52,58 @@ def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
     rows, columns = (merge_order(index, merge) for index in np.indices(grid))
     places = np.stack([rows, columns, np.full_like(rows, height), np.full_like(rows, width)])
     return PatchLayout(*places.astype(np.int32)[:, None], frame=None)
+
+
+class VisionBlock(nnx.Module):
+    """Pre-norm attention and MLP. A family's subclass says what is between the MLP's products.
+
+    The parameters hold all layers, stacked along a leading axis. A call takes one layer: the module
+    merged with one slice of those parameters.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        norm: type[LayerNorm] | type[RMSNorm],
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+    ):
+        d = config.hidden_size
+        f = config.intermediate_size
+        stack = (config.depth,)
+        self.heads = config.num_heads
+        self.norm1 = norm(d, stack=stack, param_dtype=param_dtype)
+        self.norm2 = norm(d, stack=stack, param_dtype=param_dtype)
+        self.qkv = Linear(
+            (d, 3 * d), ("embed", "heads"), stack=stack, rngs=rngs, param_dtype=param_dtype
+        )
+        self.out = Linear(
+            (d, d), ("heads", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
+        )
+        self.up = Linear((d, f), ("embed", "mlp"), stack=stack, rngs=rngs, param_dtype=param_dtype)
+        self.down = Linear(
+            (f, d), ("mlp", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "b p d"],
+        angles: Float[Array, "#b p j"],
+        segments: Int[Array, "b p"] | None,
+    ) -> Float[Array, "b p d"]:
+        b, p, d = x.shape
+        qkv = self.qkv(self.norm1(x)).reshape(b, p, 3, self.heads, d // self.heads)
+        q, k, v = jnp.moveaxis(qkv, 2, 0)
+        q = rotate(q, angles)
+        k = rotate(k, angles)
+        attended = attend(q, k, v, causal=False, segment_ids=segments)
+        x = x + self.out(attended.reshape(b, p, d))
+        return x + self.mlp(self.norm2(x))
+
+    def mlp(self, x: Float[Array, "b p d"]) -> Float[Array, "b p d"]:
+        """The MLP, from `up` to `down`."""
+        raise NotImplementedError
 
 
 class PatchMerger(nnx.Module):

@@ -13,53 +13,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from models.attention import attend
 from models.layers import LayerNorm, Linear, normal
 from models.qwen3_vl.config import Qwen3VLVisionConfig
-from models.rope import rotate
-from models.vision import PatchLayout, PatchMerger, VisionTower
+from models.vision import PatchLayout, PatchMerger, VisionBlock, VisionTower
 
 
-class VisionBlock(nnx.Module):
-    """Pre-norm attention and MLP.
+class GELUVisionBlock(VisionBlock):
+    """A block with a GELU between two products."""
 
-    The parameters hold all layers, stacked along a leading axis. A call takes one layer: the module
-    merged with one slice of those parameters.
-    """
-
-    def __init__(self, config: Qwen3VLVisionConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
-        d = config.hidden_size
-        f = config.intermediate_size
-        stack = (config.depth,)
-        self.heads = config.num_heads
-        self.norm1 = LayerNorm(d, stack=stack, param_dtype=param_dtype)
-        self.norm2 = LayerNorm(d, stack=stack, param_dtype=param_dtype)
-        self.qkv = Linear(
-            (d, 3 * d), ("embed", "heads"), stack=stack, rngs=rngs, param_dtype=param_dtype
-        )
-        self.out = Linear(
-            (d, d), ("heads", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
-        )
-        self.up = Linear((d, f), ("embed", "mlp"), stack=stack, rngs=rngs, param_dtype=param_dtype)
-        self.down = Linear(
-            (f, d), ("mlp", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
-        )
-
-    def __call__(
-        self,
-        x: Float[Array, "b p d"],
-        angles: Float[Array, "#b p j"],
-        frame: Int[Array, "b p"] | None,
-    ) -> Float[Array, "b p d"]:
-        b, p, d = x.shape
-        qkv = self.qkv(self.norm1(x)).reshape(b, p, 3, self.heads, d // self.heads)
-        q, k, v = jnp.moveaxis(qkv, 2, 0)
-        q = rotate(q, angles)
-        k = rotate(k, angles)
-        # Frames are segments, so a patch sees the patches of its own frame.
-        attended = attend(q, k, v, causal=False, segment_ids=frame)
-        x = x + self.out(attended.reshape(b, p, d))
-        return x + self.down(jax.nn.gelu(self.up(self.norm2(x)), approximate=True))
+    def mlp(self, x: Float[Array, "b p d"]) -> Float[Array, "b p d"]:
+        return self.down(jax.nn.gelu(self.up(x), approximate=True))
 
 
 class Qwen3VLVisionTower(VisionTower):
@@ -83,7 +46,7 @@ class Qwen3VLVisionTower(VisionTower):
         )
         cells = config.num_position_embeddings
         self.positions = normal(rngs, (cells, d), ("position", "embed"), 0.02, param_dtype)
-        self.blocks = VisionBlock(config, rngs=rngs, param_dtype=param_dtype)
+        self.blocks = GELUVisionBlock(config, norm=LayerNorm, rngs=rngs, param_dtype=param_dtype)
         self.merger = PatchMerger(
             config,
             stack=(),

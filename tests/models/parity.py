@@ -130,7 +130,48 @@ def heads(query: int, kv: int, size: int, *section: int) -> dict[str, Any]:
     }
 
 
+def windowed(text: dict[str, Any], vision: dict[str, Any], tied: bool = False) -> dict[str, Any]:
+    """A small `config.json` of Qwen2.5-VL in the layout of transformers 5, with these changes."""
+    text = {
+        "model_type": "qwen2_5_vl_text", "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+        **text,
+    }  # fmt: skip
+    vision = {
+        "model_type": "qwen2_5_vl", "depth": 3, "hidden_size": 16, "intermediate_size": 20,
+        "num_heads": 2, "in_channels": 3, "patch_size": 2, "temporal_patch_size": 2,
+        "spatial_merge_size": 2, "out_hidden_size": text["hidden_size"], "hidden_act": "silu",
+        "window_size": 8, "fullatt_block_indexes": [1], "tokens_per_second": 3, **vision,
+    }  # fmt: skip
+    return {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "tie_word_embeddings": tied,
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+        "text_config": text,
+        "vision_config": vision,
+    }
+
+
 CASES = {
+    "windows, images of many sizes": Case(
+        windowed({}, {}), ((5, (12, 10), 3, (2, 6), 4), (2, (6, 18), 1)), seed=1
+    ),
+    "windows, videos with a time scale, tied": Case(
+        windowed(
+            {"num_hidden_layers": 3, "num_key_value_heads": 1},
+            {"fullatt_block_indexes": [0, 2], "window_size": 4},
+            tied=True,
+        ),
+        ((3, (3, 6, 8), 2, (2, 2), 5), (4, (2, 10, 4), 9)),
+        "right",
+        seed=2,
+    ),
     "images, two rows, two levels": Case(
         hf_config(
             {"intermediate_size": 24, **heads(4, 2, 8, 1, 2, 1)}, {"hidden_size": 8, "num_heads": 1}
@@ -236,7 +277,7 @@ def make_sample(case: Case) -> Sample:
     """Random words and patches.
 
     An image is between its start and end mark. So is each slice of a video, after two words in
-    place of its time.
+    place of its time; or the whole video, if positions count its time.
     """
     rng = np.random.default_rng(0)
     vision = case.config["vision_config"]
@@ -254,9 +295,13 @@ def make_sample(case: Case) -> Sample:
             pixels = vision["temporal_patch_size"] * vision["patch_size"] ** 2
             channels = vision["in_channels"] * pixels
             patches[token].append(rng.normal(size=(t * h * w, channels)))
+            tokens = h * w // vision["spatial_merge_size"] ** 2
+            if "tokens_per_second" in vision:
+                row += [START, *[token] * (t * tokens), END]
+                continue
             for _ in range(t):
                 time = rng.integers(0, IMAGE, 2).tolist() if token == VIDEO else []
-                row += [*time, START, *[token] * (h * w // vision["spatial_merge_size"] ** 2), END]
+                row += [*time, START, *[token] * tokens, END]
         rows.append(row)
     length = max(map(len, rows))
     ids = np.zeros((len(rows), length), np.int32)

@@ -121,6 +121,8 @@ def module_outputs(
         return layer.finish(x, attend(*layer.project(x, angles), segment_ids=segments))
 
     def heads(layer: DecoderLayer, x: jax.Array) -> dict[str, jax.Array]:
+        if layer.q_norm is None:
+            return {}
         queries, keys, _ = layer.project(x, jnp.zeros_like(angles))
         return {"q_norm": queries, "k_norm": keys}
 
@@ -134,14 +136,15 @@ def module_outputs(
     if features is None:
         return found
     layout = batch["layout"]
-    assert isinstance(model.vision, Qwen3VLVisionTower)
+    found |= {f"level {level}": features[:, :, level] for level in range(features.shape[2])}
+    if not isinstance(model.vision, Qwen3VLVisionTower):
+        return found | {"patches": model.vision.embed(batch["patches"], layout)}
     turned = vision_angles(layout.row, layout.column, model.config.vision)
     found |= {
         "patches": model.vision.patch(batch["patches"]),
         "positions": model.vision.position_embeddings(layout),
         "vision turns": turns(turned),
     }
-    found |= {f"level {level}": features[:, :, level] for level in range(features.shape[2])}
 
     def see(block: VisionBlock, x: jax.Array) -> jax.Array:
         return block(x, turned, layout.frame)

@@ -37,9 +37,9 @@ def make_model(case: Case) -> Any:
     norms are near 1, as in trained models.
     """
     torch.manual_seed(case.seed)
-    settings = transformers.Qwen3VLConfig.from_dict(case.config)
+    settings = transformers.AutoConfig.for_model(**case.config)
     settings._attn_implementation = "eager"
-    model = transformers.Qwen3VLForConditionalGeneration(settings).eval().float()
+    model = transformers.AutoModelForImageTextToText.from_config(settings).eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = "norm" in name and name.endswith("weight")
@@ -49,9 +49,20 @@ def make_model(case: Case) -> Any:
     return model
 
 
+def parameters_of(model: Any) -> dict[str, Any]:
+    """Every parameter by its name in published files; tied embeddings once."""
+    found = dict(model.named_parameters())
+    if model.config.model_type != "qwen2_5_vl":
+        return found
+    renamed = {"model.visual.": "visual.", "model.language_model.": "model."}
+    for ours, published in renamed.items():
+        found = {name.replace(ours, published): value for name, value in found.items()}
+    return found
+
+
 def weights(model: Any) -> dict[str, np.ndarray]:
     """Every parameter by its name; tied embeddings once."""
-    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().numpy() for name, parameter in parameters_of(model).items()}
 
 
 def inputs_of(sample: Sample) -> dict[str, Any]:
@@ -116,12 +127,18 @@ def watch(model: Any) -> dict[str, list[torch.Tensor]]:
         )
 
     after("patches", visual.patch_embed)
-    turns("vision turns", visual.rotary_pos_emb)
     turns("text turns", text.rotary_emb)
     after("norm", text.norm)
-    for number, merger in enumerate([visual.merger, *visual.deepstack_merger_list]):
+    if model.config.model_type == "qwen2_5_vl":
+        # Inside of the tower patches have another order.
+        visual.register_forward_hook(lambda _, __, output: note("level 0", output.pooler_output))
+        mergers, blocks = [], []
+    else:
+        turns("vision turns", visual.rotary_pos_emb)
+        mergers, blocks = [visual.merger, *visual.deepstack_merger_list], visual.blocks
+    for number, merger in enumerate(mergers):
         after(f"level {number}", merger)
-    for number, block in enumerate(visual.blocks):
+    for number, block in enumerate(blocks):
         before(f"block {number}", block)
         parts = {"qkv": block.attn.qkv, "attention": block.attn, "mlp": block.mlp, "output": block}
         for part, module in parts.items():
@@ -130,12 +147,12 @@ def watch(model: Any) -> dict[str, list[torch.Tensor]]:
         before(f"layer {number}", layer)
         attention = layer.self_attn
         parts = {
-            "q_norm": attention.q_norm,
-            "k_norm": attention.k_norm,
             "attention": attention,
             "mlp": layer.mlp,
             "output": layer,
         }
+        if hasattr(attention, "q_norm"):
+            parts |= {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
         for part, module in parts.items():
             after(f"layer {number} {part}", module)
     return found
@@ -167,7 +184,7 @@ def results(model: Any, sample: Sample, prompts: Sample) -> Results:
     modules = {name: x.reshape(len(x), -1) for name, x in modules.items()}
     gradients = {
         name: parameter.grad.numpy()
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters_of(model).items()
         if parameter.grad is not None
     }
     return Results(positions, output.logits.detach().numpy(), tokens.numpy(), modules, gradients)

@@ -1,0 +1,24 @@
+"""Qwen2.5-VL as a `models.family.Family`."""
+
+from __future__ import annotations
+
+from models.family import Family
+from models.qwen2_5_vl import folder, sizes
+from models.qwen2_5_vl.config import Qwen25VLConfig
+from models.qwen2_5_vl.vision import Qwen25VLVisionTower
+
+FAMILY = Family(
+    title=folder.TITLE,
+    config=Qwen25VLConfig,
+    tower=Qwen25VLVisionTower,
+    sizes=sizes.SIZES,
+    tiny=sizes.tiny,
+    from_hf=folder.from_hf,
+    to_hf=folder.to_hf,
+    tensor_layouts=folder.tensor_layouts,
+    processor={
+        "processor": "Qwen2_5_VLProcessor",
+        "image_processor": "Qwen2VLImageProcessor",
+        "video_processor": "Qwen2VLVideoProcessor",
+    },
+)

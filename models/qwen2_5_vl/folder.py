@@ -1,0 +1,82 @@
+"""Folders of Qwen2.5-VL in the Hugging Face layout: config.json, and the names of tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from models.qwen2_5_vl.config import Qwen25VLConfig, Qwen25VLVisionConfig
+from models.weights.hf_config import IDS, read_fields, read_text, require_supported, text_to_hf
+from models.weights.hf_layout import TensorLayout, linear_layouts, patch_layout, text_layouts
+
+TITLE = "Qwen2.5-VL"
+# Fields of config.json for which this model supports only one value.
+_TEXT = {"hidden_act": "silu", "use_sliding_window": False}
+_VISION = {"hidden_act": "silu"}
+# What the family fixes.
+FIXED = {"qk_norm": False, "attention_bias": True, "mrope_interleaved": False}
+_DEFAULTS = {"mrope_section": (16, 24, 24), "rope_theta": 1_000_000.0}
+
+
+def from_hf(content: Mapping[str, Any]) -> Qwen25VLConfig:
+    """Reads the content of a config.json; see `models.weights.hf_config.from_hf`.
+
+    The published files have the decoder's fields at their top level; transformers 5 writes them
+    into `text_config`.
+    """
+    text = content.get("text_config") or content
+    vision = content.get("vision_config", {})
+    parts = {"text_config": text, "vision_config": vision}
+    require_supported(parts, {"text_config": _TEXT, "vision_config": _VISION}, TITLE)
+    tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    if "hidden_size" in text and "num_attention_heads" in text:
+        text = {"head_dim": text["hidden_size"] // text["num_attention_heads"], **text}
+    vision = {**vision, **(vision.get("rope_parameters") or {})}
+    ids = {name: content[name] for name in IDS if name in content}
+    return Qwen25VLConfig(
+        read_fields(Qwen25VLVisionConfig, "vision_config", vision, TITLE),
+        read_text({**text, **FIXED}, tied, TITLE, _DEFAULTS),
+        **ids,
+    )
+
+
+def to_hf(config: Qwen25VLConfig) -> dict[str, Any]:
+    """The content of a `config.json`; see `models.weights.hf_config.to_hf`."""
+    vision = dataclasses.asdict(config.vision)
+    vision |= {
+        "model_type": "qwen2_5_vl",
+        "fullatt_block_indexes": list(config.vision.fullatt_block_indexes),
+        "rope_parameters": {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")},
+    }
+    text = text_to_hf(config.text, {})
+    return {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "tie_word_embeddings": config.text.tie_word_embeddings,
+        **{name: getattr(config, name) for name in IDS},
+        "text_config": text | {"model_type": "qwen2_5_vl_text"} | _TEXT,
+        "vision_config": vision | _VISION,
+    }
+
+
+def tensor_layouts(config: Qwen25VLConfig) -> dict[str, TensorLayout]:
+    """Path of each parameter -> its tensor."""
+    block = "visual.blocks.{}"
+    merger = "visual.merger"
+    linears = {
+        "vision/blocks/qkv": f"{block}.attn.qkv",
+        "vision/blocks/out": f"{block}.attn.proj",
+        "vision/blocks/gate": f"{block}.mlp.gate_proj",
+        "vision/blocks/up": f"{block}.mlp.up_proj",
+        "vision/blocks/down": f"{block}.mlp.down_proj",
+        "vision/merger/fc1": f"{merger}.mlp.0",
+        "vision/merger/fc2": f"{merger}.mlp.2",
+    }
+    return text_layouts(config.text, "model") | {
+        "vision/patch/kernel": patch_layout(config.vision, "visual.patch_embed.proj.weight"),
+        "vision/blocks/norm1/scale": TensorLayout(f"{block}.norm1.weight"),
+        "vision/blocks/norm2/scale": TensorLayout(f"{block}.norm2.weight"),
+        "vision/merger/norm/scale": TensorLayout(f"{merger}.ln_q.weight"),
+        **linear_layouts(linears),
+    }

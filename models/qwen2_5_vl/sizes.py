@@ -1,0 +1,103 @@
+"""Sizes of Qwen2.5-VL: the published models, one for rehearsals and a small one for laptops."""
+
+from __future__ import annotations
+
+import functools
+
+from models.config import TextConfig
+from models.qwen2_5_vl.config import Qwen25VLConfig, Qwen25VLVisionConfig
+from models.qwen2_5_vl.folder import FIXED
+
+# hidden size, layers, heads, kv heads, MLP size, vocabulary, tied embeddings, MLP of the tower
+_PUBLISHED = {
+    "3b": (2048, 36, 16, 2, 11008, 151_936, True, 3420),
+    "7b": (3584, 28, 28, 4, 18944, 152_064, False, 3420),
+    "32b": (5120, 64, 40, 8, 27648, 152_064, False, 3456),
+    "72b": (8192, 80, 64, 8, 29568, 152_064, False, 3456),
+}
+
+
+def qwen2_5_vl(size: str) -> Qwen25VLConfig:
+    """The published model of `size`."""
+    hidden, layers, heads, kv_heads, mlp, vocabulary, tied, vision_mlp = _PUBLISHED[size]
+    vision = Qwen25VLVisionConfig(
+        hidden_size=1280,
+        depth=32,
+        num_heads=16,
+        intermediate_size=vision_mlp,
+        out_hidden_size=hidden,
+    )
+    text = TextConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128,
+        mrope_section=(16, 24, 24),
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=tied,
+        max_position_embeddings=128_000,
+        **FIXED,
+    )
+    return Qwen25VLConfig(vision, text)
+
+
+def _rehearsal() -> Qwen25VLConfig:
+    """A narrow and shallow model with the vocabulary and heads of the 7B model."""
+    vision = Qwen25VLVisionConfig(
+        hidden_size=64,
+        depth=2,
+        num_heads=4,
+        intermediate_size=128,
+        out_hidden_size=64,
+        fullatt_block_indexes=(1,),
+    )
+    text = TextConfig(
+        vocab_size=152_064,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        head_dim=128,
+        mrope_section=(16, 24, 24),
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=False,
+        **FIXED,
+    )
+    return Qwen25VLConfig(vision, text)
+
+
+def tiny(vocab_size: int) -> Qwen25VLConfig:
+    """The laptop model: about 0.8 M parameters plus embeddings."""
+    vision = Qwen25VLVisionConfig(
+        hidden_size=64,
+        depth=2,
+        num_heads=4,
+        intermediate_size=128,
+        out_hidden_size=128,
+        window_size=28,
+        fullatt_block_indexes=(1,),
+    )
+    text = TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        mrope_section=(8, 12, 12),
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+        **FIXED,
+    )
+    return Qwen25VLConfig(vision, text)
+
+
+SIZES = {
+    **{name: functools.partial(qwen2_5_vl, name) for name in _PUBLISHED},
+    "rehearsal": _rehearsal,
+}

@@ -1,0 +1,92 @@
+"""The vision tower of Qwen2.5-VL: most layers see windows of a frame, some see whole frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from models.layers import Linear, RMSNorm
+from models.qwen2_5_vl.config import Qwen25VLVisionConfig
+from models.vision import PatchLayout, PatchMerger, VisionBlock, VisionTower
+
+# More windows than a frame has along a side.
+_MOST_WINDOWS = 512
+
+
+class GatedVisionBlock(VisionBlock):
+    """A block with RMS norms and a gated MLP."""
+
+    def __init__(self, config: Qwen25VLVisionConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
+        super().__init__(config, norm=RMSNorm, rngs=rngs, param_dtype=param_dtype)
+        self.gate = Linear(
+            (config.hidden_size, config.intermediate_size),
+            ("embed", "mlp"),
+            stack=(config.depth,),
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+
+    def mlp(self, x: Float[Array, "b p d"]) -> Float[Array, "b p d"]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Qwen25VLVisionTower(VisionTower):
+    """Patch embeddings, blocks with windows, and a merger."""
+
+    config: Qwen25VLVisionConfig
+
+    def __init__(
+        self,
+        config: Qwen25VLVisionConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+    ):
+        self.config = config
+        self.dtype = dtype
+        self.patch = Linear(
+            (config.patch_dim, config.hidden_size),
+            ("patch", "embed"),
+            stack=(),
+            bias=False,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        self.blocks = GatedVisionBlock(config, rngs=rngs, param_dtype=param_dtype)
+        self.merger = PatchMerger(
+            config,
+            stack=(),
+            norm=RMSNorm,
+            norm_after=False,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        self.deepstack = None
+
+    def embed(self, patches: Float[Array, "b p c"], layout: PatchLayout) -> Float[Array, "b p d"]:
+        return self.patch(patches)
+
+    def segments(
+        self, layout: PatchLayout, rows: int
+    ) -> Callable[[Int[Array, ""]], Int[Array, "b p"]]:
+        """Frames for some layers, and windows, counted from a frame's upper left, for the others.
+
+        Windows are segments, not an order of patches: a row has few patches, so what attention
+        computes in vain is small beside the products.
+        """
+        side = self.config.window_patches
+        frame = jnp.ones_like(layout.row) if layout.frame is None else layout.frame
+        window = layout.row // side * _MOST_WINDOWS + layout.column // side
+        windows = jnp.where(frame > 0, frame * _MOST_WINDOWS**2 + window, 0)
+        shape = (rows, layout.row.shape[1])
+        frame = jnp.broadcast_to(frame, shape)
+        windows = jnp.broadcast_to(windows, shape)
+        full = np.isin(np.arange(self.config.depth), self.config.fullatt_block_indexes)
+        return lambda number: jnp.where(jnp.asarray(full)[number], frame, windows)
