@@ -17,13 +17,10 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models.config import ModelConfig
 from models.vision import VisionTower
-
-if TYPE_CHECKING:
-    from models.weights.hf_layout import TensorLayout
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 """All families, by `model_type` in config.json; the first one is the default."""
@@ -47,8 +44,8 @@ class Family:
     """Reads the content of a config.json; ValueError if it lacks or sets something unsupported."""
     to_hf: Callable[[Any], dict[str, Any]]
     """The content of a config.json, which transformers reads back as the same model."""
-    tensor_layouts: Callable[[Any], dict[str, TensorLayout]]
-    """Path of each parameter -> its tensor in a checkpoint, in the order of new files."""
+    tensor_layouts: Callable[[Any], dict[str, Any]]
+    """Path of each parameter -> the `TensorLayout` of its tensor, in the order of new files."""
     processor: Mapping[str, str]
     """Names of transformers' classes: processor, image_processor and video_processor."""
 

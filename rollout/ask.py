@@ -229,7 +229,7 @@ class AskSettings:
     """Options of `python -m rollout.ask`."""
 
     model: str
-    """Folder or hub id of a Qwen3-VL with its tokenizer."""
+    """Folder or hub id of a model with its tokenizer."""
     video: str
     """The video file, or the address of one (gs://...)."""
     question: Annotated[str, tyro.conf.Positional]

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from benchmarks.codebase import Module, find_cycles, read_modules, walk
+from benchmarks.codebase import Module, find_cycles, name_a_family, read_modules, walk
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The top-level packages, called rooms.
@@ -148,6 +148,12 @@ def test_the_walk_is_short(modules) -> None:
         f"the walk has {lines} code lines: move code that a training step does not need elsewhere"
     )
     assert files <= MOST_FILES, f"the walk has {files} files"
+
+
+def test_only_models_name_a_family(modules) -> None:
+    # Names of published models in tables, hub ids in recipes, and lmms-eval's own module.
+    allowed = ("configs.", "rollout.evaluation.paper", "rollout.evaluation.lmms_eval.")
+    assert [name for name in name_a_family(modules) if not name.startswith(allowed)] == []
 
 
 def test_no_modules_import_each_other(modules) -> None:

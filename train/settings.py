@@ -276,7 +276,7 @@ def _check_data(run: Run) -> None:
         raise ValueError(
             f"data: set with world = {run.world} and model.path = {run.model.path!r}; published "
             "data needs pretrained weights with their tokenizer, and no world: set world to None "
-            "and give model.path, such as Qwen/Qwen3-VL-8B-Instruct"
+            "and give model.path, a folder or a hub id"
         )
     if (run.text is None) != (run.world is None):
         raise ValueError(

@@ -82,7 +82,12 @@ def read_text(
         defaults: what the file may lack, and what the family fixes.
     """
     # transformers 5 writes `rope_parameters`, 4.57 writes `rope_theta` and `rope_scaling`.
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = text.get("rope_parameters")
+    if rope:
+        # They are complete.
+        defaults = {name: value for name, value in defaults.items() if name != "rope_theta"}
+    else:
+        rope = text.get("rope_scaling") or {}
     # Files of older versions say `type`, and call the default `mrope`.
     scaling = rope.get("rope_type", rope.get("type", "default"))
     require(

@@ -111,9 +111,7 @@ class Vocabulary:
     def __getitem__(self, token: str) -> int:
         """The id of an added token, such as `<think>`."""
         if token not in self._ids:
-            raise KeyError(
-                f"tokenizer: no token {token!r}; use a tokenizer with Qwen3-VL's added tokens"
-            )
+            raise KeyError(f"tokenizer: no token {token!r}; use the tokenizer of a supported model")
         return self._ids[token]
 
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:

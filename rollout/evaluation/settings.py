@@ -53,7 +53,7 @@ class BenchmarkSettings:
     """One evaluation: a model on a split, or on your own questions."""
 
     model: str = ""
-    """Folder or hub id of a Qwen3-VL; with an endpoint optional, and read without weights."""
+    """Folder or hub id of a model; with an endpoint optional, and read without weights."""
     benchmark: str = ""
     """Name of the split to play."""
     data: str = ""
@@ -216,7 +216,7 @@ class BenchmarkSettings:
     def _check_servers(self) -> None:
         if not (self.model or self.endpoint):
             raise ValueError(
-                "--model is missing: give the folder or hub id of a Qwen3-VL, or --endpoint"
+                "--model is missing: give the folder or hub id of a model, or --endpoint"
             )
         if bool(self.endpoint) != bool(self.endpoint_model):
             raise ValueError(

@@ -14,6 +14,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from models.attention import DenseCache
+from models.config import ModelConfig
+from models.family import family
 from models.flops import flops_per_token, vision_flops
 from models.model import abstract_model, num_params
 from models.qwen3_vl.sizes import qwen3_vl
@@ -25,10 +27,14 @@ from models.weights.hf_config import from_hf, to_hf
 # From transformers 5.23 on the meta device: number of tensors and of parameters, and the digest of
 # the sorted lines `name shape`.
 TRANSFORMERS = {
-    "2b": (625, 2_127_532_032, "ef1403e368249df3"),
-    "4b": (713, 4_437_815_808, "19a1dcfe9dcddddb"),
-    "8b": (750, 8_767_123_696, "f4b5b35bbb33c17c"),
-    "32b": (1058, 33_357_390_064, "252bdcd17674d554"),
+    ("qwen3_vl", "2b"): (625, 2_127_532_032, "ef1403e368249df3"),
+    ("qwen3_vl", "4b"): (713, 4_437_815_808, "19a1dcfe9dcddddb"),
+    ("qwen3_vl", "8b"): (750, 8_767_123_696, "f4b5b35bbb33c17c"),
+    ("qwen3_vl", "32b"): (1058, 33_357_390_064, "252bdcd17674d554"),
+    ("qwen2_5_vl", "3b"): (824, 3_754_622_976, "77bebe630baa05d2"),
+    ("qwen2_5_vl", "7b"): (729, 8_292_166_656, "8f353a3464e7d30f"),
+    ("qwen2_5_vl", "32b"): (1161, 33_452_718_336, "96313e2a8a69a4ea"),
+    ("qwen2_5_vl", "72b"): (1353, 73_410_777_344, "16d3d8af1e44cd2f"),
 }
 SIZES = tuple(TRANSFORMERS)
 
@@ -42,11 +48,17 @@ def summary(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int, str]:
     )
 
 
+def config_of(size: tuple[str, str]) -> ModelConfig:
+    name, published = size
+    return family(name).size(published)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_names_shapes_and_counts_are_the_recorded_ones(size):
-    found = summary(hf_layout.tensor_shapes(qwen3_vl(size)))
+    config = config_of(size)
+    found = summary(hf_layout.tensor_shapes(config))
     assert found == TRANSFORMERS[size]
-    assert found[1] == num_params(qwen3_vl(size))
+    assert found[1] == num_params(config)
 
 
 @pytest.mark.parametrize("size", ["2b", "4b", "8b"])
@@ -58,19 +70,20 @@ def their_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
     import transformers
 
+    from tests.models.parity_theirs import parameters_of
+
     with torch.device("meta"):
-        model = transformers.Qwen3VLForConditionalGeneration(
-            transformers.Qwen3VLConfig.from_dict(config)
-        )
-    # Tied parameters come once.
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        settings = transformers.AutoConfig.for_model(**config)
+        model = transformers.AutoModelForImageTextToText.from_config(settings)
+    return {name: tuple(parameter.shape) for name, parameter in parameters_of(model).items()}
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("size", SIZES)
 def test_names_and_shapes_equal_transformers(size):
-    theirs = their_shapes(to_hf(qwen3_vl(size)))
-    assert hf_layout.tensor_shapes(qwen3_vl(size)) == theirs
+    config = config_of(size)
+    theirs = their_shapes(to_hf(config))
+    assert hf_layout.tensor_shapes(config) == theirs
     assert summary(theirs) == TRANSFORMERS[size]
 
 
@@ -97,7 +110,7 @@ def matmul_flops(jaxpr: Any) -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_flops_of_a_token_equal_those_of_the_decoding_program(size):
-    config = qwen3_vl(size)
+    config = config_of(size)
     b, s = 3, 500
     c = config.text
 
@@ -115,7 +128,7 @@ def test_flops_of_a_token_equal_those_of_the_decoding_program(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_flops_of_a_frame_equal_those_of_the_encoding_program(size):
-    config = qwen3_vl(size)
+    config = config_of(size)
     b = 3
     grid = (6, 10)
     c = config.vision
