@@ -165,5 +165,5 @@ def require_bounds(run: Run, label: int, request: int) -> None:
     if request > REQUEST_TOKENS:
         raise ValueError(
             f"model.path: {run.model.path}; its tokenizer needs {request} tokens for a sub-agent's "
-            f"request, but only {REQUEST_TOKENS} are reserved: use the tokenizer of a supported model"
+            f"request, but only {REQUEST_TOKENS} are reserved: use that of a supported model"
         )

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.family import family
+from models.features import FrameSettings
 from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method.records import Caption
@@ -19,6 +21,7 @@ from train.durable.compilations import Compilations
 from train.durable.phase import Phase
 from train.learn.align import AlignSettings, align
 
+RULES = FrameSettings().rules(family().tiny(1).vision)
 SETTINGS = AlignSettings(steps=30, batch=32)
 
 
@@ -63,7 +66,9 @@ def run(
     road, model, settings, captions=None, phase: FakePhase | None = None
 ) -> list[dict[str, float]]:
     data, phase = road.data, phase or FakePhase(settings.steps)
-    align(model, captions or data.captions, data.vocabulary, data.root, settings, 0, phase, {})
+    align(
+        model, captions or data.captions, data.vocabulary, data.root, RULES, settings, 0, phase, {}
+    )
     return phase.told
 
 
@@ -139,6 +144,6 @@ def test_a_damaged_video_is_left_out(road, tmp_path):
     (tmp_path / "bad.mp4").write_bytes(b"no video")
     data, phase, bad = road.data, FakePhase(SETTINGS.steps), dict[str, str]()
     captions = [good, Caption("bad.mp4", 0.0, ("red",))]
-    align(fresh(road), captions, data.vocabulary, tmp_path, SETTINGS, 0, phase, bad)
+    align(fresh(road), captions, data.vocabulary, tmp_path, RULES, SETTINGS, 0, phase, bad)
     assert list(bad) == ["bad.mp4"] and bad["bad.mp4"]
     assert phase.told[-1]["accuracy"] == 1, "one frame with two words is soon memorised"

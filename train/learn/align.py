@@ -25,7 +25,8 @@ from models.model import VisionLanguageModel
 from models.patches import patchify
 from models.vision import PatchLayout, frame_layout
 from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError
+from paravt_jax.data.frames import VideoError, shown
+from paravt_jax.data.sizes import FrameRules
 from paravt_jax.method.records import Caption
 from paravt_jax.method.tokenizer import Vocabulary
 from train.durable.phase import Phase
@@ -59,6 +60,7 @@ def align(
     captions: Sequence[Caption],
     vocabulary: Vocabulary,
     root: Path,
+    rules: FrameRules,
     settings: AlignSettings,
     seed: int,
     phase: Phase,
@@ -73,6 +75,7 @@ def align(
         captions: Frames, each with words that describe it.
         vocabulary: Has each of these words as a single token.
         root: Directory of the videos.
+        rules: How their frames are resized.
         settings: Settings of the phase.
         seed: Seed of the order of frames.
         phase: Restores and saves; gets the metrics `loss` and `accuracy` of each step.
@@ -90,7 +93,7 @@ def align(
     nnx.update(model.text, saved["text"])
     if not phase.left:
         return
-    pixels, words, errors = _load(captions, vocabulary, root)
+    pixels, words, errors = _load(captions, vocabulary, root, rules)
     unreadable |= errors
     graph, weights = nnx.split((model.vision, model.text.embedding))
     vision = model.config.vision
@@ -163,7 +166,7 @@ def _make_update(
 
 
 def _load(
-    captions: Sequence[Caption], vocabulary: Vocabulary, root: Path
+    captions: Sequence[Caption], vocabulary: Vocabulary, root: Path, rules: FrameRules
 ) -> tuple[UInt8[np.ndarray, "m h w 3"], Int[np.ndarray, "m k"], dict[str, str]]:
     """The captions' frames, the token ids of their words, and the videos that cannot be decoded.
 
@@ -180,7 +183,8 @@ def _load(
         try:
             times = video.probe(path).times
             numbers = np.searchsorted(times, [caption.time for caption in group])
-            pixels.append(video.read(path, numbers))
+            frames = [shown(frame, rules) for frame in video.read(path, numbers)]
+            pixels.append(np.stack(frames))
         except VideoError as error:
             unreadable[name] = error.reason
             continue

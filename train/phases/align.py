@@ -26,6 +26,7 @@ def align(context: Context, model: VisionLanguageModel) -> None:
             data.captions,
             data.vocabulary,
             data.root,
+            context.run.frames.rules(model.config.vision),
             settings,
             context.run.seed,
             phase,
