@@ -19,7 +19,7 @@ from jaxtyping import Int64
 from paravt_jax.data import video
 from paravt_jax.data.frames import ReadFrames, ReadTask, VideoError
 from paravt_jax.data.sizes import PixelRules
-from paravt_jax.data.workers import WorkerError, Workers
+from paravt_jax.data.workers import WorkerError, Workers, cancel
 
 PATIENCE = 600.0
 """Time limit for reading a file that may be a film on a slow disk, in seconds."""
@@ -171,7 +171,7 @@ def _of_file(path: str, call: Future[ReadFrames]) -> Future[ReadFrames]:
 
 def _pass_on(path: str, future: Future[ReadFrames], done: Future[ReadFrames]) -> None:
     if done.cancelled():
-        future.cancel()
+        cancel(future)
         return
     error = done.exception()
     if error is None:

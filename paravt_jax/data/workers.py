@@ -71,6 +71,8 @@ class Workers(Generic[_Argument, _Result]):
         ] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._closed = False
+        # Held from the look at `_closed` until the call is queued: none may join after `close`.
+        self._submitting = threading.Lock()
         # By thread number. A process is started by the first call that its thread takes.
         self._processes: dict[int, _Process] = {}
         self._threads = [
@@ -90,21 +92,23 @@ class Workers(Generic[_Argument, _Result]):
             A future of the result. It fails with the exception that the function raised, or with a
             `WorkerError`. It can be cancelled until the call begins.
         """
-        if self._closed:
-            raise ValueError("workers: closed; open new ones")
         future: Future[_Result] = Future()
-        self._calls.put((priority, next(self._numbers), (argument, future)))
+        with self._submitting:
+            if self._closed:
+                raise ValueError("workers: closed; open new ones")
+            self._calls.put((priority, next(self._numbers), (argument, future)))
         return future
 
     def close(self) -> None:
         """Stop at once: waiting calls are cancelled, running ones fail with a `WorkerError`."""
-        self._closed = True
+        with self._submitting:
+            self._closed = True
         with contextlib.suppress(queue.Empty):
             while True:
                 _, _, call = self._calls.get_nowait()
                 if call is not None:
                     _, future = call
-                    future.cancel()
+                    cancel(future)
         # One None per thread tells it to finish. The kill unblocks threads that wait for a result:
         # they read the end of the pipe.
         for _ in self._threads:
@@ -162,6 +166,13 @@ class Workers(Generic[_Argument, _Result]):
         process = self._processes.pop(number, None)
         if process is not None:
             process.release()
+
+
+def cancel(future: Future[Any]) -> None:
+    """Cancel a future that no thread will run, and wake all threads that wait for it."""
+    future.cancel()
+    # `concurrent.futures.wait` and `as_completed` learn of it only here.
+    future.set_running_or_notify_cancel()
 
 
 class _Process:

@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 import shutil
 import time
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -204,6 +205,17 @@ def test_dropped_requests_are_not_read_unless_they_are_awaited(clips, tmp_path):
             reader.request(ReadTask(str(path), 4, reader.settings.rules)).result(60)
     order = (tmp_path / "order").read_text()
     assert order in ("abef", "bef"), "the worker may have begun the first one at once"
+
+
+def test_closing_ends_all_requests_for_those_who_wait_for_them(clip):
+    reader = FrameReader(ReaderSettings(workers=1))
+    tasks = [ReadTask(str(clip), (n,), reader.settings.rules) for n in range(20)]
+    # The process takes longer to start than these requests, so most are still in the queue.
+    futures = [reader.request(task) for task in tasks]
+    reader.close()
+    # `FrameFeatures` waits like this, maybe in another thread.
+    assert not wait(futures, 0).not_done
+    assert futures[-1].cancelled()
 
 
 @pytest.mark.parametrize("field", ["workers", "ready", "deadline"])

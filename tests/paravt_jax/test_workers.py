@@ -7,7 +7,9 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future, wait
 
 import pytest
 
@@ -80,9 +82,28 @@ def test_closing_ends_running_calls_and_cancels_waiting_ones():
     workers.close()
     assert time.monotonic() - start < 60
     assert waiting.cancelled()
+    assert wait([waiting], 0).done, "a thread that waits for it would not wake"
     assert isinstance(running.exception(0), WorkerError)
     with pytest.raises(ValueError, match="closed"):
         workers.submit(0)
+
+
+def test_every_call_that_is_submitted_while_another_thread_closes_ends():
+    calls: list[Future[int]] = []
+    workers = Workers(abs, 1, deadline=60)
+
+    def submit() -> None:
+        with pytest.raises(ValueError, match="closed"):
+            while True:
+                calls.append(workers.submit(0))
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    while not calls:
+        time.sleep(0.001)
+    workers.close()
+    thread.join(60)
+    assert not wait(calls, 60).not_done
 
 
 def test_waiting_calls_are_made_by_priority_and_then_in_order():

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import signal
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -41,6 +42,8 @@ from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.sizing import EngineSettings
 from rollout.evaluation.play import EvaluationSettings
 from train.data import Data, QuestionStream
+from train.durable.interrupts import Interrupts
+from train.durable.metrics import read_metrics
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
@@ -166,6 +169,19 @@ def lay_road(run: Run, data: Data) -> Road:
     if run.lora is not None:
         add_adapters(model.text, run.lora, run.seed)
     return Road(run, data, model, environment, *split(model, run.train_vision))
+
+
+class StopAfter(Interrupts):
+    """Stops a run once a step of a phase is done."""
+
+    def __init__(self, run: Run, phase: str, step: int = 1):
+        super().__init__()
+        self._metrics = pathlib.Path(run.run_dir) / "metrics.jsonl"
+        self._step = (phase, step)
+
+    def agree(self) -> int | None:
+        done = ((row["phase"], row["step"]) for row in read_metrics(self._metrics))
+        return signal.SIGTERM if self._step in done else None
 
 
 class Script:

@@ -694,6 +694,19 @@ def test_a_folder_that_cannot_be_used_is_an_error(tmp_path):
     assert finding.problem == "error" and "holds file" in finding.found
 
 
+def test_a_run_whose_frames_join_on_arrival_resumes_up_to_rounding(tmp_path, capsys):
+    argv = ["--config=paravt_tiny", "--run-dir", str(tmp_path / "run"), "--check"]
+    train.run.main([*argv, "--frames.admission=arrival"])
+    assert "resuming        ok       equals" in capsys.readouterr().out
+    finding = only(run_folder.resuming(subject(paravt_8b(), tmp_path)))
+    assert finding.problem == "" and finding.needed.endswith("--frames.admission=counted")
+
+    train.run.main(argv)
+    assert "resuming" not in capsys.readouterr().out
+    # Nothing is played, so frames join no episode.
+    assert run_folder.resuming(subject(sft_8b(), tmp_path)) == []
+
+
 def test_the_run_to_start_from_has_to_have_a_cold_start(tmp_path):
     first = tmp_path / "first"
 

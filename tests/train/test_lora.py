@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from models.weights.hf import load
 from paravt_jax.method.scoring import Rules
 from rollout.engine.engine import Engine
 from train.durable.checkpoint import CheckpointError
-from train.durable.interrupts import Interrupts, Stopped
+from train.durable.interrupts import Stopped
 from train.durable.metrics import read_metrics
 from train.export import Export, export
 from train.learn.rl import Learner
@@ -264,22 +263,11 @@ def finished(small, tmp_path_factory):
 @pytest.mark.slow
 def test_an_interrupted_run_ends_bit_for_bit_like_an_uninterrupted_one(small, finished):
     """It stops after the first step of the cold start, and then after the first step of RL."""
-
-    class StopAt(Interrupts):
-        def __init__(self, name):
-            super().__init__()
-            self.name = name
-
-        def agree(self):
-            rows = read_metrics(folder / "metrics.jsonl")
-            done = any(row["phase"] == self.name for row in rows)
-            return signal.SIGTERM if done else None
-
     folder = finished.parent / "interrupted"
     run = small_run(small, folder)
     for phase in ("sft", "rl"):
         with pytest.raises(Stopped, match=f"after step 1 of 2 of {phase}"):
-            execute(run, StopAt(phase))
+            execute(run, small.StopAfter(run, phase))
     execute(run)
     names = ("loss", "grad_norm", "kl_reference", "weights/fingerprint")
     ours, theirs = (

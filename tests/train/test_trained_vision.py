@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from models.vision import frame_layout
 from models.weights.hf import load
 from paravt_jax.method.scoring import Rules
 from tests.compiled_names import CompiledNames
-from train.durable.interrupts import Interrupts, Stopped
+from train.durable.interrupts import Stopped
 from train.durable.metrics import read_metrics
 from train.export import Export, export
 from train.learn.rl import Learner, rl_loss
@@ -344,23 +343,12 @@ def finished(request, small, tmp_path_factory):
 @pytest.mark.slow
 def test_a_stopped_run_ends_bit_for_bit_like_an_uninterrupted_one(small, finished):
     """It stops after the first step of the cold start, and then after the first step of RL."""
-
-    class StopAt(Interrupts):
-        def __init__(self, name):
-            super().__init__()
-            self.name = name
-
-        def agree(self):
-            rows = read_metrics(folder / "metrics.jsonl")
-            done = any(row["phase"] == self.name for row in rows)
-            return signal.SIGTERM if done else None
-
     part, whole = finished
     folder = whole.parent / "interrupted"
     run = small_run(small, part, folder)
     for phase in ("sft", "rl"):
         with pytest.raises(Stopped, match=f"after step 1 of 2 of {phase}"):
-            execute(run, StopAt(phase))
+            execute(run, small.StopAfter(run, phase))
     execute(run)
     names = ("loss", "grad_norm", "weights/fingerprint", "token_mismatches")
     ours, theirs = (

@@ -45,6 +45,7 @@ _BEFORE_JOINING: dict[str, Item] = {
     "data": data.data,
     "disk": disk.disk,
     "run directory": run_folder.run_directory,
+    "resuming": run_folder.resuming,
     "loggers": loggers.loggers,
     "judge": loggers.judge,
     "videos": machine.videos,

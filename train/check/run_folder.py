@@ -1,4 +1,4 @@
-"""The run's folder: whether this run may use it, and whether all hosts see the same one."""
+"""The run's folder: whether this run may use it, how it resumes, and whether all hosts see it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ def _start(subject: Subject) -> Finding:
     except RunDirectoryError as error:
         return failed("start", error)
     return Finding("start", f"{subject.run.start}: has a cold start of these settings")
+
+
+def resuming(subject: Subject) -> list[Finding]:
+    """How a resumed run differs from an uninterrupted one; nothing if both are equal."""
+    if not subject.run.plays_episodes or subject.run.frames.admission == "counted":
+        return []
+    found = "equals an uninterrupted run up to rounding"
+    return [Finding("resuming", found, "bit for bit: --frames.admission=counted")]
 
 
 def shared_directory(folder: pathlib.Path) -> Finding:
