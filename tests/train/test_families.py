@@ -1,0 +1,57 @@
+"""Every phase of a run with the second model family: all weights, and adapters with the merger."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from models.family import FAMILIES, family
+from models.weights.hf import load
+from paravt_jax.method import tokenizer
+from rollout.ask import Assistant
+from train.durable.metrics import read_metrics
+from train.run import execute
+from train.settings import ModelSettings, change
+
+
+def test_a_family_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"model\.family: 'gpt'.*qwen3_vl, qwen2_5_vl"):
+        ModelSettings(family="gpt")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_size_that_a_family_does_not_have_is_refused_with_those_that_it_has(name):
+    sizes = ", ".join(("tiny", *family(name).sizes))
+    with pytest.raises(ValueError, match=rf"model\.size: '9b' is no size of .*give one of {sizes}"):
+        ModelSettings(family=name, size="9b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["small", "small_merger"])
+def test_a_run_goes_through_all_phases(small, tmp_path, recipe):
+    changes = {
+        "model.family": "qwen2_5_vl",
+        "run_dir": str(tmp_path / "run"),
+        "rl.control": False,
+        "rl.steps": 3,
+        "evaluation.curve": False,
+        "evaluation.format_temperatures": (),
+    }
+    run = change(getattr(small, recipe)(), recipe, changes)
+    execute(run)
+    folder = tmp_path / "run"
+    result = json.loads((folder / "result.json").read_text())
+    assert result["token_mismatches"] == 0
+    assert 0 <= result["logprob_gap"] < 1e-3
+    steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == "rl"]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert all(math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0 for row in steps)
+    # The exported model opens and answers.
+    model = load(folder / "model")
+    assert model.config.family == "qwen2_5_vl"
+    assistant = Assistant(model, tokenizer.load(folder / "model"), run.protocol)
+    video = next((folder / "videos").rglob("*.mp4"))
+    question = "What is the number in the scene that starts at 8 s?"
+    assert assistant.ask(video, question, frames=4).turns
