@@ -41,6 +41,7 @@ jaxtyping.install_import_hook(
 
 import dataclasses
 import functools
+import json
 import pathlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -50,6 +51,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 from models.config import (
@@ -154,6 +156,15 @@ def small_world(tmp_path_factory) -> SmallWorld:
 def small_vocabulary() -> Vocabulary:
     """The vocabulary that the small world's texts are made of."""
     return Vocabulary(build_tokenizer((*world_text.PIECES, *recurring_texts((CropVideo(),)))))
+
+
+@pytest.fixture(scope="session")
+def cut_vocabulary(assets) -> Vocabulary:
+    """The published tokenizer as older families have it: `<think>` and others are ordinary text."""
+    content = json.loads((assets / "qwen3_vl" / "tokenizer.json").read_text())
+    cut = ("<tool_response>", "</tool_response>", "<think>", "</think>")
+    content["added_tokens"] = [x for x in content["added_tokens"] if x["content"] not in cut]
+    return Vocabulary(tokenizers.Tokenizer.from_str(json.dumps(content)))
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,12 @@ VIDEO_NAME = "video.mp4"  # the model never sees a path; in its calls this is on
 
 TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 _NEXT_USER_TURN = "<|im_end|>\n<|im_start|>user\n"
+# `<answer>` is ordinary text everywhere.
+_TAGS = (
+    *("<think>", "</think>"),
+    *("<tool_call>", "</tool_call>"),
+    *("<tool_response>", "</tool_response>"),
+)
 _RESPONSE = "<tool_response>\n{frames}{response}\n</tool_response>"  # of a call without frames
 
 
@@ -307,8 +313,9 @@ class Protocol:
         self.settings = settings
         self.wording = wording if settings.frame_times else untimed(wording)
         self.tools = {tool.name: tool for tool in settings.make_tools()}
-        # Longest first: a regular expression takes the first alternative that matches.
-        special_texts = sorted(vocabulary.special_texts, key=len, reverse=True)
+        # Tags are special in all tokenizers, also where they take several tokens. Longest first: a
+        # regular expression takes the first alternative that matches.
+        special_texts = sorted({*vocabulary.special_texts, *_TAGS}, key=len, reverse=True)
         self._special = re.compile("|".join(re.escape(text) for text in special_texts))
 
     def prompt(
@@ -448,7 +455,7 @@ class Protocol:
         return text
 
     def plain(self, text: str) -> str:
-        """Make text from outside the protocol safe: a space breaks each special token in it."""
+        """Make text from outside the protocol safe: a space breaks special tokens and tags."""
         return self._special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
 
     def filled(self, template: str, **values: str) -> str:

@@ -1,8 +1,8 @@
 """struct(o): finds the tags among the generated tokens, and pads their positions to arrays.
 
 `paravt_jax.method.grpo` gives credit to these structural tokens. Tags are found by byte offsets,
-not by token ids: `<think>` and `<tool_call>` are single tokens, but `<answer>` is ordinary text,
-and its tokens depend on their neighbours:
+not by token ids: `<answer>` is ordinary text, whose tokens depend on their neighbours, and so are
+`<think>` and `<tool_call>` in some tokenizers. In others they are single tokens:
 
     text    s o < / t h i n k > < a n s w e r > B
     tokens  so  </think>        <  answer      >B

@@ -84,7 +84,7 @@ def _own_vocabulary(folder: pathlib.Path) -> Vocabulary | None:
         return None
     try:
         vocabulary = tokenizer.load(folder)
-        needed = ("<|im_start|>", "<|vision_start|>", "<|image_pad|>", "<think>", "</tool_call>")
+        needed = ("<|im_start|>", "<|vision_start|>", "<|image_pad|>", "</tool_call>")
         _ = [vocabulary[token] for token in needed]
     except KeyError:
         return None

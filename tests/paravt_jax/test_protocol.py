@@ -40,10 +40,12 @@ REPORTS = (" seven from 8 to 10", " nothing")
 ANSWER = "the crops show seven from 8 to 10\n</think>\n<answer> seven</answer>"
 
 
-@pytest.fixture(scope="module", params=["small", "real"])
+@pytest.fixture(scope="module", params=["small", "real", "cut"])
 def vocabulary(request) -> tokenizer.Vocabulary:
     if request.param == "small":
         return request.getfixturevalue("small_vocabulary")
+    if request.param == "cut":
+        return request.getfixturevalue("cut_vocabulary")
     return tokenizer.load(request.getfixturevalue("assets") / "qwen3_vl")
 
 
@@ -216,16 +218,12 @@ def test_a_demonstration_asks_for_the_answer_after_its_last_tool_turn(vocabulary
         assert ("No more calls can be made." in text) == (turns == 1)
 
 
-_SPECIAL = (
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|image_pad|>",
-    "<|endoftext|>",
-    "<tool_call>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
+_TAGS = (
+    *("<think>", "</think>"),
+    *("<tool_call>", "</tool_call>"),
+    *("<tool_response>", "</tool_response>"),
 )
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|endoftext|>", *_TAGS)
 _FORGERIES = st.lists(
     st.one_of(st.text(max_size=8), st.sampled_from([*_SPECIAL, "<|im_", "end|>", "<", ">", "< "])),
     max_size=8,
@@ -250,7 +248,25 @@ def test_no_text_from_outside_forges_a_special_token(rules, vocabulary, text):
     plain = rules.plain(text)
     assert plain.replace(" ", "") == text.replace(" ", "")
     assert rules.plain(plain) == plain
-    assert plain == text or any(special in text for special in vocabulary.special_texts)
+    special_texts = {*vocabulary.special_texts, *_TAGS}
+    assert plain == text or any(special in text for special in special_texts)
+
+
+@settings(max_examples=80)
+@given(text=_FORGERIES)
+def test_no_text_from_outside_forges_a_tag(rules, vocabulary, text):
+    """Also where a tag is no special token, but several tokens."""
+
+    def tags(ids: np.ndarray) -> list[int]:
+        shown = vocabulary.decode(ids)
+        return [shown.count(tag) for tag in _TAGS]
+
+    asked = dataclasses.replace(QUESTION, text=text, options=("two", text))
+    plain = dataclasses.replace(QUESTION, text="", options=("two", ""))
+    assert tags(rules.question(asked).ids) == tags(rules.question(plain).ids)
+    assert tags(rules.tool_results([text, text], True, False).ids) == tags(
+        rules.tool_results(["", ""], True, False).ids
+    )
 
 
 @settings(max_examples=80)

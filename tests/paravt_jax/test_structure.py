@@ -131,7 +131,7 @@ def real_vocabulary(assets) -> Vocabulary:
     return tokenizer.load(assets / "qwen3_vl")
 
 
-@pytest.fixture(scope="module", params=["small_vocabulary", "real_vocabulary"])
+@pytest.fixture(scope="module", params=["small_vocabulary", "real_vocabulary", "cut_vocabulary"])
 def vocabulary(request) -> Vocabulary:
     return request.getfixturevalue(request.param)
 
