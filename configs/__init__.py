@@ -1,6 +1,7 @@
 """Recipes: functions that return the settings of a whole run. `RECIPES` lists them by name."""
 
 from configs import ablations
+from configs.cross_model import paravt_7b, vanilla_grpo_7b
 from configs.paradox import paradox_tiny
 from configs.paravt_2b_lora import paravt_2b_lora, sft_2b_lora
 from configs.paravt_4b_lora import paravt_4b_lora, sft_4b_lora
@@ -26,6 +27,8 @@ RECIPES = {
         sft_4b_lora,
         paravt_8b_lora,
         sft_8b_lora,
+        paravt_7b,
+        vanilla_grpo_7b,
         *ablations.RECIPES.values(),
     )
 }
