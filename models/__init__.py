@@ -1,1 +1,1 @@
-"""Models: Qwen3-VL in Flax NNX with its processor and weights, attention kernels, and sharding."""
+"""Models: families of vision-language models in Flax NNX, attention kernels, weights, sharding."""

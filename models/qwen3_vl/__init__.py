@@ -1,1 +1,1 @@
-"""Qwen3-VL: configuration, model, positions, generation, and reading and writing of weights."""
+"""Qwen3-VL in Flax NNX (arXiv 2511.21631)."""
