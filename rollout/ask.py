@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -256,19 +257,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
     gpu.reserve_memory()
     prog = command_name("python -m rollout.ask")
-    asked = tyro.cli(AskSettings, args=argv, prog=prog, description=__doc__)
     try:
+        asked = _parse(sys.argv[1:] if argv is None else argv, prog)
         with open_reader() as reader:
-            lines = _answer(asked, reader)
-    except (FileNotFoundError, ValueError, VideoError) as error:
+            _answer(asked, reader)
+    except (OSError, ModuleNotFoundError, ValueError, VideoError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines))
     return 0
 
 
-def _answer(asked: AskSettings, reader: FrameReader) -> list[str]:
-    """Ask the question, write the page, and return what the command prints."""
+def _parse(argv: Sequence[str], prog: str) -> AskSettings:
+    """The options of the command. Raises ValueError if they name several videos or questions."""
+    parse = functools.partial(tyro.cli, AskSettings, args=argv, prog=prog, description=__doc__)
+    asked, rest = parse(return_unknown_args=True)
+    if any(word.startswith("-") for word in rest):
+        parse()  # prints which option it does not know, and exits
+    videos = sum(word.split("=")[0] == "--video" for word in argv)
+    if rest or videos > 1:
+        raise ValueError("--video: give one video per question, and the question in quotes")
+    return asked
+
+
+def _answer(asked: AskSettings, reader: FrameReader) -> None:
+    """Ask the question, print the episode, and write the page."""
     settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
     # All checks come before the weights are read, which takes minutes.
     _check_files(asked)
@@ -285,6 +297,8 @@ def _answer(asked: AskSettings, reader: FrameReader) -> list[str]:
         dtype=asked.dtype,
         param_dtype=asked.dtype,
     )
+    # Nothing else is printed until the episode has ended.
+    print("answering; the first answer compiles programs, which can take minutes", file=sys.stderr)
     episode = assistant.ask(
         asked.video if is_address(asked.video) else Path(asked.video).absolute(),
         asked.question,
@@ -295,23 +309,34 @@ def _answer(asked: AskSettings, reader: FrameReader) -> list[str]:
         temperature=asked.temperature,
         seed=asked.seed,
     )
-    lines = [*describe(episode)]
+    print("\n".join(describe(episode)), flush=True)
     if asked.html:
         Path(asked.html).write_text(assistant.page(episode, settings), encoding="utf-8")
-        lines.append(f"page: {asked.html}")
-    return lines
+        print(f"page: {asked.html}")
 
 
 def _check_files(asked: AskSettings) -> None:
-    """Raise FileNotFoundError or ValueError if a file of the command cannot be read or written."""
+    """Raise OSError or ValueError if a file of the command cannot be read or written."""
     require_local("--html", asked.html)
     # os.path, because methods of Path raise OSError for names that are too long.
     if asked.html and not os.path.isdir(Path(asked.html).absolute().parent):
         raise FileNotFoundError(
             f"--html {asked.html}: its folder does not exist; make it, or name another file"
         )
+    if os.path.isdir(asked.html):
+        raise IsADirectoryError(f"--html {asked.html}: it is a folder; name a file in it")
+    if asked.html and not _is_writable(asked.html):
+        raise PermissionError(f"--html {asked.html}: it cannot be written; name another file")
+    if os.path.isdir(asked.video):
+        raise IsADirectoryError(f"--video {asked.video}: it is a folder; give the path of a video")
     if not is_address(asked.video) and not os.path.isfile(asked.video):
         raise FileNotFoundError(f"--video {asked.video}: no such file; give the path of a video")
+
+
+def _is_writable(file: str) -> bool:
+    """Whether a file can be written, or made if it does not exist."""
+    place = file if os.path.exists(file) else Path(file).absolute().parent
+    return os.access(place, os.W_OK)
 
 
 def _read_subtitles(file: str, dispatch: Dispatch) -> tuple[Subtitle, ...]:

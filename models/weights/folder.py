@@ -38,7 +38,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
 
     Raises:
         FileNotFoundError: there is no such folder or id, or `source` is the directory of a run,
-            which has its model in the subfolder `model`.
+            which has its model in the subfolder `model` when it is finished.
     """
     folder = Path(source)
     if (folder / "model" / CONFIG).exists() and not any(folder.glob("*.safetensors")):
@@ -47,6 +47,11 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
         )
     if folder.is_dir():
         return folder
+    if folder.name == "model" and (folder.parent / "checkpoints").is_dir():
+        raise FileNotFoundError(
+            f"{source}: no such folder; the run {folder.parent} writes it at its end: finish it, "
+            "or export a checkpoint with python -m train.export"
+        )
     if not hub.is_hub_id(str(source)):
         raise FileNotFoundError(
             f"{source}: no such folder, and no hub id (owner/name); give the folder of a Qwen3-VL "

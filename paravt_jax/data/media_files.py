@@ -21,7 +21,15 @@ from paravt_jax.data.frames import VideoError, is_address, without_scheme
 # Bytes that each seek in a remote file fetches at once, and each read after those are used up.
 _RANGE = 2**18
 # The fsspec package for each scheme of addresses.
-_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
+_PACKAGES = {
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "s3": "s3fs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
 
 
 def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -35,10 +43,11 @@ def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
     try:
         return fsspec.core.url_to_fs(address)
     except ImportError as error:
-        package = _PACKAGES.get(scheme, f"the fsspec package of {scheme}://")
+        package = _PACKAGES.get(scheme)
+        # For other schemes, fsspec's message names the package.
+        needed = f"{package}: pip install {package}" if package else f"a package ({error})"
         raise ModuleNotFoundError(
-            f"{address}: {scheme}:// paths need {package}: pip install {package}, or copy the "
-            "files and give their folder"
+            f"{address}: {scheme}:// paths need {needed}, or copy the files and give their folder"
         ) from error
     except ValueError as error:
         raise FileNotFoundError(

@@ -180,7 +180,15 @@ def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
         with media_files.opened(path) as source, Image.open(source) as file:
             return on_white(ImageOps.exif_transpose(file))
     except errors as error:
-        raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error
+        raise _undecodable(path, error) from error
+
+
+def _undecodable(path: str | os.PathLike, error: Exception) -> VideoError:
+    if isinstance(error, PermissionError):
+        return VideoError(path, f"it cannot be read ({error.strerror}); check its permissions")
+    # FFmpeg's own text has a long negative number and the path.
+    text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return VideoError(path, f"it cannot be decoded ({text}); fetch or convert it again")
 
 
 def _build(path: str | os.PathLike, identity: str, container: InputContainer) -> VideoIndex:
@@ -205,7 +213,7 @@ def _container(path: str | os.PathLike) -> Iterator[InputContainer]:
         with media_files.opened(path) as source, av.open(source, **_OPEN_OPTIONS) as container:
             yield container
     except (av.error.FFmpegError, OSError, RuntimeError) as error:
-        raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error
+        raise _undecodable(path, error) from error
 
 
 def _shown(

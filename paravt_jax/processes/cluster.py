@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import importlib.util
 import os
 import pathlib
+import signal
+import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 
@@ -18,6 +22,12 @@ from paravt_jax.processes import hosts
 _GOOGLE = "0x1ae0"  # PCI vendor of TPU chips
 LOST = 70
 """Exit code of a process that lost contact with the others. Restart all of them to resume."""
+REMEDY = "start the same command on every host; see --hosts.coordinator"
+"""What to do if not all processes join."""
+_SAY = 5.0  # seconds until a process says that it waits for the others
+_PATIENCE = 300.0  # seconds; hosts of a slice may start minutes apart
+_MARGIN = 60.0  # seconds after which JAX ends a process that this module did not end
+_STDERR = 2  # the file descriptor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +44,8 @@ class HostSettings:
     """Seconds of silence after which a process counts as dead and the others exit."""
 
     def __post_init__(self):
+        if self.count < 1:
+            raise ValueError(f"hosts.count: {self.count}; give at least 1")
         host, _, port = self.coordinator.rpartition(":")
         if self.coordinator in ("", "none"):
             if (self.count, self.index) != (1, 0):
@@ -55,10 +67,19 @@ class HostSettings:
             raise ValueError(f"hosts.heartbeat: {self.heartbeat}; give at least 1 second")
 
 
-def connect(settings: HostSettings) -> None:
+def connect(
+    settings: HostSettings, patience: float = _PATIENCE, late: str = "", file: int = _STDERR
+) -> None:
     """Connects to the other processes and returns when all of them have joined.
 
+    Says on stderr if it has to wait. If they do not all join, it ends this process with code 1.
     Call it before anything touches a device: jax fixes its list of devices at first use.
+
+    Args:
+        settings: How to find the others.
+        patience: Seconds until all of them must have joined.
+        late: Printed if they have not; by default, an error with its remedy.
+        file: Descriptor of the file that `late` is printed to.
     """
     by_address = settings.coordinator not in ("", "none")
     if not by_address and (settings.coordinator == "none" or not _in_cluster()):
@@ -70,14 +91,18 @@ def connect(settings: HostSettings) -> None:
     address = settings.coordinator if by_address else None
     count = settings.count if by_address else None
     index = settings.index if by_address else None
+    wait = f"waiting up to {patience:.0f} s for the other processes; {REMEDY}"
+    late = late or f"error: hosts: not all processes joined within {patience:.0f} s; {REMEDY}"
     try:
-        jax.distributed.initialize(
-            address,
-            count,
-            index,
-            heartbeat_timeout_seconds=settings.heartbeat,
-            shutdown_timeout_seconds=settings.heartbeat,
-        )
+        with _printing(_SAY, wait, _STDERR), _ending(patience, late, file), _interruptible():
+            jax.distributed.initialize(
+                address,
+                count,
+                index,
+                initialization_timeout=int(patience + _MARGIN),
+                heartbeat_timeout_seconds=settings.heartbeat,
+                shutdown_timeout_seconds=settings.heartbeat,
+            )
     except ValueError as error:
         if by_address:
             raise
@@ -85,6 +110,56 @@ def connect(settings: HostSettings) -> None:
             f"hosts.coordinator: empty, and the other hosts cannot be found ({error}); give "
             "address:port, hosts.count and hosts.index, or none for a single process"
         ) from error
+
+
+# Prints its second argument after a delay, unless standard input closes first.
+_PRINT_LATE = """
+import select, sys
+if not select.select([0], [], [], float(sys.argv[1]))[0]:
+    print(sys.argv[2])
+"""
+
+
+@contextlib.contextmanager
+def _printing(seconds: float, text: str, file: int) -> Iterator[None]:
+    """Prints `text` if the block takes longer.
+
+    JAX waits for the other processes without a chance for other threads of Python, so a child
+    prints it.
+    """
+    command = [sys.executable, "-c", _PRINT_LATE, str(seconds), text]
+    # In a session of its own, the child gets no Ctrl-C, for which it would print a traceback.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, start_new_session=True):
+        yield
+
+
+@contextlib.contextmanager
+def _ending(seconds: float, text: str, file: int) -> Iterator[None]:
+    """Prints `text` and ends this process with code 1 if the block takes longer.
+
+    JAX would abort. Threads of Python do not run meanwhile; that of faulthandler is none.
+    """
+    with open(os.devnull, "w") as nowhere, _printing(seconds, text, file):
+        faulthandler.dump_traceback_later(seconds + 1, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once. Python's own handler would run after the block only."""
+    handler = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or handler is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _in_cluster() -> bool:

@@ -541,3 +541,9 @@ def test_the_error_for_a_runs_directory_names_its_model_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="run: .*no weights.*run/model"):
         hf_folder.local_folder(tmp_path / "run")
     assert hf_folder.local_folder(tmp_path / "run" / "model") == tmp_path / "run" / "model"
+
+
+def test_a_run_without_a_model_is_to_be_finished_or_exported(tmp_path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="run/model: .*finish it, or export a checkpoint"):
+        hf_folder.local_folder(tmp_path / "run/model")

@@ -2,8 +2,11 @@
 
 import functools
 import json
+import os
 import pathlib
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -11,6 +14,7 @@ import pytest
 
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.cluster import HostSettings
+from tests.processes import ROOT, free_port
 
 PROGRAM = str(pathlib.Path(__file__).parents[1] / "train/hosts_program.py")
 
@@ -81,6 +85,7 @@ def test_a_single_process_is_a_whole_run():
     ("settings", "message"),
     [
         ({"count": 2}, "hosts.count, hosts.index: 2, 0 "),
+        ({"count": 0}, "hosts.count: 0; give at least 1"),
         ({"coordinator": "none", "index": 1, "count": 2}, "hosts.count, hosts.index: 2, 1 "),
         ({"coordinator": "here"}, "hosts.coordinator: 'here'"),
         ({"coordinator": "here:1", "index": 2, "count": 2}, "hosts.index: 2 of hosts.count = 2"),
@@ -175,3 +180,23 @@ def test_a_cluster_that_does_not_answer_is_one_line_with_the_remedy(monkeypatch)
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
     with pytest.raises(ValueError, match="hosts.coordinator: empty, .*none for a single process"):
         cluster.connect(HostSettings())
+
+
+def test_a_process_whose_others_do_not_come_says_that_it_waits_and_ends():
+    program = (
+        "from paravt_jax.processes import cluster; "
+        "cluster._SAY = 0.5; "
+        f"settings = cluster.HostSettings('localhost:{free_port()}', 2, 0); "
+        "cluster.connect(settings, patience=2)"
+    )
+    environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    remedy = "start the same command on every host; see --hosts.coordinator"
+    lines = [line for line in done.stderr.splitlines() if remedy in line]
+    assert lines == [
+        f"waiting up to 2 s for the other processes; {remedy}",
+        f"error: hosts: not all processes joined within 2 s; {remedy}",
+    ]

@@ -113,6 +113,16 @@ def test_pyav_finds_far_frames_whatever_the_distance_of_keyframes(tmp_path):
         np.testing.assert_array_equal(video.read(path, wanted), everything[wanted])
 
 
+def test_a_file_without_permission_is_not_called_broken(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "clip.mp4").write_bytes(b"frames")
+    monkeypatch.setattr(video.av, "open", refused)
+    with pytest.raises(VideoError, match="cannot be read .*; check its permissions"):
+        video.probe(tmp_path / "clip.mp4")
+
+
 @pytest.mark.parametrize("wanted", [[64], [-1], []])
 def test_frames_that_do_not_exist_are_refused(small_world, wanted):
     with pytest.raises(IndexError, match="frame"):
@@ -124,7 +134,7 @@ def test_frames_that_do_not_exist_are_refused(small_world, wanted):
     [
         (None, "no such file"),
         (b"", "empty"),
-        (b"these are words, not pictures\n" * 50, "decoded"),
+        (b"these are words, not pictures\n" * 50, "decoded .*; fetch or convert it again"),
         (bytes(range(256)) * 40, "decoded"),
     ],
 )

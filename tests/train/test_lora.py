@@ -265,8 +265,8 @@ def test_an_interrupted_run_ends_bit_for_bit_like_an_uninterrupted_one(small, fi
     """It stops after the first step of the cold start, and then after the first step of RL."""
     folder = finished.parent / "interrupted"
     run = small_run(small, folder)
-    for phase in ("sft", "rl"):
-        with pytest.raises(Stopped, match=f"after step 1 of 2 of {phase}"):
+    for phase, title in (("sft", "cold start"), ("rl", "PARA-GRPO")):
+        with pytest.raises(Stopped, match=f"after {title} 1/2"):
             execute(run, small.StopAfter(run, phase))
     execute(run)
     names = ("loss", "grad_norm", "kl_reference", "weights/fingerprint")

@@ -77,7 +77,7 @@ def test_it_is_saved_regularly_and_at_its_end(tmp_path):
 
 
 def test_a_stop_saves_the_current_step_and_no_step_is_repeated(tmp_path):
-    with pytest.raises(Stopped, match="step 4 of 7"):
+    with pytest.raises(Stopped, match="after PARA-GRPO 4/7, "):
         Run(tmp_path).steps(stop=4)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     again = Run(tmp_path)
@@ -89,7 +89,7 @@ def test_a_stop_saves_the_current_step_and_no_step_is_repeated(tmp_path):
 
 def test_a_stop_before_the_first_step_does_nothing(tmp_path):
     run = Run(tmp_path)
-    with run.interrupts, pytest.raises(Stopped, match="before step 1"):
+    with run.interrupts, pytest.raises(Stopped, match="before PARA-GRPO 1/7; "):
         signal.raise_signal(signal.SIGINT)
         run.phase.resume({"n": jnp.zeros(())})
     assert run.written() == []

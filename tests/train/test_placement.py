@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
+import pytest
 
 from models.sharding import make_mesh
-from train.learn.placement import place_vectors
+from train.learn.placement import place_vectors, require_even
 
 
 def test_vectors_lie_at_the_beginning_of_their_rows():
@@ -19,3 +21,15 @@ def test_vectors_lie_at_the_beginning_of_their_rows():
     for row, vectors in enumerate(rows):
         wanted[row, : len(vectors)] = vectors
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_mesh_without_devices_of_a_process_is_refused(monkeypatch):
+    mesh = make_mesh(1, 1, 1)
+    require_even(mesh)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    message = (
+        "--mesh.data 1 --mesh.fsdp 1 --mesh.tensor 1: takes 1 [+] 0 devices of the 2 processes; "
+        ".* make --mesh.data times --mesh.fsdp a multiple of 2"
+    )
+    with pytest.raises(ValueError, match=message):
+        require_even(mesh)

@@ -410,11 +410,13 @@ def test_exactly_the_recorded_metrics_have_charts(page):
 
 def test_packed_rows_ratios_and_replaced_groups_have_titles(tmp_path):
     metrics = {"packing/filled": 0.8, "ratio_max": 1.5, "groups/replaced": 2.0}
+    metrics |= {"idle/hosts": 0.5, "idle/hosts_max": 1.0}
     checked = {"logprob_gap": 0.0, "token_mismatches": 0.0, "recompilations": 0.0}
     row = {"phase": "rl", "step": 1, "wall": 0.0} | checked | metrics
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     names = {e["text"] for e in page_of(tmp_path).all("span", "name")}
     assert {"filled share of packed rows", "largest policy ratio", "replaced groups"} <= names
+    assert {"idle seconds", "idle seconds: hosts"} <= names
 
 
 def test_the_table_has_a_row_per_setting(page):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -231,6 +232,15 @@ def test_a_cold_start_of_other_settings_is_refused(cold_start, tmp_path, changed
     with pytest.raises(RunDirectoryError, match=rf"\n  {words}\nName another"):
         take_over(cold_start, tmp_path / "warm", SETTINGS | changed)
     assert not (tmp_path / "warm").exists()
+
+
+def test_a_run_with_other_settings_may_keep_the_cold_start(cold_start) -> None:
+    """The remedy names --start exactly if it would be accepted."""
+    kept = re.escape(f"(--start {cold_start} keeps its cold start)")
+    with pytest.raises(RunDirectoryError, match=kept):
+        RunDirectory(cold_start, SETTINGS)
+    with pytest.raises(RunDirectoryError, match="Name another --run-dir, delete"):
+        RunDirectory(cold_start, SETTINGS | {"sft": {"steps": 2}})
 
 
 def test_the_pinned_opening_of_rollouts_may_differ(cold_start, tmp_path) -> None:

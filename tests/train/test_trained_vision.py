@@ -346,8 +346,8 @@ def test_a_stopped_run_ends_bit_for_bit_like_an_uninterrupted_one(small, finishe
     part, whole = finished
     folder = whole.parent / "interrupted"
     run = small_run(small, part, folder)
-    for phase in ("sft", "rl"):
-        with pytest.raises(Stopped, match=f"after step 1 of 2 of {phase}"):
+    for phase, title in (("sft", "cold start"), ("rl", "PARA-GRPO")):
+        with pytest.raises(Stopped, match=f"after {title} 1/2"):
             execute(run, small.StopAfter(run, phase))
     execute(run)
     names = ("loss", "grad_norm", "weights/fingerprint", "token_mismatches")

@@ -170,7 +170,7 @@ def test_a_run_stopped_between_steps_ends_bit_for_bit_like_an_uninterrupted_one(
             return signal.SIGTERM if any(row["phase"] == "rl" for row in rows) else None
 
     execute(short(whole))
-    with pytest.raises(Stopped, match="after step 1 of 2 of rl"):
+    with pytest.raises(Stopped, match="after PARA-GRPO 1/2"):
         execute(short(stopped), AfterTheFirstStep())
     execute(short(stopped))
 

@@ -7,15 +7,11 @@ finding, and an item that takes too long is given up.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
-import faulthandler
-import os
 import pathlib
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paravt_jax.data.stored_settings import as_json, require_same
@@ -37,6 +33,7 @@ _SERVERS = 8.0  # seconds for all answers of servers
 # table is there within 30 seconds.
 _JOIN = 18.0
 _END = 24.0
+_STDOUT = 1  # the file descriptor
 
 _BEFORE_JOINING: dict[str, Item] = {
     "versions": machine.versions,
@@ -232,12 +229,12 @@ def show(run: Run, settings: dict[str, Any], folder: pathlib.Path, topology: str
         return int(has_errors(findings))
     alone = look(subject, _BEFORE_JOINING)
     late = [_apart(f"not all processes joined within {_JOIN:.0f} s"), *map(_waiting, _ON_DEVICES)]
-    with _at_most(start + _JOIN - time.monotonic(), table([*late, *alone])):
-        try:
-            cluster.connect(run.hosts)
-            apart = []
-        except Exception as error:
-            apart = [_apart(str(error))]
+    try:
+        text = table([*late, *alone])
+        cluster.connect(run.hosts, start + _JOIN - time.monotonic(), text, _STDOUT)
+        apart = []
+    except Exception as error:
+        apart = [_apart(str(error))]
     subject = dataclasses.replace(subject, devices=_devices_of_all())
     limit = min(LIMIT, start + _END - time.monotonic())
     findings = _together([*look(subject, _ON_DEVICES, limit), *alone], subject)
@@ -246,35 +243,10 @@ def show(run: Run, settings: dict[str, Any], folder: pathlib.Path, topology: str
     return int(has_errors([*apart, *findings]))
 
 
-# Prints its second argument after a delay, unless standard input closes first.
-_PRINT_LATE = """
-import select, sys
-if not select.select([0], [], [], float(sys.argv[1]))[0]:
-    print(sys.argv[2])
-"""
-
-
-@contextlib.contextmanager
-def _at_most(seconds: float, text: str) -> Iterator[None]:
-    """Prints `text` and ends this process with code 1 if the block takes longer.
-
-    JAX waits minutes for the other processes, without a chance for other threads of Python, and
-    then aborts. So a child prints the text, and a thread without Python ends the process.
-    """
-    command = [sys.executable, "-c", _PRINT_LATE, str(seconds), text]
-    with open(os.devnull, "w") as nowhere, subprocess.Popen(command, stdin=subprocess.PIPE):
-        faulthandler.dump_traceback_later(seconds + 1, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-
 def _waiting(item: str) -> Finding:
     found = "not looked at: JAX waits for the other processes"
     return Finding(item, found, problem="warning")
 
 
 def _apart(found: str) -> Finding:
-    remedy = "start the same command on every host; see --hosts.coordinator"
-    return Finding("hosts", found, "all processes of the run", remedy, "error")
+    return Finding("hosts", found, "all processes of the run", cluster.REMEDY, "error")

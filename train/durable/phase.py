@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from paravt_jax.processes import hosts
 from train.durable.checkpoint import Checkpoints
 from train.durable.interrupts import Interrupts, Stopped
-from train.durable.metrics import MetricsWriter, read_metrics
+from train.durable.metrics import PHASE_TITLES, MetricsWriter, read_metrics
 from train.durable.step_lines import StepLines
 from train.durable.time_left import Part
 
@@ -111,8 +111,7 @@ class Phase:
         if self.left:
             self._metrics.truncate(self.name, self.finished_steps)
             self._interrupts.check(
-                f"stopped before step {self.finished_steps + 1} of {self.steps} of {self.name}; "
-                "all before it is saved"
+                f"stopped before {self._step(self.finished_steps + 1)}; all before it is saved"
             )
             if hosts.is_first():
                 self._lines = self._open_lines()
@@ -161,8 +160,12 @@ class Phase:
         if signal_number is not None:
             raise Stopped(
                 signal_number,
-                f"stopped after step {step} of {self.steps} of {self.name}, which is saved",
+                f"stopped after {self._step(step)}, which is saved",
             )
+
+    def _step(self, step: int) -> str:
+        """A step as the progress lines name it."""
+        return f"{PHASE_TITLES[self.name]} {step}/{self.steps}"
 
     def _open_lines(self) -> StepLines:
         rows = read_metrics(self._metrics.path)

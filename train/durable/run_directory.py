@@ -134,10 +134,20 @@ def _stored(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any] | None
         f"--run-dir {path} holds a run of another configuration",
         identity(found),
         identity(wanted),
-        "Name another --run-dir, delete this one, or use its settings.",
+        _remedy(path, wanted),
         RunDirectoryError,
     )
     return found
+
+
+def _remedy(path: pathlib.Path, wanted: dict[str, Any]) -> str:
+    """What to do if the run in a folder has other settings."""
+    try:
+        require_cold_start(path, wanted)
+        kept = f" (--start {path} keeps its cold start)"
+    except RunDirectoryError:
+        kept = ""
+    return f"Name another --run-dir{kept}, delete this one, or use its settings."
 
 
 def _write(file: pathlib.Path, config: dict[str, Any]) -> None:

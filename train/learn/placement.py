@@ -84,10 +84,12 @@ def require_even(mesh: Mesh) -> None:
     all_take_part = len(devices) == jax.process_count()
     equal = len(set(devices.values())) == 1
     if not all_take_part or not equal or row_devices(mesh) % len(devices):
+        taken = " + ".join(str(devices[process]) for process in range(jax.process_count()))
         raise ValueError(
-            f"mesh = {dict(mesh.shape)}: it takes {sorted(devices.values())} devices of the "
+            f"--mesh.data {mesh.shape['data']} --mesh.fsdp {mesh.shape['fsdp']} "
+            f"--mesh.tensor {mesh.shape['tensor']}: takes {taken} devices of the "
             f"{jax.process_count()} processes; use the same number of devices of each process, and "
-            "make data * fsdp a multiple of the number of processes"
+            f"make --mesh.data times --mesh.fsdp a multiple of {jax.process_count()}"
         )
 
 

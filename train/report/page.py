@@ -328,7 +328,16 @@ def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
     if idle:
         about = "of each step, mean over hosts; tail: rows without a rollout"
         charts.append(_stacked(lines, idle, "idle seconds", about))
+        slowest = [key for key in idle if f"{key}_max" in rest]
+        rest -= {f"{key}_max" for key in slowest}
+        charts += charts_of(lines, [_slowest_host(key) for key in slowest])
     return charts + charts_of(lines, [Curve(key, key.replace("_", " ")) for key in sorted(rest)])
+
+
+def _slowest_host(key: str) -> Curve:
+    """The curve of the host that waited longest, for a metric of `IDLE`."""
+    title = f"idle seconds: {key.partition('/')[2]}"
+    return Curve(f"{key}_max", title, "of the host with the most", 0)
 
 
 def _stacked(lines: list[Row], keys: Sequence[str], title: str, about: str) -> Row:
