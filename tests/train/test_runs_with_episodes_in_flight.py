@@ -102,7 +102,7 @@ def test_a_stopped_run_ends_bit_for_bit_like_an_uninterrupted_one(
         dataclasses.replace(run, run_dir=str(tmp_path / name)) for name in ("whole", "stopped")
     )
     execute(whole)
-    with pytest.raises(Stopped, match=f"after step 2 of {STEPS} of rl"):
+    with pytest.raises(Stopped, match=f"after PARA-GRPO 2/{STEPS}"):
         execute(stopped, small.StopAfter(stopped, "rl", 2))
     execute(stopped)
     check_end(tmp_path / "stopped", tmp_path / "whole")
