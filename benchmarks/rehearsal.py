@@ -31,7 +31,7 @@ from flax import nnx
 from benchmarks.hub import Hub
 from benchmarks.killing import EXIT_CODES, check_end, environment
 from models.model import VisionLanguageModel
-from models.qwen3_vl.sizes import qwen3_vl
+from models.qwen3_vl.sizes import SIZES
 from models.weights.hf import save
 from paravt_jax.data.local_path import require_local
 from paravt_jax.world.stand_in import write_stand_in
@@ -104,7 +104,7 @@ def serve(folder: pathlib.Path, tokenizer: pathlib.Path) -> Hub:
     """Make small weights and a small set in `folder`, and return the hub that serves them."""
     weights = folder / "weights"
     if not weights.exists():
-        model = VisionLanguageModel(qwen3_vl("rehearsal"), rngs=nnx.Rngs(0))
+        model = VisionLanguageModel(SIZES["rehearsal"](), rngs=nnx.Rngs(0))
         # The tokenizer's folder may have configurations of other sizes, too.
         files = [file for file in sorted(tokenizer.iterdir()) if file.stem != "config"]
         save(model, weights, files=files)

@@ -88,13 +88,10 @@ def small_config(vocabulary: Vocabulary) -> ModelConfig:
     vision = dataclasses.replace(sizes.vision, out_hidden_size=64)
     decoder = dataclasses.replace(sizes.text, **narrow, head_dim=32, mrope_section=(6, 5, 5))
     names = ("image_pad", "video_pad", "vision_start", "vision_end")
-    ids = {f"{name.removesuffix('_pad')}_token_id": vocabulary[f"<|{name}|>"] for name in names}
-    return dataclasses.replace(sizes, vision=vision, text=decoder, **ids)
+    return type(sizes)(vision, decoder, *(vocabulary[f"<|{name}|>"] for name in names))
 
 
-def cold_start(
-    model: VisionLanguageModel, environment: Environment, data: Data, steps: int, seed: int
-):
+def cold_start(model, environment: Environment, data: Data, steps: int, seed: int):
     """Train on the demonstrations. Returns the decoder's graph and weights."""
     protocol, features = environment.protocol, environment.features
     settings = SFTSettings(steps, rows=8, optimizer=MUON, row_tokens=320)

@@ -32,8 +32,6 @@ class Family:
 
     title: str
     """Its name in messages."""
-    config: type[ModelConfig]
-    """Its configuration."""
     tower: Callable[..., VisionTower]
     """Its vision tower: `tower(config.vision, rngs=..., dtype=..., param_dtype=...)`."""
     sizes: Mapping[str, Callable[[], ModelConfig]]

@@ -82,9 +82,9 @@ class FrameSettings:
     jpeg: int = 0
     """Quality of the JPEG through which resized frames go, from 1 to 100; 0: none."""
     processor_min_pixels: int = 0
-    """Resized frames below this area are enlarged, as Qwen3-VL's processor does (65,536); 0: no."""
+    """Resized frames below this area are enlarged, as the model's processor does; 0: no."""
     batch: int = 16
-    """Frames of up to 49 tokens (50,176 pixels) per call of the vision tower; fewer if larger."""
+    """Frames of up to 49 visual tokens per call of the vision tower; fewer if larger."""
     whole_frames: int = 0
     """Videos of at most this many frames are encoded whole on first use."""
     cache_mib: int = 4096

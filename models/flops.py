@@ -36,7 +36,10 @@ def forward_flops(config: ModelConfig, tokens: float, with_logits: float, pairs:
 
 
 def vision_flops(config: VisionConfig, patches: int) -> float:
-    """Forward FLOPs of the vision tower for one frame of `patches` patches."""
+    """Forward FLOPs of the vision tower for one frame of `patches` patches.
+
+    Attention within windows is computed, and counted, like that within whole frames.
+    """
     c = config
     d = c.hidden_size
     joined = c.spatial_merge_size**2

@@ -106,7 +106,7 @@ class LayerNorm(nnx.Module):
 class Linear(nnx.Module):
     """`x @ kernel + bias`, with a kernel [d_in, d_out] drawn with variance 1 / d_in.
 
-    With `bias` False there is none.
+    `bias=False` omits the bias.
 
     `stack` is (layers,) for a stack of linear layers, or () for a single one.
     """

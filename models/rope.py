@@ -43,6 +43,8 @@ def mrope_positions(
 
     The slices of a video are images of their own, unless the family counts time in seconds
     (`VisionConfig.position_rate`). They then follow each other, and their times rise at that rate.
+    The token after such a video comes after its largest row or column, as in transformers 5; older
+    versions counted its times, too.
 
     Args:
         ids: token ids, with image and video placeholders.

@@ -38,7 +38,7 @@ from train.durable.run_directory import READABLE, RunDirectoryError, read_config
 # Largest number of frames per video, as in `models.processor.video_frame_indices`. The
 # `longest_edge` of a video processor bounds the pixels of all frames of a video together.
 _FRAMES = 768
-_PUBLISHED_MAX_PIXELS = 16_777_216  # of the published processor
+_PUBLISHED_MAX_TOKENS = 16_384  # visual tokens of the largest image of the published processors
 # The chat template: plain turns, with tool responses inside user turns. It refuses tools, because
 # their schema is part of the system turn that `paravt_jax.method.protocol` writes.
 _TEMPLATE = """\
@@ -156,15 +156,19 @@ def write_model(
 def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, str]:
     """Contents of the chat template and the processors' settings, by file name."""
     names = family_of(config).processor
+    side = config.vision.patch_size * config.vision.spatial_merge_size
     longest = max(frames.max_pixels, frames.crop_max_pixels)
     image_pixels = {"shortest_edge": frames.min_pixels, "longest_edge": longest}
     if frames.snap or frames.processor_min_pixels:
         # Whoever sends the frames applies the limits; the processor has its own, published ones.
         image_pixels = {
             "shortest_edge": frames.processor_min_pixels or 1,
-            "longest_edge": _PUBLISHED_MAX_PIXELS,
+            "longest_edge": _PUBLISHED_MAX_TOKENS * side**2,
         }
-    video_pixels = {**image_pixels, "longest_edge": _FRAMES * longest}
+    video_pixels = image_pixels
+    if config.vision.position_rate is None:
+        # The limit is for all frames together.
+        video_pixels = {**image_pixels, "longest_edge": _FRAMES * longest}
     image = {
         "image_processor_type": names["image_processor"],
         "processor_class": names["processor"],

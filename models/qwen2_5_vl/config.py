@@ -17,8 +17,8 @@ class Qwen25VLVisionConfig(VisionConfig):
 
     patch_size: int = 14
     window_size: int = 112
-    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
-    tokens_per_second: int = 2
+    fullatt_block_indexes: tuple[int, ...]
+    tokens_per_second: int
 
     def __post_init__(self):
         super().__post_init__()
@@ -48,9 +48,9 @@ class Qwen25VLVisionConfig(VisionConfig):
     def position_rate(self) -> float | None:
         return self.tokens_per_second
 
-    # Those of CLIP.
     @property
     def pixel_mean(self) -> tuple[float, float, float]:
+        """That of CLIP, as the deviation below."""
         return (0.48145466, 0.4578275, 0.40821073)
 
     @property
@@ -64,3 +64,13 @@ class Qwen25VLConfig(ModelConfig):
 
     family = "qwen2_5_vl"
     vision: Qwen25VLVisionConfig
+
+    def __post_init__(self):
+        super().__post_init__()
+        text = self.text
+        heads = text.num_attention_heads
+        require(
+            heads * text.head_dim == text.hidden_size,
+            f"text.head_dim = {text.head_dim}: all {heads} heads together are as wide as hidden "
+            f"states ({text.hidden_size}); leave head_dim out of config.json, or change the others",
+        )

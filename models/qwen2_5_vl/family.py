@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from models.family import Family
 from models.qwen2_5_vl import folder, sizes
-from models.qwen2_5_vl.config import Qwen25VLConfig
 from models.qwen2_5_vl.vision import Qwen25VLVisionTower
 
 FAMILY = Family(
     title=folder.TITLE,
-    config=Qwen25VLConfig,
     tower=Qwen25VLVisionTower,
     sizes=sizes.SIZES,
     tiny=sizes.tiny,

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from models.config import require
 from models.qwen2_5_vl.config import Qwen25VLConfig, Qwen25VLVisionConfig
 from models.weights.hf_config import IDS, read_fields, read_text, require_supported, text_to_hf
 from models.weights.hf_layout import TensorLayout, linear_layouts, patch_layout, text_layouts
@@ -14,9 +15,9 @@ TITLE = "Qwen2.5-VL"
 # Fields of config.json for which this model supports only one value.
 _TEXT = {"hidden_act": "silu", "use_sliding_window": False}
 _VISION = {"hidden_act": "silu"}
-# What the family fixes.
 FIXED = {"qk_norm": False, "attention_bias": True, "mrope_interleaved": False}
-_DEFAULTS = {"mrope_section": (16, 24, 24), "rope_theta": 1_000_000.0}
+# Those of transformers.
+_DEFAULTS = {"mrope_section": (16, 24, 24), "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
 
 
 def from_hf(content: Mapping[str, Any]) -> Qwen25VLConfig:
@@ -29,14 +30,21 @@ def from_hf(content: Mapping[str, Any]) -> Qwen25VLConfig:
     vision = content.get("vision_config", {})
     parts = {"text_config": text, "vision_config": vision}
     require_supported(parts, {"text_config": _TEXT, "vision_config": _VISION}, TITLE)
-    tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    layers = set(text.get("layer_types") or ())
+    require(
+        layers <= {"full_attention"},
+        f"text_config.layer_types: {', '.join(sorted(layers))}; only full_attention is supported; "
+        f"give a {TITLE} config.json",
+    )
+    # transformers takes it from either place.
+    tied = content.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
     if "hidden_size" in text and "num_attention_heads" in text:
         text = {"head_dim": text["hidden_size"] // text["num_attention_heads"], **text}
-    vision = {**vision, **(vision.get("rope_parameters") or {})}
+    vision = {"tokens_per_second": 4, **vision, **(vision.get("rope_parameters") or {})}
     ids = {name: content[name] for name in IDS if name in content}
     return Qwen25VLConfig(
         read_fields(Qwen25VLVisionConfig, "vision_config", vision, TITLE),
-        read_text({**text, **FIXED}, tied, TITLE, _DEFAULTS),
+        read_text(text, TITLE, tied=tied, defaults=_DEFAULTS, fixed=FIXED),
         **ids,
     )
 

@@ -26,6 +26,8 @@ def qwen2_5_vl(size: str) -> Qwen25VLConfig:
         num_heads=16,
         intermediate_size=vision_mlp,
         out_hidden_size=hidden,
+        fullatt_block_indexes=(7, 15, 23, 31),
+        tokens_per_second=2,
     )
     text = TextConfig(
         vocab_size=vocabulary,
@@ -45,22 +47,26 @@ def qwen2_5_vl(size: str) -> Qwen25VLConfig:
 
 
 def _rehearsal() -> Qwen25VLConfig:
-    """A narrow and shallow model with the vocabulary and heads of the 7B model."""
+    """A narrow and shallow model with the vocabulary and the width of heads of the 7B model.
+
+    It has fewer heads: all heads together are as wide as the hidden states.
+    """
     vision = Qwen25VLVisionConfig(
         hidden_size=64,
         depth=2,
         num_heads=4,
         intermediate_size=128,
-        out_hidden_size=64,
+        out_hidden_size=256,
         fullatt_block_indexes=(1,),
+        tokens_per_second=2,
     )
     text = TextConfig(
         vocab_size=152_064,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=256,
+        intermediate_size=512,
         num_hidden_layers=3,
-        num_attention_heads=28,
-        num_key_value_heads=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         head_dim=128,
         mrope_section=(16, 24, 24),
         rope_theta=1_000_000.0,
@@ -80,6 +86,7 @@ def tiny(vocab_size: int) -> Qwen25VLConfig:
         out_hidden_size=128,
         window_size=28,
         fullatt_block_indexes=(1,),
+        tokens_per_second=2,
     )
     text = TextConfig(
         vocab_size=vocab_size,
@@ -88,8 +95,8 @@ def tiny(vocab_size: int) -> Qwen25VLConfig:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
-        mrope_section=(8, 12, 12),
+        head_dim=32,
+        mrope_section=(4, 6, 6),
         rope_theta=10_000.0,
         tie_word_embeddings=True,
         **FIXED,

@@ -78,8 +78,8 @@ class Qwen25VLVisionTower(VisionTower):
     ) -> Callable[[Int[Array, ""]], Int[Array, "b p"]]:
         """Frames for some layers, and windows, counted from a frame's upper left, for the others.
 
-        Windows are segments, not an order of patches: a row has few patches, so what attention
-        computes in vain is small beside the products.
+        Windows are segments, not an order of patches: a row has few patches, so the masked part of
+        attention is cheap next to the projections.
         """
         side = self.config.window_patches
         frame = jnp.ones_like(layout.row) if layout.frame is None else layout.frame

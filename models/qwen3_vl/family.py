@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from models.family import Family
 from models.qwen3_vl import folder, sizes
-from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.vision import Qwen3VLVisionTower
 
 FAMILY = Family(
     title=folder.TITLE,
-    config=Qwen3VLConfig,
     tower=Qwen3VLVisionTower,
     sizes=sizes.SIZES,
     tiny=sizes.tiny,

@@ -16,6 +16,7 @@ _SUPPORTED = {
     "text_config": {"hidden_act": "silu", "attention_bias": False},
     "vision_config": {"hidden_act": "gelu_pytorch_tanh"},
 }
+_FIXED = {"qk_norm": True, "attention_bias": False, "mrope_interleaved": True}
 _DEFAULTS = {"mrope_section": (24, 20, 20), "rope_theta": 5_000_000.0}
 
 
@@ -29,7 +30,7 @@ def from_hf(content: Mapping[str, Any]) -> Qwen3VLConfig:
     ids = {name: content[name] for name in IDS if name in content}
     return Qwen3VLConfig(
         read_fields(Qwen3VLVisionConfig, "vision_config", vision, TITLE),
-        read_text(text, tied, TITLE, _DEFAULTS),
+        read_text(text, TITLE, tied=tied, defaults=_DEFAULTS, fixed=_FIXED),
         **ids,
     )
 

@@ -17,18 +17,7 @@ _PUBLISHED = {
 
 
 def qwen3_vl(size: str) -> Qwen3VLConfig:
-    """The dense model of `size`: published ("2b", "4b", "8b", "32b"), or cut for a rehearsal.
-
-    Raises:
-        ValueError: There is no such size.
-    """
-    if size == "rehearsal":
-        return _rehearsal()
-    if size not in _PUBLISHED:
-        raise ValueError(
-            f"size = {size!r}: no published size; choose one of {', '.join(_PUBLISHED)}, or build "
-            "a Qwen3VLConfig"
-        )
+    """The published dense model of `size`."""
     hidden, layers, heads, mlp, tied, large = _PUBLISHED[size]
     vision = Qwen3VLVisionConfig(
         hidden_size=1152 if large else 1024,
@@ -114,4 +103,7 @@ def tiny(vocab_size: int) -> Qwen3VLConfig:
     return Qwen3VLConfig(vision, text)
 
 
-SIZES = {name: functools.partial(qwen3_vl, name) for name in (*_PUBLISHED, "rehearsal")}
+SIZES = {
+    **{name: functools.partial(qwen3_vl, name) for name in _PUBLISHED},
+    "rehearsal": _rehearsal,
+}

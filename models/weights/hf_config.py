@@ -71,15 +71,21 @@ def require_supported(
 
 
 def read_text(
-    text: Mapping[str, Any], tied: bool, title: str, defaults: Mapping[str, Any]
+    text: Mapping[str, Any],
+    title: str,
+    *,
+    tied: bool,
+    defaults: Mapping[str, Any],
+    fixed: Mapping[str, Any],
 ) -> TextConfig:
     """The decoder's configuration.
 
     Args:
         text: its part of config.json.
-        tied: whether input and output embeddings are one.
         title: name of the family.
-        defaults: what the file may lack, and what the family fixes.
+        tied: whether input and output embeddings are one.
+        defaults: what the file may lack.
+        fixed: what the family fixes, whatever the file says.
     """
     # transformers 5 writes `rope_parameters`, 4.57 writes `rope_theta` and `rope_scaling`.
     rope = text.get("rope_parameters")
@@ -97,7 +103,7 @@ def read_text(
     return read_fields(
         TextConfig,
         "text_config",
-        {**defaults, **text, **rope, "tie_word_embeddings": tied},
+        {**defaults, **text, **rope, **fixed, "tie_word_embeddings": tied},
         title,
     )
 

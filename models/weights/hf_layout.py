@@ -1,10 +1,11 @@
 """Which tensor of a Hugging Face checkpoint belongs to which parameter, and in what layout.
 
-A parameter here may differ from its tensor there in three ways:
+A parameter here may differ from its tensor there in these ways:
 
     a stack of layers     text/layers/q [l, d, n, h]    one tensor per layer
     a matrix product      x @ weight, [in, out]         weight @ x, [out, in]
     heads                 axes of their own, [d, n, h]  joined, [n * h, d]
+    biases of heads       [n, h]                        joined, [n * h]
 """
 
 from __future__ import annotations

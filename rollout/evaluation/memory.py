@@ -239,7 +239,8 @@ def _tower(config: ModelConfig, pixels: FrameSettings, tokens: int, item: int) -
     vision = config.vision
     frames = pixels.batch_of(tokens)
     patches = tokens * vision.spatial_merge_size**2
-    hidden = (8 + vision.levels + 1) * vision.hidden_size + 2 * vision.intermediate_size
+    hidden = (8 + vision.levels + 1) * vision.hidden_size
+    hidden += vision.mlp_matrices * vision.intermediate_size
     values = frames * patches * (hidden * item + 2 * vision.patch_dim * 4)
     scores = 2 * frames * min(QUERY_CHUNK, patches) * vision.num_heads * patches * 4
     merged = 3 * vision.hidden_size * vision.spatial_merge_size**2 + 2 * vision.out_hidden_size

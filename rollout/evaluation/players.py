@@ -88,6 +88,11 @@ def load_player(
         features, sampler = _engine(
             settings, folder, config, videos, reader, protocol, prompt, crop, devices
         )
+    if settings.native_video and config.vision.position_rate is not None:
+        raise ValueError(
+            f"--native-video with a model of the family {config.family}, which writes videos in "
+            "another way; leave it out, so that frames are shown as images"
+        )
     overview = read_video_overview if settings.native_video else FrameFeatures.request_overview
     environment = Environment(protocol, features, overview=overview, canonical=pack.reads())
     return Player(sampler, environment, settings, videos, judge, pack)

@@ -121,7 +121,7 @@ class BenchmarkSettings:
     jpeg: int = 0
     """Quality of the JPEG through which resized frames go, from 1 to 100; 0: none."""
     processor_min_pixels: int = 0
-    """Resized frames below this area are enlarged, as Qwen3-VL's processor does (65,536); 0: no."""
+    """Resized frames below this area are enlarged, as the model's processor does; 0: no."""
     frame_times: bool = True
     """Write each frame's time before it."""
     native_video: bool = False

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from models.family import family
 from models.flops import flops_per_token
 from models.model import num_params
 from models.qwen3_vl.sizes import qwen3_vl, tiny
@@ -44,8 +45,8 @@ def test_the_tiny_model_is_tiny_and_complete():
 def test_another_model_or_size_is_refused():
     with pytest.raises(ValueError, match="model_type = 'qwen2_vl'"):
         from_hf({"model_type": "qwen2_vl"})
-    with pytest.raises(ValueError, match="size = '7b': .*2b, 4b, 8b, 32b"):
-        qwen3_vl("7b")
+    with pytest.raises(ValueError, match="model.size: '7b' .*tiny, 2b, 4b, 8b, 32b"):
+        family("qwen3_vl").size("7b")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from models.model import VisionLanguageModel
-from models.qwen3_vl.sizes import qwen3_vl
+from models.qwen3_vl.sizes import SIZES
 from models.weights.hf import save
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def test_the_tiny_notebook_trains_and_answers(tmp_path, monkeypatch):
 def test_the_2b_notebook_trains_adapters_and_compares_them(tmp_path, monkeypatch, assets):
     # The published format, with random weights of small sizes.
     names = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")
-    model = nnx.jit(lambda: VisionLanguageModel(qwen3_vl("rehearsal"), rngs=nnx.Rngs(0)))()
+    model = nnx.jit(lambda: VisionLanguageModel(SIZES["rehearsal"](), rngs=nnx.Rngs(0)))()
     save(model, tmp_path / "weights", files=[assets / "qwen3_vl" / name for name in names])
     monkeypatch.setenv("PARAVT_SMALL", "1")
     monkeypatch.setenv("PARAVT_MODEL", str(tmp_path / "weights"))

@@ -19,7 +19,7 @@ from configs import RECIPES
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
 from models.model import VisionLanguageModel
-from models.qwen3_vl.sizes import qwen3_vl
+from models.qwen3_vl.sizes import SIZES
 from models.weights.hf import save
 from models.weights.hf_config import from_hf
 from paravt_jax.data.preparation import find_tables
@@ -39,7 +39,7 @@ def weights(small_vocabulary, tmp_path_factory) -> pathlib.Path:
     """Weights that have the sizes of a rehearsal."""
     folder = tmp_path_factory.mktemp("weights")
     save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
-    model = nnx.jit(lambda: VisionLanguageModel(qwen3_vl("rehearsal"), rngs=nnx.Rngs(0)))()
+    model = nnx.jit(lambda: VisionLanguageModel(SIZES["rehearsal"](), rngs=nnx.Rngs(0)))()
     save(model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
     return folder / "model"
 
@@ -102,7 +102,7 @@ def test_weights_of_another_size_are_replaced_by_random_ones(assets, tmp_path):
     run = begin(rehearsed(paravt_8b(), assets / "qwen3_vl", tmp_path))
     made = pathlib.Path(run.model.path)
     assert made.is_relative_to(tmp_path)
-    assert from_hf(made / "config.json") == qwen3_vl("rehearsal")
+    assert from_hf(made / "config.json") == SIZES["rehearsal"]()
     tokenizer = (assets / "qwen3_vl" / "tokenizer.json").read_bytes()
     assert (made / "tokenizer.json").read_bytes() == tokenizer
 
