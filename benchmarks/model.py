@@ -36,6 +36,7 @@ from jaxtyping import Float, Int
 
 from models.attention import DenseCache
 from models.config import ModelConfig
+from models.family import family
 from models.flops import flops_per_token, vision_flops
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
@@ -102,8 +103,32 @@ def _small() -> ModelConfig:
     return Qwen3VLConfig(vision, text)
 
 
+def _windowed() -> ModelConfig:
+    """A Qwen2.5-VL of about the same sizes; two of its eight vision blocks see whole frames."""
+    large = family("qwen2_5_vl").size("7b")
+    vision = dataclasses.replace(
+        large.vision,
+        hidden_size=512,
+        depth=8,
+        num_heads=8,
+        intermediate_size=1368,
+        out_hidden_size=1024,
+        fullatt_block_indexes=(3, 7),
+    )
+    text = dataclasses.replace(
+        large.text,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+    return dataclasses.replace(large, vision=vision, text=text)
+
+
 CASES = {
     "small": Case(_small(), tokens=2000, frames=16, grid=(20, 20)),
+    "windowed": Case(_windowed(), tokens=2000, frames=16, grid=(20, 20)),
     "toy": Case(
         dataclasses.replace(tiny(512), image_token_id=500, vision_start_token_id=501),
         tokens=64,
@@ -308,8 +333,8 @@ def make(folder: str, case: Case) -> None:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.Qwen3VLConfig.from_dict(to_hf(case.config))
-    transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    config = transformers.AutoConfig.for_model(**to_hf(case.config))
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
 
 
 def theirs(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
@@ -321,7 +346,7 @@ def theirs(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
     m, k, n = matmul_shape(case)
     a = torch.ones(m, k)
     b = torch.ones(k, n)
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
     make = {"prefill": _their_prefill, "decode": _their_decode, "train": _their_train}
