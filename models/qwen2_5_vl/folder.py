@@ -17,6 +17,8 @@ _VISION = {"hidden_act": "silu"}
 # What the family fixes.
 FIXED = {"qk_norm": False, "attention_bias": True, "mrope_interleaved": False}
 _DEFAULTS = {"mrope_section": (16, 24, 24), "rope_theta": 1_000_000.0}
+# Prefix of tensors -> of modules. Checkpoints keep the names of an earlier transformers.
+MODULES = {"model.": "model.language_model.", "visual.": "model.visual."}
 
 
 def from_hf(content: Mapping[str, Any]) -> Qwen25VLConfig:
@@ -80,3 +82,8 @@ def tensor_layouts(config: Qwen25VLConfig) -> dict[str, TensorLayout]:
         "vision/merger/norm/scale": TensorLayout(f"{merger}.ln_q.weight"),
         **linear_layouts(linears),
     }
+
+
+def vision_modules(config: Qwen25VLConfig) -> dict[str, list[str]]:
+    """Trained part of the tower -> its modules in transformers."""
+    return {"merger": ["model.visual.merger"], "tower": ["model.visual"]}
