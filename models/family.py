@@ -44,6 +44,10 @@ class Family:
     """The content of a config.json, which transformers reads back as the same model."""
     tensor_layouts: Callable[[Any], dict[str, Any]]
     """Path of each parameter -> the `TensorLayout` of its tensor, in the order of new files."""
+    modules: Mapping[str, str]
+    """Prefix of tensors' names -> prefix of their modules in transformers 5; empty if all agree."""
+    vision_modules: Callable[[Any], Mapping[str, list[str]]]
+    """Trained part of the tower (`merger` or `tower`) -> its modules in transformers 5."""
     processor: Mapping[str, str]
     """Names of transformers' classes: processor, image_processor and video_processor."""
 

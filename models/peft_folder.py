@@ -1,7 +1,8 @@
 """Adapters as a folder in the format of PEFT: `adapter_model.safetensors`, `adapter_config.json`.
 
-PEFT opens what `save_adapters` writes, and `load` opens what PEFT saved. Names and layouts follow
-from the table of the model's own weights (`hf_layout.tensor_layouts`):
+PEFT opens what `save_adapters` writes, and `load` opens what PEFT saved. Layouts follow from the
+table of the model's own weights (`hf_layout.tensor_layouts`). Names are those of modules in
+transformers 5, which for some families differ from the names of tensors (`Family.modules`):
 
     text/layers/q             [l, d, n, h]  model. ... .{}.self_attn.q_proj.weight
     text/layers/adapters/q/a  [l, d, r]     base_model.model. ... .q_proj.lora_A.weight  [r, d]
@@ -25,6 +26,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from models.config import ModelConfig
+from models.family import family_of
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, matrices
 from models.model import VisionLanguageModel, abstract_model
@@ -208,21 +210,34 @@ def _layouts(model: VisionLanguageModel, train_vision: TrainVision) -> dict[str,
     saved = flat_parameters(_state(model, train_vision))
     modules = {
         path: dataclasses.replace(layout, name=_PREFIX + layout.name)
-        for path, layout in tensor_layouts(model.config).items()
+        for path, layout in _module_layouts(model.config).items()
         if path in saved
     }
     return adapters | modules
 
 
+def _module_layouts(config: ModelConfig) -> dict[str, TensorLayout]:
+    """Path of each parameter of a base -> its tensor, with the name that it has in transformers."""
+    modules = family_of(config).modules
+
+    def renamed(layout: TensorLayout) -> TensorLayout:
+        for tensor, module in modules.items():
+            if layout.name.startswith(tensor):
+                return dataclasses.replace(layout, name=module + layout.name.removeprefix(tensor))
+        return layout
+
+    return {path: renamed(layout) for path, layout in tensor_layouts(config).items()}
+
+
 def _trained_vision(header: Header, config: ModelConfig) -> TrainVision:
     """The part of the tower whose tensors are in a file."""
-    layouts = tensor_layouts(config)
-    # The first tensor of each part; `_require_fit` compares all of them.
-    firsts: dict[TrainVision, str] = {
-        "tower": "vision/positions",
+    layouts = _module_layouts(config)
+    # A tensor of each part; `_require_fit` compares all of them. The tower has the mergers too.
+    samples: dict[TrainVision, str] = {
+        "tower": "vision/patch/kernel",
         "merger": "vision/merger/fc1/kernel",
     }
-    for part, path in firsts.items():
+    for part, path in samples.items():
         if _PREFIX + layouts[path].name in header.tensors:
             return part
     return "none"
@@ -230,7 +245,7 @@ def _trained_vision(header: Header, config: ModelConfig) -> TrainVision:
 
 def _stems(model: VisionLanguageModel) -> dict[str, str]:
     """Name of each matrix of the layers -> its module's name, with `{}` for the layer's number."""
-    layouts = tensor_layouts(model.config)
+    layouts = _module_layouts(model.config)
     names = matrices(model.text)
     return {name: layouts[f"{_STACK}/{name}"].name.removesuffix(".weight") for name in names}
 
@@ -245,10 +260,7 @@ def _config(
         re.escape(stems[name]).replace(r"\{\}", r"\d+") for name in model.text.layers.adapters
     ]
     alpha = settings.alpha
-    # PEFT looks for modules whose names end like this. It does not save a list as a whole.
-    levels = range(model.config.vision.levels)
-    mergers = ["visual.merger", *(f"visual.deepstack_merger_list.{level}" for level in levels)]
-    saved = {"none": None, "merger": mergers, "tower": ["model.visual"]}
+    vision_modules = family_of(model.config).vision_modules(model.config)
     return {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -257,7 +269,7 @@ def _config(
         "init_lora_weights": True,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": settings.dropout,
-        "modules_to_save": saved[train_vision],
+        "modules_to_save": vision_modules.get(train_vision),
         "peft_type": "LORA",
         "r": settings.rank,
         "target_modules": "|".join(patterns),

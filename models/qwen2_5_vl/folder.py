@@ -18,6 +18,8 @@ _VISION = {"hidden_act": "silu"}
 FIXED = {"qk_norm": False, "attention_bias": True, "mrope_interleaved": False}
 # Those of transformers.
 _DEFAULTS = {"mrope_section": (16, 24, 24), "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
+# Prefix of tensors -> of modules. Checkpoints keep the names of an earlier transformers.
+MODULES = {"model.": "model.language_model.", "visual.": "model.visual."}
 
 
 def from_hf(content: Mapping[str, Any]) -> Qwen25VLConfig:
@@ -88,3 +90,8 @@ def tensor_layouts(config: Qwen25VLConfig) -> dict[str, TensorLayout]:
         "vision/merger/norm/scale": TensorLayout(f"{merger}.ln_q.weight"),
         **linear_layouts(linears),
     }
+
+
+def vision_modules(config: Qwen25VLConfig) -> dict[str, list[str]]:
+    """Trained part of the tower -> its modules in transformers."""
+    return {"merger": ["model.visual.merger"], "tower": ["model.visual"]}

@@ -14,6 +14,8 @@ FAMILY = Family(
     from_hf=folder.from_hf,
     to_hf=folder.to_hf,
     tensor_layouts=folder.tensor_layouts,
+    modules={},
+    vision_modules=folder.vision_modules,
     processor={
         "processor": "Qwen3VLProcessor",
         "image_processor": "Qwen2VLImageProcessor",

@@ -86,3 +86,11 @@ def _vision_layouts(config: Qwen3VLConfig) -> dict[str, TensorLayout]:
         table[f"{ours}/scale"] = TensorLayout(f"{theirs}.weight")
         table[f"{ours}/bias"] = TensorLayout(f"{theirs}.bias")
     return table
+
+
+def vision_modules(config: Qwen3VLConfig) -> dict[str, list[str]]:
+    """Trained part of the tower -> its modules in transformers."""
+    visual = "model.visual"
+    # PEFT does not save a list of modules as a whole.
+    deepstack = [f"{visual}.deepstack_merger_list.{level}" for level in range(config.vision.levels)]
+    return {"merger": [f"{visual}.merger", *deepstack], "tower": [visual]}

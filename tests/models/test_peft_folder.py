@@ -17,12 +17,13 @@ from models.model import VisionLanguageModel
 from models.sharding import make_mesh
 from models.weights import hf
 from models.weights.hf_config import from_hf
-from models.weights.hf_layout import tensor_shapes
+from models.weights.hf_layout import tensor_layouts, tensor_shapes
 from tests.models import parity_ours
-from tests.models.parity import CASES, make_sample, write_model
+from tests.models.parity import CASES, Case, make_sample, write_model
 
 SETTINGS = LoRASettings(rank=3, alpha=6.0, rank_stabilized=True)
-CASE = CASES["images, two rows, two levels"]
+# One of each family.
+NAMES = ("images, two rows, two levels", "windows, images of many sizes")
 
 
 def randomise(model: VisionLanguageModel) -> None:
@@ -32,18 +33,23 @@ def randomise(model: VisionLanguageModel) -> None:
         adapter.b.set_value(jnp.asarray(rng.normal(0, 0.2, adapter.b.shape), jnp.float32))
 
 
+@pytest.fixture(scope="module", params=NAMES)
+def case(request) -> Case:
+    return CASES[request.param]
+
+
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(case, tmp_path_factory):
     """The folder of a small base."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "weights").mkdir()
-    shapes = tensor_shapes(from_hf(CASE.config))
+    shapes = tensor_shapes(from_hf(case.config))
     rng = np.random.default_rng(0)
     weights = {
         name: rng.normal(float("norm" in name and name.endswith("weight")), 0.2, shape)
         for name, shape in shapes.items()
     }
-    write_model(folder / "weights", CASE.config, weights)
+    write_model(folder / "weights", case.config, weights)
     return folder / "weights"
 
 
@@ -80,15 +86,16 @@ def change(folder, **fields):
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def test_tensors_have_the_names_and_shapes_of_peft(saved):
+def test_tensors_have_the_names_and_shapes_of_peft(case, saved):
     shapes = {name: x.shape for name, x in load_file(saved / "adapter_model.safetensors").items()}
     layer = "base_model.model.model.language_model.layers"
+    width = case.config["text_config"]["intermediate_size"]
     assert len(shapes) == 2 * 7 * 2
     assert shapes[f"{layer}.0.self_attn.q_proj.lora_A.weight"] == (3, 32)
     assert shapes[f"{layer}.1.self_attn.k_proj.lora_B.weight"] == (16, 3)
     assert shapes[f"{layer}.0.self_attn.o_proj.lora_A.weight"] == (3, 32)
-    assert shapes[f"{layer}.1.mlp.gate_proj.lora_B.weight"] == (24, 3)
-    assert shapes[f"{layer}.1.mlp.down_proj.lora_A.weight"] == (3, 24)
+    assert shapes[f"{layer}.1.mlp.gate_proj.lora_B.weight"] == (width, 3)
+    assert shapes[f"{layer}.1.mlp.down_proj.lora_A.weight"] == (3, width)
 
 
 def test_the_products_of_the_stored_tensors_are_what_merging_adds(base, saved):
@@ -134,9 +141,9 @@ def test_a_folder_of_weights_is_loaded_as_it_is(base):
     assert peft_folder.base_folder(base) == base
 
 
-def test_adapters_on_their_base_write_the_tokens_of_the_merged_model(base, saved, tmp_path):
+def test_adapters_on_their_base_write_the_tokens_of_the_merged_model(case, base, saved, tmp_path):
     model = peft_folder.load(saved)
-    sample = make_sample(CASE)
+    sample = make_sample(case)
     tokens = parity_ours.greedy(model, parity_ours.batch_of(sample, model.config))
     merge_adapters(model.text)
     hf.save(model, tmp_path / "merged")
@@ -151,11 +158,11 @@ def test_the_digest_of_a_base_does_not_depend_on_the_type_it_is_loaded_in(base):
     assert single == peft_folder.base_fingerprint(hf.load(base, param_dtype=jnp.bfloat16))
 
 
-def test_a_base_with_another_number_is_refused(base, folder, tmp_path):
+def test_a_base_with_another_number_is_refused(case, base, folder, tmp_path):
     weights = load_file(base / "model.safetensors")
-    weights["model.visual.pos_embed.weight"][0, 0] += 1
+    weights[tensor_layouts(from_hf(case.config))["vision/patch/kernel"].name].flat[0] += 1
     (tmp_path / "other").mkdir()
-    write_model(tmp_path / "other", CASE.config, weights)
+    write_model(tmp_path / "other", case.config, weights)
     change(folder, base_model_name_or_path=str(tmp_path / "other"))
     with pytest.raises(ValueError, match="belongs to a base with the fingerprint .*; name the rig"):
         peft_folder.load(folder)
@@ -163,9 +170,9 @@ def test_a_base_with_another_number_is_refused(base, folder, tmp_path):
     assert peft_folder.load(folder).text.layers.adapters
 
 
-def test_a_base_of_another_size_is_refused_before_its_weights_are_read(folder, tmp_path):
-    config = json.loads(json.dumps(CASE.config))
-    config["text_config"]["intermediate_size"] = 40
+def test_a_base_of_another_size_is_refused_before_its_weights_are_read(case, folder, tmp_path):
+    config = json.loads(json.dumps(case.config))
+    config["text_config"]["intermediate_size"] += 8
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
     change(folder, base_model_name_or_path=str(tmp_path / "other"))
