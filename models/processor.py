@@ -51,7 +51,9 @@ class _Visual(NamedTuple):
 def video_frame_indices(
     frames: int, fps: float, sample_fps: float = 2.0, min_frames: int = 4, max_frames: int = 768
 ) -> Int[np.ndarray, " m"]:
-    """The frames of a video that the official processor takes: evenly spread, with both ends.
+    """The frames of a video that Qwen3-VL's processor takes: evenly spread, with both ends.
+
+    Other families get frames from it, too; their own processors in transformers choose others.
 
     Args:
         frames: number of frames of the video.
@@ -90,7 +92,8 @@ class Processor:
         config: the model's sizes and special tokens.
         image_limits: smallest and largest area of an image, in pixels.
         video_limits: smallest and largest area of all frames of a video together, in pixels; of
-            each frame, if the family counts time in positions (`VisionConfig.position_rate`).
+            each frame, if the family counts time in positions (`VisionConfig.position_rate`). The
+            limits of transformers' `cap_pixels_per_frame` are not applied.
     """
 
     tokenizer: Any
@@ -130,8 +133,8 @@ class Processor:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(
-                    f"{name}: not in {folder}; give the folder of a Qwen3-VL model with its "
-                    "tokenizer"
+                    f"{name}: not in {folder}; give the folder of a supported model with "
+                    "its tokenizer"
                 )
         return cls(AutoTokenizer.from_pretrained(folder), config, limits["image"], limits["video"])
 
@@ -148,9 +151,10 @@ class Processor:
                 or a list of
                 {"type": "text", "text": str},
                 {"type": "image", "image": uint8 [h, w, 3], a PIL image or a path} and
-                {"type": "video", "video": (uint8 [n, h, w, 3], n times in seconds)}.
-                `video_frame_indices` says which frames of a video to take. Special tokens in a text
-                become special tokens.
+                {"type": "video", "video": (uint8 [n, h, w, 3], n times in seconds), "fps": float}.
+                `video_frame_indices` says which frames of a video to take. "fps" is optional: the
+                rate of the given frames, for families that count time in positions. Special tokens
+                in a text become special tokens.
             tools: schemas of tools that the template offers to the model.
             add_generation_prompt: whether to end with the opening of the assistant's turn.
 
@@ -160,7 +164,7 @@ class Processor:
         """
         bare, items = _separate(messages)
         visuals = [
-            self._image(item["image"]) if item["type"] == "image" else self._video(item["video"])
+            self._image(item["image"]) if item["type"] == "image" else self._video(item)
             for item in items
         ]
         text = self.tokenizer.apply_chat_template(
@@ -191,25 +195,35 @@ class Processor:
         patches, grid = self._patches(resize(pixels, size)[None], video=False)
         return _Visual(_TOKENS["image"] * self._tokens(grid), patches, grid)
 
-    def _video(self, video: Any) -> _Visual:
-        frames, times = _clip(video)
-        temporal = self.config.vision.temporal_patch_size
-        count, height, width, _ = frames.shape
-        if self.config.vision.position_rate is None:
-            size = video_size(count, height, width, self.video_limits, self._factor, temporal)
-        else:
-            size = image_size(height, width, self.video_limits, self._factor)
+    def _video(self, item: Mapping[str, Any]) -> _Visual:
+        frames, times = _clip(item["video"])
+        size = self._video_size(*frames.shape[:3])
         resized = np.stack([resize(frame, size) for frame in frames])
         patches, grid = self._patches(resized, video=True)
-        if self.config.vision.position_rate is not None:
-            spacing = (times[-1] - times[0]) / max(count - 1, 1)
-            text = _TOKENS["video"] * self._tokens(grid)
-            return _Visual(text, patches, grid, float(temporal * spacing))
-        # The text has one block of placeholders per temporal slice, after the slice's time.
+        temporal = self.config.vision.temporal_patch_size
+        seconds = _slice_seconds(times, item.get("fps"), temporal)
+        return _Visual(self._video_text(grid, times), patches, grid, seconds)
+
+    def _video_size(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """The (height, width) at which frames are shown."""
+        vision = self.config.vision
+        if vision.position_rate is not None:
+            return image_size(height, width, self.video_limits, self._factor)
+        temporal = vision.temporal_patch_size
+        return video_size(frames, height, width, self.video_limits, self._factor, temporal)
+
+    def _video_text(
+        self, grid: tuple[int, int, int], times: Sequence[float] | Real[np.ndarray, " t"]
+    ) -> str:
+        """What replaces the placeholder of a video in the text."""
+        vision = self.config.vision
+        if vision.position_rate is not None:
+            return _TOKENS["video"] * self._tokens(grid)
+        # One block of placeholders per temporal slice, after the slice's time.
         placeholders = _TOKENS["video"] * (self._tokens(grid) // grid[0])
         block = _TOKENS["vision_start"] + placeholders + _TOKENS["vision_end"]
-        text = "".join(f"<{time:.1f} seconds>{block}" for time in slice_times(times, temporal))
-        return _Visual(text, patches, grid)
+        shown = slice_times(times, vision.temporal_patch_size)
+        return "".join(f"<{time:.1f} seconds>{block}" for time in shown)
 
     def _patches(
         self, frames: UInt8[np.ndarray, "t h w 3"], video: bool
@@ -245,7 +259,7 @@ def _settings(folder: Path, kind: str) -> dict[str, Any]:
     if not single.is_file():
         raise FileNotFoundError(
             f"{single.name}: not in {folder}, nor in a {joint.name} there; give the folder of a "
-            "Qwen3-VL model"
+            "supported model"
         )
     return json.loads(single.read_text(encoding="utf-8"))
 
@@ -265,11 +279,11 @@ def _limits(kind: str, settings: Mapping[str, Any], vision: VisionConfig) -> tup
                 f"{kind} processor, {name} = {settings.get(name)}: only {value} is supported; give "
                 "the folder of this model"
             )
-    # Older files have the limits under names of their own.
-    older = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
-    size = settings.get("size") or {
-        name: settings[other] for name, other in older.items() if other in settings
-    }
+    size = dict(settings.get("size") or {})
+    # Older files have the limits under other names. As in transformers, those override.
+    for name, older in {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}.items():
+        if settings.get(older) is not None:
+            size[name] = settings[older]
     if not {"shortest_edge", "longest_edge"} <= size.keys():
         raise ValueError(
             f"{kind} processor, size = {size}: needs shortest_edge and longest_edge, in pixels; "
@@ -332,7 +346,33 @@ def _pixels(image: Any) -> UInt8[np.ndarray, "h w 3"]:
     return image
 
 
-def _clip(video: Any) -> tuple[UInt8[np.ndarray, "t h w 3"], Sequence[float]]:
+def _slice_seconds(
+    times: Sequence[float] | Real[np.ndarray, " t"], fps: float | None, temporal: int
+) -> float:
+    """Seconds from slice to slice of a video, where a slice has `temporal` frames.
+
+    Without `fps`, they follow from the mean distance of the times. With it, they are those of
+    transformers, if `fps` is its rate: frames given / frames in the file * rate of the file. Both
+    are the same for frames at equal distances, if the file ends one distance after the last frame.
+    Otherwise they differ slightly, and positions by one: of 100 frames at 25 per second,
+    transformers takes 0, 12, 25, 37, 50, 62, 75, 87 and counts 1 second per slice; by their times
+    it is 0.994.
+
+    Raises:
+        ValueError: the rate is not above 0, or not finite.
+    """
+    if fps is None:
+        return float(temporal * (times[-1] - times[0]) / max(len(times) - 1, 1))
+    if not 0 < fps < math.inf:
+        raise ValueError(
+            f"video: fps = {fps}; give the given frames per second, above 0, or leave it out"
+        )
+    return float(temporal / fps)
+
+
+def _clip(
+    video: Any,
+) -> tuple[UInt8[np.ndarray, "t h w 3"], Sequence[float] | Real[np.ndarray, " t"]]:
     """The checked frames and times of a video."""
     if not isinstance(video, (tuple, list)) or len(video) != 2:
         raise ValueError(
@@ -344,6 +384,8 @@ def _clip(video: Any) -> tuple[UInt8[np.ndarray, "t h w 3"], Sequence[float]]:
         raise ValueError(
             f"video: frames are {_describe(frames)}; give uint8 [frames, height, width, 3]"
         )
+    if not len(frames):
+        raise ValueError("video: 0 frames; give at least one: check the decoder")
     if len(times) != len(frames) or not np.isfinite(times).all():
         raise ValueError(
             f"video: {len(times)} times for {len(frames)} frames; give one finite time in seconds "

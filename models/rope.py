@@ -121,9 +121,13 @@ def _blocks(
     if rate is None:
         image = np.zeros(1, int)
         return [_Block(image, *grid[-2:]) for grid in grids for _ in range(math.prod(grid[:-2]))]
+    # As in transformers, times are float32 until they are rounded down. In float64, the rate of 4
+    # frames of 90 at 30 per second gives 1.4999999999999998 seconds and time 2 where 3 is right.
+    steps = [np.float32(rate) * np.float32(each) for each in seconds]
+    counts = [np.arange(math.prod(grid[:-2]), dtype=np.float32) for grid in grids]
     return [
-        _Block((np.arange(math.prod(grid[:-2])) * rate * each).astype(int), *grid[-2:])
-        for grid, each in zip(grids, seconds, strict=True)
+        _Block((count * step).astype(int), *grid[-2:])
+        for grid, count, step in zip(grids, counts, steps, strict=True)
     ]
 
 

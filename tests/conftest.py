@@ -67,6 +67,7 @@ from paravt_jax.world import videos as world
 from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.vocabulary import build_tokenizer
 from tests import processes
+from tests.cut_tokenizer import cut_tokenizer
 
 # The first example of a property compiles, so its time says nothing about the property.
 hypothesis.settings.register_profile("paravt", deadline=None, print_blob=True)
@@ -161,9 +162,7 @@ def small_vocabulary() -> Vocabulary:
 @pytest.fixture(scope="session")
 def cut_vocabulary(assets) -> Vocabulary:
     """The published tokenizer as older families have it: `<think>` and others are ordinary text."""
-    content = json.loads((assets / "qwen3_vl" / "tokenizer.json").read_text())
-    cut = ("<tool_response>", "</tool_response>", "<think>", "</think>")
-    content["added_tokens"] = [x for x in content["added_tokens"] if x["content"] not in cut]
+    content = cut_tokenizer(assets / "qwen3_vl")
     return Vocabulary(tokenizers.Tokenizer.from_str(json.dumps(content)))
 
 

@@ -54,8 +54,8 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
         )
     if not hub.is_hub_id(str(source)):
         raise FileNotFoundError(
-            f"{source}: no such folder, and no hub id (owner/name); give the folder of a Qwen3-VL "
-            "checkpoint"
+            f"{source}: no such folder, and no hub id (owner/name); give the folder of a "
+            "supported model"
         )
     patterns = [*_COMPANIONS]
     if weights:
@@ -95,7 +95,7 @@ def weights_files(folder: Path) -> list[str]:
     index = folder / _INDEX
     if not index.exists():
         raise FileNotFoundError(
-            f"{folder}: has neither {_FILE} nor {_INDEX}; give the folder of a Qwen3-VL checkpoint"
+            f"{folder}: has neither {_FILE} nor {_INDEX}; give the folder of a supported model"
         )
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))

@@ -1,6 +1,6 @@
 """Messages to inputs: sizes, patches, text, and errors.
 
-test_processor_parity compares with the official processor, tests/golden with recorded sizes.
+test_processor_parity compares with transformers, tests/golden with recorded sizes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from PIL import Image
 
 from models.patches import patchify
 from models.processor import Processor, slice_times, video_frame_indices
+from models.qwen2_5_vl.sizes import qwen2_5_vl
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.weights.hf_config import from_hf
 from paravt_jax.data.frames import resize
@@ -201,6 +202,38 @@ def test_the_slices_of_a_video_come_after_their_times(processor):
     assert inputs.grids == [(2, 4, 4)] and processor.tokenizer.decode(inputs.ids) == text
 
 
+@pytest.fixture(scope="module")
+def counting_processor(processor) -> Processor:
+    """Of a family that counts the seconds of a video in its positions."""
+    return dataclasses.replace(processor, config=qwen2_5_vl("7b"))
+
+
+def test_the_positions_of_a_video_count_its_seconds(counting_processor):
+    frames = pixels(6, 84, 56)
+    clip = (frames, np.arange(6) * 0.5)
+    inputs = counting_processor(ask({"type": "video", "video": clip}))
+    assert inputs.grids == [(3, 6, 4)]
+    # Two positions per second, and 1 second per slice.
+    seen = inputs.positions[0, inputs.visual_index >= 0]
+    assert (seen - seen[0]).reshape(3, 6)[:, 0].tolist() == [0, 2, 4]
+    named = counting_processor(ask({"type": "video", "video": clip, "fps": 0.5}))
+    seen = named.positions[0, named.visual_index >= 0]
+    assert (seen - seen[0]).reshape(3, 6)[:, 0].tolist() == [0, 8, 16]
+
+
+@pytest.mark.parametrize("fps", [0, -1.0, float("inf"), float("nan")])
+def test_a_rate_that_is_not_above_0_is_refused(counting_processor, fps):
+    item = {"type": "video", "video": (FRAMES, [0.0, 1.0, 2.0, 3.0]), "fps": fps}
+    with pytest.raises(ValueError, match="video: fps = "):
+        counting_processor(ask(item))
+
+
+def test_a_video_without_frames_is_refused_by_every_family(processor, counting_processor):
+    for each in (processor, counting_processor):
+        with pytest.raises(ValueError, match="video: 0 frames"):
+            each(ask({"type": "video", "video": (FRAMES[:0], [])}))
+
+
 def test_the_protocol_writes_timed_images_as_the_processor_does(assets, processor):
     frames = [Frame("a.mp4", i, time) for i, time in enumerate((0.0, 12.5, 139.96))]
     question = Question(
@@ -250,7 +283,6 @@ FRAMES = np.zeros((4, 64, 64, 3), np.uint8)
             ask({"type": "video", "video": (FRAMES, [0.0, 1.0, 2.0, float("nan")])}),
             "4 times .*finite",
         ),
-        (ask({"type": "video", "video": (FRAMES[:0], [])}), "video: 0 frames"),
         (ask({"type": "image_url", "image_url": "a.png"}), "of type 'image_url'"),
         (ask({"type": "image", "url": "a.png"}), "of type 'image'"),
         (
@@ -278,6 +310,18 @@ def test_transformers_5_has_both_settings_in_one_file(assets, processor, tmp_pat
     }
     (tmp_path / "processor_config.json").write_text(json.dumps(kinds))
     assert Processor.load(tmp_path, processor.config).video_limits == (1, 2)
+
+
+def test_older_names_override_the_size(assets, processor, tmp_path):
+    folder = assets / "qwen3_vl"
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / file).symlink_to(folder / file)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    # The older file has no other for videos.
+    settings |= {"min_pixels": 4096, "max_pixels": None}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    loaded = Processor.load(tmp_path, processor.config)
+    assert loaded.image_limits == loaded.video_limits == (4096, 16_777_216)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,24 @@
-"""Equality with transformers' processor and `get_rope_index`.
+"""Equality with transformers' processors and `get_rope_index`, for every family.
 
 Answers are recorded, and computed live if torch is installed.
-`python tests/models/test_processor_parity.py` (with torch and PARAVT_TEST_ASSETS) records them
-again. The oracle runs in its own process: it needs a stand-in for torchvision, which must exist
+`python -m tests.models.test_processor_parity` (with torch and PARAVT_TEST_ASSETS) records them
+again. The oracles run in their own process: they need a stand-in for torchvision, which must exist
 before transformers is first imported.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.machinery
+import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +27,10 @@ import pytest
 
 from models.model import Inputs
 from models.processor import Processor, video_frame_indices
+from models.qwen2_5_vl.sizes import qwen2_5_vl
 from models.weights.hf_config import from_hf
 from paravt_jax.data.sizes import image_size, video_size
+from tests.cut_tokenizer import cut_settings, cut_tokenizer
 
 RECORDED = Path(__file__).with_name("golden_processor.npz")
 ROOT = Path(__file__).parents[2]
@@ -45,11 +51,23 @@ def image(seed: int, height: int, width: int) -> dict[str, Any]:
     return {"type": "image", "image": picture(seed, height, width, 3)}
 
 
-def video(seed: int, indices: list[int], fps: float, height: int, width: int) -> dict[str, Any]:
+def video(
+    seed: int, indices: list[int], total: int, fps: float, height: int, width: int
+) -> dict[str, Any]:
+    """The frames `indices` of a video of `total` frames, with its metadata for the oracle."""
     return {
         "type": "video",
         "video": (picture(seed, len(indices), height, width, 3), [i / fps for i in indices]),
+        "fps": len(indices) / total * fps,
+        "metadata": {"total_num_frames": total, "fps": fps, "frames_indices": indices},
     }
+
+
+def spread_video(seed: int, count: int, step: int, fps: float, *size: int) -> dict[str, Any]:
+    """Every `step`-th frame of a video. Their rate follows from their times."""
+    item = video(seed, [*range(0, count * step, step)], count * step, fps, *size)
+    del item["fps"]
+    return item
 
 
 def text(words: str) -> dict[str, Any]:
@@ -65,57 +83,123 @@ CALL = {
     "content": "Look.",
     "tool_calls": [{"function": {"name": "look", "arguments": {"start": 1.5}}}],
 }
-SAMPLES: dict[str, list[dict[str, Any]]] = {
-    "text only": [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is 12.5 + 3?\n\n<think>"},
-    ],
-    "image": [user(image(0, 192, 352), text("What is this?"))],
-    "two images of different grids": [
-        user(text("Compare "), image(1, 320, 224), text(" and "), image(2, 256, 288))
-    ],
-    "video": [user(video(3, [0, 12, 24, 37, 49, 61, 74, 99], 25.0, 64, 96), text("What happens?"))],
-    "two videos, odd counts": [
-        user(
-            video(4, [0, 7, 14, 21, 29], 29.97, 96, 64),
-            video(5, [10, 11, 13], 12.5, 128, 160),
-            text("Which?"),
-        )
-    ],
-    "image, video and text": [
-        user(
-            image(6, 448, 160),
-            text("then"),
-            video(7, [0, 1, 5, 9], 7.5, 64, 32),
-            text("and"),
-            image(8, 256, 256),
-        )
-    ],
-    "timed images": [
-        user(
-            *(
-                item
-                for t in (0.0, 12.5, 139.96)
-                for item in (text(f"<{t:.1f} seconds>"), image(int(t), 224, 320))
-            ),
-            text("When?"),
-        )
-    ],
-    "several turns, tools": [
-        {"role": "system", "content": [text("You look at videos.")]},
-        user(image(9, 288, 256), text("Look.")),
-        CALL,
-        {"role": "tool", "content": [text("seen: "), image(10, 256, 320)]},
-        {"role": "tool", "content": "nothing"},
-        {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nA bird."},
-        user(video(11, [0, 30], 30.0, 64, 64), text("And here?")),
-    ],
-    "resized image and video": [
-        user(image(12, 301, 200), video(13, [0, 5, 10], 10.0, 70, 101), text("?"))
-    ],
-    "sides below a patch": [user(image(14, 12, 2200), video(15, [0, 1], 1.0, 9, 40))],
+
+
+def samples(unit: int) -> dict[str, list[dict[str, Any]]]:
+    """Conversations. Most sizes are multiples of `unit`, the side of a visual token in pixels."""
+    return {
+        "text only": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "What is 12.5 + 3?\n\n<think>"},
+        ],
+        "image": [user(image(0, 6 * unit, 11 * unit), text("What is this?"))],
+        "two images of different grids": [
+            user(
+                text("Compare "),
+                image(1, 10 * unit, 7 * unit),
+                text(" and "),
+                image(2, 8 * unit, 9 * unit),
+            )
+        ],
+        "video": [
+            user(
+                video(3, [0, 12, 24, 37, 49, 61, 74, 99], 100, 25.0, 2 * unit, 3 * unit),
+                text("What happens?"),
+            )
+        ],
+        "two videos, odd counts": [
+            user(
+                video(4, [0, 7, 14, 21, 29], 30, 29.97, 3 * unit, 2 * unit),
+                video(5, [10, 11, 13], 14, 12.5, 4 * unit, 5 * unit),
+                text("Which?"),
+            )
+        ],
+        "image, video and text": [
+            user(
+                image(6, 14 * unit, 5 * unit),
+                text("then"),
+                video(7, [0, 1, 5, 9], 10, 7.5, 4 * unit, unit),
+                text("and"),
+                image(8, 8 * unit, 8 * unit),
+            )
+        ],
+        "timed images": [
+            user(
+                *(
+                    item
+                    for t in (0.0, 12.5, 139.96)
+                    for item in (
+                        text(f"<{t:.1f} seconds>"),
+                        image(int(t), 7 * unit, 10 * unit),
+                    )
+                ),
+                text("When?"),
+            )
+        ],
+        "several turns, tools": [
+            {"role": "system", "content": [text("You look at videos.")]},
+            user(image(9, 9 * unit, 8 * unit), text("Look.")),
+            CALL,
+            {"role": "tool", "content": [text("seen: "), image(10, 8 * unit, 10 * unit)]},
+            {"role": "tool", "content": "nothing"},
+            {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nA bird."},
+            user(spread_video(11, 2, 30, 30.0, 2 * unit, 2 * unit), text("And here?")),
+        ],
+        # Both sides of the frames shrink. If the width grew, Pillow would resample the axes in the
+        # other order than torch, and noise would differ by up to 5 of 255 levels.
+        "resized image and video": [
+            user(
+                image(12, 301, 200),
+                spread_video(13, 3, 5, 10.0, 2 * unit + 6, 3 * unit + 5),
+                text("?"),
+            )
+        ],
+        "sides below a patch": [user(image(14, 12, 2200), spread_video(15, 2, 1, 1.0, 9, 40))],
+        "evenly spread frames": [
+            user(spread_video(16, 7, 11, 29.97, 2 * unit, 2 * unit), text("How long?"))
+        ],
+        # The slices are 1.5 seconds apart, or 1.4999999999999998 in float64.
+        "a rate that is rounded": [
+            user(video(17, [0, 22, 45, 67], 90, 30.0, 2 * unit, 2 * unit), text("How long?"))
+        ],
+    }
+
+
+SAMPLES = {
+    "qwen3_vl": samples(32),
+    "qwen2_5_vl": samples(28)
+    | {"one frame": [user(video(18, [0], 1, 25.0, 56, 84), text("What is this?"))]},
 }
-RESIZED = {name for name in SAMPLES if name.startswith(("resized", "sides"))}
+CASES = [(family, name) for family, cases in SAMPLES.items() for name in cases]
+
+
+def is_resized(name: str) -> bool:
+    return name.startswith(("resized", "sides"))
+
+
+def qwen2_5_vl_folder(qwen3_vl: Path, target: Path) -> Path:
+    """Writes the processor of Qwen2.5-VL: its published settings, and the cut tokenizer."""
+    vision = qwen2_5_vl("7b").vision
+    settings = {
+        "min_pixels": 3136,
+        "max_pixels": 12_845_056,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": list(vision.pixel_mean),
+        "image_std": list(vision.pixel_std),
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+    }
+    contents = {
+        "preprocessor_config.json": settings,
+        "tokenizer.json": cut_tokenizer(qwen3_vl),
+        "tokenizer_config.json": cut_settings(qwen3_vl),
+    }
+    for name, content in contents.items():
+        (target / name).write_text(json.dumps(content))
+    (target / "chat_template.jinja").symlink_to(qwen3_vl / "chat_template.jinja")
+    return target
 
 
 def tools(name: str) -> list[dict[str, Any]] | None:
@@ -136,40 +220,39 @@ def arguments() -> tuple[np.ndarray, np.ndarray]:
 
 
 class Oracle:
-    """The official processor and position rule."""
+    """The processor and position rule that transformers has for a family."""
 
-    def __init__(self, folder: Path):
-        _stand_in_for_torchvision()
+    def __init__(self, family: str, folder: Path):
         import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
         import transformers
 
         self.processor: Any = transformers.AutoProcessor.from_pretrained(folder)
         self.processor.video_processor.cap_pixels_per_frame = False
+        small = {"depth": 1, "num_hidden_layers": 1, "deepstack_visual_indexes": [0]}
+        # As in the published files of Qwen2.5-VL; transformers' default is 4.
+        small["tokens_per_second"] = 2
+        config = transformers.AutoConfig.for_model(
+            family, text_config=dict(small), vision_config=dict(small)
+        )
         with torch.device("meta"):
-            small = {"depth": 1, "num_hidden_layers": 1, "deepstack_visual_indexes": [0]}
-            self.model: Any = transformers.Qwen3VLModel(
-                transformers.Qwen3VLConfig(text_config=dict(small), vision_config=dict(small))
-            )
+            self.model: Any = transformers.AutoModel.from_config(config)
 
     def __call__(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> dict[str, np.ndarray]:
         items = [item for m in messages if isinstance(m["content"], list) for item in m["content"]]
         images = [item["image"] for item in items if item["type"] == "image"]
-        clips = [item["video"] for item in items if item["type"] == "video"]
+        clips = [item for item in items if item["type"] == "video"]
         # These messages also have the official form; the template ignores pixels.
         prompt = self.processor.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
         given: dict[str, Any] = {"text": [prompt], "images": images or None}
         if clips:
-            metadata = [
-                {"total_num_frames": len(times), "fps": 1.0, "frames_indices": list(times)}
-                for _, times in clips
-            ]
             given |= {
-                "videos": [frames for frames, _ in clips],
-                "video_metadata": metadata,
+                "videos": [clip["video"][0] for clip in clips],
+                # The processor changes what it gets.
+                "video_metadata": [copy.deepcopy(clip["metadata"]) for clip in clips],
                 "do_sample_frames": False,
             }
         out = self.processor(**given, return_tensors="pt")
@@ -179,6 +262,8 @@ class Oracle:
             out["mm_token_type_ids"],
             image_grid_thw=grids["image"],
             video_grid_thw=grids["video"],
+            # Qwen3-VL has none, and ignores it.
+            second_per_grid_ts=out.get("second_per_grid_ts"),
         )
         parts = {}
         for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
@@ -190,10 +275,18 @@ class Oracle:
             "ids": out["input_ids"][0].numpy(),
             "positions": positions[:, 0].numpy(),
             "grids": np.array([grid for grid, _ in seen], int).reshape(-1, 3),
-            "patches": np.concatenate(
-                [np.zeros((0, 1536), np.float32), *(part.numpy() for _, part in seen)]
-            ),
+            # The first part gives a sample without visuals the right shape.
+            "patches": np.concatenate([self._none, *(part.numpy() for _, part in seen)]),
         }
+
+    @property
+    def _none(self) -> np.ndarray:
+        image = self.processor.image_processor
+        return np.zeros((0, 3 * image.temporal_patch_size * image.patch_size**2), np.float32)
+
+    def digest(self, patches: np.ndarray) -> np.ndarray:
+        image = self.processor.image_processor
+        return digest(patches, image.image_mean, image.image_std)
 
     def tables(self) -> dict[str, np.ndarray]:
         """The answers of the official rules to `arguments()`."""
@@ -206,7 +299,11 @@ class Oracle:
         from transformers.video_utils import VideoMetadata
 
         sizes, clips = arguments()
-        images = [image_rule(h, w, 32, least, most) for _, h, w, least, most in sizes.tolist()]
+        images = [
+            image_rule(h, w, unit, least, most)
+            for unit in (32, 28)
+            for _, h, w, least, most in sizes.tolist()
+        ]
         videos = [
             video_rule(n, h, w, 2, 32, least, most) for n, h, w, least, most in sizes.tolist()
         ]
@@ -265,49 +362,75 @@ def _stand_in_for_torchvision() -> None:
     functional.grayscale_to_rgb = lambda pixels: pixels
 
 
-def digest(patches: np.ndarray) -> np.ndarray:
+def pixels_of(patches: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """Patches as pixels from 0 to 255, before they are rounded."""
+    # [p, c] -> [p, channel, the rest]
+    channels = patches.reshape(len(patches), 3, patches.shape[1] // 3)
+    return 255 * (channels * np.asarray(std)[:, None] + np.asarray(mean)[:, None])
+
+
+def digest(patches: np.ndarray, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
     """A digest of the pixels in patches, regardless of the last bits of the floats."""
-    pixels = np.rint((patches + 1) * 127.5).astype(np.uint8)
+    pixels = np.rint(pixels_of(patches, mean, std)).astype(np.uint8)
     return np.frombuffer(hashlib.sha256(pixels.tobytes()).digest(), np.uint8)
 
 
 def record(path: Path, whole: bool) -> None:
-    """Writes the oracle's answers: patches whole, or (for a small file) as digests or means."""
-    oracle = Oracle(Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl")
-    answers = {f"table/{key}": value for key, value in oracle.tables().items()}
-    for name, messages in SAMPLES.items():
-        answer = oracle(messages, tools(name))
+    """Writes the oracles' answers: patches whole, or (for a small file) as digests or means."""
+    _stand_in_for_torchvision()
+    qwen3_vl = Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl"
+    with tempfile.TemporaryDirectory() as target:
+        oracles = {
+            "qwen3_vl": Oracle("qwen3_vl", qwen3_vl),
+            "qwen2_5_vl": Oracle("qwen2_5_vl", qwen2_5_vl_folder(qwen3_vl, Path(target))),
+        }
+    answers = {f"table/{key}": value for key, value in oracles["qwen3_vl"].tables().items()}
+    for family, name in CASES:
+        oracle = oracles[family]
+        answer = oracle(SAMPLES[family][name], tools(name))
         if not whole:
             patches = answer.pop("patches")
-            answer |= {"mean": patches.mean(-1)} if name in RESIZED else {"digest": digest(patches)}
+            answer |= (
+                {"mean": patches.mean(-1)}
+                if is_resized(name)
+                else {"digest": oracle.digest(patches)}
+            )
         answers |= {
-            f"{name}/{key}": value.astype(np.int32) if value.dtype == np.int64 else value
+            f"{family}/{name}/{key}": value.astype(np.int32) if value.dtype == np.int64 else value
             for key, value in answer.items()
         }
     np.savez_compressed(path, allow_pickle=False, **answers)
 
 
-def check(name: str, ours: Inputs, theirs: dict[str, np.ndarray]) -> None:
+def check(family: str, name: str, processor: Processor, theirs: dict[str, np.ndarray]) -> None:
+    ours: Inputs = processor(SAMPLES[family][name], tools(name))
+    prefix = f"{family}/{name}/"
     answer = {
-        key.split("/")[1]: value for key, value in theirs.items() if key.startswith(f"{name}/")
+        key.removeprefix(prefix): value for key, value in theirs.items() if key.startswith(prefix)
     }
     np.testing.assert_array_equal(ours.ids, answer["ids"])
     np.testing.assert_array_equal(ours.positions, answer["positions"])
     assert ours.grids == [tuple(grid) for grid in answer["grids"].tolist()]
     assert ours.visual_index[ours.visual_index >= 0].tolist() == list(range(len(ours.patches) // 4))
-    # Pillow and torch round the bicubic mean differently.
-    resampled = 2 / 127.5 if name in RESIZED else 0.0
+    vision = processor.config.vision
+    # Pillow and torch round the bicubic mean differently: by up to 2 of 255 levels.
+    resampled = 2 / (255 * min(vision.pixel_std)) if is_resized(name) else 0.0
     if "patches" in answer:
         np.testing.assert_allclose(ours.patches, answer["patches"], atol=resampled + 1e-6, rtol=0)
     elif resampled:
         np.testing.assert_allclose(ours.patches.mean(-1), answer["mean"], atol=resampled, rtol=0)
     else:
-        np.testing.assert_array_equal(digest(ours.patches), answer["digest"])
+        ours_digest = digest(ours.patches, vision.pixel_mean, vision.pixel_std)
+        np.testing.assert_array_equal(ours_digest, answer["digest"])
 
 
 def check_tables(theirs: dict[str, np.ndarray]) -> None:
     sizes, clips = arguments()
-    images = [image_size(h, w, (least, most)) for _, h, w, least, most in sizes.tolist()]
+    images = [
+        image_size(h, w, (least, most), unit)
+        for unit in (32, 28)
+        for _, h, w, least, most in sizes.tolist()
+    ]
     videos = [video_size(n, h, w, (least, most)) for n, h, w, least, most in sizes.tolist()]
     np.testing.assert_array_equal(images, theirs["table/images"])
     np.testing.assert_array_equal(videos, theirs["table/videos"])
@@ -316,8 +439,13 @@ def check_tables(theirs: dict[str, np.ndarray]) -> None:
 
 
 @pytest.fixture(scope="module")
-def processor(assets) -> Processor:
-    return Processor.load(assets / "qwen3_vl", from_hf(assets / "qwen3_vl" / "config.json"))
+def processors(assets, tmp_path_factory) -> dict[str, Processor]:
+    qwen3_vl = assets / "qwen3_vl"
+    older = qwen2_5_vl_folder(qwen3_vl, tmp_path_factory.mktemp("qwen2_5_vl"))
+    return {
+        "qwen3_vl": Processor.load(qwen3_vl, from_hf(qwen3_vl / "config.json")),
+        "qwen2_5_vl": Processor.load(older, qwen2_5_vl("7b")),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -329,9 +457,9 @@ def live(assets, tmp_path_factory) -> dict[str, np.ndarray]:
     return dict(np.load(path))
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_samples_equal_the_recorded_ones(name, processor):
-    check(name, processor(SAMPLES[name], tools(name)), dict(np.load(RECORDED)))
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_samples_equal_the_recorded_ones(family, name, processors):
+    check(family, name, processors[family], dict(np.load(RECORDED)))
 
 
 def test_sizes_and_frames_equal_the_recorded_ones():
@@ -339,9 +467,9 @@ def test_sizes_and_frames_equal_the_recorded_ones():
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", SAMPLES)
-def test_samples_equal_transformers(name, processor, live):
-    check(name, processor(SAMPLES[name], tools(name)), live)
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_samples_equal_transformers(family, name, processors, live):
+    check(family, name, processors[family], live)
 
 
 @pytest.mark.parity
