@@ -150,7 +150,7 @@ def test_the_walk_is_short(modules) -> None:
     assert files <= MOST_FILES, f"the walk has {files} files"
 
 
-def test_only_models_name_a_family(modules) -> None:
+def test_only_its_own_package_names_a_family(modules) -> None:
     # Names of published models in tables, hub ids in recipes, and lmms-eval's own module.
     allowed = ("configs.", "rollout.evaluation.paper", "rollout.evaluation.lmms_eval.")
     assert [name for name in name_a_family(modules) if not name.startswith(allowed)] == []
