@@ -1,7 +1,7 @@
 """The paper's paradox in miniature.
 
 `ARMS` are the four columns of the paper's ablation. All train from the same cold start, which has a
-strong tool prior.
+strong tool prior. `WEAK_PRIOR` makes it weak, for the paper's comparison of two models.
 """
 
 from __future__ import annotations
@@ -65,6 +65,12 @@ def paradox_tiny() -> Run:
     return change(paravt_tiny(), "paradox_tiny", changes)
 
 
+# A weak prior: at most one demonstration in ten calls, and no call leaks.
+WEAK_PRIOR: Mapping[str, Any] = {
+    "text.look": 0.12,
+    "text.look_when_shown": 0.04,
+    "text.leak": 0.0,
+}
 # The paper's columns, each with its changes, as in `configs.ablations`.
 ARMS: dict[str, Mapping[str, Any]] = {
     "GRPO": UNGATED | UNANCHORED,

@@ -38,6 +38,8 @@ from paravt_jax.method.parsing import (
 )
 from paravt_jax.method.records import CallStatus, Turn
 
+_CHOICES = {"open_ended": ("f1", "exact", "judge"), "tool_evidence": ("outcomes", "text")}
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
@@ -47,6 +49,8 @@ class RewardSettings:
     """Weight of R_fmt in the total."""
     tool_weight: float = 1.0
     """Weight of R_tool in the total; 0 is the paper's row "without the tool reward"."""
+    tool_evidence: Literal["outcomes", "text"] = "outcomes"
+    """What shows that a call ran: its outcome; or a tool response that the model wrote itself."""
     tool_turn_cost: float = 0.0
     """Share of R_acc lost per turn in which a tool ran, however many calls that turn had."""
     order_without_calls: bool = False
@@ -94,11 +98,12 @@ class RewardSettings:
                 f"RewardSettings.overlong_penalty: {self.overlong_penalty} with overlong_buffer 0, "
                 "which has no penalty; give the buffer in tokens, or leave the penalty at 1"
             )
-        if self.open_ended not in ("f1", "exact", "judge"):
-            raise ValueError(
-                f"RewardSettings.open_ended: {self.open_ended!r} is unknown; "
-                "choose one of f1, exact, judge"
-            )
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(
+                    f"RewardSettings.{name}: {value!r}; choose one of {', '.join(choices)}"
+                )
         if self.open_ended == "judge" and self.judge is None:
             raise ValueError(
                 "RewardSettings.open_ended: 'judge' without a judge; "
@@ -243,7 +248,9 @@ def published_format(turns: Sequence[Turn]) -> float:
     return min(max(reward, 0.0), 1.0)
 
 
-def tool_reward(turns: Sequence[Turn], right: bool) -> float:
+def tool_reward(
+    turns: Sequence[Turn], right: bool, evidence: Literal["outcomes", "text"] = "outcomes"
+) -> float:
     """R_tool: 0.1 for a readable call, 0.3 if one was executed, plus 0.5 for a right answer.
 
     Calls in a turn without tools do not count.
@@ -251,6 +258,9 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
     Args:
         turns: The main agent's turns.
         right: Whether the answer earned any R_acc.
+        evidence: What shows that a call was executed. `text` is the arithmetic of the release
+            (REFERENCE 4, point 3): its reward sees generated tokens only, so that a call which was
+            carried out is not paid for it, and a tool response that the model makes up is.
     """
     # Read the outcomes, not the text: a model can write calls and tool responses that never ran.
     outcomes = [outcome for turn in turns for outcome in turn.calls]
@@ -261,7 +271,11 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
     ]
     if not outcomes:
         return 0.0
-    called = 0.3 if any(outcome.status.executed for outcome in outcomes) else 0.1
+    if evidence == "text":
+        executed = any("<tool_response>" in turn.text for turn in turns)
+    else:
+        executed = any(outcome.status.executed for outcome in outcomes)
+    called = 0.3 if executed else 0.1
     return min(called + 0.5 * right, 1.0)
 
 
@@ -314,7 +328,7 @@ def combine(
     base = format_base(turns, settings.answer_suffix, settings.order_without_calls)
     uncapped = base + anchor_weight * r_anchor
     r_fmt = min(max(uncapped, 0.0), 1.0) if settings.format_cap else uncapped
-    r_tool = tool_reward(turns, r_acc > 0)
+    r_tool = tool_reward(turns, r_acc > 0, settings.tool_evidence)
     discount = max(0.0, 1.0 - settings.tool_turn_cost * tool_turns(turns))
     total = r_acc * discount + settings.format_weight * r_fmt + settings.tool_weight * r_tool
     return Rewards(

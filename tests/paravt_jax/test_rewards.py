@@ -114,6 +114,19 @@ def test_terms_can_be_switched_off():
     ).total == pytest.approx(1)
 
 
+def test_by_its_text_alone_a_call_that_ran_is_not_paid_and_an_invented_response_is():
+    """The release's arithmetic (REFERENCE 4, point 3)."""
+    ran = [look(), answer()]
+    assert tool_reward(ran, True) == pytest.approx(0.8)
+    assert tool_reward(ran, True, "text") == pytest.approx(0.6)
+    invented = look(CallStatus.BAD_WINDOW, text=THINK + CALL + "<tool_response>seven")
+    assert tool_reward([invented, answer()], True) == pytest.approx(0.6)
+    assert tool_reward([invented, answer()], True, "text") == pytest.approx(0.8)
+    assert tool_reward([answer()], True, "text") == 0
+    settings = RewardSettings(tool_evidence="text")
+    assert score(QUESTION, ran, settings).tool == pytest.approx(0.6)
+
+
 def test_a_right_answer_is_worth_less_per_turn_in_which_tools_ran():
     def total(*turns: Turn) -> float:
         settings = RewardSettings(tool_weight=0, format_weight=0, tool_turn_cost=0.2)

@@ -15,6 +15,8 @@ import pytest
 
 from configs.paradox import ARMS
 from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos
 from paravt_jax.world.text import TextSettings
 from train.durable.checkpoint import CheckpointError
 from train.durable.interrupts import Interrupts
@@ -28,6 +30,7 @@ from train.studies.paradox import (
     Paradox,
     Result,
     at_the_end,
+    base,
     claims,
     folder_of,
     held_out,
@@ -363,6 +366,44 @@ def test_a_setting_differs_from_the_full_method_in_its_remedies_only(arm, gated,
         )
         == whole
     )
+
+
+def test_a_weak_prior_has_a_cold_start_of_its_own_and_two_settings():
+    strong, weak = plan(Paradox(run_dir="here")), plan(Paradox(run_dir="here", prior="weak"))
+    assert list(weak) == [COLD_START, GRPO, FULL]
+    assert weak[COLD_START][0].run_dir == "here/cold-start-weak"
+    for arm in (GRPO, FULL):
+        assert [run.run_dir for run in weak[arm]] == [
+            run.run_dir.replace("/outcome/", "/outcome-weak/") for run in strong[arm]
+        ]
+        assert {run.start for run in weak[arm]} == {"here/cold-start-weak"}
+        # Only the demonstrations differ.
+        text = strong[arm][0].text
+        assert [rl_of(run) for run in weak[arm]] == [rl_of(run) for run in strong[arm]]
+        assert weak[arm][0].text != text and weak[arm][0].protocol == strong[arm][0].protocol
+    assert order(weak)[0] == weak[COLD_START][0] and len(order(weak)) == 7
+
+
+@pytest.mark.parametrize(("prior", "least", "most"), [("strong", 0.6, 1.0), ("weak", 0.02, 0.1)])
+def test_the_prior_is_the_share_of_demonstrations_that_call(prior, least, most):
+    run = base(Paradox(prior=prior))
+    assert run.world is not None and run.text is not None
+    train_videos = videos.of_split(videos.plan(run.world), "train")[:150]
+    said = [
+        "".join(str(part) for turn in demonstration.turns for part in turn.content)
+        for demonstration in world_text.main_conversations(train_videos, run.text)
+    ]
+    calls = [text for text in said if "crop_video(" in text or '"crop_video"' in text]
+    assert len(said) > 500
+    assert least < len(calls) / len(said) <= most
+    assert any("<tool_code>" in text for text in calls) == (prior == "strong")
+
+
+def test_without_all_settings_the_claims_are_left_out():
+    runs = [result(0.5, 0.2, 0.0)]
+    both = {COLD_START: [dataclasses.replace(runs[0], by_step=[])], GRPO: runs, FULL: runs}
+    assert "Of the paper's claims" not in report(both)
+    assert f"| {FULL} |" in report(both)
 
 
 def test_quick_is_one_seed_and_a_third_of_the_steps():

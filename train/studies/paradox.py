@@ -1,6 +1,7 @@
 """The paper's paradox in miniature: trains four settings from one cold start and compares them.
 
     python -m train.studies.paradox
+    python -m train.studies.paradox --prior weak
 
 Every run is an ordinary run directory (`train.run`), so the command can be interrupted and
 repeated. Finished runs are only read. The tables and the figure are computed from result.json and
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 import tyro
 
-from configs.paradox import ARMS, paradox_tiny
+from configs.paradox import ARMS, WEAK_PRIOR, paradox_tiny
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.rewards import RewardSettings
@@ -53,8 +54,11 @@ class Paradox:
     """Number of seeds per setting."""
     quick: bool = False
     """One seed and a third of the steps: enough for a first look, not for a result."""
-    rewards: Literal["outcome", "published"] = "outcome"
-    """Rewards beside the anchor. outcome: right answers only. published: format and calls too."""
+    rewards: Literal["outcome", "published", "release"] = "outcome"
+    """Rewards beside the anchor. outcome: right answers only. published: format and calls too.
+    release: the same, but without pay for calls that were carried out."""
+    prior: Literal["strong", "weak"] = "strong"
+    """Calls in the cold start. weak: in at most 10 %, without leaks; trains two settings only."""
 
     def __post_init__(self):
         if self.seeds < 1:
@@ -65,10 +69,14 @@ class Paradox:
 def base(command: Paradox) -> Run:
     """The recipe from which all settings are derived."""
     run = paradox_tiny()
+    if command.prior == "weak":
+        run = change(run, run.name, WEAK_PRIOR)
     assert run.rl is not None
     rl = run.rl
-    if command.rewards == "published":
-        rl = dataclasses.replace(rl, rewards=RewardSettings(format_cap=False))
+    if command.rewards != "outcome":
+        evidence = "outcomes" if command.rewards == "published" else "text"
+        rewards = RewardSettings(format_cap=False, tool_evidence=evidence)
+        rl = dataclasses.replace(rl, rewards=rewards)
     if command.quick:
         rl = dataclasses.replace(rl, steps=rl.steps // 3)
     return dataclasses.replace(run, rl=rl)
@@ -76,21 +84,31 @@ def base(command: Paradox) -> Run:
 
 def folder_of(command: Paradox) -> pathlib.Path:
     """The folder of the runs, the table and the figure for this choice of rewards and steps."""
-    name = f"{command.rewards}-quick" if command.quick else command.rewards
-    return pathlib.Path(command.run_dir) / name
+    name = command.rewards + _suffix(command)
+    return pathlib.Path(command.run_dir) / (f"{name}-quick" if command.quick else name)
+
+
+def _suffix(command: Paradox) -> str:
+    return "-weak" if command.prior == "weak" else ""
+
+
+def arms_of(command: Paradox) -> tuple[str, ...]:
+    """The settings of a study: with a weak prior, plain GRPO and PARA-GRPO."""
+    vanilla, *_, full = ARMS
+    return (vanilla, full) if command.prior == "weak" else tuple(ARMS)
 
 
 def plan(command: Paradox) -> dict[str, list[Run]]:
     """The runs of each row of the table: one cold start, and one run per setting and seed."""
     folder = folder_of(command)
     run = base(command)
-    cold_start_dir = str(folder.parent / "cold-start")
+    cold_start_dir = str(folder.parent / f"cold-start{_suffix(command)}")
     start = dataclasses.replace(run, name="cold_start", rl=None, run_dir=cold_start_dir)
     seeds = 1 if command.quick else command.seeds
     runs: dict[str, list[Run]] = {COLD_START: [start]}
-    for arm, changes in ARMS.items():
+    for arm in arms_of(command):
         slug = "-".join(arm.lower().replace("+", "").split())
-        changed = change(run, slug, changes)
+        changed = change(run, slug, ARMS[arm])
         runs[arm] = []
         for seed in range(seeds):
             run_dir = str(folder / f"{slug}-{seed}")
@@ -105,8 +123,9 @@ def order(runs: dict[str, list[Run]]) -> list[Run]:
     All settings of one seed come before the next seed, so that an early look compares like with
     like.
     """
-    by_seed = zip(*(runs[arm] for arm in ARMS), strict=True)
-    return [*runs[COLD_START], *itertools.chain.from_iterable(by_seed)]
+    start, *arms = runs.values()
+    by_seed = zip(*arms, strict=True)
+    return [*start, *itertools.chain.from_iterable(by_seed)]
 
 
 def read(run: Run) -> Result:
@@ -247,14 +266,20 @@ def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
 
 
 def report(results: dict[str, list[Result]]) -> str:
-    """The table, a line per claim, and the tables of tool gap, likelihood of tags and format."""
+    """The table, a line per claim, and the tables of tool gap, likelihood of tags and format.
+
+    The claims are about all of `ARMS`; without one of them they are left out.
+    """
+    tables = f"{table(results)}\n\n"
+    if not ARMS.keys() <= results.keys():
+        return f"{tables}{claim_tables(results)}\n"
     seeds = max(len(runs) for runs in results.values())
     counted = f"{seeds} seeds" if seeds > 1 else "one seed: a look, not a result"
     lines = []
     for claim, holds, figures in claims(results):
         lines.append(f"- {'holds' if holds else 'does not hold'}: {claim} ({figures})\n")
     return (
-        f"{table(results)}\n\nOf the paper's claims, with {counted}:\n\n"
+        f"{tables}Of the paper's claims, with {counted}:\n\n"
         f"{''.join(lines)}\n{claim_tables(results)}\n"
     )
 
@@ -289,7 +314,7 @@ def _write(folder: pathlib.Path, results: dict[str, list[Result]]) -> None:
     }
     write_atomically(folder / "results.json", json.dumps(content, indent=1) + "\n")
     write_atomically(folder / "table.md", report(results))
-    arms = {arm: results[arm] for arm in ARMS}
+    arms = {arm: runs for arm, runs in results.items() if arm != COLD_START}
     write_atomically(folder / "figure.svg", figure(arms, results[COLD_START][0]))
     print(report(results))
 
