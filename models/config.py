@@ -92,12 +92,30 @@ class VisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in every layer, with the field names of Hugging Face."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+
+    def __post_init__(self):
+        _require_positive("text.experts", self)
+        require(
+            self.num_experts_per_tok <= self.num_experts,
+            f"text.num_experts_per_tok = {self.num_experts_per_tok}: a token uses some of the "
+            f"experts; use at most num_experts = {self.num_experts}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class TextConfig:
     """The text decoder, with the field names of Hugging Face.
 
     `mrope_section` divides the head_dim / 2 rotary frequencies among time, height and width; they
     alternate if `mrope_interleaved`, and otherwise follow each other. `qk_norm`: queries and keys
-    are normed per head. `attention_bias`: queries, keys and values have biases.
+    are normed per head. `attention_bias`: queries, keys and values have biases. `experts` replace
+    the MLP.
     `max_position_embeddings` is the trained context in tokens. The model does not use it, but
     servers read it from config.json.
     """
@@ -117,6 +135,7 @@ class TextConfig:
     attention_bias: bool = False
     mrope_interleaved: bool = True
     max_position_embeddings: int = 262_144
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self):
         _require_positive("text", self)
@@ -131,6 +150,21 @@ class TextConfig:
             f"text.mrope_section = {self.mrope_section}: three counts; "
             f"make them add up to head_dim / 2 = {self.head_dim / 2:g}",
         )
+
+    @property
+    def mlp_width(self) -> int:
+        """Numbers between the matrices of a layer's MLP, or of the experts of a token."""
+        if self.experts is None:
+            return self.intermediate_size
+        return self.experts.num_experts_per_tok * self.experts.moe_intermediate_size
+
+    @property
+    def mlp_weights(self) -> int:
+        """Weights of a layer's MLP, or of its router and all experts."""
+        if self.experts is None:
+            return 3 * self.hidden_size * self.intermediate_size
+        each = 3 * self.hidden_size * self.experts.moe_intermediate_size
+        return self.experts.num_experts * (self.hidden_size + each)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 from models.config import ModelConfig
 from models.vision import VisionTower
 
-FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")
 """All families, by `model_type` in config.json; the first one is the default."""
 
 

@@ -13,7 +13,8 @@ def flops_per_token(config: ModelConfig, context: float) -> float:
     c = config.text
     # Weights per layer: q and o, k and v, and the three matrices of the MLP.
     heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-    layer = c.hidden_size * (heads + 3 * c.intermediate_size)
+    router = 0 if c.experts is None else c.experts.num_experts
+    layer = c.hidden_size * (heads + 3 * c.mlp_width + router)
     # q k^T and the weighted sum of v. Each takes head_dim products per query head and position.
     attention = 2 * c.num_attention_heads * c.head_dim * context
     # A multiplication and an addition per weight.

@@ -29,6 +29,9 @@ RULES: Mapping[str, str | None] = MappingProxyType(
         "heads": "tensor",
         "kv_heads": "tensor",
         "mlp": "tensor",
+        "expert": "tensor",
+        "expert_in": "fsdp",
+        "expert_out": None,
         # A scan takes slices along `layer`, which have to be local.
         "layer": None,
         # Short axes: sharding them would save little and cost communication.

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from models.attention import DenseCache, PagedCache, attend, platform
 from models.config import TextConfig
+from models.experts import Experts
 from models.layers import constant, normal, product, rms_norm
 from models.remat import LAYER_INPUT, PRODUCT, Remat, rematerialise
 from models.rope import mrope_angles, rotate
@@ -81,7 +82,7 @@ class VisualBank(NamedTuple):
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and a gated MLP.
+    """Pre-norm attention and a gated MLP, or a mixture of experts.
 
     The parameters hold all layers, stacked along a leading axis. The methods work on a single
     layer: the module merged with one slice of those parameters.
@@ -120,9 +121,13 @@ class DecoderLayer(nnx.Module):
         self.k_bias = bias(k, "kv_heads")
         self.v_bias = bias(k, "kv_heads")
         self.o = weight((q, h, d), ("heads", "head_dim", "embed"), inputs=2)
-        self.gate = weight((d, f), ("embed", "mlp"))
-        self.up = weight((d, f), ("embed", "mlp"))
-        self.down = weight((f, d), ("mlp", "embed"))
+        if config.experts is None:
+            self.experts = None
+            self.gate = weight((d, f), ("embed", "mlp"))
+            self.up = weight((d, f), ("embed", "mlp"))
+            self.down = weight((f, d), ("mlp", "embed"))
+        else:
+            self.experts = Experts(config, rngs=rngs, param_dtype=param_dtype)
         # Of some weights, by name (`models.lora`): adapters, and scales of weights in int8.
         self.adapters = nnx.Dict()
         self.scales = nnx.Dict()
@@ -148,6 +153,8 @@ class DecoderLayer(nnx.Module):
         # The output projection takes all heads at once.
         x = x + self._times("o", attended.reshape(*x.shape[:-1], -1))
         y = rms_norm(x, self.post_norm, self.eps)
+        if self.experts is not None:
+            return x + self.experts(y)
         gate = jax.nn.silu(self._times("gate", y))
         return x + self._times("down", gate * self._times("up", y))
 

@@ -215,10 +215,9 @@ def _fit(run: Run, devices: Devices) -> Fitted:
 
 
 def _most_tensor(text: TextConfig) -> int:
-    """The largest size of the tensor axis that divides heads, MLP and vocabulary."""
-    return math.gcd(
-        text.num_attention_heads, text.num_key_value_heads, text.intermediate_size, text.vocab_size
-    )
+    """The largest size of the tensor axis that divides heads, MLP or experts, and vocabulary."""
+    mlp = text.intermediate_size if text.experts is None else text.experts.num_experts
+    return math.gcd(text.num_attention_heads, text.num_key_value_heads, mlp, text.vocab_size)
 
 
 def rows_of(run: Run) -> int:
@@ -509,7 +508,7 @@ class _Estimate:
         text = self.sizes.config.text
         kept = text.num_hidden_layers * _kept(text, policy)
         attention = text.num_attention_heads * text.head_dim
-        computed = 6 * text.intermediate_size + 5 * max(text.hidden_size, attention)
+        computed = 6 * text.mlp_width + 5 * max(text.hidden_size, attention)
         # The weights of a layer are gathered for forward and backward pass, with their gradients.
         gathered = 3 * _layer_weights(text) / self.mesh[2]
         scores = 0.0
@@ -589,7 +588,7 @@ class _Estimate:
         text = self.sizes.config.text
         rows = engine.prefill_rows(length, before)
         tokens = rows * length
-        numbers = 2 * text.hidden_size + text.intermediate_size / self._sampler_devices()
+        numbers = 2 * text.hidden_size + text.mlp_width / self._sampler_devices()
         token = self._token_bytes()
         new = tokens * token
         # Of one layer: the gathered pages, and their keys and values.
@@ -626,7 +625,7 @@ def _pack(shape: StepShape, sizes: tuple[MicrobatchShape, ...]) -> tuple[PackedM
 def _layer_weights(text: TextConfig) -> int:
     """Weights of a layer's matrices."""
     heads = 2 * (text.num_attention_heads + text.num_key_value_heads) * text.head_dim
-    return text.hidden_size * (heads + 3 * text.intermediate_size)
+    return text.hidden_size * heads + text.mlp_weights
 
 
 def _kept(text: TextConfig, policy: Remat) -> int:
@@ -634,7 +633,7 @@ def _kept(text: TextConfig, policy: Remat) -> int:
     attention = text.num_attention_heads * text.head_dim
     keys_and_values = 2 * text.num_key_value_heads * text.head_dim
     # The last product of a layer is only added to its input: the backward pass does not need it.
-    products = attention + keys_and_values + text.hidden_size + 2 * text.intermediate_size
+    products = attention + keys_and_values + text.hidden_size + 2 * text.mlp_width
     kept = {
         # The copy to the host is buffered; the compiler keeps more than half of it.
         "offload": text.hidden_size * 5 // 8,

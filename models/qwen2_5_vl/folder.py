@@ -15,7 +15,7 @@ TITLE = "Qwen2.5-VL"
 # Fields of config.json for which this model supports only one value.
 _TEXT = {"hidden_act": "silu", "use_sliding_window": False}
 _VISION = {"hidden_act": "silu"}
-FIXED = {"qk_norm": False, "attention_bias": True, "mrope_interleaved": False}
+FIXED: Mapping[str, Any] = {"qk_norm": False, "attention_bias": True, "mrope_interleaved": False}
 # Those of transformers.
 _DEFAULTS = {"mrope_section": (16, 24, 24), "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
 # Prefix of tensors -> of modules. Checkpoints keep the names of an earlier transformers.

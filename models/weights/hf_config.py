@@ -165,7 +165,13 @@ def text_to_hf(config: TextConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
         rope: settings of the rotary embeddings beside `rope_theta` and `mrope_section`.
     """
     text = dataclasses.asdict(config)
-    for name in ("tie_word_embeddings", "qk_norm", "attention_bias", "mrope_interleaved"):
+    for name in (
+        "tie_word_embeddings",
+        "qk_norm",
+        "attention_bias",
+        "mrope_interleaved",
+        "experts",
+    ):
         del text[name]
     section = {"mrope_section": list(text.pop("mrope_section"))}
     # `rope_theta` and `rope_scaling` are read by transformers 4.57, `rope_parameters` by 5.

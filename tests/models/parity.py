@@ -158,7 +158,23 @@ def windowed(text: dict[str, Any], vision: dict[str, Any], tied: bool = False) -
     }
 
 
+def with_experts(text: dict[str, Any], tied: bool = False) -> dict[str, Any]:
+    """A small `config.json` of a Qwen3-VL with six experts per layer, with these changes."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    config = hf_config({"model_type": "qwen3_vl_moe_text", **experts, **text}, {}, tied=tied)
+    config["model_type"] = config["vision_config"]["model_type"] = "qwen3_vl_moe"
+    return config | {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}
+
+
 CASES = {
+    "experts, images and a video": Case(
+        with_experts({"num_hidden_layers": 3}),
+        ((5, (4, 4), 3, (2, 6), 4), (2, (2, 4, 2), 1)),
+        seed=1,
+    ),
+    "experts, three per token, padded right, tied": Case(
+        with_experts({"num_experts_per_tok": 3}, tied=True), ((6, (2, 2), 3), (13,)), "right"
+    ),
     "windows, images of many sizes": Case(
         windowed({}, {}), ((5, (12, 10), 3, (2, 6), 4), (2, (6, 18), 1)), seed=1
     ),

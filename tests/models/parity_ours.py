@@ -126,10 +126,11 @@ def module_outputs(
         queries, keys, _ = layer.project(x, jnp.zeros_like(angles))
         return {"q_norm": queries, "k_norm": keys}
 
+    mlp = "down" if model.config.text.experts is None else "experts"
     found = {
         "norm": hidden,
         "text turns": turns(angles),
-        **layer_parts("layer", model.text.layers, run, heads, ("o", "down"), theirs),
+        **layer_parts("layer", model.text.layers, run, heads, ("o", mlp), theirs),
     }
     for number, (k, v) in enumerate(zip(*kv, strict=True)):
         found |= {f"layer {number} keys": k, f"layer {number} values": v}
@@ -187,7 +188,8 @@ def layer_parts(
         }
         return {**heads(layer, x), "output": run(layer, x), **halves}
 
-    found = jax.vmap(parts)(state, inputs, inputs + attended)
+    # Not vmap, which products of unequal groups do not support.
+    found = jax.lax.map(lambda layer: parts(*layer), (state, inputs, inputs + attended))
     return {f"{name} {number} {part}": x[number] for part, x in found.items() for number in numbers}
 
 

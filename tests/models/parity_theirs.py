@@ -60,9 +60,17 @@ def parameters_of(model: Any) -> dict[str, Any]:
     return found
 
 
+def in_file(name: str, array: Any) -> Any:
+    """A parameter, or its gradient, as files have it: transformers holds experts transposed."""
+    return array.swapaxes(1, 2) if ".experts." in name else array
+
+
 def weights(model: Any) -> dict[str, np.ndarray]:
     """Every parameter by its name; tied embeddings once."""
-    return {name: parameter.detach().numpy() for name, parameter in parameters_of(model).items()}
+    return {
+        name: in_file(name, parameter.detach().numpy())
+        for name, parameter in parameters_of(model).items()
+    }
 
 
 def inputs_of(sample: Sample) -> dict[str, Any]:
@@ -183,7 +191,7 @@ def results(model: Any, sample: Sample, prompts: Sample) -> Results:
         modules["positions"] = modules["block 0"] - modules["patches"]
     modules = {name: x.reshape(len(x), -1) for name, x in modules.items()}
     gradients = {
-        name: parameter.grad.numpy()
+        name: in_file(name, parameter.grad.numpy())
         for name, parameter in parameters_of(model).items()
         if parameter.grad is not None
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +19,12 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.attention import DenseCache
-from models.config import ModelConfig, TextConfig
+from models.config import ExpertsConfig, ModelConfig, TextConfig
 from models.model import VisionLanguageModel, abstract_model
 from models.packing import packed_layout
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
+from models.qwen3_vl_moe.family import Qwen3VLMoeConfig
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
 from models.text import KV, TextDecoder
 from train.plan.collectives import bytes_sent, find_collectives
@@ -210,17 +213,24 @@ def everything(state, graph, batch: dict[str, Any]):
 
 
 def main() -> None:
-    graph, state = nnx.split(
-        VisionLanguageModel(Qwen3VLConfig(VISION, TEXT), rngs=nnx.Rngs(0)), nnx.Param
-    )
+    compare(Qwen3VLConfig(VISION, TEXT), MESHES)
+    experts = dataclasses.replace(TEXT, experts=ExpertsConfig(8, 3, 24))
+    compare(Qwen3VLMoeConfig(VISION, experts), ((1, 1, 8), (2, 2, 2)))
+    check_that_saved_states_are_sharded_over_tensor()
+
+
+def compare(config: ModelConfig, meshes: Sequence[tuple[int, int, int]]) -> None:
+    """A model on some meshes with the same model on one device."""
+    graph, state = nnx.split(VisionLanguageModel(config, rngs=nnx.Rngs(0)), nnx.Param)
     run = jax.jit(lambda state, batch: everything(state, graph, batch))
     batch = make_batch()
     value, gradients, tokens = jax.tree.map(np.asarray, run(state, batch))
     assert len(np.unique(tokens)) > 8
-    for shape in MESHES:
+    for shape in meshes:
         mesh = make_mesh(*shape)
         placed = jax.device_put(state, param_shardings(state, mesh))
-        many = run(placed, jax.device_put(batch, NamedSharding(mesh, BATCH)))
+        with contextlib.nullcontext() if config.text.experts is None else jax.set_mesh(mesh):
+            many = run(placed, jax.device_put(batch, NamedSharding(mesh, BATCH)))
         assert len(many[0].sharding.device_set) == 8
         np.testing.assert_allclose(many[0], value, atol=1e-5, err_msg=str(shape))
         np.testing.assert_array_equal(many[2], tokens, err_msg=str(shape))
@@ -229,7 +239,6 @@ def main() -> None:
         ):
             bound = 1e-5 * max(1.0, np.abs(one).max())
             np.testing.assert_allclose(other, one, atol=bound, rtol=0, err_msg=f"{shape} {path}")
-    check_that_saved_states_are_sharded_over_tensor()
 
 
 def check_that_saved_states_are_sharded_over_tensor() -> None:
