@@ -1,4 +1,4 @@
-"""Every phase of a run with the second model family: all weights, and adapters with the merger."""
+"""Every phase of a run with each further model family: all weights, and adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.settings import ModelSettings, change
 
 
 def test_a_family_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r"model\.family: 'gpt'.*qwen3_vl, qwen2_5_vl"):
+    with pytest.raises(ValueError, match=r"model\.family: 'gpt'.*qwen3_vl, qwen2_5_vl, qwen3_vl_moe"):
         ModelSettings(family="gpt")
 
 
@@ -29,10 +29,13 @@ def test_a_size_that_a_family_does_not_have_is_refused_with_those_that_it_has(na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["small", "small_merger"])
-def test_a_run_goes_through_all_phases(small, tmp_path, recipe):
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("qwen2_5_vl", "small"), ("qwen2_5_vl", "small_merger"), ("qwen3_vl_moe", "small")],
+)
+def test_a_run_goes_through_all_phases(small, tmp_path, name, recipe):
     changes = {
-        "model.family": "qwen2_5_vl",
+        "model.family": name,
         "run_dir": str(tmp_path / "run"),
         "rl.control": False,
         "rl.steps": 3,
@@ -50,7 +53,7 @@ def test_a_run_goes_through_all_phases(small, tmp_path, recipe):
     assert all(math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0 for row in steps)
     # The exported model opens and answers.
     model = load(folder / "model")
-    assert model.config.family == "qwen2_5_vl"
+    assert model.config.family == name
     assistant = Assistant(model, tokenizer.load(folder / "model"), run.protocol)
     video = next((folder / "videos").rglob("*.mp4"))
     question = "What is the number in the scene that starts at 8 s?"
