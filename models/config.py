@@ -153,10 +153,17 @@ class TextConfig:
 
     @property
     def mlp_width(self) -> int:
-        """Numbers between the matrices of a layer's MLP, or of the experts of a token."""
+        """Hidden width of the MLP; with experts, of all experts that a token uses."""
         if self.experts is None:
             return self.intermediate_size
         return self.experts.num_experts_per_tok * self.experts.moe_intermediate_size
+
+    @property
+    def dispatched(self) -> int:
+        """Numbers per token that go to its experts and back, on every device of `tensor`."""
+        if self.experts is None:
+            return 0
+        return 2 * self.experts.num_experts_per_tok * self.hidden_size
 
     @property
     def mlp_weights(self) -> int:

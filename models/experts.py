@@ -1,7 +1,7 @@
 """A mixture of experts in place of a layer's MLP: every token goes to a few of them.
 
-Over a mesh, the experts are divided over `tensor`, whose devices share a row's tokens: each device
-computes what its experts add, and the sums are added up.
+Over a mesh, the experts are divided over `tensor`, whose devices share a row's tokens. Each device
+computes its experts' share of the output, and a psum adds the shares.
 """
 
 from __future__ import annotations
@@ -33,35 +33,41 @@ class Experts(nnx.Module):
         self.per_token = config.experts.num_experts_per_tok
         axes = ("layer", "expert", "expert_in", "expert_out")
         self.router = normal(
-            rngs, (layers, d, count), ("layer", "embed", "norm"), d**-0.5, param_dtype
+            rngs, (layers, d, count), ("layer", "embed", "router"), d**-0.5, param_dtype
         )
         self.gate_up = normal(rngs, (layers, count, d, 2 * f), axes, d**-0.5, param_dtype)
         self.down = normal(rngs, (layers, count, f, d), axes, f**-0.5, param_dtype)
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        weights = (self.router[...], self.gate_up[...], self.down[...])
+        router = self.router[...]
+        # Rounded before they are gathered.
+        gate_up, down = (weight[...].astype(x.dtype) for weight in (self.gate_up, self.down))
         mesh = current_mesh()
         if mesh is None:
-            return checkpoint_name(_mixture(x, *weights, self.per_token, 0), PRODUCT)
+            return _mixture(x, router, gate_up, down, self.per_token, 0).astype(x.dtype)
 
-        def share(x: Array, router: Array, gate_up: Array, down: Array) -> Float[Array, "b t d"]:
+        def share(x: Array, router: Array, gate_up: Array, down: Array) -> Array:
+            gate_up, down = (
+                jax.lax.all_gather(weight, "fsdp", axis=1, tiled=True) for weight in (gate_up, down)
+            )
             first = jax.lax.axis_index("tensor") * gate_up.shape[0]
             return jax.lax.psum(_mixture(x, router, gate_up, down, self.per_token, first), "tensor")
 
         # The compiler cannot divide products of unequal groups. Here each device runs its own.
         rows = PartitionSpec(ROWS if len(x) % row_devices(mesh) == 0 else None)
-        mine, whole = PartitionSpec("tensor"), PartitionSpec()
+        by_expert, whole = PartitionSpec("tensor", "fsdp"), PartitionSpec()
         divided = jax.shard_map(
-            share, in_specs=(rows, whole, mine, mine), out_specs=rows, check_vma=False
+            share, in_specs=(rows, whole, by_expert, by_expert), out_specs=rows, check_vma=False
         )
-        return checkpoint_name(divided(x, *weights), PRODUCT)
+        return divided(x, router, gate_up, down).astype(x.dtype)
 
 
-def choose(
+def _route(
     rows: Float[Array, "n d"], router: Float[Array, "d e"], per_token: int
 ) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
     """The experts of each token, likeliest first, and their shares, which add up to 1."""
-    scores = jax.nn.softmax(product(rows, router).astype(jnp.float32), axis=-1)
+    logits = checkpoint_name(product(rows, router), PRODUCT)
+    scores = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     shares, chosen = jax.lax.top_k(scores, per_token)
     return (shares / shares.sum(-1, keepdims=True)).astype(rows.dtype), chosen
 
@@ -72,22 +78,25 @@ def _mixture(
     gate_up: Float[Array, "m d two_f"],
     down: Float[Array, "m f d"],
     per_token: int,
-    first: int | Int[Array, ""],
+    first_expert: int | Int[Array, ""],
 ) -> Float[Array, "b t d"]:
-    """What the experts `first`, `first` + 1, ... (m of them) add for every token."""
+    """The share of m experts, from `first_expert` on, in the output; float32."""
     rows = x.reshape(-1, x.shape[-1])
-    shares, chosen = choose(rows, router, per_token)
+    shares, chosen = _route(rows, router, per_token)
     count = len(gate_up)
-    # Number of the expert here; `count` for those of other devices.
-    here = jnp.where((chosen >= first) & (chosen < first + count), chosen - first, count).ravel()
-    # Sorted by expert, so that an expert's tokens are one block; those without an expert come last.
-    order = jnp.argsort(here, stable=True)
-    token = order // per_token
-    sizes = jnp.bincount(here, length=count + 1)[:count]
-    gate, up = jnp.split(
-        jax.lax.ragged_dot(rows[token], gate_up.astype(x.dtype), sizes), 2, axis=-1
-    )
-    added = jax.lax.ragged_dot(jax.nn.silu(gate) * up, down.astype(x.dtype), sizes)
-    added = added * shares.ravel()[order][:, None]
-    added = jnp.where((here[order] < count)[:, None], added, 0)
-    return jnp.zeros_like(rows).at[token].add(added).reshape(x.shape)
+    local = chosen - first_expert
+    local = jnp.where((local >= 0) & (local < count), local, count).ravel()
+    # Sorted by expert, so that an expert's tokens are one block. Those of other devices come last.
+    order = jnp.argsort(local, stable=True)
+    sizes = jnp.bincount(local, length=count + 1)[:count]
+    # Nothing is known of rows behind the last block. They are replaced wherever they could reach a
+    # result or, as 0 times NaN, a gradient.
+    known = (local[order] < count)[:, None]
+    inputs = jnp.where(known, jnp.repeat(rows, per_token, axis=0)[order], 0)
+    hidden = jnp.where(known, jax.lax.ragged_dot(inputs, gate_up, sizes), 0)
+    gate, up = jnp.split(checkpoint_name(hidden, PRODUCT), 2, axis=-1)
+    outputs = jax.lax.ragged_dot(jax.nn.silu(gate) * up, down, sizes)
+    outputs = jnp.where(known, outputs, 0)
+    # Back in the order of tokens, and summed in that of experts: the same bits in every run.
+    outputs = outputs[jnp.argsort(order)].reshape(*shares.shape, -1) * shares[..., None]
+    return outputs.astype(jnp.float32).sum(axis=1).reshape(x.shape)

@@ -130,9 +130,15 @@ def add_adapters(decoder: Decoder, settings: LoRASettings, seed: int) -> None:
         seed: Draws their A.
 
     Raises:
-        ValueError: `settings.targets` names something else than a matrix of the layers.
+        ValueError: `settings.targets` names something else than a matrix of the layers, or the
+            base is to be int8 and has experts.
     """
     found = matrices(decoder)
+    if settings.int8_base and getattr(decoder.layers, "experts", None) is not None:
+        raise ValueError(
+            "lora.int8_base: True with a model that has experts, which are most of its weights and "
+            "stay as they are; leave it out"
+        )
     unknown = [name for name in settings.targets if name not in found]
     if unknown:
         raise ValueError(

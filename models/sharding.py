@@ -1,9 +1,9 @@
 """The mesh, and how parameters and activations are sharded over it.
 
 The mesh has three axes: `data` replicates weights, `fsdp` shards them, and `tensor` shards heads,
-the MLP and the vocabulary. Parameters carry logical axis names as the metadata `axes`
-(`models.layers`), and `RULES` maps each of those to a mesh axis. A single device is the
-mesh 1 x 1 x 1.
+the MLP or the experts, and the vocabulary. Parameters carry logical axis names as the metadata
+`axes` (`models.layers`), and `RULES` maps each of those to a mesh axis. A single device is the mesh
+1 x 1 x 1.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ RULES: Mapping[str, str | None] = MappingProxyType(
         "expert": "tensor",
         "expert_in": "fsdp",
         "expert_out": None,
+        "router": None,
         # A scan takes slices along `layer`, which have to be local.
         "layer": None,
         # Short axes: sharding them would save little and cost communication.

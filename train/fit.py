@@ -508,7 +508,7 @@ class _Estimate:
         text = self.sizes.config.text
         kept = text.num_hidden_layers * _kept(text, policy)
         attention = text.num_attention_heads * text.head_dim
-        computed = 6 * text.mlp_width + 5 * max(text.hidden_size, attention)
+        computed = 6 * text.mlp_width + 2 * text.dispatched + 5 * max(text.hidden_size, attention)
         # The weights of a layer are gathered for forward and backward pass, with their gradients.
         gathered = 3 * _layer_weights(text) / self.mesh[2]
         scores = 0.0
@@ -588,7 +588,7 @@ class _Estimate:
         text = self.sizes.config.text
         rows = engine.prefill_rows(length, before)
         tokens = rows * length
-        numbers = 2 * text.hidden_size + text.mlp_width / self._sampler_devices()
+        numbers = 2 * text.hidden_size + text.dispatched + text.mlp_width / self._sampler_devices()
         token = self._token_bytes()
         new = tokens * token
         # Of one layer: the gathered pages, and their keys and values.

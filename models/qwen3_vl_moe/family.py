@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import ExpertsConfig, TextConfig
+from models.config import ExpertsConfig, TextConfig, require
 from models.qwen3_vl import folder, sizes
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.family import FAMILY as DENSE
-from models.weights.hf_config import read_fields
+from models.weights.hf_config import read_fields, require_supported
 from models.weights.hf_layout import TensorLayout
 
 TITLE = "Qwen3-VL with experts"
+# Fields of config.json for which this model supports only one value.
+_FIXED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,10 @@ class Qwen3VLMoeConfig(Qwen3VLConfig):
     """A Qwen3-VL whose decoder layers have experts."""
 
     family = "qwen3_vl_moe"
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.text.experts is not None, "text.experts = None: every layer has experts")
 
 
 def _with_experts(dense: Qwen3VLConfig, experts: ExpertsConfig, **text: Any) -> Qwen3VLMoeConfig:
@@ -31,14 +37,11 @@ def _with_experts(dense: Qwen3VLConfig, experts: ExpertsConfig, **text: Any) -> 
 
 def from_hf(content: Mapping[str, Any]) -> Qwen3VLMoeConfig:
     """Reads the content of a config.json; see `models.weights.hf_config.from_hf`."""
-    text = content.get("text_config", {})
-    # transformers 5 may write another name.
-    text = {"num_experts": text.get("num_local_experts"), **text}
-    if text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1:
-        raise ValueError(
-            "text_config.mlp_only_layers, decoder_sparse_step: every layer has experts; give the "
-            f"config.json of a {TITLE}"
-        )
+    text = {"mlp_only_layers": [], **content.get("text_config", {})}
+    # transformers calls it so in its own objects.
+    if "num_local_experts" in text:
+        text = {"num_experts": text["num_local_experts"], **text}
+    require_supported({"text_config": text}, {"text_config": _FIXED}, TITLE)
     experts = read_fields(ExpertsConfig, "text_config", text, TITLE)
     return _with_experts(folder.from_hf(content), experts)
 
@@ -47,7 +50,7 @@ def to_hf(config: Qwen3VLMoeConfig) -> dict[str, Any]:
     """The content of a `config.json`; see `models.weights.hf_config.to_hf`."""
     assert config.text.experts is not None
     content = folder.to_hf(config)
-    more = {"model_type": "qwen3_vl_moe_text", "decoder_sparse_step": 1, "mlp_only_layers": []}
+    more = {"model_type": "qwen3_vl_moe_text", **_FIXED}
     content["text_config"] |= dataclasses.asdict(config.text.experts) | more
     content["vision_config"]["model_type"] = "qwen3_vl_moe"
     return content | {
@@ -97,7 +100,7 @@ def tiny(vocab_size: int) -> Qwen3VLMoeConfig:
 
 
 def _rehearsal() -> Qwen3VLMoeConfig:
-    return _with_experts(sizes.SIZES["rehearsal"](), ExpertsConfig(8, 2, 48))
+    return _with_experts(sizes.SIZES["rehearsal"](), ExpertsConfig(8, 2, 128))
 
 
 FAMILY = dataclasses.replace(

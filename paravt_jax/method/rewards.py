@@ -258,9 +258,9 @@ def tool_reward(
     Args:
         turns: The main agent's turns.
         right: Whether the answer earned any R_acc.
-        evidence: What shows that a call was executed. `text` is the arithmetic of the release
-            (REFERENCE 4, point 3): its reward sees generated tokens only, so that a call which was
-            carried out is not paid for it, and a tool response that the model makes up is.
+        evidence: What shows that a call was executed. `text`: as in the release, whose reward sees
+            generated tokens only (REFERENCE 4, point 3). A call that ran is not paid for it, and a
+            tool response that the model makes up is.
     """
     # Read the outcomes, not the text: a model can write calls and tool responses that never ran.
     outcomes = [outcome for turn in turns for outcome in turn.calls]

@@ -202,7 +202,7 @@ def prefill_bytes(
     rows = sizes.prefill_rows(length, before)
     tokens = rows * length
     # What a layer computes for all tokens, and hidden states that stay.
-    layer = 3 * text.mlp_width + 8 * text.hidden_size
+    layer = 3 * text.mlp_width + text.dispatched + 8 * text.hidden_size
     # The bank of visual vectors, two of them while it is filled, and one level at all tokens.
     bank = math.ceil(sizes.bank_tokens / CHUNK) * CHUNK
     vectors = (2 * bank * (1 + config.vision.levels) + tokens) * text.hidden_size * item

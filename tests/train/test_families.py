@@ -17,7 +17,9 @@ from train.settings import ModelSettings, change
 
 
 def test_a_family_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match=r"model\.family: 'gpt'.*qwen3_vl, qwen2_5_vl, qwen3_vl_moe"):
+    with pytest.raises(
+        ValueError, match=r"model\.family: 'gpt'.*qwen3_vl, qwen2_5_vl, qwen3_vl_moe"
+    ):
         ModelSettings(family="gpt")
 
 

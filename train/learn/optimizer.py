@@ -152,6 +152,9 @@ _AXES = {
     "gate": optax.contrib.MuonDimensionNumbers(1, 2),
     "up": optax.contrib.MuonDimensionNumbers(1, 2),
     "down": optax.contrib.MuonDimensionNumbers(1, 2),
+    # [layer, expert, in, out]
+    "experts/gate_up": optax.contrib.MuonDimensionNumbers(2, 3),
+    "experts/down": optax.contrib.MuonDimensionNumbers(2, 3),
 }
 
 
@@ -161,6 +164,6 @@ def _matrix_axes(weights: Any) -> Any:
     def axes(path: tuple[Any, ...], _: Any) -> Any:
         # A path such as layers/q/value.
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return _AXES.get(names[1]) if names[0] == "layers" else None
+        return _AXES.get("/".join(names[1:-1])) if names[0] == "layers" else None
 
     return jax.tree_util.tree_map_with_path(axes, weights)

@@ -31,7 +31,11 @@ KERNELS = {
 
 
 def count_flops(
-    jaxpr: ClosedJaxpr | Jaxpr, *, trip_count: float = 1.0, pairs: Pairs | None = None
+    jaxpr: ClosedJaxpr | Jaxpr,
+    *,
+    trip_count: float = 1.0,
+    pairs: Pairs | None = None,
+    expert_devices: int = 1,
 ) -> float:
     """Counts the FLOPs of all devices together.
 
@@ -40,6 +44,7 @@ def count_flops(
         trip_count: iterations of while-loops, whose number a program does not state.
         pairs: query-key pairs of one sequence that attention kernels compute; None if the program
             has no such kernels.
+        expert_devices: devices that divide the experts; each has all rows, and computes its part.
 
     Raises:
         ValueError: the program has a convolution, or a kernel without a formula.
@@ -47,9 +52,17 @@ def count_flops(
     total = 0.0
     for eqn in _used_equations(jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr):
         name = eqn.primitive.name
-        inner = [count_flops(x, trip_count=trip_count, pairs=pairs) for x in _inner_programs(eqn)]
+        experts = (
+            eqn.params["mesh"].shape.get("tensor", 1) if name == "shard_map" else expert_devices
+        )
+        inner = [
+            count_flops(x, trip_count=trip_count, pairs=pairs, expert_devices=experts)
+            for x in _inner_programs(eqn)
+        ]
         if name == "dot_general":
             total += _matrix_product(eqn)
+        elif name.startswith("ragged_dot"):
+            total += _grouped_product(eqn) / expert_devices
         elif name == "pallas_call":
             total += _attention_kernel(eqn, pairs)
         elif name == "conv_general_dilated":
@@ -137,6 +150,16 @@ def _matrix_product(eqn: Any) -> float:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
+
+
+def _grouped_product(eqn: Any) -> float:
+    """2 x rows x width x width of the groups' matrices, of which every row meets one."""
+    rows, _ = eqn.invars[0].aval.shape
+    # The result has a matrix per group if it is the gradient of these matrices.
+    *_, width, depth = eqn.outvars[0].aval.shape
+    if len(eqn.outvars[0].aval.shape) == 2:
+        width = eqn.invars[0].aval.shape[1]
+    return 2.0 * rows * width * depth
 
 
 def _attention_kernel(eqn: Any, pairs: Pairs | None) -> float:

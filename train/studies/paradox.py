@@ -56,7 +56,7 @@ class Paradox:
     """One seed and a third of the steps: enough for a first look, not for a result."""
     rewards: Literal["outcome", "published", "release"] = "outcome"
     """Rewards beside the anchor. outcome: right answers only. published: format and calls too.
-    release: the same, but without pay for calls that were carried out."""
+    release: the same, but a call earns 0.3 only if the model writes a tool response itself."""
     prior: Literal["strong", "weak"] = "strong"
     """Calls in the cold start. weak: in at most 10 %, without leaks; trains two settings only."""
 
@@ -84,25 +84,24 @@ def base(command: Paradox) -> Run:
 
 def folder_of(command: Paradox) -> pathlib.Path:
     """The folder of the runs, the table and the figure for this choice of rewards and steps."""
-    name = command.rewards + _suffix(command)
+    name = command.rewards + _prior_suffix(command)
     return pathlib.Path(command.run_dir) / (f"{name}-quick" if command.quick else name)
 
 
-def _suffix(command: Paradox) -> str:
+def _prior_suffix(command: Paradox) -> str:
     return "-weak" if command.prior == "weak" else ""
 
 
 def arms_of(command: Paradox) -> tuple[str, ...]:
     """The settings of a study: with a weak prior, plain GRPO and PARA-GRPO."""
-    vanilla, *_, full = ARMS
-    return (vanilla, full) if command.prior == "weak" else tuple(ARMS)
+    return ("GRPO", "PARA-GRPO") if command.prior == "weak" else tuple(ARMS)
 
 
 def plan(command: Paradox) -> dict[str, list[Run]]:
     """The runs of each row of the table: one cold start, and one run per setting and seed."""
     folder = folder_of(command)
     run = base(command)
-    cold_start_dir = str(folder.parent / f"cold-start{_suffix(command)}")
+    cold_start_dir = str(folder.parent / f"cold-start{_prior_suffix(command)}")
     start = dataclasses.replace(run, name="cold_start", rl=None, run_dir=cold_start_dir)
     seeds = 1 if command.quick else command.seeds
     runs: dict[str, list[Run]] = {COLD_START: [start]}

@@ -1,0 +1,154 @@
+"""Mixtures of experts: a plain reference, rows that no kernel fills, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import experts
+from models.config import ExpertsConfig
+from models.experts import Experts
+from models.family import family
+from models.lora import LoRASettings
+from models.model import abstract_model
+from models.qwen3_vl.sizes import tiny
+from models.qwen3_vl_moe.family import Qwen3VLMoeConfig
+from models.weights.hf_config import from_hf, to_hf
+from train.plan.flops import count_flops
+
+TEXT = dataclasses.replace(
+    tiny(96).text, hidden_size=16, num_hidden_layers=1, experts=ExpertsConfig(6, 2, 10)
+)
+RAGGED_DOT = jax.lax.ragged_dot
+
+
+def weights() -> tuple[jax.Array, jax.Array, jax.Array]:
+    layer = Experts(TEXT, rngs=nnx.Rngs(0), param_dtype=jnp.float32)
+    return layer.router[0], layer.gate_up[0], layer.down[0]
+
+
+def tokens() -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (2, 5, 16))
+
+
+def mixture(x: Any, router: Any, gate_up: Any, down: Any, first: int = 0) -> jax.Array:
+    return experts._mixture(x, router, gate_up, down, 2, first)
+
+
+def reference(x: Any, router: Any, gate_up: Any, down: Any) -> np.ndarray:
+    """Every token, and each of its two likeliest experts, one after another."""
+    out = np.zeros_like(x)
+    for place in np.ndindex(x.shape[:2]):
+        token = x[place]
+        scores = np.exp(token @ router)
+        chosen = np.argsort(-scores)[:2]
+        for expert in chosen:
+            gate, up = np.split(token @ gate_up[expert], 2)
+            hidden = gate / (1 + np.exp(-gate)) * up
+            out[place] += scores[expert] / scores[chosen].sum() * (hidden @ down[expert])
+    return out
+
+
+def test_a_token_gets_the_weighted_sum_of_its_likeliest_experts():
+    given = (tokens(), *weights())
+    wanted = reference(*(np.asarray(x, np.float64) for x in given))
+    np.testing.assert_allclose(mixture(*given), wanted, atol=1e-5)
+    halved = mixture(*(x.astype(jnp.bfloat16) for x in given))
+    assert halved.dtype == jnp.float32
+    assert np.linalg.norm(halved - wanted) < 0.03 * np.linalg.norm(wanted)
+
+
+def spoilt(out: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Rows behind the last group are not a number."""
+    return jnp.where(jnp.arange(len(out))[:, None] < sizes.sum(), out, jnp.nan)
+
+
+@jax.custom_vjp
+def unfilled(rows: jax.Array, groups: jax.Array, sizes: jax.Array) -> jax.Array:
+    return spoilt(RAGGED_DOT(rows, groups, sizes), sizes)
+
+
+def forward(rows: jax.Array, groups: jax.Array, sizes: jax.Array) -> Any:
+    return unfilled(rows, groups, sizes), (rows, groups, sizes)
+
+
+def backward(saved: Any, cotangent: jax.Array) -> Any:
+    rows, groups, sizes = saved
+    _, pull_back = jax.vjp(lambda rows, groups: RAGGED_DOT(rows, groups, sizes), rows, groups)
+    of_rows, of_groups = pull_back(cotangent)
+    return spoilt(of_rows, sizes), of_groups, None
+
+
+unfilled.defvjp(forward, backward)
+
+
+def test_rows_that_a_kernel_leaves_as_they_are_reach_no_gradient(monkeypatch):
+    """JAX says nothing about rows behind the last group, where those of other devices are."""
+
+    def whole(x: jax.Array, parts: Any) -> jax.Array:
+        return (mixture(x, *parts) ** 2).sum()
+
+    def divided(x: jax.Array, parts: Any) -> jax.Array:
+        router, gate_up, down = parts
+        halves = [mixture(x, router, gate_up[i : i + 3], down[i : i + 3], i) for i in (0, 3)]
+        return ((halves[0] + halves[1]) ** 2).sum()
+
+    wanted = jax.value_and_grad(whole, (0, 1))(tokens(), weights())
+    monkeypatch.setattr(jax.lax, "ragged_dot", unfilled)
+    found = jax.value_and_grad(divided, (0, 1))(tokens(), weights())
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_the_plan_counts_the_experts_of_a_token():
+    x, parts = tokens(), weights()
+    rows, d, f = 10, 16, 10
+    once = 2 * rows * (d * 6 + 2 * (d * 2 * f + f * d))
+    assert count_flops(jax.make_jaxpr(mixture)(x, *parts)) == once
+
+    def total(x: jax.Array, parts: Any) -> jax.Array:
+        return mixture(x, *parts).sum()
+
+    assert count_flops(jax.make_jaxpr(jax.grad(total, (0, 1)))(x, parts)) == 3 * once
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("norm_topk_prob", False, "text_config.norm_topk_prob = False"),
+        ("mlp_only_layers", [1], r"text_config.mlp_only_layers = \[1\]"),
+        ("decoder_sparse_step", 2, "text_config.decoder_sparse_step = 2"),
+        ("num_experts_per_tok", 9, "num_experts_per_tok = 9"),
+    ],
+)
+def test_other_mixtures_are_refused(field, value, message):
+    content = to_hf(family("qwen3_vl_moe").tiny(96))
+    content["text_config"][field] = value
+    with pytest.raises(ValueError, match=message):
+        from_hf(content)
+
+
+def test_a_file_may_name_experts_as_transformers_does_and_must_name_them():
+    config = family("qwen3_vl_moe").tiny(96)
+    content = to_hf(config)
+    content["text_config"]["num_local_experts"] = content["text_config"].pop("num_experts")
+    assert from_hf(content) == config
+    del content["text_config"]["num_local_experts"]
+    with pytest.raises(ValueError, match="has no num_experts"):
+        from_hf(content)
+    with pytest.raises(ValueError, match="every layer has experts"):
+        Qwen3VLMoeConfig(config.vision, dataclasses.replace(config.text, experts=None))
+
+
+def test_adapters_leave_experts_alone_and_int8_is_refused():
+    config = family("qwen3_vl_moe").tiny(96)
+    model = abstract_model(config, lora=LoRASettings(rank=4))
+    assert sorted(model.text.layers.adapters) == ["k", "o", "q", "v"]
+    with pytest.raises(ValueError, match=r"lora\.int8_base: True with a model that has experts"):
+        abstract_model(config, lora=LoRASettings(rank=4, int8_base=True))
