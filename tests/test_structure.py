@@ -32,7 +32,7 @@ MAY_IMPORT = {
 # there were adapters and fingerprints, and 8,100 in 63 files while the vision tower was frozen, and
 # 8,500 before rollouts could outlive an update, files were read beside decoding, and programs were
 # compiled ahead, and 9,400 before a layer could have experts.
-MOST_LINES = 9500
+MOST_LINES = 9550
 MOST_FILES = 71
 # The walk must not reach these: they import the main path, never the reverse.
 SIDE_PATHS = (

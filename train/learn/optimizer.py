@@ -164,6 +164,7 @@ def _matrix_axes(weights: Any) -> Any:
     def axes(path: tuple[Any, ...], _: Any) -> Any:
         # A path such as layers/q/value.
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return _AXES.get("/".join(names[1:-1])) if names[0] == "layers" else None
+        name = "/".join(names[1:3] if "experts" in names else names[1:2])
+        return _AXES.get(name) if names[0] == "layers" else None
 
     return jax.tree_util.tree_map_with_path(axes, weights)
