@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import pathlib
 import random
 import shutil
@@ -397,13 +398,15 @@ def test_a_battle_repeats(fight):
 
 
 @pytest.mark.slow
-def test_ten_thousand_episodes(fight):
-    first = fight(5000, seed=7)
-    check_battle(first, 5000)
+def test_thousands_of_episodes(fight):
+    """PARAVT_TEST_EPISODES=5000 plays ten thousand, in ten minutes."""
+    episodes = int(os.environ.get("PARAVT_TEST_EPISODES", "2000"))
+    first = fight(episodes, seed=7)
+    check_battle(first, episodes)
     assert set(first.fuzzer.used) == {(name, text) for name in GRAMMAR for text in GRAMMAR[name]}
     gc.collect()
     before = resident()  # by now the tokenizer's cache and the allocator have what they want
-    check_battle(fight(5000, seed=8), 5000)
+    check_battle(fight(episodes, seed=8), episodes)
     gc.collect()
     assert resident() - before < 16 * 2**20
 
