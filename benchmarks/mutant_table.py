@@ -266,8 +266,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "if base >= 0:",
         ),
         "every_call_has_to_run": (
-            "if any(outcome.status.executed",
-            "if all(outcome.status.executed",
+            "= any(outcome.status.executed",
+            "= all(outcome.status.executed",
         ),
         "tool_bonus_for_wrong_answers": ("+ 0.5 * right, 1.0)", "+ 0.5, 1.0)"),
         "format_below_zero": ("min(max(uncapped, 0.0), 1.0)", "min(uncapped, 1.0)"),
