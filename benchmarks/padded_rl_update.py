@@ -32,7 +32,7 @@ class Padded:
         run = module("configs.paravt_tiny").paravt_tiny()
         vocabulary = module("train.world_data").world_vocabulary(run.protocol)
         self._config = module("train.phases.model").model_config(run, vocabulary)
-        qwen3_vl, sharding = module("models.model").Qwen3VL, module("models.sharding")
+        qwen3_vl, sharding = module("models.qwen3_vl.model").Qwen3VL, module("models.sharding")
         model = nnx.jit(lambda: qwen3_vl(self._config, rngs=nnx.Rngs(0)))()
         graph, weights = nnx.split(model.text)
         weights = jax.device_put(weights, sharding.param_shardings(weights, sharding.make_mesh()))

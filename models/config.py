@@ -29,12 +29,19 @@ def _require_positive(name: str, config: Any) -> None:
 class VisionConfig:
     """What the towers of all families have, with the field names of Hugging Face."""
 
+    mlp_matrices: ClassVar[int]
+    """Matrices of a block's MLP, each between the hidden and the intermediate size."""
+    pixel_mean: ClassVar[tuple[float, float, float]]
+    """Subtracted from red, green and blue, which run from 0 to 1."""
+    pixel_std: ClassVar[tuple[float, float, float]]
+    """Red, green and blue are divided by it afterwards."""
+
     hidden_size: int
     depth: int
     num_heads: int
     intermediate_size: int
     out_hidden_size: int
-    patch_size: int = 16
+    patch_size: int
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
     in_channels: int = 3
@@ -74,21 +81,6 @@ class VisionConfig:
         None: times are written between the slices, each of which has one position.
         """
         return None
-
-    @property
-    def pixel_mean(self) -> tuple[float, float, float]:
-        """Subtracted from red, green and blue, which run from 0 to 1."""
-        return (0.5, 0.5, 0.5)
-
-    @property
-    def pixel_std(self) -> tuple[float, float, float]:
-        """Red, green and blue are divided by it afterwards."""
-        return (0.5, 0.5, 0.5)
-
-    @property
-    def mlp_matrices(self) -> int:
-        """Matrices of a block's MLP, each between the hidden and the intermediate size."""
-        return 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Rotary position embeddings: the position of every token, and how a position rotates a head.
 
-The text decoder uses three-axis positions (time, height, width; M-RoPE), the vision
-tower two-axis ones (row, column). Angles are float32: in bfloat16, neighbouring positions would be
-equal. The positions follow transformers.
+The text decoder uses three-axis positions (time, height, width; M-RoPE), the vision tower two-axis
+ones (row, column). Angles are float32: in bfloat16, neighbouring positions would be equal. The
+positions follow transformers.
 """
 
 from __future__ import annotations

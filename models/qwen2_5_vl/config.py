@@ -15,6 +15,11 @@ class Qwen25VLVisionConfig(VisionConfig):
     side. A second of a video counts as `tokens_per_second` positions.
     """
 
+    mlp_matrices = 3
+    # Those of CLIP.
+    pixel_mean = (0.48145466, 0.4578275, 0.40821073)
+    pixel_std = (0.26862954, 0.26130258, 0.27577711)
+
     patch_size: int = 14
     window_size: int = 112
     fullatt_block_indexes: tuple[int, ...]
@@ -41,21 +46,8 @@ class Qwen25VLVisionConfig(VisionConfig):
         return self.window_size // self.patch_size
 
     @property
-    def mlp_matrices(self) -> int:
-        return 3
-
-    @property
     def position_rate(self) -> float | None:
         return self.tokens_per_second
-
-    @property
-    def pixel_mean(self) -> tuple[float, float, float]:
-        """That of CLIP, as the deviation below."""
-        return (0.48145466, 0.4578275, 0.40821073)
-
-    @property
-    def pixel_std(self) -> tuple[float, float, float]:
-        return (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,14 @@ from typing import Any
 
 from models.config import require
 from models.qwen2_5_vl.config import Qwen25VLConfig, Qwen25VLVisionConfig
-from models.weights.hf_config import IDS, read_fields, read_text, require_supported, text_to_hf
+from models.weights.hf_config import (
+    ids_of,
+    read_fields,
+    read_text,
+    require_supported,
+    text_to_hf,
+    whole_to_hf,
+)
 from models.weights.hf_layout import TensorLayout, linear_layouts, patch_layout, text_layouts
 
 TITLE = "Qwen2.5-VL"
@@ -43,11 +50,10 @@ def from_hf(content: Mapping[str, Any]) -> Qwen25VLConfig:
     if "hidden_size" in text and "num_attention_heads" in text:
         text = {"head_dim": text["hidden_size"] // text["num_attention_heads"], **text}
     vision = {"tokens_per_second": 4, **vision, **(vision.get("rope_parameters") or {})}
-    ids = {name: content[name] for name in IDS if name in content}
     return Qwen25VLConfig(
         read_fields(Qwen25VLVisionConfig, "vision_config", vision, TITLE),
         read_text(text, TITLE, tied=tied, defaults=_DEFAULTS, fixed=FIXED),
-        **ids,
+        **ids_of(content),
     )
 
 
@@ -60,14 +66,12 @@ def to_hf(config: Qwen25VLConfig) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")},
     }
     text = text_to_hf(config.text, {})
-    return {
-        "model_type": "qwen2_5_vl",
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "tie_word_embeddings": config.text.tie_word_embeddings,
-        **{name: getattr(config, name) for name in IDS},
-        "text_config": text | {"model_type": "qwen2_5_vl_text"} | _TEXT,
-        "vision_config": vision | _VISION,
-    }
+    return whole_to_hf(
+        config,
+        "Qwen2_5_VLForConditionalGeneration",
+        text | {"model_type": "qwen2_5_vl_text"} | _TEXT,
+        vision | _VISION,
+    )
 
 
 def tensor_layouts(config: Qwen25VLConfig) -> dict[str, TensorLayout]:

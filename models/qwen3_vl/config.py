@@ -16,6 +16,11 @@ class Qwen3VLVisionConfig(VisionConfig):
     `deepstack_visual_indexes` lists the layers whose output feeds DeepStack.
     """
 
+    mlp_matrices = 2
+    pixel_mean = (0.5, 0.5, 0.5)
+    pixel_std = (0.5, 0.5, 0.5)
+
+    patch_size: int = 16
     num_position_embeddings: int
     deepstack_visual_indexes: tuple[int, ...]
 

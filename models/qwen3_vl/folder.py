@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
-from models.weights.hf_config import IDS, read_fields, read_text, require_supported, text_to_hf
+from models.weights.hf_config import (
+    ids_of,
+    read_fields,
+    read_text,
+    require_supported,
+    text_to_hf,
+    whole_to_hf,
+)
 from models.weights.hf_layout import TensorLayout, linear_layouts, patch_layout, text_layouts
 
 TITLE = "Qwen3-VL"
@@ -27,11 +34,10 @@ def from_hf(content: Mapping[str, Any]) -> Qwen3VLConfig:
     vision = content.get("vision_config", {})
     tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     vision = {**vision, **(vision.get("rope_parameters") or {})}
-    ids = {name: content[name] for name in IDS if name in content}
     return Qwen3VLConfig(
         read_fields(Qwen3VLVisionConfig, "vision_config", vision, TITLE),
         read_text(text, TITLE, tied=tied, defaults=_DEFAULTS, fixed=_FIXED),
-        **ids,
+        **ids_of(content),
     )
 
 
@@ -44,14 +50,12 @@ def to_hf(config: Qwen3VLConfig) -> dict[str, Any]:
         "deepstack_visual_indexes": list(config.vision.deepstack_visual_indexes),
         "rope_parameters": {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")},
     }
-    return {
-        "model_type": "qwen3_vl",
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "tie_word_embeddings": config.text.tie_word_embeddings,
-        **{name: getattr(config, name) for name in IDS},
-        "text_config": text | {"model_type": "qwen3_vl_text"} | _SUPPORTED["text_config"],
-        "vision_config": vision | _SUPPORTED["vision_config"],
-    }
+    return whole_to_hf(
+        config,
+        "Qwen3VLForConditionalGeneration",
+        text | {"model_type": "qwen3_vl_text"} | _SUPPORTED["text_config"],
+        vision | _SUPPORTED["vision_config"],
+    )
 
 
 def tensor_layouts(config: Qwen3VLConfig) -> dict[str, TensorLayout]:

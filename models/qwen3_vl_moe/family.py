@@ -53,10 +53,7 @@ def to_hf(config: Qwen3VLMoeConfig) -> dict[str, Any]:
     more = {"model_type": "qwen3_vl_moe_text", **_FIXED}
     content["text_config"] |= dataclasses.asdict(config.text.experts) | more
     content["vision_config"]["model_type"] = "qwen3_vl_moe"
-    return content | {
-        "model_type": "qwen3_vl_moe",
-        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
-    }
+    return content | {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}
 
 
 def tensor_layouts(config: Qwen3VLMoeConfig) -> dict[str, TensorLayout]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from models.config import ModelConfig, TextConfig, require
 from models.family import FAMILIES, family, family_of
 
-IDS = tuple(
+_IDS = tuple(
     field.name for field in dataclasses.fields(ModelConfig) if field.name.endswith("_token_id")
 )
 
@@ -155,6 +155,32 @@ def _read_json(path: str | os.PathLike) -> Mapping[str, Any]:
         f"{path}: contains a {type(content).__name__}, not a JSON object; fetch it again",
     )
     return content
+
+
+def whole_to_hf(
+    config: ModelConfig, architecture: str, text: Mapping[str, Any], vision: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of a config.json.
+
+    Args:
+        config: the model's configuration.
+        architecture: name of its class in transformers.
+        text: the decoder's part.
+        vision: the tower's part.
+    """
+    return {
+        "model_type": config.family,
+        "architectures": [architecture],
+        "tie_word_embeddings": config.text.tie_word_embeddings,
+        **{name: getattr(config, name) for name in _IDS},
+        "text_config": {**text},
+        "vision_config": {**vision},
+    }
+
+
+def ids_of(content: Mapping[str, Any]) -> dict[str, int]:
+    """The ids of special tokens that a config.json gives."""
+    return {name: content[name] for name in _IDS if name in content}
 
 
 def text_to_hf(config: TextConfig, rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -154,12 +154,9 @@ def _matrix_product(eqn: Any) -> float:
 
 def _grouped_product(eqn: Any) -> float:
     """2 x rows x width x width of the groups' matrices, of which every row meets one."""
-    rows, _ = eqn.invars[0].aval.shape
-    # The result has a matrix per group if it is the gradient of these matrices.
-    *_, width, depth = eqn.outvars[0].aval.shape
-    if len(eqn.outvars[0].aval.shape) == 2:
-        width = eqn.invars[0].aval.shape[1]
-    return 2.0 * rows * width * depth
+    rows, width = eqn.invars[0].aval.shape
+    # The last axis of the result, which are rows, or the gradients of the groups' matrices.
+    return 2.0 * rows * width * eqn.outvars[0].aval.shape[-1]
 
 
 def _attention_kernel(eqn: Any, pairs: Pairs | None) -> float:
