@@ -1,10 +1,12 @@
 """Prompt packs as folders: one small file per text, and `pack.toml` for the rest.
 
-pack.toml                 name, order of turns, settings to play with
+pack.toml                 name, order of turns, settings to play with, how models write
 system.agentic.txt        the text "system.agentic"; a line break at its end is not part of it
 question.mcq.txt
 schemas.crop_video.json   a tool's schema
 charades/question.tvg.txt replaces a text for one benchmark
+
+Texts may also stand in pack.toml, under [texts], so that a small pack is one file.
 """
 
 from __future__ import annotations
@@ -13,19 +15,22 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import tomllib
 from typing import Any
 
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.native_format import NativeFormat
 from rollout.evaluation.packs import TURNS, PackError, TextPack, file_of
+from rollout.evaluation.published_protocol import PLAY
 from rollout.evaluation.settings import NOT_IDENTITY, BenchmarkSettings
 
 FORMAT = 1
 """Version of the folder's layout."""
 
 _FILE = "pack.toml"
-_KEYS = ("format", "name", "turns", "play", "read")
+_KEYS = ("format", "name", "turns", "play", "read", "texts")
+_LIKE = "like"  # the key of [play] that begins with the settings of another protocol
 _MOST_BYTES = 1 << 20
 # What is scored and where is no matter of a protocol.
 _NOT_PLAYED = (*NOT_IDENTITY, "benchmark", "open_ended", "judge", "judge_model", "dtype", "seed")
@@ -51,7 +56,11 @@ def read_pack(folder: str | os.PathLike) -> TextPack:
         )
     try:
         about = _read_about(root / _FILE)
-        texts = dict(_read_text(root, file) for file in _files(root))
+        texts = about["texts"]
+        for name, text in (_read_text(root, file) for file in _files(root)):
+            if name in texts:
+                raise PackError(f"{_FILE}: texts.{name}: is also in {file_of(name)}; remove one")
+            texts[name] = text
         return TextPack(
             about.get("name", root.resolve().name),
             texts,
@@ -145,20 +154,50 @@ def _read_about(file: pathlib.Path) -> dict[str, Any]:
             raise PackError(f"{_FILE}: turns.{key}: {value!r}; give true or false")
     play = _table(about, "play")
     read = _native_format(_table(about, "read"))
-    return about | {"turns": turns, "play": _read_play(play), "read": read}
+    texts = _read_texts(_table(about, "texts"))
+    return about | {"turns": turns, "play": _read_play(play), "read": read, "texts": texts}
+
+
+def _read_texts(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """The texts of [texts] by name. `system.agentic = ...` is a table in TOML."""
+    texts: dict[str, str] = {}
+    for key, value in table.items():
+        name = prefix + key
+        if isinstance(value, dict):
+            texts |= _read_texts(value, f"{name}.")
+        elif isinstance(value, str):
+            texts[name] = value.removesuffix("\n")
+        else:
+            raise PackError(f"{_FILE}: texts.{name}: {value!r}; give a text")
+    return texts
 
 
 def _native_format(read: dict[str, Any]) -> NativeFormat:
-    known = [field.name for field in dataclasses.fields(NativeFormat)]
+    ours = dataclasses.asdict(NativeFormat())
     for key, value in read.items():
-        if key not in known:
-            raise PackError(f"{_FILE}: read.{key}: no such key; give {', '.join(known)}")
-        if not isinstance(value, str):
-            raise PackError(f"{_FILE}: read.{key}: {value!r}; give a text")
+        if key not in ours:
+            raise PackError(f"{_FILE}: read.{key}: no such key; give {', '.join(ours)}")
+        if type(value) is not type(ours[key]):
+            wanted = "a text" if isinstance(ours[key], str) else f"a table, [read.{key}]"
+            raise PackError(f"{_FILE}: read.{key}: {value!r}; give {wanted}")
+    for key, tool in read.get("tools", {}).items():
+        if not isinstance(tool, str):
+            raise PackError(f"{_FILE}: read.tools.{key}: {tool!r}; give the name of a tool")
+    for key, ours in read.get("arguments", {}).items():
+        names = ours if isinstance(ours, list) else [ours]
+        if not names or not all(isinstance(name, str) for name in names):
+            raise PackError(
+                f"{_FILE}: read.arguments.{key}: {ours!r}; give the name of an argument, or a "
+                "list of names"
+            )
     try:
         return NativeFormat(**read)
     except ValueError as error:
         raise PackError(f"{_FILE}: read.{error}") from error
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
 def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
@@ -169,9 +208,18 @@ def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _read_play(play: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Settings by benchmark: [play] is for all of them, [play.charades] for one."""
+    """Settings by benchmark: [play] is for all of them, [play.charades] for one.
+
+    `like = "published"` begins with those of the protocol behind the paper's numbers.
+    """
     found: dict[str, dict[str, Any]] = {}
+    if _LIKE in play:
+        if play[_LIKE] != "published":
+            raise PackError(f"{_FILE}: play.{_LIKE}: {play[_LIKE]!r}; give published, or remove it")
+        found[""] = dict(PLAY)
     for key, value in play.items():
+        if key == _LIKE:
+            continue
         benchmark, values = (key, value) if isinstance(value, dict) else ("", {key: value})
         if benchmark and benchmark not in BENCHMARKS:
             raise PackError(
@@ -197,13 +245,14 @@ def _checked(place: str, field: str, value: Any) -> Any:
 
 def _about(name: str, pack: TextPack) -> str:
     lines = [f"format = {FORMAT}", f"name = {json.dumps(name)}", ""]
-    written = {key: text for key, text in dataclasses.asdict(pack.read).items() if text}
-    tables = {"turns": pack.turns, "read": written}
+    read = pack.read.settings()
+    tables = {"turns": pack.turns, "read": {k: x for k, x in read.items() if isinstance(x, str)}}
+    tables |= {f"read.{key}": table for key, table in read.items() if isinstance(table, dict)}
     for benchmark, values in pack.play.items():
         tables["play" + (f".{benchmark}" if benchmark else "")] = values
     for table, values in tables.items():
         lines.append(f"[{table}]")
         # JSON's numbers, booleans, texts and lists are TOML's, too.
-        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        lines += [f"{_toml_key(key)} = {json.dumps(value)}" for key, value in values.items()]
         lines.append("")
     return "\n".join(lines)

@@ -7,7 +7,6 @@ folder of a user's (`pack_folder`), or what another evaluator's files say (`rele
 from __future__ import annotations
 
 import abc
-import dataclasses
 import hashlib
 import json
 import pathlib
@@ -189,13 +188,13 @@ class TextPack(PromptPack):
         self.texts = dict(texts)
         self.turns = dict(turns or {})
         self.play = {benchmark: dict(values) for benchmark, values in (play or {}).items()}
+        self.read = read or NativeFormat()
         for text_name, text in self.texts.items():
-            check_text(text_name, text)
+            check_text(text_name, text, self.read.has_own_calls)
         missing = sorted(_REQUIRED - self.texts.keys())
         if missing:
             raise PackError(f"{file_of(missing[0])}: missing; {_WRITE}")
-        self.read = read or NativeFormat()
-        self.digest = digest_of(self.texts, self.turns, self.play, dataclasses.asdict(self.read))
+        self.digest = digest_of(self.texts, self.turns, self.play, self.read.settings())
 
     def reads(self) -> NativeFormat:
         return self.read
@@ -323,8 +322,11 @@ def file_of(name: str) -> str:
     return f"{name}.{'json' if is_schema(name) else 'txt'}"
 
 
-def check_text(name: str, text: str) -> None:
-    """Check a text's name and its placeholders. Raises PackError, without the pack's name."""
+def check_text(name: str, text: str, own_calls: bool = False) -> None:
+    """Check a text's name and its placeholders. Raises PackError, without the pack's name.
+
+    A system turn for models with their own form of calls may describe their tools itself.
+    """
     file = file_of(name)
     benchmark, slash, local = name.rpartition("/")
     field, _, key = local.partition(".")
@@ -361,7 +363,8 @@ def check_text(name: str, text: str) -> None:
                 f"{file}: has {special}, which stands for a frame; leave it out, frames are "
                 "placed by the protocol"
             )
-    _check_needed(file, field, kind, text)
+    if not (field == "system" and own_calls):
+        _check_needed(file, field, kind, text)
 
 
 def _check_needed(file: str, field: str, kind: str, text: str) -> None:

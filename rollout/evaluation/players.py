@@ -91,7 +91,7 @@ def load_player(
     if settings.native_video and config.vision.position_rate is not None:
         raise ValueError(
             f"--native-video with a model of the family {config.family}, which writes videos in "
-            "another way; leave it out, so that frames are shown as images"
+            "another way; give --no-native-video, so that frames are shown as images"
         )
     overview = read_video_overview if settings.native_video else FrameFeatures.request_overview
     environment = Environment(protocol, features, overview=overview, canonical=pack.reads())

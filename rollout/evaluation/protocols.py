@@ -72,7 +72,7 @@ def as_the_pack_plays(
         given: fields that the user gave, so that a default value among them is no accident.
 
     Raises:
-        PackError: the user wants something else than the pack.
+        PackError: the user wants something else than the pack. Only --no-native-video is allowed.
     """
     if pack.prompt and settings.prompt == _default("prompt") and "prompt" not in given:
         settings = dataclasses.replace(settings, prompt=pack.prompt)
@@ -83,6 +83,9 @@ def as_the_pack_plays(
         wanted = decided[field.name]
         decided[field.name] = wanted = tuple(wanted) if isinstance(wanted, list) else wanted
         value = getattr(settings, field.name)
+        if field.name == "native_video" and field.name in given and not value:
+            decided[field.name] = False  # not every family can be shown one
+            continue
         if value != wanted and (value != field.default or field.name in given):
             flag = field.name.replace("_", "-")
             raise PackError(

@@ -16,11 +16,14 @@ from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, load
 from rollout.evaluation.pack_folder import read_pack, write_pack
 from rollout.evaluation.packs import PackError, TextPack, own_pack
 from rollout.evaluation.protocols import as_the_pack_plays
+from rollout.evaluation.published_protocol import PLAY
 from rollout.evaluation.release import read_release
 from rollout.evaluation.settings import BenchmarkSettings
 from tests.paravt_jax.benchmarks import published
 from tests.rollout.evaluation.release_stand_in import write_release
 
+ROOT = pathlib.Path(__file__).parents[3]
+EXAMPLES = sorted(file.parent for file in (ROOT / "examples/packs").glob("*/pack.toml"))
 SAID = (Subtitle(1.0, 2.0, "Hello"), Subtitle(3.0, 4.0, "Good\nbye"))
 
 
@@ -88,6 +91,30 @@ def test_a_pack_of_every_benchmark_reads_back_as_the_same_words(release, tmp_pat
             assert copy.style(benchmark, prompt) == release.style(benchmark, prompt)
 
 
+def test_a_pack_of_one_file_reads_back_from_many(tmp_path):
+    for folder in EXAMPLES:
+        pack = read_pack(folder)
+        write_pack(pack, tmp_path / folder.name)
+        copy = read_pack(tmp_path / folder.name)
+        assert copy.digest == pack.digest
+        assert copy.read == pack.read
+
+
+def test_a_pack_like_the_published_one_differs_where_it_says_so(tmp_path):
+    played = read_pack(ROOT / "examples/packs/zoom_tag").style("mlvu", "agentic")
+    changed = {"max_num_frames": 16, "processor_min_pixels": 3136}
+    assert played == {**PLAY, **changed}
+
+
+def test_only_a_model_with_calls_of_its_own_needs_no_place_for_tools(ours):
+    (ours / "system.agentic.txt").write_text("Zoom by <zoom>...</zoom>.")
+    with pytest.raises(PackError, match=r"system\.agentic\.txt: lacks \{tools\}"):
+        read_pack(ours)
+    with (ours / "pack.toml").open("a") as about:
+        about.write("call = '<zoom>(.*?)</zoom>'\n")
+    assert read_pack(ours).wording("", "agentic").system["agentic"] == "Zoom by <zoom>...</zoom>."
+
+
 def test_the_command_writes_a_pack_once(tmp_path, capsys):
     folder = tmp_path / "mine"
     assert command.main(["--write-protocol", str(folder)]) == 0
@@ -137,8 +164,24 @@ BROKEN = [
     (
         "pack.toml",
         b"format = 1\n[read]\ncalls = 'a'",
-        "read.calls: no such key; give answer, call, tool",
+        "read.calls: no such key; give answer, call, json_answer, json_calls, name_field",
     ),
+    ("pack.toml", b"format = 1\n[read]\ncall = 1", "read.call: 1; give a text"),
+    (
+        "pack.toml",
+        b"format = 1\n[read]\ntools = 'a'",
+        "read.tools: 'a'; give a table, [read.tools]",
+    ),
+    ("pack.toml", b"format = 1\n[read.tools]\na = 1", "read.tools.a: 1; give the name of a tool"),
+    (
+        "pack.toml",
+        b"format = 1\n[read.arguments]\na = []",
+        "read.arguments.a: []; give the name of an argument, or a list",
+    ),
+    ("pack.toml", b"format = 1\n[read]\njson_calls = 'a..b'", "read.json_calls: 'a..b' has an"),
+    ("pack.toml", b"format = 1\n[play]\nlike = 'own'", "play.like: 'own'; give published, or"),
+    ("pack.toml", b"format = 1\n[texts]\nquestion.mcq = 1", "texts.question.mcq: 1; give a text"),
+    ("pack.toml", b"format = 1\n[texts]\noption = 'a'", "texts.option: is also in option.txt"),
     ("answer_now.txt", b"\xff\xfe", "answer_now.txt: is not UTF-8"),
     ("answer_now.txt", b"{question}", "answer_now.txt: {question} is no placeholder of this text"),
     ("option.txt", b"{Letter} {lettre}", "option.txt: {lettre} is no placeholder of this text"),
@@ -378,6 +421,13 @@ def test_an_option_that_contradicts_the_pack_is_refused(release, fields, given, 
     with pytest.raises(PackError, match=message) as error:
         as_the_pack_plays(BenchmarkSettings("m", "videomme", **fields), release, given)
     assert str(error.value).endswith("as a folder (--write-protocol) and change [play] there")
+
+
+def test_frames_of_a_native_video_may_be_shown_as_images(release):
+    """Not every family can be shown a native video (docs/model.md)."""
+    settings = BenchmarkSettings("m", "charades", native_video=False)
+    assert as_the_pack_plays(settings, release).native_video
+    assert not as_the_pack_plays(settings, release, {"native_video"}).native_video
 
 
 def test_options_of_the_published_row_are_not_shuffled(ours):
