@@ -48,16 +48,13 @@ from concurrent.futures import Future
 
 import hypothesis
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 
 from models.config import (
     TextConfig,
 )
-from models.model import VisionLanguageModel, abstract_model
+from models.model import VisionLanguageModel
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.tokenizer import Vocabulary
@@ -68,6 +65,7 @@ from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.vocabulary import build_tokenizer
 from tests import processes
 from tests.cut_tokenizer import cut_tokenizer
+from tests.noisy_model import noisy_model
 
 # The first example of a property compiles, so its time says nothing about the property.
 hypothesis.settings.register_profile("paravt", deadline=None, print_blob=True)
@@ -205,12 +203,4 @@ def small_model(small_vocabulary) -> VisionLanguageModel:
         text,
         **{f"{field}_token_id": small_vocabulary[f"<|{name}|>"] for field, name in names.items()},
     )
-
-    graph, state = nnx.split(abstract_model(config))
-    rng = np.random.default_rng(0)  # not the model's own start, which takes seconds to compile
-
-    def noise(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        middle = 1.0 if "norm" in str(path) or "scale" in str(path) else 0.0
-        return jnp.asarray(rng.normal(middle, 0.2, leaf.shape), leaf.dtype)
-
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(noise, state))
+    return noisy_model(config)

@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paravt_jax.method.parsing import call_text, extract_answer
+from paravt_jax.method.parsing import call_text, extract_answer, find_calls
 from paravt_jax.method.tools.crop_video import CropVideo, read_seconds
 
 _PAIR = re.compile(r"""(\w+)\s*=\s*("[^"]*"|'[^']*'|[^\s,()]+)""")
@@ -92,7 +92,8 @@ class NativeFormat:
             return text
 
     def _rewrite(self, text: str) -> str:
-        if self.json_answer or self.json_calls:
+        in_our_form = find_calls(text) or extract_answer(text) is not None
+        if (self.json_answer or self.json_calls) and not in_our_form:
             # Braces in the thought are no response.
             found = _OBJECT.search(text, max(text.rfind("</think>"), 0))
             if found:
@@ -128,6 +129,8 @@ class NativeFormat:
         for call in found if isinstance(found, list) else [found]:
             if isinstance(call, dict) and call:
                 read += self._read_call(call)
+            elif call:
+                read.append(json.dumps(call))
         return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in read or [text])
 
     def _read_call(self, call: Mapping[str, Any]) -> list[str]:
@@ -143,6 +146,7 @@ class NativeFormat:
         for key, value in arguments.items():
             ours = self.arguments.get(key, key)
             found = [{ours: value}] if isinstance(ours, str) else _apart(value, ours)
+            found = found or [{key: value}]
             calls = [known | more for more in found for known in calls]
         if name == CropVideo.name:
             calls = [_crop_arguments(fields) for fields in calls]

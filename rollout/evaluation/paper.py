@@ -108,8 +108,8 @@ class Baseline:
     """Hub id, as the release's evaluator names it."""
     family: str
     """The `model_type` of its config.json."""
-    prompt: Prompt
-    """The release's prompt, or that of the pack."""
+    prompt: Prompt | None = None
+    """What `--prompt` has to be; None: what the protocol chooses for each split."""
     pack: str = ""
     """The folder of `examples/packs` with the form in which the model writes, if the release leaves
     the prompt to its users."""
@@ -123,8 +123,8 @@ class Baseline:
         """
         if self.pack:
             return ["--model", self.weights, "--protocol", f"{packs}/{self.pack}"]
-        release_pack = ["--protocol", "published", "--release", release, "--prompt", self.prompt]
-        return ["--model", self.weights, *release_pack]
+        prompt = ["--prompt", self.prompt] if self.prompt else []
+        return ["--model", self.weights, "--protocol", "published", "--release", release, *prompt]
 
 
 BASELINES = {
@@ -137,12 +137,10 @@ BASELINES = {
     "Video-Thinker-7B": Baseline("ShijianW01/Video-Thinker-7B", "qwen2_5_vl", "reasoning"),
     "Qwen3-VL-8B": Baseline("Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl", "agentic"),
     "Conan-7B": Baseline("RUBBISHLIKE/Conan-7B", "qwen2_5_vl", "agentic"),
-    "LongVT-RFT-7B": Baseline("longvideotool/LongVT-RFT", "qwen2_5_vl", "agentic", "tool_call"),
-    "SAGE-7B": Baseline(
-        "allenai/SAGE-MM-Qwen2.5-VL-7B-SFT_RL", "qwen2_5_vl", "agentic", "json_agent"
-    ),
-    "VideoZoomer-7B": Baseline("zsgvivo/videozoomer", "qwen2_5_vl", "agentic", "zoom_tag"),
-    "ParaVT-8B": Baseline("ParaVT/ParaVT-8B", "qwen3_vl", "agentic"),
+    "LongVT-RFT-7B": Baseline("longvideotool/LongVT-RFT", "qwen2_5_vl", pack="tool_call"),
+    "SAGE-7B": Baseline("allenai/SAGE-MM-Qwen2.5-VL-7B-SFT_RL", "qwen2_5_vl", pack="json_agent"),
+    "VideoZoomer-7B": Baseline("zsgvivo/videozoomer", "qwen2_5_vl", pack="zoom_tag"),
+    "ParaVT-8B": Baseline("ParaVT/ParaVT-8B", "qwen3_vl"),
 }
 """The open rows of table 1 by name. Families follow from the models' base models."""
 

@@ -72,6 +72,7 @@ def load_player(
         judge = stack.enter_context(contextlib.closing(RemoteJudge(shared)))
     files = model_files(settings, folder)
     config, vocabulary = files.config, files.vocabulary
+    _check_native_video(settings, config)
     settings = files.scaled(settings)
     wording = pack.wording(settings.benchmark, settings.prompt)
     protocol, prompt, crop = _protocol(settings, vocabulary, config.vision, subtitled, wording)
@@ -87,11 +88,6 @@ def load_player(
         require_room(settings, planned, replicas)
         features, sampler = _engine(
             settings, folder, config, videos, reader, protocol, prompt, crop, devices
-        )
-    if settings.native_video and config.vision.position_rate is not None:
-        raise ValueError(
-            f"--native-video with a model of the family {config.family}, which writes videos in "
-            "another way; give --no-native-video, so that frames are shown as images"
         )
     overview = read_video_overview if settings.native_video else FrameFeatures.request_overview
     environment = Environment(protocol, features, overview=overview, canonical=pack.reads())
@@ -129,6 +125,7 @@ def check_prompts(
     settings: BenchmarkSettings, files: Served, pack: PromptPack, items: Sequence[Item]
 ) -> None:
     """Render a prompt, so that texts that do not work end the run before it has a folder."""
+    _check_native_video(settings, files.config)
     offers = settings.episode_settings().dispatch != "none"
     tools = [tool.name for tool in settings.protocol(0).make_tools()] if offers else []
     try:
@@ -137,6 +134,15 @@ def check_prompts(
         _protocol(settings, files.vocabulary, files.config.vision, False, wording)
     except ValueError as error:
         raise PackError(f"--protocol {settings.pack}: {error}") from error
+
+
+def _check_native_video(settings: BenchmarkSettings, config: ModelConfig) -> None:
+    """Raise ValueError if a native video is to be shown to a family that has another kind."""
+    if settings.native_video and config.vision.position_rate is not None:
+        raise ValueError(
+            f"--native-video with a model of the family {config.family}, which writes videos in "
+            "another way; give --no-native-video, so that frames are shown as images"
+        )
 
 
 def _protocol(

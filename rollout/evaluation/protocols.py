@@ -72,7 +72,7 @@ def as_the_pack_plays(
         given: fields that the user gave, so that a default value among them is no accident.
 
     Raises:
-        PackError: the user wants something else than the pack. Only --no-native-video is allowed.
+        PackError: the user wants something else than the pack, in a field that is not open.
     """
     if pack.prompt and settings.prompt == _default("prompt") and "prompt" not in given:
         settings = dataclasses.replace(settings, prompt=pack.prompt)
@@ -83,16 +83,23 @@ def as_the_pack_plays(
         wanted = decided[field.name]
         decided[field.name] = wanted = tuple(wanted) if isinstance(wanted, list) else wanted
         value = getattr(settings, field.name)
-        if field.name == "native_video" and field.name in given and not value:
-            decided[field.name] = False  # not every family can be shown one
-            continue
-        if value != wanted and (value != field.default or field.name in given):
+        if field.name in given and _is_open(field.name, value):
+            decided[field.name] = value
+        elif value != wanted and (value != field.default or field.name in given):
             flag = field.name.replace("_", "-")
             raise PackError(
                 f"--{flag} {value}: --protocol {pack.name} plays with {wanted}; "
                 f"leave --{flag} out, or {_other_ways(pack)}"
             )
     return dataclasses.replace(settings, **decided)
+
+
+def _is_open(field: str, value: Any) -> bool:
+    """Whether a user may choose a value whatever the pack says.
+
+    Models are trained with different prompts, and some families cannot be shown a native video.
+    """
+    return field == "prompt" or (field == "native_video" and not value)
 
 
 def _other_ways(pack: PromptPack) -> str:

@@ -63,6 +63,8 @@ FENCED = f"<think>{{x}}</think>\n```json\n{agent(calls=[look(start=3, end=4)])}\
         (AGENT, agent(calls=look(**{"from": 1, "to": "0:02"})), [(1, 2)]),
         (AGENT, agent(calls=[look(start=1, end=2), look(start=3, end=4)]), TWO),
         (AGENT, FENCED, [(3, 4)]),
+        (AGENT, f"<tool_call>{OURS}</tool_call>", [(1, 2)]),
+        (AGENT, OURS, [(1, 2)]),
         (AGENT, agent("B", calls=[look(start=3, end=4)]), []),
         (LINES, "I see.\nACTION look(start=1, end=2)\nACTION look(start=3, end=4)", TWO),
         (LINES, 'ACTION look({"start": 1, "end": 2})', [(1, 2)]),
@@ -79,9 +81,9 @@ def test_calls_are_read_with_their_windows(form, text, windows):
         (ZOOM, '<zoom>{"segment": [4</zoom>', "not valid JSON"),
         (ZOOM, "<zoom>the end</zoom>", "not valid JSON"),
         (ZOOM, '<zoom>{"segment": 4}</zoom>', "end_time is missing"),
-        (ZOOM, '<zoom>{"segment": "all"}</zoom>', "names no tool"),
+        (ZOOM, '<zoom>{"segment": "all"}</zoom>', "start_time is missing"),
         (ZOOM, '<zoom>{"name": "search", "arguments": {}}</zoom>', "There is no such tool"),
-        (CLIP, "<clip>the end</clip>", "not valid JSON"),
+        (CLIP, "<clip>the end</clip>", "start_time is missing"),
         (AGENT, agent(calls=[{"do": "search", "with": {}}]), "There is no such tool"),
         (AGENT, agent(calls=["look"]), "names no tool"),
         (AGENT, agent(), "names no tool"),
@@ -95,12 +97,20 @@ def test_a_call_that_cannot_be_read_gets_an_error_that_says_why(form, text, reas
     assert reason in call.reason
 
 
+def test_a_call_that_cannot_be_read_does_not_hide_others():
+    read = AGENT(agent(calls=[look(start=1, end=2), "look", look(**{"from": 3})]))
+    first, second, third = parse_calls(read, [CropVideo()])
+    assert first == CropCall(1.0, 2.0)
+    assert isinstance(second, FailedCall) and isinstance(third, FailedCall)
+
+
 @pytest.mark.parametrize(
     ("form", "text", "answer"),
     [
         (AGENT, f"<think>x</think>{agent('B')}", "B"),
         (AGENT, agent([3.5, 12]), "[3.5, 12]"),
         (AGENT, agent(0), "0"),
+        (AGENT, '<answer>{"B"}</answer>', '{"B"}'),
         (AGENT, r"<answer>\boxed{B}</answer>", r"\boxed{B}"),
         (LINES, "I see.\nANSWER A\nNo.\nANSWER B", "B"),
         (CLIP, "<think>x</think><clip></clip><answer>B</answer>", "B"),

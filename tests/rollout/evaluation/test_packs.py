@@ -100,9 +100,9 @@ def test_a_pack_of_one_file_reads_back_from_many(tmp_path):
         assert copy.read == pack.read
 
 
-def test_a_pack_like_the_published_one_differs_where_it_says_so(tmp_path):
+def test_a_pack_like_the_published_one_differs_where_it_says_so():
     played = read_pack(ROOT / "examples/packs/zoom_tag").style("mlvu", "agentic")
-    changed = {"max_num_frames": 16, "processor_min_pixels": 3136}
+    changed = {"max_num_frames": 16, "processor_min_pixels": 3136, "frame_times": True}
     assert played == {**PLAY, **changed}
 
 
@@ -423,11 +423,14 @@ def test_an_option_that_contradicts_the_pack_is_refused(release, fields, given, 
     assert str(error.value).endswith("as a folder (--write-protocol) and change [play] there")
 
 
-def test_frames_of_a_native_video_may_be_shown_as_images(release):
-    """Not every family can be shown a native video (docs/model.md)."""
-    settings = BenchmarkSettings("m", "charades", native_video=False)
-    assert as_the_pack_plays(settings, release).native_video
-    assert not as_the_pack_plays(settings, release, {"native_video"}).native_video
+def test_the_prompt_and_images_instead_of_a_native_video_may_be_chosen(release):
+    """The release asks other models about Charades-STA in the prompt of the other benchmarks, and
+    not every family can be shown a native video (docs/model.md)."""
+    settings = BenchmarkSettings("m", "charades", prompt="agentic", native_video=False)
+    played = as_the_pack_plays(settings, release)
+    assert (played.prompt, played.native_video) == ("agentic-minimal", True)
+    chosen = as_the_pack_plays(settings, release, {"prompt", "native_video"})
+    assert (chosen.prompt, chosen.native_video) == ("agentic", False)
 
 
 def test_options_of_the_published_row_are_not_shuffled(ours):

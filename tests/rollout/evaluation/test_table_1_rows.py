@@ -1,0 +1,277 @@
+"""The thirteen open rows of table 1, each by its one command, on stand-ins.
+
+Weights are small random models of each row's family, the release's texts are made up, and the packs
+are the examples. What the server says are responses in each row's form, written for these tests: no
+published model wrote them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from models.family import family
+from models.weights.hf import save
+from paravt_jax.method.protocol import render_call
+from paravt_jax.method.records import CropCall
+from paravt_jax.world.vocabulary import save_tokenizer
+from rollout import evaluate as command
+from rollout.evaluation.folder import read_json
+from rollout.evaluation.paper import BASELINES, TABLE_1
+from tests.cut_tokenizer import cut_tokenizer
+from tests.noisy_model import noisy_model
+from tests.paravt_jax.benchmarks import published
+from tests.paravt_jax.judge_server import Received, Reply, serving
+from tests.rollout.evaluation.release_stand_in import write_release
+
+ROOT = pathlib.Path(__file__).parents[3]
+PACKS = ROOT / "examples" / "packs"
+THINK = "<think>It may be on the table.</think>"
+
+# By pack ("" is the release): a response that calls, and one that answers. Two windows are called.
+CALLS = {
+    "": f"{THINK}{render_call(CropCall(2, 10))}{render_call(CropCall(20, 24))}",
+    "tool_call": f"{THINK}\n{render_call(CropCall(2, 10))}\n{render_call(CropCall(20, 24))}",
+    "zoom_tag": f'{THINK}<video_zoom> {{"segment": [2.0, 10.0], "fps": 0.25}} </video_zoom>\n'
+    '<video_zoom>{"segment": [20, 24], "fps": 0.25}</video_zoom>',
+    "json_agent": "<json>\n"
+    + json.dumps(
+        {
+            "final_answer": None,
+            "recommended_tools": {
+                "needed": True,
+                "tool_calls": [
+                    {
+                        "rationale": "It is there.",
+                        "name": "extract_parts_from_timestamp",
+                        "arguments": {"timestamp_start": start, "timestamp_end": end},
+                    }
+                    for start, end in (("00:00:02", "00:00:10"), ("00:00:20", "00:00:24"))
+                ],
+            },
+        },
+        indent=2,
+    )
+    + "\n</json>",
+    "clip_tag": "<score>00:00:03: 5</score>"
+    f"{THINK}<clip>00:00:02-00:00:10, 00:00:20-00:00:24</clip><answer></answer>",
+}
+ANSWERS = {
+    "": f"{THINK}<answer>A</answer>",
+    "think_answer": f"{THINK}\n<answer>A</answer>",
+    "tool_call": f"{THINK}\n<answer>A</answer>",
+    "zoom_tag": rf"{THINK}<answer>\boxed{{A}}</answer>",
+    "json_agent": '```json\n{"final_answer": "A", "recommended_tools": {"tool_calls": []}}\n```',
+    "clip_tag": f"<score></score>{THINK}<clip></clip><answer>A</answer>",
+}
+
+
+@pytest.fixture(scope="module")
+def older(small_vocabulary, tmp_path_factory) -> pathlib.Path:
+    """A small Qwen2.5-VL with its tokenizer, in which `<think>` is ordinary text."""
+    folder = tmp_path_factory.mktemp("older")
+    save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
+    cut = cut_tokenizer(folder / "tokenizer")
+    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(cut))
+    config = family("qwen2_5_vl").size("tiny", small_vocabulary.size)
+    names = {"image": "image_pad", "video": "video_pad"}
+    names |= {name: name for name in ("vision_start", "vision_end")}
+    ids = {f"{field}_token_id": small_vocabulary[f"<|{name}|>"] for field, name in names.items()}
+    model = noisy_model(dataclasses.replace(config, **ids))
+    save(model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
+    return folder / "model"
+
+
+@pytest.fixture
+def workspace(checkpoint, older, tmp_path, monkeypatch) -> pathlib.Path:
+    """A working directory in which the rows' commands find weights, release and packs."""
+    folders = {"qwen3_vl": checkpoint, "qwen2_5_vl": older}
+    for row in BASELINES.values():
+        place = tmp_path / row.weights
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(folders[row.family])
+    write_release(tmp_path / "release")
+    shutil.copytree(PACKS, tmp_path / "packs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def play(workspace, split, videos, tmp_path):
+    """play(arguments) plays the first question; returns its line of results."""
+
+    def run(*arguments: str, data=split) -> dict:
+        argv = ["--benchmark", "videomme"] if "--benchmark" not in arguments else []
+        argv += ["--data", str(data), "--videos", str(videos), "--limit", "1", "--out", "out"]
+        assert command.main([*argv, *arguments]) == 0
+        return json.loads((tmp_path / "out" / "questions.jsonl").read_text())
+
+    return run
+
+
+@pytest.fixture
+def serve(play):
+    """serve(said, arguments) plays against a server that says one response after the other; returns
+    the line of results and the server's requests."""
+
+    def run(said: list[str], *arguments: str, **fields) -> tuple[dict, list[Received]]:
+        def reply(number: int, received: Received) -> Reply:
+            choice = {"message": {"content": said[number]}, "finish_reason": "stop"}
+            return Reply(json.dumps({"choices": [choice]}).encode())
+
+        with serving(reply) as server:
+            asked = ("--endpoint", server.endpoint, "--endpoint-model", "m", *arguments)
+            line = play(*asked, **fields)
+        return line, server.received
+
+    return run
+
+
+def shown(message) -> tuple[str, int]:
+    """The text and the number of pictures of a message."""
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    text = "".join(part.get("text", "") for part in parts)
+    return text, sum(part["type"] == "image_url" for part in parts)
+
+
+def brought_back(received: list[Received], said: list[str]) -> list[tuple[str, int]]:
+    """The messages that answered the model's calls. The model sees its own words unchanged."""
+    _, _, *chat = received[-1].body["messages"]  # after the system turn and the question
+    assert [message["content"] for message in chat if message["role"] == "assistant"] == said[:-1]
+    return [shown(message) for message in chat if message["role"] == "user"]
+
+
+# --- the rows ---
+
+
+def test_the_rows_are_the_open_ones_of_table_1():
+    rows = {model.name for model in TABLE_1 if model.group != "proprietary"}
+    assert set(BASELINES) == rows
+    assert len(rows) == 13
+    assert {row.pack for row in BASELINES.values() if row.pack} < set(ANSWERS)
+
+
+def test_the_page_has_the_weights_and_flags_of_every_row():
+    page = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("| row | `--model` | protocol |")
+    table, _, _ = table.partition("\n\n")
+    rows = [[cell.strip(" `") for cell in line.split("|")] for line in table.splitlines()[2:]]
+    written = {name: [weights, flags] for _, name, weights, flags, *_ in rows}
+    for name, row in BASELINES.items():
+        flags = row.arguments("ParaVT", "packs")[2:]
+        assert written[name] == [row.weights, " ".join(flags)]
+    assert written.keys() == BASELINES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_row_is_played_by_its_command_on_a_server(serve, name):
+    row = BASELINES[name]
+    said = [ANSWERS[row.pack]]
+    calls = row.prompt in ("agentic", None)
+    if calls:
+        said.insert(0, CALLS[row.pack])
+    line, received = serve(said, *row.arguments("release", "packs"))
+    assert line["score"] == 1.0
+    assert line["calls"] == (2 if calls else 0)
+    assert shown(received[0].body["messages"][1])[1] == 64
+    assert len(brought_back(received, said)) == 2 * (len(said) - 1)
+
+
+@pytest.mark.slow
+def test_a_row_of_an_older_family_is_played_by_the_engine(play):
+    """`test_pack_runs` does so with the newer family."""
+    row = BASELINES["VideoZoomer-7B"].arguments("release", "packs")
+    line = play(*row, "--episodes", "1")
+    assert len(line["turns"]) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "prompt"), [("Qwen3-VL-8B", "You cut videos."), ("ParaVT-8B", "# Cut")]
+)
+def test_grounding_has_the_prompt_of_its_row(serve, name, prompt, tmp_path):
+    data = published.write_split("charades", tmp_path / "rows", [published.charades("w0.mp4")])
+    row = BASELINES[name].arguments("release", "packs")
+    said = [CALLS[""], "The event happens in the 24.3 - 30.4 seconds."]
+    line, received = serve(said, "--benchmark", "charades", *row, data=data)
+    system, asked, *_ = received[0].body["messages"]
+    assert system["content"].startswith(prompt)
+    assert [part["type"] for part in asked["content"]] == ["video_url", "text"]
+    assert (line["score"], line["calls"]) == (1.0, 2)
+
+
+@pytest.mark.slow
+def test_grounding_with_an_older_family_shows_images(serve, tmp_path):
+    data = published.write_split("charades", tmp_path / "rows", [published.charades("w0.mp4")])
+    row = BASELINES["Time-R1-7B"].arguments("release", "packs")
+    asked = ("--benchmark", "charades", "--no-native-video", *row)
+    line, received = serve([f"{THINK}<answer>24.3 to 30.4</answer>"], *asked, data=data)
+    assert line["score"] == 1.0
+    assert shown(received[0].body["messages"][1])[1] == 64
+    config = read_json(tmp_path / "out" / "config.json")
+    assert config["identity"]["native_video"] is False
+
+
+def test_a_native_video_for_an_older_family_is_refused_before_there_is_a_folder(
+    workspace, split, videos, tmp_path, capfd
+):
+    data = published.write_split("charades", tmp_path / "rows", [published.charades("w0.mp4")])
+    row = BASELINES["Time-R1-7B"].arguments("release", "packs")
+    argv = ["--benchmark", "charades", "--data", str(data), "--videos", str(videos), *row]
+    assert command.main([*argv, "--out", "out"]) == 2
+    assert "give --no-native-video, so that frames are shown as images" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# --- the forms ---
+
+
+def small_frames(pack: pathlib.Path) -> None:
+    """Let a pack play with few and small frames, which takes a moment."""
+    file = pack / "pack.toml"
+    like = 'like = "published"'
+    small = f"{like}\nframes = 4\nmin_pixels = 784\nmax_pixels = 50176\n"
+    file.write_text(file.read_text().replace(like, small))
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERS.keys() - {""}))
+def test_a_form_is_played_on_a_server(serve, workspace, name):
+    small_frames(workspace / "packs" / name)
+    said = [ANSWERS[name]]
+    if name in CALLS:
+        said.insert(0, CALLS[name])
+    line, received = serve(said, "--model", "Video-R1/Video-R1-7B", "--protocol", f"packs/{name}")
+    assert line["score"] == 1.0
+    assert line["calls"] == (2 if name in CALLS else 0)
+    back = brought_back(received, said)
+    pictures = [count for _, count in back]
+    if name == "zoom_tag":  # a frame every four seconds
+        assert pictures == [2, 1]
+    elif name in CALLS:  # as often as the video has one
+        assert pictures == [4, 2]
+    assert all("frames" in text for text, _ in back)
+
+
+BROKEN = {
+    "zoom_tag": '<video_zoom>{"segment": [2</video_zoom>',
+    "json_agent": '{"recommended_tools": {"tool_calls": [{"name": "web_search"}]}}',
+    "clip_tag": "<clip>the end</clip>",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_call_that_cannot_be_read_gets_an_error_and_the_next_one_counts(serve, workspace, name):
+    small_frames(workspace / "packs" / name)
+    said = [BROKEN[name], CALLS[name], ANSWERS[name]]
+    line, received = serve(said, "--model", "Video-R1/Video-R1-7B", "--protocol", f"packs/{name}")
+    assert line["score"] == 1.0
+    (error, pictures), *others = brought_back(received, said)
+    assert "error: " in error
+    assert pictures == 0
+    assert len(others) == 2
