@@ -393,6 +393,7 @@ def _summarise(outcomes: _Outcomes, sources: Sequence[str]) -> dict[str, Any]:
         "with_calls": sum(row.calls > 0 for row in conversations),
         "without_think": sum(not row.thinks for row in conversations),
         "without_answer_tags": sum(not row.answers for row in conversations),
+        "without_frame_numbers": sum(row.ignored_frame_numbers > 0 for row in conversations),
     }
 
 

@@ -3,7 +3,9 @@
 Rows of `rl` files become questions, and rows of `sft` files become conversations. A row that the
 protocol cannot express is refused with a reason. No row is repaired by guessing.
 
-Calls are rewritten in the protocol's own form, and only the assistant's words are trained on.
+Calls are rewritten in the protocol's own form, and only the assistant's words are trained on. Tool
+responses come in several forms, all of which become tool turns: a tool's turn, a user's turn, or a
+block inside the assistant's own message; with their files before the block, in it or after it.
 Relative paths refer to the user's root, and `file://` paths are absolute. A path that would leave
 the root is refused.
 """
@@ -35,12 +37,17 @@ SFT_COLUMNS = ("messages",)
 _FILE_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
 # Content types of files; True for pictures.
 _MEDIA = {"video_url": False, "image_url": True}
+# The name under which texts mention a picture. The first video is `VIDEO_NAME`.
+_PICTURE_NAME = "image.jpg"
+# A call that is about a file other than the first video, once paths have become names.
+_OTHER_FILE = re.compile(r'"((?:video_\d+\.mp4|image(?:_\d+)?\.jpg))"')
 # Marks the place of a file in the published texts. The protocol places files itself.
 _PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
 # Forbidden in a response. Special tokens would end its turn when the row is rendered, and an agent
 # of this protocol writes neither tool responses nor <tool_code>.
 _FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
-_RESPONSE_TAG = re.compile(r"(</?tool_response>)")
+_RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
+_RESPONSE_TAG = re.compile(f"({'|'.join(_RESPONSE_TAGS)})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +73,7 @@ class Reason(enum.StrEnum):
 
     BROKEN = "broken row"
     NO_ANSWER = "no answer"
+    IMPOSSIBLE = "impossible answer"
     PROTOCOL = "not in the protocol"
     MISSING = "missing video"
     UNREADABLE = "unreadable video"
@@ -195,7 +203,7 @@ def read_question(row: Mapping[str, Any], id: str) -> Question:
     path = local_path(paths[0])
     kind = _kind(extra.get("question_type", QuestionKind.OPEN_ENDED.value))
     text = _PLACEHOLDER.sub("", _require_unicode(turns[0]["content"]))
-    text = _hide_paths(text, [path]).strip()
+    text = _hide_paths(text, {path: VIDEO_NAME}).strip()
     if not text:
         raise Refused(Reason.BROKEN, "the question is empty")
     answer = _answer(extra.get("answer"), kind)
@@ -277,7 +285,10 @@ def read_conversation(
     if isinstance(messages, str):
         messages = _json(messages, "messages")
     read = _read_messages(messages)
-    turns = _arrange([message for message in read if message.role != "system"], limits)
+    episode = [
+        part for message in read if message.role != "system" for part in _split_message(message)
+    ]
+    turns = _arrange(episode, limits)
     main_video = _main_video(turns)
 
     def shown(part: _Part, call: CropCall | None) -> str | Clip:
@@ -299,6 +310,28 @@ def read_conversation(
     )
 
 
+def ignored_frame_numbers(row: Mapping[str, Any], limits: ProtocolSettings) -> int:
+    """Calls of an sft row that ask for a number of frames although the protocol does not offer it.
+
+    Args:
+        row: A row that `read_conversation` has read; it has left these numbers out.
+        limits: Limits of the protocol.
+    """
+    if limits.max_num_frames:
+        return 0
+    messages = row["messages"]
+    read = _read_messages(_json(messages, "messages") if isinstance(messages, str) else messages)
+    texts = [
+        part
+        for message in read
+        if message.role == "assistant"
+        for part in message.parts
+        if isinstance(part, str)
+    ]
+    calls = parse_calls("".join(texts), (CropVideo(max_num_frames=1),))
+    return sum(isinstance(call, CropCall) and call.frames is not None for call in calls)
+
+
 def _main_video(turns: Sequence[_Turn]) -> str | None:
     """The first video of a conversation."""
     for turn in turns:
@@ -318,14 +351,24 @@ def _offers_tools(messages: Sequence[_Message], turns: Sequence[_Turn]) -> bool:
 def _read_messages(messages: Any) -> list[_Message]:
     """Read roles, texts and files. File paths in texts become the name that the model uses."""
     read = [_read_message(message) for message in _list(messages, "messages")]
-    paths = [part.path for message in read for part in message.parts if isinstance(part, _File)]
+    files = [part for message in read for part in message.parts if isinstance(part, _File)]
+    pictures = _numbered(_PICTURE_NAME, [file.path for file in files if file.picture])
+    videos = _numbered(VIDEO_NAME, [file.path for file in files if not file.picture])
+    names = pictures | videos
     return [
         _Message(
             message.role,
-            [_hide_paths(part, paths) if isinstance(part, str) else part for part in message.parts],
+            [_hide_paths(part, names) if isinstance(part, str) else part for part in message.parts],
         )
         for message in read
     ]
+
+
+def _numbered(name: str, paths: Sequence[str]) -> dict[str, str]:
+    """A name for each path: video.mp4, video_2.mp4, video_3.mp4, ..."""
+    stem, _, suffix = name.partition(".")
+    names = [name, *(f"{stem}_{n}.{suffix}" for n in range(2, len(paths) + 1))]
+    return dict(zip(dict.fromkeys(paths), names, strict=False))
 
 
 def _read_message(message: Any) -> _Message:
@@ -346,6 +389,34 @@ def _read_message(message: Any) -> _Message:
         else:
             raise Refused(Reason.BROKEN, f"the {role}'s content contains a {kind!r}")
     return _Message(role, parts)
+
+
+def _split_message(message: _Message) -> list[_Message]:
+    """Split an assistant's message with tool responses inside into the turns of an episode.
+
+    The responses, with the files next to them, become user turns, as some splits write them. A
+    message without complete responses is returned as it is.
+    """
+    pieces = list(_split_at_tags(_without_placeholders(message.parts)))
+    tags = [piece for piece in pieces if piece in _RESPONSE_TAGS]
+    complete = len(tags) % 2 == 0 and tags == list(_RESPONSE_TAGS) * (len(tags) // 2)
+    if message.role != "assistant" or not tags or not complete:
+        return [message]
+    turns: list[_Message] = []
+    inside = False
+    for piece in pieces:
+        if inside or isinstance(piece, _File) or piece in _RESPONSE_TAGS:
+            role = "user"
+        elif piece.strip():
+            role = "assistant"
+        else:
+            continue
+        if not turns or turns[-1].role != role:
+            turns.append(_Message(role, []))
+        turns[-1].parts.append(piece)
+        if piece in _RESPONSE_TAGS:
+            inside = piece == _RESPONSE_TAGS[0]
+    return turns
 
 
 def _arrange(messages: Sequence[_Message], limits: ProtocolSettings) -> list[_Turn]:
@@ -375,7 +446,7 @@ def _arrange(messages: Sequence[_Message], limits: ProtocolSettings) -> list[_Tu
                     f"more than protocol.max_tool_turns = {limits.max_tool_turns} turns with calls",
                 )
             turns.append(_Turn(role, [text]))
-        elif open_calls or role == "tool":
+        elif open_calls or role == "tool" or (before and _responds(parts)):
             # Some splits write tool responses into a user's turn, several into one turn.
             responses = _tool_responses(parts, role)
             if len(responses) > len(open_calls):
@@ -414,7 +485,7 @@ def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, li
     if foreign:
         raise Refused(Reason.PROTOCOL, f"a response contains {foreign[0]}")
     calls: list[CropCall] = []
-    for call in parse_calls(text, (CropVideo(),)):
+    for call in parse_calls(text, (CropVideo(limits.max_num_frames),)):
         if isinstance(call, FailedCall):
             raise Refused(Reason.PROTOCOL, f"a call cannot be read: {call.reason}")
         if isinstance(call, CropCall):
@@ -424,9 +495,18 @@ def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, li
             Reason.PROTOCOL,
             f"{len(calls)} calls in a turn, protocol.max_calls = {limits.max_calls}",
         )
+    if calls and extract_answer(text) is not None:
+        raise Refused(Reason.PROTOCOL, "a response both calls and answers")
+    if text.find("<think>") > 0:
+        raise Refused(Reason.PROTOCOL, "a response has text before its <think>")
     # Replace from last to first, so that the spans of earlier calls stay valid.
     spans = block_spans(find_tags(text), "tool_call")
     for (opening, closing), call in reversed(list(zip(spans, calls, strict=True))):
+        other = _OTHER_FILE.search(text, opening.end, closing.start)
+        if other:
+            raise Refused(
+                Reason.PROTOCOL, f"a call is about {other[1]}; the tool shows the first video only"
+            )
         text = text[: opening.start] + render_call(call) + text[closing.end :]
     # The published responses differ in the white space after <think>. An episode pins one form.
     tag = PINNED.strip()
@@ -435,30 +515,57 @@ def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, li
     return text, calls
 
 
+def _responds(parts: Sequence[_Part]) -> bool:
+    return any(isinstance(part, str) and _RESPONSE_TAGS[0] in part for part in parts)
+
+
 def _tool_responses(parts: Sequence[_Part], role: str) -> list[list[_Part]]:
     """Split a turn into tool responses: one per pair of tags, or a tool's whole turn.
 
-    A file after a closing tag belongs to the response before it.
+    Files may also stand outside of the tags. If a turn begins with a file, they belong to the
+    response that follows them, otherwise to the one before them.
     """
-    if not any(isinstance(part, str) and "<tool_response>" in part for part in parts):
+    parts = _without_placeholders(parts)
+    if not _responds(parts):
         if role == "user":
             raise Refused(Reason.PROTOCOL, "user turn: a tool response has to come first")
         return [_strip_texts(parts)]
     responses: list[list[_Part]] = []
+    # The files before each response, and those after the last one.
+    leading: list[list[_Part]] = [[]]
     inside = False
     for piece in _split_at_tags(parts):
         if piece == "<tool_response>":
             responses.append([])
+            leading.append([])
             inside = True
         elif piece == "</tool_response>":
             inside = False
-        elif inside or (responses and isinstance(piece, _File)):
+        elif inside:
             responses[-1].append(piece)
-        elif isinstance(piece, _File) or piece.strip():
+        elif isinstance(piece, _File):
+            follows = responses and not leading[0]
+            (responses[-1] if follows else leading[-1]).append(piece)
+        elif piece.strip():
             raise Refused(
                 Reason.PROTOCOL, "tool turn: something is outside its <tool_response> tags"
             )
-    return [_strip_texts(response) for response in responses]
+    leading = _deal(leading, len(responses))
+    return [
+        _strip_texts([*files, *response])
+        for files, response in zip(leading, responses, strict=True)
+    ]
+
+
+def _deal(leading: Sequence[list[_Part]], count: int) -> list[list[_Part]]:
+    """The files before each of `count` responses. Files that all come first are dealt in order."""
+    *before, rest = leading
+    first = before[0]
+    if rest or (count > 1 and len(first) > 1 and (any(before[1:]) or len(first) != count)):
+        raise Refused(
+            Reason.PROTOCOL, "tool turn: it is open to which <tool_response> a file belongs"
+        )
+    return [[file] for file in first] if count > 1 and len(first) == count else before
 
 
 def _split_at_tags(parts: Sequence[_Part]) -> Iterator[_Part]:
@@ -470,9 +577,7 @@ def _split_at_tags(parts: Sequence[_Part]) -> Iterator[_Part]:
 
 
 def _user_turn(parts: Sequence[_Part]) -> list[_Part]:
-    shown = _strip_texts(
-        [_PLACEHOLDER.sub("", part) if isinstance(part, str) else part for part in parts]
-    )
+    shown = _strip_texts(_without_placeholders(parts))
     texts = [part for part in shown if isinstance(part, str)]
     if not texts:
         raise Refused(Reason.BROKEN, "a user turn asks nothing")
@@ -482,21 +587,25 @@ def _user_turn(parts: Sequence[_Part]) -> list[_Part]:
     return [part for part in shown if isinstance(part, _File)] + texts
 
 
+def _without_placeholders(parts: Sequence[_Part]) -> list[_Part]:
+    return [_PLACEHOLDER.sub("", part) if isinstance(part, str) else part for part in parts]
+
+
 def _strip_texts(parts: Sequence[_Part]) -> list[_Part]:
     """Strip white space around texts, and drop empty texts."""
     stripped = [part.strip() if isinstance(part, str) else part for part in parts]
     return [part for part in stripped if part]
 
 
-def _hide_paths(text: str, paths: Sequence[str]) -> str:
-    """Replace the paths in a text with the name that the model uses for its video."""
-    plain = {path.removeprefix("file://") for path in paths}
+def _hide_paths(text: str, names: Mapping[str, str]) -> str:
+    """Replace the paths in a text with the names that the model uses for these files."""
+    if not names:
+        return text
     # Longest first: a path may be a prefix of another one.
-    for path in sorted(plain, key=len, reverse=True):
-        # Whole paths only: with the video "a", the text "what a/b" stays as it is.
-        pattern = rf"(?:file://|(?<![\w/.-])){re.escape(path)}(?![\w/-])"
-        text = re.sub(pattern, VIDEO_NAME, text)
-    return text
+    paths = "|".join(re.escape(path) for path in sorted(names, key=len, reverse=True))
+    # Whole paths only: with the video "a", the text "what a/b" stays as it is.
+    pattern = rf"(?:file://|(?<![\w/.-]))({paths})(?![\w/-])"
+    return re.sub(pattern, lambda found: names[found[1]], text)
 
 
 def _require_unicode(text: str) -> str:

@@ -15,11 +15,13 @@ import numpy as np
 from jaxtyping import Int64
 
 from paravt_jax.data import video
+from paravt_jax.data.earnable import require_earnable, require_in_video
 from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices, window_indices
 from paravt_jax.data.published import (
     Reason,
     Refused,
     ends_with_answer,
+    ignored_frame_numbers,
     read_conversation,
     read_question,
 )
@@ -71,6 +73,8 @@ class Kept:
         calls: Tool responses in the conversation.
         thinks: Whether all its responses start with <think>.
         answers: Whether its last response contains answer tags.
+        ignored_frame_numbers: Calls whose number of frames is left out, because the protocol does
+            not offer it.
     """
 
     id: str
@@ -83,6 +87,7 @@ class Kept:
     calls: int = 0
     thinks: bool = True
     answers: bool = True
+    ignored_frame_numbers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +137,10 @@ def read_row(
 
 def _question(row: dict, id: str, source: str, checker: VideoChecker) -> tuple[Kept, Question]:
     question = read_question(row, id)
+    require_earnable(question)
     checker(question.video, False, None)
+    # A picture has no duration.
+    require_in_video(question, max(checker.seconds, default=0.0))
     kind = question.kind.value
     return Kept(id, source, kind, tuple(checker.seconds), tuple(checker.sizes)), question
 
@@ -156,6 +164,7 @@ def _conversation(
         calls=sum(turn.role == "tool" for turn in conversation.turns),
         thinks=all(text.startswith("<think>") for text in responses),
         answers=ends_with_answer(conversation),
+        ignored_frame_numbers=ignored_frame_numbers(row, reading.limits),
     )
     return kept, dataclasses.replace(conversation, tokens=tokens)
 
@@ -229,7 +238,12 @@ class VideoChecker:
                 Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {found.reason}"
             )
         window, limits = found.window, self.reading.limits
-        return window_indices(info, window.start, window.end, limits.crop_fps, limits.crop_frames)
+        if window.frames is None:
+            fps, most = limits.crop_fps, limits.crop_frames
+        else:  # the call asks for a number of frames, evenly spread
+            most = min(window.frames, limits.max_num_frames)
+            fps = most / (window.end - window.start)
+        return window_indices(info, window.start, window.end, fps, most)
 
 
 # One row may name a file several times, and neighbouring rows often name the same file.

@@ -220,6 +220,8 @@ def render_call(call: CropCall) -> str:
         "start_time": _number(call.start),
         "end_time": _number(call.end),
     }
+    if call.frames is not None:
+        arguments["num_frames"] = call.frames
     return f"<tool_call>\n{call_text(call.tool, arguments)}\n</tool_call>"
 
 

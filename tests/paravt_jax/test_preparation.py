@@ -19,7 +19,8 @@ from PIL import Image
 
 from paravt_jax.data import preparation
 from paravt_jax.data.preparation import LEFT_OUT, SUMMARY, find_tables, open_prepared, prepare_rows
-from paravt_jax.data.row_reading import Reading
+from paravt_jax.data.published import Reason
+from paravt_jax.data.row_reading import Reading, read_row
 from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -258,6 +259,41 @@ def test_unreadable_rows_are_counted_and_the_others_kept(small_world, small_voca
     found = open_prepared(tmp_path / "out")
     assert [question.video for question in found.questions] == ["good.mp4"] * 2
     assert len(found.conversations) == 2
+
+
+@pytest.fixture
+def read_one(small_world, small_vocabulary, tmp_path):
+    """A function that reads one row about a video of the small world."""
+    save_tokenizer(small_vocabulary.tokenizer, tmp_path)
+
+    def read(row, **limits):
+        settings = ProtocolSettings(**limits)
+        reading = Reading(str(small_world.folder), str(tmp_path), settings)
+        return read_row(reading, ("prompt" in row, "x:0", "x", row))
+
+    return read
+
+
+def test_a_span_is_compared_with_its_video(read_one, small_world):
+    path = small_world.videos[0].path
+
+    def span(start: float, end: float):
+        return read_one(rl_row(path, "<video>When?", [start, end], "tvg"))
+
+    _, question = span(0, 2)
+    assert question.answer == "[0, 2]"
+    for left_out in (span(2, 0), span(1000, 1002)):
+        assert (left_out.id, left_out.reason) == ("x:0", Reason.IMPOSSIBLE)
+
+
+def test_a_call_that_asks_for_frames_shows_so_many_if_the_protocol_offers_it(read_one, small_world):
+    path = small_world.videos[0].path
+    messages = json.dumps(called(path, [(0, 99)], say("tool", "It shows", video(path))))
+    row = {"messages": messages.replace('end_time\\": 99', 'end_time\\": 99, \\"num_frames\\": 9')}
+    for limit, shown, ignored in ((0, 16, 1), (32, 9, 0), (4, 4, 0)):
+        kept, conversation = read_one(row, max_num_frames=limit)
+        assert len(conversation.clips[1].indices) == shown
+        assert kept.ignored_frame_numbers == ignored
 
 
 PROGRAM = """

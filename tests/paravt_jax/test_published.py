@@ -14,14 +14,15 @@ from paravt_jax.data import published
 from paravt_jax.data.published import (
     Reason,
     Refused,
+    ignored_frame_numbers,
     open_table,
     read_conversation,
     read_question,
     read_rows,
 )
-from paravt_jax.method.conversations import ChatTurn, Clip
-from paravt_jax.method.protocol import VIDEO_NAME, ProtocolSettings, render_call
-from paravt_jax.method.records import CropCall, Question, QuestionKind
+from paravt_jax.method.conversations import ChatTurn, Clip, render
+from paravt_jax.method.protocol import VIDEO_NAME, Protocol, ProtocolSettings, render_call
+from paravt_jax.method.records import Author, CropCall, Question, QuestionKind
 from tests.paravt_jax.published_files import (
     THOUGHT,
     answered,
@@ -38,6 +39,9 @@ from tests.paravt_jax.published_files import (
 
 LIMITS = ProtocolSettings()
 A = "longvt_source/selftrace_0/a.mp4"
+ASKED = say("user", video(A), "What?")
+GOOD_END = say("assistant", "<answer>a</answer>")
+RESPONSE = "<tool_response>a car</tool_response>"
 
 
 def look(path: str, picture: bool, call: CropCall | None) -> Clip:
@@ -247,6 +251,94 @@ def test_a_crop_of_the_conversations_own_video_is_the_window_that_was_called_for
     assert (clip.path, clip.indices) == (A, (3, 9))
 
 
+CALLS = THOUGHT + call(3, 9) + call(20, 31)
+END = f"{THOUGHT}<answer>a car</answer>"
+LANE = "<tool_response>\na lane\n</tool_response>"
+SHOWN = (("b.mp4", "a car"), ("c.mp4", "a lane"))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [say("tool", video("b.mp4"), "a car"), say("tool", video("c.mp4"), "a lane")],
+        [say("tool", video("b.mp4"), RESPONSE, video("c.mp4"), LANE)],
+        [say("user", "<video>", video("b.mp4"), f"{RESPONSE}\n<video>", video("c.mp4"), LANE)],
+        [say("tool", "<video><video>", video("b.mp4"), video("c.mp4"), RESPONSE + LANE)],
+        [say("tool", video("b.mp4"), RESPONSE), say("tool", video("c.mp4"), LANE)],
+    ],
+)
+def test_files_may_stand_before_the_responses(messages):
+    turns = read([ASKED, say("assistant", CALLS), *messages, say("assistant", END)]).turns
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool", "tool", "assistant"]
+    for turn, (path, text) in zip(turns[2:4], SHOWN, strict=True):
+        assert turn.content == (look(path, False, None), text)
+
+
+def test_a_file_after_its_response_belongs_to_that_one():
+    turn = say("tool", RESPONSE, video("b.mp4"), LANE, video("c.mp4"))
+    turns = read([ASKED, say("assistant", CALLS), turn, say("assistant", END)]).turns
+    assert [texts_and_paths(turn.content) for turn in turns[2:4]] == [
+        ["a car", "b.mp4"],
+        ["a lane", "c.mp4"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [say("assistant", CALLS + "\n" + RESPONSE + LANE + "\n" + END)],
+        [say("assistant", f"{CALLS}\n<video>\n", RESPONSE, LANE), say("assistant", END)],
+        [say("assistant", CALLS), say("assistant", f"{RESPONSE}\n{LANE}\n{END}")],
+        [say("assistant", CALLS), say("user", RESPONSE), say("assistant", LANE, END)],
+    ],
+)
+def test_tool_responses_inside_a_response_become_turns_and_are_not_trained_on(
+    messages, small_vocabulary
+):
+    conversation = read([ASKED, *messages])
+    apart = [say("tool", "a car"), say("tool", "a lane")]
+    assert conversation == read([ASKED, say("assistant", CALLS), *apart, say("assistant", END)])
+    trajectory = render(conversation, Protocol(small_vocabulary, LIMITS), lambda clip: 1)
+    trained = small_vocabulary.decode(trajectory.ids[trajectory.authors == Author.MODEL])
+    assert "<answer>a car</answer>" in trained and "a lane" not in trained
+    assert "tool_response" not in trained
+
+
+def test_a_file_inside_a_response_goes_with_its_tool_response():
+    parts = (CALLS, video("b.mp4"), RESPONSE, video("c.mp4"), LANE, END)
+    tools = read([ASKED, say("assistant", *parts)]).turns[2:4]
+    for turn, (path, text) in zip(tools, SHOWN, strict=True):
+        assert turn.content == (look(path, False, None), text)
+
+
+def test_files_of_a_row_keep_their_names_apart():
+    text = f"Is {A} longer than file://b.mp4 and video.mp4? See a.png, c.png."
+    files = (video(A), video("b.mp4"), video("video.mp4"), image("a.png"), image("c.png"))
+    shown = read([say("user", *files, text), GOOD_END]).turns[0].content[-1]
+    names = "video.mp4 longer than video_2.mp4 and video_3.mp4? See image.jpg, image_2.jpg."
+    assert shown == f"Is {names}"
+
+
+def test_a_number_of_frames_is_kept_if_the_protocol_offers_it_and_counted_otherwise():
+    asked = call(3, 9).replace('"end_time": 9', '"end_time": 9, "num_frames": 8')
+    messages = [ASKED, say("assistant", THOUGHT + asked), say("tool", video(A)), GOOD_END]
+    row = {"messages": json.dumps(messages)}
+    offered = ProtocolSettings(max_num_frames=32)
+    looks = []
+
+    def noted(*file) -> Clip:
+        looks.append(file)
+        return look(*file)
+
+    kept = read_conversation(row, "x", "s", offered, noted)
+    assert looks[1] == (A, False, CropCall(3, 9, frames=8))
+    assert render_call(CropCall(3, 9, frames=8)) in str(kept.turns[1].content[0])
+    assert ignored_frame_numbers(row, offered) == 0
+    assert "num_frames" not in str(read(messages).turns[1].content[0])
+    assert ignored_frame_numbers(row, LIMITS) == 1
+    assert ignored_frame_numbers({"messages": called(A, [(3, 9)])}, LIMITS) == 0
+
+
 def texts_and_paths(parts):
     return [part if isinstance(part, str) else part.path for part in parts]
 
@@ -274,10 +366,6 @@ def test_several_questions_follow_one_another():
 def test_content_may_be_a_plain_text():
     turns = read([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]).turns
     assert turns[0].content == ("a",)
-
-
-GOOD_END = say("assistant", "<answer>a</answer>")
-ASKED = say("user", video(A), "What?")
 
 
 @pytest.mark.parametrize(
@@ -365,6 +453,38 @@ ASKED = say("user", video(A), "What?")
             called(A, [(1, 2)], say("tool", "so <tool_response>a</tool_response>")),
             Reason.PROTOCOL,
             "tool turn",
+        ),
+        ([ASKED, GOOD_END, say("user", RESPONSE), GOOD_END], Reason.PROTOCOL, "for 0 calls"),
+        ([ASKED, say("assistant", RESPONSE, "so")], Reason.PROTOCOL, "for 0 calls"),
+        (
+            [ASKED, say("assistant", call(1, 2), video("b.mp4"), "and", RESPONSE), GOOD_END],
+            Reason.PROTOCOL,
+            "user turn",
+        ),
+        (
+            called(A, [(1, 2)], say("tool", video("b.mp4"), RESPONSE, video("c.mp4"))),
+            Reason.PROTOCOL,
+            "to which <tool_response> a file belongs",
+        ),
+        (
+            called(
+                A,
+                [(1, 2), (3, 4)],
+                say("tool", *map(video, ("b.mp4", "c.mp4", "d.mp4")), RESPONSE * 2),
+            ),
+            Reason.PROTOCOL,
+            "to which <tool_response> a file belongs",
+        ),
+        (
+            [ASKED, say("assistant", call(1, 2) + "<answer>a</answer>"), say("tool", "a")],
+            Reason.PROTOCOL,
+            "both calls and answers",
+        ),
+        ([ASKED, say("assistant", "Well. " + END)], Reason.PROTOCOL, "before its <think>"),
+        (
+            [say("user", video(A), video("b.mp4"), "?"), say("assistant", call(1, 2, "b.mp4"))],
+            Reason.PROTOCOL,
+            "a call is about video_2.mp4",
         ),
     ],
 )

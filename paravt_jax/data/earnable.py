@@ -1,0 +1,90 @@
+"""Refuses questions whose reward no answer could earn. Training on them would only cost time.
+
+The rules are those of the reward itself (`paravt_jax.method.accuracy`).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+
+from paravt_jax.data.published import Reason, Refused
+from paravt_jax.method.accuracy import accuracy, chosen_option, read_range
+from paravt_jax.method.records import Question, QuestionKind
+
+# A line with an option: "A. a car", "(A) a car", "A) a car", "A: a car".
+_OPTION = re.compile(r"^[^\S\n]*\(?([A-Z])[.):][^\S\n]*(\S.*)$", re.MULTILINE)
+# An answer inside the video that earns less than this has missed the span. Published spans may end
+# a little after their video, because they were measured on another copy of it.
+_LEAST_OVERLAP = 0.5
+
+
+def options_in(text: str) -> list[str]:
+    """The options of a published question, which are lines of its text.
+
+    Returns:
+        Their words in the order of their letters. Empty unless the lines are lettered A, B, ...
+        without a gap, and no further option stands inside a line.
+    """
+    lines = _OPTION.findall(text)
+    letters = "".join(letter for letter, _ in lines)
+    if len(lines) < 2 or not string.ascii_uppercase.startswith(letters):
+        return []
+    following = string.ascii_uppercase[len(letters) :][:1]
+    if following and re.search(rf"(?<!\w){following}[.):]", text):
+        return []
+    return [words for _, words in lines]
+
+
+def require_earnable(question: Question) -> None:
+    """Check what needs no video.
+
+    Raises:
+        Refused: The answer is none of the options, or a reversed or empty span, or no word at all.
+            Options that cannot be read for sure are not checked.
+    """
+    answer = question.answer
+    if question.kind is QuestionKind.MULTIPLE_CHOICE:
+        options = options_in(question.text)
+        if options and chosen_option(answer, options) is None:
+            letters = ", ".join(string.ascii_uppercase[: len(options)])
+            raise Refused(
+                Reason.IMPOSSIBLE, f"the answer {answer[:80]!r} is not one of the options {letters}"
+            )
+    if question.kind is QuestionKind.TEMPORAL_GROUNDING:
+        start, end = _span(question)
+        if start >= end:
+            raise Refused(
+                Reason.IMPOSSIBLE, f"the span {start:g} to {end:g} s is reversed or empty"
+            )
+    if accuracy(question, answer) == 0:
+        raise Refused(Reason.IMPOSSIBLE, f"the answer {answer[:80]!r} earns no reward itself")
+
+
+def require_in_video(question: Question, duration: float) -> None:
+    """Check the span of a grounding question against its video.
+
+    An answer inside the video overlaps the span by at most the share of it that is in the video.
+
+    Args:
+        question: A question that `require_earnable` accepts.
+        duration: Duration of the video in seconds; 0 for a picture.
+
+    Raises:
+        Refused: Less than half of the span is in the video.
+    """
+    if question.kind is not QuestionKind.TEMPORAL_GROUNDING:
+        return
+    start, end = _span(question)
+    inside = min(end, duration) - max(start, 0.0)
+    if inside < _LEAST_OVERLAP * (end - start):
+        raise Refused(
+            Reason.IMPOSSIBLE,
+            f"less than half of the span {start:g} to {end:g} s is in its video ({duration:.1f} s)",
+        )
+
+
+def _span(question: Question) -> tuple[float, float]:
+    span = read_range(question.answer)
+    assert span is not None, "`read_question` refuses answers that are no span"
+    return span
