@@ -1,9 +1,10 @@
 """Unpacks archives of media: zip, tar and tar.gz, whole or split into parts.
 
 Archives come from outside, so nothing about them is trusted: names that leave the target folder,
-links, encrypted or damaged archives, and archives that grow far beyond their size are refused. An
-archive is marked as unpacked only after all of it was read and checked. Unpacking can be killed at
-any moment; the next call keeps the files that are complete.
+links, encrypted or damaged archives, archives that grow far beyond their size, and those with too
+many files or too deep folders are refused. An archive is marked as unpacked only after all of it
+was read and checked. Unpacking can be killed at any moment; the next call keeps the files that are
+complete.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ _MARKS = ".unpacked"
 # Videos hardly shrink in an archive, texts to a tenth. An archive that grows more is an attack.
 _MOST_GROWTH = 50
 _ALWAYS_ALLOWED = 2**20  # bytes
+# Every file takes an inode, however small it is. The published archives have thousands of files.
+_MOST_MEMBERS = 2_000_000
+_MOST_DEPTH = 32  # parts of a path
 _BLOCK = 2**20
+_ZIP_HEADER = 30  # bytes before the name of a file
 _TAR_BLOCK = 512
 # A tar ends with two blocks of zeros, and tar fills up its last record with more.
 _TAR_END = 2 * _TAR_BLOCK
@@ -222,6 +227,7 @@ class _Unpacking:
         self._root = root
         self._mark = mark_of(archive, root)
         self._room = _MOST_GROWTH * archive.size + _ALWAYS_ALLOWED
+        self._members = 0
         self._files = 0
 
     def run(self) -> None:
@@ -263,6 +269,7 @@ class _Unpacking:
 
     def _unpack_zip(self, stream: io.BufferedIOBase) -> None:
         with zipfile.ZipFile(stream) as file:
+            _require_apart(file.infolist())
             members = [member for member in file.infolist() if not member.is_dir()]
             for member in members:
                 self._reserve(member.file_size)
@@ -304,6 +311,12 @@ class _Unpacking:
             )
 
     def _reserve(self, size: int) -> None:
+        self._members += 1
+        if self._members > _MOST_MEMBERS:
+            raise ArchiveError(
+                f"it holds more than {_MOST_MEMBERS:,} files; check it, and unpack it yourself if "
+                "it is right"
+            )
         self._room -= size + _TAR_BLOCK
         if self._room < 0:
             raise ArchiveError(
@@ -351,6 +364,18 @@ class _Unpacking:
     def _check_stop(self) -> None:
         if self.stop.is_set():
             raise _StopError
+
+
+def _require_apart(members: Sequence[zipfile.ZipInfo]) -> None:
+    """Refuse members that share bytes: a small zip can so unpack the same content many times.
+
+    Older versions of zipfile do not check this.
+    """
+    ordered = sorted(members, key=lambda member: member.header_offset)
+    for member, following in zip(ordered, ordered[1:], strict=False):
+        end = member.header_offset + _ZIP_HEADER + member.compress_size
+        if end > following.header_offset:
+            raise ArchiveError(f"{member.filename} and {following.filename} overlap in it")
 
 
 class _Parts(io.RawIOBase):
@@ -437,9 +462,13 @@ def inside(root: pathlib.Path, name: str) -> pathlib.Path:
     """Join a relative name to the root.
 
     Raises:
-        ArchiveError: The name would leave the root, or names no file.
+        ArchiveError: The name would leave the root, names no file, or is nested too deeply.
     """
     path = pathlib.PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not path.parts:
         raise ArchiveError(f"{name} would be written outside {root}")
+    if len(path.parts) > _MOST_DEPTH:
+        raise ArchiveError(
+            f"{name[:80]}... is in more than {_MOST_DEPTH} folders inside each other"
+        )
     return root / path

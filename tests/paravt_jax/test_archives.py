@@ -124,7 +124,8 @@ def test_archives_of_the_same_name_and_size_are_both_unpacked(source, tmp_path):
         (source / folder).mkdir()
         content = packed("v.tar", {f"{folder}.mp4": b"x" * 100})
         (source / folder / "v.tar").write_bytes(content)
-    unpack_all(source, tmp_path / "root")
+        # Also if the second one is added later.
+        unpack_all(source, tmp_path / "root")
     assert sorted(contents(tmp_path / "root")) == ["first.mp4", "second.mp4"]
 
 
@@ -229,6 +230,29 @@ def test_an_archive_that_explodes_is_refused(source, tmp_path, name, members):
     with pytest.raises(ArchiveError, match="more than 50 times its size"):
         unpack_all(source, tmp_path / "root")
     assert sum(map(len, contents(tmp_path / "root").values())) < 5_000_000
+
+
+@pytest.mark.parametrize("name", ["v.zip", "v.tar"])
+def test_an_archive_of_too_many_files_or_folders_is_refused(source, tmp_path, monkeypatch, name):
+    (source / name).write_bytes(packed(name, {"/".join("a" * 33): b"x"}))
+    with pytest.raises(ArchiveError, match="more than 32 folders inside each other"):
+        unpack_all(source, tmp_path / "deep")
+    assert not contents(tmp_path / "deep")
+    (source / name).write_bytes(packed(name, VIDEOS))
+    monkeypatch.setattr(archives, "_MOST_MEMBERS", 2)
+    with pytest.raises(ArchiveError, match=rf"{name}: it holds more than 2 files"):
+        unpack_all(source, tmp_path / "many")
+
+
+def test_a_zip_whose_files_share_their_bytes_is_refused(source, tmp_path):
+    """Two entries of the directory lead to one file, whose name is in both."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as file:
+        file.writestr("a.mp4", VIDEOS["data/a.mp4"])
+        file.filelist.append(file.filelist[0])
+    (source / "v.zip").write_bytes(stream.getvalue())
+    with pytest.raises(ArchiveError, match="a.mp4 and a.mp4 overlap in it"):
+        unpack_all(source, tmp_path / "root")
 
 
 @pytest.mark.parametrize("zeros", [10_240, 4_000_000])
