@@ -21,7 +21,7 @@ from paravt_jax.data import datasets, video
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
-from paravt_jax.data.published import Reason
+from paravt_jax.data.published import Reason, split_of
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
@@ -33,6 +33,7 @@ from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
+from train.left_out import count_rows, describe_rows, require_enough, write_rows
 from train.published_data import DataSettings, hold_out, prepare_published
 from train.published_model import copy_tokenizer
 from train.settings import Run
@@ -63,6 +64,7 @@ def prepare(
     Raises:
         ValueError: If the recipe has no data, or data that does not fit its settings.
         UnreadableVideosError: If more videos than `run.unreadable_share` cannot be read.
+        OSError: If another process prepares data in `run.data.folder`.
     """
     if questions is not None or (run.data is not None and run.data.questions):
         return _own_questions(run, folder, check, questions)
@@ -102,7 +104,53 @@ def _published(
     # SFT alone asks no questions, so their lengths do not matter to it.
     if run.rl is not None or data.heldout:
         data = _without_long_questions(run, data, summary["seconds"].get("most", 0.0))
+    too_long = _too_long(run, data, (*questions, *heldout))
+    _account_for_rows(settings, folder, summary, too_long)
     return data
+
+
+def _too_long(run: Run, data: Data, questions: Sequence[Question]) -> list[tuple[str, str]]:
+    """Source and reason of each prepared row that is too long for the run.
+
+    Args:
+        run: The settings.
+        data: The data of the run, without long questions.
+        questions: All questions of the set.
+    """
+    used = {question.id for question in (*data.questions, *data.heldout)}
+    found = [
+        (split_of(question.id.rpartition(":")[0]), "longer than protocol.text_tokens")
+        for question in questions
+        if question.id not in used
+    ]
+    if run.sft is not None:
+        found += [
+            (data.conversations[number].source, "longer than sft.row_tokens")
+            for number, length in enumerate(data.lengths)
+            if length > run.sft.row_tokens
+        ]
+    return found
+
+
+def _account_for_rows(
+    settings: DataSettings,
+    folder: pathlib.Path,
+    summary: dict[str, Any],
+    too_long: Sequence[tuple[str, str]],
+) -> None:
+    """Prints which rows are left out, checks their share, and notes it in the run's folder."""
+    sources = count_rows(summary, too_long)
+    if hosts.is_first():
+        print(describe_rows(sources))
+        ignored = summary.get("without_frame_numbers", 0)
+        if ignored:
+            print(
+                f"{ignored:,} conversations ask for a number of frames in their calls. It is left "
+                "out of them, because protocol.max_num_frames is 0."
+            )
+    require_enough(sources, settings.max_left_out, settings.folder)
+    if hosts.is_first():
+        write_rows(folder, sources)
 
 
 def _sizes_of(summary: dict[str, Any], settings: DataSettings) -> tuple[tuple[int, int], ...]:
@@ -370,12 +418,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     assert run.data is not None
+    sources = count_rows(summary)
     print(json.dumps(summary, indent=1))
+    print(describe_rows(sources))
     left_out = pathlib.Path(run.data.folder) / LEFT_OUT
     print(
         f"{summary['kept']} of {summary['rows']} rows kept; "
         f"{left_out} lists the other rows with reasons"
     )
+    try:
+        require_enough(sources, run.data.max_left_out, run.data.folder)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

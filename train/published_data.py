@@ -19,6 +19,7 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.local_path import require_local
 from paravt_jax.data.row_reading import Reading
+from paravt_jax.data.stored_settings import lock
 from paravt_jax.data.video import Decoder, require_decoder
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question
@@ -26,6 +27,7 @@ from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
 
 _SOURCES = "sources.json"  # the sources of a prepared set, as the settings named them
+_LOCK = ".lock"  # held while the set is made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,8 @@ class DataSettings:
     """Time limit for preparing a row or reading a file's frames, in seconds."""
     decoder: Decoder = "pyav"
     """Library that decodes frames; the pixels are equal. decord needs local files."""
+    max_left_out: float = 0.5
+    """Largest share of a source's rows that may be left out, for any reason, from 0 to 1."""
     questions: str = ""
     """File of your own questions (.jsonl or .csv), on videos in `media`; replaces `annotations`."""
 
@@ -62,6 +66,10 @@ class DataSettings:
             value = getattr(self, name)
             if not value > 0:  # true for NaN, too
                 raise ValueError(f"data.{name}: {value}; must be above 0")
+        if not 0 <= self.max_left_out <= 1:
+            raise ValueError(
+                f"data.max_left_out: {self.max_left_out}; must be a share of rows, from 0 to 1"
+            )
         for name in ("annotations", "media"):
             if not getattr(self, name):
                 raise ValueError(
@@ -103,14 +111,31 @@ def prepare_published(
     Raises:
         FileNotFoundError: If a source has no annotations or media.
         ValueError: If the folder contains a set that was prepared with other settings.
+        OSError: If another process prepares data in the folder.
     """
-    folder = pathlib.Path(settings.folder)
     tokenizer = local_folder(model, weights=False)
     reading = reading_of(settings, limits, frames, vision, tokenizer)
     summary = find_prepared(settings, reading)
     if summary is not None:
         return summary
+    folder = pathlib.Path(settings.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held = lock(folder / _LOCK)
+    except BlockingIOError as error:
+        raise OSError(
+            f"data.folder: {folder} is {error}, which prepares data in it: wait for it, stop it, "
+            "or name another --data.folder"
+        ) from error
+    with held:
+        # Another process may have finished the set since the first look.
+        summary = find_prepared(settings, reading)
+        return summary or _prepare(settings, reading, check)
 
+
+def _prepare(settings: DataSettings, reading: Reading, check: Callable[[], None]) -> dict[str, Any]:
+    """Fetches the sources and prepares their rows; see `prepare_published`."""
+    folder = pathlib.Path(settings.folder)
     tables = preparation.find_tables(
         sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"])
     )

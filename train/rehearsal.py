@@ -127,6 +127,8 @@ def cut(run: Run) -> Run:
         "model.size": "rehearsal",
         # The mesh is that of the run, whose batches have more rows.
         "mesh.rows": run.mesh.rows or rows_of(run),
+        # Rows that are too long for the cut lengths say nothing about the run.
+        "data.max_left_out": 1.0,
     }
     for path, most in _MOST.items():
         section, _, field = path.partition(".")

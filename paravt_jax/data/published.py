@@ -132,8 +132,13 @@ def open_table(path: pathlib.Path) -> Table:
             f"{', '.join(RL_COLUMNS)}, sft rows {', '.join(SFT_COLUMNS)}: "
             "give the files of ParaVT/ParaVT-Parquet"
         )
-    match = _FILE_NAME.fullmatch(path.stem)
-    return Table(path, match[1] if match else path.stem, is_rl, rows)
+    return Table(path, split_of(path.stem), is_rl, rows)
+
+
+def split_of(name: str) -> str:
+    """The split of a published file. `name` has no ending; rows are called NAME:NUMBER."""
+    match = _FILE_NAME.fullmatch(name)
+    return match[1] if match else name
 
 
 def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refused]:

@@ -394,7 +394,7 @@ def published(small_world, small_vocabulary, tmp_path_factory) -> Run:
     """A run on a small set in the published layout, which is not prepared yet."""
     folder = tmp_path_factory.mktemp("published")
     paths = [each.path for each in small_world.videos]
-    write_rl(folder / "annotations", [rl_row(path) for path in paths])
+    write_rl(folder / "annotations", [rl_row(path) for path in paths] + [rl_row("gone.mp4")])
     conversations = [answered(paths[0], "What is it?")]
     write_sft(folder / "annotations", conversations, "paravt_sft_charades_12k4.parquet")
     save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
@@ -407,7 +407,7 @@ def published(small_world, small_vocabulary, tmp_path_factory) -> Run:
         workers=1,
     )
     model = ModelSettings(path=str(folder / "tokenizer"), size="8b")
-    return dataclasses.replace(sft_8b(), data=settings, model=model)
+    return dataclasses.replace(sft_8b(), data=settings, model=model, unreadable_share=0.2)
 
 
 def test_a_set_is_found_before_and_after_its_preparation(published, tmp_path):
@@ -425,6 +425,9 @@ def test_a_set_is_found_before_and_after_its_preparation(published, tmp_path):
     prepare(published, tmp_path)
     assert only(data.data(fresh)).found.endswith("prepared, 5 rows")
     assert data.is_prepared(fresh)
+    strict = change(published, "sft_8b", {"data.max_left_out": 0.1})
+    finding = only(data.data(subject(strict, tmp_path)))
+    assert finding.problem == "error" and "1 of 5 rows: 1 missing video" in finding.found
 
     other = change(published, "sft_8b", {"data.frames": 5})
     finding = only(data.data(subject(other, tmp_path)))

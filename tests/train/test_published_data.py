@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask
 from paravt_jax.data.preparation import LEFT_OUT
 from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.stored_settings import lock
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
@@ -28,16 +31,18 @@ from paravt_jax.world.vocabulary import save_tokenizer
 from rollout.agent.episode import Environment
 from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
+from train import published_data
 from train.data import QuestionStream, pack_rows, row_stream
 from train.learn.in_flight import Player
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import begin
 from train.learn.sft import SFTBatches, SFTSettings
-from train.prepare import main, prepare
+from train.left_out import ROWS
+from train.prepare import main, prepare, prepare_dataset
 from train.published_data import DataSettings, hold_out
 from train.run import resolved
-from train.settings import ModelSettings
+from train.settings import ModelSettings, change
 from train.unreadable import UnreadableVideosError
 
 
@@ -106,6 +111,49 @@ def test_too_many_unreadable_rows_stop_the_run(data, run, tmp_path):
     parts = "1 of 21 rows", "1 missing video", "left_out.jsonl", "--unreadable-share 0.01"
     for part in parts:
         assert part in str(error.value)
+
+
+def test_rows_that_are_left_out_are_printed_noted_and_limited(data, run, tmp_path, capsys):
+    shortest_four = sorted(data.lengths)[3]
+    recipe = change(run, run.name, {"sft.row_tokens": shortest_four})
+    prepare(recipe, tmp_path)
+    noted = {
+        "diverse": {"rows": 13, "left_out": {"missing video": 1}},
+        "charades": {"rows": 8, "left_out": {"longer than sft.row_tokens": 4}},
+    }
+    assert json.loads((tmp_path / ROWS).read_text()) == noted
+    assert capsys.readouterr().out.splitlines() == [
+        "source         rows       used  left out",
+        "diverse          13         12  1 missing video",
+        "charades          8          4  4 longer than sft.row_tokens",
+    ]
+    strict = change(recipe, run.name, {"data.max_left_out": 0.2})
+    with pytest.raises(ValueError) as error:
+        prepare(strict, tmp_path / "other")
+    assert re.fullmatch(
+        r"data\.max_left_out: 0\.2; a larger share is left out of charades \(4 of 8 rows: 4 longer "
+        r"than sft\.row_tokens\)\. See .*left_out\.jsonl; .*plan\.json .*--data\.max-left-out",
+        str(error.value),
+    )
+    assert not (tmp_path / "other" / ROWS).exists()
+
+
+def test_a_folder_in_which_another_process_prepares_is_refused(data, run, tmp_path, monkeypatch):
+    with lock(pathlib.Path(run.data.folder) / ".lock"):
+        prepare(run, tmp_path)  # a finished set is only read
+    other = change(run, run.name, {"data.folder": str(tmp_path / "set")})
+    (tmp_path / "set").mkdir()
+    with lock(tmp_path / "set" / ".lock"):
+        with pytest.raises(OSError) as error:
+            prepare(other, tmp_path)
+    assert re.fullmatch(
+        rf"data\.folder: {tmp_path}/set is in use by another process \(id {os.getpid()}\), .*",
+        str(error.value),
+    )
+    # The other one finished between the first look and the lock.
+    finds = iter([None, {"kept": 1}])
+    monkeypatch.setattr(published_data, "find_prepared", lambda *settings: next(finds))
+    assert prepare_dataset(other) == {"kept": 1}
 
 
 def test_row_batches_continue_exactly_and_their_frames_are_prefetched(
@@ -262,7 +310,7 @@ def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_p
         return data.vocabulary, (*data.questions, *data.heldout)
 
     vocabulary, questions = prepared(1216)
-    assert "left out" not in capsys.readouterr().out
+    assert "are left out" not in capsys.readouterr().out
     rules = Protocol(vocabulary, run.protocol)
     lengths = {question.id: len(rules.question(question).ids) for question in questions}
     limit = sorted(lengths.values())[len(lengths) // 2]
@@ -274,6 +322,7 @@ def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_p
     assert lengths.keys() - {question.id for question in remaining} == too_long
     printed = capsys.readouterr().out
     assert f"{len(too_long)} questions are left out" in printed
+    assert f"{len(too_long)} longer than protocol.text_tokens, 1 missing video" in printed
     assert str(limit) in printed and "protocol.text_tokens" in printed
     shortest = system + min(lengths.values())
     pattern = rf"protocol\.text_tokens: {system}; .* training .* {shortest}"
@@ -341,7 +390,7 @@ def test_settings_of_the_frame_reader_may_change_between_starts(run):
     def with_data(**fields):
         return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
 
-    assert resolved(with_data(workers=7, deadline=9.0)) == resolved(run)
+    assert resolved(with_data(workers=7, deadline=9.0, max_left_out=0.1)) == resolved(run)
     assert resolved(with_data(fps=2.0)) != resolved(run)
 
 
@@ -372,6 +421,9 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "20 of 21 rows kept" in printed and str(files / "set" / LEFT_OUT) in printed
+    assert "diverse          13         12  1 missing video" in printed
+    assert main([*arguments, "--data.max-left-out", "0.05"]) == 1
+    assert "diverse (1 of 13 rows: 1 missing video)" in capsys.readouterr().err
     assert main([*arguments, "--data.frames", "8"]) == 1
     assert "frames: 4 -> 8" in capsys.readouterr().err
     assert main(["--config=paravt_tiny"]) == 1
@@ -395,6 +447,8 @@ def test_the_large_recipes_start_from_the_published_data():
         ("workers", -1),
         ("fps", 0),
         ("deadline", np.nan),
+        ("max_left_out", 1.1),
+        ("max_left_out", np.nan),
         ("media", ""),
         ("folder", ""),
     ],

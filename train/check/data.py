@@ -22,6 +22,7 @@ from train.check.asking import NoAccess, NoAnswer
 from train.check.finding import Finding, failed
 from train.check.subject import Subject
 from train.check.weights import access_remedy
+from train.left_out import count_rows, require_enough
 from train.published_data import (
     DataSettings,
     find_prepared,
@@ -133,6 +134,10 @@ def _prepared(subject: Subject, settings: DataSettings) -> tuple[bool, Finding]:
         found = f"{folder}: prepared from other sources"
         remedy = f"--data.folder of another folder, or the sources of {folder / 'sources.json'}"
         return False, Finding("data", found, "the same sources", remedy, "warning")
+    try:
+        require_enough(count_rows(summary), settings.max_left_out, folder)
+    except ValueError as error:
+        return True, failed("data", error)
     return True, Finding("data", f"{folder}: prepared, {summary['kept']} rows")
 
 

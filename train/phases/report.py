@@ -8,6 +8,7 @@ from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.processes import hosts
+from train.left_out import read_rows
 from train.phases.context import Context
 from train.report.page import write_report
 from train.report.result import checks, collect_episodes, judged, read_by_temperature, read_curve
@@ -30,6 +31,9 @@ def report(context: Context, rows: dict[str, Rows], seconds: float) -> pathlib.P
             result = {"name": context.run.name, "seed": context.run.seed}
             if context.run.rl is not None:
                 result["reward"] = describe(context.run.rl.rewards)
+            rows_of_sources = read_rows(folder)
+            if rows_of_sources:
+                result["data"] = rows_of_sources
             result |= rows | {"curve": read_curve(folder)}
             result["by_temperature"] = read_by_temperature(folder)
             result |= checks(folder) | judged(folder) | {"seconds": seconds}
