@@ -89,7 +89,9 @@ def test_from_published_files_to_a_comparison(folder, compiled, capsys):
     steps = [(line["phase"], line["step"], line["missing"]) for line in lines]
     assert steps == [("sft", 1, 0), ("sft", 2, 0)]
     assert lines[1]["loss"] < lines[0]["loss"]
-    assert json.loads(pathlib.Path("runs/sft/result.json").read_text())["after"] == []
+    result = json.loads(pathlib.Path("runs/sft/result.json").read_text())
+    assert result["after"] == []
+    assert result["data"] == json.loads(pathlib.Path("runs/sft/rows.json").read_text())
 
     kill_after_the_first_checkpoint(compiled, "killed")
     # Settings of the frame reader may change when a run continues.
