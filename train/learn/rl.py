@@ -116,7 +116,7 @@ def rl_loss(settings: RLSettings) -> RLLoss:
         if settings.updates_per_batch > 1 and batch.proximal is None:
             metrics[_LOGPROBS] = jax.lax.stop_gradient(logprobs)
         # Later updates have other weights than the sampler.
-        if routes is not None and batch.proximal is None:
+        if batch.proximal is None and routes is not None:
             metrics["routing_gap"] = _routing_gap(routes, here, batch.totals)
         return value, metrics
 
