@@ -111,7 +111,7 @@ def of_sizes(name: str) -> dict[str, str]:
 
 
 def _largest(values: Sequence[float], what: str) -> str:
-    return f"{max(values):.1e} ({len(values)} {what})" if values else "not compared"
+    return f"{max(values):.1e} ({what}: {len(values)})" if values else "not compared"
 
 
 def report(columns: Mapping[str, Mapping[str, str]]) -> str:
