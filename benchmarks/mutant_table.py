@@ -489,8 +489,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     ("train/learn/step.py", _STEP): {
         "a_token_predicts_itself": ("jnp.roll(batch.ids.reshape(-1), -1)", "batch.ids"),
         "logprobs_one_to_the_left": (
-            "predicted[jnp.maximum(batch.index - 1, 0)]",
-            "predicted[jnp.maximum(batch.index, 0)]",
+            "jnp.maximum(batch.index - 1, 0)",
+            "jnp.maximum(batch.index, 0)",
         ),
         "prompts_not_shared": ("shared=batch.shared", "shared=jnp.zeros_like(batch.shared)"),
         "only_the_last_part_counts": (

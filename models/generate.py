@@ -20,6 +20,7 @@ from models.config import VisionConfig
 from models.model import Inputs, VisionLanguageModel
 from models.packing import PackedPatches, deal_rows, pack_patches
 from models.rope import next_position
+from models.sharding import MeshProgram, mesh_of
 from models.text import KV, TextDecoder
 from models.vision import PatchLayout
 
@@ -39,7 +40,7 @@ def generate(
 ) -> Int32[np.ndarray, " n"]:
     """Samples the tokens that follow a prompt.
 
-    The first sample of a size compiles.
+    The first sample of a size compiles. A model whose weights are on a mesh runs on it.
 
     Args:
         model: the model.
@@ -73,9 +74,11 @@ def generate(
     ids = np.pad(inputs.ids[None], padding).astype(np.int32)
     index = np.pad(index[None], padding, constant_values=-1).astype(np.int32)
     positions = np.pad(inputs.positions, padding)[:, None]
-    logits, kv = _prefill(*nnx.split(model), ids, positions, index, seen, np.int32(length))
+    mesh = mesh_of(nnx.state(model))
+    prefill, decode = MeshProgram(_prefill, mesh), MeshProgram(_decode, mesh)
+    logits, kv = prefill(*nnx.split(model), ids, positions, index, seen, np.int32(length))
     counts = np.array([length, next_position(inputs.positions), new_tokens], np.int32)
-    found, count = _decode(
+    found, count = decode(
         *nnx.split(model.text),
         logits,
         kv,
@@ -164,7 +167,7 @@ def _decode(
         count, ids, cache = state
         last = count - 1
         last_position = jnp.full((3, 1), position + last)
-        hidden, cache = text.decode(ids[last, None], last_position, cache, layers)
+        hidden, cache, _ = text.decode(ids[last, None], last_position, cache, layers)
         ids = ids.at[count].set(pick(text.logits(hidden), count))
         return count + 1, ids, cache.advance(jnp.ones(1, bool))
 

@@ -87,6 +87,14 @@ def make_mesh(
     return Mesh(grid, MESH_AXES, (AxisType.Auto,) * 3)
 
 
+def mesh_of(weights: Any) -> Mesh | None:
+    """The mesh of real or abstract weights; None if they are not sharded over a mesh."""
+    sharding = jax.tree.leaves(weights)[0].sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding.mesh
+    return None
+
+
 def row_devices(mesh: Mesh | AbstractMesh) -> int:
     """Number of devices that the rows of a batch are sharded over: data * fsdp."""
     return mesh.shape["data"] * mesh.shape["fsdp"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from models.attention import DenseCache, PagedCache, attend, platform
 from models.config import TextConfig
@@ -148,15 +148,19 @@ class DecoderLayer(nnx.Module):
 
     def finish(
         self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]
-    ) -> Float[Array, "b t d"]:
-        """The layer's output, given its input and the output of attention."""
+    ) -> tuple[Float[Array, "b t d"], UInt8[Array, "b t"] | None]:
+        """The layer's output, given its input and the output of attention.
+
+        With experts also the marks of the tokens' experts (`models.experts`).
+        """
         # The output projection takes all heads at once.
         x = x + self._times("o", attended.reshape(*x.shape[:-1], -1))
         y = rms_norm(x, self.post_norm, self.eps)
         if self.experts is not None:
-            return x + self.experts(y)
+            mixed, routes = self.experts(y)
+            return x + mixed, routes
         gate = jax.nn.silu(self._times("gate", y))
-        return x + self._times("down", gate * self._times("up", y))
+        return x + self._times("down", gate * self._times("up", y)), None
 
     def _times(self, name: str, x: Float[Array, "*n i"]) -> Float[Array, "*n *o"]:
         """x times a weight, plus what the weight's adapter adds."""
@@ -214,6 +218,16 @@ class TextDecoder(nnx.Module):
         self,
         ids: Int[Array | np.ndarray, "b t"],
         positions: Int[Array | np.ndarray, "3 b t"],
+        **options: Any,
+    ) -> tuple[Float[Array, "b t d"], KV]:
+        """Hidden states, keys and values of `forward`, which has the same arguments."""
+        hidden, kv, _ = self.forward(ids, positions, **options)
+        return hidden, kv
+
+    def forward(
+        self,
+        ids: Int[Array | np.ndarray, "b t"],
+        positions: Int[Array | np.ndarray, "3 b t"],
         *,
         segment_ids: Int[Array | np.ndarray, "b t"] | None = None,
         visual: Float[Array | np.ndarray, "n m c d"] | None = None,
@@ -224,7 +238,7 @@ class TextDecoder(nnx.Module):
         shared: Int[Array | np.ndarray, " b"] | None = None,
         pieces: int = 1,
         remat: Remat = "none",
-    ) -> tuple[Float[Array, "b t d"], KV]:
+    ) -> tuple[Float[Array, "b t d"], KV, UInt8[Array, "l b t"] | None]:
         """Runs the decoder over whole sequences.
 
         Over a mesh, rows are sharded over `data` and `fsdp`.
@@ -248,7 +262,8 @@ class TextDecoder(nnx.Module):
             remat: what is kept for the backward pass.
 
         Returns:
-            Hidden states after the final norm, and the keys and values of these tokens.
+            Hidden states after the final norm, and the keys and values of these tokens. With
+            experts also the marks of the tokens' experts in each layer (`models.experts`).
 
         Raises:
             ValueError: only one of `visual` and `visual_index` is given, or the arguments of a
@@ -289,10 +304,10 @@ class TextDecoder(nnx.Module):
                 shared=shared,
                 pieces=pieces,
             )
-            x = block.finish(x, attended)
+            x, routes = block.finish(x, attended)
             if bank is not None:
                 x = bank.add_level(x, number + 1)
-            return constrain(constrain(x, ROWS), *between), KV(k, v)
+            return constrain(constrain(x, ROWS), *between), (KV(k, v), routes)
 
         x = self._embed_rows(ids)
         if bank is not None:
@@ -302,12 +317,12 @@ class TextDecoder(nnx.Module):
         keys = None if key is None else jax.random.split(key, len(layers))
         # KV's arrays have a leading layer axis, so the scan gives each layer its own slice.
         stacked_prefix = None if callable(prefix) else prefix
-        x, kv = jax.lax.scan(
+        x, (kv, routes) = jax.lax.scan(
             rematerialise(body, remat),
             constrain(x, *between),
             (state, layers, stacked_prefix, keys),
         )
-        return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
+        return rms_norm(x, self.norm, self.config.rms_norm_eps), kv, routes
 
     def decode(
         self,
@@ -315,7 +330,7 @@ class TextDecoder(nnx.Module):
         positions: Int[Array | np.ndarray, "3 b"],
         cache: Cache,
         layers: Sequence[nnx.State] | None = None,
-    ) -> tuple[Float[Array, "b d"], Cache]:
+    ) -> tuple[Float[Array, "b d"], Cache, UInt8[Array, "l b"] | None]:
         """Runs the decoder over one text token per row.
 
         The cache is updated in place if the caller donates it.
@@ -329,7 +344,8 @@ class TextDecoder(nnx.Module):
 
         Returns:
             The hidden state after the final norm, and the cache with the token written to it. The
-            caller decides which rows keep the token (`cache.advance`).
+            caller decides which rows keep the token (`cache.advance`). With experts also the marks
+            of the token's experts (`models.experts`).
         """
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions[..., None], self.config)
@@ -341,17 +357,21 @@ class TextDecoder(nnx.Module):
             block = nnx.merge(graph, params)
             q, k, v = block.project(x, angles)
             attended, cache = cache.attend(number, q[:, 0], k[:, 0], v[:, 0])
-            return (block.finish(x, attended[:, None]), cache), None
+            x, routes = block.finish(x, attended[:, None])
+            return (x, cache), None if routes is None else routes[:, 0]
 
         carry = (self.embed(ids)[:, None], cache)
         if cache.stacked:
             numbers = jnp.arange(self.config.num_hidden_layers)
-            carry, _ = jax.lax.scan(body, carry, (numbers, state))
+            carry, routes = jax.lax.scan(body, carry, (numbers, state))
         else:
+            by_layer = []
             for layer in enumerate(layers or self._unstacked(state)):
-                carry, _ = body(carry, layer)
+                carry, found = body(carry, layer)
+                by_layer.append(found)
+            routes = None if self.config.experts is None else jnp.stack(by_layer)
         x, cache = carry
-        return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache, routes
 
     def decode_layers(self) -> list[nnx.State] | None:
         """Each layer's weights as separate arrays on CPU; None on other platforms.

@@ -306,12 +306,24 @@ class Protocol:
 
     Several methods take `image_tokens`, the visual tokens per frame after the vision tower's merge:
     one number for all frames, or one per frame.
+
+    Args:
+        vocabulary: Encodes texts.
+        settings: Prompts, tools and limits.
+        wording: The texts.
+        video_marks: Whether vision marks stand around all slices of a native video, too. See
+            `models.processor.Processor`.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, settings: ProtocolSettings, wording: Wording = OUR_WORDING
+        self,
+        vocabulary: Vocabulary,
+        settings: ProtocolSettings,
+        wording: Wording = OUR_WORDING,
+        video_marks: bool = True,
     ):
         self.vocabulary = vocabulary
+        self._video_marks = video_marks
         self.settings = settings
         self.wording = wording if settings.frame_times else untimed(wording)
         self.tools = {tool.name: tool for tool in settings.make_tools()}
@@ -476,8 +488,8 @@ class Protocol:
     ) -> list[Int32[np.ndarray, " n"]]:
         """The ids of frames in pieces: timestamps (if `timed` and `frame_times`), placeholders.
 
-        The slices of a native video always have their time, and marks around all of them, as
-        Qwen3-VL's processor writes them.
+        The slices of a native video always have their time, and with `video_marks` marks around all
+        of them, as Qwen3-VL's processor writes them.
         """
         if isinstance(image_tokens, int):
             counts = [image_tokens] * len(frames)
@@ -496,7 +508,7 @@ class Protocol:
             if native or (timed and self.settings.frame_times):
                 parts.append(self._timestamp(frame.time))
             parts.append(np.array([start, *[pad] * count, end], np.int32))
-        if native:
+        if native and self._video_marks:
             return [np.array([start], np.int32), *parts, np.array([end], np.int32)]
         return parts
 

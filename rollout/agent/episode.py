@@ -489,6 +489,7 @@ def _sampled_segment(sample: Sample) -> Segment:
         sample.logprobs,
         digest=sample.digest,
         versions=sample.versions,
+        routes=sample.routes,
     )
 
 

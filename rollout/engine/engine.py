@@ -46,7 +46,7 @@ from paravt_jax.method.records import digest
 from rollout.engine.pages import PageTree, page_count
 from rollout.engine.programs import MOST_STOP_IDS, difference
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
-from rollout.engine.runner import ModelRunner
+from rollout.engine.runner import Decoded, ModelRunner
 from rollout.engine.sequences import EngineSequence, make_prompt, no_vectors
 from rollout.engine.settings import EngineSizes
 
@@ -359,13 +359,19 @@ class Engine:
         ids = np.array(sequence.drawn, np.int32)
         logprobs = np.array(sequence.logprobs, np.float32)
         versions = np.full(len(ids), self.version, np.int32)
+        text = self.config.text
+        routes = None
+        if text.experts is not None:
+            routes = np.array(sequence.routes, np.uint8).reshape(-1, text.num_hidden_layers)
         begun = sequence.prompt.request.begun
         if begun is not None:
             ids = np.concatenate([begun.ids, ids])
             logprobs = np.concatenate([begun.logprobs, logprobs])
             versions = np.concatenate([begun.versions, versions])
+            if routes is not None and begun.routes is not None:
+                routes = np.concatenate([begun.routes, routes])
         self.unanswered[sequence.ticket][sequence.sample] = Sample(
-            ids, logprobs, stop, versions, digest(sequence.ids), reason
+            ids, logprobs, stop, versions, digest(sequence.ids), reason, routes
         )
         self.counts.stops[stop] += 1
         if sequence in self.running:
@@ -565,18 +571,19 @@ class Engine:
         before = self.runner.seconds
         results = self.runner.decode(sequences, self._loaded("step"))
         self._occupancy.add(len(sequences), self.runner.seconds - before)
-        for sequence, (ids, logprobs) in zip(sequences, results, strict=True):
-            self._extend(sequence, ids, logprobs)
+        for sequence, decoded in zip(sequences, results, strict=True):
+            self._extend(sequence, decoded)
 
-    def _extend(self, sequence: EngineSequence, ids: list[int], logprobs: list[float]) -> None:
+    def _extend(self, sequence: EngineSequence, decoded: Decoded) -> None:
         """Append new tokens, up to the end of a stop string, and finish a sample that ended."""
         before = len(sequence.drawn)
-        sequence.drawn += ids
-        sequence.logprobs += logprobs
-        self.counts.sampled_tokens += len(ids)
+        sequence.drawn += decoded.ids
+        sequence.logprobs += decoded.logprobs
+        sequence.routes += decoded.routes
+        self.counts.sampled_tokens += len(decoded.ids)
         end = self._stop_string_end(sequence, before)
         if end is not None:
-            del sequence.drawn[end:], sequence.logprobs[end:]
+            del sequence.drawn[end:], sequence.logprobs[end:], sequence.routes[end:]
         # All but the last token: the last one drawn has not been fed to the model yet.
         sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn)
         if end is not None:

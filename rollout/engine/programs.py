@@ -26,13 +26,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from models.attention import DenseCache, PagedCache, Shared
 from models.lora import split
 from models.model import VisionLanguageModel
-from models.sharding import MeshProgram
+from models.sharding import MeshProgram, mesh_of
 from models.text import KV, TextDecoder
 from rollout.engine.pages import page_count
 from rollout.engine.sampling import Choices, sample
@@ -97,12 +97,17 @@ class Rows(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """New tokens: the first `counts` of each row, sampled in `steps` steps."""
+    """New tokens: the first `counts` of each row, sampled in `steps` steps.
 
-    ids: Int[Array, "b n"]
-    logprobs: Float[Array, "b n"]
-    counts: Int[Array, " b"]
-    steps: Int[Array, ""]
+    `routes` has the marks of the experts that computed each token's log-prob (`models.experts`);
+    None without experts.
+    """
+
+    ids: Int[Any, "b n"]
+    logprobs: Float[Any, "b n"]
+    routes: UInt8[Any, "b n l"] | None
+    counts: Int[Any, " b"]
+    steps: Int[Any, ""]
 
 
 class Prefixes(NamedTuple):
@@ -134,12 +139,11 @@ class Programs:
         self._paged = paged
         self._graph, *weights = split(model.text)
         sharding = jax.tree.leaves(weights)[0].sharding
-        mesh = None
         pool_sharding = prefix_sharding = result_sharding = sharding
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        mesh = mesh_of(weights)
+        if mesh is not None:
             # Keys and values are sharded like the weights that compute them: by heads over
             # `tensor`, on axis 3 of the pool and axis 0 of the prefixes. Results are replicated.
-            mesh = sharding.mesh
             pool_sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
             prefix_sharding = NamedSharding(mesh, PartitionSpec("tensor"))
             result_sharding = NamedSharding(mesh, PartitionSpec())
@@ -338,9 +342,9 @@ class Programs:
         # Shapes are static, so finished rows are still computed. Their tokens are beyond `counts`
         # and so never read, and `advance` leaves them out of the cache.
         def body(state: tuple) -> tuple:
-            step, active, counts, tokens, cache, ids, logprobs = state
+            step, active, counts, tokens, cache, ids, logprobs, routes = state
             positions = jnp.broadcast_to(rows.positions + step, (3, len(tokens)))
-            hidden, cache = text.decode(tokens, positions, cache, layers)
+            hidden, cache, route = text.decode(tokens, positions, cache, layers)
             # The number of the draw is the row's count of tokens, not the step of this loop. So a
             # sample does not depend on how its tokens are split into calls.
             token, logprob = sample(text.logits(hidden), rows.choices, rows.drawn + counts)
@@ -348,17 +352,23 @@ class Programs:
             counts = counts + active
             ids = ids.at[:, step].set(token)
             logprobs = logprobs.at[:, step].set(logprob)
+            if route is not None:
+                routes = routes.at[:, step].set(route.T)
             stopped = (token[:, None] == rows.stops).any(1)
             active = active & (counts < rows.left) & ~stopped
-            return step + 1, active, counts, token, cache, ids, logprobs
+            return step + 1, active, counts, token, cache, ids, logprobs, routes
 
         active = rows.left > 0
         counts = jnp.zeros_like(active, jnp.int32)
         empty = jnp.zeros((len(rows.tokens), steps))
         ids = empty.astype(jnp.int32)
-        state = (jnp.int32(0), active, counts, rows.tokens, cache, ids, empty)
-        step, _, counts, _, cache, ids, logprobs = jax.lax.while_loop(unfinished, body, state)
-        drawn = Drawn(ids, logprobs, counts, step)
+        routes = None
+        if self.text.experts is not None:
+            routes = jnp.zeros((*empty.shape, self.text.num_hidden_layers), jnp.uint8)
+        state = (jnp.int32(0), active, counts, rows.tokens, cache, ids, empty, routes)
+        state = jax.lax.while_loop(unfinished, body, state)
+        step, _, counts, _, cache, ids, logprobs, routes = state
+        drawn = Drawn(ids, logprobs, routes, counts, step)
         if isinstance(cache, PagedCache):
             return cache.pages, drawn
         # Columns from `width` on hold the new tokens. Write them after the row's own tokens.

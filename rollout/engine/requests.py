@@ -33,7 +33,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int, Int32, UInt8
 
 from models.features import Reading, wait_for_one
 from paravt_jax.method.records import Frame
@@ -200,6 +200,9 @@ class Sample:
     """`paravt_jax.method.records.digest` of the prompt and the sampled tokens."""
     reason: str = ""
     """Why a request was refused or failed, or its video is unreadable, for people."""
+    routes: UInt8[np.ndarray, "t l"] | None = None
+    """The marks of the experts that computed each token's log-prob, by layer (`models.experts`);
+    None without experts."""
 
 
 Completion = tuple[int, tuple[Sample, ...]]  # a request's ticket, and one sample per seed

@@ -20,11 +20,11 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int, UInt8
 
 from models.attention import platform
 from models.model import VisionLanguageModel
@@ -35,6 +35,7 @@ from rollout.engine.programs import (
     CHUNK,
     MOST_STOP_IDS,
     Bank,
+    Drawn,
     Pieces,
     Pool,
     Prefixes,
@@ -46,7 +47,14 @@ from rollout.engine.sampling import Choices
 from rollout.engine.sequences import EngineSequence, no_vectors
 from rollout.engine.settings import EngineSizes
 
-Decoded = tuple[list[int], list[float]]  # new ids of a sequence, and their log-probs
+
+class Decoded(NamedTuple):
+    """New tokens of a sequence."""
+
+    ids: list[int]
+    logprobs: list[float]
+    routes: list[UInt8[np.ndarray, " l"]]
+    """The marks of each token's experts, by layer (`models.experts`); empty without experts."""
 
 
 class ModelRunner:
@@ -170,7 +178,7 @@ class ModelRunner:
 
     def decode(self, sequences: Sequence[EngineSequence], weights: Any) -> list[Decoded]:
         """Sample up to `settings.steps` tokens for each of at most `settings.slots` sequences."""
-        found: list[Decoded] = [([], [])] * len(sequences)
+        found = [Decoded([], [], [])] * len(sequences)
         # Longest first: if one program cannot read all of them, sequences of similar length run
         # together, so that short ones are not padded to the length of long ones.
         order = sorted(range(len(sequences)), key=lambda n: -sequences[n].computed)
@@ -184,11 +192,13 @@ class ModelRunner:
                 layout = self._layout([sequences[n] for n in order[:count]], count)
             part = [sequences[n] for n in order[:count]]
             self._load_prefixes(part, layout)
-            ids, logprobs, counts = self._run(part, layout, weights)
+            drawn = self._run(part, layout, weights)
             for row, n in enumerate(layout.rows):
                 if n is not None:
-                    new = slice(counts[row])
-                    found[order[n]] = (ids[row, new].tolist(), logprobs[row, new].tolist())
+                    new = row, slice(drawn.counts[row])
+                    routes = [] if drawn.routes is None else list(drawn.routes[new])
+                    ids, logprobs = drawn.ids[new].tolist(), drawn.logprobs[new].tolist()
+                    found[order[n]] = Decoded(ids, logprobs, routes)
             order = order[count:]
         return found
 
@@ -305,14 +315,8 @@ class ModelRunner:
         )
         self._loaded[length][block] = tuple(node.serial for node in path)
 
-    def _run(
-        self, sequences: Sequence[EngineSequence], layout: Layout, weights: Any
-    ) -> tuple[Int[np.ndarray, "b n"], Float[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
-        """Run a decoding program once.
-
-        Returns:
-            Ids and log-probs of every row, and the number of valid ones in each row.
-        """
+    def _run(self, sequences: Sequence[EngineSequence], layout: Layout, weights: Any) -> Drawn:
+        """Run a decoding program once. The result has NumPy arrays."""
         settings = self.settings
         rows = self._idle_rows(layout)
         for row, n in enumerate(layout.rows):
@@ -327,11 +331,11 @@ class ModelRunner:
         self.pool, drawn = self._programs.decode(
             weights, self.pool, prefixes, rows, steps=settings.steps, width=layout.row_length
         )
-        ids, logprobs, counts, steps = (np.asarray(x) for x in drawn)
+        drawn = jax.tree.map(np.asarray, drawn)
         self.seconds += time.perf_counter() - start
-        self.steps += int(steps)
-        self.row_steps += int(steps) * len(layout.rows)
-        return ids, logprobs, counts
+        self.steps += int(drawn.steps)
+        self.row_steps += int(drawn.steps) * len(layout.rows)
+        return drawn
 
     def _idle_rows(self, layout: Layout) -> Rows:
         """The arrays of a program whose rows are all idle."""

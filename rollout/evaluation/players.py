@@ -155,13 +155,14 @@ def _protocol(
     """The protocol, and the longest prompts of a main agent and of a sub-agent, in tokens."""
     # With dispatch `frames`, the token limits include crops. The size of a crop does not depend on
     # these limits, so measure it under preliminary ones.
-    without_crops = Protocol(vocabulary, settings.protocol(0), wording)
+    marks = settings.video_marks
+    without_crops = Protocol(vocabulary, settings.protocol(0), wording, marks)
     pixels = settings.pixels()
     crop_frame_tokens = frame_tokens(pixels, vision, crop=True)
     crop = crop_tokens(without_crops, crop_frame_tokens, _LATEST_FRAME)
     if "{question}" in wording.subagent:
         crop += settings.question_tokens
-    protocol = Protocol(vocabulary, settings.protocol(crop), wording)
+    protocol = Protocol(vocabulary, settings.protocol(crop), wording, marks)
     episode = settings.episode_settings()
     with_tools = episode.dispatch != "none"
     if settings.native_video and episode.frames:

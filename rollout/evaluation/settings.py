@@ -126,6 +126,9 @@ class BenchmarkSettings:
     """Write each frame's time before it."""
     native_video: bool = False
     """Show the overview as one video of 2 frames per second; pixel options act on crops only."""
+    video_marks: bool = True
+    """Put vision marks around all slices of a native video, too, as transformers does from 5.10 on.
+    Without them, it reads as in transformers 4.57 and vLLM."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
@@ -179,6 +182,11 @@ class BenchmarkSettings:
         if self.native_video and self.frames < 4:
             raise ValueError(
                 f"--frames {self.frames}: --native-video shows at least 4 frames; give 4 or more"
+            )
+        if not self.video_marks and (self.endpoint or not self.native_video):
+            raise ValueError(
+                "--no-video-marks: acts on a native video that the engine reads; a server writes "
+                "its own marks; give --native-video without --endpoint, or leave it out"
             )
         if not 0 < self.request_seconds < math.inf:
             raise ValueError(f"--request-seconds {self.request_seconds}: give seconds above 0")
@@ -289,4 +297,6 @@ class BenchmarkSettings:
         }
         # A server chooses the type of its weights itself.
         left_out = (*NOT_IDENTITY, "dtype") if self.endpoint else NOT_IDENTITY
+        if not self.native_video:
+            left_out = (*left_out, "video_marks")
         return {field: value for field, value in fields.items() if field not in left_out}

@@ -19,6 +19,10 @@ from safetensors.numpy import save_file
 IMAGE, VIDEO, START, END = 50, 51, 52, 53
 NEW_TOKENS = 64
 
+# Limits: the largest difference of a logit, and of a gradient relative to its norm.
+LOGITS = 2e-4
+GRADIENT = 1e-3
+
 # A number of text tokens, an image's (h, w), or a video's (t, h, w), in patches.
 Part = int | tuple[int, int] | tuple[int, int, int]
 
@@ -329,6 +333,16 @@ def make_sample(case: Case) -> Sample:
     seen = np.concatenate([*patches[IMAGE], *patches[VIDEO]]) if items else np.zeros((0, 0))
     in_float16 = seen.astype(np.float16).astype(np.float32)
     return Sample(ids, valid, np.array(items, int).reshape(-1, 5), in_float16)
+
+
+def gradient_differences(
+    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """By parameter that has a gradient in `theirs`: relative norm of the difference."""
+    return {
+        name: float(np.linalg.norm(ours[name] - gradient) / np.linalg.norm(gradient))
+        for name, gradient in theirs.items()
+    }
 
 
 def write_model(folder: Path, config: dict[str, Any], weights: Mapping[str, np.ndarray]) -> None:

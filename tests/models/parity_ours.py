@@ -118,7 +118,7 @@ def module_outputs(
     hidden, kv, features = outputs
 
     def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
-        return layer.finish(x, attend(*layer.project(x, angles), segment_ids=segments))
+        return layer.finish(x, attend(*layer.project(x, angles), segment_ids=segments))[0]
 
     def heads(layer: DecoderLayer, x: jax.Array) -> dict[str, jax.Array]:
         if layer.q_norm is None:
@@ -220,7 +220,7 @@ def greedy(model: VisionLanguageModel, batch: dict[str, Any]) -> jax.Array:
     def step(carry, i):
         token, cache = carry
         positions = jnp.broadcast_to(batch["next"] + i, (3, *token.shape))
-        hidden, cache = model.text.decode(token, positions, cache)
+        hidden, cache, _ = model.text.decode(token, positions, cache)
         cache = cache.advance(jnp.ones(token.shape, bool))
         return (jnp.argmax(model.text.logits(hidden), -1), cache), token
 

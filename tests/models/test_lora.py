@@ -118,7 +118,7 @@ def test_decoding_token_by_token_equals_a_whole_pass():
     _, kv = text(ids[:, :4], positions[..., :4])
     cache = DenseCache.prefilled(kv, jnp.ones((2, 4), bool), 2)
     for i in (4, 5):
-        hidden, cache = text.decode(ids[:, i], positions[..., i], cache, text.decode_layers())
+        hidden, cache, _ = text.decode(ids[:, i], positions[..., i], cache, text.decode_layers())
         cache = cache.advance(jnp.ones(2, bool))
         np.testing.assert_allclose(hidden, expected[:, i], atol=3e-5)
 

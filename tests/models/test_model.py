@@ -252,7 +252,7 @@ def test_decoding_one_by_one_equals_the_whole_row(model, visual_batch):
     decode = nnx.jit(lambda text, ids, positions, cache: text.decode(ids, positions, cache))
     for i in range(start, 24):
         token = (visual_batch["ids"][:, i], visual_batch["positions"][:, :, i])
-        one, cache = decode(model.text, *token, cache)
+        one, cache, _ = decode(model.text, *token, cache)
         cache = cache.advance(jnp.ones(2, bool))
         close(one, hidden[:, i])
     k, v = cache.since(0)

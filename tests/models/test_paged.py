@@ -152,8 +152,8 @@ def test_the_decoder_gets_the_same_hidden_states(text):
     for step in range(steps):
         places = lengths + step
         token = ids[rows, places], np.broadcast_to(places, (3, 4))
-        found, cache = decode(text, *token, cache)
-        same, dense = decode(text, *token, dense)
+        found, cache, _ = decode(text, *token, cache)
+        same, dense, _ = decode(text, *token, dense)
         cache = cache.advance(everyone)
         dense = dense.advance(everyone)
         np.testing.assert_allclose(found, same, atol=1e-4, rtol=0)
@@ -285,7 +285,8 @@ def test_decoding_compiles_for_tpu_without_a_copy_of_the_pool(topology, tensor, 
 
             def body(state):
                 step, tokens, cache, active = state
-                hidden, cache = text.decode(tokens, jnp.broadcast_to(cache.lengths, (3, b)), cache)
+                positions = jnp.broadcast_to(cache.lengths, (3, b))
+                hidden, cache, _ = text.decode(tokens, positions, cache)
                 tokens = jnp.argmax(text.logits(hidden), -1).astype(jnp.int32)
                 return step + 1, tokens, cache.advance(active), active & (step + 1 < left)
 

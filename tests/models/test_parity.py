@@ -1,4 +1,7 @@
-"""Equality with transformers' Qwen3-VL: two recorded cases, and all cases live with torch."""
+"""Equality with transformers: two recorded cases of Qwen3-VL, and all cases live with torch.
+
+`benchmarks.parity` prints what is measured here.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,19 @@ import numpy as np
 import pytest
 
 from tests.models import parity_ours
-from tests.models.parity import CASES, RECORDED, Results, Sample, write_model
+from tests.models.parity import (
+    CASES,
+    GRADIENT,
+    LOGITS,
+    RECORDED,
+    Results,
+    Sample,
+    gradient_differences,
+    write_model,
+)
 
-# Largest difference of a logit.
-LOGITS = 2e-4
 # Largest difference / largest value of a module's output. Measured is 3e-6.
 MODULE = 2e-5
-# Norm of the difference / norm of a gradient.
-GRADIENT = 1e-3
 
 
 class Pair(NamedTuple):
@@ -56,6 +64,21 @@ def recorded(name: str, folder: Path) -> Pair:
     return Pair(parity_ours.results(folder, sample, sample, theirs.modules), theirs, sample)
 
 
+def logit_difference(pair: Pair) -> float:
+    """The largest difference of a real token's logit."""
+    valid = pair.sample.valid
+    return float(np.abs(pair.ours.logits[valid] - pair.theirs.logits[valid]).max())
+
+
+def module_differences(pair: Pair) -> dict[str, float]:
+    """By module: the largest difference of an output, relative to the largest output."""
+    return {
+        name: float(np.abs(ours - pair.theirs.modules[name]).max())
+        / float(np.abs(pair.theirs.modules[name]).max())
+        for name, ours in pair.ours.modules.items()
+    }
+
+
 SOURCES = [pytest.param((recorded, name), id=f"recorded: {name}") for name in RECORDED]
 SOURCES += [
     pytest.param((live, name), id=f"live: {name}", marks=pytest.mark.parity) for name in CASES
@@ -76,16 +99,12 @@ def test_positions_are_equal(pair):
 def test_outputs_of_all_modules_are_equal(pair):
     inputs = {name for name in pair.theirs.modules if re.fullmatch(r"(layer|block) \d+", name)}
     assert pair.ours.modules.keys() == pair.theirs.modules.keys() - inputs
-    for name, ours in pair.ours.modules.items():
-        theirs = pair.theirs.modules[name]
-        bound = MODULE * np.abs(theirs).max()
-        np.testing.assert_allclose(ours, theirs, atol=bound, rtol=0, err_msg=name)
+    assert {name: d for name, d in module_differences(pair).items() if not d <= MODULE} == {}
 
 
 def test_logits_are_equal(pair):
-    theirs = pair.theirs.logits[pair.sample.valid]
-    assert np.std(theirs) > 0.1
-    np.testing.assert_allclose(pair.ours.logits[pair.sample.valid], theirs, atol=LOGITS, rtol=0)
+    assert np.std(pair.theirs.logits[pair.sample.valid]) > 0.1
+    assert logit_difference(pair) <= LOGITS
 
 
 def test_greedy_tokens_are_equal(pair):
@@ -96,8 +115,5 @@ def test_greedy_tokens_are_equal(pair):
 def test_gradients_of_all_parameters_are_equal(pair):
     reached = {name for name, gradient in pair.ours.gradients.items() if np.any(gradient)}
     assert reached == pair.theirs.gradients.keys() <= pair.ours.gradients.keys()
-    for name, theirs in pair.theirs.gradients.items():
-        difference = np.linalg.norm(pair.ours.gradients[name] - theirs)
-        assert difference <= GRADIENT * np.linalg.norm(theirs), (
-            f"{name}: {difference} of {np.linalg.norm(theirs)}"
-        )
+    differences = gradient_differences(pair.ours.gradients, pair.theirs.gradients)
+    assert {name: d for name, d in differences.items() if not d <= GRADIENT} == {}

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.attention import DenseCache
 from models.config import ExpertsConfig, ModelConfig, TextConfig
-from models.model import VisionLanguageModel, abstract_model
+from models.generate import generate
+from models.model import Inputs, VisionLanguageModel, abstract_model
 from models.packing import packed_layout
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
@@ -204,7 +205,7 @@ def everything(state, graph, batch: dict[str, Any]):
 
     def step(carry, i):
         token, cache = carry
-        hidden, cache = text.decode(token, jnp.broadcast_to(12 + i, (3, 8)), cache)
+        hidden, cache, _ = text.decode(token, jnp.broadcast_to(12 + i, (3, 8)), cache)
         return (jnp.argmax(text.logits(hidden), -1), cache.advance(jnp.ones(8, bool))), token
 
     cache = DenseCache.prefilled(kv, jnp.ones((8, 12), bool), 8)
@@ -216,6 +217,7 @@ def main() -> None:
     compare(Qwen3VLConfig(VISION, TEXT), MESHES)
     experts = dataclasses.replace(TEXT, experts=ExpertsConfig(8, 3, 24))
     compare(Qwen3VLMoeConfig(VISION, experts), ((1, 1, 8), (2, 2, 2)))
+    check_that_generate_finds_the_mesh(Qwen3VLMoeConfig(VISION, experts))
     check_that_saved_states_are_sharded_over_tensor()
 
 
@@ -239,6 +241,20 @@ def compare(config: ModelConfig, meshes: Sequence[tuple[int, int, int]]) -> None
         ):
             bound = 1e-5 * max(1.0, np.abs(one).max())
             np.testing.assert_allclose(other, one, atol=bound, rtol=0, err_msg=f"{shape} {path}")
+
+
+def check_that_generate_finds_the_mesh(config: ModelConfig) -> None:
+    """The caller sets no mesh, and experts need one."""
+    graph, state = nnx.split(VisionLanguageModel(config, rngs=nnx.Rngs(0)), nnx.Param)
+    placed = jax.device_put(state, param_shardings(state, make_mesh(2, 2, 2)))
+    ids = np.arange(9, dtype=np.int32)
+    patches = np.zeros((0, config.vision.patch_dim), np.float32)
+    inputs = Inputs(ids, np.tile(ids, (3, 1)), np.full(9, -1, np.int32), patches, [])
+    one, many = (
+        generate(nnx.merge(graph, weights), inputs, new_tokens=8, stop_ids=[], bucket=16)
+        for weights in (state, placed)
+    )
+    np.testing.assert_array_equal(many, one)
 
 
 def check_that_saved_states_are_sharded_over_tensor() -> None:

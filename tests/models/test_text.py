@@ -40,7 +40,7 @@ def test_decoding_with_unstacked_layers_equals_a_whole_pass(text):
     for given in (layers, None):
         cache = DenseCache.prefilled(kv, jnp.ones((4, 4), bool), 2)._replace(shared=shared)
         for i in (4, 5):
-            hidden, cache = text.decode(ids[:, i], spots(5 + i, 6 + i, 4)[..., 0], cache, given)
+            hidden, cache, _ = text.decode(ids[:, i], spots(5 + i, 6 + i, 4)[..., 0], cache, given)
             cache = cache.advance(jnp.ones(4, bool))
             np.testing.assert_allclose(hidden, expected[:, i], atol=2e-5, rtol=0)
         k, v = cache.since(0)

@@ -15,7 +15,7 @@ from flax import nnx
 from models import peft_folder
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, merge_adapters, split
-from models.sharding import make_mesh, param_shardings
+from models.sharding import make_mesh, mesh_of, param_shardings
 from models.weights.hf import load
 from paravt_jax.method.scoring import Rules
 from rollout.engine.engine import Engine
@@ -25,7 +25,6 @@ from train.durable.metrics import read_metrics
 from train.export import Export, export
 from train.learn.rl import Learner
 from train.learn.sft import SFTBatches
-from train.learn.step import mesh_of
 from train.learn.weight_sync import WeightSync
 from train.run import execute
 

@@ -41,8 +41,8 @@ from train.learn.rollouts import (
     roll_out,
     token_ages,
 )
-from train.learn.step import make_logprobs
-from train.settings import change
+from train.learn.step import Scores, make_logprobs
+from train.settings import ModelSettings, change
 
 # Tags that are one token.
 TAGS = {
@@ -216,7 +216,31 @@ def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start)
     # The second step would have a gap if the engine still had the old weights.
     _, second = learner.step(state, road.engine, road.environment, road.data.questions[:2], seed=0)
     assert second["token_mismatches"] == 0 and 0 < second["logprob_gap"] < 1e-5
-    assert np.isfinite(list(metrics.values())).all()
+    assert np.isfinite(list(metrics.values())).all() and "routing_gap" not in metrics
+
+
+def test_other_experts_of_the_sampler_are_counted(road, small):
+    """The first step samples with another router than it updates, the second with the new one."""
+    run = dataclasses.replace(road.run, model=ModelSettings(family="qwen3_vl_moe"))
+    own = small.lay_road(run, road.data)
+    learner = Learner(
+        own.graph, own.fresh(), own.model.config, run.rl, run.rl_shape, Rules(), frozen=own.base()
+    )
+    rng = np.random.default_rng(0)
+
+    def other(path: Any, x: jax.Array) -> jax.Array:
+        moved = "router" in jax.tree_util.keystr(path)
+        return x + jnp.asarray(0.3 * moved * rng.standard_normal(x.shape), x.dtype)
+
+    own.engine.load(jax.tree_util.tree_map_with_path(other, learner.start.weights), 0)
+    state, gaps = learner.start, []
+    for _ in range(2):
+        state, metrics = learner.step(
+            state, own.engine, own.environment, own.data.questions[:2], seed=0
+        )
+        gaps.append((metrics["routing_gap"], metrics["logprob_gap"]))
+    assert 0.05 < gaps[0][0] < 1 and gaps[0][1] > 1e-3
+    assert gaps[1][0] == 0 and gaps[1][1] < 1e-5
 
 
 def test_a_wrong_digest_is_counted(road, small, learner, start):
@@ -705,7 +729,8 @@ def test_a_buffer_longer_than_a_trajectory_is_refused(road):
 def test_gamma_of_the_rewards_reaches_the_loss(road, small, monkeypatch):
     """`no_penalty` is the full recipe with another gamma, and nothing else."""
     given: list[Any] = []
-    monkeypatch.setattr(train.learn.rl, "rollout_logprobs", lambda *_: jnp.zeros((1, 1)))
+    scores = Scores(jnp.zeros((1, 1)), None)
+    monkeypatch.setattr(train.learn.rl, "score_rollouts", lambda *_: scores)
 
     def loss_of(*arguments):
         given.append(arguments)

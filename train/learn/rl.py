@@ -20,12 +20,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from models.config import ModelConfig
 from models.features import FrameFeatures
 from models.lora import NOTHING
-from models.sharding import Lowering, MeshProgram, row_devices
+from models.sharding import Lowering, MeshProgram, mesh_of, row_devices
 from models.text import TextDecoder
 from models.trained import apart, in_activations, together
 from models.trained_vision import TrainedVision
@@ -63,8 +63,7 @@ from train.learn.step import (
     make_accumulation,
     make_logprobs,
     make_vision_programs,
-    mesh_of,
-    rollout_logprobs,
+    score_rollouts,
 )
 from train.learn.weight_sync import WeightSync
 
@@ -101,7 +100,7 @@ def rl_loss(settings: RLSettings) -> RLLoss:
     def loss(
         text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: RLBatch
     ) -> tuple[Float[Array, ""], Metrics]:
-        logprobs = rollout_logprobs(
+        logprobs, routes = score_rollouts(
             text, visual, part, settings.temperature, settings.remat, settings.logprob_chunk
         )
         here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (part.index >= 0))
@@ -116,9 +115,25 @@ def rl_loss(settings: RLSettings) -> RLLoss:
         )
         if settings.updates_per_batch > 1 and batch.proximal is None:
             metrics[_LOGPROBS] = jax.lax.stop_gradient(logprobs)
+        # Later updates have other weights than the sampler.
+        if batch.proximal is None and routes is not None:
+            metrics["routing_gap"] = _routing_gap(routes, here, batch.totals)
         return value, metrics
 
     return loss
+
+
+def _routing_gap(
+    routes: UInt8[Array, "b t l"], here: GRPOBatch, totals: Totals
+) -> Float[Array, ""]:
+    """Share of layers, per trained token, in which sampler and trainer chose different experts.
+
+    Summed over the tokens that the weights of the update drew, and divided by all trained tokens.
+    """
+    assert here.routes is not None, "a model with experts and a sampler without marks of its routes"
+    compared = here.trained if here.current is None else here.trained & here.current
+    differing = (routes != here.routes).astype(jnp.float32).mean(-1)
+    return grpo.masked_mean(differing, compared, totals.tokens)
 
 
 class Learner:
@@ -326,10 +341,11 @@ class Learner:
         times.append(time.perf_counter())
 
         metrics["groups/silent"] = metrics.pop("silent_groups")
-        gap = metrics.pop("behaviour_gap")
-        if laid_out.current:
-            # The loss divides by the number of all tokens.
-            metrics["logprob_gap"] = gap / laid_out.current
+        for sums, name in (("behaviour_gap", "logprob_gap"), ("routing_gap", "routing_gap")):
+            gap = metrics.pop(sums, None)
+            if gap is not None and laid_out.current:
+                # The loss divides by the number of all tokens.
+                metrics[name] = gap / laid_out.current
         metrics |= describe(sampled.drawn) | sampled.metrics
         metrics |= laid_out.metrics
         phases = ("rollout", "data", "reference", "update")

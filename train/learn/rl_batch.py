@@ -20,6 +20,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Shaped
 
+from models.config import TextConfig
 from models.features import FrameFeatures
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOBatch, Totals
@@ -154,7 +155,8 @@ def lay_out(
         metrics["subagents/trained"] = float(count)
         metrics["subagents/left_out"] = float(without_room + len(agents) - count)
     trained = [prompts[n] for n in readable]
-    batch = _grpo_batch(rollouts, trained, vocabulary.token_bytes, shape, version)
+    text = features.config.text
+    batch = _grpo_batch(rollouts, trained, vocabulary.token_bytes, shape, text, version)
     current = 1.0
     if batch.current is not None:
         current = float(np.asarray(batch.current).sum() / max(1, np.asarray(batch.mask).sum()))
@@ -186,7 +188,8 @@ def lay_out_padding(
         for size in sizes
     )
     nothing = Rollouts((), ())
-    batch = _grpo_batch(nothing, [], lambda _: b"", shape, 0 if stale else None)
+    text = features.config.text
+    batch = _grpo_batch(nothing, [], lambda _: b"", shape, text, 0 if stale else None)
     return LaidOut(microbatches, visual, grids, batch, (), nothing, 0.0, {})
 
 
@@ -302,6 +305,7 @@ def _grpo_batch(
     prompts: Sequence[_Prompt],
     token_bytes: TokenBytes,
     shape: StepShape,
+    text: TextConfig,
     version: int | None,
 ) -> GRPOBatch:
     """What PARA-GRPO reads about the rollouts, but for the log-probs of the reference (zeros)."""
@@ -313,6 +317,8 @@ def _grpo_batch(
     }
     if version is not None:
         by_token["current"] = np.zeros(size, bool)
+    if text.experts is not None:
+        by_token["routes"] = np.zeros((*size, text.num_hidden_layers), np.uint8)
     owners: Any = np.zeros(shape.rows, np.int32)
     structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * shape.rows
     for prompt in prompts:
@@ -325,6 +331,9 @@ def _grpo_batch(
             by_token["behaviour"][row, :length] = trajectory.logprobs[first:]
             if version is not None:
                 by_token["current"][row, :length] = trajectory.versions[first:] == version
+            if text.experts is not None:
+                routes = trajectory.routes(text.num_hidden_layers)
+                by_token["routes"][row, :length] = routes[first:]
             # Only main agents have a struct(o): sub-agents have no format to keep.
             if row < shape.groups * shape.rollouts:
                 structures[row] = _structure(trajectory, first, token_bytes)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx, struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from models.lora import NOTHING, drops
 from models.remat import Remat
-from models.sharding import ROWS, MeshProgram, constrain, row_devices
+from models.sharding import ROWS, MeshProgram, constrain, mesh_of, row_devices
 from models.text import TextDecoder
 from models.trained import apart
 from models.trained_vision import TrainedVision
@@ -41,14 +41,6 @@ class TrainState:
 
 Loss = Callable[[TextDecoder, Any], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
 """`f(decoder, batch) -> (loss, metrics)`."""
-
-
-def mesh_of(weights: Any) -> Mesh | None:
-    """The mesh of real or abstract weights; None if they are not sharded over a mesh."""
-    sharding = jax.tree.leaves(weights)[0].sharding
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return sharding.mesh
-    return None
 
 
 def init_state(weights: Any, optimizer: optax.GradientTransformation) -> TrainState:
@@ -100,15 +92,26 @@ def _in_update(graph: nnx.GraphDef, weights: Any, frozen: Any, draw: Any) -> Tex
     return text
 
 
-def rollout_logprobs(
+class Scores(NamedTuple):
+    """What the trainer computes for the r rollouts of a step, of u tokens each."""
+
+    logprobs: Float[Array, "r u"]
+    """Log-prob of each token, given all tokens before it; 0 for a rollout's first token, which is
+    the last one of its prompt, and for tokens that are not in this micro-batch."""
+    routes: UInt8[Array, "r u l"] | None
+    """Marks of the experts that computed each log-prob, by layer (`models.experts`), and anything
+    where there is no log-prob; None without experts."""
+
+
+def score_rollouts(
     text: TextDecoder,
     visual: Float[Array, "*m c d"],
     batch: Microbatch,
     temperature: float,
     remat: Remat = "none",
     chunk: int | None = None,
-) -> Float[Array, "r u"]:
-    """Log-prob of each token of the rollouts in a micro-batch, given all tokens before it.
+) -> Scores:
+    """Score each token of the rollouts in a micro-batch.
 
     Args:
         text: The decoder.
@@ -117,15 +120,11 @@ def rollout_logprobs(
         temperature: The temperature at which the rollouts were sampled.
         remat: Activation checkpointing policy.
         chunk: Tokens per piece of a row whose logits exist at a time; None: all.
-
-    Returns:
-        Log-probs by rollout; 0 for a rollout's first token, which is the last one of its prompt,
-        and for tokens that are not in this micro-batch.
     """
     # Vectors come split by slot, but any token may need any slot. Split by their width instead:
     # every device then looks up its part of all vectors.
     bank = constrain(visual.reshape(1, -1, *visual.shape[-2:]), None, None, None, ROWS)
-    hidden, _ = text(
+    hidden, _, marks = text.forward(
         batch.ids,
         batch.positions,
         segment_ids=batch.segments,
@@ -140,9 +139,26 @@ def rollout_logprobs(
     # What follows a segment's last token is another segment's first: its log-prob is not used.
     following = jnp.roll(batch.ids.reshape(-1), -1).reshape(batch.ids.shape)
     predicted = text.token_logprobs(hidden, following, temperature, chunk).reshape(-1)
-    gathered = predicted[jnp.maximum(batch.index - 1, 0)]
+    places = jnp.maximum(batch.index - 1, 0)
     first = jnp.arange(batch.index.shape[1])[None] == 0
-    return jnp.where((batch.index < 0) | first, 0.0, gathered)
+    logprobs = jnp.where((batch.index < 0) | first, 0.0, predicted[places])
+    routes = None
+    if marks is not None:
+        # [l, b, t] -> [r, u, l]
+        routes = jnp.moveaxis(marks.reshape(len(marks), -1)[:, places], 0, -1)
+    return Scores(logprobs, routes)
+
+
+def rollout_logprobs(
+    text: TextDecoder,
+    visual: Float[Array, "*m c d"],
+    batch: Microbatch,
+    temperature: float,
+    remat: Remat = "none",
+    chunk: int | None = None,
+) -> Float[Array, "r u"]:
+    """The log-probs of `score_rollouts`, which has the same arguments."""
+    return score_rollouts(text, visual, batch, temperature, remat, chunk).logprobs
 
 
 def make_logprobs(
@@ -156,9 +172,9 @@ def make_logprobs(
 
     Args:
         graph: The decoder without its weights.
-        temperature: See `rollout_logprobs`.
+        temperature: See `score_rollouts`.
         mesh: The mesh of weights and batch.
-        chunk: See `rollout_logprobs`.
+        chunk: See `score_rollouts`.
         frozen: The decoder's weights that are not trained (`models.lora.split`).
 
     Returns:

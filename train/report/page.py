@@ -92,6 +92,7 @@ RL_CURVES = (
     Curve("loss", "loss"),
     Curve("kl_reference", "KL to the reference"),
     Curve("logprob_gap", "log-prob gap", "mean; in float32 below 0.001", 0),
+    Curve("routing_gap", "routing gap", "share of layers with other experts than the sampler's", 0),
     Curve("token_mismatches", "token mismatches", "must stay 0", 0, 1),
 )
 SFT_CURVES = (

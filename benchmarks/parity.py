@@ -1,0 +1,140 @@
+"""Measures how far the three families are from transformers and PEFT, on the cases of the tests.
+
+`python -m benchmarks.parity` prints the table of docs/model.md. It needs the extras `test` and
+`parity`, and in PARAVT_TEST_ASSETS the folder with the published tokenizer and configurations. It
+takes a few minutes, and fails where the tests of parity demand equality.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.model import machine
+from models.family import FAMILIES, family
+from models.weights import hf_layout
+from models.weights.hf_config import to_hf
+from tests.models import test_parity, test_peft_parity, test_processor_parity, test_published_sizes
+from tests.models.parity import CASES, GRADIENT, LOGITS, gradient_differences
+
+LIMITS = {
+    "logits, largest difference": f"{LOGITS:.0e}",
+    "outputs of modules, relative": f"{test_parity.MODULE:.0e}",
+    "64 greedy tokens per row": "equal",
+    "gradients of all parameters, relative": f"{GRADIENT:.0e}",
+    "processor: ids, positions, grids": "equal",
+    "patches of images that keep their size, of 255": "1e-04",
+    "patches of resized images, of 255": "2",
+    "published sizes: names and shapes of tensors": "equal",
+    "PEFT: logits, largest difference": f"{LOGITS:.0e}",
+    "PEFT: gradients of A and B, relative": f"{GRADIENT:.0e}",
+}
+"""Rows of the table, and what the tests allow."""
+
+
+def of_model(name: str) -> dict[str, str]:
+    """A family's model on all of its cases."""
+    cases = [case for case, content in CASES.items() if content.config["model_type"] == name]
+    logits, modules, gradients, tokens = [], [], [], 0
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            pair = test_parity.live(case, Path(folder))
+        test_parity.test_positions_are_equal(pair)
+        test_parity.test_greedy_tokens_are_equal(pair)
+        tokens += pair.ours.tokens.size
+        logits.append(test_parity.logit_difference(pair))
+        modules += test_parity.module_differences(pair).values()
+        ours, theirs = pair.ours.gradients, pair.theirs.gradients
+        gradients += gradient_differences(ours, theirs).values()
+    return {
+        "logits, largest difference": _largest(logits, "configurations"),
+        "outputs of modules, relative": _largest(modules, "modules"),
+        "64 greedy tokens per row": f"equal ({tokens} tokens)",
+        "gradients of all parameters, relative": _largest(gradients, "parameters"),
+    }
+
+
+def of_adapters(name: str) -> dict[str, str]:
+    """Adapters of a family here and in PEFT."""
+    logits, gradients = [], []
+    for case in test_peft_parity.SETTINGS:
+        if CASES[case].config["model_type"] != name:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            base = test_peft_parity.make_base(case, Path(folder))
+            found = test_peft_parity.compare(base, Path(folder))
+        logits.append(found.logits)
+        gradients += found.gradients.values()
+    return {
+        "PEFT: logits, largest difference": _largest(logits, "configurations"),
+        "PEFT: gradients of A and B, relative": _largest(gradients, "matrices"),
+    }
+
+
+def of_processors(assets: Path) -> dict[str, dict[str, str]]:
+    """The processors of the families that have one of their own, by family."""
+    table = {}
+    with tempfile.TemporaryDirectory() as folder:
+        processors = test_processor_parity.make_processors(assets, Path(folder))
+        theirs = test_processor_parity.ask_transformers(assets, Path(folder))
+    for name, samples in test_processor_parity.SAMPLES.items():
+        kept, resized = [], []
+        for sample, messages in samples.items():
+            processor = processors[name]
+            test_processor_parity.check(name, sample, processor, theirs)
+            ours = processor(messages, test_processor_parity.tools(sample))
+            difference = test_processor_parity.patch_difference(
+                ours.patches, theirs[f"{name}/{sample}/patches"], processor.config.vision
+            )
+            (resized if test_processor_parity.is_resized(sample) else kept).append(difference)
+        table[name] = {
+            "processor: ids, positions, grids": f"equal ({len(samples)} samples)",
+            "patches of images that keep their size, of 255": _largest(kept, "samples"),
+            "patches of resized images, of 255": _largest(resized, "samples"),
+        }
+    return table
+
+
+def of_sizes(name: str) -> dict[str, str]:
+    """Tensors of a family's published sizes."""
+    sizes = [size for family, size in test_published_sizes.SIZES if family == name]
+    for size in sizes:
+        config = family(name).size(size)
+        theirs = test_published_sizes.their_shapes(to_hf(config))
+        np.testing.assert_equal(hf_layout.tensor_shapes(config), theirs)
+    return {"published sizes: names and shapes of tensors": f"equal ({', '.join(sizes)})"}
+
+
+def _largest(values: Sequence[float], what: str) -> str:
+    return f"{max(values):.1e} ({what}: {len(values)})" if values else "not compared"
+
+
+def report(columns: Mapping[str, Mapping[str, str]]) -> str:
+    """Format the table: a column per family."""
+    lines = [["", *(family(name).title for name in columns), "limit of the tests"]]
+    lines.append(["---"] * len(lines[0]))
+    for row, limit in LIMITS.items():
+        # A family without a processor of its own has that of Qwen3-VL.
+        cells = [column.get(row, f"as {family().title}") for column in columns.values()]
+        lines.append([row, *cells, limit])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    processors = of_processors(Path(os.environ["PARAVT_TEST_ASSETS"]))
+    columns = {
+        name: of_model(name) | processors.get(name, {}) | of_sizes(name) | of_adapters(name)
+        for name in FAMILIES
+    }
+    versions = machine() | {"peft": importlib.metadata.version("peft")}
+    print(", ".join(f"{name} {value}" for name, value in versions.items()))
+    print(f"\n{report(columns)}")
+
+
+if __name__ == "__main__":
+    main()
