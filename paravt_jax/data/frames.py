@@ -25,8 +25,8 @@ class VideoError(Exception):
         self.path = str(path)
         self.reason = reason
 
-    # Worker processes send these errors back pickled. By default an exception is unpickled from its
-    # message alone, which this constructor does not accept.
+    # Worker processes send these errors back. By default an exception is built from its message
+    # alone, which this constructor does not accept.
     def __reduce__(self):
         return VideoError, (self.path, self.reason)
 

@@ -15,11 +15,13 @@ open video readers, and the locks of the accelerator runtime without its threads
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import itertools
 import math
 import os
-import pickle
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -28,6 +30,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
+
+from paravt_jax import wire
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
@@ -43,9 +47,11 @@ class Workers(Generic[_Argument, _Result]):
     Use it in a `with` block, or call `close`.
 
     Args:
-        function: What to call. Function, arguments and results are pickled.
+        function: What to call: a function of a module, or a `functools.partial` of one. It is sent
+            by name; arguments and results are sent as `wire` writes them.
         count: Number of processes.
         deadline: Seconds that each call may take. Starting a process does not count.
+        memory: Bytes that a process may allocate. A call that needs more fails.
 
     Raises:
         ValueError: `count` is below 1, or `deadline` is not positive.
@@ -56,14 +62,21 @@ class Workers(Generic[_Argument, _Result]):
         ...     total = sum(size.result() for size in sizes)
     """
 
-    def __init__(self, function: Callable[[_Argument], _Result], count: int, deadline: float):
+    def __init__(
+        self,
+        function: Callable[[_Argument], _Result],
+        count: int,
+        deadline: float,
+        memory: int = 4 << 30,
+    ):
         if count < 1 or not deadline > 0:
             raise ValueError(
                 f"workers: {count} processes, {deadline} s per call; "
                 "give at least 1 process, and more than 0 s"
             )
-        self._function = pickle.dumps(function)
+        self._setup = wire.dumps([*_named(function), memory])
         self._deadline = deadline
+        self._memory = memory
         # Priority, number, and the call; None tells a thread to finish. The number keeps the order
         # among equal priorities. It is unique, so that calls themselves are never compared.
         self._calls: queue.PriorityQueue[
@@ -139,9 +152,8 @@ class Workers(Generic[_Argument, _Result]):
     def _answer(self, number: int, argument: _Argument, future: Future[_Result]) -> None:
         try:
             failed, value = self._call(number, argument)
-        # Broad because pickling runs code of the argument and of the result, which may raise
-        # anything. An exception that escapes would end this thread, and callers would wait for ever
-        # for this future and for all that are still in the queue.
+        # Broad because an exception that escapes would end this thread, and callers would wait for
+        # ever for this future and for all that are still in the queue.
         except Exception as error:
             # The process may be dead or in the middle of a message. The next call gets a new one.
             self._release(number)
@@ -149,6 +161,8 @@ class Workers(Generic[_Argument, _Result]):
                 error = WorkerError(f"the call cannot be made ({error!r})")
             future.set_exception(error)
             return
+        if isinstance(value, MemoryError):
+            value = WorkerError(f"it needs more than {self._memory / 2**30:g} GiB of memory")
         if failed:
             future.set_exception(value)
         else:
@@ -156,7 +170,7 @@ class Workers(Generic[_Argument, _Result]):
 
     def _call(self, number: int, argument: _Argument) -> tuple[bool, Any]:
         if number not in self._processes:
-            self._processes[number] = _Process(self._function)
+            self._processes[number] = _Process(self._setup)
         # `close` kills only the processes in the dict. It may have run before this one was added.
         if self._closed:
             raise WorkerError("the workers were closed")
@@ -166,6 +180,14 @@ class Workers(Generic[_Argument, _Result]):
         process = self._processes.pop(number, None)
         if process is not None:
             process.release()
+
+
+def _named(function: Callable) -> tuple[str, str, tuple, dict[str, Any]]:
+    """A function's module, its name there, and the arguments that a partial fixes."""
+    if isinstance(function, functools.partial):
+        module, name, args, keywords = _named(function.func)
+        return module, name, args + function.args, keywords | function.keywords
+    return function.__module__, function.__qualname__, (), {}
 
 
 def cancel(future: Future[Any]) -> None:
@@ -178,7 +200,7 @@ def cancel(future: Future[Any]) -> None:
 class _Process:
     """One process and the two pipes to it."""
 
-    def __init__(self, function: bytes):
+    def __init__(self, setup: bytes):
         child_calls, self._calls = _pipe()
         self._results, child_results = _pipe()
         # The child imports modules from the same places as this process.
@@ -196,7 +218,7 @@ class _Process:
         # Only the child may hold these ends. Otherwise its death would not end the pipes here.
         child_calls.close()
         child_results.close()
-        self._calls.send_bytes(function)
+        self._calls.send_bytes(setup)
         self._ready = False
 
     def call(self, argument: Any, deadline: float) -> tuple[bool, Any]:
@@ -213,10 +235,10 @@ class _Process:
                 # Imports take seconds. They do not count towards the first call's deadline.
                 self._results.recv_bytes()
                 self._ready = True
-            self._calls.send_bytes(pickle.dumps(argument, protocol=5))
+            self._calls.send_bytes(wire.dumps(argument))
             if not self._results.poll(deadline):
                 raise WorkerError(f"it took longer than {deadline:g} s")
-            return pickle.loads(self._results.recv_bytes())
+            return wire.loads(self._results.recv_bytes())
         except (EOFError, OSError) as error:
             raise WorkerError(f"its process died ({type(error).__name__})") from error
 
@@ -243,23 +265,24 @@ def _work(calls: Connection, results: Connection) -> None:
     # A scheduler may signal every process of a job. The parent decides when its workers end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    function = pickle.loads(calls.recv_bytes())
+    module, name, args, keywords, memory = wire.loads(calls.recv_bytes())
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    function = functools.partial(getattr(importlib.import_module(module), name), *args, **keywords)
     # Tell the parent that the imports are done.
     results.send_bytes(b"")
     while True:
         try:
-            argument = pickle.loads(calls.recv_bytes())
+            argument = wire.loads(calls.recv_bytes())
         except EOFError:
             # The parent has ended, or was killed: either closes its end of the pipe.
             return
         # Broad because the exception is the call's result: the parent raises it in the caller.
         try:
-            answer = False, function(argument)
+            answer = wire.dumps((False, function(argument)))
         except Exception as error:
-            answer = True, error
-        # A result that cannot be pickled ends this process; the parent reports the call as failed.
+            answer = wire.dumps((True, error))
         try:
-            results.send_bytes(pickle.dumps(answer, protocol=5))
+            results.send_bytes(answer)
         except BrokenPipeError:
             return
 

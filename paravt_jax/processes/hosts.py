@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
@@ -16,6 +15,8 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from paravt_jax import wire
 
 T = TypeVar("T")
 
@@ -52,14 +53,14 @@ def is_first() -> bool:
 def gather(value: T) -> list[T]:
     """Collects `value` from every process, ordered by process index.
 
-    Values are pickled and copied through device memory: use it for trajectories and metrics, not
-    for weights.
+    Values are written as `wire` does and copied through device memory: use it for trajectories and
+    metrics, not for weights.
     """
     global _waited
     if process_count() == 1:
         return [value]
     start = time.perf_counter()
-    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    data = np.frombuffer(wire.dumps(value), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(data)))
     # An all-gather needs one shape on all processes, and XLA compiles each shape once. Padding to a
     # power of two, with a floor, keeps the number of compiled programs small.
@@ -69,8 +70,7 @@ def gather(value: T) -> list[T]:
     messages = multihost_utils.process_allgather(padded)
     _waited += time.perf_counter() - start
     return [
-        pickle.loads(message[:size].tobytes())
-        for message, size in zip(messages, sizes, strict=True)
+        wire.loads(message[:size].tobytes()) for message, size in zip(messages, sizes, strict=True)
     ]
 
 
@@ -147,7 +147,7 @@ def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None
 
     Args:
         alike: exception type that the other processes raise exactly as the first one did; it must
-            survive pickling. For every other exception they raise HostsError.
+            be sent as it is (see `wire`). For every other exception they raise HostsError.
     """
     error: BaseException | None = None
     if not is_first():
@@ -169,7 +169,7 @@ def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None
 
 
 def _described(error: BaseException | None) -> str | None:
-    """An exception as text, because not every exception can be pickled."""
+    """An exception as text, because not every exception can be sent as it is."""
     if error is None:
         return None
     return f"{type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 import pytest
 
 from paravt_jax.data.workers import WorkerError, Workers
+from paravt_jax.wire import WireError
 
 
 def test_each_call_gets_its_own_result():
@@ -47,20 +48,31 @@ def test_a_call_beyond_its_deadline_fails_alone():
 def test_a_call_whose_process_dies_fails_alone():
     abort = "__import__('os').abort()"
     exit = "__import__('os')._exit(3)"
-    # A result that cannot be pickled ends the process too.
-    unpicklable = "lambda: 0"
     with Workers(eval, 2, deadline=30) as workers:
-        texts = ("1 + 1", abort, "2 + 2", unpicklable, "3 + 3", exit)
-        futures = [workers.submit(text) for text in texts]
+        futures = [workers.submit(text) for text in ("1 + 1", abort, "2 + 2", exit, "3 + 3")]
         assert [futures[n].result(60) for n in (0, 2, 4)] == [2, 4, 6]
-        for n in (1, 3, 5):
+        for n in (1, 3):
             with pytest.raises(WorkerError, match="died"):
                 futures[n].result(60)
 
 
+def test_a_result_that_cannot_be_sent_fails_alone():
+    with Workers(eval, 1, deadline=30) as workers:
+        with pytest.raises(WireError, match="function"):
+            workers.submit("lambda: 0").result(60)
+        assert workers.submit("1 + 1").result(60) == 2
+
+
+def test_a_call_that_needs_too_much_memory_fails_alone():
+    with Workers(bytes, 1, deadline=30, memory=1 << 30) as workers:
+        with pytest.raises(WorkerError, match="more than 1 GiB of memory"):
+            workers.submit(2 << 30).result(60)
+        assert workers.submit(3).result(60) == bytes(3)
+
+
 def test_an_argument_that_cannot_be_sent_fails_alone():
     with Workers(repr, 1, deadline=30) as workers:
-        with pytest.raises(WorkerError, match="pickle"):
+        with pytest.raises(WorkerError, match="cannot be sent: a value of type builtins.function"):
             workers.submit(lambda: 0).result(60)
         assert workers.submit(1).result(60) == "1"
 

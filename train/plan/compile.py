@@ -4,7 +4,7 @@ The compiler may abort or never finish. In its own process that costs one progra
 plan. Running out of memory is a result, not an error: the compiler says how much is missing and
 which arrays are the largest.
 
-`python -m train.plan.compile CASE RESULT` is the command of that process; both are pickle files.
+`python -m train.plan.compile CASE RESULT` is the command of that process; both are files of `wire`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import functools
 import importlib.metadata
 import os
 import pathlib
-import pickle
 import re
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import threading
 import time
 from typing import Any
 
+from paravt_jax import wire
 from train.settings import Run
 from train.slices import Topology
 
@@ -127,7 +127,7 @@ def compile_case(case: Case, timeout: float) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         case_file = pathlib.Path(folder, "case")
         result_file = pathlib.Path(folder, "result")
-        case_file.write_bytes(pickle.dumps(case))
+        case_file.write_bytes(wire.dumps(case))
         command = [sys.executable, "-m", "train.plan.compile", str(case_file), str(result_file)]
         # The child exits when this pipe closes. The kernel closes it when this process ends, even
         # by SIGKILL, so no compiler is left behind.
@@ -155,7 +155,7 @@ def compile_case(case: Case, timeout: float) -> Measured:
             return Measured(
                 case.program, error=f"the compiler ended with {done.returncode}: {last}"
             )
-        return Measured(**pickle.loads(result_file.read_bytes()))
+        return Measured(**wire.loads(result_file.read_bytes()))
 
 
 def measure(case: Case) -> Measured:
@@ -280,9 +280,8 @@ def _largest(dump_folder: pathlib.Path) -> tuple[str, ...]:
 
 def main(case_file: str, result_file: str) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    case = pickle.loads(pathlib.Path(case_file).read_bytes())
-    measured = dataclasses.asdict(measure(case))
-    pathlib.Path(result_file).write_bytes(pickle.dumps(measured))
+    case = wire.loads(pathlib.Path(case_file).read_bytes())
+    pathlib.Path(result_file).write_bytes(wire.dumps(dataclasses.asdict(measure(case))))
 
 
 def _exit_with_parent() -> None:
