@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import importlib
 import pathlib
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -42,9 +42,8 @@ def dumps(value: Any) -> bytes:
         WireError: It contains something else.
     """
     try:
-        return msgpack.packb(
-            value, default=_encode, strict_types=True, unicode_errors="surrogatepass"
-        )
+        packer = msgpack.Packer(default=_encode, strict_types=True, unicode_errors="surrogatepass")
+        return cast(bytes, packer.pack(value))
     except WireError:
         raise
     except (ValueError, RecursionError) as error:
@@ -87,8 +86,8 @@ def _encode(value: Any) -> msgpack.ExtType:
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return _ext(_OBJECT, [*_place(kind), fields])
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _ext(_OBJECT, [*_place(kind), value._asdict()])
+    if issubclass(kind, tuple) and hasattr(kind, "_asdict"):
+        return _ext(_OBJECT, [*_place(kind), kind._asdict(value)])
     raise WireError(f"cannot be sent: a value of type {kind.__module__}.{kind.__qualname__}")
 
 

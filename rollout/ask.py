@@ -31,7 +31,7 @@ from models.peft_folder import base_folder, load
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
-from paravt_jax.data.frames import ReadTask, VideoError, is_address
+from paravt_jax.data.frames import ReadTask, VideoError, is_address, without_scheme
 from paravt_jax.data.local_path import require_local
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.srt import read_srt
@@ -99,7 +99,7 @@ class Assistant:
             # In a notebook, models come and go in a process that lives for days.
             weakref.finalize(self, reader.close)
         features = FrameFeatures(
-            model.vision, model.config, frames or _FRAMES, Path(), source=reader
+            model.vision, model.config, frames or _FRAMES, Path("/"), source=reader
         )
         self.environment = Environment(
             Protocol(vocabulary, protocol or ProtocolSettings()), features
@@ -177,7 +177,9 @@ class Assistant:
         settings = EpisodeSettings(frames, temperature, dispatch, seconds)
         _require_words(question)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
-        asked = Question("asked", str(video), question, kind, "", tuple(options), tuple(subtitles))
+        # The user may name any file, unlike a data set. Videos are named by their path below "/".
+        name = os.fspath(video) if is_address(video) else os.path.abspath(without_scheme(video))
+        asked = Question("asked", name, question, kind, "", tuple(options), tuple(subtitles))
         length = len(self.environment.protocol.question(asked).ids)
         if length > _QUESTION_TOKENS:
             raise ValueError(

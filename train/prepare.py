@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from configs import RECIPES
-from paravt_jax.data import datasets, video
+from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
 from paravt_jax.data.published import Reason, split_of
@@ -280,15 +281,17 @@ def _check_videos(
     longest = 0.0
     sizes: collections.Counter[tuple[int, int]] = collections.Counter()
     unreadable: dict[str, str] = {}
-    with Progress("check videos", "video", shown=hosts.is_first()) as progress:
-        for done, path in enumerate(paths, 1):
+    with (
+        Progress("check videos", "video", shown=hosts.is_first()) as progress,
+        FrameReader(ReaderSettings(deadline=PATIENCE)) as reader,
+    ):
+        for done, (path, info) in enumerate(reader.probe(root, paths), 1):
             check()
-            try:
-                info = video.probe(root / path)
+            if isinstance(info, VideoError):
+                unreadable[path] = info.reason
+            else:
                 longest = max(longest, info.duration)
                 sizes[info.height, info.width] += 1
-            except VideoError as error:
-                unreadable[path] = error.reason
             progress.update(done, len(paths))
     found = [size for size, _ in sizes.most_common()]
     return {"longest": longest, "sizes": found, "unreadable": unreadable}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 import pathlib
@@ -66,16 +67,34 @@ def without_scheme(path: str | os.PathLike) -> str:
     return os.fspath(path).removeprefix(_FILE)
 
 
+@functools.lru_cache(maxsize=2**16)
 def join(root: str | os.PathLike, name: str) -> str | pathlib.Path:
     """The file of this name below a folder. Either may be an address, which pathlib would break.
 
-    As with pathlib, an absolute name stands for itself, and so does an address.
+    An address stands for itself.
+
+    Raises:
+        VideoError: The name or a link leads out of the folder. Names and folders come from
+            strangers.
     """
     if is_address(name):
         return name
-    if is_address(root) and not os.path.isabs(name):
+    if is_address(root):
+        if os.path.isabs(name) or ".." in pathlib.PurePosixPath(name).parts:
+            raise VideoError(name, f"it is outside {root}; give its path below that")
         return f"{os.fspath(root).rstrip('/')}/{name}"
-    return pathlib.Path(without_scheme(root)) / name
+    folder = pathlib.Path(without_scheme(root))
+    path = folder / name
+    try:
+        target = os.path.realpath(path)
+    except ValueError as error:  # the name contains a NUL
+        raise VideoError(path, "no such file") from error
+    if not pathlib.Path(target).is_relative_to(os.path.realpath(folder)):
+        raise VideoError(
+            path,
+            f"it is at {target}, outside {folder}; copy it there, or give a folder that holds both",
+        )
+    return path
 
 
 def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "y x 3"]:
@@ -186,8 +205,8 @@ class ReadTask:
 
     path: str
     wanted: tuple[int, ...] | int
-    rules: FrameRules
-    """How the frames are resized."""
+    rules: FrameRules | None
+    """How the frames are resized; None: not at all."""
     whole: int = 0
     """Of a file with at most this many frames, all of them are read in place of an overview."""
 
@@ -205,7 +224,7 @@ class ReadFrames:
 def carry_out(
     task: ReadTask,
     probe: Callable[[str], VideoInfo],
-    read: Callable[[str, Sequence[int], FrameRules], UInt8[np.ndarray, "m h w 3"]],
+    read: Callable[[str, Sequence[int], FrameRules | None], UInt8[np.ndarray, "m h w 3"]],
 ) -> ReadFrames:
     """List the frames of a file with `probe`, choose those that are wanted, and `read` them.
 

@@ -1,4 +1,8 @@
-"""Media files on a local disk, or behind an fsspec address such as gs://bucket/clip.mp4.
+"""Opens media files on a local disk, or behind an fsspec address such as gs://bucket/clip.mp4.
+
+Media come from strangers, and all of them are opened here. Decoders get open file objects and a
+list of formats: a playlist (m3u8, ffconcat, DASH) would make FFmpeg open other files, and some
+pictures (EPS) would make Pillow run a program. Whatever goes wrong becomes a `VideoError`.
 
 Files behind addresses are read by ranges, never copied. They must not change while a process reads
 them: their identity is asked for once per process.
@@ -13,8 +17,12 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
+import av
+import av.error
 import fsspec
 import fsspec.core
+from av.container import InputContainer
+from PIL import Image
 
 from paravt_jax.data.frames import VideoError, is_address, without_scheme
 
@@ -30,6 +38,22 @@ _PACKAGES = {
     "http": "aiohttp",
     "https": "aiohttp",
 }
+
+_CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg", "asf")
+_PICTURES = ("BMP", "JPEG", "PNG", "WEBP")
+MOST_PIXELS = 1 << 26
+"""Upper bound on the pixels of a frame. 8K (UHD) has half of them."""
+
+# Names of formats that FFmpeg may take a file for, and of protocols that they may use: none.
+_FFMPEG_LIMITS = {"format_whitelist": ",".join(_CONTAINERS), "protocol_whitelist": "none"}
+# PyAV 18 fails on metadata that is not UTF-8 unless told otherwise; PyAV 19 never does, and has no
+# such option.
+_FFMPEG_OPTIONS: dict[str, Any] = (
+    {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+)
+_VIDEO_ERRORS = (av.error.FFmpegError, OSError, RuntimeError, MemoryError)
+# Pillow reports a broken PNG as SyntaxError.
+_PICTURE_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError, MemoryError)
 
 
 def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -105,10 +129,58 @@ def _require_content(path: str | os.PathLike, size: int) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike) -> Iterator[Any]:
-    """What PyAV and Pillow open: the path of a local file, or a file object that reads ranges."""
+def open_video(path: str | os.PathLike) -> Iterator[InputContainer]:
+    """Open a video. Errors in the file become VideoErrors, also those of the caller's block."""
+    # Open the file anew for every call: a reader that is passed to another thread or through a fork
+    # can hang.
+    try:
+        with (
+            _opened(path) as source,
+            av.open(source, container_options=_FFMPEG_LIMITS, **_FFMPEG_OPTIONS) as container,
+        ):
+            yield container
+    except av.error.ArgumentError as error:
+        raise VideoError(path, f"it is none of {', '.join(_CONTAINERS)}; convert it") from error
+    except _VIDEO_ERRORS as error:
+        raise _undecodable(path, error) from error
+
+
+@contextlib.contextmanager
+def open_picture(path: str | os.PathLike) -> Iterator[Image.Image]:
+    """Open a picture. Errors in the file become VideoErrors, also those of the caller's block."""
+    identity(path)
+    try:
+        with _opened(path) as source, Image.open(source, formats=_PICTURES) as picture:
+            require_size(path, picture.width, picture.height)
+            yield picture
+    except _PICTURE_ERRORS as error:
+        raise _undecodable(path, error) from error
+
+
+def require_size(path: str | os.PathLike, width: int, height: int) -> None:
+    """Raise VideoError if a frame of this size, in pixels, would take too much memory."""
+    if width * height > MOST_PIXELS:
+        raise VideoError(
+            path,
+            f"its frames have {width} x {height} pixels; at most {MOST_PIXELS:,} are read, so "
+            "scale it down",
+        )
+
+
+def _undecodable(path: str | os.PathLike, error: Exception) -> VideoError:
+    if isinstance(error, PermissionError):
+        return VideoError(path, f"it cannot be read ({error.strerror}); check its permissions")
+    # FFmpeg's own text has a long negative number and the path.
+    text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return VideoError(path, f"it cannot be decoded ({text}); fetch or convert it again")
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike) -> Iterator[Any]:
+    """A file object. A remote one reads ranges."""
     if not is_address(path):
-        yield without_scheme(path)
+        with open(without_scheme(path), "rb") as file:
+            yield file
         return
     system, name = open_bucket(os.fspath(path))
     with system.open(name, "rb", block_size=_RANGE) as file:

@@ -9,14 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import pathlib
 
 import numpy as np
 from jaxtyping import Int64
 
 from paravt_jax.data import video
 from paravt_jax.data.earnable import require_earnable, require_in_video
-from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices, window_indices
+from paravt_jax.data.frames import (
+    VideoError,
+    VideoInfo,
+    join,
+    overview_indices,
+    window_indices,
+)
 from paravt_jax.data.published import (
     Reason,
     Refused,
@@ -199,7 +204,7 @@ class VideoChecker:
             VideoError: The file cannot be read.
             Refused: The window is outside the video, or the frames are too narrow to be resized.
         """
-        file = str(pathlib.Path(self.reading.root) / path)
+        file = str(join(self.reading.root, path))
         info = _probe(file)
         # Some rows name a picture as their video.
         still = picture or video.is_picture(path)

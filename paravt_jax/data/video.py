@@ -10,13 +10,12 @@ reads only what it needs. If seeks in a file turn out to be wrong, it is decoded
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Literal
 
 import av
 import av.error
@@ -49,12 +48,6 @@ Decoder = Literal["pyav", "decord"]
 
 _PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 
-# PyAV 18 fails on metadata that is not UTF-8 unless told otherwise; PyAV 19 never does, and has no
-# such option.
-_OPEN_OPTIONS: dict[str, Any] = (
-    {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
-)
-
 # Receives a wanted frame and its number.
 _Keep = Callable[[int, av.VideoFrame], None]
 
@@ -78,7 +71,7 @@ def probe(path: str | os.PathLike) -> VideoInfo:
     identity = media_files.identity(path)
     index = index_store.find(path, identity)
     if index is None:
-        with _container(path) as container:
+        with media_files.open_video(path) as container:
             index = _build(path, identity, container)
     return index.info(path)
 
@@ -122,19 +115,19 @@ def read(
     index = index_store.find(path, identity)
     if decoder == "decord" and not media_files.is_address(path):
         if index is None:
-            with _container(path) as container:
+            with media_files.open_video(path) as container:
                 index = _build(path, identity, container)
         _require_frames(path, numbers, index)
         pixels = _read_decord(path, numbers, index, rules)
         if pixels is not None:
             return pixels[positions]
-    with _container(path) as container:
+    with media_files.open_video(path) as container:
         if index is None:
             index = _build(path, identity, container)
         _require_frames(path, numbers, index)
         pixels = _read_from_keyframes(path, container, numbers, index, rules)
     if pixels is None:
-        with _container(path) as container:
+        with media_files.open_video(path) as container:
             pixels = _read_from_start(path, container, numbers, index, rules)
     return pixels[positions]
 
@@ -173,22 +166,8 @@ def on_white(image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
 
 def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
     """Read a picture, rotated as its EXIF data says."""
-    media_files.identity(path)
-    # Pillow reports a broken PNG as SyntaxError.
-    errors = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-    try:
-        with media_files.opened(path) as source, Image.open(source) as file:
-            return on_white(ImageOps.exif_transpose(file))
-    except errors as error:
-        raise _undecodable(path, error) from error
-
-
-def _undecodable(path: str | os.PathLike, error: Exception) -> VideoError:
-    if isinstance(error, PermissionError):
-        return VideoError(path, f"it cannot be read ({error.strerror}); check its permissions")
-    # FFmpeg's own text has a long negative number and the path.
-    text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    return VideoError(path, f"it cannot be decoded ({text}); fetch or convert it again")
+    with media_files.open_picture(path) as picture:
+        return on_white(ImageOps.exif_transpose(picture))
 
 
 def _build(path: str | os.PathLike, identity: str, container: InputContainer) -> VideoIndex:
@@ -202,18 +181,6 @@ def _require_frames(path: str | os.PathLike, numbers: list[int], index: VideoInd
         raise IndexError(
             f"{path}: frames {numbers[0]} to {numbers[-1]} requested; it has {index.frames}"
         )
-
-
-@contextlib.contextmanager
-def _container(path: str | os.PathLike) -> Iterator[InputContainer]:
-    """Open a file. Errors in the file become VideoErrors, also those of the caller's block."""
-    # Open the file anew for every call: a reader that is passed to another thread or through a fork
-    # can hang.
-    try:
-        with media_files.opened(path) as source, av.open(source, **_OPEN_OPTIONS) as container:
-            yield container
-    except (av.error.FFmpegError, OSError, RuntimeError) as error:
-        raise _undecodable(path, error) from error
 
 
 def _shown(

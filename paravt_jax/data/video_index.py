@@ -17,6 +17,7 @@ import numpy as np
 from av.container import InputContainer
 from jaxtyping import Int64
 
+from paravt_jax.data import media_files
 from paravt_jax.data.frames import VideoError, VideoInfo
 
 # decord 0.6.0 reads these exactly. In other containers it returns wrong frames after a seek, and
@@ -178,7 +179,7 @@ def video_stream(path: str | os.PathLike, container: InputContainer) -> av.Video
     """The video stream to read.
 
     Raises:
-        VideoError: There is none, or no decoder for it.
+        VideoError: There is none, no decoder for it, or its frames are too large.
     """
     # Of several video streams, take FFmpeg's "best" one, as decord does.
     stream = container.streams.best("video")
@@ -191,6 +192,9 @@ def video_stream(path: str | os.PathLike, container: InputContainer) -> av.Video
             "the codec of its video has no decoder here; convert the file where there is one, for "
             "example to H.264 (ffmpeg -i OLD -c:v libx264 NEW.mp4)",
         )
+    media_files.require_size(path, stream.codec_context.width, stream.codec_context.height)
+    # A frame may be larger than the file's header says.
+    stream.codec_context.options = {"max_pixels": str(media_files.MOST_PIXELS)}
     return stream
 
 

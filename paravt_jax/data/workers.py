@@ -162,8 +162,9 @@ class Workers(Generic[_Argument, _Result]):
             future.set_exception(error)
             return
         if isinstance(value, MemoryError):
-            value = WorkerError(f"it needs more than {self._memory / 2**30:g} GiB of memory")
-        if failed:
+            limit = self._memory / 2**30
+            future.set_exception(WorkerError(f"it needs more than {limit:g} GiB of memory"))
+        elif failed:
             future.set_exception(value)
         else:
             future.set_result(value)

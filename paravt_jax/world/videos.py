@@ -244,7 +244,7 @@ class DrawnVideos:
         return VideoInfo(path, FRAMES, float(SECONDS), times, size, size)
 
     def _read(
-        self, path: str, indices: Sequence[int], rules: FrameRules
+        self, path: str, indices: Sequence[int], rules: FrameRules | None
     ) -> UInt8[np.ndarray, "m h w 3"]:
         frames = []
         for index in indices:

@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError, VideoInfo
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frames import ReadTask, VideoError, VideoInfo
 from paravt_jax.method.accuracy import chosen_option
 from rollout.report.templates import environment, number, plural, seconds
 
@@ -235,15 +235,22 @@ def _frames(path: pathlib.Path, times: Sequence[float], until: float) -> dict[st
         return frames | {"unreadable": error.reason.replace(str(path), path.name)}
 
 
+# One process for all pages that this one makes. It ends with this one.
+@functools.cache
+def _reader() -> FrameReader:
+    return FrameReader(ReaderSettings(workers=1))
+
+
 @functools.lru_cache(maxsize=64)
 def _probe(path: pathlib.Path) -> VideoInfo:
-    return video.probe(path)
+    return _reader().request(ReadTask(str(path), (), None)).result().info
 
 
 # Cached, because evaluations before and after RL show the same overviews.
 @functools.lru_cache(maxsize=256)
 def _pictures(path: pathlib.Path, indices: tuple[int, ...]) -> list[dict[str, Any]]:
-    return [_picture(frame) for frame in video.read(path, np.array(indices))]
+    read = _reader().request(ReadTask(str(path), indices, None)).result()
+    return [_picture(frame) for frame in read.frames]
 
 
 def _picture(frame: UInt8[np.ndarray, "h w 3"]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Literal
 import av
 import numpy as np
 import pytest
+from PIL import Image
 
 from paravt_jax.data import video
 from paravt_jax.data.frame_reader import ReaderSettings
-from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices, window_indices
+from paravt_jax.data.frames import VideoError, VideoInfo, join, overview_indices, window_indices
 from paravt_jax.world import videos as world
 
 WHERE_DECORD_IS_EXACT = ("syn_60s_30fps_bframes.mp4", "syn_vfr.mkv", "syn_vfr.mp4", "syn_vp9.webm")
@@ -315,3 +316,59 @@ def test_damage_in_the_middle_is_found_when_it_is_read(assets):
     path = assets / "videos/corrupted.mp4"
     with pytest.raises(VideoError, match="decoded"):
         video.read(path, range(video.probe(path).frames))
+
+
+# --- files from strangers ---
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> pathlib.Path:
+    """A video that other files refer to."""
+    (tmp_path / "elsewhere").mkdir()
+    return make(tmp_path / "elsewhere" / "private.mp4", frames=10, size=64)
+
+
+def test_a_playlist_opens_no_other_file(tmp_path, elsewhere):
+    path = tmp_path / "list.m3u8"
+    path.write_text(
+        "#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXT-X-VERSION:3\n#EXTINF:5,\n"
+        f"{elsewhere}\n#EXT-X-ENDLIST\n"
+    )
+    with pytest.raises(VideoError, match="none of mov, mp4, matroska"):
+        video.probe(path)
+
+
+def test_a_concat_script_opens_no_other_file(tmp_path, elsewhere):
+    path = tmp_path / "list.mp4"
+    path.write_text(f"ffconcat version 1.0\nfile '{elsewhere.name}'\n")
+    with pytest.raises(VideoError, match="none of mov, mp4, matroska"):
+        video.probe(path)
+
+
+def test_a_picture_is_opened_in_the_listed_formats_only(tmp_path):
+    path = tmp_path / "drawing.png"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage\n")
+    with pytest.raises(VideoError, match="cannot be decoded"):
+        video.probe(path)
+
+
+def test_frames_that_are_too_large_are_not_decoded(tmp_path):
+    path = tmp_path / "large.png"
+    Image.new("1", (9_000, 9_000)).save(path)
+    with pytest.raises(VideoError, match="9000 x 9000 pixels; at most 67,108,864"):
+        video.probe(path)
+
+
+def test_a_name_or_a_link_leads_to_no_file_outside_the_folder(tmp_path, elsewhere):
+    root = tmp_path / "media"
+    (root / "inner").mkdir(parents=True)
+    (root / "link.mp4").symlink_to(elsewhere)
+    (root / "folder").symlink_to(elsewhere.parent)
+    (root / "inner" / "own.mp4").write_bytes(elsewhere.read_bytes())
+    (root / "alias.mp4").symlink_to("inner/own.mp4")
+    for name in ("link.mp4", "folder/private.mp4", "../elsewhere/private.mp4", str(elsewhere)):
+        with pytest.raises(VideoError, match=f"it is at {elsewhere}, outside {root}"):
+            join(root, name)
+    (tmp_path / "linked").symlink_to(root)
+    for folder in (root, tmp_path / "linked"):
+        assert video.probe(join(folder, "alias.mp4")).frames == 10

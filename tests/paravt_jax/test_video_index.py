@@ -73,7 +73,7 @@ def opens(monkeypatch) -> list[str]:
 
     def recording(file, *rest, real=av.open, **options):
         if "w" not in rest:
-            found.append(str(file))
+            found.append(str(getattr(file, "name", file)))
         return real(file, *rest, **options)
 
     monkeypatch.setattr(av, "open", recording)
@@ -438,7 +438,6 @@ def test_a_missing_package_is_named():
     [
         ("gs://bucket/videos/", "a/b.mp4", "gs://bucket/videos/a/b.mp4"),
         ("gs://bucket", "gs://other/b.mp4", "gs://other/b.mp4"),
-        ("gs://bucket", "/media/b.mp4", "/media/b.mp4"),
         ("/media", "a/b.mp4", "/media/a/b.mp4"),
         ("file:///media", "b.mp4", "/media/b.mp4"),
         (pathlib.Path(), "memory://b.mp4", "memory://b.mp4"),
@@ -446,3 +445,9 @@ def test_a_missing_package_is_named():
 )
 def test_names_are_joined_to_folders_and_addresses(root, name, path):
     assert str(frames.join(root, name)) == path
+
+
+@pytest.mark.parametrize("name", ["/media/b.mp4", "../other/b.mp4"])
+def test_a_name_leads_to_no_file_outside_the_bucket(name):
+    with pytest.raises(VideoError, match="outside gs://bucket"):
+        frames.join("gs://bucket", name)
