@@ -41,6 +41,7 @@ from models.weights.hf_layout import (
     tensor_places,
 )
 from models.weights.tensor_file import Header, new_header, read_header
+from paravt_jax.data import foreign
 
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's settings of the adapters; a folder with this file holds adapters."""
@@ -346,10 +347,4 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file}: damaged ({error}); save the adapters again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: damaged, it holds no object; save the adapters again")
-    return content
+    return foreign.read_object(file, "save the adapters again")

@@ -9,7 +9,6 @@ patches of an image depend on that image alone, so they can be cached.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import re
@@ -26,6 +25,7 @@ from models.model import Inputs
 from models.patches import patchify
 from models.rope import mrope_positions, visual_index
 from models.weights.folder import local_folder
+from paravt_jax.data import foreign
 from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import image_size, video_size
 from paravt_jax.data.video import on_white
@@ -261,7 +261,7 @@ def _settings(folder: Path, kind: str) -> dict[str, Any]:
     prefix = "video_" if kind == "video" else ""
     single = folder / f"{prefix}preprocessor_config.json"
     if joint.is_file():
-        content = json.loads(joint.read_text(encoding="utf-8"))
+        content = foreign.read_object(joint)
         if f"{kind}_processor" in content:
             return content[f"{kind}_processor"]
     if kind == "video" and not single.is_file():
@@ -272,7 +272,7 @@ def _settings(folder: Path, kind: str) -> dict[str, Any]:
             f"{single.name}: not in {folder}, nor in a {joint.name} there; give the folder of a "
             "supported model"
         )
-    return json.loads(single.read_text(encoding="utf-8"))
+    return foreign.read_object(single)
 
 
 def _limits(kind: str, settings: Mapping[str, Any], vision: VisionConfig) -> tuple[int, int]:

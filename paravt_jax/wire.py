@@ -86,8 +86,9 @@ def _encode(value: Any) -> msgpack.ExtType:
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return _ext(_OBJECT, [*_place(kind), fields])
-    if issubclass(kind, tuple) and hasattr(kind, "_asdict"):
-        return _ext(_OBJECT, [*_place(kind), kind._asdict(value)])
+    as_dict = getattr(value, "_asdict", None)  # of a named tuple
+    if as_dict is not None:
+        return _ext(_OBJECT, [*_place(kind), as_dict()])
     raise WireError(f"cannot be sent: a value of type {kind.__module__}.{kind.__qualname__}")
 
 

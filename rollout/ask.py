@@ -30,6 +30,7 @@ from models.model import VisionLanguageModel
 from models.peft_folder import base_folder, load
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
+from paravt_jax.data import foreign
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError, is_address, without_scheme
 from paravt_jax.data.local_path import require_local
@@ -352,7 +353,7 @@ def _read_subtitles(file: str, dispatch: Dispatch) -> tuple[Subtitle, ...]:
             f"--subtitles {file}: --dispatch none offers no tool to search them; "
             "leave out one of the two"
         )
-    entries = tuple(read_srt(Path(file).read_bytes()))
+    entries = tuple(read_srt(foreign.read_bytes(file)))
     if not entries:
         raise ValueError(
             f"--subtitles {file}: it has no entries; give a .srt file, or leave it out"

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from models.weights.tensor_file import Header, new_header, read_header
-from paravt_jax.data import hub
+from paravt_jax.data import foreign, hub
+from paravt_jax.data.foreign import ForeignFileError
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -94,16 +95,21 @@ def weights_files(folder: Path) -> list[str]:
         return [_FILE]
     index = folder / _INDEX
     if not index.exists():
+        if any(folder.glob("*.bin")):
+            raise FileNotFoundError(
+                f"{folder}: has weights as .bin files only, which can run code when they are read; "
+                "give a folder with .safetensors files"
+            )
         raise FileNotFoundError(
             f"{folder}: has neither {_FILE} nor {_INDEX}; give the folder of a supported model"
         )
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        not_plain = [name for name in names if Path(name).name != name]
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{index}: has no readable weight_map ({error!r}); fetch it again"
-        ) from error
+    weight_map = foreign.read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: has no weight_map; fetch it again")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index}: weight_map names something that is no text; fetch it again")
+    names = sorted(set(weight_map.values()))
+    not_plain = [name for name in names if Path(name).name != name]
     # A path could lead out of the folder.
     if not_plain:
         raise ValueError(
@@ -159,7 +165,23 @@ def read_companions(folder: Path) -> dict[str, bytes]:
     used = set() if (folder / _FILE).exists() else {_INDEX}
     unused = {path.name for path in folder.glob("*.index.json")} - used
     paths = {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-    return {path.name: path.read_bytes() for path in sorted(paths) if path.name not in unused}
+    wanted = [path for path in sorted(paths) if path.name not in unused]
+    for path in wanted:
+        _require_inside(folder, path)
+    return {path.name: foreign.read_bytes(path) for path in wanted}
+
+
+def _require_inside(folder: Path, path: Path) -> None:
+    """Raises ValueError if a link leads out of a model's folder, whose files are copied."""
+    # The hub's cache has links from models--NAME/snapshots/REVISION to models--NAME/blobs.
+    home = folder.resolve()
+    if home.parent.name == "snapshots":
+        home = home.parent.parent
+    target = path.resolve()
+    if not target.is_relative_to(home):
+        raise ForeignFileError(
+            f"{path}: a link to {target}, outside the model's folder; copy the file, or remove it"
+        )
 
 
 def new_files(

@@ -6,13 +6,13 @@ Every family reads and writes its own (`models.family`), with the helpers here.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from models.config import ModelConfig, TextConfig, require
 from models.family import FAMILIES, family, family_of
+from paravt_jax.data import foreign
 
 _IDS = tuple(
     field.name for field in dataclasses.fields(ModelConfig) if field.name.endswith("_token_id")
@@ -39,7 +39,19 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
         f"model_type = {kind!r}: supported are {', '.join(FAMILIES)}; "
         "give the config.json of such a model",
     )
+    for part in ("text_config", "vision_config"):
+        _require_object(part, content.get(part))
+        for rope in ("rope_parameters", "rope_scaling"):
+            _require_object(f"{part}.{rope}", (content.get(part) or {}).get(rope))
     return family(kind).from_hf(content)
+
+
+def _require_object(place: str, value: Any) -> None:
+    require(
+        value is None or isinstance(value, Mapping),
+        f"{place} = {foreign.shortened(repr(value), 40)}: not a JSON object; fetch config.json "
+        "again",
+    )
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -132,29 +144,39 @@ def read_fields(kind: type[Fields], name: str, content: Mapping[str, Any], title
         if field.name not in content:
             continue
         value = content[field.name]
-        # Published files have whole numbers in float fields. Convert them: configurations are
-        # written to files and compared.
-        if field.type == "float":
-            value = float(value)
-        values[field.name] = tuple(value) if isinstance(value, list) else value
+        values[field.name] = _checked(f"{name}.{field.name}", value, str(field.type))
     return kind(**values)
+
+
+def _checked(place: str, value: Any, kind: str) -> Any:
+    """A value of config.json in the type of its field, which is an annotation's text."""
+    expected = {
+        "int": type(value) is int,
+        "float": type(value) in (int, float),
+        "bool": type(value) is bool,
+        "str": isinstance(value, str),
+        "tuple[int, ...]": isinstance(value, list | tuple)
+        and all(type(entry) is int for entry in value),
+    }
+    require(
+        expected.get(kind, True),
+        f"{place} = {foreign.shortened(repr(value), 40)}: its type is {kind}; "
+        "fetch config.json again",
+    )
+    # Published files have whole numbers in float fields. Convert them: configurations are written
+    # to files and compared.
+    if kind == "float":
+        return float(cast(float, value))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _read_json(path: str | os.PathLike) -> Mapping[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        return foreign.read_object(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{path}: does not exist; give the folder of a checkpoint with its config.json"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); fetch it again") from error
-    require(
-        isinstance(content, dict),
-        f"{path}: contains a {type(content).__name__}, not a JSON object; fetch it again",
-    )
-    return content
 
 
 def whole_to_hf(
@@ -180,7 +202,7 @@ def whole_to_hf(
 
 def ids_of(content: Mapping[str, Any]) -> dict[str, int]:
     """The ids of special tokens that a config.json gives."""
-    return {name: content[name] for name in _IDS if name in content}
+    return {name: _checked(name, content[name], "int") for name in _IDS if name in content}
 
 
 def text_to_hf(config: TextConfig, rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
+from paravt_jax.data import foreign
+
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 # Bytes mapped or converted at once.
 _BLOCK = 1 << 20
+# The official library has the same limit.
+_MOST_HEADER = 100_000_000
 # XLA uses a host buffer in place only if it is aligned to this many bytes. It copies all others.
 _ALIGNMENT = 64
 
@@ -63,21 +67,12 @@ def read_header(file: Path) -> Header:
     with open(file, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         content = stream.read(8)
+        foreign.require_content(file, content + stream.peek(64))
         length = int.from_bytes(content, "little")
-        if len(content) < 8 or 8 + length > size:
+        if len(content) < 8 or 8 + length > size or length > _MOST_HEADER:
             raise _damaged(file, "its header is cut off")
         content += stream.read(length)
-    try:
-        header = _parse(file, content)
-    except (
-        UnicodeDecodeError,
-        json.JSONDecodeError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        IndexError,
-    ) as error:
-        raise _damaged(file, f"its header cannot be read: {error!r}") from error
+    header = _parse(file, content)
     end = len(content)
     for name, tensor in header.tensors.items():
         if tensor.start != end:
@@ -96,9 +91,18 @@ def _damaged(file: Path, problem: str) -> ValueError:
 
 
 def _parse(file: Path, content: bytes) -> Header:
-    entries = json.loads(content[8:])
+    try:
+        entries = json.loads(content[8:])
+    # ValueError: not UTF-8 or not JSON. RecursionError: nested too deeply.
+    except (ValueError, RecursionError) as error:
+        reason = f"its header is not JSON: {foreign.shortened(error)}"
+        raise _damaged(file, reason) from error
+    if not isinstance(entries, dict):
+        raise _damaged(file, "its header is no JSON object")
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
+        if not _is_entry(entry):
+            raise _damaged(file, f"its header describes {foreign.shortened(name)} in another form")
         if entry["dtype"] not in _DTYPES:
             raise ValueError(
                 f"{file}: {name} is of type {entry['dtype']}; weights are {', '.join(_DTYPES)}: "
@@ -110,6 +114,16 @@ def _parse(file: Path, content: bytes) -> Header:
         for name, entry in entries.items()
     }
     return Header(content, dict(sorted(tensors.items(), key=lambda item: item[1].start)))
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether a header's entry has a type, a shape and two offsets."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    return all(type(number) is int and number >= 0 for number in (*shape, *offsets))
 
 
 def new_header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> Header:

@@ -16,6 +16,9 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from paravt_jax.data import foreign
+from paravt_jax.data.foreign import ForeignFileError
+from paravt_jax.data.frames import VideoError, join
 from paravt_jax.data.srt import read_srt
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
@@ -136,7 +139,7 @@ def _jsonl_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
             continue
         try:
             row = json.loads(written)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             yield line, {name: value for name, value in row.items() if value is not None}
@@ -258,10 +261,12 @@ def _subtitles(
     if not path.endswith(".srt"):
         raise _BadRow("subtitles", path, "a SubRip file (.srt): convert it, or leave it out")
     try:
-        entries = read_srt((root / path).read_bytes())
-    except OSError:
+        entries = read_srt(foreign.read_bytes(join(root, path)))
+    except (OSError, VideoError):
         rule = f"no such file below {root}: put it there, or leave it out"
         raise _BadRow("subtitles", path, rule) from None
+    except ForeignFileError as error:
+        raise _BadRow("subtitles", path, str(error)) from None
     if not entries:
         raise _BadRow("subtitles", path, "it has no entries: correct it, or leave it out")
     cache[path] = tuple(entries)

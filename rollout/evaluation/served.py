@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 from typing import Any
 
 from models.config import ModelConfig
 from models.family import family
+from paravt_jax.data import foreign
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.vocabulary import build_tokenizer
@@ -96,11 +96,8 @@ def _picture_sizes(file: pathlib.Path | None) -> ModelConfig:
     sizes = family().size("8b")
     if file is None or not file.is_file():
         return sizes
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: not JSON ({error}); download it again, or remove it") from error
-    vision = content.get("vision_config") if isinstance(content, dict) else None
+    content = foreign.read_object(file, "download it again, or remove it")
+    vision = content.get("vision_config")
     fields = ("patch_size", "spatial_merge_size", "temporal_patch_size")
     known = {name: vision[name] for name in fields if isinstance(vision, dict) and name in vision}
     if not all(type(value) is int and value > 0 for value in known.values()):

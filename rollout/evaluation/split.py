@@ -13,6 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from paravt_jax.data import foreign
+from paravt_jax.data.foreign import ForeignFileError
+from paravt_jax.data.frames import VideoError, join
 from paravt_jax.data.srt import read_srt
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
@@ -137,7 +140,7 @@ class Player:
         entries: Sequence[Subtitle] = item.question.subtitles
         path = self._videos.find(item.subtitles) if item.subtitles else None
         if path is not None:
-            entries = read_srt((self._videos.root / path).read_bytes())
+            entries = self._read_subtitles(path)
         subtitled = path is not None or bool(entries)
         shown = self._fitting(entries) if subtitled else []
         question = dataclasses.replace(item.question, subtitles=tuple(entries))
@@ -151,6 +154,12 @@ class Player:
             text = subtitled_text(shown, question.text, protocol.wording)
             question = dataclasses.replace(question, text=text)
         return question, len(shown) if subtitled else None
+
+    def _read_subtitles(self, path: str) -> list[Subtitle]:
+        try:
+            return read_srt(foreign.read_bytes(join(self._videos.root, path)))
+        except (OSError, VideoError, ForeignFileError) as error:
+            raise BrokenRow(f"its subtitles: {error}") from error
 
     def _fitting(self, entries: Sequence[Subtitle]) -> list[Subtitle]:
         return fitting(entries, self.environment.protocol, self._settings.subtitle_tokens)

@@ -5,11 +5,14 @@ Templates escape HTML, so text from models, files and people appears on the page
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import math
 import pathlib
 
 import jinja2
+import markupsafe
 
 
 @functools.cache
@@ -26,6 +29,9 @@ def environment(*folders: pathlib.Path) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    style = (pathlib.Path(__file__).parent / "report.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    templates.globals.update(style=markupsafe.Markup(style), style_hash=f"sha256-{digest}")
     templates.filters.update(number=number, decimals=decimals, seconds=seconds, plural=plural)
     return templates
 

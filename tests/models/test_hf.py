@@ -38,6 +38,7 @@ from models.weights import folder as hf_folder
 from models.weights import hf, hf_layout, tensor_file
 from models.weights.hf_config import to_hf
 from paravt_jax.data.atomic import appearing
+from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.world.vocabulary import save_tokenizer
 
 
@@ -279,8 +280,77 @@ def test_damaged_indexes_and_missing_files_are_named(published):
     with pytest.raises(ValueError, match="index.json: .*'../elsewhere.safetensors'"):
         hf.load(published)
     index.write_text("{")
-    with pytest.raises(ValueError, match="index.json: .*weight_map"):
+    with pytest.raises(ValueError, match="index.json: not JSON"):
         hf.load(published)
+    for content in ({}, {"weight_map": []}, {"weight_map": {"x": 1}}):
+        index.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="index.json: .*weight_map"):
+            hf.load(published)
+
+
+def test_weights_in_another_form_are_named(published):
+    index = published / "model.safetensors.index.json"
+    index.unlink()
+    (published / "pytorch_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match="has weights as .bin files only"):
+        hf.load(published)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (published / "config.json").write_text(pointer)
+    with pytest.raises(ForeignFileError, match="config.json: only a pointer of git-lfs"):
+        hf.load(published)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "problem"),
+    [
+        ("text_config", {"hidden_size": "64"}, "text_config.hidden_size = '64': its type is int"),
+        ("text_config", {"hidden_size": True}, "text_config.hidden_size = True: its type is int"),
+        ("text_config", {"rms_norm_eps": None}, "text_config.rms_norm_eps = None: .* float"),
+        (
+            "text_config",
+            {"rope_parameters": [1]},
+            r"text_config.rope_parameters = \[1\]: not a JSON",
+        ),
+        ("vision_config", {"deepstack_visual_indexes": [[1]]}, "vision_config.deepstack_visual"),
+        (None, {"vision_config": "none"}, "vision_config = 'none': not a JSON object"),
+        (None, {"image_token_id": "x"}, "image_token_id = 'x': its type is int"),
+        (None, {"model_type": ["qwen3_vl"]}, r"model_type = \['qwen3_vl'\]: supported are"),
+    ],
+)
+def test_a_wrong_type_in_the_configuration_is_named(published, part, changes, problem):
+    file = published / "config.json"
+    content = json.loads(file.read_text())
+    (content if part is None else content[part]).update(changes)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=problem):
+        hf.load(published)
+
+
+@pytest.mark.parametrize("content", ["[1]", "3", "[" * 100_000, "\ud800", '{"a":'])
+def test_a_configuration_that_is_no_json_object_is_one_short_line(published, content):
+    file = published / "config.json"
+    file.write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ForeignFileError, match="config.json: ") as raised:
+        hf.load(published)
+    message = str(raised.value).removeprefix(str(published))
+    assert "\n" not in message
+    assert len(message) < 200
+
+
+def test_a_link_out_of_a_model_folder_is_not_copied(published, model, tmp_path):
+    private = tmp_path / "private.txt"
+    private.write_text("secret")
+    (published / "notes.txt").symlink_to(private)
+    with pytest.raises(ForeignFileError, match=f"notes.txt: a link to {private}"):
+        hf_folder.read_companions(published)
+    # The hub's cache has such links, from a snapshot to the blobs of the same model.
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "revision"
+    blob = tmp_path / "models--owner--name" / "blobs" / "1"
+    snapshot.mkdir(parents=True)
+    blob.parent.mkdir()
+    blob.write_text("{}")
+    (snapshot / "config.json").symlink_to(blob)
+    assert hf_folder.read_companions(snapshot) == {"config.json": b"{}"}
 
 
 def test_a_hub_id_is_fetched(published, monkeypatch):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paravt_jax import wire
@@ -38,6 +38,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
+@settings(max_examples=50)
 def test_a_nested_value_comes_back_equal_and_of_the_same_types(value):
     assert repr(wire.loads(wire.dumps(value))) == repr(value)
 

@@ -14,9 +14,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from paravt_jax.data import foreign
 from paravt_jax.data.sources import from_hub
 
 Row = dict[str, Any]
+
+_MOST_BYTES = 1 << 30
 
 
 def read_rows(source: str, patterns: Sequence[str], fields: Sequence[str]) -> list[Row]:
@@ -67,16 +70,16 @@ def _read(file: pathlib.Path, fields: Sequence[str]) -> list[Row]:
     try:
         if file.suffix == ".parquet":
             return _read_parquet(file, fields)
-        text = file.read_text(encoding="utf-8")
+        text = foreign.read_bytes(file, _MOST_BYTES).decode()
         if file.suffix == ".jsonl":
             # splitlines() would also split at characters that JSON allows inside a text (U+2028).
             rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             rows = json.loads(text)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise ValueError(
-            f"{file}: cannot be read ({type(error).__name__}: {str(error)[:200]}); fetch it again"
-        ) from error
+    # RecursionError: nested too deeply.
+    except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
+        reason = f"{type(error).__name__}: {foreign.shortened(error, 200)}"
+        raise ValueError(f"{file}: cannot be read ({reason}); fetch it again") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file}: not a list of rows; give a table as the benchmark publishes it")
     return [{name: row[name] for name in fields if name in row} for row in rows]

@@ -1,0 +1,74 @@
+"""Reads small files that come from strangers: model folders, tables, subtitles.
+
+They are read whole, so their size is limited. Whatever is wrong with one ends in a single line that
+names it. Media are opened by `media_files`, archives by `archives`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+MOST_BYTES = 64 << 20
+"""Upper bound on a file's size. The largest such file of a model, its tokenizer, has 11 MB."""
+
+_LFS = b"version https://git-lfs.github.com/spec/"
+
+
+class ForeignFileError(ValueError):
+    """A file cannot be used; the message is one line that names it, the reason and the remedy."""
+
+
+def read_bytes(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
+    """Read a whole file.
+
+    Raises:
+        OSError: There is no such file, or it cannot be read.
+        ForeignFileError: It is too large, or a pointer of git-lfs to the real file.
+    """
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ForeignFileError(f"{path}: larger than {most / 1e6:,.0f} MB; give the right file")
+    require_content(path, data)
+    return data
+
+
+def require_content(path: str | os.PathLike, start: bytes) -> None:
+    """Raise ForeignFileError if a file that starts with these bytes is a pointer of git-lfs."""
+    if start.startswith(_LFS):
+        raise ForeignFileError(
+            f"{path}: only a pointer of git-lfs, not the file itself; run git lfs pull there, or "
+            "download the folder with hf download"
+        )
+
+
+def read_object(path: str | os.PathLike, remedy: str = "fetch it again") -> dict[str, Any]:
+    """Read a file that contains a JSON object.
+
+    Args:
+        path: The file.
+        remedy: What a user can do about a damaged one.
+
+    Raises:
+        OSError: There is no such file, or it cannot be read.
+        ForeignFileError: It is too large, not JSON, or no object.
+    """
+    try:
+        content = json.loads(read_bytes(path))
+    except ForeignFileError:
+        raise
+    # ValueError: not UTF-8 or not JSON. RecursionError: nested too deeply.
+    except (ValueError, RecursionError) as error:
+        raise ForeignFileError(f"{path}: not JSON ({shortened(error)}); {remedy}") from error
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ForeignFileError(f"{path}: holds a {kind}, not a JSON object; {remedy}")
+    return content
+
+
+def shortened(error: Exception | str, most: int = 100) -> str:
+    """A message in one line of at most `most` characters. Errors may quote a file's content."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
