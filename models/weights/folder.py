@@ -18,12 +18,13 @@ import numpy as np
 
 from models.weights.tensor_file import Header, new_header, read_header
 from paravt_jax.data import foreign, hub
-from paravt_jax.data.foreign import ForeignFileError
+from paravt_jax.data.foreign import ForeignFileError, shortened
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_LONGEST_NAME = 200  # characters
 # Config, tokenizer, chat template, processor, licence.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")
 
@@ -109,12 +110,12 @@ def weights_files(folder: Path) -> list[str]:
     if not all(isinstance(name, str) for name in weight_map.values()):
         raise ValueError(f"{index}: weight_map names something that is no text; fetch it again")
     names = sorted(set(weight_map.values()))
-    not_plain = [name for name in names if Path(name).name != name]
+    not_plain = [name for name in names if Path(name).name != name or len(name) > _LONGEST_NAME]
     # A path could lead out of the folder.
     if not_plain:
         raise ValueError(
-            f"{index}: weight_map names {not_plain[0]!r}; weights are in the folder of their "
-            "index: give plain file names"
+            f"{index}: weight_map names {shortened(repr(not_plain[0]))}; weights are in the folder "
+            "of their index: give plain file names"
         )
     missing = [name for name in names if not (folder / name).exists()]
     if missing:

@@ -20,6 +20,9 @@ _IDS = tuple(
 
 Fields = TypeVar("Fields")
 
+# An int may be too large for a float. NaN is not below it either.
+_MOST_FLOAT = 1e30
+
 
 def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
     """Reads a Hugging Face `config.json` as written by transformers 4.57 or 5.x.
@@ -152,12 +155,13 @@ def _checked(place: str, value: Any, kind: str) -> Any:
     """A value of config.json in the type of its field, which is an annotation's text."""
     expected = {
         "int": type(value) is int,
-        "float": type(value) in (int, float),
+        "float": type(value) in (int, float) and abs(value) < _MOST_FLOAT,
         "bool": type(value) is bool,
         "str": isinstance(value, str),
-        "tuple[int, ...]": isinstance(value, list | tuple)
-        and all(type(entry) is int for entry in value),
     }
+    if kind.startswith("tuple[int"):
+        listed = isinstance(value, list | tuple)
+        expected[kind] = listed and all(type(entry) is int for entry in value)
     require(
         expected.get(kind, True),
         f"{place} = {foreign.shortened(repr(value), 40)}: its type is {kind}; "

@@ -23,6 +23,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from paravt_jax.data import foreign
 from paravt_jax.method.accuracy import read_range
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.parsing import block_spans, extract_answer, find_tags, parse_calls
@@ -48,6 +49,8 @@ _PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
 _FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
 _RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 _RESPONSE_TAG = re.compile(f"({'|'.join(_RESPONSE_TAGS)})")
+# More than 30 years. An int of JSON may be too large for a float.
+_MOST_SECONDS = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +125,7 @@ def open_table(path: pathlib.Path) -> Table:
             columns = set(file.schema_arrow.names)
             rows = file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path}: not a readable parquet file ({error}); download it again"
-        ) from error
+        raise _unreadable(path, error) from error
     is_rl = set(RL_COLUMNS) <= columns
     if not is_rl and not set(SFT_COLUMNS) <= columns:
         raise ValueError(
@@ -141,6 +142,11 @@ def split_of(name: str) -> str:
     return match[1] if match else name
 
 
+def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
+    reason = foreign.shortened(error)
+    return ValueError(f"{path}: not a readable parquet file ({reason}); download it again")
+
+
 def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refused]:
     """Yield the rows of a file in order, with the published columns only.
 
@@ -149,10 +155,20 @@ def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refus
     Args:
         table: The file.
         batch: Rows to read at a time.
+
+    Raises:
+        ValueError: The file is damaged.
     """
     columns = RL_COLUMNS if table.rl else SFT_COLUMNS
     with pyarrow.parquet.ParquetFile(table.path) as file:
-        for record_batch in file.iter_batches(batch, columns=list(columns)):
+        batches = file.iter_batches(batch, columns=list(columns))
+        while True:
+            try:
+                record_batch = next(batches, None)
+            except (pyarrow.ArrowException, OSError) as error:
+                raise _unreadable(table.path, error) from error
+            if record_batch is None:
+                return
             yield from _python_rows(record_batch)
 
 
@@ -247,7 +263,7 @@ def _evidence(span: Any) -> tuple[float, float] | None:
     if span is None:
         return None
     numbers = isinstance(span, list) and all(type(time) in (int, float) for time in span)
-    if not numbers or len(span) != 2 or not 0 <= span[0] <= span[1]:
+    if not numbers or len(span) != 2 or not 0 <= span[0] <= span[1] < _MOST_SECONDS:
         raise Refused(Reason.BROKEN, f"evidence is {str(span)[:80]}, not two times in seconds")
     return float(span[0]), float(span[1])
 

@@ -10,7 +10,6 @@ import contextlib
 import csv
 import io
 import json
-import math
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,8 @@ COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles", 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # Upper bound on the bad rows that an error lists.
 _MAX_NAMED_ROWS = 10
+# More than 30 years. An int of JSON may be too large for a float.
+_MOST_SECONDS = 1e9
 
 # Subtitles by path. Questions about the same video share one tuple.
 _SubtitleCache = dict[str, tuple[Subtitle, ...]]
@@ -248,7 +249,7 @@ def _is_span(value: Any) -> bool:
     if any(isinstance(n, bool) or not isinstance(n, int | float) for n in value):
         return False
     start, end = value
-    return 0 <= start < end < math.inf
+    return 0 <= start < end < _MOST_SECONDS
 
 
 def _subtitles(

@@ -1,0 +1,713 @@
+"""Feeds damaged and hostile files to every reader: `python -m benchmarks.foreign_files`.
+
+    python -m benchmarks.foreign_files --videos FOLDER --strace
+    python -m benchmarks.foreign_files --kinds media rows --cases 100
+
+Every case is a whole file or row that was changed at random: bytes flipped, cut, repeated or set to
+extremes; values of JSON replaced by others. Case n of a kind depends on the seed and n only. Then
+this holds, or the command fails and names the cases, whose files stay in `--folder`:
+
+- A case is read, or refused by the error that its reader documents, in one line that names it.
+- No case takes longer than `SECONDS`.
+- With `--strace`: no file of the folder `outside` is opened, to which cases refer in every way that
+  their format has; and no connection is made but to the command's own server on loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import dataclasses
+import functools
+import io
+import json
+import pathlib
+import random
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from models.qwen3_vl.sizes import tiny
+from models.weights import folder as model_folder
+from models.weights import tensor_file
+from models.weights.hf_config import from_hf, to_hf
+from paravt_jax.data import archives
+from paravt_jax.data.archives import ArchiveError, find_archives
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frames import ReadTask, VideoError
+from paravt_jax.data.published import open_table, read_rows
+from paravt_jax.data.question_files import read_questions
+from paravt_jax.data.row_reading import Reading, read_row
+from paravt_jax.data.workers import Workers
+from paravt_jax.method.protocol import ProtocolSettings
+from paravt_jax.method.server import ServerSettings
+from paravt_jax.remote.client import Client, Failure
+from paravt_jax.world.stand_in import write_stand_in
+from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+
+SECONDS = 30.0
+"""Upper bound on the time of a case."""
+
+CASES = {
+    "media": 5_000,
+    "rows": 20_000,
+    "tables": 500,
+    "archives": 2_000,
+    "weights": 2_000,
+    "configurations": 2_000,
+    "questions": 2_000,
+    "replies": 2_000,
+}
+"""Number of cases by kind."""
+
+_HEADER = 4096  # bytes at a file's start that are changed more often
+_DEEP = 20_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Folders of a run."""
+
+    folder: pathlib.Path
+
+    @property
+    def inside(self) -> pathlib.Path:
+        """The root, below which everything may be read."""
+        return self.folder / "inside"
+
+    @property
+    def outside(self) -> pathlib.Path:
+        """Files that nothing may open."""
+        return self.folder / "outside"
+
+
+class Unexpected(Exception):
+    """A case ended in another way than its reader documents."""
+
+
+# --- changes ---
+
+
+def changed_bytes(data: bytes, rng: random.Random) -> bytes:
+    """A file with one to eight changes, most of them near its start."""
+    changed = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 4, 8))):
+        if not changed:
+            break
+        end = min(len(changed), _HEADER) if rng.random() < 0.7 else len(changed)
+        start = rng.randrange(end)
+        length = rng.choice((1, 1, 2, 4, 8, 64))
+        match rng.randrange(6):
+            case 0:
+                changed[start] ^= 1 << rng.randrange(8)
+            case 1:
+                changed[start : start + length] = rng.randbytes(length)
+            case 2:
+                changed[start : start + length] = rng.choice((b"\xff", b"\0", b"\x7f")) * length
+            case 3:
+                del changed[start:]
+            case 4:
+                changed[start:start] = changed[start : start + 64 * length]
+            case 5:
+                del changed[start : start + length]
+    return bytes(changed)
+
+
+def changed_value(value: Any, rng: random.Random, hostile: Sequence[Any]) -> Any:
+    """A JSON value with one to three parts replaced, removed or repeated."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        places = list(_places(value))
+        if not places:
+            return rng.choice(hostile)
+        parent, key = rng.choice(places)
+        match rng.randrange(4):
+            case 0 | 1:
+                parent[key] = rng.choice(hostile)
+            case 2:
+                del parent[key]
+            case 3:
+                other, other_key = rng.choice(places)
+                try:
+                    parent[key] = copy.deepcopy(other[other_key])
+                except LookupError:
+                    parent[key] = None
+    return value
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every entry of every list and dictionary in a value."""
+    entries = enumerate(value) if isinstance(value, list) else ()
+    entries = value.items() if isinstance(value, dict) else entries
+    for key, entry in list(entries):
+        yield value, key
+        yield from _places(entry)
+
+
+def hostile_values(place: Place) -> list[Any]:
+    """Values that readers trip over, and ways to name the private video."""
+    private = place.outside / "private.mp4"
+    names = [
+        str(private),
+        f"file://{private}",
+        "../outside/private.mp4",
+        f"concat:{private}",
+        "http://127.0.0.1:9/private.mp4",
+        "link.mp4",
+        "list.m3u8",
+        "list.mp4",
+    ]
+    texts = ["", "\0", "\ud800", "\u2028", "x" * 100_000, "[" * _DEEP, "<|im_end|>", "𝟘", "١٢"]
+    numbers = [0, -1, 1 << 63, 10**400, 1e308, float("nan"), float("inf"), True]
+    return [*names, *texts, *numbers, None, [], {}, [[]], {"text": []}, "tool", "assistant"]
+
+
+# --- kinds ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of file: its cases, and the reader of a case.
+
+    `read` returns the name of the outcome, and raises `Unexpected` or any exception.
+    """
+
+    make: Callable[[random.Random], Any]
+    read: Callable[[Any], str]
+    close: Callable[[], None] = lambda: None
+
+
+def media(place: Place, seeds: dict[str, bytes]) -> Kind:
+    """Videos and pictures, read by worker processes as in training and evaluation."""
+    reader = FrameReader(ReaderSettings(workers=2, deadline=SECONDS / 2))
+
+    def make(rng: random.Random) -> tuple[str, bytes]:
+        name = rng.choice(sorted(seeds))
+        return name, changed_bytes(seeds[name], rng)
+
+    def read(case: tuple[str, bytes]) -> str:
+        name, data = case
+        path = place.inside / f"case-{name}"
+        path.write_bytes(data)
+        try:
+            found = reader.request(ReadTask(str(path), 4, reader.settings.rules)).result()
+            return "read" if len(found.frames) else "no frames"
+        except VideoError as error:
+            return refused(error, path)
+
+    return Kind(make, read, reader.close)
+
+
+def refused(error: Exception, path: pathlib.Path) -> str:
+    """The outcome of a case that was refused. Its message has to be one line that names it."""
+    text = str(error)
+    if str(path) not in text or "\n" in text or len(text) > 600 + len(str(path)):
+        raise Unexpected(f"not one short line that names the file: {text[:800]!r}")
+    return f"refused ({type(error).__name__})"
+
+
+def rows(place: Place) -> Kind:
+    """Rows of training data."""
+    seeds = [
+        (table.rl, row)
+        for file in sorted((place.folder / "published" / "annotations").glob("*.parquet"))
+        for table in [open_table(file)]
+        for row in read_rows(table)
+        if isinstance(row, dict)
+    ]
+    vocabulary = place.folder / "tokenizer"
+    reading = Reading(str(place.inside), str(vocabulary), ProtocolSettings())
+    workers = Workers(functools.partial(read_row, reading), 1, SECONDS)
+    hostile = hostile_values(place)
+
+    def make(rng: random.Random) -> tuple[bool, dict[str, Any]]:
+        rl, row = rng.choice(seeds)
+        row = dict(row)
+        if not rl:
+            messages = changed_value(json.loads(row["messages"]), rng, hostile)
+            return rl, {"messages": json.dumps(messages)}
+        if rng.random() < 0.5:
+            extra = changed_value(json.loads(row["extra_info"]), rng, hostile)
+            return rl, row | {"extra_info": json.dumps(extra)}
+        return rl, changed_value(row, rng, hostile)
+
+    def read(case: tuple[bool, dict[str, Any]]) -> str:
+        rl, row = case
+        found = workers.submit((rl, "case:0", "case", row)).result()
+        return "kept" if isinstance(found, tuple) else f"left out ({found.reason})"
+
+    return Kind(make, read, workers.close)
+
+
+def tables(place: Place) -> Kind:
+    """Parquet files of rows."""
+    files = sorted((place.folder / "published" / "annotations").glob("*.parquet"))
+    seeds = [file.read_bytes() for file in files]
+
+    def make(rng: random.Random) -> bytes:
+        data = rng.choice(seeds)
+        # Their header is at the end.
+        return changed_bytes(data[::-1], rng)[::-1]
+
+    def read(data: bytes) -> str:
+        path = place.inside / "case.parquet"
+        path.write_bytes(data)
+        try:
+            table = open_table(path)
+            for _ in read_rows(table):
+                pass
+            return "read"
+        except ValueError as error:
+            return refused(error, path)
+
+    return Kind(make, read)
+
+
+def packed(place: Place) -> Kind:
+    """Archives. What is unpacked must stay in the folder, and be at most 50 times as large."""
+    members = {
+        "a/b.mp4": random.Random(0).randbytes(2_000),
+        "a/c.srt": b"1\n00:00:01,000 --> 00:00:02,000\nhello\n" * 20,
+        "../outside/planted.mp4": b"planted",
+        f"{place.outside}/planted.mp4": b"planted",
+    }
+    seeds = {}
+    for count in (2, 3, 4):
+        chosen = dict(list(members.items())[:count])
+        zipped, tarred, squeezed = io.BytesIO(), io.BytesIO(), io.BytesIO()
+        with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, content in chosen.items():
+                file.writestr(name, content)
+        for stream, mode in ((tarred, "w"), (squeezed, "w:gz")):
+            with tarfile.open(fileobj=stream, mode=mode) as file:
+                for name, content in chosen.items():
+                    about = tarfile.TarInfo(name)
+                    about.size = len(content)
+                    file.addfile(about, io.BytesIO(content))
+                link = tarfile.TarInfo("link")
+                link.type, link.linkname = tarfile.SYMTYPE, str(place.outside)
+                if count == 3:
+                    file.addfile(link)
+        seeds[f"{count}.zip"] = zipped.getvalue()
+        seeds[f"{count}.tar"] = tarred.getvalue()
+        seeds[f"{count}.tar.gz"] = squeezed.getvalue()
+
+    def make(rng: random.Random) -> tuple[str, bytes]:
+        name = rng.choice(sorted(seeds))
+        data = seeds[name]
+        if name.endswith(".zip") and rng.random() < 0.5:  # its directory is at the end
+            return name, changed_bytes(data[::-1], rng)[::-1]
+        return name, changed_bytes(data, rng)
+
+    def read(case: tuple[str, bytes]) -> str:
+        name, data = case
+        source = place.folder / "archives"
+        target = place.folder / "unpacked"
+        shutil.rmtree(source, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
+        source.mkdir()
+        path = source / f"case{name[1:]}"
+        path.write_bytes(data)
+        found = find_archives({path.name: len(data)})
+        try:
+            archives.unpack(found, source, target)
+            outcome = "unpacked"
+        except ArchiveError as error:
+            outcome = refused(error, source)
+        written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+        links = [file for file in target.rglob("*") if file.is_symlink()]
+        if written > 50 * len(data) + 2**20 or links:
+            raise Unexpected(f"{written} bytes from {len(data)}, links {links}")
+        if (place.outside / "planted.mp4").exists():
+            raise Unexpected("a file was written outside")
+        return outcome
+
+    return Kind(make, read)
+
+
+def weights(place: Place) -> Kind:
+    """Headers of safetensors files."""
+    header = tensor_file.new_header(
+        {"a": (np.dtype(np.float32), (3, 2)), "b.weight": (np.dtype(np.float16), (4,))}
+    )
+    content = header.content
+    entries = json.loads(content[8:])
+    body = bytes(32)
+    hostile = hostile_values(place)
+
+    def make(rng: random.Random) -> bytes:
+        if rng.random() < 0.5:
+            return changed_bytes(content + body, rng)
+        text = json.dumps(changed_value(entries, rng, hostile)).encode()
+        return len(text).to_bytes(8, "little") + text + body
+
+    def read(data: bytes) -> str:
+        path = place.inside / "case.safetensors"
+        path.write_bytes(data)
+        try:
+            tensor_file.read_header(path)
+            return "read"
+        except ValueError as error:
+            return refused(error, path)
+
+    return Kind(make, read)
+
+
+def configurations(place: Place) -> Kind:
+    """config.json and the index of a model's folder."""
+    config = to_hf(tiny(512))
+    index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    hostile = hostile_values(place)
+    folder = place.inside / "model"
+    folder.mkdir(exist_ok=True)
+    (folder / "model-1.safetensors").touch()
+    (folder / "model-2.safetensors").touch()
+
+    def make(rng: random.Random) -> tuple[str, bytes]:
+        name, content = rng.choice((("config.json", config), ("index", index)))
+        if rng.random() < 0.3:
+            return name, changed_bytes(json.dumps(content).encode(), rng)
+        text = json.dumps(changed_value(content, rng, hostile))
+        return name, text.encode("utf-8", "surrogatepass")
+
+    def read(case: tuple[str, bytes]) -> str:
+        name, data = case
+        if name == "config.json":
+            path = folder / name
+            path.write_bytes(data)
+            try:
+                from_hf(path)
+                return "read"
+            except ValueError as error:
+                return refused_value(error)
+        path = folder / "model.safetensors.index.json"
+        path.write_bytes(data)
+        try:
+            model_folder.weights_files(folder)
+            return "read"
+        except (ValueError, FileNotFoundError) as error:
+            return refused(error, folder)
+
+    return Kind(make, read)
+
+
+def refused_value(error: Exception) -> str:
+    """As `refused`, for an error that names a field instead of the file."""
+    if "\n" in str(error) or len(str(error)) > 600:
+        raise Unexpected(f"not one short line: {str(error)[:800]!r}")
+    return f"refused ({type(error).__name__})"
+
+
+def questions(place: Place) -> Kind:
+    """Files of questions, with subtitles."""
+    seed = {
+        "id": "a",
+        "video": "own.mp4",
+        "question": "What is it?",
+        "options": ["a", "b"],
+        "answer": "B",
+        "subtitles": "own.srt",
+        "evidence": [1, 2],
+    }
+    (place.inside / "own.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nhello\n")
+    hostile = hostile_values(place)
+
+    def make(rng: random.Random) -> bytes:
+        rows = [seed, changed_value(seed | {"id": "b"}, rng, hostile)]
+        text = "\n".join(json.dumps(row) for row in rows).encode()
+        return changed_bytes(text, rng) if rng.random() < 0.5 else text
+
+    def read(data: bytes) -> str:
+        path = place.inside / "case.jsonl"
+        path.write_bytes(data)
+        try:
+            read_questions(path, place.inside)
+            return "read"
+        except ValueError as error:
+            if str(path) not in str(error):
+                raise Unexpected(f"does not name the file: {str(error)[:400]!r}") from error
+            return "refused (ValueError)"
+
+    return Kind(make, read)
+
+
+def replies(place: Place) -> Kind:
+    """Replies of a server: status line, headers and body."""
+    choice = {"message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
+    completion = {"choices": [choice], "usage": {"completion_tokens": 1}}
+    hostile = hostile_values(place)
+    server = _Server()
+    settings = ServerSettings(
+        endpoint=f"http://127.0.0.1:{server.port}/v1", attempts=1, timeout=SECONDS / 3
+    )
+    client = Client(settings)
+
+    def make(rng: random.Random) -> bytes:
+        content = changed_value(completion, rng, hostile) if rng.random() < 0.6 else completion
+        body = json.dumps(content).encode("utf-8", "surrogatepass")
+        status = rng.choice((200, 200, 200, 429, 503, 400))
+        head = (
+            f"HTTP/1.1 {status} OK\r\nContent-Type: application/json\r\n"
+            f"Retry-After: {rng.choice(('1', '-1', 'Mon', '9' * 400, '1e9'))}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        ).encode()
+        return changed_bytes(head + body, rng) if rng.random() < 0.7 else head + body
+
+    def read(data: bytes) -> str:
+        server.reply = data
+        found = client.ask({"messages": []}, lambda choice: str(choice.text)[:10]).result()
+        return f"failed ({found.kind})" if isinstance(found, Failure) else "answered"
+
+    def close() -> None:
+        client.close()
+        server.close()
+
+    return Kind(make, read, close)
+
+
+class _Server:
+    """Sends the same bytes to every request and closes the connection."""
+
+    def __init__(self):
+        self.reply = b""
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(65536)
+                connection.sendall(self.reply)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+# --- files to change ---
+
+
+def write_seeds(place: Place, videos: pathlib.Path | None) -> dict[str, bytes]:
+    """Write the folders, and return the media by name: small ones, and those of a folder."""
+    for folder in (place.inside, place.outside, place.folder / "tokenizer"):
+        folder.mkdir(parents=True, exist_ok=True)
+    private = place.outside / "private.mp4"
+    _write_video(private, "libx264")
+    save_tokenizer(build_tokenizer(["a"]), place.folder / "tokenizer")
+    write_stand_in(place.folder / "published", seed=0, questions=12, demonstrations=12)
+    media_folder = place.folder / "published" / "media"
+    sizes = {
+        file.relative_to(media_folder).as_posix(): file.stat().st_size
+        for file in media_folder.rglob("*.zip")
+    }
+    archives.unpack(find_archives(sizes), media_folder, place.inside)
+
+    codecs = {
+        "mp4": "libx264",
+        "mkv": "libx264",
+        "mov": "mpeg4",
+        "avi": "mpeg4",
+        "ts": "libx264",
+        "mpg": "mpeg2video",
+        "flv": "flv",
+        "webm": "libvpx",
+    }
+    for suffix, codec in codecs.items():
+        _write_video(place.inside / f"own.{suffix}", codec)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8))
+    for suffix in ("png", "jpg", "webp", "bmp"):
+        picture.save(place.inside / f"own.{suffix}")
+    # Files that refer to the private one.
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n{private}\n#EXT-X-ENDLIST\n"
+    (place.inside / "list.m3u8").write_text(playlist)
+    (place.inside / "list.mp4").write_text(f"ffconcat version 1.0\nfile '{private}'\n")
+    dash = f"<?xml version='1.0'?><MPD><Period><BaseURL>{private}</BaseURL></Period></MPD>"
+    (place.inside / "list.mpd").write_text(dash)
+    (place.inside / "own.eps").write_text(f"%!PS-Adobe-3.0 EPSF-3.0\n({private}) (r) file\n")
+    if not (place.inside / "link.mp4").is_symlink():
+        (place.inside / "link.mp4").symlink_to(private)
+    kept = ("own.*", "list.*")
+    files = [file for pattern in kept for file in place.inside.glob(pattern)]
+    files += [file for file in videos.rglob("*") if file.is_file()] if videos else []
+    return {file.name: file.read_bytes() for file in files if file.stat().st_size < 4 << 20}
+
+
+def _write_video(path: pathlib.Path, codec: str) -> None:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=10)
+        assert isinstance(stream, av.VideoStream)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        rng = np.random.default_rng(0)
+        for _ in range(20):
+            pixels = rng.integers(0, 256, (48, 64, 3), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+# --- a run ---
+
+
+@dataclasses.dataclass
+class Found:
+    """What happened to the cases of a kind."""
+
+    outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    unexpected: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    slowest: float = 0.0
+
+
+def run_kind(name: str, kind: Kind, seed: int, cases: int, keep: pathlib.Path) -> Found:
+    """Read all cases of a kind. Unexpected ones are written to the folder `keep`."""
+    found = Found()
+    begin = time.monotonic()
+    for number in range(cases):
+        case = kind.make(random.Random(f"{seed} {name} {number}"))
+        start = time.monotonic()
+        try:
+            found.outcomes[kind.read(case)] += 1
+        # Broad because anything else than the documented errors is what this looks for.
+        except Exception as error:
+            reason = f"{name} {number}: {type(error).__name__}: {str(error)[:300]}"
+            found.unexpected.append(reason)
+            keep.mkdir(exist_ok=True)
+            (keep / f"{name}-{number}").write_text(repr(case))
+        taken = time.monotonic() - start
+        if taken > SECONDS:
+            found.unexpected.append(f"{name} {number}: {taken:.0f} s")
+        found.slowest = max(found.slowest, taken)
+        if sys.stderr.isatty() and number % 50 == 0:
+            print(f"\r{name} {number}/{cases}", end="", file=sys.stderr)
+    kind.close()
+    found.seconds = time.monotonic() - begin
+    return found
+
+
+def run(
+    folder: pathlib.Path,
+    kinds: Sequence[str] = tuple(CASES),
+    cases: int | None = None,
+    seed: int = 0,
+    videos: pathlib.Path | None = None,
+) -> dict[str, Found]:
+    """Read cases of some kinds.
+
+    Args:
+        folder: for the files.
+        kinds: names of the kinds, see `CASES`.
+        cases: number of cases per kind; None: as in `CASES`.
+        seed: of the changes.
+        videos: a folder of further media to change, each of at most 4 MiB.
+    """
+    place = Place(folder.resolve())
+    seeds = write_seeds(place, videos)
+    makers: dict[str, Callable[[], Kind]] = {
+        "media": lambda: media(place, seeds),
+        "rows": lambda: rows(place),
+        "tables": lambda: tables(place),
+        "archives": lambda: packed(place),
+        "weights": lambda: weights(place),
+        "configurations": lambda: configurations(place),
+        "questions": lambda: questions(place),
+        "replies": lambda: replies(place),
+    }
+    keep = folder / "unexpected"
+    return {
+        name: run_kind(name, makers[name](), seed, CASES[name] if cases is None else cases, keep)
+        for name in kinds
+    }
+
+
+_OPENED = re.compile(r'open(?:at)?\([^"]*"([^"]+)"')
+_CONNECTED = re.compile(r'sin6?_port=htons\((\d+)\).*?"([0-9a-f.:]+)"')
+
+
+def forbidden(trace: pathlib.Path, place: Place) -> list[str]:
+    """Calls in the output of strace that open a private file for reading or leave the machine."""
+    found = []
+    for line in trace.read_text(errors="replace").splitlines():
+        opened = _OPENED.search(line)
+        if opened and opened[1].startswith(f"{place.outside}/") and "O_CREAT" not in line:
+            found.append(line[:200])
+        connected = _CONNECTED.search(line)
+        if "connect(" in line and connected and connected[2] != "127.0.0.1":
+            found.append(line[:200])
+    return found
+
+
+def table(found: dict[str, Found]) -> str:
+    """A Markdown table with a line per kind."""
+    lines = ["| files | cases | outcomes | unexpected | slowest | seconds |", "|---" * 6 + "|"]
+    for name, kind in found.items():
+        outcomes = ", ".join(f"{count:,} {what}" for what, count in kind.outcomes.most_common())
+        cases = sum(kind.outcomes.values()) + len(kind.unexpected)
+        lines.append(
+            f"| {name} | {cases:,} | {outcomes} | {len(kind.unexpected)} | {kind.slowest:.1f} s "
+            f"| {kind.seconds:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=pathlib.Path, help="keeps the files; default: temporary")
+    parser.add_argument("--videos", type=pathlib.Path, help="a folder of further media")
+    parser.add_argument("--kinds", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", type=int, help="number of cases per kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--strace", action="store_true", help="watch files and connections")
+    asked = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = asked.folder or pathlib.Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if asked.strace:
+            return _traced(asked, folder)
+        found = run(folder, asked.kinds, asked.cases, asked.seed, asked.videos)
+    print(table(found))
+    peak = max(resource.getrusage(who).ru_maxrss for who in _WHOSE) / 2**20
+    print(f"\nlargest process: {peak:.1f} GiB")
+    unexpected = [reason for kind in found.values() for reason in kind.unexpected]
+    print("\n".join(unexpected))
+    return 1 if unexpected else 0
+
+
+_WHOSE = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
+
+def _traced(asked: argparse.Namespace, folder: pathlib.Path) -> int:
+    """The same command under strace, and what it has seen."""
+    trace = folder / "strace.txt"
+    command = ["strace", "-f", "-qq", "-e", "trace=open,openat,connect", "-o", str(trace)]
+    command += [sys.executable, "-m", "benchmarks.foreign_files", "--folder", str(folder)]
+    command += ["--seed", str(asked.seed), "--kinds", *asked.kinds]
+    command += ["--cases", str(asked.cases)] if asked.cases is not None else []
+    command += ["--videos", str(asked.videos)] if asked.videos else []
+    code = subprocess.run(command, check=False).returncode
+    calls = forbidden(trace, Place(folder.resolve()))
+    print(f"private files opened, or connections that leave the machine: {len(calls)}")
+    print("\n".join(calls[:20]))
+    return 1 if calls else code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
