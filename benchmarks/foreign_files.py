@@ -134,11 +134,11 @@ def changed_value(value: Any, rng: random.Random, hostile: Sequence[Any]) -> Any
     for _ in range(rng.choice((1, 1, 2, 3))):
         places = list(_places(value))
         if not places:
-            return rng.choice(hostile)
+            return copy.deepcopy(rng.choice(hostile))
         parent, key = rng.choice(places)
         match rng.randrange(4):
             case 0 | 1:
-                parent[key] = rng.choice(hostile)
+                parent[key] = copy.deepcopy(rng.choice(hostile))
             case 2:
                 del parent[key]
             case 3:

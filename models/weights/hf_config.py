@@ -39,7 +39,7 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
     kind = content.get("model_type")
     require(
         kind in FAMILIES,
-        f"model_type = {kind!r}: supported are {', '.join(FAMILIES)}; "
+        f"model_type = {_shown(kind)}: supported are {', '.join(FAMILIES)}; "
         "give the config.json of such a model",
     )
     for part in ("text_config", "vision_config"):
@@ -49,11 +49,20 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
     return family(kind).from_hf(content)
 
 
+def _is_size(value: Any) -> bool:
+    # Not isinstance: a bool is an int. The largest number of a real file is its vocabulary's.
+    return type(value) is int and abs(value) < 2**31
+
+
+def _shown(value: Any) -> str:
+    """A value of a file in an error. It may be of any length."""
+    return foreign.shortened(repr(value), 40)
+
+
 def _require_object(place: str, value: Any) -> None:
     require(
         value is None or isinstance(value, Mapping),
-        f"{place} = {foreign.shortened(repr(value), 40)}: not a JSON object; fetch config.json "
-        "again",
+        f"{place} = {_shown(value)}: not a JSON object; fetch config.json again",
     )
 
 
@@ -80,7 +89,7 @@ def require_supported(
             given = content.get(part, {}).get(field, value)
             require(
                 given == value,
-                f"{part}.{field} = {given!r}: only {value!r} is supported; "
+                f"{part}.{field} = {_shown(given)}: only {value!r} is supported; "
                 f"give a {title} config.json",
             )
 
@@ -113,7 +122,7 @@ def read_text(
     scaling = rope.get("rope_type", rope.get("type", "default"))
     require(
         scaling in ("default", "mrope"),
-        f"text_config.rope_type = {scaling!r}: only default is supported; remove the scaling",
+        f"text_config.rope_type = {_shown(scaling)}: only default is supported; remove the scaling",
     )
     return read_fields(
         TextConfig,
@@ -154,18 +163,17 @@ def read_fields(kind: type[Fields], name: str, content: Mapping[str, Any], title
 def _checked(place: str, value: Any, kind: str) -> Any:
     """A value of config.json in the type of its field, which is an annotation's text."""
     expected = {
-        "int": type(value) is int,
+        "int": _is_size(value),
         "float": type(value) in (int, float) and abs(value) < _MOST_FLOAT,
         "bool": type(value) is bool,
         "str": isinstance(value, str),
     }
     if kind.startswith("tuple[int"):
         listed = isinstance(value, list | tuple)
-        expected[kind] = listed and all(type(entry) is int for entry in value)
+        expected[kind] = listed and all(_is_size(entry) for entry in value)
     require(
         expected.get(kind, True),
-        f"{place} = {foreign.shortened(repr(value), 40)}: its type is {kind}; "
-        "fetch config.json again",
+        f"{place} = {_shown(value)}: its type is {kind}; fetch config.json again",
     )
     # Published files have whole numbers in float fields. Convert them: configurations are written
     # to files and compared.

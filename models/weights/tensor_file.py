@@ -76,7 +76,9 @@ def read_header(file: Path) -> Header:
     end = len(content)
     for name, tensor in header.tensors.items():
         if tensor.start != end:
-            raise _damaged(file, f"{name} does not begin where the tensor before it ends")
+            raise _damaged(
+                file, f"{foreign.shortened(name)} does not begin where the tensor before it ends"
+            )
         end = tensor.end
     if size != end:
         raise _damaged(file, f"it has {size} bytes and should have {end}")
@@ -105,8 +107,9 @@ def _parse(file: Path, content: bytes) -> Header:
             raise _damaged(file, f"its header describes {foreign.shortened(name)} in another form")
         if entry["dtype"] not in _DTYPES:
             raise ValueError(
-                f"{file}: {name} is of type {entry['dtype']}; weights are {', '.join(_DTYPES)}: "
-                "give a checkpoint that is not quantized"
+                f"{file}: {foreign.shortened(name)} is of type "
+                f"{foreign.shortened(entry['dtype'])}; weights are {', '.join(_DTYPES)}: give a "
+                "checkpoint that is not quantized"
             )
     starts = {name: len(content) + entry["data_offsets"][0] for name, entry in entries.items()}
     tensors = {

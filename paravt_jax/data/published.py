@@ -124,7 +124,8 @@ def open_table(path: pathlib.Path) -> Table:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = set(file.schema_arrow.names)
             rows = file.metadata.num_rows
-    except (pyarrow.ArrowException, OSError) as error:
+    # ValueError: a name that is not UTF-8.
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     is_rl = set(RL_COLUMNS) <= columns
     if not is_rl and not set(SFT_COLUMNS) <= columns:

@@ -128,7 +128,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
         filled: dict[str, Any] = {name: cell for name, cell in row.items() if cell.strip()}
         if "options" in filled:
             # A cell that is not JSON stays text, and `_options` refuses it: it is not a list.
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 filled["options"] = json.loads(filled["options"])
         yield reader.line_num, filled
 
@@ -233,7 +233,7 @@ def _span(value: Any, field: str) -> tuple[float, float]:
     if isinstance(value, str):
         try:
             span = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             span = None
     if not _is_span(span):
         rule = "a span of seconds, start before end: write [12.5, 20]"
