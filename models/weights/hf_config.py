@@ -46,6 +46,8 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
         _require_object(part, content.get(part))
         for rope in ("rope_parameters", "rope_scaling"):
             _require_object(f"{part}.{rope}", (content.get(part) or {}).get(rope))
+    for part in (content, content.get("text_config") or {}):
+        _checked("tie_word_embeddings", part.get("tie_word_embeddings", False), "bool")
     return family(kind).from_hf(content)
 
 
@@ -169,8 +171,9 @@ def _checked(place: str, value: Any, kind: str) -> Any:
         "str": isinstance(value, str),
     }
     if kind.startswith("tuple[int"):
-        listed = isinstance(value, list | tuple)
-        expected[kind] = listed and all(_is_size(entry) for entry in value)
+        listed = isinstance(value, list | tuple) and all(_is_size(entry) for entry in value)
+        # "tuple[int, int, int]" names its length, and "tuple[int, ...]" has any.
+        expected[kind] = listed and ("..." in kind or len(value) == kind.count("int"))
     require(
         expected.get(kind, True),
         f"{place} = {_shown(value)}: its type is {kind}; fetch config.json again",
