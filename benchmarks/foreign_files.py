@@ -293,7 +293,8 @@ def packed(place: Place) -> Kind:
         with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as file:
             for name, content in chosen.items():
                 file.writestr(name, content)
-        for stream, mode in ((tarred, "w"), (squeezed, "w:gz")):
+        for stream in (tarred, squeezed):
+            mode = "w:gz" if stream is squeezed else "w"
             with tarfile.open(fileobj=stream, mode=mode) as file:
                 for name, content in chosen.items():
                     about = tarfile.TarInfo(name)
@@ -669,7 +670,7 @@ def table(found: dict[str, Found]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=pathlib.Path, help="keeps the files; default: temporary")
     parser.add_argument("--videos", type=pathlib.Path, help="a folder of further media")
     parser.add_argument("--kinds", nargs="+", choices=CASES, default=list(CASES))

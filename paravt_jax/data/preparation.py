@@ -35,6 +35,7 @@ from paravt_jax.data.stored_settings import require_same
 from paravt_jax.data.workers import WorkerError, Workers
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Question
+from paravt_jax.wire import WireError
 
 SUMMARY = "summary.json"
 LEFT_OUT = "left_out.jsonl"
@@ -271,7 +272,7 @@ def _finish(file: pathlib.Path, pending: Sequence[_Pending]) -> int:
     for row in pending:
         try:
             outcome = row.outcome.result()
-        except WorkerError as error:
+        except (WorkerError, WireError) as error:
             outcome = LeftOutRow.by_worker(row.id, row.source, error)
         if isinstance(outcome, LeftOutRow):
             lines.append({"left_out": dataclasses.asdict(outcome)})

@@ -36,6 +36,7 @@ from paravt_jax.method.conversations import Clip, Conversation, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import CropCall, FailedCall, Question
 from paravt_jax.method.tools.crop_video import resolve_window
+from paravt_jax.wire import WireError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,12 @@ class LeftOutRow:
 
     @classmethod
     def by_worker(cls, id: str, source: str, error: Exception) -> LeftOutRow:
-        """A row that no worker could finish: its deadline passed, or its file crashed a decoder."""
+        """A row that no worker could finish.
+
+        Its deadline passed, its file crashed a decoder, or it holds a value that is not JSON.
+        """
+        if isinstance(error, WireError):
+            return cls(id, source, Reason.BROKEN, str(error))
         # `Workers` says "it took longer than" if the deadline passed.
         reason = Reason.SLOW if "longer" in str(error) else Reason.UNREADABLE
         return cls(id, source, reason, str(error))

@@ -102,8 +102,9 @@ class Workers(Generic[_Argument, _Result]):
             priority: Waiting calls with a smaller number are made first, equal ones in order.
 
         Returns:
-            A future of the result. It fails with the exception that the function raised, or with a
-            `WorkerError`. It can be cancelled until the call begins.
+            A future of the result. It fails with the exception that the function raised, with a
+            `WorkerError`, or with a `WireError` if the argument or the result cannot be sent. It
+            can be cancelled until the call begins.
         """
         future: Future[_Result] = Future()
         with self._submitting:
@@ -157,7 +158,7 @@ class Workers(Generic[_Argument, _Result]):
         except Exception as error:
             # The process may be dead or in the middle of a message. The next call gets a new one.
             self._release(number)
-            if not isinstance(error, WorkerError):
+            if not isinstance(error, WorkerError | wire.WireError):
                 error = WorkerError(f"the call cannot be made ({error!r})")
             future.set_exception(error)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import json
 import os
 import pathlib
@@ -14,6 +15,8 @@ import sys
 import time
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -393,3 +396,15 @@ def test_a_deadline_that_no_row_meets_leaves_all_rows_out(files, tmp_path):
             deadline=1e-9,
         )
     assert time.monotonic() - start < 300
+
+
+def test_a_row_with_a_value_that_cannot_be_sent_is_left_out_as_broken(files, tmp_path):
+    annotations = tmp_path / "annotations"
+    annotations.mkdir()
+    row = rl_row(CAR) | {"extra_info": datetime.date(2026, 1, 1)}
+    table = pyarrow.Table.from_pylist([row])
+    pyarrow.parquet.write_table(table, annotations / "paravt_rl_dates.parquet")
+    with pytest.raises(ValueError, match="none of 1 rows can be used; .*: broken row"):
+        prepare_rows(
+            find_tables(annotations), tmp_path / "set", reading_of(files), workers=1, deadline=60
+        )

@@ -72,7 +72,7 @@ def test_a_call_that_needs_too_much_memory_fails_alone():
 
 def test_an_argument_that_cannot_be_sent_fails_alone():
     with Workers(repr, 1, deadline=30) as workers:
-        with pytest.raises(WorkerError, match="cannot be sent: a value of type builtins.function"):
+        with pytest.raises(WireError, match="cannot be sent: a value of type builtins.function"):
             workers.submit(lambda: 0).result(60)
         assert workers.submit(1).result(60) == "1"
 
