@@ -12,6 +12,7 @@ import importlib.util
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -107,7 +108,7 @@ def workspace(model_folder, small_world, tmp_path, monkeypatch) -> pathlib.Path:
     (tmp_path / "runs/paravt_tiny/videos").symlink_to(small_world.folder)
     (tmp_path / "videos").mkdir()
     for name, video in zip(("match.mp4", "talk.mp4"), small_world.videos, strict=False):
-        (tmp_path / "videos" / name).symlink_to(small_world.folder / video.path)
+        shutil.copy(small_world.folder / video.path, tmp_path / "videos" / name)
     (tmp_path / "videos/talk.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nGood morning\n")
     (questions,) = blocks("docs/evaluation.md", "jsonl")
     (tmp_path / "my.jsonl").write_text(questions.lstrip())

@@ -92,7 +92,8 @@ def join(root: str | os.PathLike, name: str) -> str | pathlib.Path:
     if not pathlib.Path(target).is_relative_to(os.path.realpath(folder)):
         raise VideoError(
             path,
-            f"it is at {target}, outside {folder}; copy it there, or give a folder that holds both",
+            f"it is at {target}, outside {folder}; copy it there (a hard link will do), or give a "
+            "folder that holds both",
         )
     return path
 
