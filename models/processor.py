@@ -25,7 +25,7 @@ from models.model import Inputs
 from models.patches import patchify
 from models.rope import mrope_positions, visual_index
 from models.weights.folder import local_folder
-from paravt_jax.data import foreign
+from paravt_jax.data import foreign, media_files
 from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import image_size, video_size
 from paravt_jax.data.video import on_white
@@ -346,7 +346,7 @@ def _check_item(item: Any) -> None:
 def _pixels(image: Any) -> UInt8[np.ndarray, "h w 3"]:
     """An image as an array: rotated as its EXIF data says, on a white background."""
     if isinstance(image, (str, os.PathLike)):
-        with Image.open(image) as file:
+        with media_files.open_picture(image) as file:
             return _pixels(ImageOps.exif_transpose(file))
     if isinstance(image, Image.Image):
         return on_white(image)

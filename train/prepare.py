@@ -217,7 +217,7 @@ def _own_questions(
         )
     if "sizes" not in checked:  # a new run, or one that an earlier version started
         # Which questions are left out stays as it was found first.
-        checked = _check_videos(root, paths, check) | checked
+        checked = _check_videos(root, paths, settings.processes, check) | checked
     unreadable = checked["unreadable"]
     readable = tuple(question for question in questions if question.video not in unreadable)
     training, heldout = hold_out(readable, settings.heldout)
@@ -271,7 +271,7 @@ def _digest(questions: Sequence[Question]) -> str:
 
 
 def _check_videos(
-    root: pathlib.Path, paths: Sequence[str], check: Callable[[], None]
+    root: pathlib.Path, paths: Sequence[str], processes: int, check: Callable[[], None]
 ) -> dict[str, Any]:
     """Returns what a run has to know about its videos.
 
@@ -283,7 +283,7 @@ def _check_videos(
     unreadable: dict[str, str] = {}
     with (
         Progress("check videos", "video", shown=hosts.is_first()) as progress,
-        FrameReader(ReaderSettings(deadline=PATIENCE)) as reader,
+        FrameReader(ReaderSettings(processes, PATIENCE)) as reader,
     ):
         for done, (path, info) in enumerate(reader.probe(root, paths), 1):
             check()

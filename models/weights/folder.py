@@ -174,12 +174,8 @@ def read_companions(folder: Path) -> dict[str, bytes]:
 
 def _require_inside(folder: Path, path: Path) -> None:
     """Raises ValueError if a link leads out of a model's folder, whose files are copied."""
-    # The hub's cache has links from models--NAME/snapshots/REVISION to models--NAME/blobs.
-    home = folder.resolve()
-    if home.parent.name == "snapshots":
-        home = home.parent.parent
     target = path.resolve()
-    if not target.is_relative_to(home):
+    if not foreign.is_inside(target, folder):
         raise ForeignFileError(
             f"{path}: a link to {target}, outside the model's folder; copy the file, or remove it"
         )

@@ -35,7 +35,16 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
         ValueError: the file is for another model, lacks a field, or sets one to a value that this
             model does not support.
     """
-    content = source if isinstance(source, Mapping) else _read_json(source)
+    if isinstance(source, Mapping):
+        return _config(source)
+    content = _read_json(source)
+    try:
+        return _config(content)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _config(content: Mapping[str, Any]) -> ModelConfig:
     kind = content.get("model_type")
     require(
         kind in FAMILIES,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 from typing import Any
 
 MOST_BYTES = 64 << 20
@@ -42,6 +43,18 @@ def require_content(path: str | os.PathLike, start: bytes) -> None:
             f"{path}: only a pointer of git-lfs, not the file itself; run git lfs pull there, or "
             "download the folder with hf download"
         )
+
+
+def is_inside(target: str | os.PathLike, folder: str | os.PathLike) -> bool:
+    """Whether a path without links lies below a folder.
+
+    A folder of the hub's cache is a snapshot, whose files are links to the blobs of the same data
+    set or model: models--NAME/snapshots/REVISION/file -> models--NAME/blobs/HASH.
+    """
+    home = pathlib.Path(os.path.realpath(folder))
+    if home.parent.name == "snapshots":
+        home = home.parent.parent
+    return pathlib.Path(target).is_relative_to(home)
 
 
 def read_object(path: str | os.PathLike, remedy: str = "fetch it again") -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float64, Int64, UInt8
 from PIL import Image
 
+from paravt_jax.data import foreign
 from paravt_jax.data.sizes import FrameRules
 
 
@@ -89,7 +90,7 @@ def join(root: str | os.PathLike, name: str) -> str | pathlib.Path:
         target = os.path.realpath(path)
     except ValueError as error:  # the name contains a NUL
         raise VideoError(path, "no such file") from error
-    if not pathlib.Path(target).is_relative_to(os.path.realpath(folder)):
+    if not foreign.is_inside(target, folder):
         raise VideoError(
             path,
             f"it is at {target}, outside {folder}; copy it there (a hard link will do), or give a "

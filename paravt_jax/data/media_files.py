@@ -51,9 +51,7 @@ _FFMPEG_LIMITS = {"format_whitelist": ",".join(_CONTAINERS), "protocol_whitelist
 _FFMPEG_OPTIONS: dict[str, Any] = (
     {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
 )
-_VIDEO_ERRORS = (av.error.FFmpegError, OSError, RuntimeError, MemoryError)
-# Pillow reports a broken PNG as SyntaxError.
-_PICTURE_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError, MemoryError)
+_VIDEO_ERRORS = (av.error.FFmpegError, OSError, RuntimeError)
 
 
 def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -134,15 +132,17 @@ def open_video(path: str | os.PathLike) -> Iterator[InputContainer]:
     # Open the file anew for every call: a reader that is passed to another thread or through a fork
     # can hang.
     try:
-        with (
-            _opened(path) as source,
-            av.open(source, container_options=_FFMPEG_LIMITS, **_FFMPEG_OPTIONS) as container,
-        ):
+        with _opened(path) as source, _container(path, source) as container:
             yield container
-    except av.error.ArgumentError as error:
-        raise VideoError(path, f"it is none of {', '.join(_CONTAINERS)}; convert it") from error
     except _VIDEO_ERRORS as error:
         raise _undecodable(path, error) from error
+
+
+def _container(path: str | os.PathLike, source: Any) -> InputContainer:
+    try:
+        return av.open(source, container_options=_FFMPEG_LIMITS, **_FFMPEG_OPTIONS)
+    except av.error.ArgumentError as error:
+        raise VideoError(path, f"it is none of {', '.join(_CONTAINERS)}; convert it") from error
 
 
 @contextlib.contextmanager
@@ -153,7 +153,12 @@ def open_picture(path: str | os.PathLike) -> Iterator[Image.Image]:
         with _opened(path) as source, Image.open(source, formats=_PICTURES) as picture:
             require_size(path, picture.width, picture.height)
             yield picture
-    except _PICTURE_ERRORS as error:
+    # MemoryError is for the worker process, which knows its limit.
+    except (VideoError, MemoryError):
+        raise
+    # Broad because Pillow raises errors of many kinds in damaged files: SyntaxError in PNG,
+    # struct.error, TypeError and AttributeError in EXIF data, DecompressionBombError.
+    except Exception as error:
         raise _undecodable(path, error) from error
 
 

@@ -32,10 +32,9 @@ from paravt_jax.data.datasets import Record
 from paravt_jax.data.published import Refused, Table, open_table, read_rows
 from paravt_jax.data.row_reading import Kept, LeftOutRow, Reading, read_row
 from paravt_jax.data.stored_settings import require_same
-from paravt_jax.data.workers import WorkerError, Workers
+from paravt_jax.data.workers import Workers
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Question
-from paravt_jax.wire import WireError
 
 SUMMARY = "summary.json"
 LEFT_OUT = "left_out.jsonl"
@@ -270,9 +269,10 @@ def _finish(file: pathlib.Path, pending: Sequence[_Pending]) -> int:
     """Wait for the rows of a chunk and write their outcomes. Returns the number of rows."""
     lines = []
     for row in pending:
+        # Broad because no row may stop the others, whatever its files make a decoder do.
         try:
             outcome = row.outcome.result()
-        except (WorkerError, WireError) as error:
+        except Exception as error:
             outcome = LeftOutRow.by_worker(row.id, row.source, error)
         if isinstance(outcome, LeftOutRow):
             lines.append({"left_out": dataclasses.asdict(outcome)})

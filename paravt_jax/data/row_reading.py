@@ -31,6 +31,7 @@ from paravt_jax.data.published import (
     read_question,
 )
 from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.workers import DeadlineError
 from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import Clip, Conversation, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -113,8 +114,7 @@ class LeftOutRow:
         """
         if isinstance(error, WireError):
             return cls(id, source, Reason.BROKEN, str(error))
-        # `Workers` says "it took longer than" if the deadline passed.
-        reason = Reason.SLOW if "longer" in str(error) else Reason.UNREADABLE
+        reason = Reason.SLOW if isinstance(error, DeadlineError) else Reason.UNREADABLE
         return cls(id, source, reason, str(error))
 
 

@@ -38,7 +38,11 @@ _Result = TypeVar("_Result")
 
 
 class WorkerError(Exception):
-    """A call has no result: its deadline passed, its process died, or it could not be sent."""
+    """A call has no result: its deadline passed, its process died, or it needs too much memory."""
+
+
+class DeadlineError(WorkerError):
+    """A call took longer than its deadline."""
 
 
 class Workers(Generic[_Argument, _Result]):
@@ -152,13 +156,18 @@ class Workers(Generic[_Argument, _Result]):
 
     def _answer(self, number: int, argument: _Argument, future: Future[_Result]) -> None:
         try:
-            failed, value = self._call(number, argument)
+            message = wire.dumps(argument)
+        except wire.WireError as error:
+            future.set_exception(error)
+            return
+        try:
+            failed, value = self._call(number, message)
         # Broad because an exception that escapes would end this thread, and callers would wait for
         # ever for this future and for all that are still in the queue.
         except Exception as error:
             # The process may be dead or in the middle of a message. The next call gets a new one.
             self._release(number)
-            if not isinstance(error, WorkerError | wire.WireError):
+            if not isinstance(error, WorkerError):
                 error = WorkerError(f"the call cannot be made ({error!r})")
             future.set_exception(error)
             return
@@ -170,13 +179,13 @@ class Workers(Generic[_Argument, _Result]):
         else:
             future.set_result(value)
 
-    def _call(self, number: int, argument: _Argument) -> tuple[bool, Any]:
+    def _call(self, number: int, message: bytes) -> tuple[bool, Any]:
         if number not in self._processes:
             self._processes[number] = _Process(self._setup)
         # `close` kills only the processes in the dict. It may have run before this one was added.
         if self._closed:
             raise WorkerError("the workers were closed")
-        return self._processes[number].call(argument, self._deadline)
+        return self._processes[number].call(message, self._deadline)
 
     def _release(self, number: int) -> None:
         process = self._processes.pop(number, None)
@@ -185,11 +194,18 @@ class Workers(Generic[_Argument, _Result]):
 
 
 def _named(function: Callable) -> tuple[str, str, tuple, dict[str, Any]]:
-    """A function's module, its name there, and the arguments that a partial fixes."""
+    """A function's module, its name there, and the arguments that a partial fixes.
+
+    Raises:
+        ValueError: It cannot be found by its name.
+    """
     if isinstance(function, functools.partial):
         module, name, args, keywords = _named(function.func)
         return module, name, args + function.args, keywords | function.keywords
-    return function.__module__, function.__qualname__, (), {}
+    module, name = function.__module__, function.__qualname__
+    if getattr(sys.modules.get(module), name, None) is not function:
+        raise ValueError(f"workers: {module}.{name} is not a function of a module; define it there")
+    return module, name, (), {}
 
 
 def cancel(future: Future[Any]) -> None:
@@ -223,8 +239,8 @@ class _Process:
         self._calls.send_bytes(setup)
         self._ready = False
 
-    def call(self, argument: Any, deadline: float) -> tuple[bool, Any]:
-        """Make one call.
+    def call(self, argument: bytes, deadline: float) -> tuple[bool, Any]:
+        """Make one call with an argument as `wire` writes it.
 
         Returns:
             Whether the function raised an exception; and that exception, or else the result.
@@ -237,9 +253,9 @@ class _Process:
                 # Imports take seconds. They do not count towards the first call's deadline.
                 self._results.recv_bytes()
                 self._ready = True
-            self._calls.send_bytes(wire.dumps(argument))
+            self._calls.send_bytes(argument)
             if not self._results.poll(deadline):
-                raise WorkerError(f"it took longer than {deadline:g} s")
+                raise DeadlineError(f"it took longer than {deadline:g} s")
             return wire.loads(self._results.recv_bytes())
         except (EOFError, OSError) as error:
             raise WorkerError(f"its process died ({type(error).__name__})") from error
@@ -262,13 +278,21 @@ def _pipe() -> tuple[Connection, Connection]:
     return Connection(read, writable=False), Connection(write, readable=False)
 
 
+def _limit_memory(memory: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    # Only root may raise the hard limit, and a scheduler may have set a lower one.
+    if hard != resource.RLIM_INFINITY:
+        memory = min(memory, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
+
+
 def _work(calls: Connection, results: Connection) -> None:
     """The main loop of a worker process."""
     # A scheduler may signal every process of a job. The parent decides when its workers end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     module, name, args, keywords, memory = wire.loads(calls.recv_bytes())
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    _limit_memory(memory)
     function = functools.partial(getattr(importlib.import_module(module), name), *args, **keywords)
     # Tell the parent that the imports are done.
     results.send_bytes(b"")

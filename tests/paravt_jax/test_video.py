@@ -352,6 +352,26 @@ def test_a_picture_is_opened_in_the_listed_formats_only(tmp_path):
         video.probe(path)
 
 
+def test_damaged_exif_data_is_a_video_error(tmp_path):
+    path = tmp_path / "turned.jpg"
+    exif = Image.Exif()
+    exif.update({0x0112: 6, 0x013B: "somebody", 0x011A: 72.0})
+    Image.new("RGB", (64, 48)).save(path, exif=exif)
+    whole = path.read_bytes()
+    start, end = whole.index(b"Exif"), whole.index(b"somebody") + 20
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(1000):
+        damaged = np.frombuffer(whole, np.uint8).copy()
+        damaged[rng.integers(start, end, 3)] = rng.integers(0, 256, 3)
+        path.write_bytes(damaged.tobytes())
+        try:
+            video.read(path, [0])
+        except VideoError:
+            refused += 1
+    assert refused
+
+
 def test_frames_that_are_too_large_are_not_decoded(tmp_path):
     path = tmp_path / "large.png"
     Image.new("1", (9_000, 9_000)).save(path)
@@ -369,6 +389,14 @@ def test_a_name_or_a_link_leads_to_no_file_outside_the_folder(tmp_path, elsewher
     for name in ("link.mp4", "folder/private.mp4", "../elsewhere/private.mp4", str(elsewhere)):
         with pytest.raises(VideoError, match=f"it is at {elsewhere}, outside {root}"):
             join(root, name)
+    # The hub's cache links a data set's files to their blobs.
+    snapshot = tmp_path / "datasets--owner--name" / "snapshots" / "revision"
+    snapshot.mkdir(parents=True)
+    blob = tmp_path / "datasets--owner--name" / "blobs" / "hash"
+    blob.parent.mkdir()
+    blob.write_bytes(elsewhere.read_bytes())
+    (snapshot / "a.mp4").symlink_to(blob)
+    assert video.probe(join(snapshot, "a.mp4")).frames == 10
     (tmp_path / "linked").symlink_to(root)
     for folder in (root, tmp_path / "linked"):
         assert video.probe(join(folder, "alias.mp4")).frames == 10

@@ -92,12 +92,24 @@ def test_an_error_of_this_project_keeps_its_arguments():
 
 
 def test_an_error_of_another_package_comes_back_as_text():
-    back = wire.loads(wire.dumps(pickle.PicklingError("broken")))
-    assert isinstance(back, RuntimeError)
-    assert str(back) == "PicklingError: broken"
+    for error in (pickle.PicklingError("broken"), OSError(object())):
+        back = wire.loads(wire.dumps(error))
+        assert isinstance(back, RuntimeError)
+        assert str(back) == f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("value", [print, object(), os, np.array([print]), [{1: object()}]])
+@pytest.mark.parametrize(
+    "value",
+    [
+        print,
+        object(),
+        os,
+        np.array([print]),
+        np.zeros(2, "i4,f4"),
+        np.ma.masked_array([1, 2], [True, False]),
+        [{1: object()}],
+    ],
+)
 def test_other_values_are_refused(value):
     with pytest.raises(wire.WireError, match="cannot be sent: a"):
         wire.dumps(value)
@@ -111,7 +123,16 @@ def test_a_value_that_contains_itself_is_refused():
 
 
 def forged(code: int, *content: object) -> bytes:
-    return msgpack.packb(msgpack.ExtType(code, msgpack.packb(content)))
+    """A message whose body is one ext type."""
+    body = msgpack.packb(msgpack.ExtType(code, msgpack.packb(content)))
+    assert body is not None
+    sizes = msgpack.packb([len(body)])
+    assert sizes is not None
+    return len(sizes).to_bytes(4, "little") + sizes + body
+
+
+def test_a_forged_message_can_be_read():
+    assert wire.loads(forged(9, "builtins", "KeyError", ["a"])).args == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +148,10 @@ def forged(code: int, *content: object) -> bytes:
         forged(7, "builtins", "eval", {"source": "1"}),
         forged(9, "builtins", "eval", ["1"]),
         forged(9, "builtins", "dict", [[]]),
+        forged(9, "builtins", "SystemExit", [1]),
+        forged(9, "paravt_jax.data.workers", "subprocess.CalledProcessError", [1, "x"]),
+        forged(9, "paravt_jax.data.archives", "tarfile.ReadError", ["x"]),
+        forged(8, "paravt_jax.data.workers", "signal.Signals", 9),
         forged(8, "paravt_jax.data.frames", "VideoError", 1),
     ],
 )
@@ -138,5 +163,8 @@ def test_a_message_cannot_name_anything_else(message):
 def test_the_checks_of_a_class_run_when_it_is_built():
     info = VideoInfo("a", 1, 1.0, np.zeros(1), 2, 2)
     assert dataclasses.asdict(wire.loads(wire.dumps(info)))["frames"] == 1
+    fields = dataclasses.asdict(info) | {"times": [0.0], "__dict__": {}}
+    with pytest.raises(wire.WireError, match="__dict__"):
+        wire.loads(forged(7, "paravt_jax.data.frames", "VideoInfo", fields))
     with pytest.raises(wire.WireError, match="frames"):
         wire.loads(forged(7, "paravt_jax.data.frames", "VideoInfo", {"path": "a"}))

@@ -70,6 +70,19 @@ def test_a_call_that_needs_too_much_memory_fails_alone():
         assert workers.submit(3).result(60) == bytes(3)
 
 
+def test_workers_keep_below_a_limit_of_the_machine():
+    program = "from paravt_jax.data.workers import Workers\nwith Workers(abs, 1, 60) as workers:\n"
+    program += "    print(workers.submit(-1).result(60))\n"
+    limited = f"ulimit -d 3000000; exec {sys.executable} -c '{program}'"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
+
+
+def test_a_function_without_a_name_is_refused_at_once():
+    with pytest.raises(ValueError, match="lambda.* is not a function of a module"):
+        Workers(lambda x: x, 1, 60)
+
+
 def test_an_argument_that_cannot_be_sent_fails_alone():
     with Workers(repr, 1, deadline=30) as workers:
         with pytest.raises(WireError, match="cannot be sent: a value of type builtins.function"):
