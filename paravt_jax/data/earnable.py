@@ -1,6 +1,7 @@
-"""Refuses questions whose reward no answer could earn. Training on them would only cost time.
+"""Refuses questions with a wrong answer. Training on them would only cost time.
 
-The rules are those of the reward itself (`paravt_jax.method.accuracy`).
+No answer could earn the reward (`paravt_jax.method.accuracy`) of most of them. A multiple-choice
+answer that names none of its options could be earned, but only by its own words.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import re
 import string
 
 from paravt_jax.data.published import Reason, Refused
-from paravt_jax.method.accuracy import accuracy, chosen_option, read_range
+from paravt_jax.method.accuracy import accuracy, chosen_option, normalise, read_range
 from paravt_jax.method.records import Question, QuestionKind
 
-# A line with an option: "A. a car", "(A) a car", "A) a car", "A: a car".
-_OPTION = re.compile(r"^[^\S\n]*\(?([A-Z])[.):][^\S\n]*(\S.*)$", re.MULTILINE)
+# A line with an option: "A. a car", "(A) a car", "A) a car". "A: a car" may be said by a person A.
+_OPTION = re.compile(r"^[^\S\n]*\(?([A-Z])[.)][^\S\n]*(\S.*)$", re.MULTILINE)
 # An answer inside the video that earns less than this has missed the span. Published spans may end
 # a little after their video, because they were measured on another copy of it.
 _LEAST_OVERLAP = 0.5
@@ -24,24 +25,31 @@ def options_in(text: str) -> list[str]:
 
     Returns:
         Their words in the order of their letters. Empty unless the lines are lettered A, B, ...
-        without a gap, and no further option stands inside a line.
+        without a gap, their words differ, and no further option stands inside a line or in a line
+        of another form.
     """
-    lines = _OPTION.findall(text)
-    letters = "".join(letter for letter, _ in lines)
+    lines = list(_OPTION.finditer(text))
+    letters = "".join(line[1] for line in lines)
+    options = [line[2] for line in lines]
     if len(lines) < 2 or not string.ascii_uppercase.startswith(letters):
         return []
-    following = string.ascii_uppercase[len(letters) :][:1]
-    if following and re.search(rf"(?<!\w){following}[.):]", text):
+    if len({normalise(option) for option in options}) < len(options):
         return []
-    return [words for _, words in lines]
+    following = string.ascii_uppercase[len(letters) :][:1]
+    if following:
+        inside = re.search(rf"(?<!\w){following}[.):]", text)
+        after = re.search(rf"^\W*{following}\b", text[lines[-1].end() :], re.MULTILINE)
+        if inside or after:
+            return []
+    return options
 
 
 def require_earnable(question: Question) -> None:
     """Check what needs no video.
 
     Raises:
-        Refused: The answer is none of the options, or a reversed or empty span, or no word at all.
-            Options that cannot be read for sure are not checked.
+        Refused: The answer names none of the options, or is a reversed or empty span, or no word
+            at all. Options that cannot be read for sure are not checked.
     """
     answer = question.answer
     if question.kind is QuestionKind.MULTIPLE_CHOICE:
@@ -49,7 +57,7 @@ def require_earnable(question: Question) -> None:
         if options and chosen_option(answer, options) is None:
             letters = ", ".join(string.ascii_uppercase[: len(options)])
             raise Refused(
-                Reason.IMPOSSIBLE, f"the answer {answer[:80]!r} is not one of the options {letters}"
+                Reason.NO_OPTION, f"the answer {answer[:80]!r} is not one of the options {letters}"
             )
     if question.kind is QuestionKind.TEMPORAL_GROUNDING:
         start, end = _span(question)

@@ -26,13 +26,21 @@ import pyarrow.parquet
 from paravt_jax.data import foreign
 from paravt_jax.method.accuracy import read_range
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
-from paravt_jax.method.parsing import block_spans, extract_answer, find_tags, parse_calls
+from paravt_jax.method.parsing import (
+    block_spans,
+    extract_answer,
+    find_calls,
+    find_tags,
+    parse_calls,
+)
 from paravt_jax.method.protocol import PINNED, VIDEO_NAME, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall, FailedCall, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import CropVideo
 
 RL_COLUMNS = ("prompt", "videos", "extra_info")
 SFT_COLUMNS = ("messages",)
+# Fields of extra_info that are read.
+_EXTRA_FIELDS = ("question_type", "answer", "evidence")
 
 # "paravt_sft_videor1_50k" names the split "videor1"; the suffix is its number of rows.
 _FILE_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
@@ -40,8 +48,6 @@ _FILE_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
 _MEDIA = {"video_url": False, "image_url": True}
 # The name under which texts mention a picture. The first video is `VIDEO_NAME`.
 _PICTURE_NAME = "image.jpg"
-# A call that is about a file other than the first video, once paths have become names.
-_OTHER_FILE = re.compile(r'"((?:video_\d+\.mp4|image(?:_\d+)?\.jpg))"')
 # Marks the place of a file in the published texts. The protocol places files itself.
 _PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
 # Forbidden in a response. Special tokens would end its turn when the row is rendered, and an agent
@@ -49,6 +55,8 @@ _PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
 _FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
 _RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 _RESPONSE_TAG = re.compile(f"({'|'.join(_RESPONSE_TAGS)})")
+# A number of frames in the JSON of a call. Quotation marks are escaped where arguments are a text.
+_FRAME_NUMBER = re.compile(r'\bnum_frames\\*"\s*+:\s*+(?!null)')
 # More than 30 years. An int of JSON may be too large for a float.
 _MOST_SECONDS = 1e9
 
@@ -77,6 +85,7 @@ class Reason(enum.StrEnum):
     BROKEN = "broken row"
     NO_ANSWER = "no answer"
     IMPOSSIBLE = "impossible answer"
+    NO_OPTION = "names none of its options"
     PROTOCOL = "not in the protocol"
     MISSING = "missing video"
     UNREADABLE = "unreadable video"
@@ -149,7 +158,7 @@ def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
 
 
 def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refused]:
-    """Yield the rows of a file in order, with the published columns only.
+    """Yield the rows of a file in order, with the published columns and fields only.
 
     A row with a value that Python cannot represent is yielded as a `Refused`.
 
@@ -160,9 +169,9 @@ def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refus
     Raises:
         ValueError: The file is damaged.
     """
-    columns = RL_COLUMNS if table.rl else SFT_COLUMNS
     with pyarrow.parquet.ParquetFile(table.path) as file:
-        batches = file.iter_batches(batch, columns=list(columns))
+        columns = _columns_to_read(file.schema_arrow) if table.rl else list(SFT_COLUMNS)
+        batches = file.iter_batches(batch, columns=columns)
         while True:
             try:
                 record_batch = next(batches, None)
@@ -173,12 +182,26 @@ def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refus
             yield from _python_rows(record_batch)
 
 
+def _columns_to_read(schema: pyarrow.Schema) -> list[str]:
+    """The columns of rl rows. Of an extra_info with fields, only those that are read.
+
+    Other fields may hold dates and the like, which cannot be sent to the process that reads rows.
+    """
+    extra = schema.field("extra_info").type
+    if not pyarrow.types.is_struct(extra):
+        return list(RL_COLUMNS)
+    fields = [name for name in _EXTRA_FIELDS if extra.get_field_index(name) >= 0]
+    return [name for name in RL_COLUMNS if name != "extra_info"] + [
+        f"extra_info.{name}" for name in fields
+    ]
+
+
 def _python_rows(batch: pyarrow.RecordBatch) -> list[dict[str, Any] | Refused]:
-    # Arrow checks neither that texts are UTF-8 nor that dates exist. One bad value fails the whole
-    # batch, so the batch is then converted row by row.
+    # Arrow checks neither that texts are UTF-8 nor that dates and times are in Python's range. One
+    # bad value fails the whole batch, so the batch is then converted row by row.
     try:
         return batch.to_pylist()
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         if batch.num_rows == 1:
             return [Refused(Reason.BROKEN, f"a value cannot be read ({error})")]
     rows: list[dict[str, Any] | Refused] = []
@@ -306,11 +329,11 @@ def read_conversation(
     messages = row.get("messages")
     if isinstance(messages, str):
         messages = _json(messages, "messages")
-    read = _read_messages(messages)
+    read, names = _read_messages(messages)
     episode = [
         part for message in read if message.role != "system" for part in _split_message(message)
     ]
-    turns = _arrange(episode, limits)
+    turns = _arrange(episode, limits, [name for name in names if name != VIDEO_NAME])
     main_video = _main_video(turns)
 
     def shown(part: _Part, call: CropCall | None) -> str | Clip:
@@ -342,16 +365,15 @@ def ignored_frame_numbers(row: Mapping[str, Any], limits: ProtocolSettings) -> i
     if limits.max_num_frames:
         return 0
     messages = row["messages"]
-    read = _read_messages(_json(messages, "messages") if isinstance(messages, str) else messages)
-    texts = [
-        part
-        for message in read
-        if message.role == "assistant"
-        for part in message.parts
-        if isinstance(part, str)
-    ]
-    calls = parse_calls("".join(texts), (CropVideo(max_num_frames=1),))
-    return sum(isinstance(call, CropCall) and call.frames is not None for call in calls)
+    if isinstance(messages, str):
+        # Most rows have none. JSON is read once more only for the others.
+        if "num_frames" not in messages:
+            return 0
+        messages = _json(messages, "messages")
+    read = map(_read_message, messages)
+    parts = [part for message in read if message.role == "assistant" for part in message.parts]
+    calls = find_calls("".join(part for part in parts if isinstance(part, str)))
+    return sum(_FRAME_NUMBER.search(text or "") is not None for _, text in calls)
 
 
 def _main_video(turns: Sequence[_Turn]) -> str | None:
@@ -370,20 +392,25 @@ def _offers_tools(messages: Sequence[_Message], turns: Sequence[_Turn]) -> bool:
     return "crop_video" in " ".join(texts) or any(turn.role == "tool" for turn in turns)
 
 
-def _read_messages(messages: Any) -> list[_Message]:
-    """Read roles, texts and files. File paths in texts become the name that the model uses."""
+def _read_messages(messages: Any) -> tuple[list[_Message], list[str]]:
+    """Read roles, texts and files. File paths in texts become the names that the model uses.
+
+    Returns:
+        The messages and the names.
+    """
     read = [_read_message(message) for message in _list(messages, "messages")]
     files = [part for message in read for part in message.parts if isinstance(part, _File)]
     pictures = _numbered(_PICTURE_NAME, [file.path for file in files if file.picture])
     videos = _numbered(VIDEO_NAME, [file.path for file in files if not file.picture])
     names = pictures | videos
-    return [
+    renamed = [
         _Message(
             message.role,
             [_hide_paths(part, names) if isinstance(part, str) else part for part in message.parts],
         )
         for message in read
     ]
+    return renamed, list(names.values())
 
 
 def _numbered(name: str, paths: Sequence[str]) -> dict[str, str]:
@@ -441,10 +468,17 @@ def _split_message(message: _Message) -> list[_Message]:
     return turns
 
 
-def _arrange(messages: Sequence[_Message], limits: ProtocolSettings) -> list[_Turn]:
+def _arrange(
+    messages: Sequence[_Message], limits: ProtocolSettings, other_files: Sequence[str]
+) -> list[_Turn]:
     """Arrange messages as the turns of an episode.
 
     user -> assistant with calls -> one tool turn per call -> ... -> assistant without calls
+
+    Args:
+        messages: The messages, without a system turn.
+        limits: Limits of the protocol.
+        other_files: Names of all files but the first video. No call may be about one of them.
     """
     turns: list[_Turn] = []
     # Calls that still need a response.
@@ -460,7 +494,7 @@ def _arrange(messages: Sequence[_Message], limits: ProtocolSettings) -> list[_Tu
                     "assistant turn: a question or a tool response has to come first",
                 )
             _require_answered(open_calls)
-            text, open_calls = _response(parts, limits)
+            text, open_calls = _response(parts, limits, other_files)
             tool_turns += bool(open_calls)
             if tool_turns > limits.max_tool_turns:
                 raise Refused(
@@ -495,7 +529,9 @@ def _require_answered(calls: Sequence[CropCall]) -> None:
         raise Refused(Reason.PROTOCOL, f"{len(calls)} calls have no tool response")
 
 
-def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, list[CropCall]]:
+def _response(
+    parts: Sequence[_Part], limits: ProtocolSettings, other_files: Sequence[str]
+) -> tuple[str, list[CropCall]]:
     """Return a response's text, with its calls in the protocol's form, and the calls."""
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
@@ -524,11 +560,11 @@ def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, li
     # Replace from last to first, so that the spans of earlier calls stay valid.
     spans = block_spans(find_tags(text), "tool_call")
     for (opening, closing), call in reversed(list(zip(spans, calls, strict=True))):
-        other = _OTHER_FILE.search(text, opening.end, closing.start)
-        if other:
-            raise Refused(
-                Reason.PROTOCOL, f"a call is about {other[1]}; the tool shows the first video only"
-            )
+        for name in other_files:
+            if text.find(f'"{name}"', opening.end, closing.start) >= 0:
+                raise Refused(
+                    Reason.PROTOCOL, f"a call is about {name}; the tool shows the first video only"
+                )
         text = text[: opening.start] + render_call(call) + text[closing.end :]
     # The published responses differ in the white space after <think>. An episode pins one form.
     tag = PINNED.strip()
@@ -572,20 +608,23 @@ def _tool_responses(parts: Sequence[_Part], role: str) -> list[list[_Part]]:
             raise Refused(
                 Reason.PROTOCOL, "tool turn: something is outside its <tool_response> tags"
             )
-    leading = _deal(leading, len(responses))
+    leading = _assign_leading_files(leading, len(responses))
     return [
         _strip_texts([*files, *response])
         for files, response in zip(leading, responses, strict=True)
     ]
 
 
-def _deal(leading: Sequence[list[_Part]], count: int) -> list[list[_Part]]:
-    """The files before each of `count` responses. Files that all come first are dealt in order."""
+def _assign_leading_files(leading: Sequence[list[_Part]], count: int) -> list[list[_Part]]:
+    """The files before each of `count` responses.
+
+    If all files come first, and there is one for each response, they are assigned in order.
+    """
     *before, rest = leading
     first = before[0]
     if rest or (count > 1 and len(first) > 1 and (any(before[1:]) or len(first) != count)):
         raise Refused(
-            Reason.PROTOCOL, "tool turn: it is open to which <tool_response> a file belongs"
+            Reason.PROTOCOL, "tool turn: it is unclear which <tool_response> a file belongs to"
         )
     return [[file] for file in first] if count > 1 and len(first) == count else before
 

@@ -20,18 +20,34 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from paravt_jax.method.parsing import call_text, extract_answer, find_calls
 from paravt_jax.method.tools.crop_video import CropVideo, read_seconds
 
-_PAIR = re.compile(r"""(\w+)\s*=\s*("[^"]*"|'[^']*'|[^\s,()]+)""")
-_NUMBER_OR_TIME = re.compile(r"\d+(?::\d+)*(?:\.\d+)?")
-# From the first brace to the last one. Braces around a word are LaTeX, not JSON.
-_OBJECT = re.compile(r'\{\s*["}].*\}|\{\s*\}', re.DOTALL)
+# Quantifiers are possessive ("++"), so that a long text that does not match fails at once.
+_PAIR = re.compile(r"""(?<!\w)(\w++)\s*+=\s*("[^"]*"|'[^']*'|[^\s,()]+)""")
+_TIME = r"\d++(?::\d++)*+(?:\.\d++)?+"
+_UNIT = r"(?:\s*+s(?:ec(?:ond)?s?)?\b)?+"
+_BRACKETS = r"[\s\[\]()<>]*+"
+_JOINT = rf"{_BRACKETS}(?:-{{1,2}}>|[,;~–—→-]|(?:to|and|until)\b)?+{_BRACKETS}"
+_NUMBER_OR_TIME = re.compile(_TIME)
+# "4 to 6", "[0:04-0:06, 0:08-0:09]", "<4.0 seconds> - <6.0 seconds>". No other units or signs.
+_TIMES = re.compile(
+    rf"{_BRACKETS}(?:(?:from|between)\b)?{_BRACKETS}"
+    rf"{_TIME}{_UNIT}(?:{_JOINT}{_TIME}{_UNIT})*+{_BRACKETS}",
+    re.IGNORECASE,
+)
+_MILLISECONDS = re.compile(r"(?<=:[0-5]\d),(?=\d{3}(?![\d:.]))")  # "00:01:13,500" of subtitles
+# Where an object may begin. Braces around a word are LaTeX, not JSON.
+_OBJECT = re.compile(r'\{\s*["}]')
+# From the first brace to the last one.
+_BRACES = re.compile(rf"(?={_OBJECT.pattern})\{{.*\}}", re.DOTALL)
+_DECODER = json.JSONDecoder(strict=False)
 # Names that other formats give to arguments of crop_video.
 _ARGUMENTS = {"start": "start_time", "end": "end_time"}
+_EMPTY = (None, "", [], {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +58,15 @@ class NativeFormat:
     """
 
     answer: str = ""
-    """Pattern with one group. The last match is the answer, unless there is an answer block."""
+    """Pattern with one group. The answer is the last group with text, unless there is an answer
+    block."""
     call: str = ""
     """Pattern whose matches are calls. Its groups are fields of a call if they have names. A single
     group without a name is JSON (a call, arguments, or a list of them) or `name=value` pairs."""
     json_answer: str = ""
     """For a JSON agent, whose response is an object: the field of its answer, such as `final` or
-    `result.answer`. A response with an answer calls nothing."""
+    `result.answer`. A response with an answer calls nothing. Of several objects, the last one with
+    an answer or a call counts."""
     json_calls: str = ""
     """For a JSON agent: the field of its call or of its list of calls."""
     name_field: str = "name"
@@ -60,8 +78,8 @@ class NativeFormat:
     tools: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Our names of tools, by the model's."""
     arguments: Mapping[str, str | Sequence[str]] = dataclasses.field(default_factory=dict)
-    """Our names of arguments, by the model's. A list of names takes a value apart: they get the
-    numbers and times in it, in order. Further numbers are further calls."""
+    """Our names of arguments, by the model's. A list of names splits a value: they get the numbers
+    and times in it, in order. Further numbers are further calls."""
 
     def __post_init__(self):
         for field in ("answer", "call"):
@@ -94,26 +112,42 @@ class NativeFormat:
     def _rewrite(self, text: str) -> str:
         in_our_form = find_calls(text) or extract_answer(text) is not None
         if (self.json_answer or self.json_calls) and not in_our_form:
-            # Braces in the thought are no response.
-            found = _OBJECT.search(text, max(text.rfind("</think>"), 0))
-            if found:
-                text = text[: found.start()] + self._read_agent(found[0]) + text[found.end() :]
+            text = self._read_agent(text)
         if self.call:
             text = re.sub(self.call, self._read_match, text, flags=re.DOTALL)
         if self.answer and extract_answer(text) is None:
-            matches = [*re.finditer(self.answer, text, flags=re.DOTALL)]
-            if matches:
-                start, end = matches[-1].span()
-                text = f"{text[:start]}<answer>{matches[-1][1]}</answer>{text[end:]}"
+            found = [*re.finditer(self.answer, text, flags=re.DOTALL)]
+            # A pattern may match without its group, or with an empty one.
+            found = [match for match in found if match[1] and match[1].strip()]
+            if found:
+                start, end = found[-1].span()
+                text = f"{text[:start]}<answer>{found[-1][1]}</answer>{text[end:]}"
         return text
 
     def _read_agent(self, text: str) -> str:
-        """Rewrite the object of a JSON agent."""
-        found = _read_json(text)
-        answer = _at(found, self.json_answer)
-        if answer not in (None, "", [], {}):
-            return f"<answer>{answer if isinstance(answer, str) else json.dumps(answer)}</answer>"
-        return self._write_calls(_at(found, self.json_calls), text)
+        """Rewrite the object of a JSON agent: the last one that has an answer or calls.
+
+        If there is none, everything between braces becomes a call that cannot be read.
+        """
+        # Braces in the thought are no response.
+        after_thought = max(text.rfind("</think>"), 0)
+        braces = _BRACES.search(text, after_thought)
+        if not braces:
+            return text
+        start, end = braces.span()
+        answer: Any = None
+        calls: Any = None
+        for found, span in _objects(text, after_thought):
+            fields = _value_at(found, self.json_answer), _value_at(found, self.json_calls)
+            if any(field not in _EMPTY for field in fields):
+                answer, calls = fields
+                start, end = span
+        if answer not in _EMPTY:
+            answer = answer if isinstance(answer, str) else json.dumps(answer)
+            written = f"<answer>{answer}</answer>"
+        else:
+            written = self._write_calls(calls, text[start:end])
+        return text[:start] + written + text[end:]
 
     def _read_match(self, match: re.Match[str]) -> str:
         """Rewrite a match of `call`."""
@@ -126,7 +160,9 @@ class NativeFormat:
     def _write_calls(self, found: Any, text: str) -> str:
         """The calls in an object or a list of objects; if there are none, `text` as a call."""
         read: list[str] = []
-        for call in found if isinstance(found, list) else [found]:
+        # A list without an object, such as [4, 6], is one call that cannot be read, not two.
+        several = isinstance(found, list) and any(isinstance(call, dict) for call in found)
+        for call in found if several else [found]:
             if isinstance(call, dict) and call:
                 read += self._read_call(call)
             elif call:
@@ -135,9 +171,9 @@ class NativeFormat:
 
     def _read_call(self, call: Mapping[str, Any]) -> list[str]:
         """The JSON of the calls that a call stands for."""
-        name = _at(call, self.name_field)
+        name = _value_at(call, self.name_field)
         name = self.tools.get(name, name) if isinstance(name, str) else self.tool
-        arguments = _at(call, self.arguments_field)
+        arguments = _value_at(call, self.arguments_field)
         if isinstance(arguments, str):
             arguments = _read_object(arguments)
         if not isinstance(arguments, dict):
@@ -145,7 +181,7 @@ class NativeFormat:
         calls: list[dict[str, Any]] = [{}]
         for key, value in arguments.items():
             ours = self.arguments.get(key, key)
-            found = [{ours: value}] if isinstance(ours, str) else _apart(value, ours)
+            found = [{ours: value}] if isinstance(ours, str) else _split_numbers(value, ours)
             found = found or [{key: value}]
             calls = [known | more for more in found for known in calls]
         if name == CropVideo.name:
@@ -183,22 +219,45 @@ def _read_object(text: str) -> Any:
     return {key: value.strip("\"'") for key, value in _PAIR.findall(text)}
 
 
-def _at(found: Any, path: str) -> Any:
+def _objects(text: str, start: int) -> Iterator[tuple[dict[str, Any], tuple[int, int]]]:
+    """The JSON objects in a text from `start` on, each with its span; none inside another."""
+    match = _OBJECT.search(text, start)
+    while match:
+        end = match.start() + 1
+        try:
+            found, end = _DECODER.raw_decode(text, match.start())
+            yield found, (match.start(), end)
+        except ValueError:
+            pass
+        match = _OBJECT.search(text, end)
+
+
+def _value_at(found: Any, path: str) -> Any:
     """The value at a path of names joined by dots; None if it is not there."""
     for name in path.split("."):
         found = found.get(name) if isinstance(found, dict) else None
     return found
 
 
-def _apart(value: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+def _split_numbers(value: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     """The numbers and times of a value as arguments, for one or several calls.
 
     [4, 6], [[4, 6], [8, 9]] and "0:04-0:06, 0:08-0:09" have two names' values once or twice.
+
+    Returns:
+        The arguments of each call; empty if a text is not only numbers, times in seconds and what
+        joins them.
     """
     values: list[Any] = []
     for item in value if isinstance(value, list) else [value]:
         for part in item if isinstance(item, list) else [item]:
-            values += _NUMBER_OR_TIME.findall(part) if isinstance(part, str) else [part]
+            if not isinstance(part, str):
+                values.append(part)
+                continue
+            part = _MILLISECONDS.sub(".", part)
+            if not _TIMES.fullmatch(part):
+                return []
+            values += _NUMBER_OR_TIME.findall(part)
     count = len(names)
     return [
         dict(zip(names, values[start : start + count], strict=False))

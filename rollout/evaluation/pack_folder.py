@@ -197,7 +197,15 @@ def _native_format(read: dict[str, Any]) -> NativeFormat:
 
 
 def _toml_key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+
+
+def _toml(value: Any) -> str:
+    """A number, boolean, text or list in TOML, which writes them as JSON does, but for two points.
+
+    TOML has no pairs of surrogates as escapes, and wants U+007F escaped.
+    """
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
@@ -244,7 +252,7 @@ def _checked(place: str, field: str, value: Any) -> Any:
 
 
 def _about(name: str, pack: TextPack) -> str:
-    lines = [f"format = {FORMAT}", f"name = {json.dumps(name)}", ""]
+    lines = [f"format = {FORMAT}", f"name = {_toml(name)}", ""]
     read = pack.read.settings()
     tables = {"turns": pack.turns, "read": {k: x for k, x in read.items() if isinstance(x, str)}}
     tables |= {f"read.{key}": table for key, table in read.items() if isinstance(table, dict)}
@@ -252,7 +260,6 @@ def _about(name: str, pack: TextPack) -> str:
         tables["play" + (f".{benchmark}" if benchmark else "")] = values
     for table, values in tables.items():
         lines.append(f"[{table}]")
-        # JSON's numbers, booleans, texts and lists are TOML's, too.
-        lines += [f"{_toml_key(key)} = {json.dumps(value)}" for key, value in values.items()]
+        lines += [f"{_toml_key(key)} = {_toml(value)}" for key, value in values.items()]
         lines.append("")
     return "\n".join(lines)

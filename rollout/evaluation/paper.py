@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from paravt_jax.method.wording import Prompt
-
 COLUMNS = {
     "videomme": "VideoMME",
     "videomme_wsub": "+ subtitles",
@@ -98,51 +96,6 @@ TABLE_1 = (
 )
 # fmt: on
 """The two proprietary and thirteen open models, in per cent; Charades-STA is mIoU."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Baseline:
-    """What evaluates an open row of table 1 here."""
-
-    weights: str
-    """Hub id, as the release's evaluator names it."""
-    family: str
-    """The `model_type` of its config.json."""
-    prompt: Prompt | None = None
-    """What `--prompt` has to be; None: what the protocol chooses for each split."""
-    pack: str = ""
-    """The folder of `examples/packs` with the form in which the model writes, if the release leaves
-    the prompt to its users."""
-
-    def arguments(self, release: str, packs: str) -> list[str]:
-        """The arguments of `rollout.evaluate` in which the row differs from others.
-
-        Args:
-            release: the checkout of the release.
-            packs: the folder of packs with the models' own wordings.
-        """
-        if self.pack:
-            return ["--model", self.weights, "--protocol", f"{packs}/{self.pack}"]
-        prompt = ["--prompt", self.prompt] if self.prompt else []
-        return ["--model", self.weights, "--protocol", "published", "--release", release, *prompt]
-
-
-BASELINES = {
-    "Qwen2.5-VL-7B": Baseline("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", "direct"),
-    "Video-R1-7B": Baseline("Video-R1/Video-R1-7B", "qwen2_5_vl", "reasoning"),
-    "VideoChat-R1-7B": Baseline("OpenGVLab/VideoChat-R1_7B", "qwen2_5_vl", "reasoning"),
-    "VideoRFT-7B": Baseline("QiWang98/VideoRFT", "qwen2_5_vl", "reasoning"),
-    "Time-R1-7B": Baseline("Boshenxx/Time-R1-7B", "qwen2_5_vl", "reasoning"),
-    "ReWatch-R1-7B": Baseline("zcccccz/ReWatch-R1", "qwen2_5_vl", "reasoning"),
-    "Video-Thinker-7B": Baseline("ShijianW01/Video-Thinker-7B", "qwen2_5_vl", "reasoning"),
-    "Qwen3-VL-8B": Baseline("Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl", "agentic"),
-    "Conan-7B": Baseline("RUBBISHLIKE/Conan-7B", "qwen2_5_vl", "agentic"),
-    "LongVT-RFT-7B": Baseline("longvideotool/LongVT-RFT", "qwen2_5_vl", pack="tool_call"),
-    "SAGE-7B": Baseline("allenai/SAGE-MM-Qwen2.5-VL-7B-SFT_RL", "qwen2_5_vl", pack="json_agent"),
-    "VideoZoomer-7B": Baseline("zsgvivo/videozoomer", "qwen2_5_vl", pack="zoom_tag"),
-    "ParaVT-8B": Baseline("ParaVT/ParaVT-8B", "qwen3_vl"),
-}
-"""The open rows of table 1 by name. Families follow from the models' base models."""
 
 
 @dataclasses.dataclass(frozen=True)

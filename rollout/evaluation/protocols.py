@@ -83,7 +83,7 @@ def as_the_pack_plays(
         wanted = decided[field.name]
         decided[field.name] = wanted = tuple(wanted) if isinstance(wanted, list) else wanted
         value = getattr(settings, field.name)
-        if field.name in given and _is_open(field.name, value):
+        if field.name in given and _user_may_override(field.name, value):
             decided[field.name] = value
         elif value != wanted and (value != field.default or field.name in given):
             flag = field.name.replace("_", "-")
@@ -94,7 +94,7 @@ def as_the_pack_plays(
     return dataclasses.replace(settings, **decided)
 
 
-def _is_open(field: str, value: Any) -> bool:
+def _user_may_override(field: str, value: Any) -> bool:
     """Whether a user may choose a value whatever the pack says.
 
     Models are trained with different prompts, and some families cannot be shown a native video.

@@ -1,4 +1,4 @@
-"""Questions whose reward no answer could earn are refused, and only those."""
+"""Questions with a wrong answer are refused, and only those."""
 
 from __future__ import annotations
 
@@ -22,14 +22,21 @@ def question(answer: str, kind: QuestionKind, text: str = TWO) -> Question:
         (TWO, ["a car", "a boat"]),
         ("Which?\n (A) a car\n (B) a boat\n (C) U.S. Route 1", ["a car", "a boat", "U.S. Route 1"]),
         ("Which?\nA) a car\nB) a boat\nAnswer with the letter.", ["a car", "a boat"]),
-        ("A: a car\nB: a boat", ["a car", "a boat"]),
-        # Not for sure: one option, a gap, two lists, several options in a line, other marks.
+        ("A: Hi.\nB: Hello.\nWhere are they?\nA. here\nB. there", ["here", "there"]),
+        # Not for sure: one option, a gap, two lists, several options in a line, other marks, words
+        # that occur twice.
         ("A. Smith drives a car", []),
         ("A. a car\nC. a boat", []),
         ("Order these:\nA. one\nB. two\nA. A, B\nB. B, A", []),
         ("Which? A. a car B. a boat", []),
         ("A. a car\nB. a boat C. a train", []),
         ("1. a car\n2. a boat", []),
+        ("A: a car\nB: a boat", []),
+        ("A. a car\nB. a boat\nC - a bus", []),
+        ("A. a car\nB. a boat\n  C a bus", []),
+        ("A. a car\nB. a boat\n**C** a bus", []),
+        ("A. a car\nB. a boat\nChoose one.", ["a car", "a boat"]),
+        ("A. a car\nB. a boat\nC. the car", []),
     ],
 )
 def test_options_are_read_where_they_are_sure(text, options):
@@ -45,6 +52,8 @@ def test_options_are_read_where_they_are_sure(text, options):
         ("a boat", QuestionKind.MULTIPLE_CHOICE, TWO),
         ("C", QuestionKind.MULTIPLE_CHOICE, "Which? A. a car B. a boat"),
         ("C", QuestionKind.MULTIPLE_CHOICE, "A. a car\nB. a boat C. a train"),
+        ("C", QuestionKind.MULTIPLE_CHOICE, "A. a car\nB. a boat\nC - a bus"),
+        ("a car", QuestionKind.MULTIPLE_CHOICE, "A. a car\nB. a car\nC. a bus"),
         ("a train", QuestionKind.MULTIPLE_CHOICE, "What turns?"),
         ("[3, 9.5]", QuestionKind.TEMPORAL_GROUNDING, "When?"),
         ("a rabbit", QuestionKind.OPEN_ENDED, "Who?"),
@@ -67,10 +76,11 @@ def test_answers_that_earn_a_reward_are_accepted(answer, kind, text):
         ("?!", QuestionKind.OPEN_ENDED, "'?!' earns no reward"),
     ],
 )
-def test_answers_that_earn_nothing_are_refused(answer, kind, words):
+def test_wrong_answers_are_refused(answer, kind, words):
     with pytest.raises(Refused) as caught:
         require_earnable(question(answer, kind))
-    assert caught.value.reason is Reason.IMPOSSIBLE
+    choice = kind is QuestionKind.MULTIPLE_CHOICE
+    assert caught.value.reason is (Reason.NO_OPTION if choice else Reason.IMPOSSIBLE)
     assert words in caught.value.detail
 
 

@@ -289,7 +289,7 @@ def test_a_span_is_compared_with_its_video(read_one, small_world):
         assert (left_out.id, left_out.reason) == ("x:0", Reason.IMPOSSIBLE)
 
 
-def test_a_call_that_asks_for_frames_shows_so_many_if_the_protocol_offers_it(read_one, small_world):
+def test_a_call_shows_the_frames_it_asks_for_if_the_protocol_offers_that(read_one, small_world):
     path = small_world.videos[0].path
     messages = json.dumps(called(path, [(0, 99)], say("tool", "It shows", video(path))))
     row = {"messages": messages.replace('end_time\\": 99', 'end_time\\": 99, \\"num_frames\\": 9')}

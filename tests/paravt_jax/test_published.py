@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 from decimal import Decimal
 
 import pyarrow.parquet
@@ -77,6 +78,48 @@ def test_a_row_that_is_not_utf8_is_refused_alone(tmp_path):
     assert isinstance(second, Refused)
     assert second.reason is Reason.BROKEN
     assert "utf-8" in second.detail
+
+
+def extra_info_file(folder: pathlib.Path, type: pyarrow.DataType, **fields: list) -> pathlib.Path:
+    """Rows whose extra_info has an answer and one other column, `fields`, of this type."""
+    ((name, values),) = fields.items()
+    rows = [rl_row(A) for _ in values]
+    columns = {key: pyarrow.array([row[key] for row in rows]) for key in ("prompt", "videos")}
+    given = {"answer": pyarrow.array(["A"] * len(values)), name: pyarrow.array(values, type)}
+    extra = pyarrow.StructArray.from_arrays([*given.values()], [*given])
+    pyarrow.parquet.write_table(
+        pyarrow.table(columns | {"extra_info": extra}), folder / "a.parquet"
+    )
+    return folder / "a.parquet"
+
+
+FAR = 9_000_000_000_000_000  # a time after the year 9999
+
+
+@pytest.mark.parametrize(
+    ("type", "values"),
+    [
+        (pyarrow.timestamp("s"), [0, FAR]),
+        (pyarrow.duration("s"), [0, FAR]),
+        (pyarrow.date32(), [0, 2**31 - 1]),
+        (pyarrow.decimal128(5, 2), [Decimal(1), Decimal(2)]),
+    ],
+)
+def test_fields_that_are_not_read_may_hold_anything(tmp_path, type, values):
+    expected = rl_row(A) | {"extra_info": {"answer": "A"}}
+    assert (
+        list(read_rows(open_table(extra_info_file(tmp_path, type, made=values)))) == [expected] * 2
+    )
+
+
+@pytest.mark.parametrize("type", [pyarrow.timestamp("s"), pyarrow.duration("s"), pyarrow.date32()])
+def test_a_row_with_a_time_out_of_range_is_refused_alone(tmp_path, type):
+    far = 2**31 - 1 if type == pyarrow.date32() else FAR
+    file = extra_info_file(tmp_path, type, evidence=[0, far, 1])
+    first, second, third = read_rows(open_table(file))
+    assert isinstance(first, dict) and isinstance(third, dict)
+    assert isinstance(second, Refused)
+    assert second.reason is Reason.BROKEN
 
 
 def test_other_files_are_refused_by_name(tmp_path):
@@ -339,6 +382,22 @@ def test_a_number_of_frames_is_kept_if_the_protocol_offers_it_and_counted_otherw
     assert ignored_frame_numbers({"messages": called(A, [(3, 9)])}, LIMITS) == 0
 
 
+@pytest.mark.parametrize(("number", "ignored"), [('"16"', 1), ("16.0", 1), ("null", 0)])
+def test_every_number_of_frames_that_is_left_out_is_counted(number, ignored):
+    asked = call(3, 9).replace('"end_time": 9', f'"end_time": 9, "num_frames": {number}')
+    offer = say("system", '{"num_frames": {"type": "integer"}}')
+    row = {"messages": [offer, ASKED, say("assistant", asked * 2), say("tool", "a"), GOOD_END]}
+    for messages in (row["messages"], json.dumps(row["messages"])):
+        assert ignored_frame_numbers({"messages": messages}, LIMITS) == 2 * ignored
+
+
+def test_a_call_may_name_its_video_without_its_folder():
+    path = "selfqa/video_12.mp4"
+    asked = say("assistant", THOUGHT + call(3, 9, "video_12.mp4"))
+    turns = read([say("user", video(path), "What?"), asked, say("tool", "a"), GOOD_END]).turns
+    assert turns[1].content == (THOUGHT + render_call(CropCall(3, 9)),)
+
+
 def texts_and_paths(parts):
     return [part if isinstance(part, str) else part.path for part in parts]
 
@@ -464,7 +523,7 @@ def test_content_may_be_a_plain_text():
         (
             called(A, [(1, 2)], say("tool", video("b.mp4"), RESPONSE, video("c.mp4"))),
             Reason.PROTOCOL,
-            "to which <tool_response> a file belongs",
+            "which <tool_response> a file belongs to",
         ),
         (
             called(
@@ -473,7 +532,7 @@ def test_content_may_be_a_plain_text():
                 say("tool", *map(video, ("b.mp4", "c.mp4", "d.mp4")), RESPONSE * 2),
             ),
             Reason.PROTOCOL,
-            "to which <tool_response> a file belongs",
+            "which <tool_response> a file belongs to",
         ),
         (
             [ASKED, say("assistant", call(1, 2) + "<answer>a</answer>"), say("tool", "a")],

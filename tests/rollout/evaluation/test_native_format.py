@@ -6,6 +6,7 @@ The responses are made up here, in forms that published models use. No model wro
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -52,6 +53,11 @@ FENCED = f"<think>{{x}}</think>\n```json\n{agent(calls=[look(start=3, end=4)])}\
         (ZOOM, '<zoom>{"segment": ["0:04", "0:06"]}</zoom>', [(4, 6)]),
         (ZOOM, '<zoom>{"segment": "00:00:04 to 00:01:06"}</zoom>', [(4, 66)]),
         (ZOOM, '<zoom>{"segment": [[1, 2], [3, 4]]}</zoom>', TWO),
+        (ZOOM, '<zoom>{"segment": "00:00:04,500-00:00:06,000"}</zoom>', [(4.5, 6)]),
+        (ZOOM, '<zoom>{"segment": "00:00:04,500 --> 00:00:06"}</zoom>', [(4.5, 6)]),
+        (ZOOM, '<zoom>{"segment": "<4.0 seconds> - <6.5 s>"}</zoom>', [(4, 6.5)]),
+        (ZOOM, '<zoom>{"segment": "from 4s to 6s"}</zoom>', [(4, 6)]),
+        (CLIP, "<clip>[4, 6]</clip>", [(4, 6)]),
         (ZOOM, '<zoom>[{"segment": [1, 2]}, {"segment": [3, 4]}]</zoom>', TWO),
         (ZOOM, '<zoom>{"start_time": 1, "end_time": 2}</zoom>', [(1, 2)]),
         (ZOOM, "<zoom>start=1 end=2</zoom> <zoom>start=3, end=4</zoom>", TWO),
@@ -66,6 +72,7 @@ FENCED = f"<think>{{x}}</think>\n```json\n{agent(calls=[look(start=3, end=4)])}\
         (AGENT, f"<tool_call>{OURS}</tool_call>", [(1, 2)]),
         (AGENT, OURS, [(1, 2)]),
         (AGENT, agent("B", calls=[look(start=3, end=4)]), []),
+        (AGENT, f"{agent(calls=[look(start=3, end=4)])} because {{x}} holds", [(3, 4)]),
         (LINES, "I see.\nACTION look(start=1, end=2)\nACTION look(start=3, end=4)", TWO),
         (LINES, 'ACTION look({"start": 1, "end": 2})', [(1, 2)]),
     ],
@@ -82,6 +89,11 @@ def test_calls_are_read_with_their_windows(form, text, windows):
         (ZOOM, "<zoom>the end</zoom>", "not valid JSON"),
         (ZOOM, '<zoom>{"segment": 4}</zoom>', "end_time is missing"),
         (ZOOM, '<zoom>{"segment": "all"}</zoom>', "start_time is missing"),
+        (ZOOM, '<zoom>{"segment": "1h2m"}</zoom>', "start_time is missing"),
+        (ZOOM, '<zoom>{"segment": "-4 to 6"}</zoom>', "start_time is missing"),
+        (ZOOM, '<zoom>{"segment": ["-4", "6"]}</zoom>', "start_time is missing"),
+        (ZOOM, '<zoom>{"segment": "4 to 6 min"}</zoom>', "start_time is missing"),
+        (ZOOM, "<zoom>[4, 6]</zoom>", "names no tool"),
         (ZOOM, '<zoom>{"name": "search", "arguments": {}}</zoom>', "There is no such tool"),
         (CLIP, "<clip>the end</clip>", "start_time is missing"),
         (AGENT, agent(calls=[{"do": "search", "with": {}}]), "There is no such tool"),
@@ -110,9 +122,16 @@ def test_a_call_that_cannot_be_read_does_not_hide_others():
         (AGENT, f"<think>x</think>{agent('B')}", "B"),
         (AGENT, agent([3.5, 12]), "[3.5, 12]"),
         (AGENT, agent(0), "0"),
+        (AGENT, f"{agent('B')} because {{x}} holds", "B"),
+        (AGENT, f"<json>{agent('B')}</json> (see {{1}})", "B"),
+        (AGENT, f"{agent()}\n{agent('B')}", "B"),
+        (AGENT, f'{agent("B")}\n{agent()} {{"note": 1}}', "B"),
+        (AGENT, f'{{"cut": {{x}} {agent("A")} {agent("B")}', "B"),
         (AGENT, '<answer>{"B"}</answer>', '{"B"}'),
         (AGENT, r"<answer>\boxed{B}</answer>", r"\boxed{B}"),
         (LINES, "I see.\nANSWER A\nNo.\nANSWER B", "B"),
+        (LINES, "ANSWER B\nANSWER ", "B"),
+        (NativeFormat(answer="Final(?: answer: (.))?"), "Final answer: B. Final.", "B"),
         (CLIP, "<think>x</think><clip></clip><answer>B</answer>", "B"),
         (ZOOM, r"<think>x</think><answer>\boxed{B}</answer>", r"\boxed{B}"),
     ],
@@ -121,6 +140,11 @@ def test_answers_are_read(form, text, answer):
     read = form(text)
     assert extract_answer(read) == answer
     assert not find_calls(read)
+
+
+def test_a_match_without_an_answer_is_none():
+    assert NativeFormat(answer="Final(?: answer: (.))?")("Final.") == "Final."
+    assert NativeFormat(answer="(.*)")("") == ""
 
 
 def test_text_without_an_object_or_a_match_stays():
@@ -149,6 +173,16 @@ def test_json_that_is_nested_too_deeply_stays():
     nested = '{"a":' * 100_000 + "1" + "}" * 100_000
     assert AGENT(nested) == nested
     assert ZOOM(f"<zoom>{nested}</zoom>") == f"<zoom>{nested}</zoom>"
+
+
+@pytest.mark.parametrize("part", ["1", " ", "1 ", ":1", "1s", "(", '{"', "{} "])
+def test_a_long_text_that_does_not_match_takes_a_moment(part):
+    text = part * 10_000 + "x"
+    start = time.process_time()
+    for response in (f"<zoom>{text}</zoom>", f"<clip>{text}</clip>", f"{text}}}"):
+        for form in (ZOOM, CLIP, AGENT):
+            form(response)
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.wording import OUR_WORDING
 from rollout import evaluate as command
 from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, load
+from rollout.evaluation.native_format import NativeFormat
 from rollout.evaluation.pack_folder import read_pack, write_pack
 from rollout.evaluation.packs import PackError, TextPack, own_pack
 from rollout.evaluation.protocols import as_the_pack_plays
@@ -98,6 +99,13 @@ def test_a_pack_of_one_file_reads_back_from_many(tmp_path):
         copy = read_pack(tmp_path / folder.name)
         assert copy.digest == pack.digest
         assert copy.read == pack.read
+
+
+def test_a_pack_with_any_characters_reads_back(tmp_path):
+    read = NativeFormat(answer="\U0001f3ac\x7f\n(.*)", tools={"\U0001f50d": "crop_video"})
+    pack = TextPack("x", own_pack().texts, read=read)
+    write_pack(pack, tmp_path / "\U0001f4e6")
+    assert read_pack(tmp_path / "\U0001f4e6").read == read
 
 
 def test_a_pack_like_the_published_one_differs_where_it_says_so():
