@@ -178,7 +178,7 @@ def test_a_resumed_phase_tells_its_time_left_at_its_first_step(tmp_path, capsys)
 
 
 def test_only_the_first_process_prints(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(hosts, "is_first", lambda: False)
     run = Run(tmp_path)
+    monkeypatch.setattr(hosts, "is_first", lambda: False)
     assert run.steps() == [1, 2, 3, 4, 5, 6, 7]
     assert capsys.readouterr().err == ""
