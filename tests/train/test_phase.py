@@ -12,6 +12,7 @@ import pytest
 
 from paravt_jax.processes import hosts
 from train.durable.checkpoint import CheckpointError, Checkpoints
+from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, read_metrics
 from train.durable.phase import Phase
@@ -35,6 +36,7 @@ class Run:
             checkpoints=self.kept,
             metrics=self.metrics,
             interrupts=self.interrupts,
+            history=History(folder),
             meta={"config": 1},
             before_save=self.check,
             after_save=lambda: self.report(),
