@@ -9,13 +9,13 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
+from paravt_jax.data.stored_json import DamagedFileError
 from train.durable.checkpoint import Checkpoints
 from train.durable.history import HISTORY, History
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter, read_metrics
 from train.durable.phase import Phase
 from train.durable.run_directory import RunDirectoryError
-from train.durable.stored_json import DamagedFileError
 
 
 def train(folder: pathlib.Path, name: str, steps: int) -> int:

@@ -28,10 +28,10 @@ from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from paravt_jax.data.file_sums import SUMS, DamagedSumsError, find_damage, read_sums, write_sums
+from paravt_jax.data.stored_json import mismatch
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import hosts
 from train.durable.step_lines import say
-from train.durable.stored_json import mismatch
 
 T = TypeVar("T")
 

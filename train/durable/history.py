@@ -18,11 +18,11 @@ import pathlib
 from typing import TypedDict
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_json import read_json
 from paravt_jax.processes import hosts
 from train.durable.metrics import PHASES, read_metrics
 from train.durable.run_directory import RunDirectoryError
 from train.durable.step_lines import say
-from train.durable.stored_json import read_json
 
 HISTORY = "history.json"
 

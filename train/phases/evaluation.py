@@ -24,6 +24,7 @@ from rollout.evaluation.play import Played, Scoring, play_and_score
 from rollout.evaluation.summary import row
 from train.phases.actor import Actor
 from train.phases.context import Context
+from train.report.result import read_evaluation_file
 
 Rows = list[dict[str, Any]]
 
@@ -162,7 +163,7 @@ def _play_missing(context: Context, actor: Actor, plan: _Plan) -> Rows:
                         write_atomically(file, json.dumps(content))
                         context.history.made(file, *plan.weights)
                 played = True
-            rows += json.loads(file.read_text())["rows"]
+            rows += read_evaluation_file(file)["rows"]
     if played:
         context.write_interim_report()
     return rows

@@ -89,7 +89,8 @@ def _fields(kind: Any) -> list[tuple[str, Any, bool]]:
     fields = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         optional = typing.get_origin(hint) is NotRequired
-        fields.append((name, typing.get_args(hint)[0] if optional else hint, not optional))
+        required = kind.__total__ and not optional
+        fields.append((name, typing.get_args(hint)[0] if optional else hint, required))
     return fields
 
 
