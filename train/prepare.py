@@ -19,6 +19,7 @@ from typing import Any, NotRequired, TypedDict
 from configs import RECIPES
 from paravt_jax.data import datasets, video
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
 from paravt_jax.data.published import Reason, split_of
@@ -86,6 +87,12 @@ def _published(
     _require_readable(run, settings, summary)
     copy_tokenizer(run.model.path, folder / "tokenizer")
     prepared = open_prepared(pathlib.Path(settings.folder))
+    if not (pathlib.Path(settings.folder) / SUMS).exists() and hosts.is_first():
+        print(
+            f"data.folder: {settings.folder}: not verified: it has no {SUMS}, because an earlier "
+            "version prepared it",
+            file=sys.stderr,
+        )
     questions, heldout = hold_out(tuple(prepared.questions), settings.heldout)
     # Unreadable videos that an earlier start of this run came across while decoding.
     noted = folder / UNREADABLE

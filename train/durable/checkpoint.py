@@ -27,8 +27,8 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
-from paravt_jax.data.file_sums import SUMS, DamagedSumsError, find_damage, read_sums, write_sums
-from paravt_jax.data.stored_json import mismatch
+from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
+from paravt_jax.data.stored_json import DamagedFileError, mismatch
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import hosts
 from train.durable.step_lines import say
@@ -396,7 +396,7 @@ class Checkpoints:
         folder = self.folder / str(step)
         try:
             sums = read_sums(folder)
-        except (DamagedSumsError, OSError) as error:
+        except (DamagedFileError, OSError) as error:
             damage = [str(error)]
         else:
             if sums is None and whole and hosts.is_first():
