@@ -412,6 +412,20 @@ def test_processes_share_the_reading_and_agree(tmp_path, monkeypatch):
             Checkpoints(tmp_path, read_only=True).meta(2)
 
 
+@pytest.mark.slow
+def test_two_processes_go_on_from_the_same_sound_checkpoint(together, tmp_path):
+    """The sums cover the files of both; the second's is damaged."""
+    program = str(pathlib.Path(__file__).with_name("hosts_program.py"))
+    ended = together([program, "damaged", str(tmp_path)], 2, devices=2)
+    assert [process.code for process in ended] == [0, 0], ended[0].err[-3000:]
+    first, second = (json.loads(process.out.splitlines()[-1]) for process in ended)
+    assert first == second
+    assert (first["step"], first["meta"], first["values"]) == (1, {"step": 1}, [1.0])
+    told = [process.err.count("and 1 is used") for process in ended]
+    assert told == [1, 0], "the first process tells it"
+    assert sorted(path.name for path in (tmp_path / "rl").iterdir()) == ["1", "2.damaged"]
+
+
 def test_a_damaged_score_of_an_older_checkpoint_sets_it_aside(tmp_path):
     two_checkpoints(tmp_path)
     (tmp_path / "1" / "metrics" / "metrics").write_bytes(b"")
