@@ -183,6 +183,7 @@ def load(
         for part in (adapter.a, adapter.b):
             part.set_value(part.get_value().astype(param_dtype))
     state = _state(model, trained)
+    hf.require_sound(folder, [_WEIGHTS])
     hf.read_parameters(folder, {_WEIGHTS: header}, _layouts(model, trained), state, mesh)
     nnx.update(model, state)
     return model

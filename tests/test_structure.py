@@ -33,7 +33,7 @@ MAY_IMPORT = {
 # 8,500 before rollouts could outlive an update, files were read beside decoding, and programs were
 # compiled ahead, 9,400 before a layer could have experts, and 9,550 before the choices of
 # experts were compared.
-MOST_LINES = 9750
+MOST_LINES = 9850
 MOST_FILES = 71
 # The walk must not reach these: they import the main path, never the reverse.
 SIDE_PATHS = (

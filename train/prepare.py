@@ -14,16 +14,18 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from configs import RECIPES
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
 from paravt_jax.data.published import Reason, split_of
 from paravt_jax.data.question_files import read_questions, require_unique_ids
+from paravt_jax.data.stored_json import read_json
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
@@ -86,10 +88,19 @@ def _published(
     _require_readable(run, settings, summary)
     copy_tokenizer(run.model.path, folder / "tokenizer")
     prepared = open_prepared(pathlib.Path(settings.folder))
+    if not (pathlib.Path(settings.folder) / SUMS).exists() and hosts.is_first():
+        print(
+            f"data.folder: {settings.folder}: not verified: it has no {SUMS}, because an earlier "
+            "version prepared it",
+            file=sys.stderr,
+        )
     questions, heldout = hold_out(tuple(prepared.questions), settings.heldout)
     # Unreadable videos that an earlier start of this run came across while decoding.
     noted = folder / UNREADABLE
-    unreadable = json.loads(noted.read_text()) if noted.exists() else {}
+    unreadable = {}
+    if noted.exists():
+        remedy = "delete it, and these videos are found again"
+        unreadable = read_json(noted, dict[str, str], remedy)
     data = Data(
         root=prepared.root,
         vocabulary=tokenizer.load(folder / "tokenizer"),
@@ -187,6 +198,15 @@ def _require_readable(run: Run, settings: DataSettings, summary: dict[str, Any])
         )
 
 
+class _Checked(TypedDict):
+    """What a run knows about the videos of your own questions."""
+
+    digest: str
+    longest: NotRequired[float]
+    sizes: NotRequired[list[list[int]]]
+    unreadable: NotRequired[dict[str, str]]
+
+
 def _own_questions(
     run: Run,
     folder: pathlib.Path,
@@ -208,14 +228,15 @@ def _own_questions(
     file = folder / CHECKED  # from an earlier start, or from the first process of this run
     checked: dict[str, Any] = {"digest": digest}
     if file.exists():
-        checked = json.loads(file.read_text())
+        checked = read_json(file, _Checked, "restore it from a backup")
     if checked["digest"] != digest:
         source = settings.questions or "given from Python"
         raise ValueError(
             f"data.questions: {source}; the run in {folder} started with other questions: "
             "restore them, or choose another --run-dir"
         )
-    if "sizes" not in checked:  # a new run, or one that an earlier version started
+    # A new run, or one that an earlier version started.
+    if not {"longest", "sizes", "unreadable"} <= checked.keys():
         # Which questions are left out stays as it was found first.
         checked = _check_videos(root, paths, settings.processes, check) | checked
     unreadable = checked["unreadable"]

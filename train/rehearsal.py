@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
+from typing import Any, TypedDict
 
 import pyarrow
 import pyarrow.parquet
@@ -29,6 +29,7 @@ from paravt_jax.data import sources
 from paravt_jax.data.atomic import appearing, write_atomically
 from paravt_jax.data.hub import data_set_size, is_hub_id
 from paravt_jax.data.preparation import PLAN, find_tables, open_prepared
+from paravt_jax.data.stored_json import read_json
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.world.stand_in import write_stand_in
@@ -143,6 +144,18 @@ def mark(run: Run, folder: pathlib.Path) -> None:
     write_atomically(folder / "tokenizer" / MARK, _TEXT.format(name=run.name))
 
 
+class _Chosen(TypedDict):
+    model: str
+    annotations: str
+    media: str
+    described: str
+
+
+class _Sources(TypedDict):
+    asked: dict[str, Any]
+    chosen: _Chosen
+
+
 def _choose_once(run: Run, folder: pathlib.Path) -> dict[str, str]:
     """What a rehearsal reads, with a description. A resumed one reads the same."""
     assert run.data is not None
@@ -166,7 +179,7 @@ def _choose_once(run: Run, folder: pathlib.Path) -> dict[str, str]:
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps({"asked": asked, "chosen": chosen}))
-    stored = json.loads(file.read_text())
+    stored = read_json(file, _Sources, f"delete {folder} and rehearse anew")
     require_same(
         f"rehearse: {folder} was made for other settings",
         stored["asked"],

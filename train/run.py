@@ -34,6 +34,7 @@ from train.data import Data
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import CheckpointError
 from train.durable.clock import Clock, in_words
+from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, SilentMetrics
 from train.durable.run_directory import RunDirectory, RunDirectoryError, take_over
@@ -131,7 +132,7 @@ def _execute(
         judge = None
         if run.rl is not None and run.rl.rewards.judge is not None:
             judge = stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
-        _claim(run, folder, settings, stack)
+        history = _claim(run, folder, settings, stack)
         use_cache(folder)
         data = _prepare(run, folder, interrupts, questions)
         if run.rehearse and hosts.is_first():
@@ -139,6 +140,7 @@ def _execute(
         if run.rl is not None:
             data = data.of_kinds(run.rl.kinds)
         clock = stack.enter_context(Clock(folder / "seconds.json"))
+        history.begin()
         metrics = _open_metrics(run, folder, settings)
         stack.enter_context(contextlib.closing(metrics))
 
@@ -153,6 +155,7 @@ def _execute(
             param_dtype=model.text.embedding[...].dtype.name,
             metrics=metrics,
             interrupts=interrupts,
+            history=history,
             tick=clock.save,
         )
         align(context, model)
@@ -200,15 +203,21 @@ def _check(run: Run, settings: dict[str, Any]) -> Mesh:
 
 def _claim(
     run: Run, folder: pathlib.Path, settings: dict[str, Any], stack: contextlib.ExitStack
-) -> None:
-    """Locks the run's folder until `stack` closes, and copies what `run.start` provides."""
+) -> History:
+    """Locks the run's folder until `stack` closes, and copies what `run.start` provides.
+
+    Returns:
+        The manifest of what the run has finished; all of it exists.
+    """
     # One lock serves all processes of a run, so only the first one takes it.
     with hosts.one_after_another():
         if hosts.is_first():
             stack.enter_context(RunDirectory(folder, settings))
             if run.start:
                 take_over(run.start, folder, settings)
+        history = History(folder)
     cluster.require_shared(folder)
+    return history
 
 
 def _prepare(

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from paravt_jax.data.stored_json import DamagedFileError
 from rollout.evaluation.folder import FolderError
 from train.durable.run_directory import FORMAT, RunDirectoryError, read_config
+from train.report.result import read_result
 from train.table_2 import read_run, text
 
 Row = dict[str, Any]
@@ -143,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text(lines))
         else:
             print(table({run.name: _result(run) for run in asked.runs}))
-    except (FileNotFoundError, FolderError, RunDirectoryError) as error:
+    except (FileNotFoundError, DamagedFileError, FolderError, RunDirectoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -154,7 +155,7 @@ def _result(run: pathlib.Path) -> Row:
     if not file.exists():
         raise FileNotFoundError(f"{file} does not exist; give the folders of finished runs")
     read_config(run, "train.summary", (FORMAT,))
-    return json.loads(file.read_text())
+    return read_result(run)
 
 
 if __name__ == "__main__":

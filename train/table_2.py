@@ -7,18 +7,19 @@ as own settings, with what they change.
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
+from paravt_jax.data.stored_json import mismatch
 from rollout.evaluation.markdown import table as markdown
 from rollout.evaluation.markdown import wrapped
 from rollout.evaluation.paper import COLUMNS, TABLE_2, TABLE_2_SPLITS, Setting
 from rollout.evaluation.summary import read_summary, score_of
 from train.durable.metrics import read_metrics
-from train.durable.run_directory import FORMAT, read_config
+from train.durable.run_directory import FORMAT, RunDirectoryError, read_config
+from train.report.result import read_result
 
 Row = dict[str, Any]
 
@@ -105,6 +106,27 @@ def key_of(config: Mapping[str, Any]) -> str:
 # --- runs ---
 
 
+class _GRPO(TypedDict):
+    group_size: int
+
+
+class _RL(TypedDict):
+    prompts: int
+    grpo: _GRPO
+
+
+class _Model(TypedDict):
+    size: str
+
+
+class _Config(TypedDict):
+    """What is read of a run's configuration, beside the fields of `FULL`."""
+
+    model: _Model
+    sft: dict[str, Any] | None
+    rl: _RL | None
+
+
 def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[Figures]:
     """The lines of a finished run: one for its cold start, if measured, and one for its RL.
 
@@ -120,7 +142,10 @@ def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[
     if not result_file.exists():
         raise FileNotFoundError(f"{result_file} does not exist; give the folders of finished runs")
     config = read_config(folder, "--table-2", (FORMAT,))
-    result = json.loads(result_file.read_text())
+    wrong = mismatch(config, _Config)
+    if wrong:
+        raise RunDirectoryError(f"{folder / 'config.json'} is damaged ({wrong}): restore it.")
+    result = read_result(folder)
     scores = _scores(folder, evaluations)
     name = f"{folder.name}, {config['model']['size']}"
     started = _cold_start(name, result, {} if config["rl"] else scores["parallel"])

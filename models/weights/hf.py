@@ -10,7 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from models.weights.hf_layout import (
     tensor_places,
 )
 from paravt_jax.data.atomic import appearing
+from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
 from paravt_jax.method import tokenizer
 
 
@@ -76,8 +77,24 @@ def load(
     graph, state = nnx.split(abstract_model(config, dtype=dtype, param_dtype=param_dtype))
     parameters = flat_parameters(state)
     headers = _headers(folder, config, tensor_places(tensor_layouts(config), parameters))
+    require_sound(folder, list(headers))
     read_parameters(folder, headers, tensor_layouts(config), state, mesh)
     return nnx.merge(graph, state)
+
+
+def require_sound(folder: Path, files: Sequence[str]) -> None:
+    """Raises ValueError if weights that `save` wrote are damaged; others have no sums.
+
+    On several hosts every process reads a part of the files.
+    """
+    sums = read_sums(folder) or {}
+    own = files[jax.process_index() :: jax.process_count()]
+    damage = find_damage(folder, sums, [file for file in own if file in sums])
+    if damage:
+        raise ValueError(
+            f"{folder / damage[0]}; export the model again, or delete {folder / SUMS} if you "
+            "changed the weights yourself"
+        )
 
 
 def read_parameters(
@@ -326,6 +343,9 @@ def _write(
             tensor_file.write(temporary / file, header, matrices[file])
         for file, content in companions.items():
             (temporary / file).write_bytes(content)
+        # Of the weights only: people change configs and templates. Last, because the companions may
+        # have the sums of other weights.
+        write_sums(temporary, [temporary / file for file in headers])
 
 
 def _check_same_config(source: Path, config: ModelConfig) -> None:

@@ -9,6 +9,7 @@ Finished chunks of rows are written to a work folder, so an interrupted preparat
     FOLDER/work-<digest>/<file>-000000.jsonl   outcomes of 64 rows; deleted at the end
     FOLDER/records/                            the stored splits
     FOLDER/summary.json, left_out.jsonl, lengths.json
+    FOLDER/sums.json                           checksums of the files above, left_out.jsonl aside
     FOLDER/plan.json                           the settings of the set; written last
 """
 
@@ -24,13 +25,15 @@ import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.datasets import Record
+from paravt_jax.data.file_sums import find_damage, read_sums, write_sums
 from paravt_jax.data.published import Refused, Table, open_table, read_rows
 from paravt_jax.data.row_reading import Kept, LeftOutRow, Reading, read_row
+from paravt_jax.data.stored_json import DamagedFileError, read_json
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.conversations import Conversation
@@ -44,10 +47,29 @@ PLAN = "plan.json"
 # Rows per file of the work folder. An interruption loses the rows of unfinished chunks.
 CHUNK_ROWS = 64
 
+_REMEDY = "restore it, or delete the folder and prepare the set again"
 _WORK_PREFIX = "work-"
 _RECORDS = "records"
 
 Row = dict[str, Any] | Refused
+
+
+class Plan(TypedDict):
+    """A field of plan.json; the others are compared with the settings."""
+
+    root: str
+
+
+class _Summary(TypedDict):
+    """What a run reads of summary.json. Earlier versions did not count sizes."""
+
+    rows: int
+    kept: int
+    reasons: dict[str, int]
+    seconds: dict[str, float]
+    sizes: NotRequired[dict[str, int]]
+
+
 _Outcome = tuple[Kept, Question | Conversation] | LeftOutRow
 
 
@@ -99,7 +121,7 @@ def prepare_rows(
     plan = _plan(tables, reading)
     if (folder / PLAN).exists():
         _require_same(folder, plan)
-        return json.loads((folder / SUMMARY).read_text())
+        return read_json(folder / SUMMARY, _Summary, _REMEDY)
     # The work folder's name depends on the plan and on what is noted of a row, so chunks of another
     # plan or version are never reused.
     noted = [field.name for field in dataclasses.fields(Kept)]
@@ -118,6 +140,8 @@ def prepare_rows(
     summary = _summarise(outcomes, [table.split for table in tables])
     _write_reports(folder, outcomes, summary)
     _write_records(folder, outcomes, summary)
+    records = [file for file in (folder / _RECORDS).rglob("*") if file.is_file()]
+    write_sums(folder, [folder / SUMMARY, folder / LENGTHS, *records])
     # Written last: its existence marks the set as complete.
     write_atomically(folder / PLAN, json.dumps(plan, indent=1) + "\n")
     for old in folder.glob(_WORK_PREFIX + "*"):
@@ -158,7 +182,7 @@ def known_summary(folder: pathlib.Path, reading: Reading) -> dict[str, Any] | No
     # The source files may be gone, and the videos may have moved.
     del plan["files"], plan["root"]
     _require_same(folder, plan)
-    return json.loads((folder / SUMMARY).read_text())
+    return read_json(folder / SUMMARY, _Summary, _REMEDY)
 
 
 def open_prepared(folder: pathlib.Path) -> Prepared:
@@ -166,14 +190,18 @@ def open_prepared(folder: pathlib.Path) -> Prepared:
 
     Raises:
         FileNotFoundError: The folder holds no finished set.
+        ValueError: A file is damaged. Sets of earlier versions have no sums to find that by.
     """
     if not (folder / PLAN).exists():
         raise FileNotFoundError(
             f"{folder}: holds no prepared set; prepare it first (python -m train.prepare)"
         )
-    plan = json.loads((folder / PLAN).read_text())
-    summary = json.loads((folder / SUMMARY).read_text())
-    lengths = json.loads((folder / LENGTHS).read_text())
+    damage = find_damage(folder, read_sums(folder) or {})
+    if damage:
+        raise DamagedFileError(f"{folder / damage[0]}; {_REMEDY}")
+    plan = read_json(folder / PLAN, Plan, _REMEDY)
+    summary = read_json(folder / SUMMARY, _Summary, _REMEDY)
+    lengths = read_json(folder / LENGTHS, list[int], _REMEDY)
     root = pathlib.Path(plan.pop("root"))
     digest = hashlib.sha256(json.dumps([plan, summary, lengths]).encode()).hexdigest()
     return Prepared(
@@ -206,7 +234,7 @@ def _plan(tables: Sequence[Table], reading: Reading) -> dict[str, Any]:
 
 def _require_same(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     """Raise ValueError if a field of `plan` differs from the stored plan."""
-    found = json.loads((folder / PLAN).read_text())
+    found = read_json(folder / PLAN, dict[str, Any], _REMEDY)
     require_same(
         f"{folder} holds a set prepared with other settings",
         {name: value for name, value in found.items() if name in plan},

@@ -22,6 +22,7 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import av
 import numpy as np
@@ -30,6 +31,7 @@ from jaxtyping import UInt8
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frames import ReadFrames, ReadTask, VideoInfo, carry_out, read_now, shown
 from paravt_jax.data.sizes import FrameRules
+from paravt_jax.data.stored_json import read_json
 from paravt_jax.data.stored_settings import require_same
 
 # Times are in seconds.
@@ -308,7 +310,7 @@ def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
         return
     require_same(
         f"world: {folder} holds a world with other settings",
-        json.loads(file.read_text()),
+        read_json(file, dict[str, Any], "restore it, or remove the folder to draw it anew"),
         wanted,
         "Choose another folder, or remove this one.",
     )

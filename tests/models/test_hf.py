@@ -38,6 +38,7 @@ from models.weights import folder as hf_folder
 from models.weights import hf, hf_layout, tensor_file
 from models.weights.hf_config import to_hf
 from paravt_jax.data.atomic import appearing
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.world.vocabulary import save_tokenizer
 
@@ -79,6 +80,20 @@ def test_a_saved_model_is_loaded_bit_for_bit(model, config, tmp_path):
     ids = jnp.arange(6)[None]
     positions = jnp.broadcast_to(jnp.arange(6), (3, 1, 6))
     np.testing.assert_array_equal(again.text(ids, positions)[0], model.text(ids, positions)[0])
+
+
+def test_a_flipped_bit_of_saved_weights_is_found(model, tmp_path):
+    hf.save(model, tmp_path / "first")
+    # The sums of the first folder are not copied.
+    hf.save(model, tmp_path / "model", like=tmp_path / "first")
+    file = tmp_path / "model" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="model.safetensors: checksum is wrong; export"):
+        hf.load(tmp_path / "model")
+    (tmp_path / "model" / SUMS).unlink()
+    hf.load(tmp_path / "model")
 
 
 @pytest.fixture
@@ -143,7 +158,7 @@ def test_untrained_weights_are_saved_byte_for_byte(published, tmp_path, param_dt
     model.text.norm.set_value(model.text.norm[...] + 1)
     hf.save(model, tmp_path / "ours", like=published)
     names = {path.name for path in published.iterdir()} - {"README.md", "pytorch_model.bin"}
-    assert {path.name for path in (tmp_path / "ours").iterdir()} == names
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {*names, SUMS}
     _, different, _ = filecmp.cmpfiles(published, tmp_path / "ours", names, shallow=False)
     assert len(different) == 1
     theirs = load_file(published / different[0])

@@ -21,7 +21,16 @@ import pytest
 from PIL import Image
 
 from paravt_jax.data import preparation
-from paravt_jax.data.preparation import LEFT_OUT, SUMMARY, find_tables, open_prepared, prepare_rows
+from paravt_jax.data.file_sums import SUMS
+from paravt_jax.data.preparation import (
+    LEFT_OUT,
+    LENGTHS,
+    PLAN,
+    SUMMARY,
+    find_tables,
+    open_prepared,
+    prepare_rows,
+)
 from paravt_jax.data.published import Reason
 from paravt_jax.data.row_reading import Reading, read_row
 from paravt_jax.method import tokenizer
@@ -118,6 +127,33 @@ def test_questions_are_stored_in_order(prepared, files):
     paths = [question.video for question in found.questions]
     assert paths == [CAR, str(files / "media" / BOTTLE), BUNNY]
     assert found.root == files / "media"
+
+
+def test_a_flipped_bit_in_a_prepared_set_is_found(prepared, tmp_path):
+    folder = tmp_path / "set"
+    shutil.copytree(prepared, folder)
+    files = [path for path in (folder / "records").rglob("*") if path.is_file()]
+    for file in (folder / SUMMARY, folder / LENGTHS, folder / SUMS, *files):
+        sound = file.read_bytes()
+        file.write_bytes(bytes([sound[0] ^ 64]) + sound[1:])
+        with pytest.raises(ValueError, match=re.escape(str(file))) as error:
+            open_prepared(folder)
+        assert "\n" not in str(error.value)
+        file.write_bytes(sound)
+    assert open_prepared(folder).digest == open_prepared(prepared).digest
+    (folder / SUMS).unlink()
+    assert open_prepared(folder).digest == open_prepared(prepared).digest
+
+
+@pytest.mark.parametrize("content", ["[null]", "{}", "3", '{"kept'])
+@pytest.mark.parametrize("name", [SUMMARY, LENGTHS, PLAN])
+def test_other_content_of_a_set_is_one_line(prepared, tmp_path, name, content):
+    folder = tmp_path / "set"
+    shutil.copytree(prepared, folder)
+    (folder / SUMS).unlink()
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name}: damaged: .* prepare the set again"):
+        open_prepared(folder)
 
 
 def test_conversations_are_stored_with_the_frames_they_show(prepared):

@@ -172,6 +172,42 @@ def rehearse(folder: pathlib.Path, index: int) -> dict:
     }
 
 
+def damaged(folder: pathlib.Path, index: int) -> dict:
+    """Saves two checkpoints on both processes, damages the newer one, and opens them again."""
+    from train.durable.checkpoint import Checkpoints
+
+    sharding = jax.sharding.NamedSharding(
+        make_mesh(1, jax.device_count(), 1), jax.sharding.PartitionSpec("fsdp")
+    )
+
+    def state(value: float) -> dict:
+        shape = (64 * jax.device_count(),)
+        return {
+            "w": jax.make_array_from_callback(
+                shape, sharding, lambda place: np.full(shape, value, np.float32)[place]
+            )
+        }
+
+    checkpoints = Checkpoints(folder / "rl", asynchronous=True)
+    for step in (1, 2):
+        checkpoints.save(step, state(step), {"step": step})
+    checkpoints.close()
+    sums = json.loads((folder / "rl" / "2" / "sums.json").read_text())
+    with hosts.one_after_another():
+        if hosts.is_first():
+            # The largest file that the second process wrote.
+            theirs = (folder / "rl" / "2" / "state" / "ocdbt.process_1").rglob("*")
+            file = max(filter(pathlib.Path.is_file, theirs), key=lambda path: path.stat().st_size)
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+    again = Checkpoints(folder / "rl", asynchronous=True)
+    found, meta, step = again.restore(state(0.0))
+    values = {float(x) for shard in found["w"].addressable_shards for x in np.asarray(shard.data)}
+    again.close()
+    return {"step": step, "meta": meta, "values": sorted(values), "files": len(sums)}
+
+
 def fail(folder: pathlib.Path, index: int) -> dict:
     with hosts.one_after_another():
         if hosts.is_first():
@@ -197,6 +233,7 @@ if __name__ == "__main__":
         "hand-over": hand_over,
         "look": look,
         "fail": fail,
+        "damaged": damaged,
         "die": die,
         "learn": learn,
         "adapt": adapt,

@@ -29,7 +29,11 @@ def folder(tmp_path) -> pathlib.Path:
     for k in (4, 16):
         content = {"rows": rows, "seconds": [40.0, 20.0, 4.0, 2.0], "episodes": []}
         (tmp_path / "evaluation" / f"before-{k}.json").write_text(json.dumps(content))
-    content = {"rows": [{"dispatch": "parallel", "temperature": 0.3}], "seconds": [18.0]}
+    content = {
+        "rows": [{"dispatch": "parallel", "temperature": 0.3}],
+        "seconds": [18.0],
+        "episodes": [],
+    }
     (tmp_path / "evaluation" / "format_before-4.json").write_text(json.dumps(content))
     return tmp_path
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
+import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +19,9 @@ import optax
 import pytest
 from flax import nnx
 
+from paravt_jax.data.file_sums import SUMS, find_damage
+from paravt_jax.processes import hosts
+from train.durable import checkpoint
 from train.durable.checkpoint import CheckpointError, Checkpoints
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -179,6 +185,9 @@ from flax import nnx
 from models.qwen3_vl.sizes import tiny
 from models.model import abstract_model
 from models.sharding import make_mesh, param_shardings
+from paravt_jax.data.file_sums import SUMS, find_damage
+from paravt_jax.processes import hosts
+from train.durable import checkpoint
 from train.durable.checkpoint import Checkpoints
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.step import init_state
@@ -300,25 +309,176 @@ def test_a_folder_that_cannot_be_used_and_keeping_nothing_are_errors(
         Checkpoints(tmp_path, keep=0)
 
 
-@pytest.mark.parametrize("damaged", ["state", "meta"])
-def test_a_damaged_checkpoint_is_an_error_with_its_remedy(
-    tmp_path: pathlib.Path, damaged: str
-) -> None:
-    checkpoints = Checkpoints(tmp_path)
+# --- damage ---
+
+
+def two_checkpoints(folder: pathlib.Path) -> None:
+    """Checkpoints 1 and 2, whose weights are their number; both have a score."""
+    checkpoints = Checkpoints(folder)
     for step in (1, 2):
-        checkpoints.save(step, {"w": jnp.full((64,), step)}, {"step": step})
-    for file in (tmp_path / "2" / damaged).rglob("*"):
+        checkpoints.save(step, {"w": jnp.full((600,), step)}, {"step": step}, step / 2)
+    checkpoints.close()
+
+
+def files_of(checkpoint: pathlib.Path) -> list[pathlib.Path]:
+    """The files that a restored state can depend on. Orbax writes those of the folder itself last,
+    and needs none of them."""
+    return sorted(file for file in checkpoint.glob("*/**/*") if file.is_file())
+
+
+def flip(file: pathlib.Path, place: float) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(place * len(data))] ^= 16
+    file.write_bytes(data)
+
+
+def restored(folder: pathlib.Path) -> int:
+    """The step that a run goes on from; its weights are as they were saved."""
+    state, meta, step = Checkpoints(folder).restore({"w": jnp.zeros(600, int)})
+    assert (state["w"] == step).all() and meta == {"step": step}
+    return step
+
+
+def test_a_flipped_bit_in_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, capsys):
+    two_checkpoints(tmp_path)
+    files = files_of(tmp_path / "2")
+    assert len(files) > 10
+    for number, file in enumerate([*files, tmp_path / "2" / SUMS]):
+        sound = file.read_bytes()
+        flip(file, number / (len(files) + 1))
+        assert restored(tmp_path) == 1, file
+        assert ": 2 (" in capsys.readouterr().err
+        (tmp_path / "2.damaged").rename(tmp_path / "2")
+        file.write_bytes(sound)
+    assert restored(tmp_path) == 2, "all is sound again"
+
+
+def test_a_flipped_bit_in_what_orbax_does_not_need_changes_nothing(tmp_path):
+    two_checkpoints(tmp_path)
+    for file in (tmp_path / "2").glob("*"):
+        if file.is_file() and file.name != SUMS:
+            flip(file, 0.5)
+            assert restored(tmp_path) == 2, file
+
+
+@pytest.mark.parametrize("wrong", ["cut off", "deleted", "without state", "empty sums"])
+def test_a_damaged_checkpoint_is_renamed_with_one_line_and_training_goes_on(
+    tmp_path, capsys, wrong
+):
+    two_checkpoints(tmp_path)
+    largest = max(files_of(tmp_path / "2"), key=lambda file: file.stat().st_size)
+    if wrong == "cut off":
+        largest.write_bytes(largest.read_bytes()[:-1])
+    elif wrong == "deleted":
+        largest.unlink()
+    elif wrong == "without state":
+        shutil.rmtree(tmp_path / "2" / "state")
+    else:
+        (tmp_path / "2" / SUMS).write_text("3")
+    checkpoints = Checkpoints(tmp_path)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and re.search(r"damaged .*: 2 \(.*and 1 is used", told)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2.damaged"]
+    checkpoints.save(2, {"w": jnp.full((600,), 2)}, {"step": 2})
+    checkpoints.close()
+    assert restored(tmp_path) == 2
+    assert not capsys.readouterr().err, "what was set aside is not mentioned again"
+
+
+def test_processes_share_the_reading_and_agree(tmp_path, monkeypatch):
+    """Two processes read different files, which together are all; damage of one's is everyone's."""
+    two_checkpoints(tmp_path)
+    names = {file.relative_to(tmp_path / "2").as_posix() for file in files_of(tmp_path / "2")}
+    flip(tmp_path / "2" / sorted(names)[-1], 0.5)
+    read: list[list[str]] = []
+
+    def find(folder, sums, names):
+        read.append(list(names))
+        return find_damage(folder, sums, names)
+
+    monkeypatch.setattr(checkpoint, "find_damage", find)
+    monkeypatch.setattr(hosts, "process_count", lambda: 2)
+    found = []
+    for index in range(2):
+        monkeypatch.setattr(hosts, "process_index", lambda index=index: index)
+        monkeypatch.setattr(hosts, "gather", lambda own: found.append(own) or [[]])
+        Checkpoints(tmp_path, read_only=True).meta(2)
+    assert {*read[0], *read[1]} == names and not {*read[0]} & {*read[1]}
+    assert sorted(map(len, found)) == [0, 1]
+    monkeypatch.setattr(hosts, "gather", lambda own: found)
+    for index in range(2):
+        monkeypatch.setattr(hosts, "process_index", lambda index=index: index)
+        with pytest.raises(CheckpointError, match="2 cannot be read .*checksum"):
+            Checkpoints(tmp_path, read_only=True).meta(2)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_the_same_sound_checkpoint(together, tmp_path):
+    """The sums cover the files of both; the second's is damaged."""
+    program = str(pathlib.Path(__file__).with_name("hosts_program.py"))
+    ended = together([program, "damaged", str(tmp_path)], 2, devices=2)
+    assert [process.code for process in ended] == [0, 0], ended[0].err[-3000:]
+    first, second = (json.loads(process.out.splitlines()[-1]) for process in ended)
+    assert first == second
+    assert (first["step"], first["meta"], first["values"]) == (1, {"step": 1}, [1.0])
+    told = [process.err.count("and 1 is used") for process in ended]
+    assert told == [1, 0], "the first process tells it"
+    assert sorted(path.name for path in (tmp_path / "rl").iterdir()) == ["1", "2.damaged"]
+
+
+def test_a_damaged_score_of_an_older_checkpoint_sets_it_aside(tmp_path):
+    two_checkpoints(tmp_path)
+    (tmp_path / "1" / "metrics" / "metrics").write_bytes(b"")
+    assert restored(tmp_path) == 2
+    assert Checkpoints(tmp_path).steps() == [2]
+
+
+def test_no_sound_checkpoint_is_an_error_that_names_them_all(tmp_path):
+    two_checkpoints(tmp_path)
+    for step in (1, 2):
+        flip(tmp_path / str(step) / "meta" / "metadata", 0.5)
+    with pytest.raises(
+        CheckpointError, match=r"no .* sound: 2 \(meta.*, 1 \(meta.*backup"
+    ) as error:
+        Checkpoints(tmp_path)
+    assert "\n" not in str(error.value)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_a_reader_refuses_a_damaged_checkpoint_and_renames_nothing(tmp_path):
+    two_checkpoints(tmp_path)
+    flip(tmp_path / "2" / "meta" / "metadata", 0.5)
+    reader = Checkpoints(tmp_path, read_only=True)
+    for read in (reader.meta, lambda: reader.restore_part({"w": jnp.zeros(600, int)}, 2)):
+        with pytest.raises(
+            CheckpointError, match="2 cannot be read .*meta.*: checksum.*resume from"
+        ):
+            read()
+    assert reader.steps() == [1, 2]
+    assert reader.meta(1) == {"step": 1}
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_sums_and_is_used_with_a_note(tmp_path, capsys):
+    two_checkpoints(tmp_path)
+    (tmp_path / "2" / SUMS).unlink()
+    assert restored(tmp_path) == 2
+    assert re.search(r"2: not verified: it has no sums\.json", capsys.readouterr().err)
+    # Without sums, orbax finds some damages.
+    for file in (tmp_path / "2" / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
     with pytest.raises(CheckpointError, match="2 cannot be read.*checkpoint 1"):
-        Checkpoints(tmp_path).restore({"w": jnp.zeros(64, int)})
+        restored(tmp_path)
 
 
-def test_a_damaged_score_is_an_error_with_its_remedy(tmp_path: pathlib.Path) -> None:
-    Checkpoints(tmp_path).save(1, {"w": jnp.ones(2)}, {}, 0.5)
-    (tmp_path / "1" / "metrics" / "metrics").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="score .* delete the checkpoint"):
-        Checkpoints(tmp_path)
+@pytest.mark.parametrize("record", [[], {}, 3, {"leaves": {}, "meta": [], "identity": {}}])
+def test_a_record_with_other_content_is_one_line(tmp_path, record):
+    two_checkpoints(tmp_path)
+    (tmp_path / "2" / SUMS).unlink()
+    (tmp_path / "2" / "meta" / "metadata").write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/2 cannot be read.* meta: ") as error:
+        restored(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -349,6 +509,9 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_is_a_clear_error(
 
 SAVER = """
 import sys, jax.numpy as jnp
+from paravt_jax.data.file_sums import SUMS, find_damage
+from paravt_jax.processes import hosts
+from train.durable import checkpoint
 from train.durable.checkpoint import Checkpoints
 checkpoints = Checkpoints(sys.argv[1])
 step = checkpoints.latest() or 0

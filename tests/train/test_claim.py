@@ -149,7 +149,7 @@ def test_the_page_shows_all_three_measures(tmp_path):
 
 def test_a_run_that_did_not_measure_them_says_so(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", [step(1, loss=0.5)])
-    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": []}))
     page = page_of(tmp_path)
     assert "Not measured yet." in [e["text"] for e in page.all("p", "quiet")]
 

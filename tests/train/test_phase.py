@@ -12,6 +12,7 @@ import pytest
 
 from paravt_jax.processes import hosts
 from train.durable.checkpoint import CheckpointError, Checkpoints
+from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, read_metrics
 from train.durable.phase import Phase
@@ -35,6 +36,7 @@ class Run:
             checkpoints=self.kept,
             metrics=self.metrics,
             interrupts=self.interrupts,
+            history=History(folder),
             meta={"config": 1},
             before_save=self.check,
             after_save=lambda: self.report(),
@@ -178,7 +180,7 @@ def test_a_resumed_phase_tells_its_time_left_at_its_first_step(tmp_path, capsys)
 
 
 def test_only_the_first_process_prints(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(hosts, "is_first", lambda: False)
     run = Run(tmp_path)
+    monkeypatch.setattr(hosts, "is_first", lambda: False)
     assert run.steps() == [1, 2, 3, 4, 5, 6, 7]
     assert capsys.readouterr().err == ""

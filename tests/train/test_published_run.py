@@ -121,6 +121,7 @@ def test_from_published_files_to_a_comparison(folder, compiled, capsys):
     # RL needs its reference, the cold start's weights: the run does not continue with others.
     weights = weights_of("sft")
     weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
+    weights.with_name("sums.json").unlink()
     assert command("published_rl", "rl", *start) == 1
     message = capsys.readouterr().err
     assert "is another run's" in message and "weights: " in message

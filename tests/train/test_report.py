@@ -377,7 +377,8 @@ def test_the_head_shows_what_the_run_reached(page):
 
 
 def test_a_rule_that_is_not_met_is_marked(tmp_path):
-    result = {"token_mismatches": 3, "logprob_gap": 1e-6, "note": "text"}
+    checks = {"token_mismatches": 3, "logprob_gap": 1e-6}
+    result = {"before": [], "after": [], "note": "text", **checks}
     (tmp_path / "result.json").write_text(json.dumps(result))
     page = page_of(tmp_path)
     assert [e["text"] for e in page.all("span", "bad")] == ["token mismatches3 ✗"]
@@ -387,7 +388,8 @@ def test_a_rule_that_is_not_met_is_marked(tmp_path):
 @pytest.mark.parametrize(("dtype", "bad"), [("float32", 1), ("bfloat16", 0)])
 def test_the_gap_has_a_bound_in_float32_only(dtype, bad, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model": {"dtype": dtype}}))
-    (tmp_path / "result.json").write_text(json.dumps({"logprob_gap": 2e-3}))
+    result = {"before": [], "after": [], "logprob_gap": 2e-3}
+    (tmp_path / "result.json").write_text(json.dumps(result))
     page = page_of(tmp_path)
     assert len(page.all("span", "bad")) == bad
     assert "mean log-prob gap0.002" in page.all("span", "fact")[0]["text"]

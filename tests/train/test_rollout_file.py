@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from paravt_jax.data.stored_json import DamagedFileError
 from paravt_jax.method.parsing import call_text
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import ToolCall, Trajectory
@@ -124,9 +126,32 @@ def test_episodes_of_another_number_of_processes_are_played_again(
         RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments)
 
 
-def test_a_damaged_file_is_an_error(road, tmp_path):
-    (tmp_path / "rollouts.json").write_text('{"step": 3')
-    with pytest.raises(ValueError, match=r"rollouts\.json: damaged"):
-        RolloutFile(tmp_path / "rollouts.json", 3).roll_out(
+@pytest.mark.parametrize(
+    "content", ['{"step": 3', "[]", "{}", "3", '{"rounds": [3]}', '{"rounds": [{"step": 3}]}']
+)
+def test_a_damaged_file_is_an_error(road, tmp_path, content):
+    (tmp_path / "rollouts.json").write_text(content)
+    require_damaged(road, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [{}, {"is": "Rewards"}, {"is": "Unknown"}, {"is": "Rollouts"}, {"is": "dict", "text": "{}"}],
+)
+def test_damaged_episodes_are_an_error(road, small, tmp_path, stored):
+    arguments = (road.environment, questions_of(road), road.run.rl, 0, 3, Rules())
+    file = tmp_path / "rollouts.json"
+    RolloutFile(file, 3).roll_out(small.Script(road), *arguments)
+    content = json.loads(file.read_text())
+    content["rounds"][0]["rollouts"] = stored
+    file.write_text(json.dumps(content))
+    require_damaged(road, tmp_path)
+
+
+def require_damaged(road, folder):
+    words = r"rollouts\.json: damaged: .*; delete it, and the step's episodes are played again"
+    with pytest.raises(DamagedFileError, match=words) as error:
+        RolloutFile(folder / "rollouts.json", 3).roll_out(
             IDLE, road.environment, questions_of(road), road.run.rl, 0, 3, Rules()
         )
+    assert "\n" not in str(error.value)

@@ -41,10 +41,12 @@ def stored(path: pathlib.Path, run: Run, **metrics: list[float]) -> pathlib.Path
         }
         for temperature, n in ((0.0, 9), (0.7, 1), (0.7, 3))
     ]
-    (path / "result.json").write_text(json.dumps({"by_temperature": before}))
-    rows = [{"phase": "sft", "step": 1, "loss": 1.0}]
+    result = {"before": [], "after": [], "by_temperature": before}
+    (path / "result.json").write_text(json.dumps(result))
+    rows = [{"phase": "sft", "step": 1, "wall": 0.0, "loss": 1.0}]
     for step, values in enumerate(zip(*metrics.values(), strict=True), 1):
-        rows.append({"phase": "rl", "step": step, **dict(zip(metrics, values, strict=True))})
+        row = dict(zip(metrics, values, strict=True))
+        rows.append({"phase": "rl", "step": step, "wall": 0.0, **row})
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -137,10 +139,10 @@ def test_the_cold_start_is_read_from_the_evaluation_if_format_was_measured_elsew
     result = json.loads(file.read_text())
     rows = result["by_temperature"]
     elsewhere = [row | {"temperature": 1.0} for row in rows]
-    file.write_text(json.dumps({"by_temperature": elsewhere, "before": rows}))
+    file.write_text(json.dumps(result | {"by_temperature": elsewhere, "before": rows}))
     start, _ = read_run(run, [])
     assert start.f == pytest.approx((1 * 0.17 + 3 * 0.37) / 4)
-    file.write_text(json.dumps({"by_temperature": elsewhere, "before": []}))
+    file.write_text(json.dumps(result | {"by_temperature": elsewhere, "before": []}))
     assert [found.key for found in read_run(run, [])] == ["paravt"]
 
 

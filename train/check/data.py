@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Callable
@@ -13,8 +12,9 @@ from huggingface_hub import constants
 from paravt_jax.data import sources
 from paravt_jax.data.archives import ArchiveError, find_archives, mark_of
 from paravt_jax.data.hub import is_hub_id
-from paravt_jax.data.preparation import PLAN
+from paravt_jax.data.preparation import PLAN, Plan
 from paravt_jax.data.question_files import read_questions
+from paravt_jax.data.stored_json import read_json
 from paravt_jax.method import tokenizer
 from paravt_jax.progress import size
 from train.check import asking
@@ -120,7 +120,8 @@ def _prepared(subject: Subject, settings: DataSettings) -> tuple[bool, Finding]:
         done = len(list(folder.glob("work-*/*.jsonl")))
         part = f", {done} chunks of rows are done" if done else ""
         return False, Finding("data", f"{folder}: not prepared{part}", needed, remedy, "warning")
-    root = pathlib.Path(json.loads((folder / PLAN).read_text())["root"])
+    plan = read_json(folder / PLAN, Plan, "restore it, or delete the folder and prepare again")
+    root = pathlib.Path(plan["root"])
     if not root.is_dir():
         found = f"{folder}: prepared, but its media are gone from {root}"
         return True, Finding("data", found, f"{root} on every host", "mount or restore it", "error")

@@ -4,8 +4,13 @@ Orbax writes a checkpoint into a temporary folder and renames it when it is comp
 
     checkpoints/rl/40                           complete; the one a restart resumes from
     checkpoints/rl/60.orbax-checkpoint-tmp-...  left by a killed save; the next process removes it
+    checkpoints/rl/80.damaged                   set aside, because a file changed after the save
 
 So after a kill, or on a full disk, the newest numbered folder is always a complete checkpoint.
+
+Each holds the checksums of its files, sums.json, written before the rename. The arrays' own format
+cannot do this: orbax 0.12 writes zarr3 with a CRC of the index alone, so a flipped bit of an array
+is read without an error. The sums cover files as they are on disk, so they hold on every mesh.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import dataclasses
 import logging
 import pathlib
 import shutil
-from typing import Any, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -22,21 +27,34 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
+from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
+from paravt_jax.data.stored_json import DamagedFileError, mismatch
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import hosts
+from train.durable.step_lines import say
 
 T = TypeVar("T")
 
 # Orbax stores each item in a folder of its own: STEP/state, STEP/meta, STEP/metrics (the score).
+# Its last files in STEP itself, written after the sums, are not needed to restore anything.
 _STATE = "state"
 _META = "meta"
 _SCORE = "score"
+_DAMAGED = ".damaged"
 
 Best = Literal["accuracy", "compliance", "reward/total", "none"]
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
+
+
+class _Record(TypedDict):
+    """The JSON of a checkpoint."""
+
+    leaves: dict[str, str]
+    meta: dict[str, Any]
+    identity: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +83,10 @@ class Checkpoints:
     Only one process at a time may write (`RunDirectory` locks the run). In a multi-host run all
     processes call the same methods with the same step and score; orbax writes each host's shards.
 
+    Opening the folder to write verifies the newest checkpoint. A damaged one is renamed, with a
+    printed line, and the one before it becomes the newest. Other checkpoints are verified when they
+    are read.
+
     Args:
         folder: holds one folder per checkpoint, named by its step.
         keep: number of newest checkpoints to keep; the one with the highest score stays as well.
@@ -75,7 +97,7 @@ class Checkpoints:
         read_only: changes nothing in `folder`, not even what another process is writing there.
 
     Raises:
-        CheckpointError: `keep` is below 1, the folder cannot be used, or a score is damaged.
+        CheckpointError: `keep` is below 1, the folder cannot be used, or no checkpoint is sound.
     """
 
     def __init__(
@@ -97,12 +119,20 @@ class Checkpoints:
         self._options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best_one]),
             best_fn=_score,
-            enable_async_checkpointing=asynchronous,
+            # Also where `save` waits for the writing: only asynchronous saves have a callback.
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_sums),
             read_only=read_only,
             create=not read_only,
             # Orbax sets this for a read-only manager anyway, but with a warning.
             save_interval_steps=0 if read_only else 1,
         )
+        self._asynchronous = asynchronous
+        # The step that is being saved.
+        self._saving = 0
+        # Steps that were verified, or have no sums.
+        self._verified: set[int] = set()
+        if not read_only:
+            self._set_damaged_aside()
         self._manager = self._open()
 
     def save(
@@ -139,10 +169,13 @@ class Checkpoints:
             state=ocp.args.StandardSave(leaves), meta=ocp.args.JsonSave(record)
         )
         metrics = None if score is None else {_SCORE: score}
+        self._saving = step
         try:
             self._manager.save(step, args=items, metrics=metrics)
         except Exception as error:
             self._recover(error)
+        if not self._asynchronous:
+            self.wait()
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
@@ -295,12 +328,92 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def _record(self, step: int) -> dict[str, Any]:
-        """Reads the JSON that `save` stored: leaves, meta and identity."""
+        """Verifies a checkpoint, and reads the JSON that `save` stored: leaves, meta, identity."""
+        self._require_sound(step)
         arguments = ocp.args.Composite(meta=ocp.args.JsonRestore())
         try:
-            return self._manager.restore(step, args=arguments)[_META]
+            record = self._manager.restore(step, args=arguments)[_META]
         except Exception as error:
             raise self._unreadable(step, error) from error
+        wrong = mismatch(record, _Record)
+        if wrong:
+            raise self._unreadable(step, ValueError(f"{_META}: {wrong}"))
+        return record
+
+    def _write_sums(self) -> None:
+        """Orbax calls this on the first process when all files are written, before the rename."""
+        (unfinished,) = self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+        files = [file for file in unfinished.glob("*/**/*") if file.is_file()]
+        write_sums(unfinished, files)
+
+    def _set_damaged_aside(self) -> None:
+        """Renames damaged checkpoints that are newer than the last sound one.
+
+        Of older ones, only what opening the folder reads is verified: their score.
+        """
+        damaged: dict[int, str] = {}
+        sound = None
+        for step in hosts.from_first(self._steps_on_disk):
+            damage = self._damage(step, whole=sound is None)
+            if damage:
+                damaged[step] = damage
+            elif sound is None:
+                sound = step
+                self._verified.add(step)
+        if not damaged:
+            return
+        named = ", ".join(f"{step} ({damage})" for step, damage in damaged.items())
+        if sound is None:
+            raise CheckpointError(
+                f"{self.folder}: no checkpoint is sound: {named}. Restore one from a backup, or "
+                "start anew with another --run-dir."
+            )
+        with hosts.one_after_another():
+            if hosts.is_first():
+                for step in damaged:
+                    aside = self.folder / f"{step}{_DAMAGED}"
+                    shutil.rmtree(aside, ignore_errors=True)
+                    (self.folder / str(step)).rename(aside)
+                say(
+                    f"warning: damaged checkpoints in {self.folder}: {named}; they are renamed to "
+                    f"NUMBER{_DAMAGED}, and {sound} is used"
+                )
+
+    def _steps_on_disk(self) -> list[int]:
+        """The numbered checkpoints, the newest first."""
+        names = [path.name for path in self.folder.glob("*")]
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+    def _damage(self, step: int, whole: bool = True) -> str:
+        """The first thing that is wrong with a checkpoint; "" if it is sound or has no sums.
+
+        Every process reads a part of the files, and all return the same.
+
+        Args:
+            step: Its number.
+            whole: Whether to read all files, or only the score.
+        """
+        folder = self.folder / str(step)
+        try:
+            sums = read_sums(folder)
+        except (DamagedFileError, OSError) as error:
+            damage = [str(error)]
+        else:
+            if sums is None and whole and hosts.is_first():
+                say(f"{folder}: not verified: it has no {SUMS}, as in earlier versions")
+            names = [name for name in sorted(sums or {}) if whole or name.startswith("metrics/")]
+            mine = names[hosts.process_index() :: hosts.process_count()]
+            damage = find_damage(folder, sums or {}, mine)
+        everywhere = [text for part in hosts.gather(damage) for text in part]
+        return everywhere[0] if everywhere else ""
+
+    def _require_sound(self, step: int) -> None:
+        if step in self._verified:
+            return
+        damage = self._damage(step)
+        if damage:
+            raise self._unreadable(step, ValueError(damage))
+        self._verified.add(step)
 
     def _unreadable(self, step: int, error: Exception) -> CheckpointError:
         folder = self.folder / str(step)

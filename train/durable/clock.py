@@ -7,13 +7,23 @@ import pathlib
 import time
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_json import read_json
 from paravt_jax.processes import hosts
 from train.durable.metrics import format_seconds
 
 
+def read_seconds(file: pathlib.Path) -> float:
+    """The seconds of all starts, 0 if there was none.
+
+    Raises:
+        DamagedFileError: the file holds no number.
+    """
+    return read_json(file, float, "delete it, and time counts anew") if file.exists() else 0.0
+
+
 def in_words(seconds: float, file: pathlib.Path) -> str:
     """The seconds of a start, and those of all starts in `file` if there were earlier ones."""
-    total = json.loads(file.read_text()) if file.exists() else 0.0
+    total = read_seconds(file)
     # The file does not have the time before the clock started, so a single start has less.
     in_all = f" ({format_seconds(total)} in all)" if total > seconds else ""
     return format_seconds(seconds) + in_all
@@ -28,7 +38,7 @@ class Clock:
     def __init__(self, file: pathlib.Path):
         self._file = file
         self._start = time.monotonic()
-        self._earlier = json.loads(file.read_text()) if file.exists() else 0.0
+        self._earlier = read_seconds(file)
 
     @property
     def total(self) -> float:

@@ -15,11 +15,12 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypedDict
 
 import tensorboardX
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_json import DamagedFileError, mismatch
 
 PHASE_TITLES = {
     "align": "alignment",
@@ -29,14 +30,28 @@ PHASE_TITLES = {
 }
 PHASES = tuple(PHASE_TITLES)
 
+_REMEDY = "restore the file from a backup"
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+
+class _Row(TypedDict):
+    """What every line of metrics.jsonl has, beside the step's metrics."""
+
+    phase: str
+    step: int
+    wall: float
+
+
+def read_jsonl(path: str | os.PathLike[str], kind: Any = dict[str, Any]) -> list[dict[str, Any]]:
     """Reads a JSON-lines file; returns [] if there is none.
 
     An incomplete last line is skipped: the writer was killed in the middle of it.
 
+    Args:
+        path: the file.
+        kind: the type of each line; see `paravt_jax.data.stored_json.mismatch`.
+
     Raises:
-        ValueError: another line is not JSON. A killed writer cannot cause that.
+        DamagedFileError: another line is no JSON object. A killed writer cannot cause that.
     """
     path = pathlib.Path(path)
     if not path.exists():
@@ -46,11 +61,16 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(complete_lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}: not JSON ({error}); remove this line to continue"
+            row = json.loads(line)
+        # RecursionError: nested too deeply.
+        except (ValueError, RecursionError) as error:
+            raise DamagedFileError(
+                f"{path}, line {number}: damaged: not JSON ({error}); {_REMEDY}"
             ) from error
+        wrong = mismatch(row, kind)
+        if wrong:
+            raise DamagedFileError(f"{path}, line {number}: damaged: {wrong}; {_REMEDY}")
+        rows.append(row)
     return rows
 
 
@@ -60,7 +80,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Each has `phase`, `step`, `wall` (Unix seconds) and the step's metrics. Values that were not
     finite are None.
     """
-    return read_jsonl(path)
+    return read_jsonl(path, _Row)
 
 
 class MetricsWriter:
@@ -94,7 +114,7 @@ class MetricsWriter:
         self._wandb = _open_wandb(self._dir, wandb_project, config or {}) if wandb else None
         if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             # Drop an incomplete last line now. The next line would otherwise be appended to it.
-            self._rewrite(read_jsonl(self.path))
+            self._rewrite(read_metrics(self.path))
 
     def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> dict[str, Any]:
         """Records the metrics of one step.
@@ -145,7 +165,7 @@ class MetricsWriter:
             earlier_phase = _phase_index(row["phase"]) < index
             return earlier_phase or (row["phase"] == phase and row["step"] <= step)
 
-        rows = [row for row in read_jsonl(self.path) if stays(row)]
+        rows = [row for row in read_metrics(self.path) if stays(row)]
         if self.path.exists():
             self._rewrite(rows)
         for name in PHASES[index:]:
@@ -172,7 +192,7 @@ class MetricsWriter:
             # events of steps that run again.
             shutil.rmtree(folder, ignore_errors=True)
             self._events[phase] = tensorboardX.SummaryWriter(str(folder))
-            for row in read_jsonl(self.path):
+            for row in read_metrics(self.path):
                 if row["phase"] == phase:
                     _add_scalars(self._events[phase], row)
             self._events[phase].flush()

@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 
 from paravt_jax.processes import hosts
 from train.durable.checkpoint import Checkpoints
+from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import PHASE_TITLES, MetricsWriter, read_metrics
 from train.durable.step_lines import StepLines
@@ -37,6 +38,7 @@ class Phase:
         checkpoints: where the phase is saved and resumed from.
         metrics: where its metrics are recorded.
         interrupts: asked after every step whether to stop.
+        history: the run's manifest, where saved steps are noted.
         meta: stored in each checkpoint beside the data cursor.
         tick: called after each step.
         before_save: called before each save; an exception from it prevents the save.
@@ -57,6 +59,7 @@ class Phase:
         checkpoints: Checkpoints,
         metrics: MetricsWriter,
         interrupts: Interrupts,
+        history: History,
         meta: Mapping[str, Any],
         tick: Callable[[], None] = lambda: None,
         before_save: Callable[[], None] = lambda: None,
@@ -74,11 +77,15 @@ class Phase:
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._interrupts = interrupts
+        self._history = history
         self._meta = dict(meta)
         self._tick = tick
         self._before_save = before_save
         self._after_save = after_save
         self._later = later
+        self._first = self.finished_steps + 1
+        # The step of the last save, which may still be running in the background.
+        self._saved = 0
         # Opened by `resume`, in the first process only.
         self._lines: StepLines | None = None
 
@@ -87,6 +94,7 @@ class Phase:
 
     def __exit__(self, *_: object) -> None:
         self._checkpoints.close()
+        self._note_saved()
 
     @property
     def left(self) -> range:
@@ -101,6 +109,7 @@ class Phase:
 
         Raises:
             CheckpointError: the checkpoint belongs to another run, model or vocabulary.
+            RunDirectoryError: the newest checkpoint is lost, and the run cannot go on from another.
             Stopped: the run was asked to stop and has steps left.
         """
         state = start
@@ -109,6 +118,7 @@ class Phase:
             state, meta, _ = self._checkpoints.restore(start)
             cursor = meta["cursor"]
         if self.left:
+            hosts.from_first(lambda: self._history.go_on(self.name, self.finished_steps))
             self._metrics.truncate(self.name, self.finished_steps)
             self._interrupts.check(
                 f"stopped before {self._step(self.finished_steps + 1)}; all before it is saved"
@@ -152,9 +162,13 @@ class Phase:
             self._before_save()
             score = hosts.from_first(lambda: self._score(step))
             self._checkpoints.save(step, state, self._meta | {"cursor": cursor}, score)
+            # A save begins when the one before it is complete.
+            self._note_saved()
+            self._saved = step
         if signal_number is not None:
             # The save may still be running in the background, but the message says it is done.
             self._checkpoints.wait()
+            self._note_saved()
         if signal_number is not None or self.saves(step):
             self._after_save()
         if signal_number is not None:
@@ -162,6 +176,11 @@ class Phase:
                 signal_number,
                 f"stopped after {self._step(step)}, which is saved",
             )
+
+    def _note_saved(self) -> None:
+        """Notes the last save, which is complete."""
+        if self._saved:
+            self._history.saved(self.name, self._first, self._saved)
 
     def _step(self, step: int) -> str:
         """A step as the progress lines name it."""

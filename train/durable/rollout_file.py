@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_json import DamagedFileError, read_json
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question
 from paravt_jax.processes import hosts
@@ -23,6 +24,20 @@ from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, roll_out
 
 ROLLOUT_FILE = "rollouts.json"
+
+
+_REMEDY = "delete it, and the step's episodes are played again"
+
+
+class _Round(TypedDict):
+    """A stored round; other fields are compared with those of the round to play."""
+
+    step: int
+    rollouts: dict[str, Any]
+
+
+class _Content(TypedDict):
+    rounds: list[_Round]
 
 
 class RolloutFile:
@@ -57,7 +72,7 @@ class RolloutFile:
         `first` 0.
 
         Raises:
-            ValueError: the file is damaged.
+            DamagedFileError: the file is damaged.
         """
         if first == 0:
             self._rounds = []
@@ -77,7 +92,7 @@ class RolloutFile:
             stored = hosts.from_first(lambda: self._read(len(self._rounds)))
         if stored is not None and {name: stored.get(name) for name in head} == head:
             self._rounds.append(stored)
-            return unpack(stored["rollouts"])
+            return self._unpacked(stored["rollouts"])
         rollouts = roll_out(
             engine, environment, questions, settings, seed, step, judge, places, first
         )
@@ -95,11 +110,15 @@ class RolloutFile:
         """A stored round, counted from 0; None if there is none."""
         if not self._path.exists():
             return None
+        rounds = read_json(self._path, _Content, _REMEDY)["rounds"]
+        return dict(rounds[number]) if number < len(rounds) else None
+
+    def _unpacked(self, stored: Any) -> Rollouts:
         try:
-            rounds = json.loads(self._path.read_text(encoding="utf-8"))["rounds"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self._path}: damaged ({error}); delete it and the step's episodes are played "
-                "again"
-            ) from error
-        return rounds[number] if number < len(rounds) else None
+            rollouts = unpack(stored)
+        # A record lacks a field, has another type, or is unknown.
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedFileError(f"{self._path}: damaged: {error!r}; {_REMEDY}") from error
+        if not isinstance(rollouts, Rollouts):
+            raise DamagedFileError(f"{self._path}: damaged: it holds no rollouts; {_REMEDY}")
+        return rollouts

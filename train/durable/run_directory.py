@@ -7,9 +7,10 @@ import os
 import pathlib
 import shutil
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_json import mismatch
 from paravt_jax.data.stored_settings import as_json, holder_of, lock, require_same
 
 _LOCK = ".lock"
@@ -168,7 +169,8 @@ def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict
     file = folder / _CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    # RecursionError: nested too deeply.
+    except (ValueError, RecursionError) as error:
         raise RunDirectoryError(
             f"{file} is damaged ({error}): restore it, or give another {flag}."
         ) from error
@@ -282,6 +284,11 @@ def require_cold_start(source: str | pathlib.Path, config: dict[str, Any]) -> No
             f"--start {source} is not a run with a cold start: {', '.join(missing)} missing."
         )
     found = read_config(source, "--start", (FORMAT,))
+    wrong = mismatch(found, _ColdStart)
+    if wrong:
+        raise RunDirectoryError(
+            f"{source / _CONFIG} is damaged ({wrong}): restore it, or give another --start."
+        )
     wanted = as_json(config, "the run's configuration")
     require_same(
         f"--start {source} holds a cold start of other settings",
@@ -297,6 +304,37 @@ def require_cold_start(source: str | pathlib.Path, config: dict[str, Any]) -> No
             f"--start {source}: its cold start has not reached its last step, {steps}; resume that "
             "run first."
         )
+
+
+class _SFT(TypedDict):
+    steps: int
+
+
+class _Published(TypedDict):
+    """The fields of `_DATA_FIELDS`."""
+
+    annotations: Any
+    media: Any
+    frames: Any
+    fps: Any
+
+
+class _ColdStart(TypedDict):
+    """What is read of a configuration whose cold start is taken over.
+
+    Its fields are `_COLD_START_SETTINGS`, and the data.
+    """
+
+    world: Any
+    text: Any
+    model: Any
+    lora: Any
+    train_vision: Any
+    frames: Any
+    align: Any
+    sft: _SFT
+    protocol: dict[str, Any]
+    data: NotRequired[_Published | None]
 
 
 def _cold_start_files(config: dict[str, Any]) -> tuple[str, ...]:

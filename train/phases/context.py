@@ -15,6 +15,7 @@ from models.trained import apart, together
 from paravt_jax.processes import hosts
 from train.data import Data
 from train.durable.checkpoint import Checkpoints
+from train.durable.history import History
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
 from train.durable.phase import Phase
@@ -51,6 +52,8 @@ class Context:
     """Type of the trained weights. The sampler's may differ."""
     metrics: MetricsWriter
     interrupts: Interrupts
+    history: History
+    """The manifest of what the run has finished."""
     tick: Callable[[], None]
     """Called after each step and each evaluated setting."""
 
@@ -93,6 +96,7 @@ class Context:
             checkpoints,
             self.metrics,
             self.interrupts,
+            self.history,
             meta={
                 "settings": self.settings,
                 "model": self.origin["model"],

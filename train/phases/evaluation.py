@@ -24,6 +24,7 @@ from rollout.evaluation.play import Played, Scoring, play_and_score
 from rollout.evaluation.summary import row
 from train.phases.actor import Actor
 from train.phases.context import Context
+from train.report.result import read_evaluation_file
 
 Rows = list[dict[str, Any]]
 
@@ -36,6 +37,8 @@ class _Plan:
     """Prefix of the file names."""
     title: str
     """What is evaluated, for progress and messages."""
+    weights: tuple[str, int]
+    """Phase and step of the weights."""
     settings: tuple[EpisodeSettings, ...]
     transcripts: int = 0
     """Episodes per setting with parallel dispatch to keep for the report."""
@@ -74,12 +77,18 @@ def evaluate(
     if actor is None or not context.data.heldout:
         return []
     run = context.run
-    plan = _Plan(name, f"{name} RL", run.evaluation.episode_settings(), run.log.episodes)
+    if name == "before":
+        weights_of = ("sft", run.sft.steps if run.sft is not None else 0)
+    else:
+        weights_of = ("rl", run.rl.steps if run.rl is not None else 0)
+    plan = _Plan(
+        name, f"{name} RL", weights_of, run.evaluation.episode_settings(), run.log.episodes
+    )
     plans = [plan]
     if run.evaluation.format_temperatures:
         settings = run.evaluation.format_settings()
         title = f"format {name} RL"
-        plans.append(_Plan(f"format_{name}", title, settings, measures_format=True))
+        plans.append(_Plan(f"format_{name}", title, weights_of, settings, measures_format=True))
     return _evaluate_weights(context, actor, lambda: weights, plans)[0]
 
 
@@ -98,7 +107,8 @@ def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], 
     if run.sft is None or run.rl is None or not run.rl.control or not context.data.heldout:
         return []
     assert actor is not None, "a run with RL plays episodes"
-    plan = _Plan("control", "the control", run.evaluation.greedy_settings())
+    trained = ("control", run.rl.steps)
+    plan = _Plan("control", "the control", trained, run.evaluation.greedy_settings())
     return _evaluate_weights(context, actor, train, [plan])[0]
 
 
@@ -110,7 +120,8 @@ def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
     if not context.data.heldout:
         return
     settings = context.run.evaluation.greedy_settings()
-    _play_missing(context, actor, _Plan(f"curve-{step:06d}", f"step {step} of RL", settings))
+    plan = _Plan(f"curve-{step:06d}", f"step {step} of RL", ("rl", step), settings)
+    _play_missing(context, actor, plan)
     # Rollouts must find the same empty cache in a run that was stopped here and resumed.
     actor.engine.forget()
 
@@ -150,8 +161,9 @@ def _play_missing(context: Context, actor: Actor, plan: _Plan) -> Rows:
                     if hosts.is_first():
                         file.parent.mkdir(exist_ok=True)
                         write_atomically(file, json.dumps(content))
+                        context.history.made(file, *plan.weights)
                 played = True
-            rows += json.loads(file.read_text())["rows"]
+            rows += read_evaluation_file(file)["rows"]
     if played:
         context.write_interim_report()
     return rows

@@ -162,6 +162,8 @@ def _transcriber(
         folder = context.folder / "evaluation"
         folder.mkdir(exist_ok=True)
         content = json.dumps({"rows": [], "episodes": lines})
-        write_atomically(folder / f"rl-{step:06d}.json", content)
+        file = folder / f"rl-{step:06d}.json"
+        write_atomically(file, content)
+        context.history.made(file, "rl", step)
 
     return write

@@ -7,6 +7,7 @@ import pathlib
 import sys
 
 from paravt_jax.command_name import command_name
+from paravt_jax.data.stored_json import DamagedFileError
 from train.report.page import write_report
 
 
@@ -22,7 +23,11 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    print(f"written: {write_report(run_dir)}")
+    try:
+        print(f"written: {write_report(run_dir)}")
+    except DamagedFileError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -6,7 +6,6 @@ metrics.jsonl, so it changes with every step. `train.follow` shows it.
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import time
@@ -24,6 +23,7 @@ from train.report.page import (
     charts_of,
     deserves_a_look,
     progress,
+    read_shown_config,
 )
 
 Row = dict[str, Any]
@@ -46,8 +46,7 @@ def live_page(run_dir: str | os.PathLike[str], log: Sequence[str] = ()) -> str:
     """
     root = pathlib.Path(run_dir).absolute()
     metrics = read_metrics(root / "metrics.jsonl")
-    config = root / "config.json"
-    settings = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    settings = read_shown_config(root)
     finished = (root / "result.json").exists()
     episode = newest_episode(read_jsonl(root / "episodes.jsonl"))
     phases = [

@@ -18,18 +18,20 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_json import read_json
 from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment, number
+from train.durable.clock import read_seconds
 from train.durable.metrics import PHASE_TITLES, format_seconds, read_jsonl, read_metrics
 from train.durable.watch import disk_fills, room_for_checkpoint, warnings
 from train.left_out import read_rows
 from train.report.chart import Chart, line_chart, stacked_chart
 from train.report.claim import claim_charts, format_table, is_shown
 from train.report.discovery import greedy, group_table, learning_curves, pair_cards
-from train.report.result import result_so_far
+from train.report.result import read_result, result_so_far
 
 Row = dict[str, Any]
 EPISODES = 21
@@ -126,11 +128,11 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
     """
     until = time.monotonic() + frame_seconds
     root = pathlib.Path(run_dir).resolve()
-    config = _read_json(root / "config.json")
+    config = read_shown_config(root)
     metrics = read_metrics(root / "metrics.jsonl")
     episodes = read_jsonl(root / "episodes.jsonl")
     finished = (root / "result.json").exists()
-    result = _read_json(root / "result.json") if finished else result_so_far(root)
+    result = read_result(root) if finished else result_so_far(root)
     learned = result if finished else _up_to_now(result)
     template = environment(pathlib.Path(__file__).parent).get_template("report.html.jinja")
     text = template.render(
@@ -177,8 +179,31 @@ def _up_to_now(result: Row) -> Row:
     return {"before": result["before"], "curve": [row for rows in complete for row in rows]}
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+class _Phase(TypedDict):
+    steps: NotRequired[int]
+
+
+class _Model(TypedDict):
+    dtype: NotRequired[str]
+
+
+class _Config(TypedDict):
+    """What a page reads of config.json."""
+
+    model: NotRequired[_Model]
+    align: NotRequired[_Phase | None]
+    sft: NotRequired[_Phase | None]
+    rl: NotRequired[_Phase | None]
+
+
+def read_shown_config(root: pathlib.Path) -> dict[str, Any]:
+    """The configuration of a run; {} if there is none yet.
+
+    Raises:
+        DamagedFileError: The file holds something else.
+    """
+    file = root / "config.json"
+    return read_json(file, _Config, "restore it from a backup") if file.exists() else {}
 
 
 # --- the head ---
@@ -194,7 +219,7 @@ def progress(root: pathlib.Path, config: Row, metrics: list[Row]) -> str:
     steps = (config.get("rl" if phase == "control" else phase) or {}).get("steps")
     step = f"{PHASE_TITLES[phase]} {row['step']}" + (f" of {steps}" if steps else "")
     seconds = root / "seconds.json"
-    after = f", after {format_seconds(json.loads(seconds.read_text()))}" if seconds.exists() else ""
+    after = f", after {format_seconds(read_seconds(seconds))}" if seconds.exists() else ""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(row["wall"]))
     return f"The run has not finished. Its last step is {step}{after} ({when})."
 

@@ -9,12 +9,65 @@ from __future__ import annotations
 import collections
 import json
 import pathlib
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_json import read_json
 from train.durable.metrics import read_metrics
 
 Row = dict[str, Any]
+
+_REMEDY = "restore it from a backup"
+
+
+class EvaluationRow(TypedDict, total=False):
+    """Some fields of a row of results. Earlier versions wrote fewer, so none is required."""
+
+    k: int
+    dispatch: str
+    temperature: float
+    accuracy: float | None
+    compliance: float
+    calls: float
+    n: int
+
+
+class EvaluationFile(TypedDict):
+    """A file of `evaluation/`: the rows of one K, or the episodes of one step of RL."""
+
+    rows: list[EvaluationRow]
+    episodes: list[dict[str, Any]]
+    seconds: NotRequired[list[float]]
+    judge: NotRequired[dict[str, int]]
+
+
+class _Result(TypedDict):
+    """What is read of result.json."""
+
+    before: list[EvaluationRow]
+    after: list[EvaluationRow]
+    control: NotRequired[list[EvaluationRow]]
+    curve: NotRequired[list[EvaluationRow]]
+    by_temperature: NotRequired[list[EvaluationRow]]
+    seconds: NotRequired[float]
+    token_mismatches: NotRequired[int]
+    logprob_gap: NotRequired[float]
+
+
+def read_evaluation_file(file: pathlib.Path) -> Row:
+    """Read a file of `evaluation/`. Raises DamagedFileError if it holds something else."""
+    return read_json(file, EvaluationFile, _REMEDY)
+
+
+def read_result(folder: pathlib.Path) -> Row:
+    """Read result.json of a finished run.
+
+    Raises:
+        OSError: The run is not finished.
+        DamagedFileError: The file holds something else.
+    """
+    remedy = "delete it and start the run's command again, which writes it anew"
+    return read_json(folder / "result.json", _Result, remedy)
 
 
 def read_evaluation(folder: pathlib.Path, name: str) -> list[Row]:
@@ -48,7 +101,7 @@ def read_curve(folder: pathlib.Path) -> list[Row]:
     rows = []
     for file in sorted((folder / "evaluation").glob("curve-*.json")):
         step = int(file.stem.split("-")[1])
-        rows += [{"step": step} | row for row in json.loads(file.read_text())["rows"]]
+        rows += [{"step": step} | row for row in read_evaluation_file(file)["rows"]]
     return sorted(rows, key=lambda row: (row["step"], row["k"]))
 
 
@@ -75,7 +128,7 @@ def checks(folder: pathlib.Path) -> Row:
 
 def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
     """The judge's counts, summed over all evaluations; {} for a run without a judge."""
-    contents = [json.loads(file.read_text()) for file in (folder / "evaluation").glob("*.json")]
+    contents = [read_evaluation_file(file) for file in (folder / "evaluation").glob("*.json")]
     counts = [content["judge"] for content in contents if "judge" in content]
     total: collections.Counter[str] = collections.Counter()
     for count in counts:
@@ -118,4 +171,4 @@ def _contents(folder: pathlib.Path, name: str) -> list[Row]:
     """The contents of an evaluation's files NAME-NUMBER.json, by number."""
     found = (folder / "evaluation").glob(f"{name}-*.json")
     files = sorted(found, key=lambda file: int(file.stem.split("-")[1]))
-    return [json.loads(file.read_text()) for file in files]
+    return [read_evaluation_file(file) for file in files]

@@ -28,6 +28,7 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.local_path import require_local
 from train.durable.metrics import format_seconds
 from train.report.discovery import greedy_curve, of_group
+from train.report.result import read_result
 from train.settings import Run, change
 from train.studies.gating_figure import figure
 from train.studies.study import require_seeds, run_study
@@ -83,7 +84,7 @@ def plan(command: Gating) -> dict[str, list[Run]]:
 
 def read(run: Run) -> list[Row]:
     """The greedy evaluations of a finished run: rows with `step` and `k`, in the order of steps."""
-    result = json.loads((pathlib.Path(run.run_dir) / "result.json").read_text())
+    result = read_result(pathlib.Path(run.run_dir))
     assert run.rl is not None
     return greedy_curve(result, run.rl.steps)
 

@@ -28,6 +28,7 @@ from paravt_jax.data.local_path import require_local
 from paravt_jax.method.rewards import RewardSettings
 from train.durable.metrics import format_seconds, read_metrics
 from train.report.claim import is_shown
+from train.report.result import read_result
 from train.settings import Run, change
 from train.studies.paradox_figure import Result, figure
 from train.studies.paradox_tables import claim_tables, show
@@ -134,7 +135,7 @@ def read(run: Run) -> Result:
         ValueError: An older version of this code made the run.
     """
     folder = pathlib.Path(run.run_dir)
-    result = json.loads((folder / "result.json").read_text())
+    result = read_result(folder)
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
     rows = [*result["before"], *result["after"]]
     if (

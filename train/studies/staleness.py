@@ -24,6 +24,7 @@ from paravt_jax.data.local_path import require_local
 from rollout.evaluation.markdown import table as markdown
 from train.durable.metrics import read_metrics
 from train.report.discovery import greedy
+from train.report.result import read_result
 from train.settings import Run, change
 from train.studies.study import over_seeds, require_seeds, run_study
 
@@ -75,7 +76,7 @@ def plan(command: Staleness, seed: int) -> list[Run]:
 def figures(run: Run) -> Figures:
     """Figures of a finished run of RL."""
     folder = pathlib.Path(run.run_dir)
-    result = json.loads((folder / "result.json").read_text())
+    result = read_result(folder)
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == "rl"]
 
     def mean(name: str, rows: Sequence[Mapping[str, Any]] = steps) -> float:

@@ -1,0 +1,71 @@
+"""JSON files that a run wrote: wrong content is one line that names file, field and remedy."""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+import pytest
+
+from paravt_jax.data.stored_json import DamagedFileError, mismatch, read_json
+
+
+class Inner(TypedDict):
+    x: float
+
+
+class Kind(TypedDict):
+    n: int
+    rows: list[Inner]
+    counts: NotRequired[dict[str, int]]
+    name: NotRequired[str | None]
+
+
+SOUND = {"n": 1, "rows": [{"x": 1}, {"x": 0.5, "more": []}], "counts": {"a": 1}, "name": None}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (SOUND, ""),
+        ({"n": 1, "rows": []}, ""),
+        ([], "the file: a list instead of an object"),
+        (3, "the file: an integer instead of an object"),
+        (None, "the file: null instead of an object"),
+        ({}, "n: missing"),
+        (SOUND | {"n": 1.0}, "n: a number instead of an integer"),
+        (SOUND | {"n": True}, "n: true or false instead of an integer"),
+        (SOUND | {"rows": {}}, "rows: an object instead of a list"),
+        (SOUND | {"rows": [{"x": 1.0}, {}]}, "rows[1].x: missing"),
+        (SOUND | {"rows": [{"x": "1"}]}, "rows[0].x: text instead of a number"),
+        (SOUND | {"counts": {"a": None}}, "counts.a: null instead of an integer"),
+        (SOUND | {"name": 3}, "name: an integer instead of text"),
+    ],
+)
+def test_the_first_wrong_place_is_named(value: Any, words: str) -> None:
+    assert mismatch(value, Kind) == words
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[]", "a list instead of a number"),
+        (b'{"x"', "not JSON"),
+        (b"", "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_damaged_file_is_one_line(tmp_path, content: bytes, words: str) -> None:
+    file = tmp_path / "seconds.json"
+    file.write_bytes(content)
+    with pytest.raises(DamagedFileError) as error:
+        read_json(file, float, "delete it")
+    message = str(error.value)
+    assert message.startswith(f"{file}: damaged: ") and message.endswith("; delete it")
+    assert words in message and "\n" not in message
+
+
+def test_a_sound_file_is_read(tmp_path) -> None:
+    file = tmp_path / "seconds.json"
+    file.write_text("3")
+    assert read_json(file, float, "delete it") == 3

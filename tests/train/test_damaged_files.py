@@ -1,0 +1,91 @@
+"""Files of a run that are whole JSON with other content, or cut off: one line names each."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+
+import pytest
+
+from paravt_jax.data.stored_json import DamagedFileError
+from train.durable.clock import Clock
+from train.durable.metrics import MetricsWriter, read_metrics
+from train.durable.run_directory import RunDirectoryError
+from train.report import __main__ as report
+from train.report.live import live_page
+from train.report.page import write_report
+from train.report.result import checks, judged, read_curve, read_evaluation, read_result
+from train.summary import main as summarise
+from train.table_2 import read_run
+
+Read = Callable[[pathlib.Path], object]
+
+OTHER = ("[]", "{}", "3", "null", '{"rows": 3', '"text"', "")
+READERS: list[tuple[str, Read]] = [
+    ("seconds.json", lambda run: Clock(run / "seconds.json")),
+    ("evaluation/before-4.json", lambda run: read_evaluation(run, "before")),
+    ("evaluation/curve-000020-4.json", read_curve),
+    ("evaluation/after-4.json", judged),
+    ("result.json", read_result),
+    ("result.json", write_report),
+]
+
+
+@pytest.mark.parametrize(("name", "read"), READERS)
+@pytest.mark.parametrize("content", OTHER)
+def test_other_content_is_one_line_with_the_file(tmp_path, name, read, content):
+    if (name, content) == ("seconds.json", "3"):
+        content = "true"
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(content)
+    with pytest.raises(DamagedFileError) as error:
+        read(tmp_path)
+    message = str(error.value)
+    assert message.startswith(f"{file}: damaged: ") and "; " in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("read", [write_report, live_page])
+@pytest.mark.parametrize("content", ["[]", "3", '{"model": 3}', '{"rl": {"steps": "many"}}', "{"])
+def test_a_page_names_a_damaged_configuration(tmp_path, read, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(DamagedFileError, match=r"config\.json: damaged: .*restore"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "3", "{}", '{"phase": "rl"', '{"phase": "rl", "step": "1", "wall": 0.0}']
+)
+def test_a_damaged_line_of_the_metrics_is_named(tmp_path, line):
+    good = json.dumps({"phase": "rl", "step": 1, "wall": 0.5, "loss": 1.0})
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f"{good}\n{line}\n")
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    for read in (
+        lambda: read_metrics(file),
+        lambda: checks(tmp_path),
+        lambda: writer.truncate("rl", 1),
+    ):
+        with pytest.raises(DamagedFileError, match=r"metrics\.jsonl, line 2: damaged: .*restore"):
+            read()
+
+
+def test_commands_print_the_line_and_no_traceback(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("[]")
+    assert report.main([str(tmp_path)]) == 1
+    (tmp_path / "result.json").write_text("[]")
+    assert summarise([str(tmp_path)]) == 1
+    assert summarise([str(tmp_path), "--table-2"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all("config.json" in line and "damaged" in line for line in lines)
+
+
+@pytest.mark.parametrize("config", [{"rl": 3}, {"rl": {"prompts": 1}}, {"model": []}])
+def test_the_lines_of_table_2_name_a_damaged_configuration(tmp_path, config):
+    sound = {"format": 9, "model": {"size": "tiny"}, "sft": None, "rl": None}
+    (tmp_path / "config.json").write_text(json.dumps(sound | config))
+    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": []}))
+    with pytest.raises(RunDirectoryError, match=r"config\.json is damaged \((rl|model)"):
+        read_run(tmp_path, [])
