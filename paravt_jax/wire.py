@@ -1,7 +1,7 @@
 """Values as bytes, for messages between processes.
 
 Unlike pickle, reading a message runs no code that the sender chose: it can only build plain values,
-NumPy arrays, exceptions, and this project's own dataclasses, named tuples and enumerations.
+NumPy arrays, exceptions, and instances of this project's own classes.
 
     | length | sizes of body and arrays | body in msgpack | array | array | ...
 
@@ -25,7 +25,7 @@ import numpy as np
 _OWN_PACKAGES = ("paravt_jax", "models", "rollout", "train", "configs", "benchmarks")
 
 # Codes of ext types. The two sides of a message always run the same version.
-_TUPLE, _SET, _FROZENSET, _INT, _PATH, _ARRAY, _SCALAR, _OBJECT, _ENUM, _ERROR, _SLICE = range(11)
+_TUPLE, _SET, _FROZENSET, _INT, _PATH, _ARRAY, _SCALAR, _OBJECT, _ENUM, _CALL, _SLICE = range(11)
 _CODES = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
 _COLLECTIONS = {code: kind for kind, code in _CODES.items()}
 _LENGTH_BYTES = 4
@@ -41,7 +41,8 @@ def dumps(value: Any) -> bytes:
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, set, dict, slice, path, NumPy array
             or scalar, an instance of one of this project's dataclasses, named tuples or
-            enumerations, an exception, or any nesting of these.
+            enumerations or of its classes with a `__reduce__`, an exception, or any nesting of
+            these.
 
     Raises:
         WireError: It contains something else.
@@ -107,6 +108,9 @@ class _Writer:
             return self._ext(_SLICE, [value.start, value.stop, value.step])
         if isinstance(value, BaseException):
             return self._error(value)
+        if _is_own(kind.__module__) and "__reduce__" in vars(kind):
+            found, arguments = value.__reduce__()
+            return self._ext(_CALL, [*_place(found), list(arguments)])
         if isinstance(value, enum.Enum):
             return self._ext(_ENUM, [*_place(kind), value.value])
         if dataclasses.is_dataclass(value):
@@ -137,11 +141,11 @@ class _Writer:
         reduced = error.__reduce__()
         if isinstance(reduced, tuple) and reduced[0] is kind:
             try:
-                return self._ext(_ERROR, [*_place(kind), list(reduced[1])])
+                return self._ext(_CALL, [*_place(kind), list(reduced[1])])
             except WireError:
                 pass
         text = f"{kind.__name__}: {error}"
-        return self._ext(_ERROR, ["builtins", "RuntimeError", [text]])
+        return self._ext(_CALL, ["builtins", "RuntimeError", [text]])
 
 
 class _Reader:
@@ -184,6 +188,11 @@ def _place(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
 
+def _is_called(kind: type) -> bool:
+    """Whether instances are sent as the arguments that build them, as their class says."""
+    return issubclass(kind, BaseException) or "__reduce__" in vars(kind)
+
+
 def _is_own(module: str) -> bool:
     return module.partition(".")[0] in _OWN_PACKAGES
 
@@ -196,13 +205,13 @@ def _class(module: str, name: str, code: int) -> type[Any]:
         found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-    elif module == "builtins" and code == _ERROR:
+    elif module == "builtins" and code == _CALL:
         found = getattr(builtins, name)
     # A module has names of other modules, too, such as `workers.subprocess`.
     if isinstance(found, type) and (found.__module__, found.__qualname__) == (module, name):
         allowed = {
             _ENUM: issubclass(found, enum.Enum),
-            _ERROR: issubclass(found, BaseException if _is_own(module) else Exception),
+            _CALL: issubclass(found, Exception) or (_is_own(module) and _is_called(found)),
             _OBJECT: dataclasses.is_dataclass(found) or hasattr(found, "_asdict"),
         }
         if allowed[code]:

@@ -147,6 +147,10 @@ class Trajectory:
     def __init__(self, segments: tuple[Segment, ...] = ()):
         self._segments = list(segments)
 
+    def __reduce__(self):
+        # For messages between processes (`paravt_jax.wire`).
+        return Trajectory, (self.segments,)
+
     def append(self, segment: Segment) -> None:
         self._segments.append(segment)
 

@@ -19,7 +19,7 @@ from paravt_jax import wire
 from paravt_jax.data.frames import ReadTask, VideoError, VideoInfo
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.video_index import Run
-from paravt_jax.method.records import Author, QuestionKind
+from paravt_jax.method.records import Author, QuestionKind, Segment, Trajectory
 from train.durable.interrupts import Stopped
 
 LEAVES = (
@@ -89,6 +89,13 @@ def test_an_error_of_this_project_keeps_its_arguments():
     missing = wire.loads(wire.dumps(FileNotFoundError(2, "no such file", "a")))
     assert isinstance(missing, FileNotFoundError)
     assert missing.filename == "a"
+
+
+def test_a_trajectory_comes_back_with_its_segments():
+    segment = Segment(np.array([1, 2], np.int32), Author.MODEL)
+    back = wire.loads(wire.dumps(Trajectory((segment,))))
+    assert isinstance(back, Trajectory)
+    assert back.ids.tolist() == [1, 2]
 
 
 def test_an_error_of_another_package_comes_back_as_text():
