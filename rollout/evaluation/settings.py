@@ -127,8 +127,7 @@ class BenchmarkSettings:
     native_video: bool = False
     """Show the overview as one video of 2 frames per second; pixel options act on crops only."""
     video_marks: bool = True
-    """Put vision marks around all slices of a native video, too, as transformers does from 5.10 on.
-    Without them, it reads as in transformers 4.57 and vLLM."""
+    """Vision marks around a native video, as in transformers >= 5.10; not in 4.57 and vLLM."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""

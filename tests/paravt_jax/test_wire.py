@@ -92,7 +92,7 @@ def test_an_error_of_this_project_keeps_its_arguments():
 
 
 def test_a_trajectory_comes_back_with_its_segments():
-    segment = Segment(np.array([1, 2], np.int32), Author.MODEL)
+    segment = Segment(np.array([1, 2], np.int32), Author.PROMPT)
     back = wire.loads(wire.dumps(Trajectory((segment,))))
     assert isinstance(back, Trajectory)
     assert back.ids.tolist() == [1, 2]

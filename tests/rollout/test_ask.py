@@ -257,7 +257,8 @@ def test_the_command_prints_the_episode_and_writes_its_page(command, small_world
     assert TEXT in page
     assert page.count("data:image/png;base64,") == 4
     assert "<script" not in page
-    assert "http" not in page
+    assert "http:" not in page
+    assert "https:" not in page
 
 
 def test_an_episode_is_described_turn_by_turn(small_questions):

@@ -25,6 +25,7 @@ from models.lora import LoRASettings, split
 from models.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
 from rollout.engine import runner
+from rollout.engine.programs import Drawn
 from tests.train.small import small
 from train.fit import fit
 from train.learn.work import visible_pairs, worth
@@ -666,7 +667,7 @@ def test_the_planned_programs_are_all_that_the_engine_compiles(tiny_plan, monkey
     ids = jnp.zeros((rows, 1), jnp.int32)
     logprobs = jnp.zeros((rows, 1))
     counts = jnp.zeros(rows, jnp.int32)
-    drawn = [ids, logprobs, counts, jnp.int32(0)]
+    drawn = Drawn(ids, logprobs, None, counts, jnp.int32(0))
     prefill = recorder("prefill", lambda given: given[1])
     decode = recorder("decode", lambda given: (given[1], drawn))
     fill = recorder("bank", lambda given: given[0])

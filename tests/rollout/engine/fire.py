@@ -388,7 +388,7 @@ def _hear(event: str, arguments: tuple) -> None:
 def watch() -> Iterator[tuple[list[str], list[str]]]:
     """Record what this thread asks of the system meanwhile, and the videos it opens.
 
-    Videos are recorded apart, because libav opens them without Python's knowledge. An audit hook
+    Videos are recorded apart, because decord opens them without Python's knowledge. An audit hook
     cannot be removed, so there is one for all watches.
     """
     global _hooked
@@ -400,7 +400,8 @@ def watch() -> Iterator[tuple[list[str], list[str]]]:
 
     def recording(real):
         def record(path, *rest, **fields):
-            videos.append(str(path))
+            # A file object, or for decord a path.
+            videos.append(str(getattr(path, "name", path)))
             return real(path, *rest, **fields)
 
         return record
@@ -415,3 +416,6 @@ def watch() -> Iterator[tuple[list[str], list[str]]]:
             yield heard, videos
         finally:
             _watches.remove(mark)
+            # Videos are opened as files, too.
+            opened = tuple(f"open ({path!r}" for path in videos)
+            heard[:] = [event for event in heard if not event.startswith(opened)]
