@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ GENERATION = "generation_config.json"
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LONGEST_NAME = 200  # characters
+# Upper bound on the tensors that an error lists.
+_NAMED = 50
 # Config, tokenizer, chat template, processor, licence.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")
 
@@ -148,13 +150,18 @@ def require_tensors(
         ],
         "twice": sorted(name for name, count in counts.items() if count > 1),
     }
-    lists = [
-        f"{len(names)} {kind}: {', '.join(names)}" for kind, names in problems.items() if names
-    ]
+    lists = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names]
     if lists:
         raise ValueError(
             f"{folder}: tensors differ from the configuration's; {'; '.join(lists)}; {remedy}"
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names of a list, each shortened. There may be thousands, of any length."""
+    shown = [shortened(name) for name in names[:_NAMED]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:

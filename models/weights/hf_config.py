@@ -22,6 +22,9 @@ Fields = TypeVar("Fields")
 
 # An int may be too large for a float. NaN is not below it either.
 _MOST_FLOAT = 1e30
+# Fields with a number of layers. Even the shapes of a billion of them would fill the memory.
+_LAYERS = ("num_hidden_layers", "depth")
+_MOST_LAYERS = 1000
 
 
 def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
@@ -186,6 +189,11 @@ def _checked(place: str, value: Any, kind: str) -> Any:
     require(
         expected.get(kind, True),
         f"{place} = {_shown(value)}: its type is {kind}; fetch config.json again",
+    )
+    layers = place.rpartition(".")[2] in _LAYERS
+    require(
+        not layers or value <= _MOST_LAYERS,
+        f"{place} = {_shown(value)}: at most {_MOST_LAYERS}; fetch config.json again",
     )
     # Published files have whole numbers in float fields. Convert them: configurations are written
     # to files and compared.

@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
 
+from paravt_jax.data import foreign
+
 PATTERNS = ("*.zip", "*.tar", "*.tar.gz", "*.tgz", "*.zip.*", "*.tar.*", "*.tgz.*")
 """Patterns of the names of archives and of their parts."""
 
@@ -233,6 +235,13 @@ class _Unpacking:
     def run(self) -> None:
         """Unpack the archive and mark it, unless it is marked."""
         if not self._mark.exists():
+            for part in self.archive.parts:
+                target = os.path.realpath(self._source / part)
+                if not foreign.is_inside(target, self._source):
+                    raise ArchiveError(
+                        f"{self._source / part}: a link to {target}, outside the folder; copy the "
+                        "archive there"
+                    )
             with self._named_errors(), _Parts(self._source, self.archive.parts) as parts:
                 stream = io.BufferedReader(parts, _BLOCK)
                 if self.archive.name.lower().endswith(".zip"):

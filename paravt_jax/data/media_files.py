@@ -22,7 +22,7 @@ import av.error
 import fsspec
 import fsspec.core
 from av.container import InputContainer
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from paravt_jax.data.frames import VideoError, is_address, without_scheme
 
@@ -153,6 +153,8 @@ def open_picture(path: str | os.PathLike) -> Iterator[Image.Image]:
         with _opened(path) as source, Image.open(source, formats=_PICTURES) as picture:
             require_size(path, picture.width, picture.height)
             yield picture
+    except UnidentifiedImageError as error:
+        raise VideoError(path, f"it is none of {', '.join(_PICTURES)}; convert it") from error
     # MemoryError is for the worker process, which knows its limit.
     except (VideoError, MemoryError):
         raise

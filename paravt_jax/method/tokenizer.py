@@ -59,7 +59,8 @@ def load(path: str | os.PathLike) -> Vocabulary:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(
-            f"tokenizer: {file} is not in the Hugging Face tokenizers format ({error})"
+            f"tokenizer: {file} is not in the Hugging Face tokenizers format ({error}); fetch it "
+            "again (with git-lfs, if it is a pointer of that)"
         ) from error
     return Vocabulary(tokenizer)
 

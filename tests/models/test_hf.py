@@ -320,6 +320,7 @@ def test_weights_in_another_form_are_named(published):
     [
         ("text_config", {"hidden_size": "64"}, "text_config.hidden_size = '64': its type is int"),
         ("text_config", {"hidden_size": True}, "text_config.hidden_size = True: its type is int"),
+        ("text_config", {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: at most"),
         ("text_config", {"rms_norm_eps": None}, "text_config.rms_norm_eps = None: .* float"),
         (
             "text_config",

@@ -348,3 +348,14 @@ def test_a_gzip_with_a_wrong_checksum_is_refused(source, tmp_path):
     (source / "v.tar.gz").write_bytes(whole)
     with pytest.raises(ArchiveError, match=r"v\.tar\.gz: cannot be unpacked .*download it again"):
         unpack_all(source, tmp_path / "root")
+
+
+def test_an_archive_that_is_a_link_out_of_the_folder_is_not_opened(tmp_path):
+    outside = tmp_path / "outside.zip"
+    outside.write_bytes(packed("v.zip", VIDEOS))
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "v.zip").symlink_to(outside)
+    found = find_archives({"v.zip": outside.stat().st_size})
+    with pytest.raises(ArchiveError, match=f"v.zip: a link to {outside}, outside the folder"):
+        unpack(found, source, tmp_path / "root")
