@@ -259,7 +259,7 @@ class Memory:
         count, side = self._work.video, self._work.side
         return VideoInfo(path, count, float(count), np.arange(count, dtype=np.float64), side, side)
 
-    def _read(self, path: str, indices: Sequence[int], rules: FrameRules) -> np.ndarray:
+    def _read(self, path: str, indices: Sequence[int], rules: FrameRules | None) -> np.ndarray:
         return np.stack([shown(frame, rules) for frame in self._pixels[path][list(indices)]])
 
 
