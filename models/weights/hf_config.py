@@ -192,7 +192,7 @@ def _checked(place: str, value: Any, kind: str) -> Any:
     )
     layers = place.rpartition(".")[2] in _LAYERS
     require(
-        not layers or value <= _MOST_LAYERS,
+        not layers or cast(int, value) <= _MOST_LAYERS,
         f"{place} = {_shown(value)}: at most {_MOST_LAYERS}; fetch config.json again",
     )
     # Published files have whole numbers in float fields. Convert them: configurations are written
