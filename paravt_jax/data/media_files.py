@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import stat
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,7 +151,11 @@ def open_picture(path: str | os.PathLike) -> Iterator[Image.Image]:
     """Open a picture. Errors in the file become VideoErrors, also those of the caller's block."""
     identity(path)
     try:
-        with _opened(path) as source, Image.open(source, formats=_PICTURES) as picture:
+        with (
+            warnings.catch_warnings(action="ignore"),  # of damaged EXIF data
+            _opened(path) as source,
+            Image.open(source, formats=_PICTURES) as picture,
+        ):
             require_size(path, picture.width, picture.height)
             yield picture
     except UnidentifiedImageError as error:

@@ -60,7 +60,7 @@ def load(path: str | os.PathLike) -> Vocabulary:
     except Exception as error:  # the library raises bare Exception
         raise ValueError(
             f"tokenizer: {file} is not in the Hugging Face tokenizers format ({error}); fetch it "
-            "again (with git-lfs, if it is a pointer of that)"
+            "again"
         ) from error
     return Vocabulary(tokenizer)
 
