@@ -109,7 +109,7 @@ class _Writer:
         if isinstance(value, BaseException):
             return self._error(value)
         if _is_own(kind.__module__) and "__reduce__" in vars(kind):
-            found, arguments = value.__reduce__()
+            found, arguments = cast(tuple[type, tuple], value.__reduce__())
             return self._ext(_CALL, [*_place(found), list(arguments)])
         if isinstance(value, enum.Enum):
             return self._ext(_ENUM, [*_place(kind), value.value])
