@@ -11,6 +11,7 @@ from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.preparation import LEFT_OUT, PLAN
+from paravt_jax.data.stored_json import read_json
 
 ROWS = "rows.json"
 """File in a run's folder: per source, its rows and how many are left out for each reason."""
@@ -103,4 +104,5 @@ def write_rows(folder: pathlib.Path, sources: Mapping[str, SourceRows]) -> None:
 def read_rows(folder: pathlib.Path) -> dict[str, Any]:
     """The counts that `write_rows` wrote, as JSON; empty for a run without published data."""
     file = folder / ROWS
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    remedy = "delete it, and the report goes without these counts"
+    return read_json(file, dict[str, dict[str, Any]], remedy) if file.exists() else {}

@@ -451,8 +451,9 @@ def main(argv: list[str] | None = None) -> int:
         f"{left_out} lists the other rows with reasons"
     )
     try:
+        _require_readable(run, run.data, summary)
         require_enough(sources, run.data.max_left_out, run.data.folder)
-    except ValueError as error:
+    except (UnreadableVideosError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from models.config import ModelConfig
 from models.peft_folder import ADAPTER_CONFIG
-from models.weights.folder import CONFIG, local_folder, read_companions, weights_files
+from models.weights.folder import CONFIG, local_folder, read_companions, require_readable
 from models.weights.hf_config import from_hf
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import require_same
@@ -72,8 +72,9 @@ def require_weights(path: str) -> None:
 
     Raises:
         FileNotFoundError: If there are no weights.
+        ValueError: If a file of weights is damaged.
     """
-    weights_files(local_folder(path))
+    require_readable(local_folder(path))
 
 
 def check_vocabulary(config: ModelConfig, vocabulary: Vocabulary, path: str) -> None:

@@ -127,6 +127,12 @@ def weights_files(folder: Path) -> list[str]:
     return names
 
 
+def require_readable(folder: Path) -> None:
+    """Raises as `read_headers` does if a weights file is missing, damaged, or only a pointer."""
+    for name in weights_files(folder):
+        read_header(folder / name)
+
+
 def require_tensors(
     folder: Path,
     headers: Iterable[Header],

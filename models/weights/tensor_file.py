@@ -64,7 +64,7 @@ def read_header(file: Path) -> Header:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged or incomplete, or has a tensor of an unsupported type.
     """
-    with open(file, "rb") as stream:
+    with foreign.open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         content = stream.read(8)
         foreign.require_content(file, content + stream.peek(64))

@@ -6,9 +6,11 @@ names it. Media are opened by `media_files`, archives by `archives`.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
+import stat
 from typing import Any
 
 MOST_BYTES = 64 << 20
@@ -26,14 +28,28 @@ def read_bytes(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
 
     Raises:
         OSError: There is no such file, or it cannot be read.
-        ForeignFileError: It is too large, or a pointer of git-lfs to the real file.
+        ForeignFileError: It is no regular file, too large, or a pointer of git-lfs to the real
+            file.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ForeignFileError(f"{path}: larger than {most / 1e6:,.0f} MB; give the right file")
     require_content(path, data)
     return data
+
+
+def open_regular(path: str | os.PathLike) -> io.BufferedReader:
+    """Open a file to read. A pipe or a device, which may never end, is refused.
+
+    Raises:
+        OSError: There is no such file, it is a folder, or it cannot be read.
+        ForeignFileError: It is something else.
+    """
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ForeignFileError(f"{path}: no regular file; give the right file")
+    return open(path, "rb")
 
 
 def require_content(path: str | os.PathLike, start: bytes) -> None:

@@ -384,10 +384,10 @@ def _write_records(folder: pathlib.Path, outcomes: _Outcomes, summary: dict[str,
     splits = {name: outcomes.records(name) for name in ("questions", "conversations")}
     splits = {name: records for name, records in splits.items() if len(records)}
     if not splits:
-        main_reason = next(iter(summary["reasons"]), "there are no rows")
+        reasons = [f"{count} {reason}" for reason, count in summary["reasons"].items()]
         raise ValueError(
-            f"{folder}: none of {summary['rows']} rows can be used; see {folder / LEFT_OUT}; "
-            f"most frequent reason: {main_reason}"
+            f"{folder}: none of {summary['rows']} rows can be used "
+            f"({', '.join(reasons) or 'there are no rows'}); see {folder / LEFT_OUT}"
         )
     datasets.write_splits(folder / _RECORDS, splits)
 

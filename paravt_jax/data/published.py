@@ -129,7 +129,7 @@ def open_table(path: pathlib.Path) -> Table:
     Raises:
         ValueError: It is not a parquet file, or has neither the columns of rl nor of sft rows.
     """
-    with open(path, "rb") as start:
+    with foreign.open_regular(path) as start:
         foreign.require_content(path, start.read(64))
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

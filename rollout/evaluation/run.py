@@ -16,7 +16,7 @@ import jax
 
 from models.compile_cache import use_cache
 from models.peft_folder import base_folder
-from models.weights.folder import local_folder, weights_files
+from models.weights.folder import local_folder, require_readable
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.question_files import read_questions, require_unique_ids
@@ -146,7 +146,7 @@ def _prepare(
     weights = None  # an endpoint does not reveal its weights
     if model and not settings.endpoint:
         base = base_folder(model)
-        weights_files(base)  # raises before hashing if a file is missing
+        require_readable(base)  # before hashing, which takes minutes
         weights = "+".join(weights_hash(folder) for folder in dict.fromkeys((base, model)))
     check_prompts(files.scaled(settings), files, pack, loaded.items)
 

@@ -303,6 +303,15 @@ def test_damaged_indexes_and_missing_files_are_named(published):
             hf.load(published)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model-a.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused(published, name):
+    """Opening it would wait for ever."""
+    (published / name).unlink()
+    os.mkfifo(published / name)
+    with pytest.raises(ForeignFileError, match=f"{name}: no regular file"):
+        hf.load(published)
+
+
 def test_weights_in_another_form_are_named(published):
     index = published / "model.safetensors.index.json"
     index.unlink()

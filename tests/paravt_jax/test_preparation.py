@@ -440,7 +440,7 @@ def test_a_row_with_a_value_that_cannot_be_sent_is_left_out_as_broken(files, tmp
     row = rl_row(CAR) | {"extra_info": datetime.date(2026, 1, 1)}
     table = pyarrow.Table.from_pylist([row])
     pyarrow.parquet.write_table(table, annotations / "paravt_rl_dates.parquet")
-    with pytest.raises(ValueError, match="none of 1 rows can be used; .*: broken row"):
+    with pytest.raises(ValueError, match=r"none of 1 rows can be used \(1 broken row\)"):
         prepare_rows(
             find_tables(annotations), tmp_path / "set", reading_of(files), workers=1, deadline=60
         )

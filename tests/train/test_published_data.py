@@ -424,6 +424,8 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
     assert "diverse          13         12  1 missing video" in printed
     assert main([*arguments, "--data.max-left-out", "0.05"]) == 1
     assert "diverse (1 of 13 rows: 1 missing video)" in capsys.readouterr().err
+    assert main([*arguments, "--unreadable-share", "0.01"]) == 1
+    assert "1 of 21 rows have files that cannot be read" in capsys.readouterr().err
     assert main([*arguments, "--data.frames", "8"]) == 1
     assert "frames: 4 -> 8" in capsys.readouterr().err
     assert main(["--config=paravt_tiny"]) == 1

@@ -400,6 +400,20 @@ def test_a_bad_row_of_own_questions_is_named(run, checkpoint, tmp_path, capfd):
     assert f"{file}, line 1: answer: 'C'" in printed
 
 
+def test_a_pointer_of_git_lfs_is_found_before_anything_is_written(checkpoint, tmp_path, capfd):
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    for file in model.glob("*.safetensors"):
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 16\n")
+    questions = tmp_path / "my.jsonl"
+    questions.write_text(json.dumps(own_rows()[1]) + "\n")
+    out = tmp_path / "out"
+    argv = ["--model", str(model), "--questions", str(questions), "--out", str(out)]
+    code, printed = call(argv, capfd)
+    assert code == 2
+    assert "only a pointer of git-lfs" in printed
+    assert not out.exists()
+
+
 MISTAKES = [
     (["--videos", "nowhere"], "--videos nowhere: no such folder"),
     (["--data", "nowhere/at/all"], "--data nowhere/at/all"),
