@@ -19,13 +19,13 @@ from typing import Any, NotRequired, TypedDict
 from configs import RECIPES
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.file_sums import SUMS
+from paravt_jax.data.file_sums import SUMS, seal
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
 from paravt_jax.data.published import Reason, split_of
 from paravt_jax.data.question_files import read_questions, require_unique_ids
-from paravt_jax.data.stored_json import read_json
+from paravt_jax.data.stored_json import DamagedFileError, read_json
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
@@ -87,6 +87,7 @@ def _published(
     summary = prepare_dataset(run, check)
     _require_readable(run, settings, summary)
     copy_tokenizer(run.model.path, folder / "tokenizer")
+    _require_sealed(folder / "tokenizer")
     prepared = open_prepared(pathlib.Path(settings.folder))
     if not (pathlib.Path(settings.folder) / SUMS).exists() and hosts.is_first():
         print(
@@ -244,6 +245,7 @@ def _own_questions(
     training, heldout = hold_out(readable, settings.heldout)
 
     copy_tokenizer(run.model.path, folder / "tokenizer")
+    _require_sealed(folder / "tokenizer")
     data = Data(
         root=root,
         vocabulary=tokenizer.load(folder / "tokenizer"),
@@ -401,6 +403,8 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
         copy_tokenizer(run.model.path, tokenizer_folder)
     elif not (tokenizer_folder / tokenizer.FILE).exists():
         save_tokenizer(build_tokenizer(world_pieces(run.protocol)), tokenizer_folder)
+    _require_sealed(folder / "records")
+    _require_sealed(tokenizer_folder)
 
     stored = {
         name: tuple(datasets.open_split(folder / "records", name))
@@ -412,6 +416,11 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
     )
     with Progress("check videos", "video", shown=hosts.is_first()) as progress:
         unreadable = datasets.check_videos(tuple(paths), root, progress.update)
+    for line in seal(root):
+        path, _, what = line.partition(": ")
+        # What is read without an error may be another picture.
+        if path in paths:
+            unreadable.setdefault(path, what)
     readable: dict[str, Any] = {
         name: tuple(record for record in records if datasets.video_of(record) not in unreadable)
         for name, records in stored.items()
@@ -426,6 +435,19 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
     )
     note_unreadable(run, folder, data, unreadable)
     return data
+
+
+def _require_sealed(folder: pathlib.Path) -> None:
+    """Note the checksums of a folder that a run has made, or verify its files.
+
+    Raises:
+        DamagedFileError: A file has changed.
+    """
+    damage = seal(folder)
+    if damage:
+        raise DamagedFileError(
+            f"{folder}/{damage[0]}; delete {folder}, and the same command makes it again"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

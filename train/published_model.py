@@ -19,6 +19,7 @@ from models.peft_folder import ADAPTER_CONFIG
 from models.weights.folder import CONFIG, local_folder, read_companions, require_readable
 from models.weights.hf_config import from_hf
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tokenizer import Vocabulary
@@ -152,7 +153,9 @@ def copy_tokenizer(source: str, target: pathlib.Path) -> None:
     if (target / tokenizer.FILE).exists():
         return
     companions = read_companions(local_folder(source, weights=False))
-    names = [name for name in companions if name != CONFIG and not name.endswith(".index.json")]
+    # Also without the checksums of weights, which stay behind.
+    left = (CONFIG, SUMS)
+    names = [name for name in companions if name not in left and not name.endswith(".index.json")]
     # tokenizer.json goes last: it marks the folder as complete.
     for name in sorted(names, key=lambda name: name == tokenizer.FILE):
         write_atomically(target / name, companions[name].decode())

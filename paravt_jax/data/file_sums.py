@@ -52,6 +52,22 @@ def write_sums(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
     write_atomically(folder / SUMS, json.dumps(sums))
 
 
+def seal(folder: pathlib.Path) -> list[str]:
+    """Write the sums of a complete folder; if it has sums, say what is wrong with its files.
+
+    Returns:
+        As `find_damage`.
+
+    Raises:
+        DamagedFileError: The file of sums is damaged.
+    """
+    sums = read_sums(folder)
+    if sums is not None:
+        return find_damage(folder, sums)
+    write_sums(folder, [file for file in folder.rglob("*") if file.is_file()])
+    return []
+
+
 def read_sums(folder: pathlib.Path) -> Sums | None:
     """The sums of a folder; None if it has none, because an earlier version wrote it.
 

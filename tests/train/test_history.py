@@ -93,6 +93,31 @@ def test_a_lost_file_is_named_and_its_loss_can_be_accepted(run, capsys):
     assert "history.json: not there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_a_flipped_bit_of_metrics_is_named(run, number):
+    """Also one that leaves a line valid, such as a changed digit."""
+    file = run / "metrics.jsonl"
+    content = file.read_bytes()
+    digits = [place for place, byte in enumerate(content) if chr(byte) in "02468"]
+    place = digits[number * (len(digits) - 1) // 3]
+    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with pytest.raises((RunDirectoryError, DamagedFileError), match=r"metrics\.jsonl"):
+        train(run, "rl", 4)
+
+
+def test_a_changed_evaluation_is_named(run):
+    (run / "rl-3.json").write_text('{"rows": []}')
+    lost(run, "rl-3.json: damaged: its checksum is wrong: restore it")
+
+
+def test_metrics_after_the_last_checkpoint_are_not_verified(run):
+    """They are removed before the run goes on."""
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"phase": "rl", "step": 5, "wall": 0.0}) + "\n")
+    assert train(run, "rl", 6) == 4
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")][-2:] == [5, 6]
+
+
 @pytest.mark.parametrize("how", ["deleted", "newest deleted", "newest damaged"])
 def test_a_lost_phase_that_a_later_one_was_trained_from_is_an_error(run, how):
     folder = run / "checkpoints" / "sft"

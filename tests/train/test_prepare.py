@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 
+from paravt_jax.data.stored_json import DamagedFileError
 from paravt_jax.method.conversations import render
 from train.prepare import prepare
 from train.settings import Run
@@ -86,6 +87,27 @@ def test_missing_empty_and_truncated_videos_are_left_out_and_named(road, folder,
     assert clips and bad.isdisjoint(clips)
     assert data.heldout == road.data.heldout
     assert "3 videos cannot be read" in capsys.readouterr().out
+
+
+def test_a_video_with_a_flipped_bit_is_left_out_and_named(road, folder):
+    """FFmpeg may read it without an error, as another picture."""
+    file = folder / "videos" / "train" / "0000.mp4"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    data = prepare(dataclasses.replace(road.run, unreadable_share=0.5), folder)
+    assert set(data.unreadable) == {"train/0000.mp4"}
+
+
+@pytest.mark.parametrize("part", ["records", "tokenizer"])
+def test_records_and_tokenizer_with_a_flipped_bit_are_refused(road, folder, part):
+    sums = folder / part / "sums.json"
+    name = sorted(json.loads(sums.read_text()))[-1]
+    content = bytearray((folder / part / name).read_bytes())
+    content[-2] ^= 1
+    (folder / part / name).write_bytes(content)
+    with pytest.raises(DamagedFileError, match=rf"{part}/{name}: checksum is wrong; delete"):
+        prepare(road.run, folder)
 
 
 def test_too_many_bad_videos_stop_the_run_and_are_named(road, folder):

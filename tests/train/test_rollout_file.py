@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,19 @@ def test_damaged_episodes_are_an_error(road, small, tmp_path, stored):
     RolloutFile(file, 3).roll_out(small.Script(road), *arguments)
     content = json.loads(file.read_text())
     content["rounds"][0]["rollouts"] = stored
+    content["crc32"] = zlib.crc32(json.dumps(content["rounds"]).encode())
     file.write_text(json.dumps(content))
+    require_damaged(road, tmp_path)
+
+
+def test_a_changed_log_prob_is_an_error(road, small, tmp_path):
+    """The arrays are base64, so another character is another number."""
+    arguments = (road.environment, questions_of(road), road.run.rl, 0, 3, Rules())
+    file = tmp_path / "rollouts.json"
+    RolloutFile(file, 3).roll_out(small.Script(road), *arguments)
+    text = file.read_text()
+    place = text.index('"bytes": "') + 12
+    file.write_text(text[:place] + ("B" if text[place] == "A" else "A") + text[place + 1 :])
     require_damaged(road, tmp_path)
 
 

@@ -2,20 +2,23 @@
 
     history.json
     {"steps": {"sft": {"first": 1, "last": 100}, "rl": {"first": 1, "last": 40}},
-     "files": {"evaluation/before-4.json": {"phase": "sft", "step": 100}, ...}}
+     "files": {"evaluation/before-4.json": {"phase": "sft", "step": 100, "crc32": 29}, ...},
+     "metrics": {"bytes": 81920, "crc32": 2769471837}}
 
 An entry is written after the thing itself, so whatever the manifest names existed. `steps` are
 those of a phase that a checkpoint holds, and whose metrics are recorded. The cold start of another
 run is not part of it. `files` are evaluations and episodes, named with the weights they were made
-from. If something is gone, the run ends with an error that names it, instead of computing results
-from the rest. What the same command makes again, such as `model`, may be missing.
+from. `metrics` is the part of metrics.jsonl that checkpoints cover. If something is gone or has
+changed, the run ends with an error that names it, instead of computing results from the rest. What
+the same command makes again, such as `model`, may be missing.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
-from typing import TypedDict
+import zlib
+from typing import NotRequired, TypedDict
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import read_json
@@ -40,11 +43,20 @@ class _Steps(TypedDict):
 class _Made(TypedDict):
     phase: str
     step: int
+    crc32: NotRequired[int]
+
+
+class _Metrics(TypedDict):
+    """The first bytes of metrics.jsonl, and their checksum."""
+
+    bytes: int
+    crc32: int
 
 
 class _Content(TypedDict):
     steps: dict[str, _Steps]
     files: dict[str, _Made]
+    metrics: NotRequired[_Metrics]
 
 
 class History:
@@ -91,6 +103,7 @@ class History:
             steps = self._content["steps"]
             first = steps[phase]["first"] if phase in steps else first
             steps[phase] = {"first": first, "last": last}
+            self._note_metrics(phase, last)
             self._write()
 
     def made(self, file: pathlib.Path, phase: str, step: int) -> None:
@@ -103,7 +116,8 @@ class History:
         """
         if hosts.is_first():
             name = file.relative_to(self._folder).as_posix()
-            self._content["files"][name] = {"phase": phase, "step": step}
+            crc = zlib.crc32(file.read_bytes())
+            self._content["files"][name] = {"phase": phase, "step": step, "crc32": crc}
             self._write()
 
     def go_on(self, phase: str, step: int) -> None:
@@ -139,6 +153,7 @@ class History:
             steps[phase]["last"] = step
             if step < steps[phase]["first"]:
                 del steps[phase]
+            self._note_metrics(phase, step)
             # It marks a finished run.
             (self._folder / "result.json").unlink(missing_ok=True)
         undone = [
@@ -161,10 +176,13 @@ class History:
             )
 
     def _require_files(self) -> None:
-        for name in self._content["files"]:
+        for name, made in self._content["files"].items():
             file = self._folder / name
             if not file.exists():
                 raise RunDirectoryError(f"{file}: lost: {_REMEDY}; {_ACCEPT}.")
+            # Files of an earlier version have no checksum.
+            if "crc32" in made and zlib.crc32(file.read_bytes()) != made["crc32"]:
+                raise RunDirectoryError(f"{file}: damaged: its checksum is wrong: {_REMEDY}.")
 
     def _require_metrics(self) -> None:
         file = self._folder / "metrics.jsonl"
@@ -178,8 +196,33 @@ class History:
                     f"{_REMEDY}."
                 )
 
+        noted = self._content.get("metrics")
+        if noted is not None and zlib.crc32(_start(file, noted["bytes"])) != noted["crc32"]:
+            raise RunDirectoryError(
+                f"{file}: damaged: the checksum of its first {noted['bytes']} bytes is wrong: "
+                f"{_REMEDY}."
+            )
+
+    def _note_metrics(self, phase: str, last: int) -> None:
+        """Note the lines of metrics.jsonl before the first one that a resumed run may remove."""
+        file = self._folder / "metrics.jsonl"
+        kept = 0
+        with file.open("rb") as stream:
+            for line in stream:
+                row = json.loads(line)
+                if row["phase"] == phase and row["step"] > last:
+                    break
+                kept += len(line)
+        self._content["metrics"] = {"bytes": kept, "crc32": zlib.crc32(_start(file, kept))}
+
     def _write(self) -> None:
         write_atomically(self._file, json.dumps(self._content, indent=1) + "\n")
+
+
+def _start(file: pathlib.Path, size: int) -> bytes:
+    """The first bytes of a file."""
+    with file.open("rb") as stream:
+        return stream.read(size)
 
 
 def _after(made: _Made, phase: str, step: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import zlib
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
@@ -37,7 +38,13 @@ class _Round(TypedDict):
 
 
 class _Content(TypedDict):
+    crc32: int
     rounds: list[_Round]
+
+
+def _checksum(rounds: list[Any]) -> int:
+    """CRC-32 of stored rounds, the same before they are written and after they are read."""
+    return zlib.crc32(json.dumps(rounds).encode())
 
 
 class RolloutFile:
@@ -98,7 +105,8 @@ class RolloutFile:
         )
         if hosts.is_first():
             self._rounds.append(head | {"rollouts": pack(rollouts)})
-            write_atomically(self._path, json.dumps({"rounds": self._rounds}))
+            crc = _checksum(self._rounds)
+            write_atomically(self._path, json.dumps({"crc32": crc, "rounds": self._rounds}))
         return rollouts
 
     def remove(self) -> None:
@@ -110,7 +118,10 @@ class RolloutFile:
         """A stored round, counted from 0; None if there is none."""
         if not self._path.exists():
             return None
-        rounds = read_json(self._path, _Content, _REMEDY)["rounds"]
+        content = read_json(self._path, _Content, _REMEDY)
+        rounds = content["rounds"]
+        if _checksum(rounds) != content["crc32"]:
+            raise DamagedFileError(f"{self._path}: damaged: its checksum is wrong; {_REMEDY}")
         return dict(rounds[number]) if number < len(rounds) else None
 
     def _unpacked(self, stored: Any) -> Rollouts:
