@@ -72,7 +72,17 @@ With SSSE3 or more, every run read the same pixels, by decord and by PyAV. Witho
 for encoding and decoding, which imitates other processors, colours differed by up to 3 grey levels.
 """
 
-NOT_COMPARED = ("wall", "time/", "idle/", "speed/", "memory/", "packing/", "weights/")
+NOT_COMPARED = (
+    "wall",
+    "time/",
+    "idle/",
+    "speed/",
+    "memory/",
+    "compile/",
+    "goodput/",
+    "packing/",
+    "weights/",
+)
 """Prefixes of figures that depend on the machine's speed and size, on how rows are packed, or on
 the last bit of every weight."""
 

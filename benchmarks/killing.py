@@ -193,7 +193,16 @@ def rows_of(folder: pathlib.Path) -> list[Row]:
 
 def without_clock(rows: list[Row]) -> list[Row]:
     """Remove times, and numbers of compilations, which depend on restarts."""
-    measured = ("wall", "recompilations", "time/", "idle/", "speed/")
+    measured = (
+        "wall",
+        "recompilations",
+        "time/",
+        "idle/",
+        "speed/",
+        "memory/",
+        "compile/",
+        "goodput/",
+    )
     return [{name: row[name] for name in row if not name.startswith(measured)} for row in rows]
 
 

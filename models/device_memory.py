@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,3 +35,16 @@ def reported_memory(device: Any) -> float | None:
     if not reported or "bytes_limit" not in reported:
         return None
     return float(reported["bytes_limit"])
+
+
+def used_memory(devices: Sequence[Any]) -> list[tuple[int, int]]:
+    """Bytes in use now, and at most since the process began, of each device that counts them.
+
+    The devices of a CPU do not.
+    """
+    counts = [device.memory_stats() or {} for device in devices]
+    return [
+        (count["bytes_in_use"], count["peak_bytes_in_use"])
+        for count in counts
+        if "bytes_in_use" in count and "peak_bytes_in_use" in count
+    ]

@@ -185,16 +185,18 @@ def tower_program(
         part: what is computed: `f(tower, frames, layout)`.
     """
 
-    def encode(weights: Any, frames: Any, layout: Any) -> jax.Array:
+    def encode_frames(weights: Any, frames: Any, layout: Any) -> jax.Array:
         return part(nnx.merge(graph, weights), frames, layout)
 
     # The weights are an argument: closed over, they would be compiled into the program.
     if mesh.size == 1:
-        return jax.jit(encode)
+        return jax.jit(encode_frames)
     whole, by_frame = PartitionSpec(), PartitionSpec("data")
     specs = (whole, by_frame, whole)
     # The compiler cannot shard attention kernels. Here each device runs its own.
-    split = jax.shard_map(encode, mesh=mesh, in_specs=specs, out_specs=by_frame, check_vma=False)
+    split = jax.shard_map(
+        encode_frames, mesh=mesh, in_specs=specs, out_specs=by_frame, check_vma=False
+    )
     return jax.jit(split)
 
 
@@ -569,7 +571,8 @@ class FrameFeatures:
             batch[: len(part)] = self.cached(part).reshape(-1, *batch.shape[1:])
             if self.trained is not None and self.trained.whole:
                 batch = batch.reshape(size, -1, self.config.vision.patch_dim)
-            vectors = self._finish(self._weights, batch, frame_layout(grid, self.config.vision))
+            with jax.profiler.TraceAnnotation("vision"):
+                vectors = self._finish(self._weights, batch, frame_layout(grid, self.config.vision))
             for row in range(len(part)):
                 yield Encoded(vectors, row).fetch()
 
@@ -780,8 +783,9 @@ class FrameFeatures:
             if self.trained is not None and self.trained.whole:
                 features = patches.astype(self.dtype).reshape(batch, tokens, *self.vector)
             else:
-                features = self._encode(self._weights, patches, layout)
-                features.copy_to_host_async()
+                with jax.profiler.TraceAnnotation("vision"):
+                    features = self._encode(self._weights, patches, layout)
+                    features.copy_to_host_async()
             for row in range(len(part)):
                 yield Encoded(features, row)
 

@@ -133,6 +133,7 @@ class DecoderLayer(nnx.Module):
         self.scales = nnx.Dict()
         self.dropout_key: Key[Array, ""] | None = None  # of the adapters, in an update
 
+    @jax.named_scope("projections")
     def project(
         self, x: Float[Array, "b t d"], angles: Float[Array, "b t j"]
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
@@ -146,6 +147,7 @@ class DecoderLayer(nnx.Module):
             k = rms_norm(k, self.k_norm, self.eps)
         return rotate(q, angles), rotate(k, angles), v
 
+    @jax.named_scope("mlp")
     def finish(
         self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]
     ) -> tuple[Float[Array, "b t d"], UInt8[Array, "b t"] | None]:
@@ -356,7 +358,8 @@ class TextDecoder(nnx.Module):
             number, params = layer
             block = nnx.merge(graph, params)
             q, k, v = block.project(x, angles)
-            attended, cache = cache.attend(number, q[:, 0], k[:, 0], v[:, 0])
+            with jax.named_scope("attention"):
+                attended, cache = cache.attend(number, q[:, 0], k[:, 0], v[:, 0])
             x, routes = block.finish(x, attended[:, None])
             return (x, cache), None if routes is None else routes[:, 0]
 
@@ -442,6 +445,7 @@ class TextDecoder(nnx.Module):
         return (self.embedding if self.head is None else self.head)[...]
 
 
+@jax.named_scope("logits")
 def _logits(head: Float[Array, "v d"], hidden: Float[Array, "*n d"]) -> Float[Array, "*n v"]:
     head = head.astype(hidden.dtype)
     # One row axis, for the same reason as in `layers.product`.

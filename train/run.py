@@ -38,6 +38,7 @@ from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, SilentMetrics
 from train.durable.run_directory import RunDirectory, RunDirectoryError, take_over
+from train.durable.usage import Usage
 from train.fit import fit
 from train.learn.placement import require_even
 from train.out_of_memory import OutOfMemoryError, naming_remedies
@@ -54,6 +55,7 @@ from train.prepare import prepare
 from train.published_data import open_reader
 from train.published_model import config_of, require_weights
 from train.rehearsal import mark, rehearsal
+from train.report.result import goodput
 from train.settings import Run
 from train.slices import found_devices
 from train.unreadable import UnreadableVideosError
@@ -76,11 +78,12 @@ def resolved(run: Run) -> dict[str, Any]:
     They are stored in the run's folder, and a run can only be resumed with the same settings.
     Fields that are chosen for the devices are stored as they were given, open.
     Settings that may change between two starts are left out: the path of the folder, the number of
-    processes, how files are read, and how many rows may be left out.
+    processes, the steps to trace, how files are read, and how many rows may be left out.
     """
     settings = dataclasses.asdict(run)
     del settings["run_dir"]
     del settings["hosts"]
+    del settings["profile"]
     if run.data is not None:
         del settings["data"]["workers"]
         del settings["data"]["deadline"]
@@ -157,6 +160,7 @@ def _execute(
             interrupts=interrupts,
             history=history,
             tick=clock.save,
+            usage=Usage(clock),
         )
         align(context, model)
 
@@ -319,7 +323,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {_in_words(error)}", file=sys.stderr)
         return 1
     taken = in_words(time.monotonic() - start, report.parent / "seconds.json")
-    print(f"done in {taken}; see {report}")
+    share = goodput(report.parent).get("goodput")
+    useful = "" if share is None else f", goodput {share:.0%}"
+    print(f"done in {taken}{useful}; see {report}")
     return 0
 
 

@@ -25,6 +25,7 @@ from rollout.engine.settings import EngineSizes, Lengths
 from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.checkpoint import CheckpointSettings
+from train.durable.profile import require_reached
 from train.learn.align import AlignSettings
 from train.learn.optimizer import require_counts
 from train.learn.packing import StepShape
@@ -108,6 +109,8 @@ class Run:
     """Hugging Face id or folder of weights that had the cold start; RL begins with them, no SFT."""
     rehearse: bool = False
     """Go through all phases in minutes: cut sizes, random weights, little data (docs/tpu.md)."""
+    profile: str = ""
+    """Steps of each training phase to trace into RUN/profile, such as 3 or 3-5 (docs/speed.md)."""
     seed: int = 0
     """Seed of initial weights, data order and sampling. The small world has its own seeds."""
     unreadable_share: float = 0.05
@@ -152,6 +155,12 @@ class Run:
             )
         _check_data(self)
         _check_phases(self)
+        require_reached(self.profile, self._steps())
+
+    def _steps(self) -> dict[str, int]:
+        """Number of steps of each training phase."""
+        phases = {"align": self.align, "sft": self.sft, "rl": self.rl}
+        return {name: phase.steps for name, phase in phases.items() if phase is not None}
 
     @property
     def plays_episodes(self) -> bool:

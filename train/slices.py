@@ -207,9 +207,14 @@ def found_devices() -> Devices:
     return Devices(name, count, jax.process_count(), memory, own.platform)
 
 
+def generation_of(device: Any) -> str | None:
+    """The generation of a TPU, a key of `CHIPS`; None for other devices."""
+    return _KINDS.get(device.device_kind)
+
+
 def device_memory(device: Any) -> float | None:
     """Bytes that programs may use on a device; None if JAX does not report it for its kind."""
-    generation = _KINDS.get(device.device_kind)
+    generation = generation_of(device)
     if generation is not None:
         return CHIPS[generation].hbm
     return reported_memory(device)

@@ -100,6 +100,8 @@ def table(results: dict[str, Row]) -> str:
     for line in LINES:
         lines += _mean_line(line.name, [line.value(result) for result in results.values()])
     lines += _mean_line("minutes", [result["seconds"] / 60 for result in results.values()])
+    shares = [result.get("goodput") for result in results.values()]
+    lines += _mean_line("goodput", shares)
     for name in ("token_mismatches", "logprob_gap", "recompilations_after_warmup"):
         values = [result[name] for result in results.values()]
         cells = [f"{value:.2g}" for value in values]

@@ -38,6 +38,7 @@ Implementation = Literal["flash", "splash", "cudnn", "xla"]
 QUERY_CHUNK = 128
 
 
+@jax.named_scope("attention")
 def attend(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],

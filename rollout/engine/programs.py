@@ -382,13 +382,13 @@ def _zeros(abstract: Any) -> Any:
     return jax.tree.unflatten(structure, _make_zeros(*leaves)())
 
 
-# Cached: the engine allocates again after every sleep, and a new lambda would compile again.
+# Cached: the engine allocates again after every sleep, and a new function would compile again.
 @functools.cache
 def _make_zeros(*leaves: jax.ShapeDtypeStruct) -> Callable[[], tuple[Array, ...]]:
-    return jax.jit(
-        lambda: tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves),
-        out_shardings=tuple(leaf.sharding for leaf in leaves),
-    )
+    def zeros() -> tuple[Array, ...]:
+        return tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)
+
+    return jax.jit(zeros, out_shardings=tuple(leaf.sharding for leaf in leaves))
 
 
 def difference(weights: Any, expected: Any) -> str:

@@ -243,10 +243,11 @@ class ModelRunner:
         if with_bank:
             pieces, vectors = _index_visual(pieces, sequences)
         start = time.perf_counter()
-        bank = self._bank(vectors) if with_bank else None
-        self.pool = self._programs.prefill(weights, self.pool, bank, pieces)
-        # Wait for the result, so that `seconds` measures more than the dispatch.
-        jax.block_until_ready(self.pool)
+        with jax.profiler.TraceAnnotation("prefill"):
+            bank = self._bank(vectors) if with_bank else None
+            self.pool = self._programs.prefill(weights, self.pool, bank, pieces)
+            # Wait for the result, so that `seconds` measures more than the dispatch.
+            jax.block_until_ready(self.pool)
         self.seconds += time.perf_counter() - start
         return np.asarray(pieces.lengths).tolist()
 
@@ -328,10 +329,10 @@ class ModelRunner:
             self._fill_row(rows, row, sequences[n], prefix)
         prefixes = self.prefixes[layout.prefix_length] if layout.prefix_length else None
         start = time.perf_counter()
-        self.pool, drawn = self._programs.decode(
-            weights, self.pool, prefixes, rows, steps=settings.steps, width=layout.row_length
-        )
-        drawn = jax.tree.map(np.asarray, drawn)
+        static = {"steps": settings.steps, "width": layout.row_length}
+        with jax.profiler.TraceAnnotation("decode"):
+            self.pool, drawn = self._programs.decode(weights, self.pool, prefixes, rows, **static)
+            drawn = jax.tree.map(np.asarray, drawn)
         self.seconds += time.perf_counter() - start
         self.steps += int(drawn.steps)
         self.row_steps += int(drawn.steps) * len(layout.rows)

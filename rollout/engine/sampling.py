@@ -28,6 +28,7 @@ class Choices(NamedTuple):
     top_p: Float[Any, " b"]
 
 
+@jax.named_scope("sample")
 def sample(
     logits: Float[Array, "b v"], choices: Choices, numbers: Int[Array, " b"]
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -49,6 +50,9 @@ class FakePhase(Phase):
         self.kept = kept
         self.until = until
         self.told: list[dict[str, float]] = []
+
+    def each(self) -> Iterator[int]:
+        return iter(self.left)
 
     def resume(self, start: Any) -> tuple[Any, Any]:
         _, state, cursor = self.kept

@@ -199,7 +199,7 @@ def test_the_tower_compiles_for_all_sizes_of_videos_before_the_first_step(
     steps = [json.loads(line) for line in lines]
     assert [step["recompilations"] for step in steps[3:]] == [0, 0]
     # 1 x 1 and 3 x 3 visual tokens.
-    assert names.count("jit(encode)") == 2
+    assert names.count("jit(encode_frames)") == 2
 
 
 @pytest.mark.slow

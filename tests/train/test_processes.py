@@ -30,7 +30,8 @@ def command(folder: pathlib.Path, *arguments: str) -> list[str]:
 
 def figures(folder: pathlib.Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl without times and compilations."""
-    drop = ("time/", "idle/", "speed/", "packing/", "weights/", "wall", "recompilations")
+    drop = ("time/", "idle/", "speed/", "memory/", "compile/", "goodput/", "packing/", "weights/")
+    drop += ("wall", "recompilations")
     return [
         {k: v for k, v in line.items() if not k.startswith(drop)}
         for line in read_metrics(folder / "metrics.jsonl")

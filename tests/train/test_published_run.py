@@ -17,6 +17,7 @@ import rollout.evaluate as evaluation
 import train.export
 import train.prepare
 import train.run
+from benchmarks.killing import without_clock
 from benchmarks.published_run import write_files
 from train.durable.metrics import read_metrics
 
@@ -46,12 +47,8 @@ def command(recipe: str, name: str, *arguments: str) -> int:
 
 
 def metrics_of(name: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without times."""
-    lines = read_metrics(f"runs/{name}/metrics.jsonl")
-    return [
-        {k: v for k, v in line.items() if not k.startswith(("wall", "time/", "idle/", "speed/"))}
-        for line in lines
-    ]
+    """The lines of metrics.jsonl without what is measured."""
+    return without_clock(read_metrics(f"runs/{name}/metrics.jsonl"))
 
 
 def require_same(one: str, other: str) -> None:

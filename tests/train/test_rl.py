@@ -662,7 +662,7 @@ def test_every_size_is_compiled_before_the_first_step(road, small, start, update
     for questions in ((one, other), (lost(one), other)):
         start, _ = cut.step(start, sampler, road.environment, questions, seed=0)
     assert [program._cache_size() for program in sizes] == compiled
-    assert not {"jit(logprobs)", "jit(add_gradients)", "jit(apply)"} & set(names), names
+    assert not {"jit(logprobs)", "jit(add_gradients)", "jit(apply_gradients)"} & set(names), names
 
 
 def test_tokens_that_are_too_old_for_an_update_are_refused(road, small):

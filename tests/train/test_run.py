@@ -38,7 +38,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = pathlib.Path(__file__).with_name("small.py")
 RESULT_FIELDS = """
     name seed reward before control curve by_temperature after token_mismatches logprob_gap
-    recompilations_after_warmup seconds
+    recompilations_after_warmup seconds goodput
 """.split()
 ROW_FIELDS = """
     k dispatch temperature accuracy compliance calls turns n interval share_with_calls

@@ -291,8 +291,13 @@ def test_steps_of_rl_use_programs_that_were_compiled_ahead(thawed, small, start)
         # As the sampler sees them, under the new weights.
         features(features.overview(questions[0].video, 4))
     assert len(names) == compiled, "the second step compiles"
-    of_learner = {"jit(gradients)", "jit(logprobs)", "jit(add_gradients)", "jit(apply)"}
-    assert not {"jit(encode)", *of_learner} & set(names), names
+    of_learner = {
+        "jit(vision_gradients)",
+        "jit(logprobs)",
+        "jit(add_gradients)",
+        "jit(apply_gradients)",
+    }
+    assert not {"jit(encode_frames)", "jit(vision_vectors)", *of_learner} & set(names), names
 
 
 def test_steps_of_the_cold_start_use_programs_that_were_compiled_ahead(thawed):
@@ -304,7 +309,7 @@ def test_steps_of_the_cold_start_use_programs_that_were_compiled_ahead(thawed):
     names = CompiledNames()
     for left in (1, 0):
         state, _, _ = sft_step(update, state, batches, left)
-    assert not {"jit(encode)", "jit(update)"} & set(names)
+    assert not {"jit(encode_frames)", "jit(sft_update)"} & set(names)
 
 
 # --- runs ---

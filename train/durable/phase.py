@@ -12,9 +12,10 @@ metrics.jsonl holds each step once, and no step is repeated after a clean stop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
 from jaxtyping import PyTree
 
 from paravt_jax.processes import hosts
@@ -22,8 +23,10 @@ from train.durable.checkpoint import Checkpoints
 from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import PHASE_TITLES, MetricsWriter, read_metrics
+from train.durable.profile import Profiler
 from train.durable.step_lines import StepLines
 from train.durable.time_left import Part
+from train.durable.usage import Usage
 
 T = TypeVar("T")
 
@@ -46,6 +49,8 @@ class Phase:
         later: returns the parts of the run after this phase, for the time left.
         best: metric, higher is better, whose mean since the last regular checkpoint becomes the
             score of the next one.
+        profiler: traces some of the steps; None: none of them.
+        usage: adds memory, compiling and goodput to the metrics of each step; None: they have none.
 
     Attributes:
         finished_steps: steps in the newest checkpoint; 0 if there is none.
@@ -66,6 +71,8 @@ class Phase:
         after_save: Callable[[], None] = lambda: None,
         later: Callable[[], Sequence[Part]] = lambda: (),
         best: str | None = None,
+        profiler: Profiler | None = None,
+        usage: Usage | None = None,
     ):
         self.name = name
         self.steps = steps
@@ -83,6 +90,8 @@ class Phase:
         self._before_save = before_save
         self._after_save = after_save
         self._later = later
+        self._profiler = profiler
+        self._usage = usage
         self._first = self.finished_steps + 1
         # The step of the last save, which may still be running in the background.
         self._saved = 0
@@ -95,11 +104,19 @@ class Phase:
     def __exit__(self, *_: object) -> None:
         self._checkpoints.close()
         self._note_saved()
+        if self._profiler is not None:
+            self._profiler.close()
 
     @property
     def left(self) -> range:
         """The steps still to do, counted from 1."""
         return range(self.finished_steps + 1, self.steps + 1)
+
+    def each(self) -> Iterator[int]:
+        """The steps of `left`, of which the profiler traces some. Each ends with `done`."""
+        if self._profiler is None:
+            return iter(self.left)
+        return self._profiler.annotated(self.name, self.left)
 
     def resume(self, start: T) -> tuple[T, Any]:
         """Restores the newest checkpoint. Call it once, before the first step.
@@ -120,6 +137,8 @@ class Phase:
         if self.left:
             hosts.from_first(lambda: self._history.go_on(self.name, self.finished_steps))
             self._metrics.truncate(self.name, self.finished_steps)
+            if self._usage is not None:
+                self._usage.resume(read_metrics(self._metrics.path))
             self._interrupts.check(
                 f"stopped before {self._step(self.finished_steps + 1)}; all before it is saved"
             )
@@ -153,15 +172,18 @@ class Phase:
             Stopped: the run was asked to stop; everything is saved by then.
         """
         self._require_finite(step, figures)
+        if self._usage is not None:
+            figures = {**figures, **self._usage.metrics(figures)}
         row = self._metrics.write(self.name, step, figures)
         if self._lines is not None:
             self._lines.add(row)
         self._tick()
         signal_number = self._interrupts.agree()
         if signal_number is not None or self.saves(step):
-            self._before_save()
-            score = hosts.from_first(lambda: self._score(step))
-            self._checkpoints.save(step, state, self._meta | {"cursor": cursor}, score)
+            with jax.profiler.TraceAnnotation("save"):
+                self._before_save()
+                score = hosts.from_first(lambda: self._score(step))
+                self._checkpoints.save(step, state, self._meta | {"cursor": cursor}, score)
             # A save begins when the one before it is complete.
             self._note_saved()
             self._saved = step

@@ -105,13 +105,15 @@ def align(
     rng = np.random.default_rng(seed)
     if rng_state is not None:
         rng.bit_generator.state = rng_state
-    for step in phase.left:
+    for step in phase.each():
         start = time.perf_counter()
-        chosen = rng.integers(len(pixels), size=settings.batch)
-        patches = patchify(pixels[chosen], vision)
-        weights, state, loss, accuracy = update(weights, state, patches, words[chosen])
-        nnx.update((model.vision, model.text.embedding), weights)
-        metrics = {"loss": float(loss), "accuracy": float(accuracy)}
+        with jax.profiler.TraceAnnotation("data"):
+            chosen = rng.integers(len(pixels), size=settings.batch)
+            patches = patchify(pixels[chosen], vision)
+        with jax.profiler.TraceAnnotation("update"):
+            weights, state, loss, accuracy = update(weights, state, patches, words[chosen])
+            nnx.update((model.vision, model.text.embedding), weights)
+            metrics = {"loss": float(loss), "accuracy": float(accuracy)}
         metrics["time/step"] = time.perf_counter() - start
         cursor = dict(rng.bit_generator.state)
         phase.done(step, metrics, _as_saved(model, state), cursor)
@@ -155,14 +157,14 @@ def _make_update(
         return cross_entropy + size_loss, right.mean()
 
     @jax.jit
-    def update(
+    def align_update(
         weights: Any, state: Any, patches: Array, words: Array
     ) -> tuple[Any, Any, Array, Array]:
         (value, accuracy), grads = jax.value_and_grad(loss, has_aux=True)(weights, patches, words)
         changes, state = optimizer.update(grads, state, weights)
         return optax.apply_updates(weights, changes), state, value, accuracy
 
-    return update
+    return align_update
 
 
 def _load(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,6 +55,7 @@ from train.learn.rollouts import (
     require_fresh,
     roll_out,
 )
+from train.learn.spans import Spans
 from train.learn.step import (
     TrainState,
     VisionPrograms,
@@ -187,8 +187,11 @@ class Learner:
         )
         # Short arrays, which every device has as a whole.
         self._whole = NamedSharding(mesh, PartitionSpec())
-        advantages = jax.jit(lambda batch: _advantages(batch, settings), out_shardings=self._whole)
-        self._advantages = MeshProgram(advantages, mesh)
+
+        def advantages(batch: GRPOBatch) -> tuple[Float[Array, "b t"], Totals, Metrics]:
+            return _advantages(batch, settings)
+
+        self._advantages = MeshProgram(jax.jit(advantages, out_shardings=self._whole), mesh)
         self.update = make_accumulation(graph, optimizer, rl_loss(settings), self.start, frozen)
         processes = jax.process_count()
         self._slots = shape.slots(processes, self._devices)
@@ -287,58 +290,58 @@ class Learner:
                 `max_staleness` does not allow.
         """
         number = int(state.step) // self.settings.updates_per_batch
-        times = [time.perf_counter()]
+        spans = Spans()
 
         assert (pool is None) == (self.settings.max_staleness == 0), "see `pool`"
         fixed = (self.settings, seed, number, self.judge)
-        if pool is not None:
-            sampled = pool.play_step(engine, environment, questions, *fixed, further)
-        else:
+        with spans("rollout"):
+            if pool is not None:
+                sampled = pool.play_step(engine, environment, questions, *fixed, further)
+            else:
 
-            def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
-                return play(engine, environment, questions, *fixed, **places)
+                def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
+                    return play(engine, environment, questions, *fixed, **places)
 
-            sampled = play_step(play_some, questions, further, self.settings)
-        engine.sleep()
+                sampled = play_step(play_some, questions, further, self.settings)
+            engine.sleep()
         rollouts = sampled.batch
         if not rollouts.groups:
             raise _no_question(number)
         require_fresh(rollouts, number, self.settings.max_staleness)
-        times.append(time.perf_counter())
 
-        laid_out = lay_out(
-            rollouts,
-            environment.features,
-            environment.protocol.vocabulary,
-            self._shape,
-            self.sizes,
-            # 0x5A sets the draw of sub-agents apart from other draws with the same seed and step.
-            (seed, number, 0x5A),
-            self._devices,
-            number if self.settings.max_staleness else None,
-        )
-        rollouts = laid_out.rollouts
-        if not rollouts.groups:
-            raise _no_question(number)
-        bank, microbatches, played = self._place(laid_out)
-        times.append(time.perf_counter())
+        with spans("data"):
+            laid_out = lay_out(
+                rollouts,
+                environment.features,
+                environment.protocol.vocabulary,
+                self._shape,
+                self.sizes,
+                # 0x5A sets the draw of sub-agents apart from others with the same seed and step.
+                (seed, number, 0x5A),
+                self._devices,
+                number if self.settings.max_staleness else None,
+            )
+            rollouts = laid_out.rollouts
+            if not rollouts.groups:
+                raise _no_question(number)
+            bank, microbatches, played = self._place(laid_out)
 
-        reference = self._reference_logprobs(bank, microbatches)
-        times.append(time.perf_counter())
+        with spans("reference"):
+            reference = self._reference_logprobs(bank, microbatches)
 
-        played = dataclasses.replace(played, reference=reference)
-        advantages, totals, advantage_metrics = self._advantages(played)
-        if on_rollouts:
-            on_rollouts(rollouts, np.asarray(advantages))
-        batch = RLBatch(played, advantages, totals)
-        state, updates = self._update(state, bank, microbatches, batch, (seed % 2**32, number))
-        # `_known` waits for the updates, so the times below include them.
-        metrics = _over_updates([_known(found) for found in updates])
-        metrics |= _known({name: [x] for name, x in advantage_metrics.items()})
-        features = environment.features
-        loaded = self.sync.load(engine, state.weights, number + 1, features)
-        metrics["weights/fingerprint"] = float(loaded)
-        times.append(time.perf_counter())
+        with spans("update"):
+            played = dataclasses.replace(played, reference=reference)
+            advantages, totals, advantage_metrics = self._advantages(played)
+            if on_rollouts:
+                on_rollouts(rollouts, np.asarray(advantages))
+            batch = RLBatch(played, advantages, totals)
+            state, updates = self._update(state, bank, microbatches, batch, (seed % 2**32, number))
+            # `_known` waits for the updates, so the span includes them.
+            metrics = _over_updates([_known(found) for found in updates])
+            metrics |= _known({name: [x] for name, x in advantage_metrics.items()})
+            features = environment.features
+            loaded = self.sync.load(engine, state.weights, number + 1, features)
+            metrics["weights/fingerprint"] = float(loaded)
 
         metrics["groups/silent"] = metrics.pop("silent_groups")
         for sums, name in (("behaviour_gap", "logprob_gap"), ("routing_gap", "routing_gap")):
@@ -348,11 +351,9 @@ class Learner:
                 metrics[name] = gap / laid_out.current
         metrics |= describe(sampled.drawn) | sampled.metrics
         metrics |= laid_out.metrics
-        phases = ("rollout", "data", "reference", "update")
-        seconds = dict(zip(phases, np.diff(times).tolist(), strict=True))
-        metrics |= {f"time/{phase}": span for phase, span in seconds.items()}
+        metrics |= {f"time/{name}": seconds for name, seconds in spans.seconds.items()}
         if measure is not None:
-            one_update = seconds["update"] / self.settings.updates_per_batch
+            one_update = spans.seconds["update"] / self.settings.updates_per_batch
             metrics |= measure(laid_out.lengths, one_update)
         return state, metrics
 
@@ -447,10 +448,10 @@ class Learner:
             lambda sharding: sharding.with_memory_kind("pinned_host"), self._weight_shardings
         )
 
-        def cast(weights: Any) -> Any:
+        def reference_to_host(weights: Any) -> Any:
             return in_activations(weights, dtype)
 
-        return jax.jit(cast, out_shardings=shardings)(weights)
+        return jax.jit(reference_to_host, out_shardings=shardings)(weights)
 
     def _reference_logprobs(
         self, bank: Bank, microbatches: Sequence[Microbatch]

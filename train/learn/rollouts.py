@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int32
@@ -209,6 +211,7 @@ def _episode(flight: EpisodeInFlight) -> Episode:
     return flight.episode
 
 
+@functools.partial(jax.profiler.annotate_function, name="reward")
 def _scored(
     episodes: Sequence[Episode], settings: RLSettings, judge: Judge, limit: int
 ) -> list[Rewards]:

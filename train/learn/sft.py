@@ -254,15 +254,19 @@ def sft_step(
     Returns:
         The new state, the arrays whose tokens count towards speed, and the metrics.
     """
-    # Does something in the first step only: later, the step before has prepared these.
-    batches.prepare(left + 1)
-    batch, arrays, counts = next(batches)
-    # This only dispatches the update. `float` below waits for it.
-    state, metrics = update(state, batch)
-    batches.prepare(left)
-    if not left:
-        batches.close()
-    return state, arrays, {name: float(value) for name, value in metrics.items()} | counts
+    with jax.profiler.TraceAnnotation("data"):
+        # Does something in the first step only: later, the step before has prepared these.
+        batches.prepare(left + 1)
+        batch, arrays, counts = next(batches)
+    with jax.profiler.TraceAnnotation("update"):
+        # This only dispatches the update. `float` below waits for it.
+        state, metrics = update(state, batch)
+        with jax.profiler.TraceAnnotation("data"):
+            batches.prepare(left)
+        if not left:
+            batches.close()
+        figures = {name: float(value) for name, value in metrics.items()}
+    return state, arrays, figures | counts
 
 
 class _Prepared(NamedTuple):

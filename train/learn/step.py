@@ -212,18 +212,18 @@ def make_vision_programs(
     rows = NamedSharding(mesh, PartitionSpec(ROWS))
     whole = NamedSharding(mesh, PartitionSpec())
 
-    def encode(weights: Any, bank: Bank) -> Array:
+    def vision_vectors(weights: Any, bank: Bank) -> Array:
         vectors = vision.encode(weights, bank.cached, bank.grids, groups, room)
         return vectors.reshape(row_devices(mesh), -1, *vectors.shape[2:])
 
-    def gradients(weights: Any, bank: Bank, of_vectors: Array) -> Any:
-        vectors, pull_back = jax.vjp(lambda weights: encode(weights, bank), weights)
+    def vision_gradients(weights: Any, bank: Bank, of_vectors: Array) -> Any:
+        vectors, pull_back = jax.vjp(lambda weights: vision_vectors(weights, bank), weights)
         (found,) = pull_back(of_vectors.astype(vectors.dtype))
         return found
 
     return VisionPrograms(
-        MeshProgram(jax.jit(encode, out_shardings=rows), mesh),
-        MeshProgram(jax.jit(gradients, out_shardings=whole), mesh),
+        MeshProgram(jax.jit(vision_vectors, out_shardings=rows), mesh),
+        MeshProgram(jax.jit(vision_gradients, out_shardings=whole), mesh),
     )
 
 
@@ -270,13 +270,14 @@ def make_accumulation(
         assert mesh is not None, "a trained tower without a mesh"
         placed, wanted = (placed, NamedSharding(mesh, PartitionSpec(ROWS))), (0, 1)
 
-    def start(of: Any) -> Any:
+    def zero_gradients(of: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), of)
 
     # Not `add`: the log of compilations names functions, and jnp.add has that name.
     def add_gradients(
         frozen: Any, weights: Any, total: Any, visual: Array, *batch: Any, draw: Any = (0,)
     ) -> tuple[Any, dict[str, jax.Array]]:
+        @jax.named_scope("forward")
         def value(weights: Any, visual: Array) -> Any:
             return loss(_in_update(graph, weights, frozen, draw), visual, *batch)
 
@@ -285,22 +286,25 @@ def make_accumulation(
         total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)
         return total, metrics | {"loss": value_of_part}
 
-    def apply(state: TrainState, total: Any) -> tuple[TrainState, jax.Array]:
+    def apply_gradients(state: TrainState, total: Any) -> tuple[TrainState, jax.Array]:
         grads = jax.tree.map(lambda g, w: g.astype(w.dtype), total, state.weights)
         return _optimized(optimizer, state, grads), optax.global_norm(grads)
 
     return Accumulation(
-        MeshProgram(jax.jit(start, out_shardings=placed), mesh),
+        MeshProgram(jax.jit(zero_gradients, out_shardings=placed), mesh),
         MeshProgram(
             jax.jit(add_gradients, donate_argnums=2, out_shardings=(placed, None)), mesh, (frozen,)
         ),
         MeshProgram(
-            jax.jit(apply, donate_argnums=0, out_shardings=(state_shardings(state), None)),
+            jax.jit(
+                apply_gradients, donate_argnums=0, out_shardings=(state_shardings(state), None)
+            ),
             mesh,
         ),
     )
 
 
+@jax.named_scope("optimizer")
 def _optimized(
     optimizer: optax.GradientTransformation, state: TrainState, grads: Any
 ) -> TrainState:
@@ -341,6 +345,7 @@ def make_update(
     """
 
     def gradients(frozen: Any, state: TrainState, part: Any, number: int | Array) -> Any:
+        @jax.named_scope("forward")
         def value(weights: Any) -> Any:
             text, vision = apart(weights)
             shown = part if encode is None else encode(vision, part)
@@ -367,7 +372,7 @@ def make_update(
         (values, grads), _ = jax.lax.scan(add, zeros, (parts, numbers))
         return values, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.weights)
 
-    def update(
+    def sft_update(
         frozen: Any, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         (value, metrics), grads = accumulate(frozen, state, batch)
@@ -377,5 +382,5 @@ def make_update(
     # The new state keeps the shardings of the old one; otherwise the next update would compile
     # again. Donation lets XLA write the new state into the old one's memory.
     out_shardings = (state_shardings(state), None)
-    jitted = jax.jit(update, donate_argnums=1, out_shardings=out_shardings)
+    jitted = jax.jit(sft_update, donate_argnums=1, out_shardings=out_shardings)
     return MeshProgram(jitted, mesh_of(state.weights), (frozen,))

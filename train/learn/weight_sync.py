@@ -8,6 +8,7 @@ and traffic without changing a token.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -53,11 +54,11 @@ def make_sync(weights: Any, hosts: Mesh, dtype: DTypeLike) -> jax.stages.Wrapped
     """
     halfway = _halfway_shardings(weights, hosts)
 
-    def sync(weights: Any) -> Any:
+    def weight_sync(weights: Any) -> Any:
         moved = cast(weights, dtype)
         return moved if halfway is None else jax.lax.with_sharding_constraint(moved, halfway)
 
-    return jax.jit(sync, out_shardings=param_shardings(weights, hosts))
+    return jax.jit(weight_sync, out_shardings=param_shardings(weights, hosts))
 
 
 def make_vision_sync(vision: Any, mesh: Mesh, dtype: DTypeLike) -> jax.stages.Wrapped:
@@ -69,12 +70,12 @@ def make_vision_sync(vision: Any, mesh: Mesh, dtype: DTypeLike) -> jax.stages.Wr
         dtype: The type of the activations; see `models.vision.encoding_weights`.
     """
 
-    def sync(weights: Any) -> Any:
+    def vision_sync(weights: Any) -> Any:
         # Copies: the next update donates its weights, and frames are encoded meanwhile.
         return jax.tree.map(jnp.copy, encoding_weights(weights, dtype))
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(sync, out_shardings=jax.tree.map(lambda _: whole, vision))
+    return jax.jit(vision_sync, out_shardings=jax.tree.map(lambda _: whole, vision))
 
 
 def stay(weights: Any, hosts: Mesh, dtype: DTypeLike) -> bool:
@@ -159,6 +160,7 @@ class WeightSync:
         text, _ = apart(weights)
         return self._take(text if self.program is None else self.program(text))
 
+    @functools.partial(jax.profiler.annotate_function, name="weight sync")
     def load(self, sampler: Any, weights: Any, version: int, features: FrameFeatures) -> int:
         """Load trained weights into a sampler and what it sees with, and check that they have them.
 

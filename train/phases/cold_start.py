@@ -91,7 +91,7 @@ def _train(
             batches.set_state(cursor)
         if phase.left:
             compile_ahead(batches.lowerings(update, state), shown=hosts.is_first())
-        for step in phase.left:
+        for step in phase.each():
             start = time.perf_counter()
             # The measured time includes the update: its metrics are numbers here.
             state, arrays, metrics = sft_step(update, state, batches, phase.steps - step)

@@ -19,8 +19,10 @@ from train.durable.history import History
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
 from train.durable.phase import Phase
+from train.durable.profile import Profiler, parse_steps
 from train.durable.run_directory import cold_start_identity, identity
 from train.durable.step_lines import say
+from train.durable.usage import Usage
 from train.learn.align import AlignSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
@@ -56,6 +58,8 @@ class Context:
     """The manifest of what the run has finished."""
     tick: Callable[[], None]
     """Called after each step and each evaluated setting."""
+    usage: Usage
+    """Metrics of every step: memory, compiling and goodput."""
 
     def open_phase(
         self,
@@ -111,7 +115,13 @@ class Context:
                 parts_after, name, self.run, self.folder, bool(self.data.heldout)
             ),
             best=kept.best if is_rl and kept.best != "none" else None,
+            profiler=self._profiler(name),
+            usage=self.usage,
         )
+
+    def _profiler(self, phase: str) -> Profiler | None:
+        steps = parse_steps(self.run.profile)
+        return Profiler(self.folder / "profile" / phase, steps) if steps else None
 
     def write_interim_report(self) -> None:
         """Write episodes.jsonl and report.html as far as the run is.

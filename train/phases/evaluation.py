@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
+
+import jax
 
 from models.compile_ahead import compile_ahead
 from paravt_jax.data.atomic import write_atomically
@@ -112,6 +115,7 @@ def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], 
     return _evaluate_weights(context, actor, train, [plan])[0]
 
 
+@functools.partial(jax.profiler.annotate_function, name="evaluation")
 def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
     """Play held-out questions greedily with the engine's weights, those after `step` steps of RL.
 

@@ -96,7 +96,7 @@ def reinforce(
         def measure(lengths: Sequence[GroupLengths], seconds: float) -> dict[str, float]:
             return speeds(lengths, parts.model.config, seconds, context.mesh.size)
 
-        for step in phase.left:
+        for step in phase.each():
             compiled_before = compilations.count
             # Before the next step, so that a run stopped at a checkpoint still evaluates it.
             if run.evaluation.curve and step > 1 and phase.saves(step - 1):

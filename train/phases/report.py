@@ -11,7 +11,14 @@ from paravt_jax.processes import hosts
 from train.left_out import read_rows
 from train.phases.context import Context
 from train.report.page import write_report
-from train.report.result import checks, collect_episodes, judged, read_by_temperature, read_curve
+from train.report.result import (
+    checks,
+    collect_episodes,
+    goodput,
+    judged,
+    read_by_temperature,
+    read_curve,
+)
 from train.report.reward import describe
 
 Rows = list[dict[str, Any]]
@@ -36,7 +43,7 @@ def report(context: Context, rows: dict[str, Rows], seconds: float) -> pathlib.P
                 result["data"] = rows_of_sources
             result |= rows | {"curve": read_curve(folder)}
             result["by_temperature"] = read_by_temperature(folder)
-            result |= checks(folder) | judged(folder) | {"seconds": seconds}
+            result |= checks(folder) | judged(folder) | {"seconds": seconds} | goodput(folder)
             write_atomically(folder / "result.json", json.dumps(result, indent=1))
             collect_episodes(folder, context.data.root)
             write_report(folder)

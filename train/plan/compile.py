@@ -174,7 +174,7 @@ def measure(case: Case) -> Measured:
             devices=program.mesh.size,
             read=program.read,
             given=program.given,
-            **_flops(traced.jaxpr, program),
+            **flops_of(traced.jaxpr, program),
         )
         # Reports are dumped to files: on some chips the HLO is too large for `as_text`, and if
         # memory runs out there is no compiled program to ask.
@@ -184,7 +184,10 @@ def measure(case: Case) -> Measured:
         except jax.errors.JaxRuntimeError as error:
             found = memory_shortage(str(error), program.arguments)
         else:
-            found = _statistics(compiled, pathlib.Path(dump_folder), program)
+            # The dump has a file per module; small ones are helpers of the compiler.
+            modules = pathlib.Path(dump_folder).glob("*.after_optimizations.txt")
+            hlo = max(modules, key=lambda file: file.stat().st_size).read_text()
+            found = statistics(compiled, hlo, program)
         largest = _largest(pathlib.Path(dump_folder))
         return dataclasses.replace(base, **found, largest=largest, seconds=time.monotonic() - start)
 
@@ -198,7 +201,7 @@ def make_plan(case: Case) -> Any:
     return Plan(case.run, devices, host_devices, case.mesh)
 
 
-def _flops(jaxpr: Any, program: Any) -> dict[str, Any]:
+def flops_of(jaxpr: Any, program: Any) -> dict[str, Any]:
     """FLOPs of a traced program, as fields of `Measured`."""
     from train.plan.flops import count_flops
 
@@ -209,8 +212,14 @@ def _flops(jaxpr: Any, program: Any) -> dict[str, Any]:
     return {"flops": without, "pair_flops": count(pairs=lambda queries, keys: 1.0) - without}
 
 
-def _statistics(compiled: Any, dump_folder: pathlib.Path, program: Any) -> dict[str, Any]:
-    """Memory and traffic of a compiled program, as fields of `Measured`."""
+def statistics(compiled: Any, hlo: str, program: Any) -> dict[str, Any]:
+    """Memory and traffic of a compiled program, as fields of `Measured`.
+
+    Args:
+        compiled: the program.
+        hlo: its text after all optimizations.
+        program: the `PlannedProgram`.
+    """
     from train.plan.collectives import bytes_sent, find_collectives
 
     memory = compiled.memory_analysis()
@@ -218,9 +227,6 @@ def _statistics(compiled: Any, dump_folder: pathlib.Path, program: Any) -> dict[
     temporary = memory.temp_size_in_bytes
     output = memory.output_size_in_bytes
     alias = memory.alias_size_in_bytes
-    # The dump has a file per module; small ones are helpers of the compiler.
-    modules = dump_folder.glob("*.after_optimizations.txt")
-    hlo = max(modules, key=lambda file: file.stat().st_size).read_text()
     collectives = find_collectives(hlo, program.mesh.size, program.trip_count)
     return {
         "arguments": arguments,

@@ -290,7 +290,7 @@ class Plan:
             pairs=lambda rows, _: rows * width,
         )
 
-    def _token_bytes(self) -> float:
+    def token_bytes(self) -> float:
         """Bytes of one token in the pool, on one device."""
         engine = self.run.engine_sizes
         return device_bytes(self.residents["KV pool"]) / ((engine.pages + 1) * engine.page)
@@ -313,7 +313,7 @@ class Plan:
             tables=shape(jnp.int32, rows, pages),
         )
         weights = self._engine_weights()
-        cached_bytes = rows * before * self._token_bytes()
+        cached_bytes = rows * before * self.token_bytes()
         return PlannedProgram(
             prefill_name(length, before),
             programs.prefill.jitted,
@@ -342,7 +342,7 @@ class Plan:
             self._engine().copy.jitted,
             (self.residents["KV pool"], numbers, numbers),
             self.host,
-            engine.slots * engine.page * self._token_bytes(),
+            engine.slots * engine.page * self.token_bytes(),
             given=("KV pool",),
         )
 

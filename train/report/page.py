@@ -308,12 +308,14 @@ def _facts(result: dict[str, Any], dtype: str | None) -> list[tuple[str, str, bo
     facts: list[tuple[str, str, bool | None]] = []
     if result.get("seconds") is not None:
         facts.append(("total time", format_seconds(result["seconds"]), None))
+    if result.get("goodput") is not None:
+        facts.append(("goodput", f"{result['goodput']:.0%}", None))
     for key, (title, holds) in rules.items():
         value = result.get(key)
         if value is not None:
             facts.append((title, number(value), holds(value)))
     for key, value in result.items():
-        if key not in {*rules, "seconds"} and isinstance(value, int | float):
+        if key not in {*rules, "seconds", "goodput"} and isinstance(value, int | float):
             facts.append((key.replace("_", " "), number(value), None))
     return facts
 

@@ -50,6 +50,7 @@ class _Result(TypedDict):
     curve: NotRequired[list[EvaluationRow]]
     by_temperature: NotRequired[list[EvaluationRow]]
     seconds: NotRequired[float]
+    goodput: NotRequired[float]
     token_mismatches: NotRequired[int]
     logprob_gap: NotRequired[float]
 
@@ -126,6 +127,12 @@ def checks(folder: pathlib.Path) -> Row:
     }
 
 
+def goodput(folder: pathlib.Path) -> dict[str, float]:
+    """`goodput`, the share that the last step recorded (`train.durable.usage`); {} before that."""
+    shares = [row.get("goodput/share") for row in read_metrics(folder / "metrics.jsonl")]
+    return {} if not shares or shares[-1] is None else {"goodput": shares[-1]}
+
+
 def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
     """The judge's counts, summed over all evaluations; {} for a run without a judge."""
     contents = [read_evaluation_file(file) for file in (folder / "evaluation").glob("*.json")]
@@ -140,6 +147,7 @@ def result_so_far(folder: pathlib.Path) -> Row:
     """What result.json would hold if the run ended now; without RL steps, no checks of them."""
     rows = {name: read_evaluation(folder, name) for name in ("before", "control", "after")}
     result = rows | {"curve": read_curve(folder), "by_temperature": read_by_temperature(folder)}
+    result |= goodput(folder)
     metrics = read_metrics(folder / "metrics.jsonl")
     if any(line["phase"] == "rl" for line in metrics):
         result |= checks(folder)

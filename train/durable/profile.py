@@ -1,0 +1,103 @@
+"""Traces steps of training with `jax.profiler` (`Run.profile`).
+
+Every process traces a training phase once and writes its file into RUN/profile/PHASE, where
+TensorBoard finds it. A trace has the parts of a step (`rollout`, `data`, `update` and others), the
+compiled programs by the names of their functions, and inside of them the scopes of
+`jax.named_scope`. docs/speed.md lists them.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+
+import jax
+
+from paravt_jax.processes import hosts
+
+
+def parse_steps(text: str) -> range:
+    """The steps that "3" or "3-5" names, both ends included; none for "".
+
+    Raises:
+        ValueError: The text names no steps.
+    """
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"profile: {text!r}; give a step or the first and the last of several, counted from 1, "
+            "such as 3 or 3-5"
+        )
+    return range(first, last + 1)
+
+
+def require_reached(text: str, steps: Mapping[str, int]) -> None:
+    """Raise ValueError if no phase has the first step that is named.
+
+    Args:
+        text: As for `parse_steps`.
+        steps: Number of steps of each training phase.
+    """
+    wanted = parse_steps(text)
+    if wanted and wanted.start > max(steps.values(), default=0):
+        listed = ", ".join(f"{phase} {count}" for phase, count in steps.items())
+        raise ValueError(
+            f"profile: {text!r}; no phase gets there (steps: {listed or 'no phase trains'}): give "
+            "earlier steps"
+        )
+
+
+class Profiler:
+    """Traces steps of one phase, in every process for itself.
+
+    A run that is stopped in between keeps the trace of the steps so far. One that is killed has
+    none, and traces what is left of the steps when it goes on.
+
+    Args:
+        folder: RUN/profile/PHASE.
+        steps: The steps.
+    """
+
+    def __init__(self, folder: pathlib.Path, steps: range):
+        # The layout that TensorBoard's profile plugin reads: a session, with a file per process.
+        self._session = folder / "plugins" / "profile" / f"steps-{steps.start}-{steps.stop - 1}"
+        self._name = f"process-{hosts.process_index()}"
+        traced = (self._session / f"{self._name}.xplane.pb").exists()
+        self._steps = range(0) if traced else steps
+        # Holds the trace that was begun.
+        self._unfinished: tempfile.TemporaryDirectory[str] | None = None
+
+    def annotated(self, phase: str, steps: range) -> Iterator[int]:
+        """The steps of a phase, each of which is an event of the trace."""
+        for step in steps:
+            if step in self._steps and self._unfinished is None:
+                self._unfinished = tempfile.TemporaryDirectory()
+                options = jax.profiler.ProfileOptions()
+                # Calls of Python functions would be most of the events, and slow the steps down.
+                options.python_tracer_level = 0
+                jax.profiler.start_trace(self._unfinished.name, profiler_options=options)
+            with jax.profiler.StepTraceAnnotation(phase, step_num=step):
+                yield step
+            if step + 1 not in self._steps:
+                self.close()
+
+    def close(self) -> None:
+        """Write the trace, if one was begun."""
+        if self._unfinished is None:
+            return
+        with self._unfinished as folder:
+            jax.profiler.stop_trace()
+            self._session.mkdir(parents=True, exist_ok=True)
+            # The one that shows that a step was traced comes last.
+            for kind in ("trace.json.gz", "xplane.pb"):
+                (file,) = pathlib.Path(folder).rglob(f"*.{kind}")
+                target = self._session / f"{self._name}.{kind}"
+                unfinished = target.with_name(f"{target.name}.tmp")
+                unfinished.write_bytes(file.read_bytes())
+                unfinished.replace(target)
+        self._unfinished = None
