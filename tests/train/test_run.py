@@ -24,6 +24,7 @@ from benchmarks import killing
 from benchmarks.killing import kill_again_and_again
 from models.processor import Processor
 from models.weights.hf import load
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
@@ -307,6 +308,8 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
     shutil.copytree(finished, tmp_path / "run")
     pieces = (*world_text.PIECES, *recurring_texts((CropVideo(),)), "another")
     save_tokenizer(build_tokenizer(pieces), tmp_path / "run" / "tokenizer")
+    # Otherwise the checksum is refused first.
+    (tmp_path / "run" / "tokenizer" / SUMS).unlink()
     size = tokenizer.load(finished / "tokenizer").size
     assert command(tmp_path / "run") == 1
     message = capsys.readouterr().err
