@@ -18,11 +18,13 @@ from typing import Any, TypeVar
 from jaxtyping import PyTree
 
 from paravt_jax.processes import hosts
+from paravt_jax.processes.progress import note_progress
 from train.durable.checkpoint import Checkpoints
+from train.durable.emergency import EmergencySaves
 from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import PHASE_TITLES, MetricsWriter, read_metrics
-from train.durable.step_lines import StepLines
+from train.durable.step_lines import StepLines, say
 from train.durable.time_left import Part
 
 T = TypeVar("T")
@@ -46,9 +48,12 @@ class Phase:
         later: returns the parts of the run after this phase, for the time left.
         best: metric, higher is better, whose mean since the last regular checkpoint becomes the
             score of the next one.
+        restart_every: steps between further checkpoints, which only serve a restart: no report is
+            written with them. 0: none.
+        emergency: copies of the state on the hosts, if there are any.
 
     Attributes:
-        finished_steps: steps in the newest checkpoint; 0 if there is none.
+        finished_steps: steps in the newest checkpoint or emergency save; 0 if there is none.
     """
 
     def __init__(
@@ -66,6 +71,8 @@ class Phase:
         after_save: Callable[[], None] = lambda: None,
         later: Callable[[], Sequence[Part]] = lambda: (),
         best: str | None = None,
+        restart_every: int = 0,
+        emergency: EmergencySaves | None = None,
     ):
         self.name = name
         self.steps = steps
@@ -83,6 +90,10 @@ class Phase:
         self._before_save = before_save
         self._after_save = after_save
         self._later = later
+        self._restart_every = restart_every
+        self._emergency = emergency
+        self._rescued = self._newest_emergency_save()
+        self.finished_steps = max(self.finished_steps, self._rescued)
         self._first = self.finished_steps + 1
         # The step of the last save, which may still be running in the background.
         self._saved = 0
@@ -92,9 +103,15 @@ class Phase:
     def __enter__(self) -> Phase:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        failed = kind is not None and issubclass(kind, Exception)
+        if failed and hosts.process_count() > 1:
+            # Other processes may have no part in a save any more, which would then never complete.
+            return
         self._checkpoints.close()
         self._note_saved()
+        if self._emergency is not None and self._saved == self.steps:
+            self._emergency.remove()
 
     @property
     def left(self) -> range:
@@ -112,9 +129,15 @@ class Phase:
             RunDirectoryError: the newest checkpoint is lost, and the run cannot go on from another.
             Stopped: the run was asked to stop and has steps left.
         """
+        self._interrupts.kept = self._kept
         state = start
         cursor = None
-        if self.finished_steps:
+        if self._rescued and self._emergency is not None:
+            state, meta = self._emergency.restore(start, self._rescued)
+            cursor = meta["cursor"]
+            if hosts.is_first():
+                say(f"{self._step(self._rescued)} is restored from an emergency save")
+        elif self.finished_steps:
             state, meta, _ = self._checkpoints.restore(start)
             cursor = meta["cursor"]
         if self.left:
@@ -129,7 +152,7 @@ class Phase:
         return state, cursor
 
     def saves(self, step: int) -> bool:
-        """Whether `step` has a regular checkpoint. A run that is asked to stop saves one more."""
+        """Whether `step` has a regular checkpoint."""
         return step % self.save_every == 0 or step == self.steps
 
     def done(
@@ -150,21 +173,28 @@ class Phase:
         Raises:
             ValueError: the loss or the gradient norm is not finite.
             CheckpointError: the checkpoint could not be written.
-            Stopped: the run was asked to stop; everything is saved by then.
+            Stopped: the run was asked to stop; the message says what is saved.
         """
         self._require_finite(step, figures)
         row = self._metrics.write(self.name, step, figures)
+        note_progress(f"{self.name} {step}")
         if self._lines is not None:
             self._lines.add(row)
         self._tick()
         signal_number = self._interrupts.agree()
-        if signal_number is not None or self.saves(step):
+        if signal_number is not None:
+            self._require_time(signal_number, step)
+        if signal_number is not None or self.saves(step) or self._serves_restart(step):
             self._before_save()
             score = hosts.from_first(lambda: self._score(step))
             self._checkpoints.save(step, state, self._meta | {"cursor": cursor}, score)
             # A save begins when the one before it is complete.
             self._note_saved()
             self._saved = step
+        elif self._emergency is not None and self._emergency.due():
+            self._before_save()
+            wall = hosts.gather(row["wall"])[0]
+            self._emergency.save(step, state, {"cursor": cursor}, wall)
         if signal_number is not None:
             # The save may still be running in the background, but the message says it is done.
             self._checkpoints.wait()
@@ -176,6 +206,46 @@ class Phase:
                 signal_number,
                 f"stopped after {self._step(step)}, which is saved",
             )
+
+    def _serves_restart(self, step: int) -> bool:
+        return bool(self._restart_every) and step % self._restart_every == 0
+
+    def _require_time(self, signal_number: int, step: int) -> None:
+        """Raises Stopped if the machines may be taken before a save would be complete.
+
+        All processes call it, and all or none of them raise. The first save is tried: nothing tells
+        how long it takes, and one that is cut off leaves no trace.
+        """
+        times = hosts.gather((self._interrupts.seconds_left(), self._checkpoints.seconds))
+        left = min((left for left, _ in times if left is not None), default=math.inf)
+        needed = max((needed for _, needed in times if needed is not None), default=0.0)
+        if needed > left:
+            raise Stopped(
+                signal_number,
+                f"stopped after {self._step(step)}, which is not saved: a save takes about "
+                f"{needed:.0f} s, and {max(left, 0):.0f} s are left; {self._kept()}",
+            )
+
+    def _newest_emergency_save(self) -> int:
+        """The step of an emergency save that is newer than the last checkpoint; 0 without one."""
+        if self._emergency is None:
+            return 0
+
+        def walls() -> dict[int, float]:
+            return {
+                row["step"]: row["wall"]
+                for row in read_metrics(self._metrics.path)
+                if row["phase"] == self.name and row["step"] > self.finished_steps
+            }
+
+        return self._emergency.newest(hosts.from_first(walls))
+
+    def _kept(self) -> str:
+        """The newest complete checkpoint in words."""
+        steps = self._checkpoints.steps_on_disk()
+        if not steps:
+            return "the phase has no checkpoint yet"
+        return f"the last checkpoint is {self._step(steps[0])}"
 
     def _note_saved(self) -> None:
         """Notes the last save, which is complete."""

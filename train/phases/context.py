@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from models.trained import apart, together
 from paravt_jax.processes import hosts
 from train.data import Data
 from train.durable.checkpoint import Checkpoints
+from train.durable.emergency import EmergencySaves
 from train.durable.history import History
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
@@ -81,6 +83,13 @@ class Context:
             asynchronous=True,
             identity={"settings": recorded, **self.origin},
         )
+        emergency = None
+        # Alignment takes seconds, and its state has a random generator beside the arrays.
+        if kept.emergency and name != "align":
+            emergency = EmergencySaves(
+                _on_this_host(kept.emergency, self.folder) / name,
+                {"settings": recorded, "mesh": dict(self.mesh.shape), **self.origin},
+            )
 
         def before_save() -> None:
             # Processes decode different videos, so each may know of other unreadable ones.
@@ -111,7 +120,14 @@ class Context:
                 parts_after, name, self.run, self.folder, bool(self.data.heldout)
             ),
             best=kept.best if is_rl and kept.best != "none" else None,
+            restart_every=self._restart_every(),
+            emergency=emergency,
         )
+
+    def _restart_every(self) -> int:
+        """Steps between checkpoints that only serve a restart; 0: none."""
+        adapters_alone = self.run.lora is not None and self.run.train_vision == "none"
+        return self.run.checkpoints.every or int(adapters_alone)
 
     def write_interim_report(self) -> None:
         """Write episodes.jsonl and report.html as far as the run is.
@@ -128,6 +144,12 @@ class Context:
                 f"warning: report.html was not written ({type(error).__name__}: {error}); training "
                 "goes on, and the next save writes it again"
             )
+
+
+def _on_this_host(folder: str, run: pathlib.Path) -> pathlib.Path:
+    """The place of a run's emergency saves: runs of the same name must not share it."""
+    digest = hashlib.sha256(str(run).encode()).hexdigest()
+    return pathlib.Path(folder) / f"paravt-{run.name}-{digest[:8]}"
 
 
 def as_saved(state: TrainState, parts: Parts) -> dict[str, Any]:
