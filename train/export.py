@@ -2,6 +2,9 @@
 
     python -m train.export --run-dir runs/X --phase rl --step 40 --to FOLDER
 
+FOLDER may be an address (gs://..., s3://...): the folder is written here, and then uploaded file by
+file, with checksums (sums.json) last.
+
 `models.weights.hf.load`, `models.processor.Processor.load` and transformers open the folder. The
 export only reads from the run's folder, so the run may still be training. It does not read the
 optimizer state.
@@ -30,6 +33,9 @@ from models.trained_vision import TrainVision, trained_state
 from models.weights.hf import load, save
 from models.weights.hf_config import from_hf
 from paravt_jax.command_name import command_name
+from paravt_jax.data.fetched import require_new_folder, upload_folder
+from paravt_jax.data.file_sums import write_sums
+from paravt_jax.data.frames import is_address
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method import tokenizer
 from train.durable.checkpoint import CheckpointError, Checkpoints
@@ -70,7 +76,7 @@ class Export:
     run_dir: str
     """Folder of the run; the run may still be training."""
     to: str
-    """Folder to create."""
+    """Folder to create, or the address of one (gs://..., s3://...)."""
     phase: Literal["align", "sft", "rl"] = "rl"
     """Phase that saved the checkpoint."""
     step: str = "latest"
@@ -83,6 +89,7 @@ def export(command: Export) -> None:
     """Write the model of a checkpoint, or its adapters, to a new folder.
 
     Raises:
+        ConnectionError: If a file cannot be uploaded.
         FileExistsError: If `command.to` exists.
         FileNotFoundError: If `command.run_dir` is not a run, or has no checkpoints of the phase.
         RunDirectoryError: If this version cannot read the run.
@@ -91,9 +98,20 @@ def export(command: Export) -> None:
             no adapters (for `peft`) or only adapters whose base is gone.
     """
     require_local("--run-dir", command.run_dir)
-    require_local("--to", command.to)
+    if not is_address(command.to):
+        _export(command, pathlib.Path(command.to))
+        return
+    require_new_folder("--to", command.to)
+    with tempfile.TemporaryDirectory() as written:
+        target = pathlib.Path(written) / "model"
+        _export(command, target)
+        write_sums(target, [file for file in target.rglob("*") if file.is_file()])
+        upload_folder(target, command.to)
+
+
+def _export(command: Export, target: pathlib.Path) -> None:
+    """Write the model of a checkpoint, or its adapters, to a new local folder."""
     folder = pathlib.Path(command.run_dir)
-    target = pathlib.Path(command.to)
     if target.exists():
         raise FileExistsError(f"--to {target}: exists; name a new folder, or remove this one first")
     checkpoints = _checkpoints(folder, command.phase)
@@ -316,7 +334,13 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(Export, args=argv, prog=command_name("python -m train.export"))
     try:
         export(command)
-    except (CheckpointError, RunDirectoryError, ValueError, OSError) as error:
+    except (
+        CheckpointError,
+        RunDirectoryError,
+        ValueError,
+        OSError,
+        ModuleNotFoundError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"written: {command.to}")

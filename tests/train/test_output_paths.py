@@ -29,7 +29,6 @@ EVALUATE = ("--model", "m", "--benchmark", "mmvu")
         (prepare.main, (LARGE, "--data.folder", ADDRESS), "data.folder"),
         (plan.main, (LARGE, "--topology=v5e:4x4", "--json", ADDRESS), "--json"),
         (plan.main, (LARGE, "--topology=v5e:4x4", "--keep", ADDRESS), "--keep"),
-        (export.main, ("--run-dir", "runs/a", "--to", ADDRESS), "--to"),
         (export.main, ("--run-dir", ADDRESS, "--to", "model"), "--run-dir"),
         (paradox.main, ("--run-dir", ADDRESS), "run_dir"),
         (ask.main, ("--model", "m", "--video", "v.mp4", "Who?", "--html", ADDRESS), "--html"),
