@@ -31,10 +31,10 @@ MAY_IMPORT = {
 # part of the protocol's code, and 7,600 while answers were read in fewer forms, and 7,800 before
 # there were adapters and fingerprints, and 8,100 in 63 files while the vision tower was frozen, and
 # 8,500 before rollouts could outlive an update, files were read beside decoding, and programs were
-# compiled ahead, 9,400 before a layer could have experts, and 9,550 before the choices of
-# experts were compared.
-MOST_LINES = 9850
-MOST_FILES = 72
+# compiled ahead, 9,400 before a layer could have experts, 9,550 before the choices of experts were
+# compared, and 9,850 in 72 files before an update ran in several replicas.
+MOST_LINES = 10_000
+MOST_FILES = 73
 # The walk must not reach these: they import the main path, never the reverse.
 SIDE_PATHS = (
     "paravt_jax.data.preparation",

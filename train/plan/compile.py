@@ -83,7 +83,7 @@ class Measured:
     read: float = 0.0
     """Bytes of HBM that must be read."""
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Bytes sent to other devices, by kind of collective."""
+    """Bytes sent to other devices, by kind of collective; as "DCN" to other slices."""
     given: tuple[str, ...] = ()
     """Residents of the device that are among the program's arguments."""
     largest: tuple[str, ...] = ()
@@ -184,7 +184,8 @@ def measure(case: Case) -> Measured:
         except jax.errors.JaxRuntimeError as error:
             found = memory_shortage(str(error), program.arguments)
         else:
-            found = _statistics(compiled, pathlib.Path(dump_folder), program)
+            slices = 1 if on_host(case.program) else case.topology.slices
+            found = _statistics(compiled, pathlib.Path(dump_folder), program, slices)
         largest = _largest(pathlib.Path(dump_folder))
         return dataclasses.replace(base, **found, largest=largest, seconds=time.monotonic() - start)
 
@@ -209,8 +210,10 @@ def _flops(jaxpr: Any, program: Any) -> dict[str, Any]:
     return {"flops": without, "pair_flops": count(pairs=lambda queries, keys: 1.0) - without}
 
 
-def _statistics(compiled: Any, dump_folder: pathlib.Path, program: Any) -> dict[str, Any]:
-    """Memory and traffic of a compiled program, as fields of `Measured`."""
+def _statistics(
+    compiled: Any, dump_folder: pathlib.Path, program: Any, slices: int
+) -> dict[str, Any]:
+    """Memory and traffic of a program compiled for some slices, as fields of `Measured`."""
     from train.plan.collectives import bytes_sent, find_collectives
 
     memory = compiled.memory_analysis()
@@ -221,7 +224,8 @@ def _statistics(compiled: Any, dump_folder: pathlib.Path, program: Any) -> dict[
     # The dump has a file per module; small ones are helpers of the compiler.
     modules = dump_folder.glob("*.after_optimizations.txt")
     hlo = max(modules, key=lambda file: file.stat().st_size).read_text()
-    collectives = find_collectives(hlo, program.mesh.size, program.trip_count)
+    # The HLO is that of one slice.
+    collectives = find_collectives(hlo, program.mesh.size // slices, program.trip_count)
     return {
         "arguments": arguments,
         "temporary": temporary,
