@@ -2,15 +2,13 @@
 
     python -m benchmarks.deaths --folder FOLDER
     python -m benchmarks.deaths --folder FOLDER --disk SMALL      # full disks, too
-    python -m benchmarks.deaths --folder FOLDER --store           # in a bucket, with outages
 
 Each death is one of these, at a random moment:
 
 - killed, interrupted: a signal to one process or to both, SIGKILL, SIGTERM or SIGINT;
 - frozen: one process stops answering, as if its host were cut off;
 - full disk: the file system of the run has no room left, until both processes have ended;
-- flipped bit: both processes are killed, and one bit of one file of the run is flipped;
-- outage: the store refuses every request for a while.
+- flipped bit: after every third death, one bit of one file of the run is flipped.
 
 After each, the run is started again. Either it goes on, and its results are those of the
 undisturbed run bit for bit; or it is refused with a line that names the damaged file, which is then
