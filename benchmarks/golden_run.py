@@ -46,7 +46,7 @@ from paravt_jax.world.videos import WorldSettings
 from rollout.engine.engine import Engine, EngineCounts
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.evaluation.play import EvaluationSettings
-from train.durable.metrics import read_metrics
+from train.durable.metrics import MEASURED, read_metrics
 from train.settings import LogSettings, Run
 
 RECORD = pathlib.Path(__file__).with_name("golden_run.json")
@@ -72,17 +72,7 @@ With SSSE3 or more, every run read the same pixels, by decord and by PyAV. Witho
 for encoding and decoding, which imitates other processors, colours differed by up to 3 grey levels.
 """
 
-NOT_COMPARED = (
-    "wall",
-    "time/",
-    "idle/",
-    "speed/",
-    "memory/",
-    "compile/",
-    "goodput/",
-    "packing/",
-    "weights/",
-)
+NOT_COMPARED = (*MEASURED, "packing/", "weights/")
 """Prefixes of figures that depend on the machine's speed and size, on how rows are packed, or on
 the last bit of every weight."""
 

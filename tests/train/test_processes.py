@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paravt_jax.processes import cluster
-from train.durable.metrics import read_metrics
+from train.durable.metrics import MEASURED, read_metrics
 
 PROGRAM = pathlib.Path(__file__).with_name("small.py")
 # Seconds. Two processes of four devices compile everything, on two cores.
@@ -30,8 +30,7 @@ def command(folder: pathlib.Path, *arguments: str) -> list[str]:
 
 def figures(folder: pathlib.Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl without times and compilations."""
-    drop = ("time/", "idle/", "speed/", "memory/", "compile/", "goodput/", "packing/", "weights/")
-    drop += ("wall", "recompilations")
+    drop = (*MEASURED, "packing/", "weights/", "recompilations")
     return [
         {k: v for k, v in line.items() if not k.startswith(drop)}
         for line in read_metrics(folder / "metrics.jsonl")
