@@ -14,6 +14,7 @@ import errno
 import pathlib
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from paravt_jax.command_name import command_name
 from paravt_jax.data.stored_settings import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
+from paravt_jax.processes.exit_codes import FAILED, LOST, exit_code
 from paravt_jax.remote.judge import RemoteJudge
 from train.check.items import ready, show
 from train.cli import parse
@@ -302,10 +304,10 @@ def main(argv: list[str] | None = None) -> int:
             return show(run, resolved(run), _folder(run), options.topology)
         # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(run.hosts)
-        with Interrupts() as interrupts, cluster.ending_with_the_others():
+        with Interrupts(run.checkpoints.grace) as interrupts, cluster.ending_with_the_others():
             run = begin(run)
             if not ready(run, resolved(run), _folder(run)):
-                return 1
+                return FAILED
             report = _execute(run, interrupts)
     except Stopped as stop:
         print(f"\n{stop}; the same command continues from there", file=sys.stderr)
@@ -320,8 +322,14 @@ def main(argv: list[str] | None = None) -> int:
         OSError,
         ModuleNotFoundError,
     ) as error:
-        print(f"error: {_in_words(error)}", file=sys.stderr)
-        return 1
+        return cluster.leave(exit_code(error), f"error: {_in_words(error)}")
+    except Exception as error:
+        traceback.print_exc()
+        return cluster.leave(
+            LOST,
+            f"error: unforeseen, {type(error).__name__} (above); the same command continues from "
+            "the last checkpoint",
+        )
     taken = in_words(time.monotonic() - start, report.parent / "seconds.json")
     share = goodput(report.parent).get("goodput")
     useful = "" if share is None else f", goodput {share:.0%}"

@@ -19,6 +19,7 @@ import dataclasses
 import logging
 import pathlib
 import shutil
+import time
 from typing import Any, Literal, NoReturn, TypedDict, TypeVar, get_args
 
 import jax
@@ -31,6 +32,7 @@ from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
 from paravt_jax.data.stored_json import DamagedFileError, mismatch
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import hosts
+from paravt_jax.processes.exit_codes import TEMPORARY
 from train.durable.step_lines import say
 
 T = TypeVar("T")
@@ -49,6 +51,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint could not be written. Often a disk is full or a store does not answer."""
+
+    exit_code = TEMPORARY
+
+
 class _Record(TypedDict):
     """The JSON of a checkpoint."""
 
@@ -65,12 +73,29 @@ class CheckpointSettings:
     """Number of newest checkpoints to keep."""
     best: Best = "accuracy"
     """Metric, averaged between checkpoints, that picks the best RL checkpoint to keep; or none."""
+    every: int = 0
+    """Steps between saves that only serve a restart. 0: 1 for adapters, else those of the phase."""
+    grace: float = 30.0
+    """Seconds from SIGTERM to the end: the step is saved if that fits, by the last save's time."""
+    emergency: str = ""
+    """Folder on every host, such as /dev/shm, for saves that survive a process. Empty: none."""
 
     def __post_init__(self):
         if self.keep < 1:
             raise ValueError(
                 f"checkpoints.keep: {self.keep}; give 1 or more, the newest checkpoint is needed"
             )
+        if self.every < 0:
+            raise ValueError(
+                f"checkpoints.every: {self.every}; give 1 or more steps, or 0 for the default"
+            )
+        if self.emergency and not self.emergency.startswith("/"):
+            raise ValueError(
+                f"checkpoints.emergency: {self.emergency!r}; give an absolute path on each host, "
+                "such as /dev/shm"
+            )
+        if not self.grace > 0:
+            raise ValueError(f"checkpoints.grace: {self.grace:g}; give more than 0 seconds")
         if self.best not in get_args(Best):
             raise ValueError(
                 f"checkpoints.best: {self.best!r}; give one of {', '.join(get_args(Best))}"
@@ -95,6 +120,10 @@ class Checkpoints:
         identity: settings that the checkpoints belong to; any JSON value. They are stored with each
             checkpoint, and `restore` compares them.
         read_only: changes nothing in `folder`, not even what another process is writing there.
+
+    Attributes:
+        seconds: how long the last save took, until it was complete; None before the first one ends,
+            and in all processes but the first one.
 
     Raises:
         CheckpointError: `keep` is below 1, the folder cannot be used, or no checkpoint is sound.
@@ -129,6 +158,8 @@ class Checkpoints:
         self._asynchronous = asynchronous
         # The step that is being saved.
         self._saving = 0
+        self._began = 0.0
+        self.seconds: float | None = None
         # Steps that were verified, or have no sums.
         self._verified: set[int] = set()
         if not read_only:
@@ -147,8 +178,8 @@ class Checkpoints:
             score: makes the checkpoint a candidate for the best; of equal scores the newest wins.
 
         Raises:
-            CheckpointError: the step does not grow, a leaf would not come back bit for bit, or
-                writing failed.
+            CheckpointError: the step does not grow, or a leaf would not come back bit for bit.
+            SaveError: writing failed.
             TypeError: `meta` is not JSON.
         """
         latest = self.latest()
@@ -170,6 +201,7 @@ class Checkpoints:
         )
         metrics = None if score is None else {_SCORE: score}
         self._saving = step
+        self._began = time.monotonic()
         try:
             self._manager.save(step, args=items, metrics=metrics)
         except Exception as error:
@@ -186,6 +218,11 @@ class Checkpoints:
         """Steps of all complete checkpoints, ascending."""
         self.wait()
         return sorted(self._manager.all_steps())
+
+    def steps_on_disk(self) -> list[int]:
+        """Steps of all complete checkpoints, descending, without waiting for a running save."""
+        names = [path.name for path in self.folder.glob("*")]
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def best(self) -> int | None:
         """Step of the checkpoint with the highest score, or None if none has a score."""
@@ -301,7 +338,7 @@ class Checkpoints:
             # A JaxRuntimeError may mean that one of them is gone: `cluster` reports that.
             if isinstance(error, jax.errors.JaxRuntimeError):
                 raise error
-            raise CheckpointError(
+            raise SaveError(
                 f"saving a checkpoint in {self.folder} failed ({_cause(error)}); start all "
                 "processes again."
             ) from error
@@ -310,7 +347,7 @@ class Checkpoints:
         latest = self._manager.latest_step()
         kept = f"checkpoint {latest} is intact" if latest is not None else "there is no earlier one"
         free = shutil.disk_usage(self.folder).free / 2**20
-        raise CheckpointError(
+        raise SaveError(
             f"saving a checkpoint in {self.folder} failed ({_cause(error)}); {kept}. "
             f"{free:.0f} MiB are free there: make room if the disk is full, then start the same "
             "command again."
@@ -345,6 +382,7 @@ class Checkpoints:
         (unfinished,) = self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
         files = [file for file in unfinished.glob("*/**/*") if file.is_file()]
         write_sums(unfinished, files)
+        self.seconds = time.monotonic() - self._began
 
     def _set_damaged_aside(self) -> None:
         """Renames damaged checkpoints that are newer than the last sound one.
@@ -353,7 +391,7 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         sound = None
-        for step in hosts.from_first(self._steps_on_disk):
+        for step in hosts.from_first(self.steps_on_disk):
             damage = self._damage(step, whole=sound is None)
             if damage:
                 damaged[step] = damage
@@ -378,11 +416,6 @@ class Checkpoints:
                     f"warning: damaged checkpoints in {self.folder}: {named}; they are renamed to "
                     f"NUMBER{_DAMAGED}, and {sound} is used"
                 )
-
-    def _steps_on_disk(self) -> list[int]:
-        """The numbered checkpoints, the newest first."""
-        names = [path.name for path in self.folder.glob("*")]
-        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def _damage(self, step: int, whole: bool = True) -> str:
         """The first thing that is wrong with a checkpoint; "" if it is sound or has no sums.

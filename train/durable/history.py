@@ -23,6 +23,7 @@ from typing import NotRequired, TypedDict
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import read_json
 from paravt_jax.processes import hosts
+from paravt_jax.processes.progress import note_progress
 from train.durable.metrics import PHASES, read_metrics
 from train.durable.run_directory import RunDirectoryError
 from train.durable.step_lines import say
@@ -114,8 +115,9 @@ class History:
             phase: the phase of the weights that it was made from.
             step: their step; 0 for the weights before the phase.
         """
+        name = file.relative_to(self._folder).as_posix()
+        note_progress(name)
         if hosts.is_first():
-            name = file.relative_to(self._folder).as_posix()
             crc = zlib.crc32(file.read_bytes())
             self._content["files"][name] = {"phase": phase, "step": step, "crc32": crc}
             self._write()
