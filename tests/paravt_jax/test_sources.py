@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import zipfile
 
 import fsspec
+import fsspec.core
 import huggingface_hub
 import pytest
 
@@ -60,9 +60,11 @@ def test_a_source_that_does_not_exist_is_refused_with_a_remedy(source, words, tm
         sources.fetch(source, tmp_path, ["*.parquet"])
 
 
-def test_a_bucket_without_its_package_names_the_package(tmp_path):
-    if importlib.util.find_spec("gcsfs"):
-        pytest.skip("gcsfs is installed")
+def test_a_bucket_without_its_package_names_the_package(tmp_path, monkeypatch):
+    def missing(address):
+        raise ImportError("no gcsfs")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(ModuleNotFoundError, match="pip install gcsfs"):
         sources.fetch("gs://bucket/a", tmp_path, ["*.parquet"])
 

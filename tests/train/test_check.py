@@ -488,6 +488,7 @@ def test_sources_that_cannot_be_reached_are_errors(error, tmp_path, monkeypatch)
 
 def test_a_bucket_is_listed_or_names_its_package(tmp_path, monkeypatch):
     import fsspec
+    import fsspec.core
 
     system = fsspec.filesystem("memory")
     system.pipe_file("/bucket/annotations/a.parquet", b"x" * 4000)
@@ -497,7 +498,14 @@ def test_a_bucket_is_listed_or_names_its_package(tmp_path, monkeypatch):
         "data.folder": str(tmp_path / "set"),
     }
     run = change(sft_8b(), "sft_8b", changes)
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    found = fsspec.core.url_to_fs
+
+    def without_gcsfs(address):
+        if address.startswith("gs://"):
+            raise ImportError("no gcsfs")
+        return found(address)
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", without_gcsfs)
     _, annotations, media = data.data(subject(run, tmp_path))
     system.rm("/bucket", recursive=True)
     assert annotations.needed == "4 kB, which the run downloads"

@@ -9,6 +9,7 @@ import pathlib
 import shutil
 from collections.abc import Callable
 
+from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.progress import size
 from train.check import asking, sizes
@@ -65,7 +66,12 @@ def needs(subject: Subject) -> list[Need]:
 
 
 def _checkpoints(subject: Subject) -> list[Need]:
-    """What the phases will save: all that stays, and one that is complete before another goes."""
+    """What the phases will save: all that stays, and one that is complete before another goes.
+
+    Nothing for a run in a bucket, which has no limit.
+    """
+    if is_bucket(subject.run.run_dir):
+        return []
     found = []
     one_more = 0.0
     top = subject.folder / "checkpoints"

@@ -6,19 +6,19 @@ Orbax writes a checkpoint into a temporary folder and renames it when it is comp
     checkpoints/rl/60.orbax-checkpoint-tmp-...  left by a killed save; the next process removes it
     checkpoints/rl/80.damaged                   set aside, because a file changed after the save
 
-So after a kill, or on a full disk, the newest numbered folder is always a complete checkpoint.
+So after a kill, or on a full disk, the newest numbered folder is always a complete checkpoint. In a
+bucket, objects mark what is complete or damaged (`train.durable.checkpoint_files`).
 
 Each holds the checksums of its files, sums.json, written before the rename. The arrays' own format
 cannot do this: orbax 0.12 writes zarr3 with a CRC of the index alone, so a flipped bit of an array
-is read without an error. The sums cover files as they are on disk, so they hold on every mesh.
+is read without an error. The sums cover files as they are stored, so they hold on every mesh.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import pathlib
-import shutil
+import os
 import time
 from typing import Any, Literal, NoReturn, TypedDict, TypeVar, get_args
 
@@ -28,11 +28,14 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
-from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
+from paravt_jax.data.any_path import any_path
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.stored_json import DamagedFileError, mismatch
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import TEMPORARY
+from train.durable.bucket import BucketError
+from train.durable.checkpoint_files import checkpoint_files
 from train.durable.step_lines import say
 
 T = TypeVar("T")
@@ -42,7 +45,6 @@ T = TypeVar("T")
 _STATE = "state"
 _META = "meta"
 _SCORE = "score"
-_DAMAGED = ".damaged"
 
 Best = Literal["accuracy", "compliance", "reward/total", "none"]
 
@@ -67,7 +69,7 @@ class _Record(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
-    """Which checkpoints of a phase are kept on disk."""
+    """Which checkpoints of a phase are kept."""
 
     keep: int = 2
     """Number of newest checkpoints to keep."""
@@ -108,12 +110,12 @@ class Checkpoints:
     Only one process at a time may write (`RunDirectory` locks the run). In a multi-host run all
     processes call the same methods with the same step and score; orbax writes each host's shards.
 
-    Opening the folder to write verifies the newest checkpoint. A damaged one is renamed, with a
+    Opening the folder to write verifies the newest checkpoint. A damaged one is set aside, with a
     printed line, and the one before it becomes the newest. Other checkpoints are verified when they
     are read.
 
     Args:
-        folder: holds one folder per checkpoint, named by its step.
+        folder: holds one folder per checkpoint, named by its step; a local path, or one below gs://.
         keep: number of newest checkpoints to keep; the one with the highest score stays as well.
         asynchronous: `save` returns once the arrays are copied to the host and writes them in the
             background. Call `wait` or `close` before the process exits.
@@ -131,7 +133,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: str | pathlib.Path,
+        folder: str | os.PathLike[str],
         keep: int = 2,
         asynchronous: bool = False,
         identity: dict[str, Any] | None = None,
@@ -141,7 +143,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"keep = {keep}: give 1 or more, the newest checkpoint is needed."
             )
-        self.folder = pathlib.Path(folder).absolute()
+        self.folder = any_path(folder)
+        self._files = checkpoint_files(self.folder)
         self._identity = as_json(identity or {}, "identity")
         # By default, BestN would keep every checkpoint that has no score.
         best_one = policies.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
@@ -219,10 +222,11 @@ class Checkpoints:
         self.wait()
         return sorted(self._manager.all_steps())
 
-    def steps_on_disk(self) -> list[int]:
-        """Steps of all complete checkpoints, descending, without waiting for a running save."""
-        names = [path.name for path in self.folder.glob("*")]
-        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    def newest_now(self) -> int | None:
+        """Like `latest`, but neither waits for a running save nor asks the disk or the store."""
+        running = self._manager.is_saving_in_progress()
+        complete = {*self._manager.all_steps()} - ({self._saving} if running else set())
+        return max(complete, default=None)
 
     def best(self) -> int | None:
         """Step of the checkpoint with the highest score, or None if none has a score."""
@@ -311,7 +315,7 @@ class Checkpoints:
                 # would do it in a background thread, possibly after the next save has begun.
                 with hosts.one_after_another():
                     if hosts.is_first():
-                        self._clear_unfinished()
+                        self._files.clear_unfinished()
             manager = ocp.CheckpointManager(
                 self.folder, options=self._options, item_names=(_STATE, _META)
             )
@@ -325,11 +329,6 @@ class Checkpoints:
                 f"{error}): delete the checkpoint whose file is damaged."
             ) from error
         return manager
-
-    def _clear_unfinished(self) -> None:
-        """Removes folders of saves that a dead process left incomplete."""
-        for unfinished in self.folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
 
     def _recover(self, error: Exception) -> NoReturn:
         """Removes what a failed save wrote, so that another can be tried, and raises the error."""
@@ -346,11 +345,15 @@ class Checkpoints:
         self._manager = self._open()
         latest = self._manager.latest_step()
         kept = f"checkpoint {latest} is intact" if latest is not None else "there is no earlier one"
-        free = shutil.disk_usage(self.folder).free / 2**20
+        free = self._files.free()
+        room = (
+            ""
+            if free is None
+            else f"{free / 2**20:.0f} MiB are free there: make room if the disk is full, then "
+        )
         raise SaveError(
             f"saving a checkpoint in {self.folder} failed ({_cause(error)}); {kept}. "
-            f"{free:.0f} MiB are free there: make room if the disk is full, then start the same "
-            "command again."
+            f"{room}start the same command again."
         ) from error
 
     def _existing(self, step: int | None) -> int:
@@ -378,20 +381,18 @@ class Checkpoints:
         return record
 
     def _write_sums(self) -> None:
-        """Orbax calls this on the first process when all files are written, before the rename."""
-        (unfinished,) = self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
-        files = [file for file in unfinished.glob("*/**/*") if file.is_file()]
-        write_sums(unfinished, files)
+        """Orbax calls this on the first process when all files are written, before it commits."""
+        self._files.write_sums(self._saving)
         self.seconds = time.monotonic() - self._began
 
     def _set_damaged_aside(self) -> None:
-        """Renames damaged checkpoints that are newer than the last sound one.
+        """Sets damaged checkpoints aside that are newer than the last sound one.
 
         Of older ones, only what opening the folder reads is verified: their score.
         """
         damaged: dict[int, str] = {}
         sound = None
-        for step in hosts.from_first(self.steps_on_disk):
+        for step in hosts.from_first(self._files.steps):
             damage = self._damage(step, whole=sound is None)
             if damage:
                 damaged[step] = damage
@@ -408,13 +409,11 @@ class Checkpoints:
             )
         with hosts.one_after_another():
             if hosts.is_first():
-                for step in damaged:
-                    aside = self.folder / f"{step}{_DAMAGED}"
-                    shutil.rmtree(aside, ignore_errors=True)
-                    (self.folder / str(step)).rename(aside)
+                for step, damage in damaged.items():
+                    self._files.set_aside(step, damage)
                 say(
-                    f"warning: damaged checkpoints in {self.folder}: {named}; they are renamed to "
-                    f"NUMBER{_DAMAGED}, and {sound} is used"
+                    f"warning: damaged checkpoints in {self.folder}: {named}; they are "
+                    f"{self._files.aside}, and {sound} is used"
                 )
 
     def _damage(self, step: int, whole: bool = True) -> str:
@@ -426,18 +425,22 @@ class Checkpoints:
             step: Its number.
             whole: Whether to read all files, or only the score.
         """
-        folder = self.folder / str(step)
+
+        def mine(names: list[str]) -> list[str]:
+            read = [name for name in names if whole or name.startswith("metrics/")]
+            return read[hosts.process_index() :: hosts.process_count()]
+
         try:
-            sums = read_sums(folder)
+            damage = self._files.damage(step, mine)
+        except BucketError:
+            # A store that cannot be reached says nothing about the checkpoint.
+            raise
         except (DamagedFileError, OSError) as error:
             damage = [str(error)]
-        else:
-            if sums is None and whole and hosts.is_first():
-                say(f"{folder}: not verified: it has no {SUMS}, as in earlier versions")
-            names = [name for name in sorted(sums or {}) if whole or name.startswith("metrics/")]
-            mine = names[hosts.process_index() :: hosts.process_count()]
-            damage = find_damage(folder, sums or {}, mine)
-        everywhere = [text for part in hosts.gather(damage) for text in part]
+        if damage is None and whole and hosts.is_first():
+            folder = self.folder / str(step)
+            say(f"{folder}: not verified: it has no {SUMS}, as in earlier versions")
+        everywhere = [text for part in hosts.gather(damage or []) for text in part]
         return everywhere[0] if everywhere else ""
 
     def _require_sound(self, step: int) -> None:
@@ -529,3 +532,5 @@ def _keep_log_record(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("absl").addFilter(_keep_log_record)
+# The same error is raised here.
+logging.getLogger("gcsfs").addFilter(lambda record: not record.exc_info)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import pathlib
 import zlib
+from collections.abc import Callable
 from typing import NotRequired, TypedDict
 
 from paravt_jax.data.atomic import write_atomically
@@ -65,14 +66,16 @@ class History:
 
     Args:
         folder: the run's directory.
+        push: makes what was written durable; called after each change of the manifest.
 
     Raises:
         RunDirectoryError: files are lost.
         DamagedFileError: the manifest or metrics.jsonl is damaged.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, push: Callable[[], None] = lambda: None):
         self._folder = folder
+        self._push = push
         self._file = folder / HISTORY
         self._content: _Content = {"steps": {}, "files": {}}
         if not hosts.is_first():
@@ -219,6 +222,7 @@ class History:
 
     def _write(self) -> None:
         write_atomically(self._file, json.dumps(self._content, indent=1) + "\n")
+        self._push()
 
 
 def _start(file: pathlib.Path, size: int) -> bytes:

@@ -6,7 +6,8 @@ The order in which a step is written matters:
 
 A kill between the first two leaves metrics without a checkpoint; the resumed phase removes them and
 repeats the step. The reverse order could leave a checkpoint without its metrics. As it is,
-metrics.jsonl holds each step once, and no step is repeated after a clean stop.
+metrics.jsonl holds each step once, and no step is repeated after a clean stop. A run in a bucket
+pushes metrics.jsonl before each checkpoint (`train.durable.place`).
 """
 
 from __future__ import annotations
@@ -269,10 +270,10 @@ class Phase:
 
     def _kept(self) -> str:
         """The newest complete checkpoint in words."""
-        steps = self._checkpoints.steps_on_disk()
-        if not steps:
+        newest = self._checkpoints.newest_now()
+        if newest is None:
             return "the phase has no checkpoint yet"
-        return f"the last checkpoint is {self._step(steps[0])}"
+        return f"the last checkpoint is {self._step(newest)}"
 
     def _note_saved(self) -> None:
         """Notes the last save, which is complete."""

@@ -21,6 +21,7 @@ from train.durable.history import History
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
 from train.durable.phase import Phase, Saves
+from train.durable.place import Place
 from train.durable.profile import Profiler, parse_steps
 from train.durable.run_directory import cold_start_identity, identity
 from train.durable.step_lines import say
@@ -47,7 +48,8 @@ class Context:
     run: Run
     settings: dict[str, Any]
     """`run` as JSON; stored beside each checkpoint."""
-    folder: pathlib.Path
+    place: Place
+    """Where the run lives."""
     data: Data
     mesh: Mesh
     origin: dict[str, Any]
@@ -62,6 +64,11 @@ class Context:
     """Called after each step and each evaluated setting."""
     usage: Usage
     """Metrics of every step: memory, compiling and goodput."""
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder of the run's files, without checkpoints."""
+        return self.place.folder
 
     def open_phase(
         self,
@@ -82,7 +89,7 @@ class Context:
         # settings that affect a cold start.
         recorded = identity(self.settings) if is_rl else cold_start_identity(self.settings)
         checkpoints = Checkpoints(
-            self.folder / "checkpoints" / name,
+            self.place.checkpoints / name,
             keep=kept.keep,
             asynchronous=True,
             identity={"settings": recorded, **self.origin},
@@ -101,6 +108,7 @@ class Context:
             for part in hosts.gather(unreadable):
                 everywhere |= part
             note_unreadable(self.run, self.folder, self.data, everywhere)
+            self.place.push()
 
         saves = Saves(
             checkpoints,
