@@ -2,6 +2,9 @@
 
     python -m train.export --run-dir runs/X --phase rl --step 40 --to FOLDER
 
+FOLDER may be an address (gs://..., s3://...): the folder is written here, and then uploaded file by
+file, with checksums (sums.json) last.
+
 `models.weights.hf.load`, `models.processor.Processor.load` and transformers open the folder. The
 export only reads from the run's folder, so the run may still be training. It does not read the
 optimizer state.
@@ -85,6 +88,7 @@ def export(command: Export) -> None:
     """Write the model of a checkpoint, or its adapters, to a new folder.
 
     Raises:
+        ConnectionError: If a file cannot be uploaded.
         FileExistsError: If `command.to` exists.
         FileNotFoundError: If `command.run_dir` is not a run, or has no checkpoints of the phase.
         RunDirectoryError: If this version cannot read the run.

@@ -2,7 +2,8 @@
 
 Everything is made once. An interrupted preparation continues where it stopped, and a finished one
 is only opened. The command prepares published data without training on it:
-`python -m train.prepare --config=paravt_8b --data.media FOLDER`.
+`python -m train.prepare --config=paravt_8b --data.media FOLDER`, with `--disk 200GB` within that
+much disk.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ModelSettings:
     """The model to train."""
 
     path: str = ""
-    """Hugging Face id or folder of the initial weights, such as RUN/model; empty: random."""
+    """Hugging Face id, folder or address of initial weights, such as RUN/model; empty: random."""
     family: str = FAMILIES[0]
     """Family of the model, by the model_type of its config.json."""
     size: str = "tiny"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import tempfile
+import uuid
 from collections.abc import Iterator
 
 from paravt_jax.data.frames import is_address, without_scheme
@@ -27,7 +28,9 @@ def appearing_at(field: str, path: str) -> Iterator[pathlib.Path]:
 
     Raises:
         FileExistsError: There is something already.
+        FileNotFoundError: fsspec does not know the scheme, or the bucket cannot be written to.
         ModuleNotFoundError: The package for the address is missing.
+        ConnectionError: A file cannot be uploaded, or has another size there.
     """
     if not is_address(path):
         target = pathlib.Path(without_scheme(path))
@@ -37,15 +40,53 @@ def appearing_at(field: str, path: str) -> Iterator[pathlib.Path]:
             )
         yield target
         return
-    system, place = open_bucket(path)
-    place = place.rstrip("/")
-    if system.exists(place):
-        raise FileExistsError(
-            f"{field} {path}: exists; name a new folder, or remove this one first"
-        )
+    _require_new_folder(field, path)
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary) / "new"
         yield folder
-        files = [file for file in folder.rglob("*") if file.is_file()]
-        for file in sorted(files, key=lambda file: file.name in _LAST):
-            system.put_file(str(file), f"{place}/{file.relative_to(folder).as_posix()}")
+        _upload(folder, path)
+
+
+def _require_new_folder(field: str, address: str) -> None:
+    """Refuse an address to which a new folder cannot be written, before work begins."""
+    system, top = open_bucket(address)
+    probe = f"{top.rstrip('/')}/.probe-{uuid.uuid4().hex}"
+    # Broad because every file system raises errors of its own kinds.
+    try:
+        present = system.exists(top)
+        if not present:
+            system.pipe_file(probe, b"probe")
+            system.rm_file(probe)
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{field}: {address}: cannot be written to ({_reason(error)}); check the bucket and "
+            "the credentials"
+        ) from error
+    if present:
+        raise FileExistsError(
+            f"{field} {address}: exists; name a new folder, or remove this one first"
+        )
+
+
+def _upload(folder: pathlib.Path, address: str) -> None:
+    system, top = open_bucket(address)
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    for file in sorted(files, key=lambda file: (file.name in _LAST, file)):
+        name = file.relative_to(folder).as_posix()
+        target = f"{top.rstrip('/')}/{name}"
+        try:
+            system.put_file(str(file), target)
+            system.invalidate_cache()
+            size = system.info(target)["size"]
+        except Exception as error:
+            raise ConnectionError(
+                f"{address}: {name} cannot be uploaded ({_reason(error)}); check the network, "
+                "remove what is there, and repeat the command"
+            ) from error
+        if size != file.stat().st_size:
+            raise ConnectionError(f"{address}: {name} has {size} bytes there, which is wrong")
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -174,7 +174,7 @@ def _source(subject: Subject, name: str, find: Callable[[], Source]) -> Finding:
         needed = "gigabytes: not known without an answer"
         return Finding(name, f"{address}: {error}", needed, remedy, "error")
     except ModuleNotFoundError as error:
-        remedy = "pip install -e '.[gcs]'"
+        remedy = "pip install -e '.[gcs]' or '.[s3]'"
         return Finding(name, f"{address}: {error}", "its fsspec package", remedy, "error")
     except FileNotFoundError as error:
         return failed(name, error)
