@@ -42,12 +42,13 @@ class Died(RuntimeError):
     """Stands for the death of the process."""
 
 
-def state_after(step: int) -> dict[str, jax.Array]:
+def state_after(step: int) -> dict[str, jax.Array | np.ndarray]:
     keys = jax.random.split(jax.random.key(step), 2)
     return {
         "w": jax.random.normal(keys[0], (3, 5), jnp.bfloat16),
         "m": jax.random.normal(keys[1], (4,)),
         "step": jnp.int32(step),
+        "tower": np.arange(6, dtype=np.float32).reshape(2, 3) + step,
     }
 
 
@@ -66,11 +67,12 @@ def run(folder: pathlib.Path, dies_after: int = STEPS, identity: str = "mine") -
         interrupts=Interrupts(),
         history=History(folder),
     ) as phase:
-        state, cursor = phase.resume(jax.tree.map(jnp.zeros_like, state_after(1)))
+        state, cursor = phase.resume({name: leaf * 0 for name, leaf in state_after(1).items()})
         assert cursor == ({"at": phase.finished_steps} if phase.finished_steps else None)
         if phase.finished_steps:
             wanted = state_after(phase.finished_steps)
             for name, leaf in wanted.items():
+                assert isinstance(state[name], np.ndarray) == isinstance(leaf, np.ndarray)
                 assert state[name].dtype == leaf.dtype
                 assert np.asarray(state[name]).tobytes() == np.asarray(leaf).tobytes()
         for step in phase.left:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import sys
 import time
 from typing import Any, Literal, NoReturn, TypedDict, TypeVar, get_args
 
@@ -152,7 +153,9 @@ class Checkpoints:
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best_one]),
             best_fn=_score,
             # Also where `save` waits for the writing: only asynchronous saves have a callback.
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_sums),
+            async_options=ocp.AsyncOptions(
+                barrier_sync_fn=_wait_for_others, post_finalization_callback=self._write_sums
+            ),
             read_only=read_only,
             create=not read_only,
             # Orbax sets this for a read-only manager anyway, but with a warning.
@@ -510,6 +513,16 @@ def _placed(leaf: Any) -> Any:
         return leaf
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _wait_for_others(*, key: str, timeout_ms: int) -> None:
+    """Waits at a barrier of Orbax, unless the save of this process has failed.
+
+    Orbax calls it in a `finally` block, too. A process whose save failed would wait there for 20
+    minutes, because the others wait for it at an earlier barrier.
+    """
+    if sys.exc_info()[0] is None:
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 def _cause(error: Exception) -> str:

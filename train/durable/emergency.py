@@ -82,7 +82,7 @@ class EmergencySaves:
 
         Args:
             step: The step after which `state` was.
-            state: Tree of jax arrays.
+            state: Tree of jax and NumPy arrays.
             meta: Anything JSON can hold.
             wall: The time of the step in metrics.jsonl.
         """
@@ -124,7 +124,7 @@ class EmergencySaves:
         """Read a copy that `newest` named.
 
         Args:
-            template: Tree of jax arrays or `jax.ShapeDtypeStruct`s with the shapes, types and
+            template: Tree of arrays or `jax.ShapeDtypeStruct`s with the shapes, types and
                 shardings of the saved state.
             step: Its number.
 
@@ -197,15 +197,26 @@ def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> _Place:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def _distinct_shards(leaf: jax.Array) -> Iterator[tuple[_Place, np.ndarray]]:
-    """The shards on this process's devices, each once."""
+def _distinct_shards(leaf: jax.Array | np.ndarray) -> Iterator[tuple[_Place, np.ndarray]]:
+    """The shards on this process's devices, each once. A NumPy array is one shard."""
+    if isinstance(leaf, np.ndarray):
+        yield _whole(leaf.shape), leaf
+        return
     shards = {_place(shard.index, leaf.shape): shard for shard in leaf.addressable_shards}
     for place, shard in shards.items():
         yield place, np.asarray(shard.data)
 
 
-def _placed(name: str, leaf: Any, found: Mapping[tuple[str, _Place], np.ndarray]) -> jax.Array:
+def _whole(shape: tuple[int, ...]) -> _Place:
+    return tuple((0, size) for size in shape)
+
+
+def _placed(
+    name: str, leaf: Any, found: Mapping[tuple[str, _Place], np.ndarray]
+) -> jax.Array | np.ndarray:
     """An array like `leaf`, from the shards on this process's devices."""
+    if isinstance(leaf, np.ndarray):
+        return found[name, _whole(leaf.shape)]
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
     parts = [
         jax.device_put(found[name, _place(index, leaf.shape)], device)
