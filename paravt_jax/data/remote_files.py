@@ -183,7 +183,7 @@ class BucketFiles:
 
     def _block(self, name: str, start: int, end: int) -> bytes:
         try:
-            block: Any = self._system.cat_file(self._path(name), start, end)
+            block: Any = self._system.cat_file(self._path(name), start=start, end=end)
         except Exception as error:
             raise ConnectionError(
                 f"{self._address}: {name} cannot be read ({_named(error)}); check the credentials "
