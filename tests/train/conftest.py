@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.bucket_server import BucketServer
+    from benchmarks.bucket_server import BucketServer
 
 FILE = pathlib.Path(__file__).with_name("small.py")
 
@@ -45,7 +45,7 @@ def store() -> Iterator[BucketServer]:
     Tests use folders of their own.
     """
     # Tests that need no bucket run without its packages.
-    from tests.bucket_server import BucketServer
+    from benchmarks.bucket_server import BucketServer
 
     server = BucketServer()
     with pytest.MonkeyPatch.context() as patch:
