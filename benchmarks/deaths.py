@@ -56,6 +56,7 @@ from benchmarks.killing import (
     rows_of,
 )
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.local_path import require_local
 
 PROCESSES = 2
@@ -286,7 +287,9 @@ class InStore:
         for name in names:
             # A checkpoint without its mark is unfinished, as one with a temporary name on a disk.
             step = CHECKPOINT.match(name)
-            if step is None or f"{step[0]}/{COMMITTED}" in names:
+            complete = step is None or f"{step[0]}/{COMMITTED}" in names
+            # The sums of a checkpoint in a bucket are of another kind than those on a disk.
+            if complete and not (step is not None and name.endswith(f"/{SUMS}")):
                 file = self._copy / name.removeprefix(f"{_STORED}/")
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(self.server.read(name))
