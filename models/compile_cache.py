@@ -10,7 +10,6 @@ it is empty, nothing is kept.
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import filelock
 import jax
 
 from paravt_jax.data.any_path import AnyPath, is_bucket
+from paravt_jax.data.user_folder import user_folder
 from paravt_jax.processes import hosts
 
 MOST_BYTES = 4 * 10**9
@@ -67,12 +67,6 @@ def use_cache(shared: AnyPath | None = None) -> None:
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _SECONDS)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
-def user_folder() -> pathlib.Path:
-    """This project's folder in the user's cache folder."""
-    parent = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(parent) / "paravt-jax"
 
 
 def remove_unfinished(folder: pathlib.Path) -> None:

@@ -36,6 +36,7 @@ from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import any_path, require_folder_or_bucket
 from paravt_jax.data.uploads import appearing_at
 from paravt_jax.method import tokenizer
+from paravt_jax.processes.exit_codes import exit_code
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.place import small_files
 from train.durable.run_directory import READABLE, RunDirectoryError, read_config
@@ -346,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         ModuleNotFoundError,
     ) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     print(f"written: {command.to}")
     return 0
 

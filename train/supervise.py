@@ -88,7 +88,9 @@ class _Supervisor:
 
     def run(self) -> int:
         """Start the command until there is no reason to start it again; returns its last code."""
-        handlers = {number: signal.signal(number, self._pass_on) for number in _STOPS}
+        # nohup ignores SIGHUP, for this process and for the command.
+        stops = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        handlers = {number: signal.signal(number, self._pass_on) for number in stops}
         try:
             return self._run()
         finally:
@@ -123,7 +125,8 @@ class _Supervisor:
         environment = dict(os.environ, **{PROGRESS_FILE: str(self._notes)})
         self._notes.write_text("")
         try:
-            self._child = subprocess.Popen(self._command, env=environment)
+            # A group of its own, which can be killed as a whole.
+            self._child = subprocess.Popen(self._command, env=environment, start_new_session=True)
         except OSError as error:
             return _End(USAGE, f"{self._command[0]} cannot be started ({error})", False)
         if self._asked:
@@ -152,7 +155,7 @@ class _Supervisor:
             except subprocess.TimeoutExpired:
                 pass
             if hang and time.time() - self._notes.stat().st_mtime > hang:
-                child.kill()
+                os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
                 return True
 
@@ -162,7 +165,7 @@ class _Supervisor:
     def _deserves(self, code: int) -> bool:
         if code in self._settings.restart_on:
             return True
-        if code > _SIGNALLED:
+        if code - _SIGNALLED in signal.valid_signals():
             return code - _SIGNALLED not in _STOPS
         return code in (LOST, TEMPORARY)
 
@@ -175,7 +178,6 @@ class _Supervisor:
         self._asked = number
         child = self._child
         if child is not None:
-            # If the terminal sent it to both, the command takes the second one for the first.
             child.send_signal(number)
 
 
@@ -185,7 +187,9 @@ def _in_words(code: int) -> str:
     if code > 0:
         return f"ended with code {code}"
     reason = " (out of memory?)" if -code == signal.SIGKILL else ""
-    return f"killed by {signal.Signals(-code).name}{reason}"
+    # Real-time signals have no names.
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"killed by {name}{reason}"
 
 
 def _say(text: str) -> None:

@@ -7,7 +7,9 @@
 #
 # SETUP is a script that makes a new host ready: it mounts the share that holds `runs` and `data`,
 # and installs the project in ~/paravt-jax (docs/tpu.md, "Set up a slice"). The script ends with the
-# code of the run. After Ctrl-C the slice and the run go on; the same command watches them again.
+# code of the run. After Ctrl-C the slice and the run go on; the same command watches them again. A
+# host that is half set up runs SETUP again, so each of its steps must bear repetition. To start a run
+# anew on a slice where it has ended, delete ~/paravt-jax/started on all hosts.
 set -uo pipefail
 : "${NAME:?}" "${ZONE:?}" "${TYPE:?}" "${IMAGE:?}" "${SETUP:?}" "${EVERY:=60}"
 [ $# -gt 0 ] || { echo "give the command to run" >&2; exit 2; }
@@ -23,9 +25,14 @@ create() {
 
 # On every host: the file `code` appears when the command has ended there.
 begin() {
+    local command
+    command=$(printf "%q " "$@")
     on all "$(cat "$SETUP")" || return
-    on all "cd paravt-jax && rm -f code && { nohup sh -c '.venv/bin/paravt supervise -- $*
-        echo \$? >code' >>run.log 2>&1 </dev/null & }"
+    on all "cd paravt-jax && rm -f code && cat >command.sh <<'END'
+.venv/bin/paravt supervise -- ${command% }
+echo \$? >code
+END
+{ nohup bash command.sh >>run.log 2>&1 </dev/null & } && touch started"
 }
 
 running=""
@@ -39,12 +46,13 @@ while true; do
     FAILED | SUSPENDING | SUSPENDED)
         say "$NAME is $state"
         running=""
-        queued delete --force --quiet || say "not deleted; trying again"
-        continue
+        # One that is being suspended cannot be deleted yet.
+        queued delete --force --quiet && continue
+        say "not deleted; trying again"
         ;;
     ACTIVE)
         # Another start of this script may have begun the run.
-        if [ -z "$running" ] && ! on 0 "test -e paravt-jax/run.log" 2>/dev/null; then
+        if [ -z "$running" ] && ! on all "test -e paravt-jax/started" 2>/dev/null; then
             say "$NAME is active; starting"
             begin "$@" || { say "not started; trying again"; sleep "$EVERY"; continue; }
         fi

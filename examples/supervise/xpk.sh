@@ -3,7 +3,8 @@
 # be, when one of them ends with a code that deserves it; so no `paravt supervise` is needed inside.
 #
 #   CLUSTER=tpus ZONE=us-west4-a PROJECT=mine TYPE=v5litepod-16 IMAGE=REGISTRY/paravt STORAGE=share \
-#       examples/supervise/xpk.sh paravt-8b paravt run --config=paravt_8b --run-dir /share/paravt_8b
+#       examples/supervise/xpk.sh paravt-8b paravt run --config=paravt_8b --run-dir /share/paravt_8b \
+#       --checkpoints.grace 40
 #
 # STORAGE is a volume that `xpk storage attach` has made known; it holds the run and the data.
 # 70: contact lost, 75: an outage or a full disk. xpk itself adds 127 to 255, among them 137 (killed,

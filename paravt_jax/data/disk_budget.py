@@ -30,7 +30,8 @@ from paravt_jax.data.archives import (
     unpack,
     zip_contents,
 )
-from paravt_jax.data.remote_files import RemoteFiles
+from paravt_jax.data.remote_files import RemoteFiles, one_line
+from paravt_jax.processes.exit_codes import TEMPORARY
 from paravt_jax.progress import size
 
 _FETCHED = ".fetched"
@@ -47,6 +48,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(MB|GB|TB)")
 _UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
+class DamagedDownloadError(ArchiveError):
+    """An archive is damaged; its copy is deleted, so that it is fetched again."""
+
+    exit_code = TEMPORARY
+
+
 def parse_size(field: str, text: str) -> int:
     """The bytes that a text such as 200GB or 1.5 TB names.
 
@@ -55,7 +62,7 @@ def parse_size(field: str, text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip().upper())
     if match is None or not float(match[1]):
-        raise ValueError(f"{field}: {text!r} is no size of a disk; give one such as 500MB or 200GB")
+        raise ValueError(f"{field}: {text!r}; give a number above 0 with MB, GB or TB, as in 200GB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -150,10 +157,9 @@ def _task(files: RemoteFiles, archive: Archive, names: Set[str]) -> Task:
     except ArchiveError:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConnectionError(
-            f"{archive.name}: its table of contents cannot be read ({reason}); check the network "
-            "and repeat the command"
+            f"{archive.name}: its table of contents cannot be read ({one_line(error)}); check the "
+            "network and repeat the command"
         ) from error
     if contents is None:
         return Task(archive, _kept(archive.size))
@@ -321,7 +327,7 @@ def _fetch_archive(
         if not plan.fetched:
             raise
         shutil.rmtree(place)
-        raise ArchiveError(
+        raise DamagedDownloadError(
             f"{error}. The copy is deleted; the same command fetches it again"
         ) from error
     _delete_fetched(folder)

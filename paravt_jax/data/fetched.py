@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import os
 import pathlib
 from collections.abc import Sequence
 
 from paravt_jax.data.remote_files import BucketFiles
 from paravt_jax.data.stored_settings import lock
+from paravt_jax.data.user_folder import user_folder
 
 
 def cache_folder(address: str) -> pathlib.Path:
     """The local folder of an address. It may not exist yet."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     digest = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
-    return pathlib.Path(cache) / "paravt-jax" / "fetched" / digest
+    return user_folder() / "fetched" / digest
 
 
 def fetch_folder(address: str, patterns: Sequence[str]) -> pathlib.Path:

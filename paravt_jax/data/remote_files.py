@@ -99,7 +99,8 @@ class BucketFiles:
     """The files below a bucket path.
 
     Raises:
-        FileNotFoundError: It cannot be listed, or has no files. The message names the remedy.
+        FileNotFoundError: There is no such folder, or it has no files.
+        ConnectionError: It does not answer. The messages name the remedy.
         ModuleNotFoundError: This kind of bucket needs another package.
     """
 
@@ -113,8 +114,9 @@ class BucketFiles:
             self._system.invalidate_cache()
             found: Any = self._system.find(self._top, detail=True)
         except Exception as error:
-            raise FileNotFoundError(
-                f"{address}: cannot be listed ({_named(error)}); check the path and the credentials"
+            raise failure(error)(
+                f"{address}: cannot be listed ({one_line(error)}); check the path and the "
+                "credentials"
             ) from error
         if not found:
             raise FileNotFoundError(f"{address}: no such folder, or an empty one; check the path")
@@ -135,15 +137,16 @@ class BucketFiles:
         """Identifies the content of a file: its size, and its ETag, checksum or time.
 
         Raises:
-            FileNotFoundError: The bucket does not tell.
+            FileNotFoundError: The bucket does not have it.
+            ConnectionError: The bucket does not answer.
         """
         try:
             # A listing may be old, and may have other fields than the answer about one file.
             self._system.invalidate_cache()
             info: Any = self._system.info(self._path(name))
         except Exception as error:
-            raise FileNotFoundError(
-                f"{self._address}: {name} cannot be read ({_named(error)}); check the credentials"
+            raise failure(error)(
+                f"{self._address}: {name} cannot be read ({one_line(error)}); check the credentials"
             ) from error
         mark = next((info[field] for field in _MARKS if info.get(field) is not None), "")
         return f"{info['size']} bytes, {mark}"
@@ -186,14 +189,21 @@ class BucketFiles:
             block: Any = self._system.cat_file(self._path(name), start=start, end=end)
         except Exception as error:
             raise ConnectionError(
-                f"{self._address}: {name} cannot be read ({_named(error)}); check the credentials "
-                "and the network, and repeat the command, which goes on"
+                f"{self._address}: {name} cannot be read ({one_line(error)}); check the "
+                "credentials and the network, and repeat the command, which goes on"
             ) from error
         if len(block) != end - start:
             raise ConnectionError(f"{self._address}: {name} was cut off; repeat the command")
         return block
 
 
-def _named(error: Exception) -> str:
-    """An error in one line."""
+def failure(error: Exception) -> type[OSError]:
+    """How to report an error of a file system: as a mistake, or as what may work the next time."""
+    if isinstance(error, FileNotFoundError | PermissionError | ValueError):
+        return FileNotFoundError
+    return ConnectionError
+
+
+def one_line(error: Exception) -> str:
+    """An error in one line of at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paravt_jax.data import hub
 from paravt_jax.data.archives import PATTERNS, find_archives, unpack
-from paravt_jax.data.disk_budget import fetch_media, plan_media, require_budget
+from paravt_jax.data.disk_budget import MediaPlan, fetch_media, plan_media, require_budget
 from paravt_jax.data.remote_files import BucketFiles, HubFiles, LocalFiles, RemoteFiles
 from paravt_jax.progress import size
 
@@ -139,10 +139,13 @@ def fetch_named(
         OSError, ModuleNotFoundError: As in `open_source`; or a file cannot be fetched, or the disk
             has not enough room.
     """
+    here = pathlib.Path(source).expanduser()
+    if "://" not in source and here.is_dir() and _holds_media(here):
+        folder.mkdir(parents=True, exist_ok=True)
+        require_budget(MediaPlan({}, (), fetched=False), budget, folder, reserve)
+        return here
     files = open_source(source)
     local = isinstance(files, LocalFiles)
-    if local and _holds_media(pathlib.Path(source).expanduser()):
-        return pathlib.Path(source).expanduser()
     names = _relative(paths, (folder / "media").resolve())
     plan = plan_media(files, names, MEDIA, fetched=not local)
     if not plan.loose and not plan.tasks:

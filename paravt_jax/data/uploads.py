@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from paravt_jax.data.frames import is_address, without_scheme
 from paravt_jax.data.media_files import open_bucket
+from paravt_jax.data.remote_files import failure, one_line
 
 # Files that readers open first. They are written last, so a folder that has one is complete.
 _LAST = ("config.json", "adapter_config.json")
@@ -28,9 +29,9 @@ def appearing_at(field: str, path: str) -> Iterator[pathlib.Path]:
 
     Raises:
         FileExistsError: There is something already.
-        FileNotFoundError: fsspec does not know the scheme, or the bucket cannot be written to.
+        FileNotFoundError: fsspec does not know the scheme, or there is no such bucket.
         ModuleNotFoundError: The package for the address is missing.
-        ConnectionError: A file cannot be uploaded, or has another size there.
+        ConnectionError: The bucket does not answer, or a file has another size there.
     """
     if not is_address(path):
         target = pathlib.Path(without_scheme(path))
@@ -58,8 +59,8 @@ def _require_new_folder(field: str, address: str) -> None:
             system.pipe_file(probe, b"probe")
             system.rm_file(probe)
     except Exception as error:
-        raise FileNotFoundError(
-            f"{field}: {address}: cannot be written to ({_reason(error)}); check the bucket and "
+        raise failure(error)(
+            f"{field}: {address}: cannot be written to ({one_line(error)}); check the bucket and "
             "the credentials"
         ) from error
     if present:
@@ -80,13 +81,8 @@ def _upload(folder: pathlib.Path, address: str) -> None:
             size = system.info(target)["size"]
         except Exception as error:
             raise ConnectionError(
-                f"{address}: {name} cannot be uploaded ({_reason(error)}); check the network, "
+                f"{address}: {name} cannot be uploaded ({one_line(error)}); check the network, "
                 "remove what is there, and repeat the command"
             ) from error
         if size != file.stat().st_size:
             raise ConnectionError(f"{address}: {name} has {size} bytes there, which is wrong")
-
-
-def _reason(error: Exception) -> str:
-    """An error in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

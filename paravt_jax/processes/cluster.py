@@ -158,8 +158,11 @@ def end(code: int, text: str, file: int = _STDERR) -> NoReturn:
     """
     # Never released. If several threads end the process, the first one prints.
     _ending.acquire()
-    _write(text, file)
-    os._exit(code)
+    try:
+        _write(text, file)
+    finally:
+        # Also if nobody reads stderr any more.
+        os._exit(code)
 
 
 def leave(code: int, text: str) -> int:

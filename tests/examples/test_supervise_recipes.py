@@ -28,7 +28,7 @@ case $words in
     ;;
 *queued-resources\\ create*) echo "create $(grep -o -- --spot <<<"$words")" >>calls ;;
 *queued-resources\\ delete*) echo delete >>calls; rm -f begun ;;
-*"test -e paravt-jax/run.log"*) [ -e begun ] ;;
+*"test -e paravt-jax/started"*) [ -e begun ] ;;
 *"make this host ready"*) echo "set up" >>calls ;;
 *"paravt supervise"*)
     echo "begin: $(grep -o "supervise -- [^']*" <<<"$words")" >>calls

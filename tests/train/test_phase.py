@@ -81,7 +81,7 @@ class Run:
 
 def test_it_is_saved_regularly_and_at_its_end(tmp_path):
     run = Run(tmp_path)
-    assert [step for step in range(1, 8) if run.phase.saves(step)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if run.phase.has_checkpoint(step)] == [3, 6, 7]
     assert run.steps() == [1, 2, 3, 4, 5, 6, 7] == run.written()
     kept = Checkpoints(tmp_path / "rl")
     assert kept.steps() == [6, 7]

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from paravt_jax.data.any_path import require_client
+from paravt_jax.processes.exit_codes import TEMPORARY
 
 PATIENCE = 300.0
 """Seconds after which a request that fails again and again ends the run."""
@@ -31,6 +32,12 @@ T = TypeVar("T")
 
 class BucketError(OSError):
     """The store refused, or could not be reached; the message is one line."""
+
+
+class OutageError(BucketError):
+    """The store could not be reached."""
+
+    exit_code = TEMPORARY
 
 
 class ChangedError(BucketError):
@@ -198,7 +205,7 @@ class Bucket:
         except DataCorruption as error:
             raise DamagedObjectError(f"{where}: damaged: its checksum is wrong") from error
         except (exceptions.GoogleAPIError, requests.RequestException) as error:
-            raise BucketError(
+            raise OutageError(
                 f"{where}: the store cannot be reached ({_cause(error)}); the same command "
                 "continues from the last checkpoint"
             ) from error

@@ -77,8 +77,8 @@ class CheckpointSettings:
     best: Best = "accuracy"
     """Metric, averaged between checkpoints, that picks the best RL checkpoint to keep; or none."""
     every: int = 0
-    """Steps between saves that only serve a restart. 0: 1 for adapters, else those of the phase."""
-    grace: float = 30.0
+    """Steps between extra saves for restarts only. 0: every step with adapters, else none."""
+    grace: float = 25.0
     """Seconds from SIGTERM to the end: the step is saved if that fits, by the last save's time."""
     emergency: str = ""
     """Folder on every host, such as /dev/shm, for saves that survive a process. Empty: none."""

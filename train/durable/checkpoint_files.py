@@ -161,13 +161,13 @@ class _Objects(CheckpointFiles):
         damage: dict[str, str] = {}
 
         def look(name: str) -> None:
-            object = stored.get(f"{step}/{name}")
-            wanted = sums[name]
-            if object is None:
+            found = stored.get(f"{step}/{name}")
+            expected = sums[name]
+            if found is None:
                 damage[name] = "missing"
-            elif object.bytes != wanted["bytes"]:
-                damage[name] = f"{object.bytes} bytes instead of {wanted['bytes']}"
-            elif object.crc32c != wanted["crc32c"] or not self._reads(f"{step}/{name}"):
+            elif found.bytes != expected["bytes"]:
+                damage[name] = f"{found.bytes} bytes instead of {expected['bytes']}"
+            elif found.crc32c != expected["crc32c"] or not self._reads(f"{step}/{name}"):
                 damage[name] = "checksum is wrong"
 
         on_each(look, wanted(sorted(sums)))

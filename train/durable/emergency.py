@@ -118,7 +118,13 @@ class EmergencySaves:
             else:
                 shutil.rmtree(self._folder / str(step))
         common = set.intersection(*map(set, hosts.gather(mine)))
-        return max(common, default=0)
+        newest = max(common, default=0)
+        # This process may have saved a step that another one, which died, has not. The run repeats
+        # that step, and saves it again.
+        for step in mine:
+            if step > newest:
+                shutil.rmtree(self._folder / str(step))
+        return newest
 
     def restore(self, template: T, step: int) -> tuple[T, dict[str, Any]]:
         """Read a copy that `newest` named.

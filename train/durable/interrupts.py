@@ -144,7 +144,8 @@ class Interrupts:
                     break
         try:
             kept = self.kept()
-        except OSError as error:
+        # Broad because this thread must end the process.
+        except Exception as error:
             kept = f"what is saved cannot be listed ({error})"
         cluster.end(
             128 + signal.SIGTERM,

@@ -9,6 +9,7 @@ this at its next renewal, and its run ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -59,13 +60,23 @@ class Lease:
             }
         )
         self._generation = self._acquire(owner)
+        self._renewed = time.monotonic()
         self._lost = ""
+        # Renewals of the thread and of `require` must not meet.
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew_until_closed, daemon=True)
         self._thread.start()
 
     def require(self) -> None:
-        """Raise LeaseError if another process has taken over."""
+        """Raise LeaseError if another process has taken over.
+
+        Raises:
+            BucketError: The store cannot be reached to find out.
+        """
+        # A process that was frozen or cut off may not have noticed yet.
+        if time.monotonic() - self._renewed > LENGTH - EVERY:
+            self._renew(self._bucket)
         if self._lost:
             raise LeaseError(
                 f"--run-dir {self._bucket.address} was taken over by {self._lost}, because this "
@@ -134,22 +145,24 @@ class Lease:
 
     def _renew_until_closed(self) -> None:
         while not self._lost and not self._closing.wait(EVERY):
-            try:
-                self._generation = self._renewing.write(NAME, self._content, self._generation)
-            except ChangedError:
-                self._look_who_changed_it()
-            except OSError:
-                # Perhaps the store can be reached the next time.
-                continue
+            # Perhaps the store can be reached the next time.
+            with contextlib.suppress(OSError):
+                self._renew(self._renewing)
 
-    def _look_who_changed_it(self) -> None:
+    def _renew(self, bucket: Bucket) -> None:
+        """Renew the lease, or notice that it is lost."""
+        with self._lock:
+            try:
+                self._generation = bucket.write(NAME, self._content, self._generation)
+            except ChangedError:
+                self._look_who_changed_it(bucket)
+            self._renewed = time.monotonic()
+
+    def _look_who_changed_it(self, bucket: Bucket) -> None:
         try:
-            content, generation = self._renewing.read(NAME)
+            content, generation = bucket.read(NAME)
         except FileNotFoundError:
             self._lost = "a process that has ended, or somebody who deleted the lease"
-            return
-        except OSError:
-            # The next renewal fails again, and looks again.
             return
         if content == self._content.encode():
             # The answer to a renewal was lost, and the renewal was repeated.

@@ -6,8 +6,9 @@ The order in which a step is written matters:
 
 A kill between the first two leaves metrics without a checkpoint; the resumed phase removes them and
 repeats the step. The reverse order could leave a checkpoint without its metrics. As it is,
-metrics.jsonl holds each step once, and no step is repeated after a clean stop. A run in a bucket
-pushes metrics.jsonl before each checkpoint (`train.durable.place`).
+metrics.jsonl holds each step once, and a clean stop repeats no step, unless there was no time to
+save it (`checkpoints.grace`). A run in a bucket pushes metrics.jsonl before each checkpoint
+(`train.durable.place`).
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class Phase:
                 self._lines.begin()
         return state, cursor
 
-    def saves(self, step: int) -> bool:
+    def has_checkpoint(self, step: int) -> bool:
         """Whether `step` has a regular checkpoint."""
         return step % self._saves.every == 0 or step == self.steps
 
@@ -210,7 +211,7 @@ class Phase:
         signal_number = self._interrupts.agree()
         if signal_number is not None:
             self._require_time(signal_number, step)
-        if signal_number is not None or self.saves(step) or self._serves_restart(step):
+        if signal_number is not None or self.has_checkpoint(step) or self._serves_restart(step):
             with jax.profiler.TraceAnnotation("save"):
                 self._saves.before()
                 score = hosts.from_first(lambda: self._score(step))
@@ -226,7 +227,7 @@ class Phase:
             # The save may still be running in the background, but the message says it is done.
             self._checkpoints.wait()
             self._note_saved()
-        if signal_number is not None or self.saves(step):
+        if signal_number is not None or self.has_checkpoint(step):
             self._saves.after()
         if signal_number is not None:
             raise Stopped(
@@ -299,7 +300,7 @@ class Phase:
         """Mean of the metric `best` since the last regular checkpoint; None between them."""
         # A run that is stopped saves between regular checkpoints. If such a checkpoint had a score,
         # the best one would depend on when the run was stopped.
-        if self._saves.best is None or not self.saves(step):
+        if self._saves.best is None or not self.has_checkpoint(step):
             return None
         previous_save = (step - 1) // self._saves.every * self._saves.every
         values = []

@@ -7,6 +7,7 @@ import sys
 
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
+from paravt_jax.processes.exit_codes import exit_code
 from train.durable.bucket import Bucket
 from train.durable.place import small_files
 from train.report.page import write_report
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     # DamagedFileError is a ValueError.
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     return 0
 
 
