@@ -355,6 +355,9 @@ class Dying:
         self.progress = Progress()
         if self._progress_file.exists():
             self.progress = Progress(**json.loads(self._progress_file.read_text()))
+        if command.store:
+            # The bucket of an earlier start is gone, and the flipped bit with it.
+            self.progress.damaged = ""
 
     def go_on(self) -> None:
         """Bring about all deaths that are left, and finish the last run.
@@ -437,7 +440,10 @@ class Dying:
     def _freeze(self, pair: Pair, rng: np.random.Generator) -> str:
         who = int(rng.integers(PROCESSES))
         pair.processes[who].send_signal(signal.SIGSTOP)
-        pair.processes[1 - who].wait(DEADLINE)
+        try:
+            pair.processes[1 - who].wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"process {1 - who} hangs; see {pair.logs[1 - who]}") from None
         pair.processes[who].kill()
         self._require_one_line(pair, (who,))
         return f"process {who} frozen"

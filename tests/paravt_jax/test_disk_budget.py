@@ -326,5 +326,5 @@ def test_sizes_are_read(text, bytes):
 
 @pytest.mark.parametrize("text", ["", "200", "GB", "-1GB", "0GB", "200GiB", "1e3GB"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ValueError, match=f"data.disk: '{text}' is no size"):
+    with pytest.raises(ValueError, match=f"data.disk: '{text}'; give a number"):
         parse_size("data.disk", text)
