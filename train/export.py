@@ -2,8 +2,8 @@
 
     python -m train.export --run-dir runs/X --phase rl --step 40 --to FOLDER
 
-FOLDER may be an address (gs://..., s3://...): the folder is written here, and then uploaded file by
-file, with checksums (sums.json) last.
+FOLDER may be an address (gs://..., s3://...): the folder is written to a temporary one, and then
+uploaded file by file, with config.json last.
 
 `models.weights.hf.load`, `models.processor.Processor.load` and transformers open the folder. The
 export only reads from the run's folder, so the run may still be training. It does not read the

@@ -40,7 +40,7 @@ def test_an_address_as_output_path_is_refused(main, argv, field, capsys, tmp_pat
         code = stop.code
     message = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert code in (1, 2)
-    assert f"{field}: gs:/" in message and "gcsfuse" in message
+    assert f"{field}: gs:/" in message and "or a mounted one" in message
     assert not list(tmp_path.iterdir())
 
 
