@@ -216,10 +216,10 @@ def main(argv: list[str] | None = None) -> int:
     program = command_name("python -m train.supervise")
     cut = argv.index("--") if "--" in argv else len(argv)
     command = argv[cut + 1 :]
-    settings = tyro.cli(SuperviseSettings, args=argv[:cut], prog=program, description=__doc__)
-    if not command:
+    if not command and not {"-h", "--help"} & set(argv):
         print(f"error: no command; give one behind --: {program} -- COMMAND", file=sys.stderr)
         return USAGE
+    settings = tyro.cli(SuperviseSettings, args=argv[:cut], prog=program, description=__doc__)
     return supervise(command, settings)
 
 

@@ -199,7 +199,7 @@ class Bucket:
             ) from error
         except (GoogleAuthError, exceptions.Unauthorized) as error:
             raise BucketError(
-                f"{where}: no credentials ({_cause(error)}); run gcloud auth application-default "
+                f"{where}: no credentials; run gcloud auth application-default "
                 "login, or give the virtual machine a service account"
             ) from error
         except DataCorruption as error:
