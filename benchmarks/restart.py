@@ -7,15 +7,27 @@ imports, data, the checkpoint, compiling, and the step itself.
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import shutil
-import sys
 import tempfile
 import time
 
+import tyro
+
 from benchmarks.killing import ONE_PROMPT, rows_of, start, wait
 
-ROUNDS = 3
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """Time how long a killed run takes to go on."""
+
+    rounds: int = 3
+    """Number of restarts with compiled programs, and as many without."""
+
+    def __post_init__(self):
+        if self.rounds < 1:
+            raise ValueError(f"rounds: {self.rounds}; give at least 1")
 
 
 def seconds_to_next_step(folder: pathlib.Path, compiled: pathlib.Path) -> float:
@@ -40,14 +52,15 @@ def seconds_to_next_step(folder: pathlib.Path, compiled: pathlib.Path) -> float:
     return seconds
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    command = tyro.cli(Restart, args=argv, prog="python -m benchmarks.restart")
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary) / "run"
         compiled = pathlib.Path(temporary) / "compiled"
         first = seconds_to_next_step(folder, compiled)
         print(f"first start, with the cold start: {first:.1f} s", flush=True)
-        for number in range(ROUNDS):
+        for number in range(command.rounds):
             kept = seconds_to_next_step(folder, compiled)
             shutil.rmtree(compiled)
             anew = seconds_to_next_step(folder, compiled)
@@ -59,4 +72,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

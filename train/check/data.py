@@ -115,7 +115,7 @@ def _prepared(subject: Subject, settings: DataSettings) -> tuple[bool, Finding]:
     # The set of a rehearsal is cut like the rest of it, so no other command prepares it.
     remedy = ""
     if not run.rehearse:
-        remedy = f"python -m train.prepare --config={run.name}{_flags(settings)}"
+        remedy = f"python -m train.prepare --config=RECIPE{_flags(settings)}"
     if not (folder / PLAN).exists():
         done = len(list(folder.glob("work-*/*.jsonl")))
         part = f", {done} chunks of rows are done" if done else ""
