@@ -2,19 +2,25 @@
 
     python -m benchmarks.deaths --folder FOLDER
     python -m benchmarks.deaths --folder FOLDER --disk SMALL      # full disks, too
+    python -m benchmarks.deaths --folder FOLDER --store           # in a bucket, with outages
 
 Each death is one of these, at a random moment:
 
 - killed, interrupted: a signal to one process or to both, SIGKILL, SIGTERM or SIGINT;
 - frozen: one process stops answering, as if its host were cut off;
 - full disk: the file system of the run has no room left, until both processes have ended;
-- flipped bit: after every third death, one bit of one file of the run is flipped.
+- killed in an outage: the store of the run cannot be reached when a process is killed.
+
+After every third death, one bit of one file of the run is flipped. Before every second death in a
+bucket, the store cannot be reached for some seconds, which the run has to survive; and after every
+third, it goes on on a machine that has none of its files.
 
 After each, the run is started again. Either it goes on, and its results are those of the
 undisturbed run bit for bit; or it is refused with a line that names the damaged file, which is then
 restored, as from a backup. Anything else is an error of this command.
 
-The command can be stopped at any moment; the same command continues with the next death.
+The command can be stopped at any moment; the same command continues with the next death. The bucket
+is in memory: its run then begins anew.
 """
 
 from __future__ import annotations
@@ -24,17 +30,20 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import tyro
 
+from benchmarks.bucket_server import BUCKET, BucketServer
 from benchmarks.killing import (
     PROGRAM,
     ROOT,
@@ -47,6 +56,7 @@ from benchmarks.killing import (
     rows_of,
 )
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.local_path import require_local
 
 PROCESSES = 2
@@ -63,6 +73,10 @@ ARGUMENTS = (
     *("--rl.prompts", "2", "--mesh.fsdp", str(PROCESSES * DEVICES)),
     *("--hosts.heartbeat", str(HEARTBEAT)),
 )
+# The run's folder in the bucket, a checkpoint in it, and the mark of a complete one.
+_STORED = "run"
+CHECKPOINT = re.compile(r"run/checkpoints/\w+/\d+")
+COMMITTED = "commit_success.txt"
 # Which processes get a signal.
 WHO = ((0,), (1,), (0, 1))
 # A stopped process ends with these codes, or by the signal itself before the run handles it.
@@ -89,12 +103,16 @@ class Deaths:
     disk: str = ""
     """A small file system of its own for the run that dies, which is filled; empty: no full disks.
     For example: mount -t tmpfs -o size=1g tmpfs SMALL."""
+    store: bool = False
+    """Keep the run that dies in a bucket, which this command serves."""
 
     def __post_init__(self):
         require_local("folder", self.folder)
         require_local("disk", self.disk)
         if self.times < 1:
             raise ValueError(f"times: {self.times}; give at least 1")
+        if self.store and self.disk:
+            raise ValueError("disk, store: a run is in one place; give one of the two")
         if not self.disk:
             return
         if not os.path.ismount(self.disk):
@@ -132,14 +150,18 @@ class Pair:
     """The two processes of a run, which have just been started.
 
     Args:
-        run: The directory of the run.
+        run: The directory or address of the run.
         folder: For compiled programs and the processes' output.
+        variables: Further environment variables.
     """
 
-    def __init__(self, run: pathlib.Path, folder: pathlib.Path):
+    def __init__(
+        self, run: str, folder: pathlib.Path, variables: Mapping[str, str] = MappingProxyType({})
+    ):
         flags = os.environ.get("XLA_FLAGS", "")
         environment = dict(
             os.environ,
+            **variables,
             JAX_PLATFORMS="cpu",
             XLA_FLAGS=f"{flags} --xla_force_host_platform_device_count={DEVICES}",
             JAX_COMPILATION_CACHE_DIR=str(folder / "compiled"),
@@ -152,7 +174,7 @@ class Pair:
         self.logs = [folder / f"process-{index}.log" for index in range(PROCESSES)]
         self.processes = []
         for index, log in enumerate(self.logs):
-            command = [sys.executable, str(PROGRAM), "--config=small", "--run-dir", str(run)]
+            command = [sys.executable, str(PROGRAM), "--config=small", "--run-dir", run]
             command += [*ARGUMENTS, "--hosts.coordinator", f"localhost:{port}"]
             command += ["--hosts.count", str(PROCESSES), "--hosts.index", str(index)]
             with log.open("wb") as output:
@@ -196,6 +218,122 @@ class Pair:
             process.wait()
 
 
+class OnDisk:
+    """A run in a folder.
+
+    Attributes:
+        address: What --run-dir names.
+        variables: Environment variables for its processes.
+    """
+
+    variables: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, folder: pathlib.Path):
+        self.address = str(folder)
+        self._folder = folder
+
+    def exists(self) -> bool:
+        return self._folder.exists()
+
+    def files(self) -> pathlib.Path:
+        """A folder with its files as they are now."""
+        return self._folder
+
+    def moments(self, rng: np.random.Generator) -> dict[str, tuple[Callable[[], bool], float]]:
+        """Moments of a death; see `benchmarks.killing.moments`."""
+        return moments(self._folder, rng)
+
+    def flip(self, name: str, bit: int) -> None:
+        """Flip one bit of a file."""
+        file = self._folder / name
+        content = bytearray(file.read_bytes())
+        content[bit // 8] ^= 1 << bit % 8
+        # A new file: the old one may be shared with another run by a hard link.
+        file.unlink()
+        file.write_bytes(content)
+
+    def restore(self, name: str, content: bytes) -> None:
+        """Write a file as from a backup."""
+        (self._folder / name).write_bytes(content)
+
+    def move(self) -> None:
+        """Go on on another machine, which sees the same disk."""
+
+    def remove(self) -> None:
+        shutil.rmtree(self._folder)
+
+
+class InStore:
+    """A run in a bucket that this process serves; it has the methods of `OnDisk`.
+
+    Args:
+        folder: For a copy of the run, and for the files of its machines.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.server = BucketServer()
+        self.address = f"gs://{BUCKET}/{_STORED}"
+        self._machine = folder / "machine"
+        self._copy = folder / "run"
+        self.variables = self.server.variables | {"XDG_CACHE_HOME": str(self._machine)}
+        self.move()
+
+    def exists(self) -> bool:
+        return bool(self.server.names(_STORED))
+
+    def files(self) -> pathlib.Path:
+        shutil.rmtree(self._copy, ignore_errors=True)
+        names = self.server.names(_STORED)
+        for name in names:
+            # A checkpoint without its mark is unfinished, as one with a temporary name on a disk.
+            step = CHECKPOINT.match(name)
+            complete = step is None or f"{step[0]}/{COMMITTED}" in names
+            # The sums of a checkpoint in a bucket are of another kind than those on a disk.
+            if complete and not (step is not None and name.endswith(f"/{SUMS}")):
+                file = self._copy / name.removeprefix(f"{_STORED}/")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(self.server.read(name))
+        return self._copy
+
+    def moments(self, rng: np.random.Generator) -> dict[str, tuple[Callable[[], bool], float]]:
+        clock = time.monotonic() + rng.uniform(0, 25)
+        complete = self._complete()
+        history = self._history()
+        return {
+            "any time": (lambda: time.monotonic() > clock, 0.0),
+            "while saving": (lambda: bool(self._steps() - self._complete()), rng.uniform(0, 0.2)),
+            "after a save": (lambda: self._complete() != complete, rng.uniform(0, 1.5)),
+            "after a push": (lambda: self._history() != history, rng.uniform(0, 1.5)),
+        }
+
+    def flip(self, name: str, bit: int) -> None:
+        self.server.flip(f"{_STORED}/{name}", bit // 8, bit % 8)
+
+    def restore(self, name: str, content: bytes) -> None:
+        self.server.write(f"{_STORED}/{name}", content)
+
+    def move(self) -> None:
+        shutil.rmtree(self._machine, ignore_errors=True)
+
+    def remove(self) -> None:
+        for name in self.server.names(_STORED):
+            self.server.delete(name)
+        self.move()
+
+    def _steps(self) -> set[str]:
+        """The folders of checkpoints."""
+        found = (CHECKPOINT.match(name) for name in self.server.names(_STORED))
+        return {step[0] for step in found if step is not None}
+
+    def _complete(self) -> set[str]:
+        end = f"/{COMMITTED}"
+        return {n.removesuffix(end) for n in self.server.names(_STORED) if n.endswith(end)}
+
+    def _history(self) -> bytes:
+        name = f"{_STORED}/history.json"
+        return self.server.read(name) if name in self.server.names(name) else b""
+
+
 class Dying:
     """An undisturbed run, and one that dies again and again.
 
@@ -208,9 +346,8 @@ class Dying:
         self._folder = pathlib.Path(command.folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._undisturbed = self._folder / "undisturbed"
-        self._run = (
-            pathlib.Path(command.disk).absolute() if command.disk else self._folder
-        ) / "run"
+        on_disk = (pathlib.Path(command.disk).absolute() if command.disk else self._folder) / "run"
+        self._home = InStore(self._folder) if command.store else OnDisk(on_disk)
         self._progress_file = self._folder / "progress.json"
         # The file with a flipped bit, as it was and as it is.
         self._sound = self._folder / "sound"
@@ -218,6 +355,9 @@ class Dying:
         self.progress = Progress()
         if self._progress_file.exists():
             self.progress = Progress(**json.loads(self._progress_file.read_text()))
+        if command.store:
+            # The bucket of an earlier start is gone, and the flipped bit with it.
+            self.progress.damaged = ""
 
     def go_on(self) -> None:
         """Bring about all deaths that are left, and finish the last run.
@@ -226,13 +366,13 @@ class Dying:
             AssertionError: Something was lost, is wrong, or ended in another way than it should.
         """
         if not (self._undisturbed / "result.json").exists():
-            with contextlib.closing(Pair(self._undisturbed, self._folder)) as pair:
+            with contextlib.closing(Pair(str(self._undisturbed), self._folder)) as pair:
                 self._require_finished(pair)
         whole = rows_of(self._undisturbed)
         states = {
             (phase, step): leaves for phase, step, leaves in checkpoints_of(self._undisturbed)
         }
-        while self.progress.deaths < self._command.times or self._run.exists():
+        while self.progress.deaths < self._command.times or self._home.exists():
             # Each death has a generator of its own, so a restart of this command repeats it.
             rng = np.random.default_rng([self._command.seed, self.progress.deaths])
             if not self._start_and_die(rng):
@@ -240,9 +380,12 @@ class Dying:
             self.progress.deaths += 1
             newest = ""
             if not self.progress.damaged:
-                newest = f", newest checkpoints {check_state(self._run, whole, states)}"
+                run = self._home.files()
+                newest = f", newest checkpoints {check_state(run, whole, states)}"
                 if self.progress.deaths % FLIP_EVERY == 0:
-                    self._flip(rng)
+                    self._flip(run, rng)
+                    # Files that a machine has need not be read from the store.
+                    self._home.move()
             self._save()
             say(f"{self.progress.deaths}/{self._command.times} deaths{newest}")
 
@@ -251,27 +394,32 @@ class Dying:
         kinds = [self._signal, self._freeze]
         if self._command.disk:
             kinds.append(self._fill_disk)
-        possible = moments(self._run, rng)
+        if self._command.store:
+            kinds.append(self._kill_in_outage)
+        possible = self._home.moments(rng)
         moment = sorted(possible)[rng.integers(len(possible))]
         reached, delay = possible[moment]
-        with contextlib.closing(Pair(self._run, self._folder)) as pair:
+        with contextlib.closing(
+            Pair(self._home.address, self._folder, self._home.variables)
+        ) as pair:
             if self.progress.deaths < self._command.times:
                 pair.wait_for(reached, moment)
                 if not pair.one_ended():
                     time.sleep(delay)
+                survived = self._outage(pair, rng) if self.progress.deaths % 2 else ""
                 if not pair.one_ended():
                     kind = kinds[rng.integers(len(kinds))](pair, rng)
                     if kind:
-                        self.progress.count(self.progress.kinds, f"{moment}: {kind}")
+                        self.progress.count(self.progress.kinds, f"{moment}: {survived}{kind}")
                         return True
             if self._is_refused(pair):
                 return False
             self._require_finished(pair)
-        check_end(self._run, self._undisturbed)
+        check_end(self._home.files(), self._undisturbed)
         if self.progress.damaged:
             self.progress.count(self.progress.flips, f"{kind_of(self.progress.damaged)}: went on")
             self.progress.damaged = ""
-        shutil.rmtree(self._run)
+        self._home.remove()
         self.progress.runs += 1
         self._save()
         return False
@@ -292,13 +440,16 @@ class Dying:
     def _freeze(self, pair: Pair, rng: np.random.Generator) -> str:
         who = int(rng.integers(PROCESSES))
         pair.processes[who].send_signal(signal.SIGSTOP)
-        pair.processes[1 - who].wait(DEADLINE)
+        try:
+            pair.processes[1 - who].wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"process {1 - who} hangs; see {pair.logs[1 - who]}") from None
         pair.processes[who].kill()
         self._require_one_line(pair, (who,))
         return f"process {who} frozen"
 
     def _fill_disk(self, pair: Pair, rng: np.random.Generator) -> str:
-        ballast = self._run.parent / "ballast"
+        ballast = pathlib.Path(self._home.address).parent / "ballast"
         # Enough for some of the next files, but not for all.
         left = int(rng.integers(0, 4 << 20))
         try:
@@ -312,26 +463,44 @@ class Dying:
         self._require_one_line(pair, ())
         return "full disk"
 
+    def _outage(self, pair: Pair, rng: np.random.Generator) -> str:
+        """The store cannot be reached for some seconds, and the run goes on."""
+        if not isinstance(self._home, InStore):
+            return ""
+        with self._home.server.outage():
+            time.sleep(rng.uniform(1, 12))
+        time.sleep(rng.uniform(0, 4))
+        assert not any(process.poll() for process in pair.processes), (
+            f"a process did not survive an outage of seconds; see {pair.logs}"
+        )
+        return "outage, then "
+
+    def _kill_in_outage(self, pair: Pair, rng: np.random.Generator) -> str:
+        assert isinstance(self._home, InStore)
+        who = int(rng.integers(PROCESSES))
+        with self._home.server.outage():
+            time.sleep(rng.uniform(0, 4))
+            pair.processes[who].kill()
+            time.sleep(rng.uniform(0, 8))
+        self._require_one_line(pair, (who,))
+        return f"process {who} killed in an outage"
+
     # --- flipped bits ---
 
-    def _flip(self, rng: np.random.Generator) -> None:
+    def _flip(self, run: pathlib.Path, rng: np.random.Generator) -> None:
         """Flip one bit of a file of the run, chosen by its kind first."""
         by_kind: dict[str, list[pathlib.Path]] = {}
-        for file in sorted(self._run.rglob("*")):
+        for file in sorted(run.rglob("*")):
             if file.is_file() and file.stat().st_size:
-                by_kind.setdefault(kind_of(file.relative_to(self._run).as_posix()), []).append(file)
+                by_kind.setdefault(kind_of(file.relative_to(run).as_posix()), []).append(file)
         kinds = sorted(by_kind)
         files = by_kind[kinds[rng.integers(len(kinds))]]
         file = files[rng.integers(len(files))]
-        content = bytearray(file.read_bytes())
-        self._sound.write_bytes(content)
-        bit = int(rng.integers(8 * len(content)))
-        content[bit // 8] ^= 1 << bit % 8
-        self._flipped.write_bytes(content)
-        # A new file: the old one may be shared with another run by a hard link.
-        file.unlink()
-        file.write_bytes(content)
-        self.progress.damaged = file.relative_to(self._run).as_posix()
+        name = file.relative_to(run).as_posix()
+        self._sound.write_bytes(file.read_bytes())
+        self._home.flip(name, int(rng.integers(8 * file.stat().st_size)))
+        self._flipped.write_bytes((self._home.files() / name).read_bytes())
+        self.progress.damaged = name
 
     def _is_refused(self, pair: Pair) -> bool:
         """Whether a start failed with a line that names the damaged file, which is restored then.
@@ -342,17 +511,17 @@ class Dying:
         if not damaged or pair.finish() == [0] * PROCESSES:
             return False
         self._require_one_line(pair, ())
-        file = self._run / damaged
         parts = pathlib.PurePosixPath(damaged).parts
-        named = [str(file)]
+        named = [f"{self._home.address}/{damaged}"]
         if parts[0] == "checkpoints":
-            named.append(str(self._run.joinpath(*parts[:3])))
+            named.append("/".join((self._home.address, *parts[:3])))
         printed = "".join(pair.output(index) for index in range(PROCESSES))
         assert any(name in printed for name in named), (
             f"{damaged} has a flipped bit, but the error does not name it; see {pair.logs}"
         )
+        file = self._home.files() / damaged
         if file.exists() and file.read_bytes() == self._flipped.read_bytes():
-            shutil.copyfile(self._sound, file)
+            self._home.restore(damaged, self._sound.read_bytes())
         self.progress.count(self.progress.flips, f"{kind_of(damaged)}: refused by name")
         self.progress.damaged = ""
         self._save()

@@ -139,6 +139,22 @@ class _Server(http.server.ThreadingHTTPServer):
         self.hub = hub
 
 
+def _tree(files: Mapping[str, _Entry], folder: str, recursive: bool) -> list[dict[str, Any]]:
+    """The files below a folder, or only the files and the folders in it."""
+    prefix = f"{folder}/" if folder else ""
+    listed: dict[str, dict[str, Any]] = {}
+    for name, entry in files.items():
+        if not name.startswith(prefix):
+            continue
+        first, _, rest = name.removeprefix(prefix).partition("/")
+        if rest and not recursive:
+            path = prefix + first
+            listed[path] = {"type": "directory", "path": path, "size": 0, "oid": path}
+        else:
+            listed[name] = {"type": "file", "path": name, "size": entry.size, "oid": entry.digest}
+    return list(listed.values())
+
+
 def _commit(files: Mapping[str, _Entry]) -> str:
     text = "".join(f"{name}:{entry.digest}\n" for name, entry in files.items())
     return hashlib.sha1(text.encode()).hexdigest()
@@ -201,12 +217,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif verb in ("", "revision"):
             self._send_json(self._information(id, files, "blobs" in query))
         elif verb == "tree":
-            self._send_json(
-                [
-                    {"type": "file", "path": name, "size": entry.size, "oid": entry.digest}
-                    for name, entry in files.items()
-                ]
-            )
+            folder = argument.partition("/")[2]
+            self._send_json(_tree(files, folder, "recursive=true" in query.lower()))
         elif verb == "auth-check":
             if self._may_read(id, token):
                 self._send_json({})

@@ -10,7 +10,6 @@ it is empty, nothing is kept.
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import tempfile
 import filelock
 import jax
 
+from paravt_jax.data.any_path import AnyPath, is_bucket
+from paravt_jax.data.user_folder import user_folder
 from paravt_jax.processes import hosts
 
 MOST_BYTES = 4 * 10**9
@@ -31,11 +32,12 @@ _PROGRAM = "-cache"
 _LAST_USE = "-atime"
 
 
-def use_cache(shared: pathlib.Path | None = None) -> None:
+def use_cache(shared: AnyPath | None = None) -> None:
     """Keep compiled programs from now on, and use those that earlier processes kept.
 
     They are in the user's cache folder, which all runs share. Several processes use a folder that
-    all of them see; only the first one writes there.
+    all of them see; only the first one writes there. In a bucket it has no limit of size, because
+    JAX cannot lock it.
 
     A folder that cannot be written to is reported, and nothing is kept.
 
@@ -44,9 +46,13 @@ def use_cache(shared: pathlib.Path | None = None) -> None:
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
+    if shared is not None and is_bucket(shared) and hosts.process_count() > 1:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _SECONDS)
+        jax.config.update("jax_compilation_cache_dir", str(shared / "compiled"))
+        return
     try:
         parent = user_folder() if shared is None or hosts.process_count() == 1 else shared
-        folder = (parent / "compiled").absolute()
+        folder = pathlib.Path(parent / "compiled").absolute()
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         remove_unfinished(folder)
@@ -61,12 +67,6 @@ def use_cache(shared: pathlib.Path | None = None) -> None:
     jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _SECONDS)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-
-
-def user_folder() -> pathlib.Path:
-    """This project's folder in the user's cache folder."""
-    parent = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(parent) / "paravt-jax"
 
 
 def remove_unfinished(folder: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 import tyro
@@ -18,6 +19,7 @@ from models import gpu
 from paravt_jax.command_name import command_name
 from paravt_jax.data.frames import VideoError
 from paravt_jax.processes import cluster
+from paravt_jax.processes.exit_codes import FAILED, LOST, USAGE, exit_code
 from paravt_jax.processes.hosts import HostsError
 from rollout.agent.endpoint import EndpointError
 from rollout.evaluation.benchmarks import BENCHMARKS
@@ -68,8 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped; the same command continues with the next question", file=sys.stderr)
         return 130
     except (OSError, FolderError, EndpointError, ValueError, VideoError, HostsError) as error:
-        print(f"{_PROG}: {error}", file=sys.stderr)
-        return 2
+        code = exit_code(error)
+        return cluster.leave(USAGE if code == FAILED else code, f"{_PROG}: {error}")
+    except Exception as error:
+        traceback.print_exc()
+        return cluster.leave(
+            LOST,
+            f"{_PROG}: unforeseen, {type(error).__name__} (above); the same command continues with "
+            "the next question",
+        )
 
 
 def _given(argv: Sequence[str]) -> set[str]:

@@ -41,7 +41,7 @@ PAGES = {
 VARIABLES = {
     "$seed": "0",
     "$i": "0",
-    "$1": "",
+    "$*": "",
     "$DATA": "--data.folder data/paravt",
 }
 
@@ -248,7 +248,7 @@ def test_the_readme_shows_the_figures_of_docs_results():
             assert name is None or cell == measured[name][-1], (row, name)
 
 
-class Parsed(Exception):
+class Parsed(BaseException):
     """A command has understood its arguments."""
 
 

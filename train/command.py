@@ -35,6 +35,7 @@ class _Command:
 
 _COMMANDS = {
     "run": _Command("train a recipe from data to report, or resume that", "train.run"),
+    "supervise": _Command("start a command again where that may help", "train.supervise"),
     "fits": _Command("list which recipes fit the devices here", "train.fits"),
     "check": _Command("list what a run needs and what is missing", "train.run", ("--check",)),
     "plan": _Command("predict memory and time of a recipe on a TPU slice", "train.plan"),

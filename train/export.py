@@ -2,6 +2,9 @@
 
     python -m train.export --run-dir runs/X --phase rl --step 40 --to FOLDER
 
+FOLDER may be an address (gs://..., s3://...): the folder is written to a temporary one, and then
+uploaded file by file, with config.json last.
+
 `models.weights.hf.load`, `models.processor.Processor.load` and transformers open the folder. The
 export only reads from the run's folder, so the run may still be training. It does not read the
 optimizer state.
@@ -30,9 +33,12 @@ from models.trained_vision import TrainVision, trained_state
 from models.weights.hf import load, save
 from models.weights.hf_config import from_hf
 from paravt_jax.command_name import command_name
-from paravt_jax.data.local_path import require_local
+from paravt_jax.data.any_path import any_path, require_folder_or_bucket
+from paravt_jax.data.uploads import appearing_at
 from paravt_jax.method import tokenizer
+from paravt_jax.processes.exit_codes import exit_code
 from train.durable.checkpoint import CheckpointError, Checkpoints
+from train.durable.place import small_files
 from train.durable.run_directory import READABLE, RunDirectoryError, read_config
 
 # Largest number of frames per video, as in `models.processor.video_frame_indices`. The
@@ -68,9 +74,9 @@ class Export:
     """Write the model of a checkpoint as a Hugging Face folder."""
 
     run_dir: str
-    """Folder of the run; the run may still be training."""
+    """Folder of the run, or its gs:// address; the run may still be training."""
     to: str
-    """Folder to create."""
+    """Folder to create, on a disk or in a bucket (gs://, s3:// and others that fsspec knows)."""
     phase: Literal["align", "sft", "rl"] = "rl"
     """Phase that saved the checkpoint."""
     step: str = "latest"
@@ -83,27 +89,42 @@ def export(command: Export) -> None:
     """Write the model of a checkpoint, or its adapters, to a new folder.
 
     Raises:
+        ConnectionError: If a file cannot be uploaded.
         FileExistsError: If `command.to` exists.
         FileNotFoundError: If `command.run_dir` is not a run, or has no checkpoints of the phase.
         RunDirectoryError: If this version cannot read the run.
         CheckpointError: If the checkpoint is damaged.
         ValueError: If the step is not kept, the run's tokenizer has changed, or the checkpoint has
             no adapters (for `peft`) or only adapters whose base is gone.
+        ModuleNotFoundError: If the package for an address is missing.
     """
-    require_local("--run-dir", command.run_dir)
-    require_local("--to", command.to)
-    folder = pathlib.Path(command.run_dir)
-    target = pathlib.Path(command.to)
-    if target.exists():
-        raise FileExistsError(f"--to {target}: exists; name a new folder, or remove this one first")
-    checkpoints = _checkpoints(folder, command.phase)
+    require_folder_or_bucket("--run-dir", command.run_dir)
+    with appearing_at("--to", command.to) as target:
+        with small_files(command.run_dir, _is_needed) as folder:
+            _export(command, folder, target)
+
+
+def _is_needed(name: str) -> bool:
+    """Whether an export reads a file of a run."""
+    return name == "config.json" or name.startswith("tokenizer/")
+
+
+def _export(command: Export, folder: pathlib.Path, target: pathlib.Path) -> None:
+    """Write a model to `target`, a local folder to create; see `export`.
+
+    Args:
+        command: What to write.
+        folder: The files of the run, perhaps without checkpoints.
+        target: The folder.
+    """
+    checkpoints = _checkpoints(command, folder)
     step = _step(checkpoints, command)
     meta = checkpoints.meta(step)
     vocabulary = tokenizer.load(folder / "tokenizer").digest
     if vocabulary != meta["vocabulary"]:
         raise ValueError(
-            f"--run-dir {folder}: the vocabulary of tokenizer/ (digest {vocabulary}) is not that "
-            f"of checkpoint {step} of {command.phase} ({meta['vocabulary']}); "
+            f"--run-dir {command.run_dir}: the vocabulary of tokenizer/ (digest {vocabulary}) is "
+            f"not that of checkpoint {step} of {command.phase} ({meta['vocabulary']}); "
             "restore the run's tokenizer"
         )
     lora = None
@@ -111,13 +132,13 @@ def export(command: Export) -> None:
         lora = _lora(meta)
     if command.form == "peft" and lora is None:
         raise ValueError(
-            f"--form peft: the checkpoints of {command.phase} in {folder} have no adapters; "
-            "leave --form out"
+            f"--form peft: the checkpoints of {command.phase} in {command.run_dir} have no "
+            "adapters; leave --form out"
         )
     if lora is None:
         model = _load(checkpoints, step, from_hf(meta["model"]), meta["param_dtype"])
     else:
-        model = _load_adapted(checkpoints, step, meta, lora, folder)
+        model = _load_adapted(checkpoints, step, meta, lora, command.run_dir)
     if command.form == "peft" and lora is not None:
         base, digest = meta["settings"]["model"]["path"], meta["base_fingerprint"]
         part = _train_vision(meta)
@@ -198,20 +219,22 @@ def _patches(vision: VisionConfig) -> dict[str, int | list[float]]:
     }
 
 
-def _checkpoints(folder: pathlib.Path, phase: str) -> Checkpoints:
+def _checkpoints(command: Export, folder: pathlib.Path) -> Checkpoints:
+    phase = command.phase
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"--run-dir {folder}: not a run's folder, because it has no config.json; "
+            f"--run-dir {command.run_dir}: not a run's folder, because it has no config.json; "
             "name a folder that train.run made"
         )
     read_config(folder, "--run-dir", READABLE)
-    phases = sorted(path.name for path in (folder / "checkpoints").glob("*"))
+    place = any_path(command.run_dir) / "checkpoints"
+    phases = sorted(path.name for path in place.iterdir()) if place.exists() else []
     if phase not in phases:
         raise FileNotFoundError(
-            f"--phase {phase}: {folder} has no checkpoints of this phase; "
+            f"--phase {phase}: {command.run_dir} has no checkpoints of this phase; "
             f"it has checkpoints of: {', '.join(phases) or 'no phase'}"
         )
-    return Checkpoints(folder / "checkpoints" / phase, read_only=True)
+    return Checkpoints(place / phase, read_only=True)
 
 
 def _step(checkpoints: Checkpoints, command: Export) -> int:
@@ -267,7 +290,7 @@ def _load_adapted(
     step: int,
     meta: dict[str, Any],
     lora: LoRASettings,
-    folder: pathlib.Path,
+    folder: str,
 ) -> VisionLanguageModel:
     """Loads the base and the adapters of a checkpoint into host memory."""
     path, digest = meta["settings"]["model"]["path"], meta.get("base_fingerprint")
@@ -316,9 +339,15 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(Export, args=argv, prog=command_name("python -m train.export"))
     try:
         export(command)
-    except (CheckpointError, RunDirectoryError, ValueError, OSError) as error:
+    except (
+        CheckpointError,
+        RunDirectoryError,
+        ValueError,
+        OSError,
+        ModuleNotFoundError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     print(f"written: {command.to}")
     return 0
 

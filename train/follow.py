@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from paravt_jax.data.local_path import require_local
 from paravt_jax.data.stored_settings import holder_of
 from train.report.live import live_page
 
@@ -64,7 +65,9 @@ def follow(
 
     Raises:
         RunError: The run failed, or an interrupt stopped it.
+        ValueError: `run_dir` is an address such as gs://bucket/run.
     """
+    require_local("run_dir", run_dir)
     folder = pathlib.Path(run_dir).absolute()
     log = folder.with_name(f"{folder.name}.log")
     process = _Run(folder, log, arguments)

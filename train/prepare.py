@@ -2,7 +2,8 @@
 
 Everything is made once. An interrupted preparation continues where it stopped, and a finished one
 is only opened. The command prepares published data without training on it:
-`python -m train.prepare --config=paravt_8b --data.media FOLDER`.
+`python -m train.prepare --config=paravt_8b --data.media FOLDER`, with `--disk 200GB` within that
+much disk.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.processes import hosts
+from paravt_jax.processes.exit_codes import FAILED, exit_code
 from paravt_jax.progress import Progress
 from paravt_jax.world.videos import WorldSettings
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
@@ -462,7 +464,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return exit_code(error)
     assert run.data is not None
     sources = count_rows(summary)
     print(json.dumps(summary, indent=1))
@@ -477,7 +479,7 @@ def main(argv: list[str] | None = None) -> int:
         require_enough(sources, run.data.max_left_out, run.data.folder)
     except (UnreadableVideosError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     return 0
 
 

@@ -28,6 +28,7 @@ from models.weights.hf_config import from_hf
 from paravt_jax.data import sources
 from paravt_jax.data.atomic import appearing, write_atomically
 from paravt_jax.data.hub import data_set_size, is_hub_id
+from paravt_jax.data.local_path import require_local
 from paravt_jax.data.preparation import PLAN, find_tables, open_prepared
 from paravt_jax.data.stored_json import read_json
 from paravt_jax.data.stored_settings import require_same
@@ -122,6 +123,7 @@ def cut(run: Run) -> Run:
             f"rehearse: True with {run.name}, which has no published data and needs no rehearsal; "
             "leave --rehearse out"
         )
+    require_local("rehearse: True with run_dir", run.run_dir)
     name = run.name + _SUFFIX
     fields: dict[str, Any] = {
         "run_dir": run.run_dir or f"runs/{name}",

@@ -14,6 +14,7 @@ import errno
 import pathlib
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +25,11 @@ from models import gpu
 from models.compile_cache import use_cache
 from models.sharding import make_mesh
 from paravt_jax.command_name import command_name
+from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.stored_settings import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
+from paravt_jax.processes.exit_codes import FAILED, LOST, exit_code
 from paravt_jax.remote.judge import RemoteJudge
 from train.check.items import ready, show
 from train.cli import parse
@@ -37,7 +40,8 @@ from train.durable.clock import Clock, in_words
 from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, SilentMetrics
-from train.durable.run_directory import RunDirectory, RunDirectoryError, take_over
+from train.durable.place import Place, open_place
+from train.durable.run_directory import RunDirectoryError
 from train.durable.usage import Usage
 from train.fit import fit
 from train.learn.placement import require_even
@@ -78,7 +82,8 @@ def resolved(run: Run) -> dict[str, Any]:
     They are stored in the run's folder, and a run can only be resumed with the same settings.
     Fields that are chosen for the devices are stored as they were given, open.
     Settings that may change between two starts are left out: the path of the folder, the number of
-    processes, the steps to trace, how files are read, and how many rows may be left out.
+    processes, the steps to trace, how files are read, how much disk they take, and how many rows
+    may be left out.
     """
     settings = dataclasses.asdict(run)
     del settings["run_dir"]
@@ -89,6 +94,7 @@ def resolved(run: Run) -> dict[str, Any]:
         del settings["data"]["deadline"]
         del settings["data"]["decoder"]
         del settings["data"]["max_left_out"]
+        del settings["data"]["disk"]
     return as_json(settings, "the run's settings")
 
 
@@ -128,16 +134,17 @@ def _execute(
     fitted = fit(run, found_devices())
     run = fitted.run
     settings |= {"fitted": fitted.chosen}
-    folder = _folder(run)
+    place = _place(run)
+    folder = place.folder
     mesh = _check(run, settings)
     with contextlib.ExitStack() as stack:
         stack.enter_context(naming_remedies(run))
         judge = None
         if run.rl is not None and run.rl.rewards.judge is not None:
             judge = stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
-        history = _claim(run, folder, settings, stack)
-        use_cache(folder)
-        data = _prepare(run, folder, interrupts, questions)
+        history = _claim(run, place, settings, stack)
+        use_cache(place.programs)
+        data = _prepare(run, place, interrupts, questions)
         if run.rehearse and hosts.is_first():
             mark(run, folder)
         if run.rl is not None:
@@ -151,7 +158,7 @@ def _execute(
         context = Context(
             run=run,
             settings=settings,
-            folder=folder,
+            place=place,
             data=data,
             mesh=mesh,
             origin=origin,
@@ -188,8 +195,8 @@ def _execute(
         return report(context, rows, clock.total)
 
 
-def _folder(run: Run) -> pathlib.Path:
-    return pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
+def _place(run: Run) -> Place:
+    return open_place(run.run_dir or f"runs/{run.name}")
 
 
 def _check(run: Run, settings: dict[str, Any]) -> Mesh:
@@ -206,9 +213,9 @@ def _check(run: Run, settings: dict[str, Any]) -> Mesh:
 
 
 def _claim(
-    run: Run, folder: pathlib.Path, settings: dict[str, Any], stack: contextlib.ExitStack
+    run: Run, place: Place, settings: dict[str, Any], stack: contextlib.ExitStack
 ) -> History:
-    """Locks the run's folder until `stack` closes, and copies what `run.start` provides.
+    """Locks the run until `stack` closes, and copies what `run.start` provides.
 
     Returns:
         The manifest of what the run has finished; all of it exists.
@@ -216,17 +223,16 @@ def _claim(
     # One lock serves all processes of a run, so only the first one takes it.
     with hosts.one_after_another():
         if hosts.is_first():
-            stack.enter_context(RunDirectory(folder, settings))
-            if run.start:
-                take_over(run.start, folder, settings)
-        history = History(folder)
-    cluster.require_shared(folder)
+            place.claim(settings, run.start, stack)
+        place.pull()
+        history = History(place.folder, place.push)
+    place.require_shared()
     return history
 
 
 def _prepare(
     run: Run,
-    folder: pathlib.Path,
+    place: Place,
     interrupts: Interrupts,
     questions: Sequence[Question] | None,
 ) -> Data:
@@ -239,7 +245,9 @@ def _prepare(
             interrupts.check_alone("stopped while preparing the data; finished videos are kept")
 
     with hosts.one_after_another(alike=Stopped):
-        data = prepare(run, folder, check, questions)
+        place.pull()
+        data = prepare(run, place.folder, check, questions)
+        place.push()
     if run.data is not None:
         hosts.require_same(f"data.folder: {run.data.folder}, the prepared set", data.digest)
     return data
@@ -299,13 +307,13 @@ def main(argv: list[str] | None = None) -> int:
                     "the same table; give one of the two"
                 )
             run = begin(run)
-            return show(run, resolved(run), _folder(run), options.topology)
+            return show(run, resolved(run), _place(run).folder, options.topology)
         # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(run.hosts)
-        with Interrupts() as interrupts, cluster.ending_with_the_others():
+        with Interrupts(run.checkpoints.grace) as interrupts, cluster.ending_with_the_others():
             run = begin(run)
-            if not ready(run, resolved(run), _folder(run)):
-                return 1
+            if not ready(run, resolved(run), _place(run).folder):
+                return FAILED
             report = _execute(run, interrupts)
     except Stopped as stop:
         print(f"\n{stop}; the same command continues from there", file=sys.stderr)
@@ -320,22 +328,30 @@ def main(argv: list[str] | None = None) -> int:
         OSError,
         ModuleNotFoundError,
     ) as error:
-        print(f"error: {_in_words(error)}", file=sys.stderr)
-        return 1
+        return cluster.leave(exit_code(error), f"error: {_in_words(error, run)}")
+    except Exception as error:
+        traceback.print_exc()
+        return cluster.leave(
+            LOST,
+            f"error: unforeseen, {type(error).__name__} (above); the same command continues from "
+            "the last checkpoint",
+        )
     taken = in_words(time.monotonic() - start, report.parent / "seconds.json")
     share = goodput(report.parent).get("goodput")
     useful = "" if share is None else f", goodput {share:.0%}"
-    print(f"done in {taken}{useful}; see {report}")
+    print(f"done in {taken}{useful}; see {_place(run).in_words(str(report))}")
     return 0
 
 
-def _in_words(error: Exception) -> str:
-    """The message of an error, with what to do about a full disk."""
+def _in_words(error: Exception, run: Run) -> str:
+    """The message of an error, with paths of a bucket, and with what to do about a full disk."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return (
             f"a disk is full ({error}); make room, and the same command continues from the last "
             "checkpoint"
         )
+    if is_bucket(run.run_dir):
+        return _place(run).in_words(str(error))
     return str(error)
 
 

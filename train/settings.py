@@ -14,7 +14,7 @@ from models.family import FAMILIES, family
 from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
 from models.trained_vision import TrainVision
-from paravt_jax.data.local_path import require_local
+from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.processes.cluster import HostSettings
@@ -39,7 +39,7 @@ class ModelSettings:
     """The model to train."""
 
     path: str = ""
-    """Hugging Face id or folder of the initial weights, such as RUN/model; empty: random."""
+    """Hugging Face id, folder or address of initial weights, such as RUN/model; empty: random."""
     family: str = FAMILIES[0]
     """Family of the model, by the model_type of its config.json."""
     size: str = "tiny"
@@ -102,9 +102,9 @@ class Run:
     name: str
     """Name of the run, shown in its report."""
     run_dir: str = ""
-    """Output folder. Empty: runs/NAME."""
+    """Output folder, on a disk or as gs://BUCKET/FOLDER. Empty: runs/NAME."""
     start: str = ""
-    """Folder of a run whose data and finished cold start are reused instead of made again."""
+    """Run whose data and finished cold start are reused: a folder, or gs:// if --run-dir is."""
     cold_started: str = ""
     """Hugging Face id or folder of weights that had the cold start; RL begins with them, no SFT."""
     rehearse: bool = False
@@ -139,8 +139,13 @@ class Run:
     hosts: HostSettings = HostSettings()
 
     def __post_init__(self):
-        require_local("run_dir", self.run_dir)
-        require_local("start", self.start)
+        require_folder_or_bucket("run_dir", self.run_dir)
+        require_folder_or_bucket("start", self.start)
+        if self.start and is_bucket(self.start) != is_bucket(self.run_dir):
+            raise ValueError(
+                f"start, run_dir: {self.start!r}, {self.run_dir!r}; checkpoints are not copied "
+                "between a disk and a bucket: give two folders, or two gs:// addresses"
+            )
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; must be 0 or more")
         if self.cold_started and self.start:

@@ -18,7 +18,9 @@ import numpy as np
 
 from models.weights.tensor_file import Header, new_header, read_header
 from paravt_jax.data import foreign, hub
+from paravt_jax.data.fetched import fetch_folder
 from paravt_jax.data.foreign import ForeignFileError, shortened
+from paravt_jax.data.frames import is_address
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -34,16 +36,24 @@ Shape = tuple[int, ...]
 
 
 def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
-    """The folder of a checkpoint, downloaded into the hub's cache if `source` is a hub id.
+    """The folder of a checkpoint, downloaded into a cache if `source` is not on this machine.
 
     Args:
-        source: a folder, or a hub id such as `Qwen/Qwen3-VL-8B-Instruct`.
+        source: a folder, a hub id such as `Qwen/Qwen3-VL-8B-Instruct`, or the address of a folder
+            (gs://..., s3://...).
         weights: whether a download includes the weights.
 
     Raises:
-        FileNotFoundError: there is no such folder or id, or `source` is the directory of a run,
-            which has its model in the subfolder `model` when it is finished.
+        FileNotFoundError: there is no such folder, id or address, or `source` is the directory of a
+            run, which has its model in the subfolder `model` when it is finished.
+        ModuleNotFoundError: the address needs a package that is not installed.
+        ConnectionError: a file behind an address cannot be fetched.
     """
+    patterns = [*_COMPANIONS]
+    if weights:
+        patterns.append("*.safetensors")
+    if is_address(source):
+        return fetch_folder(os.fspath(source), patterns)
     folder = Path(source)
     if (folder / "model" / CONFIG).exists() and not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(
@@ -61,9 +71,6 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
             f"{source}: no such folder, and no hub id (owner/name); give the folder of a "
             "supported model"
         )
-    patterns = [*_COMPANIONS]
-    if weights:
-        patterns.append("*.safetensors")
     return hub.snapshot(str(source), patterns)
 
 

@@ -13,6 +13,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
+import functools
 import gzip
 import hashlib
 import io
@@ -26,7 +27,7 @@ import tarfile
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
 
@@ -49,6 +50,7 @@ _ALWAYS_ALLOWED = 2**20  # bytes
 _MOST_MEMBERS = 2_000_000
 _MOST_DEPTH = 32  # parts of a path
 _BLOCK = 2**20
+_DISK_BLOCK = 4096
 _ZIP_HEADER = 30  # bytes before the name of a file
 _TAR_BLOCK = 512
 # A tar ends with two blocks of zeros, and tar fills up its last record with more.
@@ -78,6 +80,17 @@ _NAMES = (
     errno.EINVAL,
     errno.EILSEQ,
 )
+
+
+@runtime_checkable
+class OpenedFile(Protocol):
+    """A file of bytes that can be read from any place."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+    def seek(self, offset: int, /) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class ArchiveError(ValueError):
@@ -159,10 +172,66 @@ def _number(part: str) -> int:
     return number
 
 
-def mark_of(archive: Archive, root: pathlib.Path) -> pathlib.Path:
-    """The file that exists once the archive has been unpacked to `root`."""
-    identity = hashlib.sha256(f"{archive.name}\n{archive.size}".encode()).hexdigest()[:16]
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Which files of archives are unpacked, and how much disk they may take."""
+
+    names: Set[str]
+    """Relative paths. The other files of an archive are not written."""
+    room: int | None = None
+    """Upper bound on the bytes that are written on disk; None: no limit."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Fingerprint of the names."""
+        return hashlib.sha256("\n".join(sorted(self.names)).encode()).hexdigest()[:16]
+
+
+def mark_of(
+    archive: Archive, root: pathlib.Path, selection: Selection | None = None
+) -> pathlib.Path:
+    """The file that exists once the archive, or a selection of it, has been unpacked to `root`."""
+    named = f"{archive.name}\n{archive.size}"
+    if selection is not None:
+        named += f"\n{selection.digest}"
+    identity = hashlib.sha256(named.encode()).hexdigest()[:16]
     return root / _MARKS / f"{pathlib.PurePosixPath(archive.parts[0]).name[:100]}-{identity}"
+
+
+def on_disk(size: int) -> int:
+    """Bytes that a file of this size takes on disk: file systems count in blocks of 4 KiB."""
+    return -(-size // _DISK_BLOCK) * _DISK_BLOCK
+
+
+def zip_contents(
+    archive: Archive, sizes: Mapping[str, int], open_part: Callable[[str], OpenedFile]
+) -> dict[str, int] | None:
+    """The sizes in bytes of a zip's files, from its table of contents alone; None: not a zip.
+
+    Args:
+        archive: The archive.
+        sizes: Bytes of its parts by relative path.
+        open_part: Opens a part by its relative path. The errors of reading it are not changed.
+
+    Raises:
+        ArchiveError: It has no table of contents.
+    """
+    if not _is_zip(archive):
+        return None
+    parts = [(sizes[name], functools.partial(open_part, name)) for name in archive.parts]
+    try:
+        with _Parts(parts) as raw, zipfile.ZipFile(io.BufferedReader(raw, _BLOCK)) as file:
+            return {
+                str(pathlib.PurePosixPath(member.filename)): member.file_size
+                for member in file.infolist()
+                if not member.is_dir()
+            }
+    except zipfile.BadZipFile as error:
+        raise ArchiveError(f"{archive.name}: has no table of contents ({error})") from error
+
+
+def _is_zip(archive: Archive) -> bool:
+    return archive.name.lower().endswith(".zip")
 
 
 def unpack(
@@ -170,6 +239,7 @@ def unpack(
     source: pathlib.Path,
     root: pathlib.Path,
     tell: Callable[[int, int], None] | None = None,
+    selection: Selection | None = None,
 ) -> None:
     """Unpack archives into one folder, several at a time. Skips what was unpacked before.
 
@@ -179,12 +249,13 @@ def unpack(
         root: Where to unpack them.
         tell: Called twice a second and at the end with the megabytes that are done, and all. It may
             raise an exception to stop.
+        selection: The files to unpack; None: all. Its room is for each archive.
 
     Raises:
         ArchiveError: An archive is damaged or must not be unpacked.
-        OSError: The disk is full or cannot be written.
+        OSError: The disk is full or cannot be written, or `selection` has not enough room.
     """
-    tasks = [_Unpacking(archive, source, root) for archive in archives]
+    tasks = [_Unpacking(archive, source, root, selection) for archive in archives]
     total = sum(task.archive.size for task in tasks)
     root.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -221,13 +292,21 @@ class _Unpacking:
         stop: Set it to end the thread at the next block.
     """
 
-    def __init__(self, archive: Archive, source: pathlib.Path, root: pathlib.Path):
+    def __init__(
+        self,
+        archive: Archive,
+        source: pathlib.Path,
+        root: pathlib.Path,
+        selection: Selection | None,
+    ):
         self.archive = archive
         self.done = 0
         self.stop = threading.Event()
         self._source = source
         self._root = root
-        self._mark = mark_of(archive, root)
+        self._selection = selection
+        self._mark = mark_of(archive, root, selection)
+        self._on_disk = 0
         self._room = _MOST_GROWTH * archive.size + _ALWAYS_ALLOWED
         self._members = 0
         self._files = 0
@@ -242,9 +321,11 @@ class _Unpacking:
                         f"{self._source / part}: a link to {target}, outside the folder; copy the "
                         "archive there"
                     )
-            with self._named_errors(), _Parts(self._source, self.archive.parts) as parts:
+            paths = [self._source / part for part in self.archive.parts]
+            files = [(path.stat().st_size, functools.partial(path.open, "rb")) for path in paths]
+            with self._named_errors(), _Parts(files) as parts:
                 stream = io.BufferedReader(parts, _BLOCK)
-                if self.archive.name.lower().endswith(".zip"):
+                if _is_zip(self.archive):
                     self._unpack_zip(stream)
                 else:
                     self._unpack_tar(stream)
@@ -288,9 +369,11 @@ class _Unpacking:
                     )
                 if stat.S_ISLNK(member.external_attr >> 16):
                     raise ArchiveError(f"{member.filename} is a link, which could lead anywhere")
+            self._files = len(members)
             for member in members:
-                with file.open(member) as packed:
-                    self._write(member.filename, member.file_size, packed)
+                if self._is_selected(member.filename):
+                    with file.open(member) as packed:
+                        self._write(member.filename, member.file_size, packed)
                 self.done = member.header_offset + member.compress_size
 
     def _unpack_tar(self, stream: io.BufferedIOBase) -> None:
@@ -303,9 +386,11 @@ class _Unpacking:
             for member in file:
                 self._reserve(member.size if member.isfile() else 0)
                 if member.isfile():
+                    self._files += 1
                     packed = file.extractfile(member)
                     assert packed is not None
-                    self._write(member.name, member.size, packed)
+                    if self._is_selected(member.name):
+                        self._write(member.name, member.size, packed)
                 elif not member.isdir():
                     raise ArchiveError(f"{member.name} is a link or a device, not a file")
                 self.done = stream.tell()
@@ -333,13 +418,27 @@ class _Unpacking:
                 "yourself if it is right"
             )
 
+    def _is_selected(self, name: str) -> bool:
+        selection = self._selection
+        return selection is None or str(pathlib.PurePosixPath(name)) in selection.names
+
+    def _require_room(self, size: int) -> None:
+        """Raise OSError if another file of this size does not fit into the selection's room."""
+        room = None if self._selection is None else self._selection.room
+        self._on_disk += on_disk(size)
+        if room is not None and self._on_disk > room:
+            raise OSError(
+                f"{self._source / self.archive.name}: what rows name of it takes more than the "
+                f"{room / 1e6:,.0f} MB that are left of --disk; give more"
+            )
+
     def _write(self, name: str, size: int, packed: _Readable) -> None:
         """Write one file under a temporary name first, or compare it if it exists."""
         target = inside(self._root, name)
-        self._files += 1
         if target.exists():
             self._require_same(target, size, packed)
             return
+        self._require_room(size)
         target.parent.mkdir(parents=True, exist_ok=True)
         # Short, and different for every archive: two may hold a file of the same name.
         unfinished = target.with_name(f".{self._mark.name[-16:]}.partial")
@@ -390,11 +489,12 @@ def _require_apart(members: Sequence[zipfile.ZipInfo]) -> None:
 class _Parts(io.RawIOBase):
     """The parts of an archive as one file."""
 
-    def __init__(self, source: pathlib.Path, names: Sequence[str]):
-        self._paths = [source / name for name in names]
-        self._sizes = [path.stat().st_size for path in self._paths]
+    def __init__(self, parts: Sequence[tuple[int, Callable[[], OpenedFile]]]):
+        """Takes the size in bytes of each part, and a function that opens it."""
+        self._sizes = [size for size, _ in parts]
+        self._openers = [opener for _, opener in parts]
         self._at = 0
-        self._open: tuple[int, io.BufferedReader] | None = None
+        self._open: tuple[int, OpenedFile] | None = None
 
     def readable(self) -> bool:
         return True
@@ -431,11 +531,11 @@ class _Parts(io.RawIOBase):
             self._open = None
         super().close()
 
-    def _part(self, number: int) -> io.BufferedReader:
+    def _part(self, number: int) -> OpenedFile:
         if self._open is None or self._open[0] != number:
             if self._open is not None:
                 self._open[1].close()
-            self._open = (number, self._paths[number].open("rb"))
+            self._open = (number, self._openers[number]())
         return self._open[1]
 
 

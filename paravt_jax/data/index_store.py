@@ -16,6 +16,7 @@ import tempfile
 import threading
 
 from paravt_jax.data.media_files import permanent_name
+from paravt_jax.data.user_folder import user_folder
 from paravt_jax.data.video_index import VideoIndex
 
 # Part of every digest. Change it whenever an index has other contents for the same file.
@@ -71,8 +72,7 @@ def folder() -> pathlib.Path:
     named = os.environ.get("PARAVT_VIDEO_INDEXES")
     if named:
         return pathlib.Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return pathlib.Path(cache) / "paravt-jax" / "video-indexes"
+    return user_folder() / "video-indexes"
 
 
 def find(path: str | os.PathLike, identity: str) -> VideoIndex | None:

@@ -21,5 +21,5 @@ def require_local(field: str, path: str | os.PathLike[str] | None) -> None:
     if _ADDRESS.match(text):
         raise ValueError(
             f"{field}: {text} is an address, but this has to be a local path; give a local folder "
-            "or a mounted one (gcsfuse mounts a bucket), and copy to the bucket afterwards"
+            "or a mounted one, and copy to the bucket afterwards"
         )

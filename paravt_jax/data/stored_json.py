@@ -30,15 +30,20 @@ def read_json(file: pathlib.Path, kind: Any, remedy: str) -> Any:
         OSError: The file cannot be read.
         DamagedFileError: It holds something else.
     """
+    return parse_json(file.read_bytes(), str(file), kind, remedy)
+
+
+def parse_json(content: bytes, name: str, kind: Any, remedy: str) -> Any:
+    """Parse JSON that a run wrote; `name` is that of its file. See `read_json`."""
     try:
-        content = json.loads(file.read_bytes())
+        value = json.loads(content)
     # ValueError: not JSON or not UTF-8. RecursionError: nested too deeply.
     except (ValueError, RecursionError) as error:
-        raise DamagedFileError(f"{file}: damaged: not JSON ({error}); {remedy}") from error
-    wrong = mismatch(content, kind)
+        raise DamagedFileError(f"{name}: damaged: not JSON ({error}); {remedy}") from error
+    wrong = mismatch(value, kind)
     if wrong:
-        raise DamagedFileError(f"{file}: damaged: {wrong}; {remedy}")
-    return content
+        raise DamagedFileError(f"{name}: damaged: {wrong}; {remedy}")
+    return value
 
 
 def mismatch(value: Any, kind: Any, where: str = "") -> str:

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
-import faulthandler
+import functools
 import importlib.util
 import os
 import pathlib
+import re
 import signal
-import subprocess
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from paravt_jax.processes import hosts
+from paravt_jax.processes.exit_codes import LOST, TEMPORARY
 
 _GOOGLE = "0x1ae0"  # PCI vendor of TPU chips
-LOST = 70
-"""Exit code of a process that lost contact with the others. Restart all of them to resume."""
 REMEDY = "start the same command on every host; see --hosts.coordinator"
 """What to do if not all processes join."""
 _SAY = 5.0  # seconds until a process says that it waits for the others
 _PATIENCE = 300.0  # seconds; hosts of a slice may start minutes apart
 _MARGIN = 60.0  # seconds after which JAX ends a process that this module did not end
+_SHUTDOWN = 3600  # seconds
+_OWN_END = 5.0  # seconds in which a process may end by an error of its own
 _STDERR = 2  # the file descriptor
 
 
@@ -72,8 +77,12 @@ def connect(
 ) -> None:
     """Connects to the other processes and returns when all of them have joined.
 
-    Says on stderr if it has to wait. If they do not all join, it ends this process with code 1.
-    Call it before anything touches a device: jax fixes its list of devices at first use.
+    Says on stderr if it has to wait. If they do not all join, it ends this process with the code
+    `TEMPORARY`. Call it before anything touches a device: jax fixes its list of devices at first
+    use.
+
+    Once they have joined, a process that loses contact with another one ends with the code `LOST`
+    and one line.
 
     Args:
         settings: How to find the others.
@@ -92,16 +101,22 @@ def connect(
     count = settings.count if by_address else None
     index = settings.index if by_address else None
     wait = f"waiting up to {patience:.0f} s for the other processes; {REMEDY}"
-    late = late or f"error: hosts: not all processes joined within {patience:.0f} s; {REMEDY}"
+    too_late = late or f"error: hosts: not all processes joined within {patience:.0f} s; {REMEDY}"
     try:
-        with _printing(_SAY, wait, _STDERR), _ending(patience, late, file), _interruptible():
+        with (
+            _after(_SAY, lambda: _write(wait, _STDERR)),
+            _after(patience, lambda: end(TEMPORARY, too_late, file)),
+            _interruptible(),
+            _telling_losses(),
+        ):
             jax.distributed.initialize(
                 address,
                 count,
                 index,
                 initialization_timeout=int(patience + _MARGIN),
                 heartbeat_timeout_seconds=settings.heartbeat,
-                shutdown_timeout_seconds=settings.heartbeat,
+                # A process that is done waits for the others, which may still write files.
+                shutdown_timeout_seconds=_SHUTDOWN,
             )
     except ValueError as error:
         if by_address:
@@ -110,41 +125,111 @@ def connect(
             f"hosts.coordinator: empty, and the other hosts cannot be found ({error}); give "
             "address:port, hosts.count and hosts.index, or none for a single process"
         ) from error
-
-
-# Prints its second argument after a delay, unless standard input closes first.
-_PRINT_LATE = """
-import select, sys
-if not select.select([0], [], [], float(sys.argv[1]))[0]:
-    print(sys.argv[2])
-"""
+    except RuntimeError as error:
+        # For example, one of them was started again while the others still ran.
+        failed = f"error: hosts: joining failed ({_shortened(error)}); {REMEDY}"
+        end(TEMPORARY, late or failed, file)
 
 
 @contextlib.contextmanager
-def _printing(seconds: float, text: str, file: int) -> Iterator[None]:
-    """Prints `text` if the block takes longer.
-
-    JAX waits for the other processes without a chance for other threads of Python, so a child
-    prints it.
-    """
-    command = [sys.executable, "-c", _PRINT_LATE, str(seconds), text]
-    # In a session of its own, the child gets no Ctrl-C, for which it would print a traceback.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, start_new_session=True):
+def _after(seconds: float, act: Callable[[], None]) -> Iterator[None]:
+    """Calls `act` in another thread if the block takes longer."""
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    try:
         yield
+    finally:
+        timer.cancel()
+
+
+def _write(text: str, file: int) -> None:
+    # os.write, because another thread may be in the middle of a print and hold its lock.
+    os.write(file, f"{text}\n".encode())
+
+
+_ending = threading.Lock()
+
+
+def end(code: int, text: str, file: int = _STDERR) -> NoReturn:
+    """Prints a text and ends this process at once, from any thread.
+
+    `finally` blocks and exit handlers do not run: some of them wait for other processes.
+    """
+    # Never released. If several threads end the process, the first one prints.
+    _ending.acquire()
+    try:
+        _write(text, file)
+    finally:
+        # Also if nobody reads stderr any more.
+        os._exit(code)
+
+
+def leave(code: int, text: str) -> int:
+    """Prints a text on stderr and ends a program: returns `code`, or exits with it at once.
+
+    It exits at once if there are other processes: those may be waiting for this one, which would
+    wait for them in jax's exit handler.
+    """
+    if hosts.process_count() > 1:
+        sys.stdout.flush()
+        end(code, text)
+    print(text, file=sys.stderr)
+    return code
+
+
+def _lose(status: object = None) -> None:
+    """Called in a thread of jax's when its heartbeats fail; ends the process."""
+    # If all processes fail alike, the first one to end must not hide the errors of the others.
+    time.sleep(_OWN_END)
+    end(
+        LOST,
+        "error: another process of this run ended or cannot be reached (its heartbeat is missing); "
+        "start all of them again",
+    )
 
 
 @contextlib.contextmanager
-def _ending(seconds: float, text: str, file: int) -> Iterator[None]:
-    """Prints `text` and ends this process with code 1 if the block takes longer.
+def _telling_losses() -> Iterator[None]:
+    """Inside the block, the client that jax creates ends the process by `_lose`.
 
-    JAX would abort. Threads of Python do not run meanwhile; that of faulthandler is none.
+    By default it aborts with a C++ stack. jax.distributed does not pass its callback on.
     """
-    with open(os.devnull, "w") as nowhere, _printing(seconds, text, file):
-        faulthandler.dump_traceback_later(seconds + 1, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    create = _jax.get_distributed_runtime_client
+    _jax.get_distributed_runtime_client = functools.partial(create, missed_heartbeat_callback=_lose)
+    try:
+        yield
+    finally:
+        _jax.get_distributed_runtime_client = create
+    # On systems without this library, jaxlib aborts as by default.
+    with contextlib.suppress(OSError):
+        _catch_bad_casts(ctypes.CDLL("libstdc++.so.6"))
+
+
+_Handler = ctypes.CFUNCTYPE(None)
+_handlers: list[Any] = []  # C++ keeps only their addresses
+
+
+def _catch_bad_casts(library: ctypes.CDLL) -> None:
+    """Makes C++ call `_lose` where jaxlib 0.10 fails to.
+
+    It cannot convert the argument of the callback. It throws std::bad_cast in a thread that catches
+    nothing, and C++ calls its terminate handler.
+    """
+    current_type = library.__cxa_current_exception_type
+    current_type.restype = ctypes.POINTER(ctypes.c_char_p)
+    set_handler = library._ZSt13set_terminatePFvvE
+    set_handler.restype = _Handler
+
+    def terminate() -> None:
+        kind = current_type()
+        # A std::type_info is a table of methods and then the type's name.
+        if kind and kind[1] == b"St8bad_cast":
+            _lose()
+        earlier()
+
+    _handlers.append(_Handler(terminate))
+    earlier = set_handler(_handlers[-1])
 
 
 @contextlib.contextmanager
@@ -232,30 +317,25 @@ def require_shared(folder: pathlib.Path, field: str = "run_dir") -> None:
 # Errors that this process caused itself, such as running out of memory. It reports them as they
 # are; the other processes notice the broken connection.
 _LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+# How messages of XLA begin: jax raises some of its errors as ValueError.
+_XLA_ERROR = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 
 
 @contextlib.contextmanager
 def ending_with_the_others() -> Iterator[None]:
-    """Exits with code `LOST` and one line if a program fails because another process is gone.
-
-    If no connection breaks, jax's own heartbeat ends the process with SIGABRT and a message, after
-    `HostSettings.heartbeat` seconds.
-    """
+    """Exits with code `LOST` and one line if a program fails because another process is gone."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        local = any(word in str(error) for word in _LOCAL_ERRORS)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        text = str(error)
+        local = any(word in text for word in _LOCAL_ERRORS) or not _XLA_ERROR.match(text)
         if hosts.process_count() == 1 or local:
             raise
-        print(
+        end(
+            LOST,
             "error: another process of this run ended or cannot be reached "
             f"({_shortened(error)}); start all of them again",
-            file=sys.stderr,
         )
-        sys.stderr.flush()
-        # Skip `finally` blocks and atexit handlers: some of them wait for the other processes and
-        # would never return.
-        os._exit(LOST)
 
 
 def _shortened(error: Exception) -> str:

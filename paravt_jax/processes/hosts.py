@@ -17,12 +17,20 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from paravt_jax import wire
+from paravt_jax.processes.exit_codes import FAILED, exit_code
 
 T = TypeVar("T")
 
 
 class HostsError(RuntimeError):
-    """Another process of the run failed."""
+    """Another process of the run failed. This one ends with the same exit code."""
+
+    def __init__(self, message: str, code: int = FAILED):
+        super().__init__(message, code)
+        self.exit_code = code
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 _SMALLEST_MESSAGE = 1 << 20  # bytes
@@ -168,16 +176,20 @@ def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None
             gather(error if raised_alike else _described(error))
 
 
-def _described(error: BaseException | None) -> str | None:
-    """An exception as text, because not every exception can be sent as it is."""
+# An exception as text and exit code, because not every exception can be sent as it is.
+_Failure = tuple[str, int]
+
+
+def _described(error: BaseException | None) -> _Failure | None:
     if error is None:
         return None
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}", exit_code(error)
 
 
-def _raise_failure(failure: str | None, index: int = 0) -> None:
+def _raise_failure(failure: _Failure | None, index: int = 0) -> None:
     if failure is not None:
-        raise HostsError(f"process {index} failed first: {failure}")
+        text, code = failure
+        raise HostsError(f"process {index} failed first: {text}", code)
 
 
 def share_of(count: int) -> slice:

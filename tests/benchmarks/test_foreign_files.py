@@ -66,6 +66,7 @@ def test_strace_finds_an_opened_private_file_and_a_connection(tmp_path):
     assert len(calls) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("strace"), reason="needs strace, which is not installed")
 def test_no_reader_reads_a_private_file_or_connects_elsewhere(tmp_path, capfd):
     arguments = ["--folder", str(tmp_path), "--strace", "--cases", "40"]

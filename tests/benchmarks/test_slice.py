@@ -27,6 +27,7 @@ def printed() -> dict[str, Any]:
     return json.loads(output.getvalue())
 
 
+@pytest.mark.slow
 def test_every_program_of_a_recipe_runs(printed):
     assert tuple(printed["programs"]) == program_names(small())
     assert printed["left_out"] == []
@@ -36,6 +37,7 @@ def test_every_program_of_a_recipe_runs(printed):
         assert row["bytes"]["planned"] > 0, name
 
 
+@pytest.mark.slow
 def test_what_is_not_known_of_a_cpu_is_null(printed):
     assert printed["slice"] is None
     for row in printed["programs"].values():

@@ -96,6 +96,7 @@ def test_a_row_with_full_pages_is_not_written():
     assert (np.asarray(after.pages) != pages).sum() == 2 * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernels_reference_gives_what_xla_gives(monkeypatch, dtype):
     """Runs JAX's reference implementation in the kernel's place, after the kernel's own checks."""

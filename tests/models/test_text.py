@@ -22,6 +22,7 @@ def text() -> TextDecoder:
     return nnx.merge(graph, noise)
 
 
+@pytest.mark.slow
 def test_decoding_with_unstacked_layers_equals_a_whole_pass(text):
     rng = np.random.default_rng(1)
     prompts = rng.integers(0, 97, (2, 5))

@@ -14,7 +14,7 @@ PATHS = ("", None, "runs/a", "/mnt/gs/run", "a:b/c", "C:/runs", "runs/gs://x", p
 
 @pytest.mark.parametrize("path", ADDRESSES)
 def test_an_address_is_refused_with_field_value_and_remedy(path):
-    with pytest.raises(ValueError, match=rf"run_dir: {path} .*gcsfuse"):
+    with pytest.raises(ValueError, match=rf"run_dir: {path} .*a mounted one"):
         require_local("run_dir", path)
 
 

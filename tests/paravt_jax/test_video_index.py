@@ -205,6 +205,7 @@ def every_clip(assets: pathlib.Path) -> list[pathlib.Path]:
     return sorted(f for f in files if f.suffix in suffixes and f.name not in broken)
 
 
+@pytest.mark.slow
 def test_random_requests_of_every_clip_are_right(assets):
     for path in every_clip(assets):
         assert_random_requests_are_right(path, requests=2)

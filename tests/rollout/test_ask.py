@@ -205,6 +205,7 @@ def test_after_an_interrupt_the_same_question_has_the_same_answer(
         np.testing.assert_array_equal(ask().trajectory.ids, wanted.trajectory.ids)
 
 
+@pytest.mark.slow
 def test_the_last_two_engines_are_kept(small_model, small_vocabulary, engines, small_world):
     # Four visual tokens per frame: 1, 30 and 60 frames need engines of different sizes.
     frames = FrameSettings(min_pixels=4096, batch=8)

@@ -47,6 +47,7 @@ def test_four_crops_of_a_second_take_a_second_and_delay_nobody_else(setting):
     assert pause <= 0.25
 
 
+@pytest.mark.slow
 def test_counted_admission_repeats_bit_for_bit_however_long_files_take(setting):
     def played(seed: int | None) -> list[Trajectory]:
         delays = random.Random(seed)
@@ -63,6 +64,7 @@ def test_counted_admission_repeats_bit_for_bit_however_long_files_take(setting):
                 np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
+@pytest.mark.slow
 def test_admission_on_arrival_gives_the_same_tokens(setting):
     counted = setting.features(admission="counted")
     expected = trajectories(setting.play(counted, setting.questions, temperature=1.0)[0])

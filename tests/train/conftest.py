@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import sys
+from collections.abc import Iterator
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from benchmarks.bucket_server import BucketServer
 
 FILE = pathlib.Path(__file__).with_name("small.py")
 
@@ -31,3 +36,20 @@ def small() -> ModuleType:
 def road(small, tmp_path_factory):
     """A `small.Road` in a folder of its own."""
     return small.build_road(tmp_path_factory.mktemp("road"))
+
+
+@pytest.fixture(scope="session")
+def store() -> Iterator[BucketServer]:
+    """A server of gs://bucket, to which Google's clients in this process and its children talk.
+
+    Tests use folders of their own.
+    """
+    # Tests that need no bucket run without its packages.
+    from benchmarks.bucket_server import BucketServer
+
+    server = BucketServer()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.variables.items():
+            patch.setenv(name, value)
+        yield server
+    server.close()

@@ -76,6 +76,7 @@ def run(
     return phase.told
 
 
+@pytest.mark.slow
 def test_frames_are_named_and_only_tower_and_embedding_change(road):
     model = fresh(road)
     before = weights_of(model)

@@ -21,7 +21,7 @@ from flax import nnx
 
 from paravt_jax.data.file_sums import SUMS, find_damage
 from paravt_jax.processes import hosts
-from train.durable import checkpoint
+from train.durable import checkpoint_files
 from train.durable.checkpoint import CheckpointError, Checkpoints
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -187,7 +187,7 @@ from models.model import abstract_model
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.data.file_sums import SUMS, find_damage
 from paravt_jax.processes import hosts
-from train.durable import checkpoint
+from train.durable import checkpoint_files
 from train.durable.checkpoint import Checkpoints
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.step import init_state
@@ -396,7 +396,7 @@ def test_processes_share_the_reading_and_agree(tmp_path, monkeypatch):
         read.append(list(names))
         return find_damage(folder, sums, names)
 
-    monkeypatch.setattr(checkpoint, "find_damage", find)
+    monkeypatch.setattr(checkpoint_files, "find_damage", find)
     monkeypatch.setattr(hosts, "process_count", lambda: 2)
     found = []
     for index in range(2):
@@ -511,7 +511,7 @@ SAVER = """
 import sys, jax.numpy as jnp
 from paravt_jax.data.file_sums import SUMS, find_damage
 from paravt_jax.processes import hosts
-from train.durable import checkpoint
+from train.durable import checkpoint_files
 from train.durable.checkpoint import Checkpoints
 checkpoints = Checkpoints(sys.argv[1])
 step = checkpoints.latest() or 0

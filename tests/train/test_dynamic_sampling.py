@@ -157,6 +157,7 @@ def test_a_step_that_is_killed_between_rounds_gives_the_same_rollouts(
     assert tokens_of(found.batch) == tokens_of(wanted.batch)
 
 
+@pytest.mark.slow
 def test_a_step_learns_from_the_groups_that_replace_others(road, small, upcoming):
     settings = dataclasses.replace(settings_of(road, 2), steps=2)
     run = dataclasses.replace(road.run, rl=settings)

@@ -98,6 +98,7 @@ def counts_in(folder: pathlib.Path) -> dict[str, dict[str, int]]:
     }
 
 
+@pytest.mark.slow
 def test_without_the_judge_answers_are_scored_by_f1_and_counted(evaluated, tmp_path):
     f1 = evaluated(tmp_path / "f1", RewardSettings(format_cap=False))
     assert "judge" not in f1 and all(

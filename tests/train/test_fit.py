@@ -63,6 +63,7 @@ def test_axes_that_do_not_divide_the_devices_are_refused():
         choose_mesh((1, 0, 3), 16, 56, hosts=1, most_tensor=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("_8b")])
 def test_a_rehearsal_has_the_mesh_of_its_run_on_every_slice(name):
     run = RECIPES[name]()

@@ -14,7 +14,7 @@ from train.durable.checkpoint import Checkpoints
 from train.durable.history import HISTORY, History
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter, read_metrics
-from train.durable.phase import Phase
+from train.durable.phase import Phase, Saves
 from train.durable.run_directory import RunDirectoryError
 
 
@@ -28,12 +28,12 @@ def train(folder: pathlib.Path, name: str, steps: int) -> int:
     phase = Phase(
         name=name,
         steps=steps,
-        save_every=2,
-        checkpoints=Checkpoints(folder / "checkpoints" / name, asynchronous=True),
+        saves=Saves(
+            Checkpoints(folder / "checkpoints" / name, asynchronous=True), every=2, meta={}
+        ),
         metrics=MetricsWriter(folder, tensorboard=False),
         interrupts=Interrupts(),
         history=history,
-        meta={},
     )
     with phase:
         phase.resume({"n": jnp.zeros(())})

@@ -84,6 +84,7 @@ def test_a_cold_start_trains_adapters_and_nothing_else(adapted):
     assert equal(adapted.frozen, before[1])
 
 
+@pytest.mark.slow
 def test_dropout_repeats_with_the_seed_and_differs_between_steps_and_parts(adapted):
     plain, _ = cold_start(adapted)
     first, _ = cold_start(adapted, dropout=0.3)
@@ -125,6 +126,7 @@ def test_a_step_of_rl_updates_the_adapters(adapted, small):
     assert metrics["weights/fingerprint"] == wanted
 
 
+@pytest.mark.slow
 def test_fresh_adapters_get_the_reward_and_the_kl_of_the_base(adapted, road, small):
     """Their output is the base's, so everything that does not depend on gradients is equal."""
     figures = []
@@ -164,6 +166,7 @@ def test_a_base_in_bfloat16_is_shared_and_the_adapters_are_cast(adapted):
     assert {x.dtype for x in jax.tree.leaves(weights)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow
 def test_a_base_in_int8_is_shared_and_sampled_from(adapted, small):
     """Its matrices stay in int8 on their way to the sampler, which computes what training does."""
     lora = dataclasses.replace(LORA, int8_base=True)
@@ -182,6 +185,7 @@ def test_a_base_in_int8_is_shared_and_sampled_from(adapted, small):
     assert metrics["logprob_gap"] < 1e-3
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted, small):
     """Before the first update nothing has moved, so the KL term is 0. Only updates drop inputs:
     neither the sampler's log-probs nor those of the reference change."""

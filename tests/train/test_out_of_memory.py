@@ -13,6 +13,7 @@ import pytest
 
 import train.run
 from configs.paravt_2b_lora import paravt_2b_lora
+from paravt_jax.processes.exit_codes import TEMPORARY
 from train.cli import parse
 from train.durable.run_directory import MAY_CHANGE
 from train.fit import fit
@@ -83,5 +84,5 @@ def test_a_full_disk_is_one_line_with_what_to_do(monkeypatch, capsys, tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(train.run, "_execute", fill)
-    assert train.run.main(["--config=paravt_tiny", "--run-dir", str(tmp_path / "run")]) == 1
+    assert train.run.main(["--config=paravt_tiny", "--run-dir", str(tmp_path / "run")]) == TEMPORARY
     assert re.search(r"error: a disk is full .*make room, .*continues", capsys.readouterr().err)

@@ -420,6 +420,7 @@ def assert_same(found: tuple[dict[str, float], Any], wanted: tuple[dict[str, flo
 # --- properties ---
 
 
+@pytest.mark.slow
 @settings(max_examples=25, phases=PHASES)
 @given(mains=MAINS, agents=AGENTS, sizes=st.sampled_from(sorted(SIZES)))
 def test_packed_rows_give_the_gradients_of_trajectories_alone(layouts, mains, agents, sizes):

@@ -15,16 +15,18 @@ from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, read_metrics
-from train.durable.phase import Phase
+from train.durable.phase import Phase, Saves
 from train.durable.time_left import Part
 
 
 class Run:
     """A phase of 7 steps that adds one to a number; a new object stands for a new process."""
 
-    def __init__(self, folder: pathlib.Path, identity: dict[str, Any] | None = None):
+    def __init__(
+        self, folder: pathlib.Path, identity: dict[str, Any] | None = None, restart_every: int = 0
+    ):
         self.folder = folder
-        self.interrupts = Interrupts()
+        self.interrupts = Interrupts(grace=30)
         self.refuse = False
         self.report: Callable[[], None] = lambda: None
         self.kept = Checkpoints(folder / "rl", asynchronous=True, identity=identity)
@@ -32,23 +34,33 @@ class Run:
         self.phase = Phase(
             name="rl",
             steps=7,
-            save_every=3,
-            checkpoints=self.kept,
+            saves=Saves(
+                self.kept,
+                every=3,
+                meta={"config": 1},
+                restart_every=restart_every,
+                best="accuracy",
+                before=self.check,
+                after=lambda: self.report(),
+            ),
             metrics=self.metrics,
             interrupts=self.interrupts,
             history=History(folder),
-            meta={"config": 1},
-            before_save=self.check,
-            after_save=lambda: self.report(),
             later=lambda: [Part("after", 60.0)],
-            best="accuracy",
         )
 
     def check(self) -> None:
         if self.refuse:
             raise OSError("too many videos cannot be read")
 
-    def steps(self, accuracy=lambda step: 0.5, loss=lambda step: 1.0, stop: int = 0) -> list[int]:
+    def pretend_slow_saves(self) -> None:
+        # A save that still runs would set the seconds when it is complete.
+        self.kept.wait()
+        self.kept.seconds = 100.0
+
+    def steps(
+        self, accuracy=lambda step: 0.5, loss=lambda step: 1.0, stop: int = 0, number=signal.SIGTERM
+    ) -> list[int]:
         done = []
         with self.phase as phase, self.interrupts:
             state, cursor = phase.resume({"n": jnp.zeros(())})
@@ -56,7 +68,7 @@ class Run:
             assert state["n"] == phase.finished_steps
             for step in phase.left:
                 if step == stop:
-                    signal.raise_signal(signal.SIGTERM)
+                    signal.raise_signal(number)
                 state = {"n": state["n"] + 1}
                 done.append(step)
                 figures = {"loss": loss(step), "accuracy": accuracy(step)}
@@ -69,7 +81,7 @@ class Run:
 
 def test_it_is_saved_regularly_and_at_its_end(tmp_path):
     run = Run(tmp_path)
-    assert [step for step in range(1, 8) if run.phase.saves(step)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if run.phase.has_checkpoint(step)] == [3, 6, 7]
     assert run.steps() == [1, 2, 3, 4, 5, 6, 7] == run.written()
     kept = Checkpoints(tmp_path / "rl")
     assert kept.steps() == [6, 7]
@@ -87,6 +99,50 @@ def test_a_stop_saves_the_current_step_and_no_step_is_repeated(tmp_path):
     assert again.written() == [1, 2, 3, 4]
     assert again.steps() == [5, 6, 7]
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
+
+
+def test_sigterm_does_not_save_what_takes_longer_than_the_grace(tmp_path):
+    run = Run(tmp_path)
+    run.report = run.pretend_slow_saves
+    message = (
+        "^stopped after PARA-GRPO 5/7, which is not saved: a save takes about 100 s, and "
+        r"(29|30) s are left; the last checkpoint is PARA-GRPO 3/7$"
+    )
+    with pytest.raises(Stopped, match=message) as stop:
+        run.steps(stop=5)
+    assert stop.value.code == 143
+    again = Run(tmp_path)
+    assert again.kept.latest() == 3
+    assert again.steps() == [4, 5, 6, 7]
+
+
+def test_ctrl_c_saves_however_long_that_takes(tmp_path):
+    run = Run(tmp_path)
+    run.report = run.pretend_slow_saves
+    with pytest.raises(Stopped, match="after PARA-GRPO 5/7, which is saved"):
+        run.steps(stop=5, number=signal.SIGINT)
+    assert Run(tmp_path).kept.latest() == 5
+
+
+def test_a_save_is_timed(tmp_path):
+    run = Run(tmp_path)
+    assert run.kept.seconds is None
+    run.steps()
+    assert run.kept.seconds is not None and 0 < run.kept.seconds < 60
+
+
+def test_checkpoints_that_serve_a_restart_have_no_report_and_no_score(tmp_path):
+    run = Run(tmp_path, restart_every=1)
+    reports = []
+    run.report = lambda: reports.append(run.metrics)
+    with pytest.raises(OSError):
+        # The checks before the save of step 5 fail, so 4 is the newest checkpoint.
+        run.steps(accuracy=lambda step: run.__setattr__("refuse", step == 5) or 0.5)
+    assert len(reports) == 1, "after step 3"
+    again = Run(tmp_path, restart_every=1)
+    assert again.kept.latest() == 4
+    assert again.kept.best() == 3
+    assert again.steps() == [5, 6, 7]
 
 
 def test_a_stop_before_the_first_step_does_nothing(tmp_path):

@@ -514,6 +514,7 @@ def test_a_part_of_the_programs_has_no_step_time(command):
     assert "| step" not in printed.out
 
 
+@pytest.mark.slow
 def test_programs_of_a_host_are_compiled_once_per_generation(command):
     # Slices differ in the engine that is chosen for them, unless it is set by hand.
     engine = ("--engine.slots=16", "--engine.cache-tokens=64000")

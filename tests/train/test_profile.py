@@ -67,6 +67,7 @@ def events(file: pathlib.Path) -> list[Any]:
     return [event for plane in profile.planes for line in plane.lines for event in line.events]
 
 
+@pytest.mark.slow
 def test_a_trace_names_every_part_and_program_and_is_made_once(small, tmp_path):
     folder = tmp_path / "run"
     command = ["--config=small", "--run-dir", str(folder), "--profile", "1-3"]

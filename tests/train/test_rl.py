@@ -219,6 +219,7 @@ def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start)
     assert np.isfinite(list(metrics.values())).all() and "routing_gap" not in metrics
 
 
+@pytest.mark.slow
 def test_other_experts_of_the_sampler_are_counted(road, small):
     """The first step samples with another router than it updates, the second with the new one."""
     run = dataclasses.replace(road.run, model=ModelSettings(family="qwen3_vl_moe"))
@@ -604,6 +605,7 @@ def test_a_step_without_calls_trains_no_subagents(road, small, both, start):
     assert np.isfinite(list(metrics.values())).all() and metrics["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_subagents_change_the_update(road, small, both, start):
     """Their tokens enter the batch's mean over tokens, so the update differs."""
     state, metrics = both.step(
@@ -643,6 +645,7 @@ def test_micro_batches_change_nothing(road, small, both, start):
         assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-5) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, 2])
 def test_every_size_is_compiled_before_the_first_step(road, small, start, updates):
     """Steps that need other sizes later compile nothing; later updates have their own programs."""

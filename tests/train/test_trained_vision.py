@@ -157,6 +157,7 @@ def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
     require_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_what_the_sampler_sees_is_what_the_update_scores(thawed, learner, start):
     """Also after the first step, under weights that have changed."""
     engine, environment = thawed.engine, thawed.environment
@@ -276,6 +277,7 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
 # --- programs that are compiled before the first step ---
 
 
+@pytest.mark.slow
 def test_steps_of_rl_use_programs_that_were_compiled_ahead(thawed, small, start):
     learner = learner_of(thawed)
     features = fresh_features(thawed, thawed.environment.features.trained)
@@ -300,6 +302,7 @@ def test_steps_of_rl_use_programs_that_were_compiled_ahead(thawed, small, start)
     assert not {"jit(encode_frames)", "jit(vision_vectors)", *of_learner} & set(names), names
 
 
+@pytest.mark.slow
 def test_steps_of_the_cold_start_use_programs_that_were_compiled_ahead(thawed):
     features = fresh_features(thawed, thawed.environment.features.trained)
     protocol = thawed.environment.protocol

@@ -59,6 +59,7 @@ def unclipped(road, small):
     return one_step(road, small, learner_of(road, clip=0.99, upper_clip=99.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "figure"),
     [
@@ -77,6 +78,7 @@ def test_each_clip_acts_in_the_second_update(road, small, unclipped, changes, fi
     assert differ(state.weights, free.weights)
 
 
+@pytest.mark.slow
 def test_the_ratio_of_a_sequence_acts_in_the_second_update(road, small, unclipped):
     """Means over rollouts are closer to 1 than the ratios of single tokens."""
     bounds: dict[str, Any] = {"clip": 0.99, "upper_clip": 99.0, "ratio": "sequence"}
@@ -187,6 +189,7 @@ def test_a_run_stopped_between_steps_ends_bit_for_bit_like_an_uninterrupted_one(
     assert models[0] == models[1]
 
 
+@pytest.mark.slow
 def test_steps_versions_and_the_schedule_count_updates_right(road, small):
     """The engine gets versions 1 and 2, and the cosine of two steps ends at update 4."""
     schedule = OptimizerSettings(learning_rate=1e-3, schedule="cosine")

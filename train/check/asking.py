@@ -12,7 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import fsspec.core
-import huggingface_hub
+
+# With its API, which it imports when it is first used. Two threads must not do that at once: until
+# CPython 3.11.8, compiling a module in one can fail in the other.
+import huggingface_hub.hf_api
 from huggingface_hub import constants, errors
 from huggingface_hub.file_download import repo_folder_name
 

@@ -174,7 +174,8 @@ def _source(subject: Subject, name: str, find: Callable[[], Source]) -> Finding:
         needed = "gigabytes: not known without an answer"
         return Finding(name, f"{address}: {error}", needed, remedy, "error")
     except ModuleNotFoundError as error:
-        remedy = "pip install -e '.[gcs]'"
+        extra = "s3" if address.startswith("s3://") else "gcs"
+        remedy = f"pip install -e '.[{extra}]'"
         return Finding(name, f"{address}: {error}", "its fsspec package", remedy, "error")
     except FileNotFoundError as error:
         return failed(name, error)

@@ -9,6 +9,9 @@ import pathlib
 import shutil
 from collections.abc import Callable
 
+from paravt_jax.data import fetched
+from paravt_jax.data.any_path import is_bucket
+from paravt_jax.data.frames import is_address
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.progress import size
 from train.check import asking, sizes
@@ -16,7 +19,7 @@ from train.check.asking import NoAccess, NoAnswer
 from train.check.data import Source, find_annotations, find_media, is_prepared
 from train.check.finding import Finding
 from train.check.subject import Subject, existing
-from train.check.weights import to_download
+from train.check.weights import PATTERNS, to_download
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,12 @@ def needs(subject: Subject) -> list[Need]:
 
 
 def _checkpoints(subject: Subject) -> list[Need]:
-    """What the phases will save: all that stays, and one that is complete before another goes."""
+    """What the phases will save: all that stays, and one that is complete before another goes.
+
+    Nothing for a run in a bucket, which has no limit.
+    """
+    if is_bucket(subject.run.run_dir):
+        return []
     found = []
     one_more = 0.0
     top = subject.folder / "checkpoints"
@@ -95,6 +103,8 @@ def _taken_over(source: pathlib.Path, target: pathlib.Path) -> Need:
 
 def _weights(subject: Subject) -> list[Need]:
     path = subject.run.model.path
+    if is_address(path):
+        return _weights_in_a_bucket(subject, path)
     if not path or pathlib.Path(path).is_dir() or not is_hub_id(path):
         return []
     folder = asking.cache_folder(path, "model")
@@ -105,10 +115,26 @@ def _weights(subject: Subject) -> list[Need]:
     return [Need("weights", folder, missing)]
 
 
+def _weights_in_a_bucket(subject: Subject, path: str) -> list[Need]:
+    """Weights that are fetched from an address into the cache folder."""
+    folder = fetched.cache_folder(path)
+    try:
+        files = subject.asked.answer(asking.ask_bucket, path)
+    # The item "weights" says what is wrong.
+    except (NoAnswer, ModuleNotFoundError):
+        return [Need("weights", folder, None)]
+    total = sum(asking.matching(files, PATTERNS).values())
+    return [Need("weights", folder, max(0.0, total - _used(folder)))]
+
+
 def _data(subject: Subject) -> list[Need]:
     settings = subject.run.data
     if settings is None or is_prepared(subject):
         return []
+    if settings.budget is not None:
+        budgeted = pathlib.Path(settings.folder)
+        left = max(0.0, settings.budget - _used(budgeted))
+        return [Need("media and annotations within data.disk", budgeted, left)]
     found = []
     steps: tuple[tuple[str, Callable[[], Source]], ...] = (
         ("annotations", lambda: find_annotations(subject, settings)),

@@ -97,7 +97,7 @@ def _together(findings: list[Finding], subject: Subject) -> list[Finding]:
         return [finding for finding in findings if finding.item not in _OF_SEVERAL]
     together = merged(hosts.gather(findings))
     same = same_settings(hosts.gather(subject.settings))
-    return [*together, *same, run_folder.shared_directory(subject.folder)]
+    return [*together, *same, run_folder.shared_directory(subject)]
 
 
 def same_settings(found: Sequence[dict[str, Any]]) -> list[Finding]:

@@ -7,7 +7,8 @@ import pathlib
 from paravt_jax.processes import cluster, hosts
 from train.check.finding import Finding, failed
 from train.check.subject import Subject, existing
-from train.durable.run_directory import RunDirectoryError, require_cold_start, require_usable
+from train.durable.place import BucketPlace, require_cold_start
+from train.durable.run_directory import RunDirectoryError
 
 _ITEM = "run directory"
 
@@ -16,10 +17,11 @@ def run_directory(subject: Subject) -> list[Finding]:
     """Whether the folder is writable, free, and new or of this run."""
     findings = []
     try:
-        continues = require_usable(subject.folder, subject.settings)
+        place = subject.place
+        continues = place.require_usable(subject.settings)
         state = "holds this run, which continues" if continues else "new"
-        findings.append(Finding(_ITEM, f"{subject.folder}: {state}"))
-    except RunDirectoryError as error:
+        findings.append(Finding(_ITEM, f"{place.shown}: {state}"))
+    except (RunDirectoryError, OSError) as error:
         findings.append(failed(_ITEM, error))
     if subject.run.start:
         findings.append(_start(subject))
@@ -30,7 +32,7 @@ def _start(subject: Subject) -> Finding:
     """Whether the run whose cold start is reused has one, with the same settings."""
     try:
         require_cold_start(subject.run.start, subject.settings)
-    except RunDirectoryError as error:
+    except (RunDirectoryError, OSError) as error:
         return failed("start", error)
     return Finding("start", f"{subject.run.start}: has a cold start of these settings")
 
@@ -43,8 +45,21 @@ def resuming(subject: Subject) -> list[Finding]:
     return [Finding("resuming", found, "bit for bit: --frames.admission=counted")]
 
 
-def shared_directory(folder: pathlib.Path) -> Finding:
-    """Whether all processes see the same folder. Every process has to call this.
+def shared_directory(subject: Subject) -> Finding:
+    """Whether all processes have the same run. Every process has to call this."""
+    place = subject.place
+    if not isinstance(place, BucketPlace):
+        return _shared_folder(subject.folder)
+    try:
+        place.require_shared()
+    except ValueError as error:
+        remedy = "give all hosts the same --run-dir"
+        return Finding("shared disk", str(error), "one run for all", remedy, "error")
+    return Finding("shared disk", f"all hosts have {place.shown}")
+
+
+def _shared_folder(folder: pathlib.Path) -> Finding:
+    """Whether all processes see the same folder.
 
     The first process makes a file for a moment in the folder, or in the nearest one above it that
     exists, and the others look for it.
@@ -55,6 +70,6 @@ def shared_directory(folder: pathlib.Path) -> Finding:
         place = folder.parents[levels - 1] if levels else folder
         cluster.require_shared(place)
     except (ValueError, OSError, hosts.HostsError) as error:
-        remedy = "mount one network disk on all hosts, and give a --run-dir on it"
+        remedy = "mount one network disk on all hosts, or give a --run-dir on gs://"
         return Finding("shared disk", str(error), "one directory for all", remedy, "error")
     return Finding("shared disk", f"all hosts see {place}")

@@ -9,6 +9,8 @@ from huggingface_hub import constants
 
 from models.weights.folder import CONFIG, local_folder, weights_files
 from models.weights.tensor_file import read_header
+from paravt_jax.data.fetched import cache_folder
+from paravt_jax.data.frames import is_address
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.method import tokenizer
 from paravt_jax.progress import size
@@ -27,6 +29,8 @@ def weights(subject: Subject) -> list[Finding]:
     path = subject.run.model.path
     if not path:
         return []
+    if is_address(path):
+        return [_in_a_bucket(subject, path)]
     if pathlib.Path(path).is_dir() or not is_hub_id(path):
         return [_folder(subject, path)]
     snapshot = asking.cached_snapshot(path, "model")
@@ -52,6 +56,23 @@ def _folder(subject: Subject, path: str, snapshot: pathlib.Path | None = None) -
     count = sum((folder / name).stat().st_size for name in names)
     place = "in the hub's cache" if snapshot else "in the folder"
     return Finding("weights", f"{path}: {size(count)} {place}")
+
+
+def _in_a_bucket(subject: Subject, path: str) -> Finding:
+    """Lists the weights behind an address. The run fetches them."""
+    try:
+        files = subject.asked.answer(asking.ask_bucket, path)
+    except (NoAnswer, ModuleNotFoundError) as error:
+        remedy = "check the address and the credentials, or copy the folder here and name it"
+        return Finding("weights", f"{path}: {error}", "an answer", remedy, "error")
+    missing = [name for name in (CONFIG, tokenizer.FILE) if name not in files]
+    count = sum(asking.matching(files, ("*.safetensors",)).values())
+    if missing or not count:
+        named = ", ".join([*missing, *([] if count else ["*.safetensors"])])
+        remedy = "give the address of a folder in the Hugging Face layout"
+        return Finding("weights", f"{path}: lacks {named}", "a model's folder", remedy, "error")
+    found = f"{path}: {size(count)} in the bucket"
+    return Finding("weights", found, f"{size(count)} in {cache_folder(path)}")
 
 
 def _is_complete(snapshot: pathlib.Path) -> bool:

@@ -6,19 +6,21 @@ Orbax writes a checkpoint into a temporary folder and renames it when it is comp
     checkpoints/rl/60.orbax-checkpoint-tmp-...  left by a killed save; the next process removes it
     checkpoints/rl/80.damaged                   set aside, because a file changed after the save
 
-So after a kill, or on a full disk, the newest numbered folder is always a complete checkpoint.
+So after a kill, or on a full disk, the newest numbered folder is always a complete checkpoint. In a
+bucket, objects mark what is complete or damaged (`train.durable.checkpoint_files`).
 
 Each holds the checksums of its files, sums.json, written before the rename. The arrays' own format
 cannot do this: orbax 0.12 writes zarr3 with a CRC of the index alone, so a flipped bit of an array
-is read without an error. The sums cover files as they are on disk, so they hold on every mesh.
+is read without an error. The sums cover files as they are stored, so they hold on every mesh.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import pathlib
-import shutil
+import os
+import sys
+import time
 from typing import Any, Literal, NoReturn, TypedDict, TypeVar, get_args
 
 import jax
@@ -27,10 +29,14 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
-from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
+from paravt_jax.data.any_path import any_path
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.stored_json import DamagedFileError, mismatch
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import hosts
+from paravt_jax.processes.exit_codes import TEMPORARY
+from train.durable.bucket import BucketError
+from train.durable.checkpoint_files import checkpoint_files
 from train.durable.step_lines import say
 
 T = TypeVar("T")
@@ -40,13 +46,18 @@ T = TypeVar("T")
 _STATE = "state"
 _META = "meta"
 _SCORE = "score"
-_DAMAGED = ".damaged"
 
 Best = Literal["accuracy", "compliance", "reward/total", "none"]
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written. Often a disk is full or a store does not answer."""
+
+    exit_code = TEMPORARY
 
 
 class _Record(TypedDict):
@@ -59,18 +70,35 @@ class _Record(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
-    """Which checkpoints of a phase are kept on disk."""
+    """Which checkpoints of a phase are kept."""
 
     keep: int = 2
     """Number of newest checkpoints to keep."""
     best: Best = "accuracy"
     """Metric, averaged between checkpoints, that picks the best RL checkpoint to keep; or none."""
+    every: int = 0
+    """Steps between extra saves for restarts only. 0: every step with adapters, else none."""
+    grace: float = 25.0
+    """Seconds from SIGTERM to the end: the step is saved if that fits, by the last save's time."""
+    emergency: str = ""
+    """Folder on every host, such as /dev/shm, for saves that survive a process. Empty: none."""
 
     def __post_init__(self):
         if self.keep < 1:
             raise ValueError(
                 f"checkpoints.keep: {self.keep}; give 1 or more, the newest checkpoint is needed"
             )
+        if self.every < 0:
+            raise ValueError(
+                f"checkpoints.every: {self.every}; give 1 or more steps, or 0 for the default"
+            )
+        if self.emergency and not self.emergency.startswith("/"):
+            raise ValueError(
+                f"checkpoints.emergency: {self.emergency!r}; give an absolute path on each host, "
+                "such as /dev/shm"
+            )
+        if not self.grace > 0:
+            raise ValueError(f"checkpoints.grace: {self.grace:g}; give more than 0 seconds")
         if self.best not in get_args(Best):
             raise ValueError(
                 f"checkpoints.best: {self.best!r}; give one of {', '.join(get_args(Best))}"
@@ -83,12 +111,12 @@ class Checkpoints:
     Only one process at a time may write (`RunDirectory` locks the run). In a multi-host run all
     processes call the same methods with the same step and score; orbax writes each host's shards.
 
-    Opening the folder to write verifies the newest checkpoint. A damaged one is renamed, with a
+    Opening the folder to write verifies the newest checkpoint. A damaged one is set aside, with a
     printed line, and the one before it becomes the newest. Other checkpoints are verified when they
     are read.
 
     Args:
-        folder: holds one folder per checkpoint, named by its step.
+        folder: holds one folder per checkpoint, named by its step; a local path, or one below gs://.
         keep: number of newest checkpoints to keep; the one with the highest score stays as well.
         asynchronous: `save` returns once the arrays are copied to the host and writes them in the
             background. Call `wait` or `close` before the process exits.
@@ -96,13 +124,17 @@ class Checkpoints:
             checkpoint, and `restore` compares them.
         read_only: changes nothing in `folder`, not even what another process is writing there.
 
+    Attributes:
+        seconds: how long the last save took, until it was complete; None before the first one ends,
+            and in all processes but the first one.
+
     Raises:
         CheckpointError: `keep` is below 1, the folder cannot be used, or no checkpoint is sound.
     """
 
     def __init__(
         self,
-        folder: str | pathlib.Path,
+        folder: str | os.PathLike[str],
         keep: int = 2,
         asynchronous: bool = False,
         identity: dict[str, Any] | None = None,
@@ -112,7 +144,8 @@ class Checkpoints:
             raise CheckpointError(
                 f"keep = {keep}: give 1 or more, the newest checkpoint is needed."
             )
-        self.folder = pathlib.Path(folder).absolute()
+        self.folder = any_path(folder)
+        self._files = checkpoint_files(self.folder)
         self._identity = as_json(identity or {}, "identity")
         # By default, BestN would keep every checkpoint that has no score.
         best_one = policies.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
@@ -120,7 +153,9 @@ class Checkpoints:
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best_one]),
             best_fn=_score,
             # Also where `save` waits for the writing: only asynchronous saves have a callback.
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_sums),
+            async_options=ocp.AsyncOptions(
+                barrier_sync_fn=_wait_for_others, post_finalization_callback=self._write_sums
+            ),
             read_only=read_only,
             create=not read_only,
             # Orbax sets this for a read-only manager anyway, but with a warning.
@@ -129,6 +164,8 @@ class Checkpoints:
         self._asynchronous = asynchronous
         # The step that is being saved.
         self._saving = 0
+        self._began = 0.0
+        self.seconds: float | None = None
         # Steps that were verified, or have no sums.
         self._verified: set[int] = set()
         if not read_only:
@@ -147,8 +184,8 @@ class Checkpoints:
             score: makes the checkpoint a candidate for the best; of equal scores the newest wins.
 
         Raises:
-            CheckpointError: the step does not grow, a leaf would not come back bit for bit, or
-                writing failed.
+            CheckpointError: the step does not grow, or a leaf would not come back bit for bit.
+            SaveError: writing failed.
             TypeError: `meta` is not JSON.
         """
         latest = self.latest()
@@ -170,6 +207,7 @@ class Checkpoints:
         )
         metrics = None if score is None else {_SCORE: score}
         self._saving = step
+        self._began = time.monotonic()
         try:
             self._manager.save(step, args=items, metrics=metrics)
         except Exception as error:
@@ -186,6 +224,12 @@ class Checkpoints:
         """Steps of all complete checkpoints, ascending."""
         self.wait()
         return sorted(self._manager.all_steps())
+
+    def newest_now(self) -> int | None:
+        """Like `latest`, but neither waits for a running save nor asks the disk or the store."""
+        running = self._manager.is_saving_in_progress()
+        complete = {*self._manager.all_steps()} - ({self._saving} if running else set())
+        return max(complete, default=None)
 
     def best(self) -> int | None:
         """Step of the checkpoint with the highest score, or None if none has a score."""
@@ -274,7 +318,7 @@ class Checkpoints:
                 # would do it in a background thread, possibly after the next save has begun.
                 with hosts.one_after_another():
                     if hosts.is_first():
-                        self._clear_unfinished()
+                        self._files.clear_unfinished()
             manager = ocp.CheckpointManager(
                 self.folder, options=self._options, item_names=(_STATE, _META)
             )
@@ -289,11 +333,6 @@ class Checkpoints:
             ) from error
         return manager
 
-    def _clear_unfinished(self) -> None:
-        """Removes folders of saves that a dead process left incomplete."""
-        for unfinished in self.folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
-
     def _recover(self, error: Exception) -> NoReturn:
         """Removes what a failed save wrote, so that another can be tried, and raises the error."""
         if jax.process_count() > 1:
@@ -301,7 +340,7 @@ class Checkpoints:
             # A JaxRuntimeError may mean that one of them is gone: `cluster` reports that.
             if isinstance(error, jax.errors.JaxRuntimeError):
                 raise error
-            raise CheckpointError(
+            raise SaveError(
                 f"saving a checkpoint in {self.folder} failed ({_cause(error)}); start all "
                 "processes again."
             ) from error
@@ -309,11 +348,15 @@ class Checkpoints:
         self._manager = self._open()
         latest = self._manager.latest_step()
         kept = f"checkpoint {latest} is intact" if latest is not None else "there is no earlier one"
-        free = shutil.disk_usage(self.folder).free / 2**20
-        raise CheckpointError(
+        free = self._files.free()
+        room = (
+            ""
+            if free is None
+            else f"{free / 2**20:.0f} MiB are free there: make room if the disk is full, then "
+        )
+        raise SaveError(
             f"saving a checkpoint in {self.folder} failed ({_cause(error)}); {kept}. "
-            f"{free:.0f} MiB are free there: make room if the disk is full, then start the same "
-            "command again."
+            f"{room}start the same command again."
         ) from error
 
     def _existing(self, step: int | None) -> int:
@@ -341,19 +384,18 @@ class Checkpoints:
         return record
 
     def _write_sums(self) -> None:
-        """Orbax calls this on the first process when all files are written, before the rename."""
-        (unfinished,) = self.folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
-        files = [file for file in unfinished.glob("*/**/*") if file.is_file()]
-        write_sums(unfinished, files)
+        """Orbax calls this on the first process when all files are written, before it commits."""
+        self._files.write_sums(self._saving)
+        self.seconds = time.monotonic() - self._began
 
     def _set_damaged_aside(self) -> None:
-        """Renames damaged checkpoints that are newer than the last sound one.
+        """Sets damaged checkpoints aside that are newer than the last sound one.
 
         Of older ones, only what opening the folder reads is verified: their score.
         """
         damaged: dict[int, str] = {}
         sound = None
-        for step in hosts.from_first(self._steps_on_disk):
+        for step in hosts.from_first(self._files.steps):
             damage = self._damage(step, whole=sound is None)
             if damage:
                 damaged[step] = damage
@@ -370,19 +412,12 @@ class Checkpoints:
             )
         with hosts.one_after_another():
             if hosts.is_first():
-                for step in damaged:
-                    aside = self.folder / f"{step}{_DAMAGED}"
-                    shutil.rmtree(aside, ignore_errors=True)
-                    (self.folder / str(step)).rename(aside)
+                for step, damage in damaged.items():
+                    self._files.set_aside(step, damage)
                 say(
-                    f"warning: damaged checkpoints in {self.folder}: {named}; they are renamed to "
-                    f"NUMBER{_DAMAGED}, and {sound} is used"
+                    f"warning: damaged checkpoints in {self.folder}: {named}; they are "
+                    f"{self._files.aside}, and {sound} is used"
                 )
-
-    def _steps_on_disk(self) -> list[int]:
-        """The numbered checkpoints, the newest first."""
-        names = [path.name for path in self.folder.glob("*")]
-        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def _damage(self, step: int, whole: bool = True) -> str:
         """The first thing that is wrong with a checkpoint; "" if it is sound or has no sums.
@@ -393,18 +428,22 @@ class Checkpoints:
             step: Its number.
             whole: Whether to read all files, or only the score.
         """
-        folder = self.folder / str(step)
+
+        def mine(names: list[str]) -> list[str]:
+            read = [name for name in names if whole or name.startswith("metrics/")]
+            return read[hosts.process_index() :: hosts.process_count()]
+
         try:
-            sums = read_sums(folder)
+            damage = self._files.damage(step, mine)
+        except BucketError:
+            # A store that cannot be reached says nothing about the checkpoint.
+            raise
         except (DamagedFileError, OSError) as error:
             damage = [str(error)]
-        else:
-            if sums is None and whole and hosts.is_first():
-                say(f"{folder}: not verified: it has no {SUMS}, as in earlier versions")
-            names = [name for name in sorted(sums or {}) if whole or name.startswith("metrics/")]
-            mine = names[hosts.process_index() :: hosts.process_count()]
-            damage = find_damage(folder, sums or {}, mine)
-        everywhere = [text for part in hosts.gather(damage) for text in part]
+        if damage is None and whole and hosts.is_first():
+            folder = self.folder / str(step)
+            say(f"{folder}: not verified: it has no {SUMS}, as in earlier versions")
+        everywhere = [text for part in hosts.gather(damage or []) for text in part]
         return everywhere[0] if everywhere else ""
 
     def _require_sound(self, step: int) -> None:
@@ -476,6 +515,16 @@ def _placed(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
+def _wait_for_others(*, key: str, timeout_ms: int) -> None:
+    """Waits at a barrier of Orbax, unless the save of this process has failed.
+
+    Orbax calls it in a `finally` block, too. A process whose save failed would wait there for 20
+    minutes, because the others wait for it at an earlier barrier.
+    """
+    if sys.exc_info()[0] is None:
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+
 def _cause(error: Exception) -> str:
     """The error on one line. Its end matters: tensorstore puts the cause after long paths."""
     line = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -496,3 +545,5 @@ def _keep_log_record(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("absl").addFilter(_keep_log_record)
+# The same error is raised here.
+logging.getLogger("gcsfs").addFilter(lambda record: not record.exc_info)

@@ -18,11 +18,13 @@ from __future__ import annotations
 import json
 import pathlib
 import zlib
+from collections.abc import Callable
 from typing import NotRequired, TypedDict
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import read_json
 from paravt_jax.processes import hosts
+from paravt_jax.processes.progress import note_progress
 from train.durable.metrics import PHASES, read_metrics
 from train.durable.run_directory import RunDirectoryError
 from train.durable.step_lines import say
@@ -64,14 +66,16 @@ class History:
 
     Args:
         folder: the run's directory.
+        push: makes what was written durable; called after each change of the manifest.
 
     Raises:
         RunDirectoryError: files are lost.
         DamagedFileError: the manifest or metrics.jsonl is damaged.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, push: Callable[[], None] = lambda: None):
         self._folder = folder
+        self._push = push
         self._file = folder / HISTORY
         self._content: _Content = {"steps": {}, "files": {}}
         if not hosts.is_first():
@@ -114,8 +118,9 @@ class History:
             phase: the phase of the weights that it was made from.
             step: their step; 0 for the weights before the phase.
         """
+        name = file.relative_to(self._folder).as_posix()
+        note_progress(name)
         if hosts.is_first():
-            name = file.relative_to(self._folder).as_posix()
             crc = zlib.crc32(file.read_bytes())
             self._content["files"][name] = {"phase": phase, "step": step, "crc32": crc}
             self._write()
@@ -217,6 +222,7 @@ class History:
 
     def _write(self) -> None:
         write_atomically(self._file, json.dumps(self._content, indent=1) + "\n")
+        self._push()
 
 
 def _start(file: pathlib.Path, size: int) -> bytes:

@@ -6,11 +6,14 @@ The order in which a step is written matters:
 
 A kill between the first two leaves metrics without a checkpoint; the resumed phase removes them and
 repeats the step. The reverse order could leave a checkpoint without its metrics. As it is,
-metrics.jsonl holds each step once, and no step is repeated after a clean stop.
+metrics.jsonl holds each step once, and a clean stop repeats no step, unless there was no time to
+save it (`checkpoints.grace`). A run in a bucket pushes metrics.jsonl before each checkpoint
+(`train.durable.place`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,16 +22,42 @@ import jax
 from jaxtyping import PyTree
 
 from paravt_jax.processes import hosts
+from paravt_jax.processes.progress import note_progress
 from train.durable.checkpoint import Checkpoints
+from train.durable.emergency import EmergencySaves
 from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import PHASE_TITLES, MetricsWriter, read_metrics
 from train.durable.profile import Profiler
-from train.durable.step_lines import StepLines
+from train.durable.step_lines import StepLines, say
 from train.durable.time_left import Part
 from train.durable.usage import Usage
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Saves:
+    """When a phase is saved, where, and with what."""
+
+    checkpoints: Checkpoints
+    """Where the phase is saved and resumed from."""
+    every: int
+    """Steps between regular checkpoints. The last step always has one."""
+    meta: Mapping[str, Any]
+    """Stored in each checkpoint beside the data cursor."""
+    restart_every: int = 0
+    """Steps between further checkpoints, which only serve a restart: no report is written with
+    them. 0: none."""
+    emergency: EmergencySaves | None = None
+    """Copies of the state on the hosts, if there are any."""
+    best: str | None = None
+    """Metric, higher is better, whose mean since the last regular checkpoint becomes the score of
+    the next one."""
+    before: Callable[[], None] = lambda: None
+    """Called before each save; an exception from it prevents the save."""
+    after: Callable[[], None] = lambda: None
+    """Called after each regular save, which may still run in the background."""
 
 
 class Phase:
@@ -37,61 +66,49 @@ class Phase:
     Args:
         name: "align", "sft", "control" or "rl".
         steps: number of steps.
-        save_every: steps between checkpoints; the last step is always saved.
-        checkpoints: where the phase is saved and resumed from.
+        saves: when it is saved, where, and with what.
         metrics: where its metrics are recorded.
         interrupts: asked after every step whether to stop.
         history: the run's manifest, where saved steps are noted.
-        meta: stored in each checkpoint beside the data cursor.
         tick: called after each step.
-        before_save: called before each save; an exception from it prevents the save.
-        after_save: called after each save, which may still run in the background.
         later: returns the parts of the run after this phase, for the time left.
-        best: metric, higher is better, whose mean since the last regular checkpoint becomes the
-            score of the next one.
         profiler: traces some of the steps; None: none of them.
         usage: adds memory, compiling and goodput to the metrics of each step; None: they have none.
 
     Attributes:
-        finished_steps: steps in the newest checkpoint; 0 if there is none.
+        finished_steps: steps in the newest checkpoint or emergency save; 0 if there is none.
     """
 
     def __init__(
         self,
         name: str,
         steps: int,
-        save_every: int,
-        checkpoints: Checkpoints,
+        saves: Saves,
         metrics: MetricsWriter,
         interrupts: Interrupts,
         history: History,
-        meta: Mapping[str, Any],
         tick: Callable[[], None] = lambda: None,
-        before_save: Callable[[], None] = lambda: None,
-        after_save: Callable[[], None] = lambda: None,
         later: Callable[[], Sequence[Part]] = lambda: (),
-        best: str | None = None,
         profiler: Profiler | None = None,
         usage: Usage | None = None,
     ):
         self.name = name
         self.steps = steps
-        self.save_every = save_every
-        self.best = best
-        # The first process decides for all: on a shared disk the others may see a new checkpoint
-        # later than it does.
-        self.finished_steps = hosts.gather(checkpoints.latest())[0] or 0
-        self._checkpoints = checkpoints
+        self._saves = saves
+        self._checkpoints = saves.checkpoints
+        self._emergency = saves.emergency
         self._metrics = metrics
         self._interrupts = interrupts
         self._history = history
-        self._meta = dict(meta)
         self._tick = tick
-        self._before_save = before_save
-        self._after_save = after_save
         self._later = later
         self._profiler = profiler
         self._usage = usage
+        # The first process decides for all: on a shared disk the others may see a new checkpoint
+        # later than it does.
+        self.finished_steps = hosts.gather(self._checkpoints.latest())[0] or 0
+        self._rescued = self._newest_emergency_save()
+        self.finished_steps = max(self.finished_steps, self._rescued)
         self._first = self.finished_steps + 1
         # The step of the last save, which may still be running in the background.
         self._saved = 0
@@ -101,11 +118,17 @@ class Phase:
     def __enter__(self) -> Phase:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        failed = kind is not None and issubclass(kind, Exception)
+        if failed and hosts.process_count() > 1:
+            # Other processes may have no part in a save any more, which would then never complete.
+            return
         self._checkpoints.close()
         self._note_saved()
         if self._profiler is not None:
             self._profiler.close()
+        if self._emergency is not None and self._saved == self.steps:
+            self._emergency.remove()
 
     @property
     def left(self) -> range:
@@ -129,9 +152,15 @@ class Phase:
             RunDirectoryError: the newest checkpoint is lost, and the run cannot go on from another.
             Stopped: the run was asked to stop and has steps left.
         """
+        self._interrupts.kept = self._kept
         state = start
         cursor = None
-        if self.finished_steps:
+        if self._rescued and self._emergency is not None:
+            state, meta = self._emergency.restore(start, self._rescued)
+            cursor = meta["cursor"]
+            if hosts.is_first():
+                say(f"{self._step(self._rescued)} is restored from an emergency save")
+        elif self.finished_steps:
             state, meta, _ = self._checkpoints.restore(start)
             cursor = meta["cursor"]
         if self.left:
@@ -147,9 +176,9 @@ class Phase:
                 self._lines.begin()
         return state, cursor
 
-    def saves(self, step: int) -> bool:
-        """Whether `step` has a regular checkpoint. A run that is asked to stop saves one more."""
-        return step % self.save_every == 0 or step == self.steps
+    def has_checkpoint(self, step: int) -> bool:
+        """Whether `step` has a regular checkpoint."""
+        return step % self._saves.every == 0 or step == self.steps
 
     def done(
         self,
@@ -169,35 +198,83 @@ class Phase:
         Raises:
             ValueError: the loss or the gradient norm is not finite.
             CheckpointError: the checkpoint could not be written.
-            Stopped: the run was asked to stop; everything is saved by then.
+            Stopped: the run was asked to stop; the message says what is saved.
         """
         self._require_finite(step, figures)
         if self._usage is not None:
             figures = {**figures, **self._usage.metrics(figures)}
         row = self._metrics.write(self.name, step, figures)
+        note_progress(f"{self.name} {step}")
         if self._lines is not None:
             self._lines.add(row)
         self._tick()
         signal_number = self._interrupts.agree()
-        if signal_number is not None or self.saves(step):
+        if signal_number is not None:
+            self._require_time(signal_number, step)
+        if signal_number is not None or self.has_checkpoint(step) or self._serves_restart(step):
             with jax.profiler.TraceAnnotation("save"):
-                self._before_save()
+                self._saves.before()
                 score = hosts.from_first(lambda: self._score(step))
-                self._checkpoints.save(step, state, self._meta | {"cursor": cursor}, score)
+                self._checkpoints.save(step, state, {**self._saves.meta, "cursor": cursor}, score)
             # A save begins when the one before it is complete.
             self._note_saved()
             self._saved = step
+        elif self._emergency is not None and self._emergency.due():
+            self._saves.before()
+            wall = hosts.gather(row["wall"])[0]
+            self._emergency.save(step, state, {"cursor": cursor}, wall)
         if signal_number is not None:
             # The save may still be running in the background, but the message says it is done.
             self._checkpoints.wait()
             self._note_saved()
-        if signal_number is not None or self.saves(step):
-            self._after_save()
+        if signal_number is not None or self.has_checkpoint(step):
+            self._saves.after()
         if signal_number is not None:
             raise Stopped(
                 signal_number,
                 f"stopped after {self._step(step)}, which is saved",
             )
+
+    def _serves_restart(self, step: int) -> bool:
+        every = self._saves.restart_every
+        return every > 0 and step % every == 0
+
+    def _require_time(self, signal_number: int, step: int) -> None:
+        """Raises Stopped if the machines may be taken before a save would be complete.
+
+        All processes call it, and all or none of them raise. The first save is tried: nothing tells
+        how long it takes, and one that is cut off leaves no trace.
+        """
+        times = hosts.gather((self._interrupts.seconds_left(), self._checkpoints.seconds))
+        left = min((left for left, _ in times if left is not None), default=math.inf)
+        needed = max((needed for _, needed in times if needed is not None), default=0.0)
+        if needed > left:
+            raise Stopped(
+                signal_number,
+                f"stopped after {self._step(step)}, which is not saved: a save takes about "
+                f"{needed:.0f} s, and {max(left, 0):.0f} s are left; {self._kept()}",
+            )
+
+    def _newest_emergency_save(self) -> int:
+        """The step of an emergency save that is newer than the last checkpoint; 0 without one."""
+        if self._emergency is None:
+            return 0
+
+        def walls() -> dict[int, float]:
+            return {
+                row["step"]: row["wall"]
+                for row in read_metrics(self._metrics.path)
+                if row["phase"] == self.name and row["step"] > self.finished_steps
+            }
+
+        return self._emergency.newest(hosts.from_first(walls))
+
+    def _kept(self) -> str:
+        """The newest complete checkpoint in words."""
+        newest = self._checkpoints.newest_now()
+        if newest is None:
+            return "the phase has no checkpoint yet"
+        return f"the last checkpoint is {self._step(newest)}"
 
     def _note_saved(self) -> None:
         """Notes the last save, which is complete."""
@@ -213,7 +290,7 @@ class Phase:
         return StepLines(
             self.name,
             self.steps,
-            self.save_every,
+            self._saves.every,
             [row for row in rows if row["phase"] == self.name],
             self._checkpoints.folder,
             self._later(),
@@ -223,14 +300,14 @@ class Phase:
         """Mean of the metric `best` since the last regular checkpoint; None between them."""
         # A run that is stopped saves between regular checkpoints. If such a checkpoint had a score,
         # the best one would depend on when the run was stopped.
-        if self.best is None or not self.saves(step):
+        if self._saves.best is None or not self.has_checkpoint(step):
             return None
-        previous_save = (step - 1) // self.save_every * self.save_every
+        previous_save = (step - 1) // self._saves.every * self._saves.every
         values = []
         # Read from disk: the steps may have run in an earlier process.
         for row in read_metrics(self._metrics.path):
             if row["phase"] == self.name and previous_save < row["step"] <= step:
-                values.append(row[self.best])
+                values.append(row[self._saves.best])
         return sum(values) / len(values)
 
     def _require_finite(self, step: int, figures: Mapping[str, float]) -> None:

@@ -262,7 +262,7 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
         RunDirectoryError: `source` has no finished cold start, or one with other settings.
     """
     require_cold_start(source, config)
-    for name in _cold_start_files(config):
+    for name in cold_start_files(config):
         if not (target / name).exists():
             # Copy beside the target and rename: a name that exists is a complete copy, even if this
             # process is killed halfway through.
@@ -277,7 +277,7 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
 def require_cold_start(source: str | pathlib.Path, config: dict[str, Any]) -> None:
     """Raises RunDirectoryError if `take_over(source, ..., config)` would. Changes nothing."""
     source = pathlib.Path(source).absolute()
-    files = _cold_start_files(config)
+    files = cold_start_files(config)
     missing = [name for name in (_CONFIG, *files) if not (source / name).exists()]
     if missing:
         raise RunDirectoryError(
@@ -337,7 +337,8 @@ class _ColdStart(TypedDict):
     data: NotRequired[_Published | None]
 
 
-def _cold_start_files(config: dict[str, Any]) -> tuple[str, ...]:
+def cold_start_files(config: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the folders that a cold start has made."""
     return _PUBLISHED_FILES if config.get("data") else _WORLD_FILES
 
 

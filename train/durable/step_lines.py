@@ -8,12 +8,12 @@ A terminal and a log file get the same plain lines.
 
 from __future__ import annotations
 
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paravt_jax.data.any_path import AnyPath
 from train.durable.metrics import PHASE_TITLES, format_seconds
 from train.durable.time_left import Part, expected_step, time_left
 from train.durable.watch import Watch, disk_fills, room_for_checkpoint, step_seconds
@@ -94,7 +94,7 @@ class StepLines:
         steps: int,
         save_every: int,
         earlier: Sequence[Row],
-        checkpoints: pathlib.Path,
+        checkpoints: AnyPath,
         later: Sequence[Part] = (),
         clock: Callable[[], float] = time.monotonic,
     ):

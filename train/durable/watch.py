@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paravt_jax.data.any_path import AnyPath
 from train.durable.metrics import format_seconds
 
 Row = dict[str, Any]
@@ -201,7 +202,7 @@ def warnings(rows: Rows) -> list[tuple[str, int, str]]:
     ]
 
 
-def room_for_checkpoint(folder: pathlib.Path) -> tuple[int, int] | None:
+def room_for_checkpoint(folder: AnyPath) -> tuple[int, int] | None:
     """Bytes of a phase's newest checkpoint, and free bytes on its disk.
 
     Args:
@@ -209,8 +210,10 @@ def room_for_checkpoint(folder: pathlib.Path) -> tuple[int, int] | None:
 
     Returns:
         None if there is no checkpoint yet, while one is being written (only then is the oldest one
-        removed), or if the folder cannot be read.
+        removed), if the folder cannot be read, or in a bucket, which has no limit.
     """
+    if not isinstance(folder, pathlib.Path):
+        return None
     try:
         complete = [path for path in folder.glob("*") if path.name.isdigit()]
         if not complete or any(folder.glob("*.orbax-checkpoint-tmp*")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,12 @@ from models.trained import apart, together
 from paravt_jax.processes import hosts
 from train.data import Data
 from train.durable.checkpoint import Checkpoints
+from train.durable.emergency import EmergencySaves
 from train.durable.history import History
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
-from train.durable.phase import Phase
+from train.durable.phase import Phase, Saves
+from train.durable.place import Place
 from train.durable.profile import Profiler, parse_steps
 from train.durable.run_directory import cold_start_identity, identity
 from train.durable.step_lines import say
@@ -45,7 +48,8 @@ class Context:
     run: Run
     settings: dict[str, Any]
     """`run` as JSON; stored beside each checkpoint."""
-    folder: pathlib.Path
+    place: Place
+    """Where the run lives."""
     data: Data
     mesh: Mesh
     origin: dict[str, Any]
@@ -60,6 +64,11 @@ class Context:
     """Called after each step and each evaluated setting."""
     usage: Usage
     """Metrics of every step: memory, compiling and goodput."""
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder of the run's files, without checkpoints."""
+        return self.place.folder
 
     def open_phase(
         self,
@@ -80,11 +89,18 @@ class Context:
         # settings that affect a cold start.
         recorded = identity(self.settings) if is_rl else cold_start_identity(self.settings)
         checkpoints = Checkpoints(
-            self.folder / "checkpoints" / name,
+            self.place.checkpoints / name,
             keep=kept.keep,
             asynchronous=True,
             identity={"settings": recorded, **self.origin},
         )
+        emergency = None
+        # Alignment takes seconds, and its state has a random generator beside the arrays.
+        if kept.emergency and name != "align":
+            emergency = EmergencySaves(
+                _on_this_host(kept.emergency, self.folder) / name,
+                {"settings": recorded, "mesh": dict(self.mesh.shape), **self.origin},
+            )
 
         def before_save() -> None:
             # Processes decode different videos, so each may know of other unreadable ones.
@@ -92,15 +108,11 @@ class Context:
             for part in hosts.gather(unreadable):
                 everywhere |= part
             note_unreadable(self.run, self.folder, self.data, everywhere)
+            self.place.push()
 
-        return Phase(
-            name,
-            settings.steps,
-            settings.save_every,
+        saves = Saves(
             checkpoints,
-            self.metrics,
-            self.interrupts,
-            self.history,
+            every=settings.save_every,
             meta={
                 "settings": self.settings,
                 "model": self.origin["model"],
@@ -108,13 +120,23 @@ class Context:
                 "param_dtype": self.param_dtype,
                 "base_fingerprint": self.origin.get("base_fingerprint"),
             },
+            restart_every=self._restart_every(),
+            emergency=emergency,
+            best=kept.best if is_rl and kept.best != "none" else None,
+            before=before_save,
+            after=self.write_interim_report,
+        )
+        return Phase(
+            name,
+            settings.steps,
+            saves,
+            self.metrics,
+            self.interrupts,
+            self.history,
             tick=self.tick,
-            before_save=before_save,
-            after_save=self.write_interim_report,
             later=functools.partial(
                 parts_after, name, self.run, self.folder, bool(self.data.heldout)
             ),
-            best=kept.best if is_rl and kept.best != "none" else None,
             profiler=self._profiler(name),
             usage=self.usage,
         )
@@ -122,6 +144,11 @@ class Context:
     def _profiler(self, phase: str) -> Profiler | None:
         steps = parse_steps(self.run.profile)
         return Profiler(self.folder / "profile" / phase, steps) if steps else None
+
+    def _restart_every(self) -> int:
+        """Steps between checkpoints that only serve a restart; 0: none."""
+        adapters_alone = self.run.lora is not None and self.run.train_vision == "none"
+        return self.run.checkpoints.every or int(adapters_alone)
 
     def write_interim_report(self) -> None:
         """Write episodes.jsonl and report.html as far as the run is.
@@ -138,6 +165,12 @@ class Context:
                 f"warning: report.html was not written ({type(error).__name__}: {error}); training "
                 "goes on, and the next save writes it again"
             )
+
+
+def _on_this_host(folder: str, run: pathlib.Path) -> pathlib.Path:
+    """The place of a run's emergency saves: runs of the same name must not share it."""
+    digest = hashlib.sha256(str(run).encode()).hexdigest()
+    return pathlib.Path(folder) / f"paravt-{run.name}-{digest[:8]}"
 
 
 def as_saved(state: TrainState, parts: Parts) -> dict[str, Any]:

@@ -99,9 +99,11 @@ def reinforce(
         for step in phase.each():
             compiled_before = compilations.count
             # Before the next step, so that a run stopped at a checkpoint still evaluates it.
-            if run.evaluation.curve and step > 1 and phase.saves(step - 1):
+            if run.evaluation.curve and step > 1 and phase.has_checkpoint(step - 1):
                 evaluate_checkpoint(context, actor, step - 1)
-            transcribe = _transcriber(context, settings, step) if phase.saves(step) else None
+            transcribe = (
+                _transcriber(context, settings, step) if phase.has_checkpoint(step) else None
+            )
             idle = IdleTime(engine, environment.features, compilations)
             state, metrics = learner.step(
                 state,

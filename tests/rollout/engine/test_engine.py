@@ -502,6 +502,7 @@ def interrupt_step(engine: Engine, number: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_call_of_admission_frees_all_pages(engine, asked):
     requests = [asked(n, seed=n) for n in range(6)]
     expected = sampled(engine, requests)
@@ -670,6 +671,7 @@ def test_programs_with_fewer_rows_than_slots_are_warmed_up_too(make_engine):
     assert compilations.count == 0
 
 
+@pytest.mark.slow
 def test_warm_up_uses_programs_that_were_compiled_while_the_engine_slept(make_engine, weights):
     engine = make_engine(page=4, pages=240)
     engine.sleep()

@@ -475,6 +475,7 @@ def run_schedules(bench: Bench, examples: int, steps: int) -> None:
     run_state_machine_as_test(Here, settings=sizes)
 
 
+@pytest.mark.slow
 def test_any_schedule(bench):
     run_schedules(bench, examples=12, steps=25)
 

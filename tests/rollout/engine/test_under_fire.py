@@ -344,7 +344,7 @@ def inspect_responses(episode: Episode, number: int, vocabulary: Vocabulary) -> 
 
 @pytest.fixture(scope="module")
 def battle(fight) -> Battle:
-    return fight(600)
+    return fight(300)
 
 
 def check_battle(battle: Battle, episodes: int) -> None:
@@ -359,9 +359,9 @@ def check_battle(battle: Battle, episodes: int) -> None:
 
 
 def test_every_end_is_named_and_counted(battle):
-    check_battle(battle, 600)
-    assert min(battle.stops.values()) >= 8 and min(battle.calls.values()) >= 8
-    assert sum(battle.calls.values()) > 2000
+    check_battle(battle, 300)
+    assert min(battle.stops.values()) >= 4 and min(battle.calls.values()) >= 4
+    assert sum(battle.calls.values()) > 1000
 
 
 def test_the_fuzzer_uses_its_whole_grammar(battle):
@@ -538,6 +538,7 @@ def scripted(logprobs: np.ndarray) -> bool:
     return bool((logprobs == -np.arange(1, len(logprobs) + 1) / 8).all())
 
 
+@pytest.mark.slow
 def test_a_real_engine_under_fire(possessed, field, small_model):
     features, questions = field
     sampler, environment = possessed()

@@ -38,6 +38,7 @@ def saved(checkpoint, tmp_path_factory) -> dict[str, pathlib.Path]:
     return {"base": checkpoint, "adapter": folder / "adapter", "merged": folder / "merged"}
 
 
+@pytest.mark.slow
 def test_an_answer_is_that_of_the_merged_model(saved, videos):
     video = sorted(videos.rglob("w*.mp4"))[0]
     tokens = {}

@@ -1,0 +1,106 @@
+"""The recipes in examples/supervise: valid shell, and what they do when a slice is taken away."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+from tests.processes import ROOT
+
+FOLDER = ROOT / "examples" / "supervise"
+SCRIPTS = sorted(FOLDER.iterdir())
+
+# A stand-in for gcloud. `states` has what `describe` says, one line per call; a run that has begun
+# ends with what is in `code`.
+GCLOUD = """#!/bin/bash
+cd "{folder}"
+words="$*"
+case $words in
+*queued-resources\\ describe*)
+    state=$(head -n 1 states)
+    sed -i 1d states
+    [ "$state" != none ] || exit 1
+    echo "$state"
+    ;;
+*queued-resources\\ create*) echo "create $(grep -o -- --spot <<<"$words")" >>calls ;;
+*queued-resources\\ delete*) echo delete >>calls; rm -f begun ;;
+*"test -e paravt-jax/started"*) [ -e begun ] ;;
+*"make this host ready"*) echo "set up" >>calls ;;
+*"paravt supervise"*)
+    echo "begin: $(grep -o "supervise -- [^']*" <<<"$words")" >>calls
+    touch begun
+    ;;
+*"cat paravt-jax/code"*) cat code 2>/dev/null ;;
+*) echo "unknown: $words" >>calls; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_recipes_are_valid_shell(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(script)], check=True)
+
+
+class Cloud:
+    """What `queued_resource.sh` did with the stand-in."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+        program = folder / "gcloud"
+        program.write_text(GCLOUD.format(folder=folder))
+        program.chmod(0o755)
+        (folder / "setup.sh").write_text("make this host ready\n")
+
+    def watch(self, *states: str, code: str) -> int:
+        (self.folder / "states").write_text("".join(f"{state}\n" for state in states))
+        (self.folder / "code").write_text(code)
+        names = {"NAME": "n", "ZONE": "z", "TYPE": "t", "IMAGE": "i", "EVERY": "0.01"}
+        environment = dict(
+            os.environ,
+            PATH=f"{self.folder}:{os.environ['PATH']}",
+            SETUP=str(self.folder / "setup.sh"),
+            **names,
+        )
+        done = subprocess.run(
+            ["bash", str(FOLDER / "queued_resource.sh"), "paravt", "run", "--config=x"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        self.said = done.stderr
+        return done.returncode
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+
+def test_a_slice_that_is_taken_away_is_created_again(tmp_path):
+    cloud = Cloud(tmp_path)
+    once = ["none", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
+    # The run has no code before the slice is suspended: the file of the first life is empty.
+    assert cloud.watch(*once[:3], "SUSPENDED", *once, code="0") == 0
+    begin = "begin: supervise -- paravt run --config=x"
+    assert cloud.calls == ["create --spot", "delete", "create --spot", "set up", begin]
+    assert "n is SUSPENDED" in cloud.said
+
+
+def test_the_code_of_the_run_ends_the_script(tmp_path):
+    cloud = Cloud(tmp_path)
+    assert cloud.watch("ACTIVE", code="1") == 1
+    assert "the run has ended with code 1; n still exists" in cloud.said
+
+
+def test_a_second_start_watches_the_same_run(tmp_path):
+    cloud = Cloud(tmp_path)
+    (tmp_path / "begun").touch()
+    (tmp_path / "calls").touch()
+    assert cloud.watch("ACTIVE", code="0") == 0
+    assert cloud.calls == []

@@ -1,0 +1,169 @@
+"""Folders behind addresses: fetched into a cache, and written to, in memory and on S3."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import uuid
+
+import fsspec
+import pytest
+
+from paravt_jax.data import fetched, sources
+from paravt_jax.data.fetched import fetch_folder
+from paravt_jax.data.remote_files import BucketFiles
+from paravt_jax.data.uploads import appearing_at
+
+SERVER = ("moto", "s3fs", "flask", "flask_cors")
+BUCKET = "models"
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A server of S3 on the loopback interface, with one bucket."""
+    lacking = [name for name in SERVER if importlib.util.find_spec(name) is None]
+    if lacking:
+        pytest.skip(f"not installed: {', '.join(lacking)}; pip install 'moto[s3]' flask-cors s3fs")
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    variables = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+        "NO_PROXY": "127.0.0.1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        system = fsspec.filesystem("s3")
+        system.mkdir(BUCKET)
+        yield "s3"
+        type(system).clear_instance_cache()
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "s3"])
+def address(request, tmp_path, monkeypatch) -> str:
+    """The address of a new folder in a bucket, which does not exist yet."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return f"{request.param}://{BUCKET}/{uuid.uuid4().hex}"
+
+
+def write(address: str, files: dict[str, bytes]) -> None:
+    system, top = fsspec.core.url_to_fs(address)
+    for name, content in files.items():
+        system.pipe_file(f"{top}/{name}", content)
+
+
+MODEL = {
+    "config.json": b"{}",
+    "model.safetensors": bytes(3000),
+    "notes.bin": b"x",
+    "a/b.json": b"1",
+}
+
+
+def test_a_folder_is_fetched_once_and_changed_files_again(address):
+    write(address, MODEL)
+    folder = fetch_folder(address, ["*.json"])
+    assert visible(folder) == {"config.json": b"{}"}
+    assert fetch_folder(f"{address}/", ["*.json", "*.safetensors"]) == folder
+    assert visible(folder) == {name: MODEL[name] for name in ("config.json", "model.safetensors")}
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    write(address, {"config.json": b"[]"})  # of the same size
+    fetch_folder(address, ["*.json", "*.safetensors"])
+    assert (folder / "config.json").read_bytes() == b"[]"
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    system, top = fsspec.core.url_to_fs(address)
+    system.rm_file(f"{top}/model.safetensors")
+    fetch_folder(address, ["*.json", "*.safetensors"])
+    assert visible(folder) == {"config.json": b"[]"}
+
+
+def visible(folder: pathlib.Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
+
+
+def test_an_interrupted_fetch_goes_on_where_it_was(address, monkeypatch, tmp_path):
+    content = os.urandom(3000)
+    write(address, {"a.json": content})
+    monkeypatch.setattr("paravt_jax.data.remote_files._BLOCK", 1000)
+    blocks = []
+
+    def block(self, name, start, end):
+        blocks.append(start)
+        if len(blocks) == 3:
+            raise KeyboardInterrupt
+        return whole_block(self, name, start, end)
+
+    whole_block = BucketFiles._block
+    monkeypatch.setattr(BucketFiles, "_block", block)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_folder(address, ["*.json"])
+    assert not visible(fetched.cache_folder(address))
+    assert visible(fetch_folder(address, ["*.json"])) == {"a.json": content}
+    assert blocks == [0, 1000, 2000, 2000]
+
+
+def test_an_address_without_such_files_is_refused(address):
+    with pytest.raises(FileNotFoundError, match=rf"^{address}: [^\n]*check the path"):
+        fetch_folder(address, ["*.json"])
+    write(address, {"notes.bin": b"x"})
+    with pytest.raises(FileNotFoundError, match=rf"^{address}: no \*\.json among its 1 files"):
+        fetch_folder(address, ["*.json"])
+
+
+def test_a_folder_is_uploaded_and_what_readers_open_first_comes_last(address, monkeypatch):
+    system, top = fsspec.core.url_to_fs(address)
+    order = []
+    put = system.put_file
+
+    def recorded(source, target):
+        order.append(target.removeprefix(f"{top}/"))
+        put(source, target)
+
+    # fsspec keeps one instance for each address.
+    monkeypatch.setattr(system, "put_file", recorded)
+    with appearing_at("--to", address) as folder:
+        assert not system.exists(top), "the probe is deleted"
+        for name in ("config.json", "sums.json", "z/model.safetensors"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(name.encode())
+    assert order == ["sums.json", "z/model.safetensors", "config.json"]
+    assert {name: system.cat_file(f"{top}/{name}") for name in order} == {
+        name: name.encode() for name in order
+    }
+    with pytest.raises(FileExistsError, match=f"--to {address}: exists"):
+        with appearing_at("--to", address):
+            raise AssertionError("the block must not begin")
+
+
+def test_a_bucket_that_does_not_exist_is_refused(s3):
+    with pytest.raises(FileNotFoundError, match=r"^--to: s3://gone/a: cannot be written to \(.*"):
+        with appearing_at("--to", "s3://gone/a"):
+            raise AssertionError("the block must not begin")
+    with pytest.raises(FileNotFoundError, match=r"^s3://gone/a: "):
+        fetch_folder("s3://gone/a", ["*.json"])
+
+
+def test_an_unknown_scheme_is_refused():
+    with pytest.raises(FileNotFoundError, match=r"^nonsense://a/b: .*fsspec supports"):
+        with appearing_at("--to", "nonsense://a/b"):
+            raise AssertionError("the block must not begin")
+
+
+def test_media_on_s3_are_fetched_within_a_budget(s3, tmp_path):
+    address = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+    write(address, {"a/0.mp4": b"0" * 5000, "a/unused.mp4": b"1" * 5000})
+    root = sources.fetch_named(address, tmp_path, ["a/0.mp4"], 20 * 10**6, {})
+    assert {p.name: p.read_bytes() for p in root.rglob("*.mp4")} == {"0.mp4": b"0" * 5000}
+    with pytest.raises(ValueError, match="--disk: 1 MB .* must stay"):
+        sources.fetch_named(address, tmp_path, ["a/0.mp4"], 10**6, {})

@@ -1,0 +1,152 @@
+"""One process of a run to which something happens: `train.run` with steps that do almost nothing.
+
+`python tests/train/faults_program.py FAULT WHO FOLDER --hosts.coordinator ...`
+
+The command, its signals and its ends are those of `train.run`. Only what it executes is replaced:
+a phase of steps that exchange a value and are saved. In step 3, FAULT happens to process WHO. With
+"once" behind its name, it happens in the first start only, and the phase is short.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import train.run
+from models.sharding import make_mesh
+from paravt_jax.processes import hosts
+from train.durable.checkpoint import Checkpoints
+from train.durable.history import History
+from train.durable.interrupts import Interrupts
+from train.durable.metrics import MetricsWriter, SilentMetrics
+from train.durable.phase import Phase, Saves
+
+STEPS = 1000
+SHORT = 6
+BAD_STEP = 3
+# Larger than the limit on files below, which is larger than what goes to stderr.
+SIZE = 1 << 18
+
+
+class Wire:
+    """Forwards connections to `port` on this machine until it is cut: then it is silent."""
+
+    def __init__(self, port: int):
+        self.cut = False
+        self._target = port
+        self._listener = socket.create_server(("localhost", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            threading.Thread(target=self._forward, args=(near,), daemon=True).start()
+
+    def _forward(self, near: socket.socket) -> None:
+        far = self._reach()
+        pairs = {near: far, far: near}
+        while not self.cut:
+            for readable in select.select(list(pairs), [], [], 0.1)[0]:
+                data = readable.recv(1 << 16)
+                if not data:
+                    return
+                pairs[readable].sendall(data)
+        # Both connections stay open, as if the packets were lost.
+        threading.Event().wait()
+
+    def _reach(self) -> socket.socket:
+        while True:
+            try:
+                return socket.create_connection(("localhost", self._target))
+            except ConnectionRefusedError:
+                time.sleep(0.1)
+
+
+def happen(fault: str, wire: Wire | None) -> None:
+    """Lets the fault happen to this process."""
+    me = os.getpid()
+    if fault == "kill":
+        os.kill(me, signal.SIGKILL)
+    elif fault == "freeze":
+        os.kill(me, signal.SIGSTOP)
+    elif fault == "partition":
+        assert wire is not None
+        wire.cut = True
+    elif fault == "terminate":
+        os.kill(me, signal.SIGTERM)
+    elif fault == "interrupt":
+        os.kill(me, signal.SIGINT)
+    elif fault == "error":
+        raise ValueError("field: 3; give 4")
+    elif fault == "bug":
+        raise KeyError("unforeseen")
+    elif fault == "full disk":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+    elif fault == "full disk in a save":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, resource.RLIM_INFINITY))
+    elif fault == "hang":
+        threading.Event().wait()
+
+
+def steps(
+    name: str, who: int, folder: pathlib.Path, wire: Wire | None, interrupts: Interrupts
+) -> pathlib.Path:
+    """Takes the place of the phases of a run."""
+    fault = name.removesuffix(" once")
+    happened = folder / "happened"
+    sharding = NamedSharding(make_mesh(1, jax.device_count(), 1), PartitionSpec("fsdp"))
+    shape = (SIZE * jax.device_count(),)
+
+    def state(value: int) -> dict[str, jax.Array]:
+        values = np.random.default_rng(value).random(shape, np.float32)
+        return {"w": jax.make_array_from_callback(shape, sharding, lambda place: values[place])}
+
+    first = hosts.is_first()
+    with Phase(
+        name="rl",
+        steps=STEPS if fault == name else SHORT,
+        saves=Saves(Checkpoints(folder / "rl", asynchronous=True), every=2, meta={}),
+        metrics=MetricsWriter(folder, tensorboard=False) if first else SilentMetrics(folder),
+        interrupts=interrupts,
+        history=History(folder),
+    ) as phase:
+        phase.resume(state(0))
+        for step in phase.left:
+            if step == BAD_STEP and hosts.process_index() == who and not happened.exists():
+                happened.touch()
+                happen(fault, wire)
+            hosts.gather(step)
+            phase.done(step, {"loss": 1.0}, state(step), step)
+            time.sleep(0.05)
+    return folder / "report.html"
+
+
+def main() -> int:
+    fault, who, name, *rest = sys.argv[1:]
+    folder = pathlib.Path(name)
+    wire = None
+    if fault == "partition" and rest[-1] == "1":
+        at = rest.index("--hosts.coordinator") + 1
+        wire = Wire(int(rest[at].rpartition(":")[2]))
+        rest[at] = f"localhost:{wire.port}"
+    train.run.begin = lambda run: run
+    train.run.ready = lambda *_: True
+    train.run._execute = lambda run, interrupts: steps(fault, int(who), folder, wire, interrupts)
+    return train.run.main(["--config=sft_tiny", "--run-dir", name, *rest])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,347 @@
+"""The files of a run in a bucket: order of writes, exclusive use, and refusals in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from configs.paravt_tiny import paravt_tiny
+from train.check.asking import Asked
+from train.check.disk import needs
+from train.check.run_folder import run_directory
+from train.check.subject import Subject
+from train.durable import lease as leases
+from train.durable.bucket import ABSENT, Bucket, BucketError, ChangedError, DamagedObjectError
+from train.durable.lease import Lease, LeaseError
+from train.durable.mirror import FILES, Mirror
+from train.durable.place import open_place
+from train.durable.run_directory import RunDirectoryError
+from train.run import resolved
+from train.settings import change
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def fill(folder: pathlib.Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+
+
+def content(folder: pathlib.Path) -> dict[str, str]:
+    return {
+        file.relative_to(folder).as_posix(): file.read_text()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+def test_a_write_can_demand_a_generation(store):
+    bucket = Bucket("gs://bucket/generations")
+    first = bucket.write("a", "one", ABSENT)
+    with pytest.raises(ChangedError, match="gs://bucket/generations/a"):
+        bucket.write("a", "two", ABSENT)
+    second = bucket.write("a", "two", first)
+    assert bucket.read("a") == (b"two", second)
+    with pytest.raises(ChangedError):
+        bucket.delete("a", first)
+    bucket.delete("a", second)
+    bucket.delete("a")
+    with pytest.raises(FileNotFoundError, match="gs://bucket/generations/a"):
+        bucket.read("a")
+
+
+def test_a_flipped_bit_is_noticed(store, tmp_path):
+    bucket = Bucket("gs://bucket/flipped")
+    bucket.write("a", "one")
+    store.flip("flipped/a")
+    for read in (bucket.read, bucket.verify, lambda name: bucket.read_to(name, tmp_path / name)):
+        with pytest.raises(DamagedObjectError, match="gs://bucket/flipped/a: damaged"):
+            read("a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_missing_bucket_is_one_line(store):
+    with pytest.raises(FileNotFoundError, match="gs://no-such/run/: .*there is no bucket no-such"):
+        Bucket("gs://no-such/run").list()
+
+
+def test_a_short_outage_is_waited_for_and_a_long_one_is_one_line(store):
+    bucket = Bucket("gs://bucket/away", patience=60.0)
+    with pytest.raises(BucketError) as error, store.outage():
+        Bucket("gs://bucket/away", patience=2.0).write("a", "one")
+    assert "gs://bucket/away/a: the store cannot be reached" in str(error.value)
+    assert "the same command continues" in str(error.value) and "\n" not in str(error.value)
+    store.close_for(3.0)
+    bucket.write("a", "one")
+    assert bucket.read("a")[0] == b"one"
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(leases, "LENGTH", 1.5)
+    monkeypatch.setattr(leases, "EVERY", 0.3)
+    monkeypatch.setattr(leases, "_LOOK", 0.1)
+
+
+def test_only_one_process_holds_a_lease(store, quick, capsys):
+    bucket = Bucket("gs://bucket/held")
+    with Lease(bucket, "here"):
+        with pytest.raises(LeaseError, match=r"gs://bucket/held is in use by process \d+ on "):
+            Lease(bucket, "there")
+        assert "waiting up to" in capsys.readouterr().err
+    assert not store.names("held/")
+    Lease(bucket, "there").close()
+
+
+def test_the_lease_of_a_dead_process_is_taken_over(store, quick):
+    """At once in the same folder, which only one process can lock; elsewhere after a while."""
+    bucket = Bucket("gs://bucket/dead")
+    dead = json.dumps({"holder": "process 1 on a host", "owner": "here", "id": "1"})
+    bucket.write(leases.NAME, dead)
+    start = time.monotonic()
+    Lease(bucket, "here").close()
+    assert time.monotonic() - start < leases.LENGTH
+    bucket.write(leases.NAME, dead)
+    start = time.monotonic()
+    Lease(bucket, "there").close()
+    assert time.monotonic() - start > leases.LENGTH
+
+
+def test_a_process_that_lost_its_lease_learns_who_has_it(store, quick):
+    bucket = Bucket("gs://bucket/lost")
+    with Lease(bucket, "here") as lease:
+        lease.require()
+        other = json.dumps({"holder": "process 2 on a host", "owner": "there", "id": "2"})
+        bucket.write(leases.NAME, other)
+        time.sleep(3 * leases.EVERY + 0.5)
+        with pytest.raises(LeaseError, match="taken over by process 2 on a host"):
+            lease.require()
+    # It does not give back what is no longer its own.
+    assert store.read("lost/in-use.json").decode() == other
+
+
+def test_a_lease_outlives_a_short_outage(store, quick):
+    bucket = Bucket("gs://bucket/short-outage")
+    with Lease(bucket, "here") as lease:
+        with store.outage():
+            time.sleep(2 * leases.EVERY)
+        time.sleep(3 * leases.EVERY + 0.5)
+        lease.require()
+        with pytest.raises(LeaseError):
+            Lease(bucket, "there")
+
+
+def test_a_pull_makes_a_folder_equal_to_what_was_pushed(store, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    mirror = Mirror(Bucket("gs://bucket/equal"), here)
+    files = {"config.json": "{}", "history.json": "1", "records/a/b": "x", "metrics.jsonl": "1\n"}
+    fill(here, files)
+    # Not for other machines, or not complete.
+    local = [".lock", "rollouts.json", "wandb/log", "a.json.tmp", ".model.x.partial/b"]
+    fill(here, dict.fromkeys(local, "x"))
+    mirror.push()
+    fill(here, {"metrics.jsonl": "1\n2\n"})
+    (here / "records/a/b").unlink()
+    mirror.push()
+    fill(there, {"old/file": "x", "rollouts.json": "of another run"})
+    Mirror(Bucket("gs://bucket/equal"), there).pull()
+    del files["records/a/b"]
+    assert content(there) == files | {"metrics.jsonl": "1\n2\n"}
+    assert not (there / "old").exists()
+    assert not store.names("equal/records")
+
+
+def test_only_what_changed_is_sent(store, tmp_path, monkeypatch):
+    mirror = Mirror(Bucket("gs://bucket/changes"), tmp_path)
+    fill(tmp_path, {"a": "1", "b": "1"})
+    mirror.push()
+    sent = []
+    write = Bucket.write_from
+    monkeypatch.setattr(
+        Bucket, "write_from", lambda self, name, file: (sent.append(name), write(self, name, file))
+    )
+    fill(tmp_path, {"b": "22"})
+    mirror.push()
+    again = Mirror(Bucket("gs://bucket/changes"), tmp_path)
+    again.pull()
+    again.push()
+    assert sent == ["b"]
+
+
+class _Killed(Exception):
+    pass
+
+
+def test_a_push_may_be_killed_between_any_two_writes(store, tmp_path, monkeypatch):
+    """A folder is there as a whole or not at all, and history.json names only what is there."""
+    before = {"config.json": "{}", "history.json": '["a.json"]', "a.json": "1"}
+    after = before | {
+        "history.json": '["b.json"]',
+        "b.json": "1",
+        "model/one": "1",
+        "model/two": "2",
+    }
+    del after["a.json"]
+    left = 0
+
+    def dying(name):
+        method = getattr(Bucket, name)
+
+        def call(self, *arguments):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise _Killed
+            return method(self, *arguments)
+
+        return call
+
+    for name in ("write", "write_from", "delete"):
+        monkeypatch.setattr(Bucket, name, dying(name))
+    outcomes = []
+    for number in range(20):
+        address = f"gs://bucket/killed-{number}"
+        here = tmp_path / str(number)
+        mirror = Mirror(Bucket(address), here)
+        fill(here, before)
+        left = 100
+        mirror.push()
+        for name in before:
+            (here / name).unlink()
+        fill(here, after)
+        left = number
+        with contextlib.suppress(_Killed):
+            mirror.push()
+        left = 100
+        there = tmp_path / f"{number}-pulled"
+        Mirror(Bucket(address), there).pull()
+        found = content(there)
+        assert set(json.loads(found["history.json"])) <= found.keys()
+        assert sum(name.startswith("model/") for name in found) in (0, 2)
+        outcomes.append(found == after)
+    assert outcomes[0] is False and outcomes[-1] is True
+
+
+def test_a_deleted_object_is_like_a_deleted_file_and_a_damaged_one_is_named(store, tmp_path):
+    files = {"config.json": "{}", "records/x": "1"}
+    fill(tmp_path / "a", files)
+    Mirror(Bucket("gs://bucket/lost-object"), tmp_path / "a").push()
+    store.delete("lost-object/records/x")
+    again = Mirror(Bucket("gs://bucket/lost-object"), tmp_path / "a")
+    again.pull()
+    assert content(tmp_path / "a") == {"config.json": "{}"}
+    fill(tmp_path / "a", files)
+    again.push()
+    assert store.read("lost-object/records/x") == b"1"
+    store.flip(f"lost-object/{FILES}")
+    with pytest.raises(BucketError, match=f"gs://bucket/lost-object/{FILES}: damaged"):
+        Mirror(Bucket("gs://bucket/lost-object"), tmp_path / "b").pull()
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Moves this process to another machine, without the local files of runs."""
+
+    def move(name: str) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+
+    move("first")
+    return move
+
+
+def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick):
+    settings = {"name": "x", "sft": {"steps": 3}}
+    place = open_place("gs://bucket/claims/x/")
+    with contextlib.ExitStack() as stack:
+        place.claim(settings, "", stack)
+        fill(place.folder, {"metrics.jsonl": "1\n"})
+        with pytest.raises(RunDirectoryError, match="in use by another process"):
+            open_place("gs://bucket/claims/x").claim(settings, "", contextlib.ExitStack())
+    # A run that ends pushes what it wrote last.
+    assert store.read("claims/x/metrics.jsonl") == b"1\n"
+    machine("second")
+    again = open_place("gs://bucket/claims/x")
+    assert again.require_usable(settings)
+    assert again.folder != place.folder
+    with contextlib.ExitStack() as stack:
+        again.claim(settings, "", stack)
+        assert content(again.folder)["metrics.jsonl"] == "1\n"
+    other = settings | {"name": "y"}
+    for use in (again.require_usable, lambda x: again.claim(x, "", contextlib.ExitStack())):
+        with pytest.raises(RunDirectoryError) as error:
+            use(other)
+        assert "--run-dir gs://bucket/claims/x holds a run of another config" in str(error.value)
+        assert str(again.folder) not in str(error.value)
+
+
+def test_a_folder_with_other_objects_is_refused(store, machine):
+    store.write("others/notes.txt", b"x")
+    with pytest.raises(RunDirectoryError, match="gs://bucket/others is not a run's folder"):
+        open_place("gs://bucket/others").require_usable({"name": "x"})
+
+
+@pytest.mark.parametrize(
+    ("field", "path", "message"),
+    [
+        ("run_dir", "s3://bucket/run", "run_dir: s3://bucket/run is an address that runs cannot"),
+        ("run_dir", "az://bucket/run", "give a local folder, one that is mounted, or gs://"),
+        ("run_dir", "gs://bucket", "run_dir: gs://bucket; give a folder in a bucket"),
+        ("run_dir", "gs://bucket//run", "gs://BUCKET/FOLDER"),
+        ("start", "gs://bucket/run", "start, run_dir: 'gs://bucket/run', ''; checkpoints are not"),
+    ],
+)
+def test_other_addresses_are_refused_in_one_line(field, path, message):
+    with pytest.raises(ValueError) as error:
+        change(paravt_tiny(), "x", {field: path})
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"run_dir: gs://bucket/x needs .* '\.\[gcs\]'"):
+        change(paravt_tiny(), "x", {"run_dir": "gs://bucket/x"})
+
+
+def test_compiled_programs_are_kept_in_the_bucket(store):
+    program = """
+import jax
+from models.compile_cache import use_cache
+from paravt_jax.data.any_path import any_path
+from paravt_jax.processes import hosts
+
+hosts.process_count = lambda: 2
+use_cache(any_path("gs://bucket/programs"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+jax.jit(lambda x: x + 1)(1.0)
+"""
+    environment = dict(os.environ, **store.variables)
+    del environment["JAX_COMPILATION_CACHE_DIR"]
+    subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True)
+    assert store.names("programs/compiled/")
+
+
+def test_the_check_looks_into_the_bucket(store, machine):
+    def found(address: str) -> list[tuple[str, str]]:
+        run = change(paravt_tiny(), "x", {"run_dir": address})
+        subject = Subject(run, resolved(run), open_place(address).folder, Asked(1.0))
+        steps = {need.step for need in needs(subject)}
+        assert steps == {"export"}
+        return [(finding.problem, finding.found) for finding in run_directory(subject)]
+
+    assert found("gs://bucket/checked") == [("", "gs://bucket/checked: new")]
+    ((problem, text),) = found("gs://no-such/checked")
+    assert problem == "error" and "there is no bucket no-such" in text
+    store.write("checked/notes.txt", b"x")
+    ((problem, text),) = found("gs://bucket/checked")
+    assert problem == "error" and "gs://bucket/checked is not a run's folder" in text

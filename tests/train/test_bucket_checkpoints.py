@@ -1,0 +1,141 @@
+"""Checkpoints in a bucket: exact, complete or absent, and verified."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paravt_jax.data.file_sums import SUMS
+from train.durable import bucket
+from train.durable.bucket import BucketError
+from train.durable.checkpoint import CheckpointError, Checkpoints
+
+
+def state_of(seed: int) -> dict:
+    key = jax.random.key(seed)
+    return {
+        "w": jax.random.normal(key, (64, 32)),
+        "half": jax.random.normal(key, (8,)).astype(jnp.bfloat16),
+        "host": np.arange(5) + seed,
+    }
+
+
+def same(one: dict, other: dict) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def saved(folder: str, *steps: int) -> Checkpoints:
+    checkpoints = Checkpoints(folder, keep=3)
+    for step in steps:
+        checkpoints.save(step, state_of(step), {"step": step})
+    return checkpoints
+
+
+def test_a_state_comes_back_bit_for_bit_and_the_oldest_leaves(store):
+    folder = "gs://bucket/exact/checkpoints/rl"
+    saved(folder, 1, 2, 3, 4).close()
+    again = Checkpoints(folder, keep=3)
+    assert again.steps() == [2, 3, 4]
+    state, meta, step = again.restore(state_of(0))
+    assert (step, meta) == (4, {"step": 4})
+    assert same(state, state_of(4))
+    assert same(Checkpoints(folder, read_only=True).restore(state_of(0), 2)[0], state_of(2))
+    assert not store.names("exact/checkpoints/rl/1/")
+    sums = json.loads(store.read(f"exact/checkpoints/rl/4/{SUMS}"))
+    arrays = {name for name in sums if name.startswith("state/")}
+    assert {f"exact/checkpoints/rl/4/{name}" for name in arrays} == set(
+        store.names("exact/checkpoints/rl/4/state/")
+    )
+
+
+def test_a_part_is_restored_onto_other_devices(store):
+    folder = "gs://bucket/part/checkpoints/rl"
+    saved(folder, 1).close()
+    placed = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
+    wanted = {"w": jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=placed)}
+    part = Checkpoints(folder, read_only=True).restore_part(wanted, 1)
+    assert same(part, {"w": state_of(1)["w"]})
+    assert part["w"].sharding == placed
+
+
+def newest_arrays(store, folder: str, step: int) -> str:
+    """The largest object of a checkpoint's arrays."""
+    names = store.names(f"{folder}/{step}/state/")
+    return max(names, key=lambda name: len(store.read(name)))
+
+
+@pytest.mark.parametrize("damage", ["flip", "delete", "overwrite", "sums"])
+def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(store, capsys, damage):
+    folder = f"{damage}/checkpoints/rl"
+    saved(f"gs://bucket/{folder}", 1, 2).close()
+    name = newest_arrays(store, folder, 2)
+    if damage == "flip":
+        store.flip(name)
+    elif damage == "delete":
+        store.delete(name)
+    elif damage == "sums":
+        store.delete(f"{folder}/2/{SUMS}")
+    else:
+        # The store's checksum fits the new content.
+        store.write(name, store.read(name)[::-1])
+    again = Checkpoints(f"gs://bucket/{folder}", keep=3)
+    assert "warning: damaged checkpoints in gs://bucket/" in capsys.readouterr().err
+    assert again.steps() == [1]
+    assert same(again.restore(state_of(0))[0], state_of(1))
+    assert store.names(f"{folder}/2/damaged.txt")
+    # What was set aside stays until the step is saved again.
+    again.close()
+    again = Checkpoints(f"gs://bucket/{folder}", keep=3)
+    assert store.names(f"{folder}/2/state/")
+    again.save(2, state_of(2), {})
+    again.close()
+    assert not store.names(f"{folder}/2/damaged.txt")
+    assert same(Checkpoints(f"gs://bucket/{folder}").restore(state_of(0), 2)[0], state_of(2))
+
+
+def test_a_reader_refuses_a_damaged_checkpoint(store):
+    folder = "reader/checkpoints/rl"
+    saved(f"gs://bucket/{folder}", 1, 2).close()
+    store.flip(newest_arrays(store, folder, 1))
+    with pytest.raises(CheckpointError, match=r"gs://bucket/reader/.*/1 cannot be read .*checksum"):
+        Checkpoints(f"gs://bucket/{folder}", read_only=True).restore(state_of(0), 1)
+
+
+def test_no_sound_checkpoint_is_an_error(store):
+    folder = "unsound/checkpoints/rl"
+    saved(f"gs://bucket/{folder}", 1).close()
+    store.flip(f"{folder}/1/{SUMS}")
+    with pytest.raises(CheckpointError, match="no checkpoint is sound"):
+        Checkpoints(f"gs://bucket/{folder}")
+
+
+def test_what_a_killed_save_left_is_removed(store):
+    folder = "killed/checkpoints/rl"
+    saved(f"gs://bucket/{folder}", 1, 2).close()
+    # The last write of a save.
+    store.delete(f"{folder}/2/commit_success.txt")
+    assert Checkpoints(f"gs://bucket/{folder}", read_only=True).steps() == [1]
+    again = Checkpoints(f"gs://bucket/{folder}")
+    assert again.steps() == [1]
+    assert not store.names(f"{folder}/2/")
+
+
+def test_an_outage_is_no_damage(store, monkeypatch):
+    """A start that cannot verify ends, and marks nothing. A save waits until the store is back."""
+    folder = "outage/checkpoints/rl"
+    checkpoints = saved(f"gs://bucket/{folder}", 1)
+    checkpoints.close()
+    monkeypatch.setattr(bucket, "PATIENCE", 2.0)
+    with store.outage(), pytest.raises(BucketError, match="the store cannot be reached"):
+        Checkpoints(f"gs://bucket/{folder}")
+    again = Checkpoints(f"gs://bucket/{folder}")
+    assert again.steps() == [1]
+    store.close_for(3.0)
+    again.save(2, state_of(2), {})
+    again.close()
+    assert same(Checkpoints(f"gs://bucket/{folder}").restore(state_of(0))[0], state_of(2))

@@ -1,0 +1,214 @@
+"""Whole runs in a bucket equal runs on a disk, also after kills and on machines without files."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import train.export
+import train.report.__main__
+import train.run
+from paravt_jax.processes.exit_codes import LOST
+from train.durable.metrics import MEASURED, read_metrics
+
+PROGRAM = pathlib.Path(__file__).with_name("small.py")
+# Seconds. Two processes of four devices compile everything, on two cores.
+LONG = 900.0
+SHORT = """
+--sft.steps 2 --rl.steps 4 --rl.no-control
+--evaluation.frames 4 --evaluation.dispatch parallel --evaluation.temperatures 0.7 0
+""".split()
+TWO = ["--mesh.fsdp", "8"]
+
+
+def command(run_dir: object, *arguments: str) -> list[str]:
+    return ["--config=small", *SHORT, "--run-dir", str(run_dir), *arguments]
+
+
+def figures(lines: bytes, tmp_path: pathlib.Path) -> list[dict[str, float]]:
+    """The lines of a metrics.jsonl without what differs between equal runs."""
+    file = tmp_path / "compared.jsonl"
+    file.write_bytes(lines)
+    return [
+        {k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in read_metrics(file)
+    ]
+
+
+def done(store, run: str, phase: str) -> int:
+    """The newest complete checkpoint of a phase."""
+    names = store.names(f"{run}/checkpoints/{phase}/")
+    steps = [re.fullmatch(r".*/(\d+)/commit_success.txt", name) for name in names]
+    return max((int(step[1]) for step in steps if step), default=0)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Moves the runs that follow to another machine, without local files."""
+
+    def move(name: str) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+
+    move("first")
+    return move
+
+
+@pytest.fixture(scope="module")
+def whole(small, tmp_path_factory) -> pathlib.Path:
+    """An undisturbed run on a disk."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train.run.main(command(folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def start(compiled):
+    """Starts a run in a process of its own."""
+
+    def begin(run_dir: str) -> subprocess.Popen:
+        root = str(PROGRAM.parents[2])
+        env = dict(os.environ, PYTHONPATH=root, JAX_COMPILATION_CACHE_DIR=str(compiled))
+        return subprocess.Popen(
+            [sys.executable, str(PROGRAM), *command(run_dir)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+            cwd=root,
+        )
+
+    return begin
+
+
+def kill_when(process: subprocess.Popen, ready, number: int = signal.SIGKILL) -> str:
+    deadline = time.monotonic() + LONG
+    while not ready():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(0.05)
+    process.send_signal(number)
+    return process.communicate()[1]
+
+
+@pytest.mark.slow
+def test_a_run_equals_one_on_a_disk(store, machine, start, whole, tmp_path, capsys):
+    """Killed in the cold start and in RL, each time continued on a machine without its files."""
+    address = "gs://bucket/runs/equal"
+    kill_when(start(address), lambda: done(store, "runs/equal", "sft"))
+    machine("second")
+    said = kill_when(start(address), lambda: done(store, "runs/equal", "rl"))
+    assert "did not say that it ended" in said
+    machine("third")
+    capsys.readouterr()
+    assert train.run.main(command(address)) == 0
+    assert f"see {address}/report.html" in capsys.readouterr().out
+    found = figures(store.read("runs/equal/metrics.jsonl"), tmp_path)
+    assert found == figures((whole / "metrics.jsonl").read_bytes(), tmp_path)
+    weights = store.read("runs/equal/model/model.safetensors")
+    assert weights == (whole / "model/model.safetensors").read_bytes()
+    ours = json.loads(store.read("runs/equal/result.json"))
+    theirs = json.loads((whole / "result.json").read_text())
+    for name in ("before", "after", "curve"):
+        assert ours[name] == theirs[name]
+    assert "runs/equal/in-use.json" not in store.names("runs/equal/")
+
+    # Another run begins with its cold start, which the store copies.
+    assert train.run.main(command("gs://bucket/runs/other", "--start", address)) == 0
+    other = figures(store.read("runs/other/metrics.jsonl"), tmp_path)
+    assert other == [row for row in found if row["phase"] == "rl"]
+    assert store.read("runs/other/model/model.safetensors") == weights
+
+    for target in (str(tmp_path / "model"), "gs://bucket/exported"):
+        assert train.export.main(["--run-dir", address, "--to", target]) == 0
+    kept = whole / "model"
+    names = sorted(file.name for file in kept.iterdir())
+    assert filecmp.cmpfiles(kept, tmp_path / "model", names, shallow=False)[1:] == ([], [])
+    assert store.names("exported/") == [f"exported/{name}" for name in names]
+    assert store.read("exported/model.safetensors") == weights
+    capsys.readouterr()
+    assert train.export.main(["--run-dir", address, "--to", "gs://bucket/exported"]) == 1
+    assert "--to gs://bucket/exported: exists" in capsys.readouterr().err
+
+    page = store.read("runs/equal/report.html")
+    store.delete("runs/equal/report.html")
+    assert train.report.__main__.main([address]) == 0
+    assert len(store.read("runs/equal/report.html")) > len(page) / 2
+
+
+@pytest.mark.slow
+def test_a_stopped_run_waits_for_the_store_and_goes_on(
+    small, store, machine, start, whole, tmp_path
+):
+    """The store is away for ten seconds in RL; SIGTERM then stops the run, which goes on."""
+    run = "runs/outage"
+    process = start(f"gs://bucket/{run}")
+    deadline = time.monotonic() + LONG
+    while not done(store, run, "rl"):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    with store.outage():
+        time.sleep(10)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=LONG)[1]
+    assert process.returncode in (0, 143), said[-3000:]
+    machine("second")
+    assert train.run.main(command(f"gs://bucket/{run}")) == 0
+    found = figures(store.read(f"{run}/metrics.jsonl"), tmp_path)
+    assert found == figures((whole / "metrics.jsonl").read_bytes(), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_a_checkpoint_costs_a_save(
+    small, store, machine, start, whole, tmp_path, capsys
+):
+    run = "runs/flipped"
+    kill_when(start(f"gs://bucket/{run}"), lambda: done(store, run, "rl") >= 2)
+    (_, name) = max(
+        (len(store.read(name)), name) for name in store.names(f"{run}/checkpoints/sft/2/state/")
+    )
+    store.flip(name)
+    assert train.run.main(command(f"gs://bucket/{run}")) == 1
+    said = capsys.readouterr().err
+    assert f"gs://bucket/{run}/checkpoints/sft" in said.splitlines()[-1]
+    assert str(tmp_path) not in said.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_two_processes_are_killed_and_go_on_elsewhere(together, store, machine, tmp_path):
+    """Bit for bit like an undisturbed run of two processes on a disk."""
+    program = [str(PROGRAM)]
+    for ended in together(
+        [*program, *command(tmp_path / "disk", *TWO)], 2, devices=4, timeout=LONG
+    ):
+        assert ended.code == 0, ended.err[-3000:]
+    again = [*program, *command("gs://bucket/runs/two", *TWO), "--hosts.heartbeat", "10"]
+
+    def kill(processes: list[subprocess.Popen]) -> None:
+        kill_when_ready(processes, lambda: done(store, "runs/two", "rl") >= 2)
+
+    first, second = together(again, 2, devices=4, timeout=LONG, disturb=kill)
+    assert second.code == -signal.SIGKILL
+    assert first.code == LOST
+    machine("second")
+    for ended in together(again, 2, devices=4, timeout=LONG):
+        assert ended.code == 0, ended.err[-3000:]
+    found = figures(store.read("runs/two/metrics.jsonl"), tmp_path)
+    assert found == figures((tmp_path / "disk/metrics.jsonl").read_bytes(), tmp_path)
+    weights = store.read("runs/two/model/model.safetensors")
+    assert weights == (tmp_path / "disk/model/model.safetensors").read_bytes()
+
+
+def kill_when_ready(processes: list[subprocess.Popen], ready) -> None:
+    deadline = time.monotonic() + LONG
+    while not ready():
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.05)
+    os.kill(processes[1].pid, signal.SIGKILL)

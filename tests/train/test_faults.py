@@ -1,0 +1,86 @@
+"""The fault matrix: whatever happens to one of two processes, both end with a code and one line.
+
+1. The exit code is that of the table in docs/training.md.
+2. The last line of stderr says what happened, and no stack of C++ or Python is printed. Only an
+   unforeseen exception has a traceback, in the process that raised it.
+3. Both end soon.
+"""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paravt_jax.processes.exit_codes import FAILED, LOST, TEMPORARY
+from train.durable.metrics import read_metrics
+
+PROGRAM = str(pathlib.Path(__file__).with_name("faults_program.py"))
+HEARTBEAT = 6  # seconds
+GONE = r"error: another process of this run ended or cannot be reached \(.*\); start all of them .*"
+STOPPED = r"stopped after PARA-GRPO 3/1000, which is saved; the same command continues from there"
+# Fault: exit code and last line of the process that it happens to, and of the other one.
+FAULTS = {
+    "kill": (-signal.SIGKILL, None, LOST, GONE),
+    "freeze": (LOST, GONE, LOST, GONE),
+    "partition": (LOST, GONE, LOST, GONE),
+    "terminate": (143, STOPPED, 143, STOPPED),
+    "interrupt": (130, STOPPED, 130, STOPPED),
+    "error": (FAILED, r"error: field: 3; give 4", LOST, GONE),
+    "bug": (LOST, r"error: unforeseen, KeyError .*", LOST, GONE),
+    "full disk": (TEMPORARY, r"error: a disk is full .*", LOST, GONE),
+    "full disk in a save": (TEMPORARY, r"error: saving a checkpoint .*", None, None),
+}
+STACK = re.compile(r"^Traceback|^ +@ +0x|^\*\*\* |^terminate called", re.MULTILINE)
+
+
+def thaw(who: int):
+    """Lets a frozen process go on when the other one has ended."""
+
+    def disturb(processes: list[subprocess.Popen]) -> None:
+        processes[1 - who].wait(120)
+        os.kill(processes[who].pid, signal.SIGCONT)
+
+    return disturb
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_end_is_one_line(together, tmp_path, fault, who):
+    if fault == "partition" and who == 0:
+        pytest.skip("a partition is the same for both sides")
+    start = time.monotonic()
+    command = [PROGRAM, fault, str(who), str(tmp_path), "--hosts.heartbeat", str(HEARTBEAT)]
+    disturb = thaw(who) if fault == "freeze" else None
+    ended = together(command, 2, devices=1, timeout=120, disturb=disturb)
+    code, line, other_code, other_line = FAULTS[fault]
+    wanted = [(code, line), (other_code, other_line)]
+    for process, (code, line) in zip((ended[who], ended[1 - who]), wanted, strict=True):
+        print(f"--- code {process.code}\n{process.err[-3000:]}")
+        assert process.code == code or (code is None and process.code in (LOST, TEMPORARY))
+        if line is not None:
+            assert re.fullmatch(line, process.err.splitlines()[-1])
+        if (fault, process) != ("bug", ended[who]):
+            assert not STACK.search(process.err)
+    assert time.monotonic() - start < 90
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill once", "hang once"])
+def test_two_supervised_processes_meet_again_and_finish(together, tmp_path, fault):
+    """Of a process that hangs, only its supervisor knows."""
+    supervisor = "-m train.supervise --pause 1 --hang 60 --".split()
+    program = [sys.executable, PROGRAM, fault, "1", str(tmp_path)]
+    command = [*supervisor, *program, "--hosts.heartbeat", str(HEARTBEAT)]
+    for ended in together(command, 2, devices=1, timeout=400):
+        assert ended.code == 0, ended.err[-3000:]
+        lines = [line for line in ended.err.splitlines() if line.startswith("supervise: ")]
+        assert "starting again" in lines[0]
+        assert lines[-1].startswith("supervise: done after ")
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
