@@ -88,8 +88,10 @@ class _Supervisor:
 
     def run(self) -> int:
         """Start the command until there is no reason to start it again; returns its last code."""
-        # nohup ignores SIGHUP, for this process and for the command.
-        stops = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        stops = set(_STOPS)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            # By nohup, for this process and for the command.
+            stops.remove(signal.SIGHUP)
         handlers = {number: signal.signal(number, self._pass_on) for number in stops}
         try:
             return self._run()
