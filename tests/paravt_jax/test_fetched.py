@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -24,10 +25,10 @@ def s3():
     """A server of S3 on the loopback interface, with one bucket."""
     lacking = [name for name in SERVER if importlib.util.find_spec(name) is None]
     if lacking:
-        pytest.skip(f"not installed: {', '.join(lacking)}; pip install 'moto[s3]' flask-cors s3fs")
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        pytest.skip(f"not installed: {', '.join(lacking)}; see s3-server in pyproject.toml")
+    # By name: types are also checked where it is not installed.
+    moto = importlib.import_module("moto.server")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     variables = {
