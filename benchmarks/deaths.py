@@ -30,7 +30,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import shutil
 import signal
 import socket
@@ -43,7 +42,6 @@ from types import MappingProxyType
 import numpy as np
 import tyro
 
-from benchmarks.bucket_server import BUCKET, BucketServer
 from benchmarks.killing import (
     PROGRAM,
     ROOT,
@@ -52,11 +50,10 @@ from benchmarks.killing import (
     check_end,
     check_state,
     checkpoints_of,
-    moments,
     rows_of,
 )
+from benchmarks.run_homes import Home, InStore, OnDisk
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.local_path import require_local
 
 PROCESSES = 2
@@ -73,10 +70,6 @@ ARGUMENTS = (
     *("--rl.prompts", "2", "--mesh.fsdp", str(PROCESSES * DEVICES)),
     *("--hosts.heartbeat", str(HEARTBEAT)),
 )
-# The run's folder in the bucket, a checkpoint in it, and the mark of a complete one.
-_STORED = "run"
-CHECKPOINT = re.compile(r"run/checkpoints/\w+/\d+")
-COMMITTED = "commit_success.txt"
 # Which processes get a signal.
 WHO = ((0,), (1,), (0, 1))
 # A stopped process ends with these codes, or by the signal itself before the run handles it.
@@ -218,122 +211,6 @@ class Pair:
             process.wait()
 
 
-class OnDisk:
-    """A run in a folder.
-
-    Attributes:
-        address: What --run-dir names.
-        variables: Environment variables for its processes.
-    """
-
-    variables: Mapping[str, str] = MappingProxyType({})
-
-    def __init__(self, folder: pathlib.Path):
-        self.address = str(folder)
-        self._folder = folder
-
-    def exists(self) -> bool:
-        return self._folder.exists()
-
-    def files(self) -> pathlib.Path:
-        """A folder with its files as they are now."""
-        return self._folder
-
-    def moments(self, rng: np.random.Generator) -> dict[str, tuple[Callable[[], bool], float]]:
-        """Moments of a death; see `benchmarks.killing.moments`."""
-        return moments(self._folder, rng)
-
-    def flip(self, name: str, bit: int) -> None:
-        """Flip one bit of a file."""
-        file = self._folder / name
-        content = bytearray(file.read_bytes())
-        content[bit // 8] ^= 1 << bit % 8
-        # A new file: the old one may be shared with another run by a hard link.
-        file.unlink()
-        file.write_bytes(content)
-
-    def restore(self, name: str, content: bytes) -> None:
-        """Write a file as from a backup."""
-        (self._folder / name).write_bytes(content)
-
-    def move(self) -> None:
-        """Go on on another machine, which sees the same disk."""
-
-    def remove(self) -> None:
-        shutil.rmtree(self._folder)
-
-
-class InStore:
-    """A run in a bucket that this process serves; it has the methods of `OnDisk`.
-
-    Args:
-        folder: For a copy of the run, and for the files of its machines.
-    """
-
-    def __init__(self, folder: pathlib.Path):
-        self.server = BucketServer()
-        self.address = f"gs://{BUCKET}/{_STORED}"
-        self._machine = folder / "machine"
-        self._copy = folder / "run"
-        self.variables = self.server.variables | {"XDG_CACHE_HOME": str(self._machine)}
-        self.move()
-
-    def exists(self) -> bool:
-        return bool(self.server.names(_STORED))
-
-    def files(self) -> pathlib.Path:
-        shutil.rmtree(self._copy, ignore_errors=True)
-        names = self.server.names(_STORED)
-        for name in names:
-            # A checkpoint without its mark is unfinished, as one with a temporary name on a disk.
-            step = CHECKPOINT.match(name)
-            complete = step is None or f"{step[0]}/{COMMITTED}" in names
-            # The sums of a checkpoint in a bucket are of another kind than those on a disk.
-            if complete and not (step is not None and name.endswith(f"/{SUMS}")):
-                file = self._copy / name.removeprefix(f"{_STORED}/")
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(self.server.read(name))
-        return self._copy
-
-    def moments(self, rng: np.random.Generator) -> dict[str, tuple[Callable[[], bool], float]]:
-        clock = time.monotonic() + rng.uniform(0, 25)
-        complete = self._complete()
-        history = self._history()
-        return {
-            "any time": (lambda: time.monotonic() > clock, 0.0),
-            "while saving": (lambda: bool(self._steps() - self._complete()), rng.uniform(0, 0.2)),
-            "after a save": (lambda: self._complete() != complete, rng.uniform(0, 1.5)),
-            "after a push": (lambda: self._history() != history, rng.uniform(0, 1.5)),
-        }
-
-    def flip(self, name: str, bit: int) -> None:
-        self.server.flip(f"{_STORED}/{name}", bit // 8, bit % 8)
-
-    def restore(self, name: str, content: bytes) -> None:
-        self.server.write(f"{_STORED}/{name}", content)
-
-    def move(self) -> None:
-        shutil.rmtree(self._machine, ignore_errors=True)
-
-    def remove(self) -> None:
-        for name in self.server.names(_STORED):
-            self.server.delete(name)
-        self.move()
-
-    def _steps(self) -> set[str]:
-        """The folders of checkpoints."""
-        found = (CHECKPOINT.match(name) for name in self.server.names(_STORED))
-        return {step[0] for step in found if step is not None}
-
-    def _complete(self) -> set[str]:
-        end = f"/{COMMITTED}"
-        return {n.removesuffix(end) for n in self.server.names(_STORED) if n.endswith(end)}
-
-    def _history(self) -> bytes:
-        name = f"{_STORED}/history.json"
-        return self.server.read(name) if name in self.server.names(name) else b""
-
-
 class Dying:
     """An undisturbed run, and one that dies again and again.
 
@@ -347,7 +224,7 @@ class Dying:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._undisturbed = self._folder / "undisturbed"
         on_disk = (pathlib.Path(command.disk).absolute() if command.disk else self._folder) / "run"
-        self._home = InStore(self._folder) if command.store else OnDisk(on_disk)
+        self._home: Home = InStore(self._folder) if command.store else OnDisk(on_disk)
         self._progress_file = self._folder / "progress.json"
         # The file with a flipped bit, as it was and as it is.
         self._sound = self._folder / "sound"
