@@ -93,6 +93,7 @@ def fetched(hub: Hub, name: str) -> list[str]:
     return [line for line in hub.requests if line.startswith("GET") and f"/{name}" in line]
 
 
+@pytest.mark.slow
 def test_a_model_is_fetched_without_its_weights_and_then_with_them(repositories, tmp_path):
     with Hub(repositories) as hub:
         env = environment(hub, tmp_path)
@@ -155,6 +156,7 @@ def test_an_unknown_repository_is_named(repositories, tmp_path, token):
     assert done.stderr.startswith("Qwen/Qwen9: ") and "check the id" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_download_that_is_broken_off_is_completed_by_the_same_call(repositories, tmp_path):
     with Hub(repositories, cuts=2) as hub:
         done = client(FETCH_MODEL, MODEL, "weights", env=environment(hub, tmp_path))
@@ -166,6 +168,7 @@ def test_a_download_that_is_broken_off_is_completed_by_the_same_call(repositorie
     assert weights.read_bytes() == (repositories[MODEL] / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_download_is_completed_by_the_same_command(repositories, tmp_path):
     with Hub(repositories, cuts=1000) as hub:
         env = environment(hub, tmp_path)

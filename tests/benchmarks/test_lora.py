@@ -136,6 +136,7 @@ def test_the_table_has_means_deviations_and_paired_differences(tmp_path, monkeyp
     assert cells["minutes"][0] == "1.5 ± 0.0"
 
 
+@pytest.mark.slow
 def test_memory_counts_the_arrays_with_which_rl_starts(tmp_path):
     data = prepare(small(), tmp_path)
     whole = lora.memory(small(), data)

@@ -45,6 +45,7 @@ def play(tmp_path, monkeypatch):
     return start
 
 
+@pytest.mark.slow
 def test_every_question_has_an_outcome_and_none_is_asked_after_its_answer(play, tmp_path):
     """Questions are asked until they have an answer, unless the server refuses them."""
     assert len(FAULTS) > 20

@@ -69,6 +69,7 @@ def small_checkout(tmp_path, monkeypatch) -> pathlib.Path:
     return root
 
 
+@pytest.mark.slow
 def test_results_are_kept_and_a_survivor_fails_the_command(
     small_checkout, tmp_path, monkeypatch, capsys
 ) -> None:

@@ -55,6 +55,7 @@ def reference(x: Any, router: Any, gate_up: Any, down: Any) -> np.ndarray:
     return out
 
 
+@pytest.mark.slow
 def test_a_token_gets_the_weighted_sum_of_its_likeliest_experts():
     given = (tokens(), *weights())
     wanted = reference(*(np.asarray(x, np.float64) for x in given))
@@ -101,6 +102,7 @@ def backward(saved: Any, cotangent: jax.Array) -> Any:
 unfilled.defvjp(forward, backward)
 
 
+@pytest.mark.slow
 def test_rows_that_a_kernel_leaves_as_they_are_reach_no_gradient(monkeypatch):
     """JAX says nothing about rows behind the last group, where those of other devices are."""
 

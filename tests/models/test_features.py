@@ -87,6 +87,7 @@ def test_features_equal_those_of_the_tower(make, names, small_model, small_world
     assert np.abs(vectors[0] - vectors[-1]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [0, FRAMES])
 def test_the_bits_of_a_frame_do_not_depend_on_other_frames(make, names, whole):
     features = make(batch=16, whole_frames=whole)

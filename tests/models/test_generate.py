@@ -87,6 +87,7 @@ def greedy(model: VisionLanguageModel, inputs: Inputs, count: int) -> list[int]:
     return ids[len(inputs.ids) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
     [(9,), (2, IMAGE, 1, VIDEO, 5), (1, LARGE, 2, LARGE, 3)],
@@ -118,6 +119,7 @@ def test_it_ends_with_the_first_stop_id(model):
     assert len(longer) == 16 and longer[:NEW] == whole
 
 
+@pytest.mark.slow
 def test_a_temperature_draws_by_the_seed_from_the_softmax(model):
     inputs = sample(model, 9)
     run = functools.partial(generate, model, inputs, stop_ids=[], bucket=16)

@@ -90,6 +90,7 @@ def test_the_scale_is_alpha_over_rank_or_its_root():
     assert dataclasses.replace(SETTINGS, rank_stabilized=True).scale == 3.0
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_are_those_of_the_merged_matrices():
     """By hand: with W + s A B in place of W, dA = s (x^T dy) B^T and dB = s A^T (x^T dy)."""
     text = make_text(SETTINGS)
@@ -111,6 +112,7 @@ def test_gradients_of_adapters_are_those_of_the_merged_matrices():
         assert np.abs(da).max() > 1e-4 and np.abs(db).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_decoding_token_by_token_equals_a_whole_pass():
     text = make_text(SETTINGS)
     ids, positions = inputs(rows=2, tokens=6)

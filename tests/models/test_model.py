@@ -190,6 +190,7 @@ def test_suffixes_behind_a_prefix_equal_whole_rows(model, visual_batch):
         close(kv.k[:, row], whole_kv.k[:, 0, n:])
 
 
+@pytest.mark.slow
 def test_gradients_through_a_prefix_equal_those_of_whole_rows(model):
     rng = np.random.default_rng(2)
     prompt = rng.integers(0, 97, (1, 11))
@@ -340,6 +341,7 @@ def test_visual_without_index_is_refused(model, visual_batch):
         model.text(visual_batch["ids"], visual_batch["positions"], visual=visual_batch["visual"])
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near_float32(model, visual_batch):
     """From patches to logits and loss, with weights of either type."""
     rng = np.random.default_rng(4)

@@ -206,6 +206,7 @@ CONFIG = TextConfig(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_rollout_in_a_packed_row_gets_what_it_gets_alone():
     """Two groups with two rollouts each in one row, cut into two pieces that share one bank."""
     text = TextDecoder(CONFIG, rngs=nnx.Rngs(0))

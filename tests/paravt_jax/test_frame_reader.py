@@ -132,6 +132,7 @@ def read_or_hang(task: ReadTask, decoder: str) -> ReadFrames:
     return carry_out(task, video.probe, video.read)
 
 
+@pytest.mark.slow
 def test_a_file_beyond_its_deadline_is_a_bad_file(clip, tmp_path, monkeypatch):
     for name in ("hangs.mp4", "good.mp4"):
         shutil.copyfile(clip, tmp_path / name)

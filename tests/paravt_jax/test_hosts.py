@@ -22,6 +22,7 @@ from train.durable.checkpoint import SaveError
 PROGRAM = str(pathlib.Path(__file__).parents[1] / "train/hosts_program.py")
 
 
+@pytest.mark.slow
 def test_two_processes_communicate(together, tmp_path):
     ended = together([PROGRAM, "talk", str(tmp_path)], 2, devices=1)
     first, second = (json.loads(process.out.splitlines()[-1]) for process in ended)
@@ -42,6 +43,7 @@ def test_two_processes_communicate(together, tmp_path):
     assert second["share"] == [[3, 6], [4, 7], [1, 1]]
 
 
+@pytest.mark.slow
 def test_when_the_first_process_fails_the_others_do_not_wait(together, tmp_path):
     first, second = together([PROGRAM, "fail", str(tmp_path)], 2, devices=1)
     assert first.code != 0
@@ -199,6 +201,7 @@ def test_a_cluster_that_does_not_answer_is_one_line_with_the_remedy(monkeypatch)
         cluster.connect(HostSettings())
 
 
+@pytest.mark.slow
 def test_a_process_whose_others_do_not_come_says_that_it_waits_and_ends():
     program = (
         "from paravt_jax.processes import cluster; "

@@ -112,6 +112,7 @@ def test_later_questions_use_the_same_engine(new_assistant, engines, small_world
     assert first.trajectory.frames[0].video != second.trajectory.frames[0].video
 
 
+@pytest.mark.slow
 def test_the_assistant_closes_the_reader_that_it_opened(
     small_model, small_vocabulary, small_world, monkeypatch
 ):

@@ -98,6 +98,7 @@ def lines(draw, vocabulary) -> list[int]:
     return ids + draw(st.sampled_from([[vocabulary.eos], [vocabulary.eos], []]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential", "none"])
 @settings(max_examples=150)
 @given(data=st.data())

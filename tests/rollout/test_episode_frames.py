@@ -92,6 +92,7 @@ def test_after_a_forged_placeholder_no_frames_are_shown(perform):
     assert episode.answer == "seven"
 
 
+@pytest.mark.slow
 def test_the_engine_sees_frames_of_later_turns(
     small_model, small_features, small_vocabulary, small_questions
 ):

@@ -74,6 +74,7 @@ def published(assets) -> Processor:
     return Processor.load(folder, from_hf(folder / "config.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [6, 7])
 def test_tokens_positions_and_pixels_equal_the_processors(
     assets, published, small_world, small_model, small_questions, most

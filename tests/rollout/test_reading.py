@@ -31,6 +31,7 @@ def trajectories(episodes: list[Episode]) -> list[Trajectory]:
     return found
 
 
+@pytest.mark.slow
 def test_four_crops_of_a_second_take_a_second_and_delay_nobody_else(setting):
     """`benchmarks.stall` has the figures of a quiet machine: 1.2 s, and pauses of 50 ms at most.
 
@@ -86,6 +87,7 @@ def test_counted_steps_do_not_depend_on_what_is_in_memory(setting):
     assert features.request(frames[:1]).steps == 1 and features.request(frames * 2).steps == 2
 
 
+@pytest.mark.slow
 def test_the_engine_reads_no_file_even_without_a_cache(setting):
     tasks = []
     features = setting.features(lambda task: tasks.append(task) or 0.0, cache_mib=0)

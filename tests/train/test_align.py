@@ -141,6 +141,7 @@ def test_words_have_to_be_single_tokens(road):
         run(road, fresh(road), AlignSettings(steps=1, batch=2), captions=[odd])
 
 
+@pytest.mark.slow
 def test_a_damaged_video_is_left_out(road, tmp_path):
     good = next(caption for caption in road.data.captions if len(caption.words) == 2)
     for name in (good.video, "bad.mp4"):

@@ -75,6 +75,7 @@ def test_a_missing_bucket_is_one_line(store):
         Bucket("gs://no-such/run").list()
 
 
+@pytest.mark.slow
 def test_a_short_outage_is_waited_for_and_a_long_one_is_one_line(store):
     bucket = Bucket("gs://bucket/away", patience=60.0)
     with pytest.raises(BucketError) as error, store.outage():

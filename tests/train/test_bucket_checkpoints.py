@@ -69,6 +69,7 @@ def newest_arrays(store, folder: str, step: int) -> str:
     return max(names, key=lambda name: len(store.read(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flip", "delete", "overwrite", "sums"])
 def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(store, capsys, damage):
     folder = f"{damage}/checkpoints/rl"
@@ -125,6 +126,7 @@ def test_what_a_killed_save_left_is_removed(store):
     assert not store.names(f"{folder}/2/")
 
 
+@pytest.mark.slow
 def test_an_outage_is_no_damage(store, monkeypatch):
     """A start that cannot verify ends, and marks nothing. A save waits until the store is back."""
     folder = "outage/checkpoints/rl"

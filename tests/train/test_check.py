@@ -954,6 +954,7 @@ def test_a_laptop_without_anything_gets_the_whole_table_within_30_seconds(tmp_pa
 # --- several hosts ---
 
 
+@pytest.mark.slow
 def test_two_processes_that_differ_are_named(together, tmp_path):
     ended = together([HOSTS_PROGRAM, "look", str(tmp_path)], 2, devices=1)
     first, second = (json.loads(process.out.splitlines()[-1]) for process in ended)

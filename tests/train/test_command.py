@@ -99,6 +99,7 @@ def test_the_list_needs_neither_jax_nor_flax(tmp_path):
     assert done.stdout.startswith("usage: paravt COMMAND")
 
 
+@pytest.mark.slow
 def test_the_usage_line_names_what_was_typed(tmp_path):
     """One process for all commands, because each takes seconds to import."""
     done = program(
@@ -120,12 +121,14 @@ def test_the_usage_line_names_what_was_typed(tmp_path):
     assert list(named) == [("paravt", word) for word in EQUIVALENTS]
 
 
+@pytest.mark.slow
 def test_without_the_script_the_usage_line_names_the_module():
     command = [sys.executable, "-m", "train.run", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("usage: python -m train.run --config=NAME")
 
 
+@pytest.mark.slow
 def test_a_plan_does_not_wait_for_its_threads(tmp_path):
     done = program(
         """

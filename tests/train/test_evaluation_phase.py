@@ -115,6 +115,7 @@ def test_without_the_judge_answers_are_scored_by_f1_and_counted(evaluated, tmp_p
     assert result["judge"]["answered"] == 0, "zero counts are written too"
 
 
+@pytest.mark.slow
 def test_counts_cover_every_setting_and_survive_a_restart(evaluated, tmp_path):
     with serving(lambda number, _: REFUSED if number % 3 else says("0.5")) as server:
         result = evaluated(tmp_path, judged_by(server.endpoint))

@@ -154,6 +154,7 @@ def test_a_run_without_open_fields_is_not_touched():
     assert not found.needs
 
 
+@pytest.mark.slow
 def test_too_small_a_slice_is_one_line_with_those_that_would_do():
     with pytest.raises(ValueError, match=r"devices = v5e:2x4: .*GiB") as refusal:
         fitted_to("v5e:2x4")

@@ -74,6 +74,7 @@ def cold_start(road, dropout: float = 0.0, seed: int = 0, steps: int = 2, microb
     return host(state.weights), metrics
 
 
+@pytest.mark.slow
 def test_a_cold_start_trains_adapters_and_nothing_else(adapted):
     before = host((adapted.weights, adapted.frozen))
     weights, metrics = cold_start(adapted)
@@ -110,6 +111,7 @@ def learner_of(road) -> Learner:
     )
 
 
+@pytest.mark.slow
 def test_a_step_of_rl_updates_the_adapters(adapted, small):
     learner = learner_of(adapted)
     assert jax.tree.structure(learner.reference) == jax.tree.structure(adapted.weights)
@@ -215,6 +217,7 @@ def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted
     assert abs(first_step(bare)[1]["kl_reference"]) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["adapter", "base"])
 def test_a_number_that_changes_on_its_way_to_the_sampler_is_noticed_in_that_step(
     adapted, small, part

@@ -44,6 +44,7 @@ def test_every_part_of_a_run_names_its_settings_with_lower_values():
     assert "--sft.row-tokens (now 4096)" in last and "--rl.frame-budgets (now 4 8" in last
 
 
+@pytest.mark.slow
 def test_named_flags_exist_and_a_run_may_resume_with_the_lower_values():
     run = fitted()
     with pytest.raises(OutOfMemoryError) as error, naming_remedies(run):

@@ -72,6 +72,7 @@ def placed(rows, features, shape: PackedShape) -> PackedRows:
     return place_packed(packed, visual, shape.visual, make_mesh(1, 1, 1))
 
 
+@pytest.mark.slow
 def test_packing_changes_no_conversation(small_model, features, rendered):
     """Log-probs and trained tokens are the same in a shared row and in a row of its own."""
     row = rendered[0]

@@ -428,6 +428,7 @@ def test_packed_rows_give_the_gradients_of_trajectories_alone(layouts, mains, ag
     assert_same(layouts.packed(step, SIZES[sizes]), layouts.slow(step))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, phases=PHASES)
 @given(
     mains=MAINS,
@@ -443,6 +444,7 @@ def test_the_order_of_groups_and_rollouts_does_not_change_gradients(
     assert_same(layouts.packed(other, SIZES[sizes]), layouts.packed(step, SIZES["one"]))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, phases=PHASES)
 @given(mains=MAINS, agents=AGENTS, sizes=st.sampled_from(sorted(SIZES)))
 def test_every_log_prob_is_in_one_micro_batch(layouts, mains, agents, sizes):

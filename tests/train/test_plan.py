@@ -536,6 +536,7 @@ def test_several_slices_are_planned_together(command):
     assert re.findall(r"^\| (v\S+) ", printed.out, re.M) == ["v5e:4x4", "v5p:2x2x4"]
 
 
+@pytest.mark.slow
 def test_a_stopped_plan_can_be_resumed(command, tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "compiler_fingerprint", lambda: "one")
     tokens = "--rl.microbatch-tokens=71680"
@@ -604,6 +605,7 @@ def shapes(tree: Any) -> list[tuple[tuple[int, ...], str]]:
     return [(x.shape, str(x.dtype)) for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 def test_every_program_can_be_traced(tiny_plan):
     rl = dataclasses.replace(tiny_plan.run.rl, updates_per_batch=2)
     names = program_names(dataclasses.replace(tiny_plan.run, rl=rl))

@@ -98,6 +98,7 @@ def test_only_a_run_rehearses(command, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_weights_of_another_size_are_replaced_by_random_ones(assets, tmp_path):
     run = begin(rehearsed(paravt_8b(), assets / "qwen3_vl", tmp_path))
     made = pathlib.Path(run.model.path)

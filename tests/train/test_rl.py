@@ -629,6 +629,7 @@ def test_subagents_change_the_update(road, small, both, start):
 # --- micro-batches and old rollouts ---
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing(road, small, both, start):
     parts = anchored_learner(road, subagents_per_rollout=2.0, microbatch_tokens=1)
     whole, figures = both.step(

@@ -136,6 +136,7 @@ def test_every_group_is_trained_once(stale):
     assert sorted(trained) == sorted(drawn)
 
 
+@pytest.mark.slow
 def test_a_pool_goes_on_bit_for_bit_from_what_is_stored(road, stale):
     """With another engine and new coroutines, as after a restart."""
     run, steps = stale
@@ -271,6 +272,7 @@ def test_an_episode_whose_video_disappears_ends_as_unreadable(road, stale, monke
     assert len(rollouts.groups) == len(groups) - lost
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_processes(road, small, monkeypatch):
     one, two, three = (play_on(road, small, count, monkeypatch) for count in (1, 2, 3))
     for step, others in enumerate(zip(one, two, three, strict=True)):

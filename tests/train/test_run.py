@@ -176,6 +176,7 @@ def test_episodes_are_kept_and_shown_in_the_report(finished):
     assert "<svg" in report
 
 
+@pytest.mark.slow
 def test_the_trained_model_answers_questions(finished, small):
     model = load(finished / "model")
     assistant = Assistant(model, tokenizer.load(finished / "model"), small.small().protocol)
@@ -339,6 +340,7 @@ def test_a_mesh_with_too_many_devices_is_refused_before_any_data_is_made(small, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_mistakes_on_the_command_line_touch_no_device(small):
     """JAX has no device in this process, so touching one would fail."""
     program = """

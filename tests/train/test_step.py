@@ -220,6 +220,7 @@ def test_figures_of_cold_start_steps(fixed):
     assert float(second["loss"]) == pytest.approx(5.58258, rel=1e-3), MEANT
 
 
+@pytest.mark.slow
 def test_figures_of_an_rl_step(fixed, small):
     """The sampler is a script, so rounding cannot change a sampled token."""
     learner = Learner(

@@ -114,6 +114,7 @@ def require_close(ours, theirs) -> None:
         assert np.linalg.norm(a - b) <= 1e-4 * size, jax.tree_util.keystr(path)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
     thawed, small, learner
 ):
@@ -176,6 +177,7 @@ def test_what_the_sampler_sees_is_what_the_update_scores(thawed, learner, start)
     assert second["kl_reference"] > 1e-6
 
 
+@pytest.mark.slow
 def test_the_reference_sees_with_the_weights_that_rl_starts_from(thawed, small, learner, start):
     """The text weights are those of the reference, so the whole distance comes from the tower."""
     text, vision = apart(start.weights)
@@ -233,6 +235,7 @@ def test_what_is_cached_outlives_the_weights_and_visual_vectors_do_not(thawed):
     assert features.encoded_frames == read, "no frame is read again"
 
 
+@pytest.mark.slow
 def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(thawed):
     """The vectors of the batch come from the tower as a whole, at what is cached of each token."""
     features = thawed.environment.features

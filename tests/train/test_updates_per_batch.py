@@ -88,6 +88,7 @@ def test_the_ratio_of_a_sequence_acts_in_the_second_update(road, small, unclippe
     assert differ(state.weights, free.weights)
 
 
+@pytest.mark.slow
 def test_the_second_update_continues_the_first(road, small, unclipped):
     single = learner_of(road, updates=1)
     state, metrics = one_step(road, small, single)
@@ -103,6 +104,7 @@ def test_the_second_update_continues_the_first(road, small, unclipped):
     assert differ(state.weights, both.weights)
 
 
+@pytest.mark.slow
 def test_the_second_gradient_is_that_of_the_first_updates_weights(road, small, unclipped):
     """Computed again in one piece: ratios to log-probs under the weights before the step."""
     played = []

@@ -250,6 +250,7 @@ CHANGES += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CHANGES)
 def test_no_size_changes_a_sample(engine, make_engine, asked, look, changes):
     """Groups, sub-agents and plain text, long and short, cut and greedy; then the next turn."""
@@ -698,6 +699,7 @@ def assert_in_place(program, donated, *arguments, **static) -> None:
         assert not re.search(rf"= {shape}\S* copy(-start)?\(", compiled.as_text())
 
 
+@pytest.mark.slow
 def test_the_programs_write_the_cache_in_place(small_model, weights):
     dense, paged = (Programs(small_model, 8, paged) for paged in (False, True))
     given = (weights, NOTHING)

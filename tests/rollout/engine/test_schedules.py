@@ -520,6 +520,7 @@ def plainly(request: Request, new: int) -> Request:
 READABLE = requests().filter(lambda request: _GONE not in request.frames)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     st.lists(

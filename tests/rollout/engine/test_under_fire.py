@@ -391,6 +391,7 @@ def test_the_watch_sees_what_is_opened(field, tmp_path):
     assert not heard and not videos
 
 
+@pytest.mark.slow
 def test_a_battle_repeats(fight):
     once, again, other = fight(BATCH, seed=5), fight(BATCH, seed=5), fight(BATCH, seed=6)
     assert once.written.digest() == again.written.digest() != other.written.digest()
@@ -601,6 +602,7 @@ class Interrupted(Exception):
     """Stands for Ctrl-C and any other unexpected exception."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", ["features", "outside"])
 def test_an_interrupted_run_frees_all_pages(possessed, field, monkeypatch, inside):
     """While frames are encoded, or while an agent runs. `test_engine` interrupts device work.
@@ -641,6 +643,7 @@ def test_an_interrupted_run_frees_all_pages(possessed, field, monkeypatch, insid
     assert ids_of(run(sampler, draft(environment, questions, 16))) == ids_of(wanted)
 
 
+@pytest.mark.slow
 def test_an_unreadable_window_fails_only_its_own_sub_agent(small_model, small_vocabulary, field):
     """The window becomes unreadable between the call and the engine; then so does everything."""
     features, questions = field

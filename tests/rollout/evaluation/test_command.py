@@ -316,6 +316,7 @@ def test_broken_rows_count_as_rows_of_the_split(by_endpoint):
     assert "broken rows: 3" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "refused", "on_videos"), [(60, 9, 5), (3, 3, 2)])
 def test_a_server_that_refuses_everything_ends_the_run_in_one_line(
     by_endpoint, tmp_path, count, refused, on_videos
@@ -365,6 +366,7 @@ def test_a_failed_question_is_left_out_and_asked_again_next_time(by_endpoint):
     assert (again["n"], again["left_out"], requests) == (4, {}, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answered_before", "asked"), [(False, 3), (True, 20)])
 def test_a_server_that_is_down_ends_the_run_in_one_line(by_endpoint, answered_before, asked):
     """Soon if it has never answered; after a long streak if it has."""
