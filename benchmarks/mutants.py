@@ -44,6 +44,8 @@ PYTEST = (
     "pytest",
     "-x",
     "-q",
+    "-m",
+    "not parity",  # slow tests count, too
     "--no-header",
     "--durations=0",
     "--durations-min=1e9",
