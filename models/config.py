@@ -7,6 +7,7 @@ parameters. A configuration that cannot be built raises a ValueError.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 
@@ -142,6 +143,15 @@ class TextConfig:
             f"text.mrope_section = {self.mrope_section}: three counts; "
             f"make them add up to head_dim / 2 = {self.head_dim / 2:g}",
         )
+
+    @property
+    def most_tensor(self) -> int:
+        """The number of devices that can share heads, kv heads, MLP or experts, and vocabulary.
+
+        Every divisor of it can, too.
+        """
+        mlp = self.intermediate_size if self.experts is None else self.experts.num_experts
+        return math.gcd(self.num_attention_heads, self.num_key_value_heads, mlp, self.vocab_size)
 
     @property
     def mlp_width(self) -> int:

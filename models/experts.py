@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from models.config import TextConfig
 from models.layers import normal, product
 from models.remat import PRODUCT
-from models.sharding import ROWS, current_mesh, row_devices
+from models.sharding import ROWS, current_mesh, on_devices, row_devices
 
 
 class Experts(nnx.Module):
@@ -67,9 +67,7 @@ class Experts(nnx.Module):
         # The compiler cannot divide products of unequal groups. Here each device runs its own.
         rows = PartitionSpec(ROWS if len(x) % row_devices(mesh) == 0 else None)
         by_expert, whole = PartitionSpec("tensor", "fsdp"), PartitionSpec()
-        divided = jax.shard_map(
-            share, in_specs=(rows, whole, by_expert, by_expert), out_specs=rows, check_vma=False
-        )
+        divided = on_devices(share, (rows, whole, by_expert, by_expert), rows)
         out, routes = divided(x, router, gate_up, down)
         return out.astype(x.dtype), routes
 

@@ -3,7 +3,8 @@
 The mesh has three axes: `data` replicates weights, `fsdp` shards them, and `tensor` shards heads,
 the MLP or the experts, and the vocabulary. Parameters carry logical axis names as the metadata
 `axes` (`models.layers`), and `RULES` maps each of those to a mesh axis. A single device is the mesh
-1 x 1 x 1.
+1 x 1 x 1. Gradients are computed in each replica by itself (`train.learn.replicas`): there, arrays
+have the rows of the replica, and `data` shards nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ RULES: Mapping[str, str | None] = MappingProxyType(
         "expert_in": "fsdp",
         "expert_out": None,
         "router": None,
+        "tower_embed": "fsdp",
+        "tower_heads": "tensor",
+        "tower_mlp": "tensor",
         # A scan takes slices along `layer`, which have to be local.
         "layer": None,
         # Short axes: sharding them would save little and cost communication.
@@ -43,6 +47,11 @@ RULES: Mapping[str, str | None] = MappingProxyType(
         "rank": None,
     }
 )
+
+# Logical axes that are whole on all devices of a mesh axis over which they do not divide. There may
+# be fewer kv heads than devices of `tensor`, and a tower may have an odd width: 1,152 in the 8B
+# model. Their weights are a small part of a model. All other axes have to divide.
+WHOLE_IF_ODD = frozenset({"kv_heads", "tower_embed", "tower_heads", "tower_mlp"})
 
 # Mesh axes that shard the rows of a batch. The devices of `tensor` share a row's matmuls.
 ROWS = ("data", "fsdp")
@@ -61,6 +70,8 @@ def make_mesh(
 ) -> Mesh:
     """A mesh over the first data * fsdp * tensor devices.
 
+    Devices are ordered by TPU slice and process. A replica lies within a slice.
+
     Args:
         data: number of replicas of the weights.
         fsdp: number of shards of the weights and of the batch.
@@ -68,13 +79,13 @@ def make_mesh(
         devices: devices to choose from, for example those of a topology; None: all of this run.
 
     Raises:
-        ValueError: there are fewer devices.
+        ValueError: there are fewer devices, or a replica would need devices of several slices.
     """
     # Sorted by process, so that training and the rollouts of each host list the host's devices in
     # the same order.
     found = sorted(
         jax.devices() if devices is None else devices,
-        key=lambda device: (device.process_index, device.id),
+        key=lambda device: (slice_of(device), device.process_index, device.id),
     )
     wanted = data * fsdp * tensor
     if min(data, fsdp, tensor) < 1 or wanted > len(found):
@@ -84,7 +95,19 @@ def make_mesh(
             f"most {len(found)}"
         )
     grid = np.array(found[:wanted]).reshape(data, fsdp, tensor)
+    if any(len({slice_of(device) for device in replica.flat}) > 1 for replica in grid):
+        per_slice = len(found) // len({slice_of(device) for device in found})
+        raise ValueError(
+            f"mesh = {data} x {fsdp} x {tensor} (data, fsdp, tensor): a replica's {fsdp * tensor} "
+            f"devices would lie in several slices, whose network is slow; make fsdp * tensor a "
+            f"divisor of the {per_slice} devices of a slice, and data larger"
+        )
     return Mesh(grid, MESH_AXES, (AxisType.Auto,) * 3)
+
+
+def slice_of(device: Any) -> int:
+    """The TPU slice of a device; 0 for devices of other platforms."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def mesh_of(weights: Any) -> Mesh | None:
@@ -95,9 +118,14 @@ def mesh_of(weights: Any) -> Mesh | None:
     return None
 
 
+def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Mesh axes that shard the rows of a batch: in a replica, those of its own rows."""
+    return tuple(name for name in ROWS if name not in mesh.manual_axes)
+
+
 def row_devices(mesh: Mesh | AbstractMesh) -> int:
     """Number of devices that the rows of a batch are sharded over: data * fsdp."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return math.prod(mesh.shape[name] for name in row_axes(mesh))
 
 
 def current_mesh() -> AbstractMesh | None:
@@ -142,8 +170,8 @@ def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
 def constrain(x: T, *axes: Axes) -> T:
     """Shards arrays over the current mesh, one entry of `axes` per leading dimension.
 
-    Dimensions without an entry are whole. Dimensions that do not divide evenly are left to the
-    compiler. Without a mesh nothing happens.
+    In a replica, `data` is left out. Dimensions without an entry are whole. Dimensions that do not
+    divide evenly are left to the compiler. Without a mesh nothing happens.
     """
     mesh = current_mesh()
     return x if mesh is None else jax.tree.map(lambda leaf: _constrain(leaf, mesh, axes), x)
@@ -151,13 +179,39 @@ def constrain(x: T, *axes: Axes) -> T:
 
 def _constrain(x: jax.Array, mesh: AbstractMesh, axes: tuple[Axes, ...]) -> jax.Array:
     def place(size: int, names: Axes) -> Any:
-        wanted = (names,) if isinstance(names, str) else names or ()
+        wanted = _without_manual(names, mesh)
         devices = math.prod(mesh.shape[name] for name in wanted)
-        return names if size % devices == 0 else PartitionSpec.UNCONSTRAINED
+        return wanted or None if size % devices == 0 else PartitionSpec.UNCONSTRAINED
 
     all_axes = axes + (None,) * (x.ndim - len(axes))
     places = [place(size, names) for size, names in zip(x.shape, all_axes, strict=True)]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*places))
+
+
+def _without_manual(names: Axes, mesh: AbstractMesh) -> tuple[str, ...]:
+    """The mesh axes among `names` that the compiler shards."""
+    wanted = (names,) if isinstance(names, str) else names or ()
+    return tuple(name for name in wanted if name not in mesh.manual_axes)
+
+
+def on_devices(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Callable[..., T]:
+    """Runs `function` on each device of the current mesh, on its shards (`jax.shard_map`).
+
+    In a replica, these are its own devices, and `data` is left out of the specs.
+    """
+    mesh = current_mesh()
+    assert mesh is not None, "on_devices without a mesh"
+
+    def own(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(_without_manual(names, mesh) or None for names in spec))
+
+    in_specs, out_specs = jax.tree.map(
+        own, (in_specs, out_specs), is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    names = set(mesh.axis_names) - set(mesh.manual_axes)
+    return jax.shard_map(
+        function, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
+    )
 
 
 def param_shardings(
@@ -172,7 +226,7 @@ def param_shardings(
 
     Raises:
         ValueError: a logical axis has no rule, two dimensions of a parameter have the same mesh
-            axis, or a dimension does not divide.
+            axis, or a dimension does not divide and is not in `WHOLE_IF_ODD`.
     """
 
     def one(path: tuple, variable: nnx.Variable) -> Any:
@@ -187,6 +241,7 @@ def _spec(
 ) -> PartitionSpec:
     axes = variable.get_metadata("axes")
     taken: dict[str, str] = {}
+    places: list[str | None] = []
     for axis, size in zip(axes, variable.shape, strict=True):
         if axis not in rules:
             raise ValueError(
@@ -194,6 +249,7 @@ def _spec(
                 "(None = whole on every device)"
             )
         target = rules[axis]
+        places.append(target)
         if target is None:
             continue
         if target in taken:
@@ -208,9 +264,12 @@ def _spec(
                 "missing; make the mesh with make_mesh"
             )
         if size % mesh.shape[target]:
+            if axis in WHOLE_IF_ODD:
+                places[-1] = None
+                continue
             raise ValueError(
                 f"{name}: axis {axis!r} of size {size} does not divide over "
                 f"{mesh.shape[target]} devices of mesh axis {target!r}; make that axis "
                 f"{math.gcd(size, mesh.size)} long, or change the size"
             )
-    return PartitionSpec(*(rules[axis] for axis in axes))
+    return PartitionSpec(*places)

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from models.config import VisionConfig
-from models.sharding import ROWS, current_mesh
+from models.sharding import ROWS, current_mesh, on_devices
 from models.vision import Mergers, PatchLayout, VisionTower
 
 TrainVision = Literal["none", "merger", "tower"]
@@ -101,8 +101,7 @@ class TrainedVision:
         if current_mesh() is not None:
             # The compiler cannot shard attention kernels. Here each device runs its own.
             rows = PartitionSpec(ROWS)
-            specs = (PartitionSpec(), rows, rows)
-            encode = jax.shard_map(encode, in_specs=specs, out_specs=rows, check_vma=False)
+            encode = on_devices(encode, (PartitionSpec(), rows, rows), rows)
         vectors = encode(weights, cached, grids)
         if grids is None:
             return vectors.reshape(groups, room, *vectors.shape[2:])

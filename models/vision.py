@@ -76,14 +76,20 @@ class VisionBlock(nnx.Module):
         self.norm1 = norm(d, stack=stack, param_dtype=param_dtype)
         self.norm2 = norm(d, stack=stack, param_dtype=param_dtype)
         self.qkv = Linear(
-            (d, 3 * d), ("embed", "heads"), stack=stack, rngs=rngs, param_dtype=param_dtype
+            (d, 3 * d),
+            ("tower_embed", "tower_heads"),
+            stack=stack,
+            rngs=rngs,
+            param_dtype=param_dtype,
         )
         self.out = Linear(
-            (d, d), ("heads", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
+            (d, d), ("tower_heads", "tower_embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
         )
-        self.up = Linear((d, f), ("embed", "mlp"), stack=stack, rngs=rngs, param_dtype=param_dtype)
+        self.up = Linear(
+            (d, f), ("tower_embed", "tower_mlp"), stack=stack, rngs=rngs, param_dtype=param_dtype
+        )
         self.down = Linear(
-            (f, d), ("mlp", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
+            (f, d), ("tower_mlp", "tower_embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
         )
 
     def __call__(
@@ -136,14 +142,14 @@ class PatchMerger(nnx.Module):
         )
         self.fc1 = Linear(
             (self.joined, self.joined),
-            ("embed", "mlp"),
+            ("tower_embed", "tower_mlp"),
             stack=stack,
             rngs=rngs,
             param_dtype=param_dtype,
         )
         self.fc2 = Linear(
             (self.joined, config.out_hidden_size),
-            ("mlp", "embed"),
+            ("tower_mlp", "tower_embed"),
             stack=stack,
             rngs=rngs,
             param_dtype=param_dtype,

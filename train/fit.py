@@ -41,6 +41,7 @@ from train.learn.packing import ALIGNMENT, MicrobatchShape, PackedMicrobatch, St
 from train.learn.placement import row_pieces
 from train.learn.weight_sync import sampler_devices
 from train.learn.work import done
+from train.meshes import mesh_sizes, require_dividing, sharded_bytes
 from train.settings import ModelSettings, Run, change
 from train.slices import Devices, known_slices
 
@@ -100,12 +101,13 @@ def fit(run: Run, devices: Devices) -> Fitted:
         devices: The devices to use. A mesh that is set by hand may leave some of them idle.
 
     Raises:
-        ValueError: The axes of the mesh do not divide the devices, the memory of the devices is
-            not known, or the run does not fit. The last message names the smallest slices on which
-            it would.
+        ValueError: The axes of the mesh do not divide the devices; model, hosts or slices do not
+            divide over the mesh; the memory of the devices is not known; or the run does not fit.
+            The last message names the smallest slices on which it would.
     """
     open_fields = [name for name in OPEN_FIELDS if _is_open(run, name)]
     if not open_fields:
+        _require_mesh(run, devices)
         return Fitted(run, devices, {}, {})
     if devices.memory is None:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in open_fields)
@@ -189,15 +191,19 @@ def smallest_slices(run: Run) -> Iterator[str]:
 
 
 def _fit(run: Run, devices: Devices) -> Fitted:
-    wanted = (run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     sizes = _sizes(run.model, run.lora, run.train_vision)
     rows = run.mesh.rows or rows_of(run)
-    most_tensor = _most_tensor(sizes.config.text)
+    most_tensor = sizes.config.text.most_tensor
     if run.lora is not None and devices.hosts == 1 and most_tensor % devices.count == 0:
         # Sharded by heads only, the base serves updates and the engine alike, without a copy.
         rows = 1
+    data, fsdp, tensor = mesh_sizes(run)
+    if data == 1 and not (fsdp and tensor):
+        data = devices.slices
+    wanted = (data, fsdp, tensor)
     mesh = choose_mesh(wanted, devices.count, rows, devices.hosts, most_tensor)
     fields: dict[str, Any] = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
+    _require_mesh(change(run, run.name, fields), devices)
     estimate = _Estimate(run, devices, mesh, sizes)
     needs = {}
     if run.sft is not None:
@@ -210,14 +216,19 @@ def _fit(run: Run, devices: Devices) -> Fitted:
         engine, needs["rollouts"] = estimate.choose_engine()
         fields |= engine
         needs["weight sync"] = estimate.weight_sync()
-    fields = {name: value for name, value in fields.items() if _is_open(run, name)}
+    fields = {
+        name: value
+        for name, value in fields.items()
+        if _is_open(run, name) or (name == "mesh.data" and value != run.mesh.data)
+    }
     return Fitted(change(run, run.name, fields), devices, fields, needs)
 
 
-def _most_tensor(text: TextConfig) -> int:
-    """The largest size of the tensor axis that divides heads, MLP or experts, and vocabulary."""
-    mlp = text.intermediate_size if text.experts is None else text.experts.num_experts
-    return math.gcd(text.num_attention_heads, text.num_key_value_heads, mlp, text.vocab_size)
+def _require_mesh(run: Run, devices: Devices) -> None:
+    """Raise ValueError if the model, the hosts or the slices do not divide over the run's mesh."""
+    # A mesh with more devices than there are is refused where it is made.
+    if math.prod(mesh_sizes(run)) <= devices.count:
+        require_dividing(run, devices.hosts, devices.slices)
 
 
 def rows_of(run: Run) -> int:
@@ -274,8 +285,7 @@ def total_bytes(tree: Any) -> float:
 class _Estimate:
     """Estimates the memory of a device in each part of a run.
 
-    Everything is in bytes per device. Weights, moments and gradients are sharded evenly over fsdp
-    and tensor.
+    Everything is in bytes per device. Moments and gradients are sharded like their weights.
     """
 
     # Sequences decoded side by side. More would hardly be faster.
@@ -290,10 +300,9 @@ class _Estimate:
         self.usable = USABLE * devices.memory
         self.mesh = mesh
         self.row_devices = mesh[0] * mesh[1]
-        self.shards = mesh[1] * mesh[2]
         self.sizes = sizes
-        self.weights = total_bytes(sizes.trained) / self.shards
-        self.frozen = total_bytes(sizes.base) / self.shards + sizes.tower
+        self.weights = sharded_bytes(sizes.trained, mesh)
+        self.frozen = sharded_bytes(sizes.base, mesh) + sizes.tower
         if run.plays_episodes and mesh != (1, 1, self._sampler_devices()):
             # Sharded differently, the engine has a base of its own.
             self.frozen += total_bytes(sizes.base) / self._sampler_devices()
@@ -399,7 +408,8 @@ class _Estimate:
         """
         batch = 0.0
         if self.run.rl is not None:
-            batch = self._vectors(self.run.rl_shape.slots(self.devices.hosts, self.row_devices))
+            slots = self.run.rl_shape.slots(self.devices.hosts, self.row_devices)
+            batch = self._vectors(slots * self.mesh[0])
         return self._resident() + 2 * self._engine_weights() + batch
 
     def _resident(self) -> float:
@@ -411,7 +421,7 @@ class _Estimate:
         run = self.run
         optimizer = getattr(run, phase).optimizer
         found = _moments(run.model, run.lora, run.train_vision, optimizer)
-        return found / self.shards
+        return found * self.weights / total_bytes(self.sizes.trained)
 
     # --- updates ---
 
@@ -434,7 +444,7 @@ class _Estimate:
         return [by_largest[tokens] for tokens in sorted(by_largest, reverse=True)]
 
     def _pieces(self) -> int:
-        return row_pieces(self.sizes.config.text, self.row_devices, self.mesh[2])
+        return row_pieces(self.sizes.config.text, self.mesh[1], self.mesh[2])
 
     def _largest(self, bound: int) -> MicrobatchShape:
         return self.run.rl_shape.microbatches(bound, self.row_devices, self._pieces())[0]
@@ -447,7 +457,13 @@ class _Estimate:
         # The sum over micro-batches, and the gradient of one of them.
         state = self.weights + self._moments("rl") + 2 * self.weights
         activations = max(self._activations(policy, tokens), self._vision_backward())
-        vectors = self._cached(visual, frames) + self._differentiated_vectors(visual)
+        # Every replica has the visual vectors of the whole step.
+        replicas = self.mesh[0]
+        vectors = self._differentiated_vectors(visual * replicas)
+        if self.run.train_vision == "none":
+            vectors += self._cached(visual, frames) * replicas
+        else:
+            vectors += self._cached(visual, frames)
         return state + self.frozen + vectors + activations
 
     def _cold_start(self, policy: Remat, parts: int) -> float:

@@ -281,7 +281,8 @@ def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--topology",
         default="",
-        help="with --check: a TPU slice to check for, such as v5e:4x4, instead of the devices here",
+        help="with --check: a TPU slice to check for, such as v5e:4x4, or several, such as "
+        "2*v5e:4x4, instead of the devices here",
     )
     if {"-h", "--help"} & set(argv):
         # The options of the recipe follow: its parser prints them and exits.

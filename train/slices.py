@@ -1,6 +1,6 @@
-"""Devices that a run can use: those that JAX finds, or a TPU slice by its name.
+"""Devices that a run can use: those that JAX finds, or TPU slices by their name.
 
-The devices of a named slice exist only as descriptions, for which XLA can compile without the
+The devices of named slices exist only as descriptions, for which XLA can compile without the
 hardware.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from models.device_memory import reported_memory
+from models.sharding import slice_of
 from paravt_jax.processes import hosts
 
 INSTALL = "pip install -e '.[tpu]'"
@@ -40,17 +41,22 @@ class Chip:
     """
     coordinates: int
     """Number of sides in the name of a slice: 3 for v5p:2x2x4."""
+    dcn_rate: float | None
+    """Bytes/s that the chip sends to other slices, over the data centre's network (DCN).
+
+    None: not documented."""
 
 
 SOURCE = "docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}"
 # The documented interconnect bandwidth per chip counts both directions, so ici_rate is half of it.
 # For v4 only the all-reduce bandwidth of a whole pod is documented; divided by its 4096 chips it is
-# comparable, since for v5e and v6e the same division gives that half.
+# comparable, since for v5e and v6e the same division gives that half. The DCN rates of v5e and v6e
+# are those of a pod divided by its 256 chips.
 CHIPS = {
-    "v4": Chip(275e12, 1200e9, 1.1e15 / 4096, 2, 15.25 * 2**30, 3),
-    "v5e": Chip(197e12, 819e9, 200e9, 1, 15.75 * 2**30, 2),
-    "v5p": Chip(459e12, 2765e9, 600e9, 1, 95.73 * 2**30, 3),
-    "v6e": Chip(918e12, 1638e9, 400e9, 1, 31.24 * 2**30, 2),
+    "v4": Chip(275e12, 1200e9, 1.1e15 / 4096, 2, 15.25 * 2**30, 3, None),
+    "v5e": Chip(197e12, 819e9, 200e9, 1, 15.75 * 2**30, 2, 6.4e12 / 8 / 256),
+    "v5p": Chip(459e12, 2765e9, 600e9, 1, 95.73 * 2**30, 3, 50e9 / 8),
+    "v6e": Chip(918e12, 1638e9, 400e9, 1, 31.24 * 2**30, 2, 25.6e12 / 8 / 256),
 }
 # The slices of docs/scale.md: per generation from the smallest that may hold the 8B recipe up.
 SCALE = (
@@ -91,6 +97,8 @@ class Devices:
     """Bytes per device that programs may use; None: not known."""
     platform: str = "cpu"
     """As JAX names it: tpu, gpu or cpu."""
+    slices: int = 1
+    """Number of TPU slices, which have equally many devices."""
 
     @property
     def tpu(self) -> bool:
@@ -100,16 +108,23 @@ class Devices:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice, named like v5p:4x4x4.
+    """A slice, named like v5p:4x4x4, or several equal ones, like 2*v5p:4x4x4.
 
     Raises:
-        ValueError: the generation is not in `CHIPS`, or the shape is not one of its slices.
+        ValueError: the generation is not in `CHIPS`, the shape is not one of its slices, or the
+            rate between several of them is not known.
     """
 
     name: str
 
     def __post_init__(self):
-        generation, _, shape = self.name.partition(":")
+        generation, _, shape = self.slice_name.partition(":")
+        count = self.name.removesuffix(self.slice_name)
+        if count and not re.fullmatch(r"[2-9]\*|[1-9]\d+\*", count):
+            raise ValueError(
+                f"topology = {self.name!r}: {count!r} is not a number of slices; give one such as "
+                "2*v5e:4x4 (two slices)"
+            )
         if generation not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", shape):
             raise ValueError(
                 f"topology = {self.name!r}: not GENERATION:SHAPE with one of {', '.join(CHIPS)}; "
@@ -121,23 +136,39 @@ class Topology:
                 f"topology = {self.name!r}: a slice of {generation} has {self.chip.coordinates} "
                 f"sides; give one such as {generation}:{example}"
             )
-        if self.chips % HOST_CHIPS and not self.single:
+        chips = math.prod(self.sides)
+        if chips % HOST_CHIPS and not self.single:
             raise ValueError(
-                f"topology = {self.name!r}: {self.chips} chips; a host has {HOST_CHIPS}, give a "
+                f"topology = {self.name!r}: {chips} chips; a host has {HOST_CHIPS}, give a "
                 "multiple of that, or one chip of v5e or v6e"
+            )
+        if self.slices > 1 and self.chip.dcn_rate is None:
+            raise ValueError(
+                f"topology = {self.name!r}: the rate between slices of {generation} is not "
+                "documented; give slices of v5e, v5p or v6e"
             )
 
     @property
     def chip(self) -> Chip:
-        return CHIPS[self.name.partition(":")[0]]
+        return CHIPS[self.slice_name.partition(":")[0]]
+
+    @property
+    def slice_name(self) -> str:
+        """The name of one slice."""
+        return self.name.rpartition("*")[2]
+
+    @property
+    def slices(self) -> int:
+        return int(self.name.rpartition("*")[0] or 1)
 
     @property
     def sides(self) -> tuple[int, ...]:
-        return tuple(int(side) for side in self.name.partition(":")[2].split("x"))
+        return tuple(int(side) for side in self.slice_name.partition(":")[2].split("x"))
 
     @property
     def chips(self) -> int:
-        return math.prod(self.sides)
+        """Number of chips of all slices."""
+        return self.slices * math.prod(self.sides)
 
     @property
     def single(self) -> bool:
@@ -162,13 +193,13 @@ class Topology:
         """
         if self.single:
             return self
-        generation = self.name.partition(":")[0]
+        generation = self.slice_name.partition(":")[0]
         sides = ("2", "2", "1")[: self.chip.coordinates]
         return Topology(f"{generation}:{'x'.join(sides)}")
 
     @property
     def available(self) -> Devices:
-        return Devices(self.name, self.devices, self.hosts, self.chip.hbm, "tpu")
+        return Devices(self.name, self.devices, self.hosts, self.chip.hbm, "tpu", self.slices)
 
     def make_devices(self) -> list[Any]:
         """Devices to compile for, ordered by host.
@@ -184,9 +215,13 @@ class Topology:
         from jax.experimental import topologies
 
         # By default a host has 2 x 2 chips.
-        bounds = {"chips_per_host_bounds": (1, 1, 1)} if self.single else {}
+        options: dict[str, Any] = {}
+        if self.single:
+            options["chips_per_host_bounds"] = (1, 1, 1)
+        if self.slices > 1:
+            options["num_slices"] = self.slices
         found = topologies.get_topology_desc(
-            platform="tpu", topology_name=self.name, **bounds
+            platform="tpu", topology_name=self.slice_name, **options
         ).devices
         devices = sorted(found, key=lambda device: device.process_index)
         assert len(devices) == self.devices, (self.name, len(devices))
@@ -204,7 +239,8 @@ def found_devices() -> Devices:
     name = f"{count} x {own.device_kind}"
     known = [memory for memory in hosts.gather(device_memory(own)) if memory is not None]
     memory = min(known) if len(known) == jax.process_count() else None
-    return Devices(name, count, jax.process_count(), memory, own.platform)
+    slices = len({slice_of(device) for device in jax.devices()})
+    return Devices(name, count, jax.process_count(), memory, own.platform, slices)
 
 
 def generation_of(device: Any) -> str | None:

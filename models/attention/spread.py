@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from models.attention.target import Masks
-from models.sharding import BATCH, ROWS, current_mesh, row_devices
+from models.sharding import BATCH, current_mesh, on_devices, row_axes, row_devices
 
 Kernel = Callable[..., Float[Array, "b t n h"]]
 Prefix = tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]]
@@ -40,7 +40,7 @@ def fits(
     devices = row_devices(mesh)
     # With pieces, every device holds exactly one.
     rows_fit = len(q) == devices if pieces > 1 else len(q) % devices == 0
-    return rows_fit and math.gcd(q.shape[2], k.shape[2]) % mesh.shape["tensor"] == 0
+    return rows_fit and q.shape[2] % math.lcm(k.shape[2], mesh.shape["tensor"]) == 0
 
 
 def attend(
@@ -55,19 +55,23 @@ def attend(
     """Runs `kernel` on every device of the current mesh; `pieces` as in `attention.attend`."""
     mesh = current_mesh()
     assert mesh is not None
+    # If kv heads do not divide over `tensor`, the smallest number of copies of each that does.
+    copies = math.lcm(k.shape[2], mesh.shape["tensor"]) // k.shape[2]
+    if copies > 1:
+        k, v, prefix = jax.tree.map(lambda x: jnp.repeat(x, copies, axis=2), (k, v, prefix))
     # blocks[i]: the row devices that hold the pieces of sequence i, in order.
     blocks = [[*range(first, first + pieces)] for first in range(0, row_devices(mesh), pieces)]
 
     def local(q, k, v, prefix, masks):
         if pieces > 1:
-            return _attend_in_pieces(kernel, q, k, v, masks, blocks)
+            return _attend_in_pieces(kernel, q, k, v, masks, row_axes(mesh), blocks)
         return kernel(q, k, v, prefix=prefix, masks=masks)
 
     arrays = (q, k, v, prefix, masks)
     # [rows, positions, heads, head_dim], [rows, positions] and [rows]
     heads = PartitionSpec(*BATCH, None, "tensor")
     specs = jax.tree.map(lambda x: heads if x.ndim == 4 else BATCH, arrays)
-    return jax.shard_map(local, in_specs=specs, out_specs=heads, check_vma=False)(*arrays)
+    return on_devices(local, specs, heads)(*arrays)
 
 
 def join(
@@ -99,6 +103,7 @@ def _attend_in_pieces(
     k: Float[Array, "1 t k h"],
     v: Float[Array, "1 t k h"],
     masks: Masks,
+    rows: tuple[str, ...],
     blocks: list[list[int]],
 ) -> Float[Array, "1 t n h"]:
     """Attention of this device's piece to its whole sequence."""
@@ -106,18 +111,20 @@ def _attend_in_pieces(
     t = q.shape[1]
     heads = q.shape[2]
     kv_heads = k.shape[2]
-    segments, starts = jax.tree.map(lambda x: _gather(x, blocks), (masks.segments, masks.starts))
+    segments, starts = jax.tree.map(
+        lambda x: _gather(x, rows, blocks), (masks.segments, masks.starts)
+    )
     masks = Masks(segments, None, starts, masks.shared)
     if heads % pieces or (kv_heads % pieces and pieces % kv_heads):
         # Heads do not divide: every device computes the whole sequence, and keeps its own piece.
-        q, k, v = (_gather(x, blocks) for x in (q, k, v))
+        q, k, v = (_gather(x, rows, blocks) for x in (q, k, v))
         out = kernel(q, k, v, prefix=None, masks=masks)
         # This device's number among those of its sequence, which are consecutive.
-        number = jax.lax.axis_index(ROWS) % pieces
+        number = jax.lax.axis_index(rows) % pieces
         return jax.lax.dynamic_slice_in_dim(out, number * t, t, 1)
 
     def exchange(x: Array, split: int, joined: int) -> Array:
-        return jax.lax.all_to_all(x, ROWS, split, joined, axis_index_groups=blocks, tiled=True)
+        return jax.lax.all_to_all(x, rows, split, joined, axis_index_groups=blocks, tiled=True)
 
     if kv_heads % pieces:
         # Fewer kv heads than pieces: repeat each, so that every device gets the one it needs.
@@ -128,6 +135,6 @@ def _attend_in_pieces(
     return exchange(kernel(q, k, v, prefix=None, masks=masks), 1, 2)
 
 
-def _gather(x: Array, blocks: list[list[int]]) -> Array:
+def _gather(x: Array, rows: tuple[str, ...], blocks: list[list[int]]) -> Array:
     """All pieces of this device's sequence, joined along positions."""
-    return jax.lax.all_gather(x, ROWS, axis=1, axis_index_groups=blocks, tiled=True)
+    return jax.lax.all_gather(x, rows, axis=1, axis_index_groups=blocks, tiled=True)

@@ -26,7 +26,7 @@ class GatedVisionBlock(VisionBlock):
         super().__init__(config, norm=RMSNorm, rngs=rngs, param_dtype=param_dtype)
         self.gate = Linear(
             (config.hidden_size, config.intermediate_size),
-            ("embed", "mlp"),
+            ("tower_embed", "tower_mlp"),
             stack=(config.depth,),
             rngs=rngs,
             param_dtype=param_dtype,
@@ -53,7 +53,7 @@ class Qwen25VLVisionTower(VisionTower):
         self.dtype = dtype
         self.patch = Linear(
             (config.patch_dim, config.hidden_size),
-            ("patch", "embed"),
+            ("patch", "tower_embed"),
             stack=(),
             bias=False,
             rngs=rngs,

@@ -42,10 +42,14 @@ class Qwen3VLVisionTower(VisionTower):
         self.dtype = dtype
         d = config.hidden_size
         self.patch = Linear(
-            (config.patch_dim, d), ("patch", "embed"), stack=(), rngs=rngs, param_dtype=param_dtype
+            (config.patch_dim, d),
+            ("patch", "tower_embed"),
+            stack=(),
+            rngs=rngs,
+            param_dtype=param_dtype,
         )
         cells = config.num_position_embeddings
-        self.positions = normal(rngs, (cells, d), ("position", "embed"), 0.02, param_dtype)
+        self.positions = normal(rngs, (cells, d), ("position", "tower_embed"), 0.02, param_dtype)
         self.blocks = GELUVisionBlock(config, norm=LayerNorm, rngs=rngs, param_dtype=param_dtype)
         self.merger = PatchMerger(
             config,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 from collections.abc import Sequence
 
 from models import gpu
-from models.config import ModelConfig, VisionConfig
+from models.config import ModelConfig, TextConfig, VisionConfig
 from models.features import FrameFeatures, frame_tokens
 from models.peft_folder import base_folder
 from models.peft_folder import load as load_model
@@ -84,6 +85,7 @@ def load_player(
             lengths = _protocol(changed, vocabulary, config.vision, subtitled, wording)
             return _planned(changed, config, *lengths, replicas)
 
+        _require_tensor(settings.tensor, config.text)
         _require_cache(settings, protocol, prompt, crop)
         require_room(settings, planned, replicas)
         features, sampler = _engine(
@@ -185,6 +187,17 @@ def _require_cache(settings: BenchmarkSettings, protocol: Protocol, prompt: int,
         raise ValueError(
             f"--cache-tokens {settings.cache_tokens}: the longest sequence takes {longest}; "
             f"give {longest} or more, or 0 for room for all episodes"
+        )
+
+
+def _require_tensor(tensor: int, text: TextConfig) -> None:
+    """Raise ValueError unless the devices of a replica can share the decoder and its KV cache."""
+    most = math.gcd(tensor, text.most_tensor)
+    if most < tensor:
+        raise ValueError(
+            f"--tensor {tensor}: does not divide the model's {text.num_attention_heads} heads, "
+            f"{text.num_key_value_heads} kv heads, MLP or experts, and vocabulary; give --tensor "
+            f"{most}: more devices play as further replicas"
         )
 
 

@@ -54,15 +54,33 @@ def test_every_parameter_of_a_published_size_has_a_sharding(size):
     assert all("norm" in name for name in whole), "only norms are whole on every device"
 
 
+def test_odd_widths_and_scarce_kv_heads_are_whole():
+    found = specs(qwen3_vl("8b"), data=1, fsdp=256, tensor=16)
+    assert found["text/layers/q"] == PartitionSpec(None, "fsdp", "tensor", None)
+    # Eight kv heads for 16 devices, and a tower of width 1,152 for 256.
+    assert found["text/layers/k"] == PartitionSpec(None, "fsdp", None, None)
+    assert found["vision/blocks/out/kernel"] == PartitionSpec(None, "tensor", None)
+    # What the mergers join is wider.
+    assert found["vision/merger/fc1/kernel"] == PartitionSpec("fsdp", "tensor")
+
+
+@pytest.mark.parametrize("size", ["2b", "4b", "8b", "32b"])
+@pytest.mark.parametrize(("fsdp", "tensor"), [(256, 1), (64, 4), (32, 8), (16, 16)])
+def test_every_published_size_is_sharded_over_256_devices(size, fsdp, tensor):
+    found = specs(qwen3_vl(size), data=1, fsdp=fsdp, tensor=tensor)
+    whole = [name for name, spec in found.items() if not any(spec)]
+    assert all("norm" in name or name.startswith("vision/") for name in whole)
+
+
 def test_one_device_holds_everything():
     shardings = param_shardings(state(), make_mesh())
     leaves = jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding))
     assert all(sharding.mesh.size == 1 for sharding in leaves)
 
 
-def with_vision(**changes) -> ModelConfig:
+def with_text(**changes) -> ModelConfig:
     config = tiny(96)
-    return dataclasses.replace(config, vision=dataclasses.replace(config.vision, **changes))
+    return dataclasses.replace(config, text=dataclasses.replace(config.text, **changes))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +94,7 @@ def with_vision(**changes) -> ModelConfig:
         (
             {**RULES, "patch": "fsdp"},
             tiny(96),
-            "vision/patch/kernel: axes 'patch' and 'embed' .*'fsdp'",
+            "vision/patch/kernel: axes 'patch' and 'tower_embed' .*'fsdp'",
         ),
         (
             RULES,
@@ -85,8 +103,8 @@ def with_vision(**changes) -> ModelConfig:
         ),
         (
             RULES,
-            with_vision(intermediate_size=129),
-            "vision/blocks/down/kernel: axis 'mlp' of size 129 .*2 devices",
+            with_text(intermediate_size=129),
+            "text/layers/down: axis 'mlp' of size 129 .*2 devices",
         ),
         (
             {k: v for k, v in RULES.items() if k != "heads"},
@@ -109,6 +127,25 @@ def test_parameters_that_cannot_be_sharded_are_named(rules, config, message):
 def test_a_mesh_larger_than_the_machine_is_refused():
     with pytest.raises(ValueError, match="mesh = 1 x 4096 x 1"):
         make_mesh(fsdp=4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    id: int
+    process_index: int
+    slice_index: int
+    platform: str
+
+
+def test_a_replica_in_several_slices_is_refused():
+    # The processes of two slices, as they may join.
+    devices = [FakeDevice(n, n // 4, n // 4 % 2, "tpu") for n in range(16)]
+    with pytest.raises(ValueError, match="mesh = 1 x 16 x 1 .* divisor of the 8 devices"):
+        make_mesh(fsdp=16, devices=devices)
+    with pytest.raises(ValueError, match="mesh = 4 x 1 x 3 .* several slices"):
+        make_mesh(data=4, tensor=3, devices=devices)
+    with pytest.raises(ValueError, match="slices"):
+        make_mesh(data=2, fsdp=6, devices=devices)
 
 
 def test_a_mesh_with_other_axes_is_refused():

@@ -63,6 +63,73 @@ def test_axes_that_do_not_divide_the_devices_are_refused():
         choose_mesh((1, 0, 3), 16, 56, hosts=1, most_tensor=8)
 
 
+MESH_FIELDS: tuple[str, ...] = ("mesh.data", "mesh.fsdp", "mesh.tensor")
+# 256 devices on four hosts, so that each has rows of a batch with any of these meshes.
+LARGE = Devices("a slice", 256, 4, 95 * GIB, "tpu")
+
+
+@pytest.mark.parametrize("mesh", [(1, 256, 1), (1, 16, 16), (2, 4, 32)])
+def test_meshes_that_divide_no_width_of_the_tower_or_exceed_kv_heads_are_planned(mesh):
+    by_hand = dict(zip(MESH_FIELDS, mesh, strict=True))
+    found = fit(change(RUN, "by_hand", by_hand), LARGE).run.mesh
+    assert (found.data, found.fsdp, found.tensor) == mesh
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nearest"),
+    [
+        # 32 heads are too few for 64 devices.
+        ((1, 4, 64), "--mesh.data 1 --mesh.fsdp 8 --mesh.tensor 32"),
+        ((1, 64, 3), "--mesh.data 3 --mesh.fsdp 32 --mesh.tensor 2"),
+        ((1, 96, 1), "--mesh.data 3 --mesh.fsdp 32 --mesh.tensor 1"),
+    ],
+)
+def test_a_mesh_over_which_the_model_does_not_divide_is_refused_with_the_nearest(mesh, nearest):
+    by_hand = dict(zip(MESH_FIELDS, mesh, strict=True))
+    run = change(RUN, "by_hand", by_hand)
+    with pytest.raises(ValueError, match=f"mesh: {mesh[0]} x .*; the nearest .*: ") as refusal:
+        fit(run, LARGE)
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).endswith(nearest)
+    numbers = map(int, nearest.split()[1::2])
+    remedy = change(run, "remedy", dict(zip(by_hand, numbers, strict=True)))
+    assert fit(remedy, LARGE)
+
+
+def test_a_mesh_that_leaves_hosts_without_rows_is_refused_with_the_nearest():
+    run = change(RUN, "by_hand", {"mesh.fsdp": 16, "mesh.tensor": 16})
+    with pytest.raises(ValueError, match="mesh: 1 x 16 x 16 .*64 hosts; .*fsdp 64 --mesh.tensor 4"):
+        fitted_to("v6e:16x16", run)
+
+
+def test_a_mesh_is_checked_if_nothing_is_open():
+    tiny = change(RECIPES["paravt_tiny"](), "odd", {"mesh.fsdp": 5})
+    with pytest.raises(ValueError, match=r"mesh: 1 x 5 x 1 .* --mesh.fsdp 1 "):
+        fit(tiny, Devices("a laptop", 5, 1, None))
+    with pytest.raises(ValueError, match="no mesh of 1 devices works: .* a multiple of 2"):
+        fit(RECIPES["paravt_tiny"](), Devices("two laptops", 2, 2, None))
+
+
+def test_every_slice_gets_a_replica():
+    one, two = (fit(RUN, Topology(name).available) for name in ("v5e:4x4", "2*v5e:4x4"))
+    assert (two.run.mesh.data, two.run.mesh.fsdp, two.run.mesh.tensor) == (2, 16, 1)
+    assert two.chosen["mesh.data"] == 2
+    assert "mesh.data" not in one.chosen
+    # A slice has half of the rows, and the visual vectors of all.
+    assert two.run.rl is not None and one.run.rl is not None
+    memory = two.devices.memory
+    assert memory is not None and two.needs["PARA-GRPO"] < memory
+
+
+def test_a_replica_in_several_slices_is_refused():
+    run = change(RUN, "by_hand", {"mesh.data": 3})
+    with pytest.raises(ValueError, match="mesh: 3 x 0 x 0 .* does not divide 32 devices"):
+        fitted_to("2*v5e:4x4", run)
+    run = change(fitted_to("2*v5e:4x4"), "by_hand", {"mesh.data": 1, "mesh.fsdp": 32})
+    with pytest.raises(ValueError, match="1 x 32 x 1 .*2 slices.*--mesh.data 2 --mesh.fsdp 16 "):
+        fit(run, Topology("2*v5e:4x4").available)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("_8b")])
 def test_a_rehearsal_has_the_mesh_of_its_run_on_every_slice(name):

@@ -29,8 +29,10 @@ from rollout.engine.programs import Drawn
 from tests.train.small import small
 from train.fit import fit
 from train.learn.work import visible_pairs, worth
+from train.meshes import sharded_bytes
 from train.plan import cache, rates, step
 from train.plan import command as plan
+from train.plan.abstract import planned_model
 from train.plan.compile import (
     SIZES,
     Case,
@@ -91,10 +93,13 @@ def test_slices_by_name():
         "v5p:4x4x4": (64, 64, 16, "v5p:2x2x1"),
         "v6e:2x2": (4, 4, 1, "v6e:2x2"),
         "v5e:1x1": (1, 1, 1, "v5e:1x1"),
+        "2*v5e:4x4": (32, 32, 8, "v5e:2x2"),
+        "12*v5p:2x2x1": (48, 48, 12, "v5p:2x2x1"),
     }
     for name, counts in expected.items():
         t = Topology(name)
         assert (t.chips, t.devices, t.hosts, t.host.name) == counts
+        assert t.available.slices == t.slices == int(name.partition("*")[0] if "*" in name else 1)
     assert {Topology(name).name.split(":")[0] for name in SCALE} == set(CHIPS)
 
 
@@ -108,10 +113,14 @@ def test_slices_by_name():
         ("v5p:4x4", "3 sides; .* v5p:4x4x4"),
         ("v6e:1x3", "3 chips"),
         ("v5p:1x1x1", "1 chips"),
+        ("1*v5e:4x4", "not a number of slices; give one such as 2"),
+        ("two*v5e:4x4", "not a number of slices; give one such as 2"),
+        ("4*v5e:1x1", "1 chips"),
+        ("2*v4:2x2x2", "rate between slices of v4 is not documented"),
     ],
 )
 def test_other_names_are_refused(name, message):
-    with pytest.raises(ValueError, match=f"topology = '{name}': .*{message}"):
+    with pytest.raises(ValueError, match=f"topology = '{re.escape(name)}': .*{message}"):
         Topology(name)
 
 
@@ -156,6 +165,15 @@ def test_the_slowest_of_arithmetic_memory_and_interconnect_is_the_limit():
     found = step.phase_of(whole_chip, 1, Topology("v4:2x2x1"))
     assert found.seconds == pytest.approx(1)
     assert found.expected == pytest.approx(1 / rates.EXPECTED_HFU)
+
+
+def test_the_optimizer_waits_for_other_slices():
+    """A chip of v5e sends 25 Gbit/s to other slices."""
+    sent = {"all-reduce": 200e9, "DCN": 25e9 / 8}
+    measured = Measured("RL optimizer", devices=32, read=2 * 819e9, sent=sent)
+    found = step.phase_of(measured, 1, Topology("2*v5e:4x4"))
+    assert found.interconnect == pytest.approx(2)
+    assert found.seconds == pytest.approx(3)
 
 
 def test_a_program_of_a_host_waits_for_its_collectives_on_half_of_the_links():
@@ -819,6 +837,29 @@ def test_a_small_plan():
         <= measured[f"decode {run.engine_sizes.row_lengths[-1]}"].alias
     )
     assert all(m.sent for name, m in measured.items() if name.startswith("RL update"))
+
+
+@LIBTPU
+@pytest.mark.slow
+def test_two_slices_talk_once_per_update():
+    """The laptop model on two slices of four chips: a replica each."""
+    topology = Topology("2*v5e:2x2")
+    run = change(RECIPES["paravt_tiny"](), "tiny", {"mesh.data": 2, "mesh.fsdp": 4})
+    only = ("SFT", "RL", "reference", "weight")
+    (measured,) = plan.measure_all([run], [topology], only, 600, 1, compile_case)
+    assert {m.program: m.error for m in measured.values() if m.error} == {}
+    between = {name: m.sent.get("DCN", 0.0) for name, m in measured.items()}
+    _, weights, _ = split(planned_model(run, planned_config(run)).text)
+    # Float32, like the weights of this recipe.
+    gradients = sharded_bytes(weights, (2, 4, 1))
+    for name in ("SFT update", "RL optimizer"):
+        # Arrays are padded to whole tiles of HBM.
+        assert gradients <= between[name] < 1.5 * gradients, name
+    assert between["weight sync"] == 0
+    updates = {name: sent for name, sent in between.items() if name.startswith("RL update")}
+    assert updates and max(updates.values()) < 0.05 * gradients
+    planned = plan.plan(fit(run, topology.available), topology, measured)
+    assert "RL optimizer" in planned["between_slices"]
 
 
 @LIBTPU

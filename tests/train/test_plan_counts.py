@@ -234,6 +234,57 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 """
 
 
+@pytest.mark.parametrize(
+    ("groups", "slices", "between"),
+    [
+        # Eight devices in two slices of four, or in four of two.
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", 2, False),
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", 4, True),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", 2, True),
+        ("replica_groups=[2,4]<=[8]", 2, False),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", 2, True),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", 2, False),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", 4, True),
+        ("replica_groups=mesh['x'=2,'y'=4] {'y'}", 2, False),
+        ("replica_groups=mesh['x'=2,'y'=4] {'x'}", 2, True),
+        ("replica_groups=mesh['x'=2,'y'=4] {'y':(2)2}", 4, False),
+        ("replica_groups=mesh['x'=2,'y'=4] {'y':(1)2}", 4, True),
+        ("replica_groups={}", 2, True),
+    ],
+)
+def test_a_collective_between_slices(groups, slices, between):
+    (found,) = find_collectives(
+        f"""
+ENTRY %main (a: f32[4]) -> f32[4] {{
+  %a = f32[4]{{0}} parameter(0)
+  ROOT %reduce = f32[4]{{0}} all-reduce(%a), {groups}, to_apply=%add
+}}
+""",
+        8,
+        slices=slices,
+    )
+    assert found.between == between
+
+
+def test_what_a_program_of_several_slices_hands_to_the_host():
+    (found,) = find_collectives(
+        """
+ENTRY %main (a: f32[4,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0:T(8,128)} parameter(0)
+  %token = token[] after-all()
+  %send = (f32[4,8]{1,0}, u32[]{:S(2)}, token[]) send(%a, %token), channel_id=2, \
+is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",\
+_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv = (f32[4,8]{1,0}, u32[]{:S(2)}, token[]) recv(%token), channel_id=1, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+}
+""",
+        16,
+    )
+    assert (found.kind, found.sent, found.between) == ("DCN", 128, True)
+
+
 def test_collectives_of_a_written_program():
     """Seven iterations (from 2 to 9) of an all-gather of 16 bytes among four devices, with a part
     written twice; an all-reduce between two devices; a permutation."""

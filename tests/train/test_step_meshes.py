@@ -37,6 +37,7 @@ from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows, place_packed
 from train.learn.packing import StepShape, pack
 from train.learn.placement import place, place_bank, place_frames, place_whole, row_pieces
+from train.learn.replicas import bank_sharding, replicas, sums_sharding
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
@@ -60,6 +61,12 @@ RL = (
     ((1, 2, 2), 1, "offload"),
 )
 SFT = (((8, 1, 1), 1, "full"), ((2, 4, 1), 2, "none"), ((2, 2, 2), 1, "none"))
+# Twelve heads and six kv heads, or 16 and two: `tensor` has to copy kv heads.
+RL_FEW_KV_HEADS = {
+    (12, 6): (((1, 2, 4), 1024, "full"), ((2, 1, 4), 512, "none")),
+    (16, 2): (((1, 1, 8), 512, "dots"), ((2, 1, 4), 1024, "attention"), ((1, 2, 4), 1, "none")),
+}
+SFT_FEW_KV_HEADS = (((1, 2, 4), 2, "full"), ((2, 1, 4), 1, "none"))
 # The same for adapters.
 RL_LORA = (((1, 8, 1), 1024, "dots"), ((1, 2, 4), 512, "full"))
 SFT_LORA = (((2, 2, 2), 1, "attention"), ((1, 1, 8), 2, "none"))
@@ -162,7 +169,13 @@ def rl_batch(settings: RLSettings) -> GRPOBatch:
 
 
 def rl_step(
-    graph: nnx.GraphDef, weights: Any, frozen: Any, mesh: Any, most_tokens: int, remat: Any
+    graph: nnx.GraphDef,
+    weights: Any,
+    frozen: Any,
+    mesh: Any,
+    most_tokens: int,
+    remat: Any,
+    sizes_of: TextConfig,
 ) -> tuple[Any, dict[str, jax.Array]]:
     settings = RLSettings(
         steps=1,
@@ -178,14 +191,14 @@ def rl_step(
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     base = jax.device_put(frozen, param_shardings(frozen, mesh))
     devices = row_devices(mesh)
-    pieces = row_pieces(TEXT, devices, mesh.shape["tensor"])
+    pieces = row_pieces(sizes_of, mesh.shape["fsdp"], mesh.shape["tensor"])
     sizes = SHAPE.microbatches(most_tokens, devices, pieces)
     packed = pack([found.lengths for found in groups()], sizes)
     vectors = np.random.default_rng(3).normal(size=(40, 3, TEXT.hidden_size)).astype(np.float32)
-    visual = place({"visual": vectors}, mesh)["visual"]
+    visual = jax.device_put(vectors, bank_sharding(mesh))
     published = qwen3_vl("2b")
     vision = dataclasses.replace(published.vision, out_hidden_size=TEXT.hidden_size)
-    config = dataclasses.replace(published, text=TEXT, vision=vision, image_token_id=IMAGE)
+    config = dataclasses.replace(published, text=sizes_of, vision=vision, image_token_id=IMAGE)
     batch = place(rl_batch(settings), mesh)
     with jax.set_mesh(mesh):
         advantages, _ = grpo.advantages(batch, settings.grpo, settings.rewards.gamma)
@@ -252,10 +265,14 @@ def sft_step(
     return update(state, batch)
 
 
-def compare_vision() -> None:
+def compare_vision(hidden: int, intermediate: int, heads: int) -> None:
     """Vectors and gradients of the trained part of the tower, on meshes and on one device."""
     config = dataclasses.replace(
-        tiny(96).vision, hidden_size=64, intermediate_size=96, out_hidden_size=TEXT.hidden_size
+        tiny(96).vision,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        out_hidden_size=TEXT.hidden_size,
     )
     tower = nnx.jit(lambda: Qwen3VLVisionTower(config, rngs=nnx.Rngs(0)))()
     rng = np.random.default_rng(4)
@@ -271,7 +288,7 @@ def compare_vision() -> None:
         cotangent[sum(tokens) :] = 0
         host = jax.tree.map(np.asarray, trained_state(tower, part))
         found: dict[tuple[int, ...], Any] = {}
-        for shape in ((1, 1, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2)):
+        for shape in ((1, 1, 1), (1, 8, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2)):
             mesh = make_mesh(*shape)
             devices = row_devices(mesh)
             weights = jax.device_put(host, param_shardings(host, mesh))
@@ -282,8 +299,12 @@ def compare_vision() -> None:
                 bank = place_bank(cached, 104 // devices, devices, mesh)
             programs = make_vision_programs(vision, mesh, 1, 104)
             vectors = np.asarray(programs.encode(weights, bank)).reshape(cotangent.shape)
-            placed = cotangent.reshape(devices, -1, *cotangent.shape[1:]).astype(np.float32)
-            gradients = programs.gradients(weights, bank, place({"visual": placed}, mesh)["visual"])
+            # Each replica has a share of the gradients.
+            of_visual = cotangent.reshape(devices, -1, *cotangent.shape[1:]).astype(np.float32)
+            if replicas(mesh) > 1:
+                of_visual = np.stack([of_visual / replicas(mesh)] * replicas(mesh))
+            placed = jax.device_put(of_visual, sums_sharding(bank_sharding(mesh), mesh))
+            gradients = programs.gradients(weights, bank, placed)
             found[shape] = (vectors, jax.tree.map(np.asarray, gradients))
         for shape, (vectors, gradients) in found.items():
             np.testing.assert_allclose(vectors, found[1, 1, 1][0], rtol=1e-5, atol=1e-5)
@@ -299,7 +320,14 @@ def compare_vision() -> None:
 
 
 def main() -> None:
-    compare_vision()
+    compare_vision(64, 96, 4)
+    # The width does not divide over `fsdp` 8.
+    compare_vision(12, 18, 3)
+    for (heads, kv_heads), meshes in RL_FEW_KV_HEADS.items():
+        few = dataclasses.replace(TEXT, num_attention_heads=heads, num_key_value_heads=kv_heads)
+        compare(
+            nnx.jit(lambda few=few: TextDecoder(few, rngs=nnx.Rngs(0)))(), meshes, SFT_FEW_KV_HEADS
+        )
     text = nnx.jit(lambda: TextDecoder(TEXT, rngs=nnx.Rngs(0)))()
     compare(text, RL, SFT)
     add_adapters(text, LoRASettings(rank=4), seed=0)
@@ -314,9 +342,10 @@ def compare(text: TextDecoder, rl: tuple, sft: tuple) -> None:
     """Compares steps on the meshes of two tables with the same step on one device."""
     graph, *states = split(text)
     weights, frozen = jax.tree.map(np.asarray, states)
-    for step, table in ((rl_step, rl), (sft_step, sft)):
+    play = functools.partial(rl_step, sizes_of=text.config)
+    for step, table in ((play, rl), (sft_step, sft)):
         run = functools.partial(step, graph, weights, frozen)
-        most = 4096 if step is rl_step else 1
+        most = 4096 if step is play else 1
         state, figures = jax.tree.map(np.asarray, run(make_mesh(), most, "none"))
         moved = max(
             np.abs(a - b).max()
@@ -325,7 +354,7 @@ def compare(text: TextDecoder, rl: tuple, sft: tuple) -> None:
         assert moved > LEARNING_RATE / 10, moved
         for shape, parts, remat in table:
             many, found = run(make_mesh(*shape), parts, remat)
-            where = f"{step.__name__} {shape} at most {parts}, remat {remat}"
+            where = f"{'RL' if step is play else 'SFT'} {shape} at most {parts}, remat {remat}"
             assert len(jax.tree.leaves(many.weights)[0].sharding.device_set) == np.prod(shape), (
                 where
             )
@@ -369,6 +398,10 @@ def test_a_step_is_the_same_on_every_mesh():
         (32, 8, 12, 1, 4),
         # Every kv head is repeated for two devices.
         (16, 8, 16, 1, 16),
+        # Six heads per device of `tensor`, and a copy of a kv head.
+        (12, 2, 8, 2, 2),
+        # Three heads per device of `tensor`, and as many copies of kv heads.
+        (12, 6, 8, 4, 1),
         # Three kv heads divide over three devices only.
         (9, 3, 8, 1, 1),
         (16, 8, 1, 1, 1),

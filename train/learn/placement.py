@@ -66,7 +66,8 @@ def row_pieces(text: TextConfig, devices: int, tensor: int = 1) -> int:
         tensor: Size of the mesh axis `tensor`, which shards heads as well.
     """
     heads = text.num_attention_heads // tensor
-    kv_heads = text.num_key_value_heads // tensor
+    # Copies of kv heads included (`models.attention.spread`).
+    kv_heads = math.lcm(text.num_key_value_heads, tensor) // tensor
     # Kv heads are divided, or repeated if there are fewer than pieces.
     fitting = [
         pieces
@@ -80,7 +81,13 @@ def row_pieces(text: TextConfig, devices: int, tensor: int = 1) -> int:
 
 def require_even(mesh: Mesh) -> None:
     """Raise ValueError, on every process, unless rows divide equally over the processes."""
-    devices = collections.Counter(device.process_index for device in mesh.devices.flat)
+    order = [device.process_index for device in mesh.devices.flat]
+    if order != sorted(order):
+        raise ValueError(
+            "hosts: the processes of a slice are not numbered one after another; give "
+            "--hosts.index slice by slice, from the first slice on"
+        )
+    devices = collections.Counter(order)
     all_take_part = len(devices) == jax.process_count()
     equal = len(set(devices.values())) == 1
     if not all_take_part or not equal or row_devices(mesh) % len(devices):
@@ -105,10 +112,19 @@ def shardings(batch: T, mesh: Mesh) -> T:
         The same tree with a NamedSharding in place of each array.
     """
 
-    def of(path: tuple, _: Any) -> NamedSharding:
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        row_specs(batch, ROWS),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+def row_specs(batch: T, axes: str | tuple[str, ...]) -> T:
+    """The same tree with the spec that shards the rows of each array over mesh axes."""
+
+    def of(path: tuple, _: Any) -> PartitionSpec:
         name = _name(path)
-        spec = PartitionSpec(*[None] * BY_ROW[name], ROWS) if name in BY_ROW else PartitionSpec()
-        return NamedSharding(mesh, spec)
+        return PartitionSpec(*[None] * BY_ROW[name], axes) if name in BY_ROW else PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(of, batch)
 

@@ -45,6 +45,7 @@ from train.learn.placement import (
     place_whole,
     row_pieces,
 )
+from train.learn.replicas import bank_sharding, replicas, sums_of
 from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
@@ -180,11 +181,12 @@ class Learner:
         self.start = init_state(weights, optimizer)
         self._shape = shape
         self._devices = row_devices(mesh)
-        pieces = row_pieces(config.text, self._devices, mesh.shape["tensor"])
+        pieces = row_pieces(config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
         self.sizes = shape.microbatches(settings.microbatch_tokens, self._devices, pieces)
         self.logprobs = make_logprobs(
             graph, settings.temperature, mesh, settings.logprob_chunk, frozen
         )
+        self._share = jax.jit(lambda vectors: vectors, out_shardings=bank_sharding(mesh))
         # Short arrays, which every device has as a whole.
         self._whole = NamedSharding(mesh, PartitionSpec())
 
@@ -226,12 +228,12 @@ class Learner:
         bank, microbatches, first = self._padding(features)
         text, vision = apart(state.weights)
         reference, reference_vision = apart(_like(self.reference, self._weight_shardings))
-        total: Any = _like(text, apart(self._weight_shardings)[0], jnp.float32)
+        total = sums_of(text, self.mesh)
         sums, visual = total, bank.cached
         if self._vision_programs is not None:
             encode, gradients = self._vision_programs
-            visual = _like(encode.lower(vision, bank).out_info, bank.cached.sharding)
-            of_visual = _like(visual, visual.sharding, jnp.float32)
+            visual = _like(encode.lower(vision, bank).out_info, bank_sharding(self.mesh))
+            of_visual = sums_of(visual, self.mesh)
             sums, total = (total, of_visual), together(total, _like(vision, self._whole))
             yield functools.partial(gradients.lower, vision, bank, of_visual)
             yield functools.partial(encode.lower, vision, bank)
@@ -371,6 +373,9 @@ class Learner:
         count = self._devices // processes
         if self._vision is None or not self._vision.whole:
             bank = place_bank(laid_out.visual, self._slots, count, self.mesh)
+            if self._vision is None and replicas(self.mesh) > 1:
+                # Once per step: micro-batches read all of them.
+                bank = Bank(self._share(bank.cached))
         else:
             frames = self._shape.frames(processes, self._devices)
             found = laid_out.visual, laid_out.grids

@@ -22,10 +22,17 @@ from models.lora import NOTHING, drops
 from models.remat import Remat
 from models.sharding import ROWS, MeshProgram, constrain, mesh_of, row_devices
 from models.text import TextDecoder
-from models.trained import apart
+from models.trained import apart, together
 from models.trained_vision import TrainedVision
 from train.learn.batch import Microbatch
 from train.learn.placement import Bank
+from train.learn.replicas import (
+    bank_sharding,
+    in_replicas,
+    over_replicas,
+    sums_shape,
+    sums_sharding,
+)
 
 
 # Annotations are not checked, because JAX also builds this tree with shardings as leaves.
@@ -181,9 +188,15 @@ def make_logprobs(
         `f(weights, visual, Microbatch) -> float32[r, u]`.
     """
 
-    def logprobs(frozen: Any, weights: Any, visual: jax.Array, batch: Microbatch) -> jax.Array:
+    def found(arrays: Any, _: None, batch: Any, number: Any) -> tuple[None, dict[str, jax.Array]]:
+        frozen, weights, visual = arrays
+        (rows,) = batch
         text = nnx.merge(graph, weights, frozen)
-        return rollout_logprobs(text, visual, batch, temperature, chunk=chunk)
+        return None, {"all": rollout_logprobs(text, visual, rows, temperature, chunk=chunk)}
+
+    def logprobs(frozen: Any, weights: Any, visual: jax.Array, batch: Microbatch) -> jax.Array:
+        # Added over replicas: a token is in one of them, and 0 in all others.
+        return in_replicas(found, mesh)((frozen, weights, visual), None, (batch,), ())[1]["all"]
 
     jitted = jax.jit(logprobs, out_shardings=NamedSharding(mesh, PartitionSpec()))
     return MeshProgram(jitted, mesh, (frozen,))
@@ -209,7 +222,6 @@ def make_vision_programs(
         groups: Processes, each of which provides as many rows of the bank.
         room: Room for the visual vectors of a process.
     """
-    rows = NamedSharding(mesh, PartitionSpec(ROWS))
     whole = NamedSharding(mesh, PartitionSpec())
 
     def vision_vectors(weights: Any, bank: Bank) -> Array:
@@ -218,11 +230,11 @@ def make_vision_programs(
 
     def vision_gradients(weights: Any, bank: Bank, of_vectors: Array) -> Any:
         vectors, pull_back = jax.vjp(lambda weights: vision_vectors(weights, bank), weights)
-        (found,) = pull_back(of_vectors.astype(vectors.dtype))
+        (found,) = pull_back(over_replicas(of_vectors, mesh).astype(vectors.dtype))
         return found
 
     return VisionPrograms(
-        MeshProgram(jax.jit(vision_vectors, out_shardings=rows), mesh),
+        MeshProgram(jax.jit(vision_vectors, out_shardings=bank_sharding(mesh)), mesh),
         MeshProgram(jax.jit(vision_gradients, out_shardings=whole), mesh),
     )
 
@@ -253,6 +265,9 @@ def make_accumulation(
 ) -> Accumulation:
     """Compile an update in micro-batches, one call for each.
 
+    With several replicas of the weights, gradients have a first axis of replicas, which `apply`
+    adds up (`train.learn.replicas`).
+
     Args:
         graph: The decoder without its weights.
         optimizer: Turns gradients into changes of the weights.
@@ -264,29 +279,36 @@ def make_accumulation(
     """
     mesh = mesh_of(state.weights)
     text, vision = apart(state.weights)
-    placed = jax.tree.map(lambda x: x.sharding, text)
+    placed = jax.tree.map(lambda x: sums_sharding(x.sharding, mesh), text)
     wanted: int | tuple[int, ...] = 0
     if vision is not None:
         assert mesh is not None, "a trained tower without a mesh"
-        placed, wanted = (placed, NamedSharding(mesh, PartitionSpec(ROWS))), (0, 1)
+        placed, wanted = (placed, sums_sharding(bank_sharding(mesh), mesh)), (0, 1)
 
     def zero_gradients(of: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), of)
+        return jax.tree.map(lambda x: jnp.zeros(sums_shape(x.shape, mesh), jnp.float32), of)
 
-    # Not `add`: the log of compilations names functions, and jnp.add has that name.
-    def add_gradients(
-        frozen: Any, weights: Any, total: Any, visual: Array, *batch: Any, draw: Any = (0,)
-    ) -> tuple[Any, dict[str, jax.Array]]:
+    def added(arrays: Any, total: Any, batch: Any, number: Any) -> tuple[Any, dict[str, jax.Array]]:
+        frozen, weights, visual, draw = arrays
+
         @jax.named_scope("forward")
         def value(weights: Any, visual: Array) -> Any:
-            return loss(_in_update(graph, weights, frozen, draw), visual, *batch)
+            return loss(_in_update(graph, weights, frozen, (*draw, *number)), visual, *batch)
 
         found, grads = jax.value_and_grad(value, wanted, has_aux=True)(weights, visual)
         value_of_part, metrics = found
         total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)
         return total, metrics | {"loss": value_of_part}
 
+    # Not `add`: the log of compilations names functions, and jnp.add has that name.
+    def add_gradients(
+        frozen: Any, weights: Any, total: Any, visual: Array, *batch: Any, draw: Any = (0,)
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        return in_replicas(added, mesh)((frozen, weights, visual, draw), total, batch, ())
+
     def apply_gradients(state: TrainState, total: Any) -> tuple[TrainState, jax.Array]:
+        of_text, of_vision = apart(total)
+        total = together(over_replicas(of_text, mesh), of_vision)
         grads = jax.tree.map(lambda g, w: g.astype(w.dtype), total, state.weights)
         return _optimized(optimizer, state, grads), optax.global_norm(grads)
 
@@ -326,6 +348,8 @@ def make_update(
 ) -> MeshProgram:
     """Compile one update: gradients of the loss, then a step of the optimizer.
 
+    Gradients are added over replicas of the weights once, after all micro-batches.
+
     Args:
         graph: The decoder without its weights.
         optimizer: Turns gradients into changes of the weights.
@@ -344,43 +368,53 @@ def make_update(
         function's own, plus `loss` and `grad_norm`.
     """
 
-    def gradients(frozen: Any, state: TrainState, part: Any, number: int | Array) -> Any:
+    mesh = mesh_of(state.weights)
+    placed = jax.tree.map(lambda x: sums_sharding(x.sharding, mesh), state.weights)
+
+    def gradients(frozen: Any, state: TrainState, part: Any, *numbers: int | Array) -> Any:
         @jax.named_scope("forward")
         def value(weights: Any) -> Any:
             text, vision = apart(weights)
             shown = part if encode is None else encode(vision, part)
-            return loss(_in_update(graph, text, frozen, (seed, state.step, number)), shown)
+            return loss(_in_update(graph, text, frozen, (seed, state.step, *numbers)), shown)
 
         return jax.value_and_grad(value, has_aux=True)(state.weights)
 
-    def accumulate(frozen: Any, state: TrainState, batch: Any) -> Any:
+    def accumulate(frozen: Any, state: TrainState, batch: Any, replica: Any) -> Any:
         if split is None:
-            return gradients(frozen, state, batch, 0)
+            return gradients(frozen, state, batch, 0, *replica)
         parts = split(batch)
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
-            new = gradients(frozen, state, *part)
+            new = gradients(frozen, state, *part, *replica)
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, new), None
 
         # A scan keeps one gradient in memory beside the total; a `map` would keep all of them.
         # Its fixed order of additions makes a resumed run equal an uninterrupted one bit for bit.
         first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(gradients, frozen, state, first, 0)
+        shapes = jax.eval_shape(gradients, frozen, state, first, 0, *replica)
         numbers = jnp.arange(len(jax.tree.leaves(parts)[0]))
         # The total is float32: bfloat16 would round small gradients of later parts away.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
         (values, grads), _ = jax.lax.scan(add, zeros, (parts, numbers))
         return values, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.weights)
 
+    def found(arrays: Any, _: None, batch: Any, replica: Any) -> tuple[Any, dict[str, jax.Array]]:
+        frozen, state = arrays
+        (rows,) = batch
+        (value, metrics), grads = accumulate(frozen, state, rows, replica)
+        return grads, metrics | {"loss": value}
+
     def sft_update(
         frozen: Any, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        (value, metrics), grads = accumulate(frozen, state, batch)
-        metrics = metrics | {"loss": value, "grad_norm": optax.global_norm(grads)}
+        grads, metrics = in_replicas(found, mesh)((frozen, state), None, (batch,), ())
+        grads = over_replicas(grads, mesh, placed)
+        metrics = metrics | {"grad_norm": optax.global_norm(grads)}
         return _optimized(optimizer, state, grads), metrics
 
     # The new state keeps the shardings of the old one; otherwise the next update would compile
     # again. Donation lets XLA write the new state into the old one's memory.
     out_shardings = (state_shardings(state), None)
     jitted = jax.jit(sft_update, donate_argnums=1, out_shardings=out_shardings)
-    return MeshProgram(jitted, mesh_of(state.weights), (frozen,))
+    return MeshProgram(jitted, mesh, (frozen,))

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from models.config import ModelConfig
 from models.model import VisionLanguageModel, abstract_model
 from models.sharding import MeshProgram, param_shardings, row_devices
-from models.trained import apart, split
+from models.trained import apart, split, together
 from models.trained_vision import TrainedVision
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
@@ -26,6 +26,7 @@ from train.learn.optimizer import make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
 from train.learn.packing import MicrobatchShape, StepShape
 from train.learn.placement import Bank, row_pieces, shardings
+from train.learn.replicas import bank_sharding, sums_of
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.sft import SFTBatch, make_sft_update, visual_encoder
@@ -93,13 +94,13 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) ->
     optimizer = make_optimizer(settings.optimizer, settings.updates)
     state = _state(weights, optimizer)
     devices = row_devices(mesh)
-    pieces = row_pieces(config.text, devices, mesh.shape["tensor"])
+    pieces = row_pieces(config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
     shape = run.rl_shape
     sizes = shape.microbatches(settings.microbatch_tokens, devices, pieces)
     hosts = len({device.process_index for device in mesh.devices.flat})
     dtype = jnp.dtype(run.model.dtype)
     slots, frames = shape.slots(hosts, devices), shape.frames(hosts, devices)
-    visual = _placed({"visual": _visual(devices, slots, config, dtype)}, mesh)["visual"]
+    visual: Any = _place(_visual(devices, slots, config, dtype), bank_sharding(mesh))
     bank, programs = Bank(visual), None
     if vision is not None:
         bank = Bank(*_placed(_cached(vision, devices, slots, frames, dtype), mesh).values())
@@ -134,7 +135,7 @@ def abstract_rl_gradients(
         later: of an update after the first one of a step, which reads the log-probs of that one.
     """
     step = abstract_rl_step(run, mesh, config)
-    total = jax.tree.map(lambda x: x.update(dtype=jnp.float32), _differentiated(step))
+    total = sums_of(_differentiated(step), mesh)
     batch = step.batch
     if later:
         batch = dataclasses.replace(batch, proximal=batch.advantages)
@@ -148,7 +149,7 @@ def abstract_rl_vision(run: Run, mesh: Mesh, config: ModelConfig | None = None) 
     step = abstract_rl_step(run, mesh, config)
     assert step.vision_programs is not None, f"{run.name} trains no part of the tower"
     _, vision = apart(step.state.weights)
-    gradients = step.visual.update(dtype=jnp.float32)
+    gradients = sums_of(step.visual, mesh)
     return Abstract(step.vision_programs.gradients, (vision, step.bank, gradients))
 
 
@@ -167,7 +168,9 @@ def abstract_rl_start(run: Run, mesh: Mesh, config: ModelConfig | None = None) -
 def abstract_rl_optimizer(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
     """The optimizer's step after the gradients; see `abstract_rl_step`."""
     step = abstract_rl_step(run, mesh, config)
-    total = jax.tree.map(lambda x: x.update(dtype=jnp.float32), step.state.weights)
+    text, vision = apart(step.state.weights)
+    of_vision = jax.tree.map(lambda x: x.update(dtype=jnp.float32), vision)
+    total = together(sums_of(text, mesh), of_vision)
     return Abstract(step.update.apply, (step.state, total))
 
 

@@ -1,6 +1,10 @@
 """Counts the collectives of a compiled program, and the bytes that each device sends, from its HLO.
 
 A collective inside a loop is written once but runs once per iteration (`train.plan.hlo`).
+
+A program for several TPU slices is compiled for the devices of one. What leaves a slice goes over
+the data centre's network (DCN): the compiler writes it as a transfer to the host, `send`, and the
+runtime of libtpu does the rest.
 """
 
 from __future__ import annotations
@@ -8,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+
+import numpy as np
 
 from train.plan.hlo import Instruction, Module, array_bytes
 
@@ -19,6 +25,9 @@ KINDS = (
     "ragged-all-to-all",
     "collective-permute",
 )
+DCN = "DCN"
+"""The kind of a transfer to other slices in a program for several TPU slices."""
+_SLICES_RUNTIME = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,20 +35,25 @@ class Collective:
     """One collective of a program."""
 
     kind: str
-    """One of `KINDS`."""
+    """One of `KINDS`, or `DCN`."""
     sent: float
     """Bytes that each device sends per execution."""
     times: float
     """Number of executions."""
+    between: bool = False
+    """Whether it connects devices of different slices."""
 
 
-def find_collectives(hlo: str, devices: int, trip_count: float | None = None) -> list[Collective]:
+def find_collectives(
+    hlo: str, devices: int, trip_count: float | None = None, slices: int = 1
+) -> list[Collective]:
     """Finds the collectives of a compiled program.
 
     Args:
         hlo: text of the optimised HLO module.
         devices: number of devices it was compiled for.
         trip_count: iterations of loops whose number the program does not state.
+        slices: number of slices, of consecutive devices, in a program for all of them.
 
     Raises:
         ValueError: such a loop contains collectives, and `trip_count` is None.
@@ -51,7 +65,10 @@ def find_collectives(hlo: str, devices: int, trip_count: float | None = None) ->
         for line in module.computations.get(computation, ()):
             kind = _kind(line)
             if kind:
-                found.append(Collective(kind, _sent(module, line, devices), times))
+                between = kind == DCN or (
+                    slices > 1 and _leaves_a_slice(line.rest, devices, devices // slices)
+                )
+                found.append(Collective(kind, _sent(module, line, devices), times, between))
             for called in line.called:
                 walk(called, times)
             if line.operation == "while":
@@ -88,6 +105,8 @@ def _kind(line: Instruction) -> str | None:
     # flags for the part they execute; only the one without flags is counted.
     if '"async_collective_fusion_config":{"flag' in line.rest:
         return None
+    if line.operation == "send" and _SLICES_RUNTIME in line.rest:
+        return DCN
     # An asynchronous collective is a pair, -start and -done; it counts at its start.
     for kind in KINDS:
         if line.operation in (kind, f"{kind}-start"):
@@ -104,8 +123,12 @@ def _sent(module: Module, line: Instruction, devices: int) -> float:
         reduce-scatter, all-to-all   (n - 1) / n B     keeps one of n parts
         all-reduce                   2 (n - 1) / n B   reduce-scatter, then all-gather
         collective-permute           B
+        DCN                          B                 hands its part to the host
     """
     kind = _kind(line)
+    if kind == DCN:
+        # The other operand is a token.
+        return array_bytes(module.instructions[line.operands[0]].result)
     n = _group_size(line.rest, devices)
     operands = [module.instructions[name] for name in line.operands if name in module.instructions]
     given = sum(array_bytes(operand.result) for operand in operands)
@@ -126,20 +149,53 @@ def _communicates(module: Module, computation: str) -> bool:
     return False
 
 
+def _leaves_a_slice(text: str, devices: int, per_slice: int) -> bool:
+    """Whether a collective connects devices of different slices."""
+    return any(
+        len({device // per_slice for device in group}) > 1 for group in _groups(text, devices)
+    )
+
+
 def _group_size(text: str, devices: int) -> int:
-    """Number of devices in each group of a collective. HLO writes the groups in three ways."""
-    # replica_groups={{0,1},{2,3}}
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
+    """Number of devices in each group of a collective."""
+    return len(_groups(text, devices)[0])
+
+
+def _groups(text: str, devices: int) -> list[list[int]]:
+    """The devices of each group of a collective. HLO writes them in four ways."""
+    # replica_groups={{0,1},{2,3}}, and source_target_pairs of a collective-permute
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]+\})\}", text)
     if listed:
-        return len(listed[1].split(","))
-    # replica_groups=[groups,size]<=[devices]
-    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", text)
+        return [
+            [int(n) for n in group.split(",")] for group in re.findall(r"{([\d,]+)}", listed[1])
+        ]
+    # replica_groups=[groups,size]<=[devices], or <=[2,4]T(1,0): transposed
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if counted:
-        return int(counted[1])
+        numbers = np.arange(math.prod(_ints(counted[2]))).reshape(_ints(counted[2]))
+        if counted[3]:
+            numbers = numbers.transpose(_ints(counted[3]))
+        return numbers.reshape(-1, int(counted[1])).tolist()
     # replica_groups=mesh['x'=2,'y'=4] {'y':(1)2}: the named axes, or (before)size for part of one
     by_axes = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
     if by_axes:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", by_axes[1])}
-        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", by_axes[2])
-        return math.prod(int(part) if part else sizes[name] for name, part in axes)
-    return devices
+        named = {}
+        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", by_axes[2]):
+            named[name] = (int(before), int(size)) if size else (1, sizes[name])
+        # Each axis as (before, part, after); the parts of named axes form a group.
+        shape: list[int] = []
+        inner = []
+        for name, size in sizes.items():
+            before, part = named.get(name, (1, 1))
+            inner.append(len(shape) + 1)
+            shape += [before, part, size // (before * part)]
+        outer = [axis for axis in range(len(shape)) if axis not in inner]
+        numbers = np.arange(math.prod(shape)).reshape(shape).transpose(*outer, *inner)
+        members = math.prod(shape[axis] for axis in inner)
+        return numbers.reshape(-1, members).tolist()
+    return [list(range(devices))]
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

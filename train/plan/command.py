@@ -29,6 +29,7 @@ from train.cli import EXIT_USAGE, parse
 from train.fit import Fitted, fit
 from train.learn.packing import pack
 from train.learn.work import VISIBLE, Attention, done, passes, worth
+from train.meshes import mesh_sizes
 from train.plan import step
 from train.plan.cache import cached
 from train.plan.compile import SIZES, Case, Measured, compile_case, libtpu_version, on_host
@@ -41,7 +42,6 @@ from train.settings import Run
 from train.slices import INSTALL, SCALE, SOURCE, Topology
 
 Compile = Callable[[Case, float], Measured]
-MeshSizes = tuple[int, int, int]
 
 
 def plan(
@@ -62,7 +62,7 @@ def plan(
         Every figure of the report, as JSON can hold it.
     """
     run = fitted.run
-    mesh = mesh_of(run)
+    mesh = mesh_sizes(run)
     measured = dict(measured)
     sizes = measured.pop(SIZES).sizes
     if workload is None and run.rl is not None:
@@ -99,6 +99,7 @@ def plan(
         "step_seconds": sum(phase.seconds for phase in summed),
         "expected_seconds": sum(phase.expected for phase in summed),
         "expected_rates": {"HFU": EXPECTED_HFU, "HBM": EXPECTED_HBM},
+        "between_slices": step.sent_between_slices(run, compiled, workload),
         "tokens": workload.tokens if workload else step.tokens_of(run),
         "remat": run.rl.remat if run.rl is not None else "",
         # Of each weight and token, in FLOPs.
@@ -154,7 +155,7 @@ def _work(run: Run, measured: dict[str, Measured], workload: Workload | None) ->
         return {}
     config = planned_config(run)
     sizes = microbatch_sizes(run)
-    devices = math.prod(mesh_of(run))
+    devices = math.prod(mesh_sizes(run))
     steps = [lengths_of(one) for one in workload.steps]
     remat = run.rl.remat
 
@@ -201,7 +202,7 @@ def measure_all(
     """
     # Slices differ in the sizes of micro-batches, and so in names.
     cases = [
-        [Case(run, topology, mesh_of(run), name) for name in (SIZES, *chosen(run, only))]
+        [Case(run, topology, mesh_sizes(run), name) for name in (SIZES, *chosen(run, only))]
         for run, topology in zip(runs, topologies, strict=True)
     ]
     pool = ThreadPoolExecutor(jobs)
@@ -237,14 +238,9 @@ def _compile_and_print(keep: pathlib.Path | None, case: Case, timeout: float) ->
     return measured
 
 
-def mesh_of(run: Run) -> MeshSizes:
-    """Sizes of (data, fsdp, tensor)."""
-    return run.mesh.data, run.mesh.fsdp, run.mesh.tensor
-
-
 def _fit(run: Run, topology: Topology) -> Fitted:
     """Chooses the open sizes. The compiler requires a program to use all devices of a slice."""
-    mesh = mesh_of(run)
+    mesh = mesh_sizes(run)
     if all(mesh) and math.prod(mesh) != topology.devices:
         raise ValueError(
             f"mesh: {mesh} (data, fsdp, tensor): the product must equal the {topology.devices} "
@@ -266,7 +262,8 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument(
         "--topology",
         default="",
-        help=f"slices such as v5e:4x4,v5p:4x4x4, or all: {', '.join(SCALE)}",
+        help="slices such as v5e:4x4,v5p:4x4x4, several at once such as 2*v5e:4x4, or all: "
+        f"{', '.join(SCALE)}",
     )
     parser.add_argument("--json", type=pathlib.Path, help="write every figure to this file")
     parser.add_argument(

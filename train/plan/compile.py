@@ -83,7 +83,7 @@ class Measured:
     read: float = 0.0
     """Bytes of HBM that must be read."""
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Bytes sent to other devices, by kind of collective."""
+    """Bytes sent to other devices, by kind of collective; as "DCN" to other slices."""
     given: tuple[str, ...] = ()
     """Residents of the device that are among the program's arguments."""
     largest: tuple[str, ...] = ()
@@ -187,7 +187,8 @@ def measure(case: Case) -> Measured:
             # The dump has a file per module; small ones are helpers of the compiler.
             modules = pathlib.Path(dump_folder).glob("*.after_optimizations.txt")
             hlo = max(modules, key=lambda file: file.stat().st_size).read_text()
-            found = statistics(compiled, hlo, program)
+            slices = 1 if on_host(case.program) else case.topology.slices
+            found = statistics(compiled, hlo, program, slices)
         largest = _largest(pathlib.Path(dump_folder))
         return dataclasses.replace(base, **found, largest=largest, seconds=time.monotonic() - start)
 
@@ -212,13 +213,14 @@ def flops_of(jaxpr: Any, program: Any) -> dict[str, Any]:
     return {"flops": without, "pair_flops": count(pairs=lambda queries, keys: 1.0) - without}
 
 
-def statistics(compiled: Any, hlo: str, program: Any) -> dict[str, Any]:
+def statistics(compiled: Any, hlo: str, program: Any, slices: int = 1) -> dict[str, Any]:
     """Memory and traffic of a compiled program, as fields of `Measured`.
 
     Args:
         compiled: the program.
-        hlo: its text after all optimizations.
+        hlo: its text after all optimizations, which is that of one slice.
         program: the `PlannedProgram`.
+        slices: number of slices that it is compiled for.
     """
     from train.plan.collectives import bytes_sent, find_collectives
 
@@ -227,7 +229,7 @@ def statistics(compiled: Any, hlo: str, program: Any) -> dict[str, Any]:
     temporary = memory.temp_size_in_bytes
     output = memory.output_size_in_bytes
     alias = memory.alias_size_in_bytes
-    collectives = find_collectives(hlo, program.mesh.size, program.trip_count)
+    collectives = find_collectives(hlo, program.mesh.size // slices, program.trip_count)
     return {
         "arguments": arguments,
         "temporary": temporary,

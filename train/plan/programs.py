@@ -439,7 +439,7 @@ def microbatch_sizes(run: Run) -> tuple[MicrobatchShape, ...]:
     """Sizes of a run's micro-batches of RL, the largest first, as `train.learn.rl.Learner` has."""
     assert run.rl is not None
     devices = run.mesh.data * run.mesh.fsdp
-    pieces = row_pieces(planned_config(run).text, devices, run.mesh.tensor)
+    pieces = row_pieces(planned_config(run).text, run.mesh.fsdp, run.mesh.tensor)
     return run.rl_shape.microbatches(run.rl.microbatch_tokens, devices, pieces)
 
 

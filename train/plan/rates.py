@@ -6,8 +6,10 @@ usually reach of them, which gives an expected time.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from train.plan.collectives import DCN
 from train.plan.compile import Measured, on_host
 from train.slices import Topology
 
@@ -28,6 +30,8 @@ class Rates(NamedTuple):
     """Bytes sent to devices of the whole slice."""
     host_links: float
     """Bytes sent to devices of the same host."""
+    dcn: float
+    """Bytes sent to other slices."""
 
 
 class Cost(NamedTuple):
@@ -58,7 +62,8 @@ def peak(topology: Topology) -> Rates:
     links = chip.ici_rate * part
     # A host of 2 x 2 chips has neighbours in two of four directions, or of six: the links that
     # leave the host carry nothing of its own programs.
-    return Rates(chip.flops * part, chip.hbm_rate * part, links, links / chip.coordinates)
+    dcn = math.inf if chip.dcn_rate is None else chip.dcn_rate * part
+    return Rates(chip.flops * part, chip.hbm_rate * part, links, links / chip.coordinates, dcn)
 
 
 def expected(topology: Topology) -> Rates:
@@ -71,13 +76,15 @@ def cost_of(measured: Measured, rates: Rates) -> Cost:
     """The cost of one call of a compiled program.
 
     On one host, collectives are small all-reduces between products that need their results: the
-    program waits for them. In training programs they are assumed to run beside the products.
+    program waits for them. In training programs they are assumed to run beside the products. It
+    waits for other slices, too: the optimizer needs the gradients of all of them.
     """
-    sent = sum(measured.sent.values())
+    between = measured.sent.get(DCN, 0.0)
+    sent = sum(measured.sent.values()) - between
     waits = on_host(measured.program)
     return Cost(
         measured.flops / max(1, measured.devices) / rates.flops,
         measured.read / rates.hbm,
         0.0 if waits else sent / rates.links,
-        sent / rates.host_links if waits else 0.0,
+        (sent / rates.host_links if waits else 0.0) + between / rates.dcn,
     )

@@ -18,6 +18,7 @@ from models.features import frames_per_call
 from models.flops import flops_per_token
 from train.learn.packing import pack
 from train.plan import rates
+from train.plan.collectives import DCN
 from train.plan.compile import Measured, on_host
 from train.plan.programs import microbatch_sizes, planned_config, update_name
 from train.plan.rates import Cost, Rates
@@ -149,6 +150,19 @@ def phases_of(
         if name in measured:
             found.append(phase_of(measured[name], calls, topology))
     return found
+
+
+def sent_between_slices(
+    run: Run, measured: dict[str, Measured], workload: Workload | None
+) -> dict[str, float]:
+    """Bytes per device that the programs of a step send to other slices, by program."""
+    calls = learner_calls(run, workload)
+    sent = {
+        name: count * measured[name].sent.get(DCN, 0.0)
+        for name, count in calls.items()
+        if name in measured
+    }
+    return {name: size for name, size in sent.items() if size}
 
 
 def learner_calls(run: Run, workload: Workload | None) -> dict[str, float]:

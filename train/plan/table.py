@@ -206,6 +206,13 @@ def _sums(plan: dict[str, Any]) -> str:
         f"On every device: {_sizes(plan['residents'])}.",
         f"On every host: {_sizes(plan['host_memory'])}.",
     ]
+    between = plan["between_slices"]
+    if between:
+        parts = ", ".join(f"{name} {si(size, 'B')}" for name, size in between.items())
+        lines.append(
+            f"Sent to other slices per step, by each device: {si(sum(between.values()), 'B')} "
+            f"({parts})."
+        )
     if plan["phases"]:
         rates = plan["expected_rates"]
         lines.append(
