@@ -13,6 +13,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # No program is kept in the cache folder of the user who runs the tests.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")
+# The fixture `compiled` keeps all but the smallest ones, also those of commands that tests start.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 # Tests compile much and compute little. Without LLVM's optimisations, and with older, simpler code
 # for fusions, they take less than half the time, and their numbers stay the same. jaxlib 0.11 has
 # no flag for the older code, and an unknown flag ends the process.
@@ -123,8 +125,11 @@ def named_folder(variable: str) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory) -> Iterator[pathlib.Path]:
-    """A cache of compiled programs, shared with the commands that tests start."""
-    folder = tmp_path_factory.mktemp("compiled")
+    """A cache of compiled programs, shared by workers and with the commands that tests start."""
+    base = tmp_path_factory.getbasetemp()
+    # The folder of a worker of pytest-xdist is inside of the one of the whole run.
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    folder.mkdir(exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     yield folder
     jax.config.update("jax_compilation_cache_dir", "")

@@ -824,14 +824,16 @@ os._exit(code)
 @LIBTPU
 @pytest.mark.slow
 def test_a_small_plan():
-    """All programs of the laptop model on four chips compile and fit; decoding copies no pages."""
+    """Programs of every kind compile for four chips and fit; decoding copies no pages."""
     topology = Topology("v5e:2x2")
     run = change(RECIPES["paravt_tiny"](), "tiny", {"mesh.fsdp": 4})
-    (measured,) = plan.measure_all([run], [topology], (), 600, 1, compile_case)
+    # Those of other sizes would take as long again.
+    only = ("vision", "bank", "prefill 432 after 576", "page", "decode 576", "SFT", "RL", "weight")
+    only += ("reference 1536",)
+    (measured,) = plan.measure_all([run], [topology], only, 600, 1, compile_case)
     assert {m.program: m.error for m in measured.values() if m.error} == {}
     found = plan.plan(fit(run, topology.available), topology, measured)
     assert found["fits"], found["advice"]
-    assert found["complete"]
     assert (
         found["residents"]["KV pool"]
         <= measured[f"decode {run.engine_sizes.row_lengths[-1]}"].alias

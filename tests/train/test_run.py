@@ -406,12 +406,9 @@ def test_a_run_with_programs_from_disk_ends_with_the_same_weights(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(
-    tmp_path, compiled, max_staleness
-):
-    """With `max_staleness`, episodes are in flight at every checkpoint."""
-    tally = kill_again_and_again(6, 3, tmp_path, compiled, max_staleness)
-    assert tally.kills.total() == 6
+def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path, compiled):
+    """Episodes are in flight at every checkpoint; benchmarks.killing has more kills."""
+    tally = kill_again_and_again(4, 3, tmp_path, compiled, max_staleness=1)
+    assert tally.kills.total() == 4
     assert tally.runs >= 1
     assert len(tally.ends) >= 2
