@@ -847,7 +847,7 @@ def test_two_slices_talk_once_per_update():
     """The laptop model on two slices of four chips: a replica each."""
     topology = Topology("2*v5e:2x2")
     run = change(RECIPES["paravt_tiny"](), "tiny", {"mesh.data": 2, "mesh.fsdp": 4})
-    only = ("SFT", "RL", "reference", "weight")
+    only = ("SFT", "RL update", "RL optimizer", "weight")
     (measured,) = plan.measure_all([run], [topology], only, 600, 1, compile_case)
     assert {m.program: m.error for m in measured.values() if m.error} == {}
     between = {name: m.sent.get("DCN", 0.0) for name, m in measured.items()}
