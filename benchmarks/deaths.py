@@ -283,7 +283,9 @@ class Dying:
                 pair.wait_for(reached, moment)
                 if not pair.one_ended():
                     time.sleep(delay)
-                survived = self._outage(pair, rng) if self.progress.deaths % 2 else ""
+                # With a damaged file, the run may be refused meanwhile.
+                outage = self.progress.deaths % 2 and not self.progress.damaged
+                survived = self._outage(pair, rng) if outage else ""
                 if not pair.one_ended():
                     kind = kinds[rng.integers(len(kinds))](pair, rng)
                     if kind:
