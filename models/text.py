@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
@@ -26,7 +27,7 @@ from models.experts import Experts
 from models.layers import constant, normal, product, rms_norm
 from models.remat import LAYER_INPUT, PRODUCT, Remat, rematerialise
 from models.rope import mrope_angles, rotate
-from models.sharding import ROWS, constrain
+from models.sharding import BATCH, ROWS, constrain, current_mesh, on_devices, row_devices
 
 Cache = TypeVar("Cache", DenseCache, PagedCache)
 
@@ -74,11 +75,51 @@ class VisualBank(NamedTuple):
         bank = bank.astype(like.dtype)
         places = jnp.maximum(self.index, 0)
         if len(bank) == 1:
-            # Every row indexes the same array, so the compiler keeps rows sharded.
-            vectors = bank[0][places]
+            vectors = _look_up(lambda bank, places: bank[places], bank[0], None, places)
         else:
-            vectors = jnp.take_along_axis(bank, places[..., None], axis=1)
-        return jnp.where(self.index[..., None] >= 0, constrain(vectors, ROWS), 0)
+            vectors = _take_in_rows(bank, places)
+        return jnp.where(self.index[..., None] >= 0, vectors, 0)
+
+
+def _take_in_rows(
+    bank: Float[Array, "b m d"], places: Int[Array | np.ndarray, "b t"]
+) -> Float[Array, "b t d"]:
+    """Vectors of each row's own bank."""
+
+    def take(bank: Float[Array, "b m d"], places: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        return jnp.take_along_axis(bank, places[..., None], axis=1)
+
+    mesh = current_mesh()
+    if mesh is None or len(places) % row_devices(mesh):
+        return constrain(take(bank, jnp.asarray(places)), ROWS)
+    return on_devices(take, (BATCH, BATCH), BATCH)(bank, jnp.asarray(places))
+
+
+def _look_up(
+    function: Callable[..., Array],
+    table: Float[Array, "v d"],
+    sharded: str | None,
+    ids: Int[Array | np.ndarray, "b t"],
+) -> Float[Array, "b t d"]:
+    """Looks up rows of a table in each of its shares over the mesh, and returns sharded rows.
+
+    Each device looks up its part of the width for all rows. The parts are then exchanged for whole
+    widths of some rows. The compiler would gather all rows on every device, and it aborts in a
+    replica whose width and `tensor` are both sharded (XLA of jaxlib 0.10.2).
+
+    Args:
+        function: Looks up ids, given a share of the table.
+        table: The table; its width is sharded over `fsdp`.
+        sharded: Mesh axis over which its first axis is sharded, too.
+        ids: What to look up.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return function(table, jnp.asarray(ids))
+    rows = "data" if len(ids) % mesh.shape["data"] == 0 else None
+    specs = (PartitionSpec(sharded, "fsdp"), PartitionSpec(rows))
+    parts = on_devices(function, specs, PartitionSpec(rows, None, "fsdp"))(table, jnp.asarray(ids))
+    return constrain(parts, ROWS)
 
 
 class DecoderLayer(nnx.Module):
@@ -397,11 +438,17 @@ class TextDecoder(nnx.Module):
 
     def _embed_rows(self, ids: Int[Array | np.ndarray, "b t"]) -> Float[Array, "b t d"]:
         """Token embeddings, with rows sharded over the mesh."""
-        # The table is sharded over `fsdp` along d. Look up with that sharding, and then exchange it
-        # for sharded rows. If asked for sharded rows at once, the compiler gathers all rows on
-        # every device.
-        x = constrain(self.embed(constrain(ids, "data")), "data", None, "fsdp")
-        return constrain(x, ROWS)
+        if current_mesh() is None:
+            return self.embed(ids)
+
+        def share(table: Float[Array, "v d"], ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+            """Embeddings of tokens in this device's share of the vocabulary; 0 of others."""
+            own = ids - jax.lax.axis_index("tensor") * len(table)
+            found = (own >= 0) & (own < len(table))
+            vectors = table[jnp.clip(own, 0, len(table) - 1)].astype(self.dtype)
+            return jax.lax.psum(jnp.where(found[..., None], vectors, 0), "tensor")
+
+        return _look_up(share, self.embedding[...], "tensor", ids)
 
     def logits(self, hidden: Float[Array, "*n d"]) -> Float[Array, "*n v"]:
         """Vocabulary scores, float32."""

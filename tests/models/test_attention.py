@@ -334,9 +334,11 @@ def mesh_of(platform, *shape):
         ("tpu", jnp.float32, 7, 72, None, "splash"),
         ("tpu", jnp.float16, 8, 64, None, "xla"),
         ("tpu", jnp.bfloat16, 8, 64, (2, 2, 2), "splash"),
-        # Eight rows do not divide over six devices, nor two kv heads over four.
+        # Two kv heads are copied for four devices.
+        ("tpu", jnp.bfloat16, 8, 64, (1, 1, 4), "splash"),
+        # Eight rows do not divide over six devices, nor four heads over eight.
         ("tpu", jnp.bfloat16, 8, 64, (3, 2, 1), "xla"),
-        ("tpu", jnp.bfloat16, 8, 64, (1, 1, 4), "xla"),
+        ("tpu", jnp.bfloat16, 8, 64, (1, 1, 8), "xla"),
         ("gpu", jnp.bfloat16, 8, 64, None, "cudnn"),
         ("gpu", jnp.float32, 8, 64, None, "xla"),
         ("gpu", jnp.bfloat16, 8, 256, None, "xla"),

@@ -28,7 +28,7 @@ from train.plan.collectives import find_collectives
 ROOT = pathlib.Path(__file__).parents[2]
 FEW_NUMBERS = 1024  # bytes: the metrics of a micro-batch
 # Two replicas of four devices each, and what is rematerialised.
-MESHES = (((2, 4, 1), "full"), ((2, 2, 2), "offload"))
+MESHES = (((2, 4, 1), "full"), ((2, 2, 2), "offload"), ((2, 2, 2), "none"))
 
 
 def main() -> None:
