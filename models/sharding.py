@@ -49,9 +49,9 @@ RULES: Mapping[str, str | None] = MappingProxyType(
 )
 
 # Logical axes that are whole on all devices of a mesh axis over which they do not divide. There may
-# be fewer kv heads than devices of `tensor`, and a tower may have an odd width: 1,152 in the 8B
-# model. Their weights are a small part of a model. All other axes have to divide.
-WHOLE_IF_ODD = frozenset({"kv_heads", "tower_embed", "tower_heads", "tower_mlp"})
+# be fewer kv heads than devices of `tensor`, and a tower may have a width such as the 1,152 of the
+# 8B model. Their weights are a small part of a model. All other axes have to divide.
+WHOLE_UNLESS_DIVIDING = frozenset({"kv_heads", "tower_embed", "tower_heads", "tower_mlp"})
 
 # Mesh axes that shard the rows of a batch. The devices of `tensor` share a row's matmuls.
 ROWS = ("data", "fsdp")
@@ -226,7 +226,7 @@ def param_shardings(
 
     Raises:
         ValueError: a logical axis has no rule, two dimensions of a parameter have the same mesh
-            axis, or a dimension does not divide and is not in `WHOLE_IF_ODD`.
+            axis, or a dimension does not divide and is not in `WHOLE_UNLESS_DIVIDING`.
     """
 
     def one(path: tuple, variable: nnx.Variable) -> Any:
@@ -264,7 +264,7 @@ def _spec(
                 "missing; make the mesh with make_mesh"
             )
         if size % mesh.shape[target]:
-            if axis in WHOLE_IF_ODD:
+            if axis in WHOLE_UNLESS_DIVIDING:
                 places[-1] = None
                 continue
             raise ValueError(

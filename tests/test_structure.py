@@ -35,7 +35,7 @@ MAY_IMPORT = {
 # compared, and 9,850 in 72 files before the parts of a step had names in traces, and 9,870 in 73
 # files before exit codes told what a restart can mend, and 9,910 in 74 before an update ran in
 # several replicas.
-MOST_LINES = 10_060
+MOST_LINES = 10_090
 MOST_FILES = 75
 # The walk must not reach these: they import the main path, never the reverse.
 SIDE_PATHS = (

@@ -48,6 +48,8 @@ from train.slices import Devices, known_slices
 GIB = 2.0**30
 # Part of a device's memory to plan with. The rest covers errors of the estimate.
 USABLE = 0.97
+# Tokens of a tiny model: a little more than paravt_tiny has, and a number that divides.
+_TINY_VOCABULARY = 512
 # The order in which policies are tried: each computes more again, and keeps less, than the last.
 POLICIES: tuple[Remat, ...] = ("dots", "attention", "full", "offload")
 # The fields of `Run` that a recipe can leave open.
@@ -107,7 +109,7 @@ def fit(run: Run, devices: Devices) -> Fitted:
     """
     open_fields = [name for name in OPEN_FIELDS if _is_open(run, name)]
     if not open_fields:
-        _require_mesh(run, devices)
+        require_dividing(run, devices)
         return Fitted(run, devices, {}, {})
     if devices.memory is None:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in open_fields)
@@ -161,8 +163,9 @@ def choose_mesh(
     if tensor:
         return data, left, tensor
     padded_rows = 1 << (rows - 1).bit_length()
+    rows_of_replica = max(1, padded_rows // data)
     # As the limit is a power of two, the gcd is the largest such number that divides the devices.
-    least = math.gcd(left, max(1, padded_rows // data))
+    least = math.gcd(left, 1 << (rows_of_replica.bit_length() - 1))
     fsdp = next(
         size
         for size in range(least, left + 1)
@@ -203,7 +206,7 @@ def _fit(run: Run, devices: Devices) -> Fitted:
     wanted = (data, fsdp, tensor)
     mesh = choose_mesh(wanted, devices.count, rows, devices.hosts, most_tensor)
     fields: dict[str, Any] = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
-    _require_mesh(change(run, run.name, fields), devices)
+    require_dividing(change(run, run.name, fields), devices)
     estimate = _Estimate(run, devices, mesh, sizes)
     needs = {}
     if run.sft is not None:
@@ -222,13 +225,6 @@ def _fit(run: Run, devices: Devices) -> Fitted:
         if _is_open(run, name) or (name == "mesh.data" and value != run.mesh.data)
     }
     return Fitted(change(run, run.name, fields), devices, fields, needs)
-
-
-def _require_mesh(run: Run, devices: Devices) -> None:
-    """Raise ValueError if the model, the hosts or the slices do not divide over the run's mesh."""
-    # A mesh with more devices than there are is refused where it is made.
-    if math.prod(mesh_sizes(run)) <= devices.count:
-        require_dividing(run, devices.hosts, devices.slices)
 
 
 def rows_of(run: Run) -> int:
@@ -257,8 +253,10 @@ class _Sizes(NamedTuple):
 @functools.cache
 def _sizes(settings: ModelSettings, lora: LoRASettings | None, train_vision: TrainVision) -> _Sizes:
     config, dtype = settings.config(), settings.dtype
+    # The vocabulary of a tiny model is made from its data, and not known yet.
+    sized = settings.config(_TINY_VOCABULARY)
     param_dtype = jnp.float32 if lora is None else dtype
-    model = abstract_model(config, dtype=dtype, param_dtype=param_dtype, lora=lora)
+    model = abstract_model(sized, dtype=dtype, param_dtype=param_dtype, lora=lora)
     itemsize = jnp.dtype(dtype).itemsize
     _, trained, base = split(model, train_vision)
     tower = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model.vision)))

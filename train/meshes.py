@@ -1,7 +1,7 @@
 """The meshes that a run can have on its hosts, and the nearest one if its own is none of them.
 
 A weight's dimension that does not divide over its mesh axis is whole on the devices of that axis if
-it is a small part of the model (`models.sharding.WHOLE_IF_ODD`). All others must divide.
+it is a small part of the model (`models.sharding.WHOLE_UNLESS_DIVIDING`). All others must divide.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from models.lora import LoRASettings
 from models.model import abstract_model
 from models.sharding import MESH_AXES, param_shardings
 from train.settings import Run
+from train.slices import Devices
 
 Sizes = tuple[int, int, int]
 """Sizes of (data, fsdp, tensor)."""
@@ -31,29 +32,31 @@ def mesh_sizes(run: Run) -> Sizes:
     return run.mesh.data, run.mesh.fsdp, run.mesh.tensor
 
 
-def require_dividing(run: Run, hosts: int, slices: int = 1) -> None:
-    """Check a run's mesh, whose sizes are all known, against its model, hosts and slices.
+def require_dividing(run: Run, devices: Devices) -> None:
+    """Check a run's mesh, whose sizes are all known, against its model and devices.
 
     Args:
         run: The run.
-        hosts: Number of hosts, each of which has as many rows of a batch as the others.
-        slices: Number of TPU slices, each of which has whole replicas of the weights.
+        devices: All devices. Each host has as many rows of a batch as the others, and each slice
+            has whole replicas of the weights.
 
     Raises:
-        ValueError: Something does not divide; names the nearest mesh of as many devices with which
-            everything does.
+        ValueError: There are too few devices, or something does not divide; names the nearest mesh
+            with which everything does.
     """
     mesh = mesh_sizes(run)
-    reason = _misfit(run, mesh, hosts, slices)
+    reason = _misfit(run, mesh, devices)
     if not reason:
         return
-    fitting = [
-        other for other in _meshes(math.prod(mesh)) if not _misfit(run, other, hosts, slices)
-    ]
+    # On a single host, the mesh may leave devices idle.
+    alone = devices.hosts == devices.slices == 1
+    count = min(math.prod(mesh), devices.count) if alone else devices.count
+    fitting = [other for other in _meshes(count) if not _misfit(run, other, devices)]
     if not fitting:
         raise ValueError(
-            f"mesh: {_named(mesh)}: {reason}; no mesh of {math.prod(mesh)} devices works: give "
-            f"--mesh.data times --mesh.fsdp a multiple of {math.lcm(hosts, slices)}"
+            f"mesh: {_named(mesh)}: {reason}; no mesh of {count} devices works: give --mesh.data a "
+            f"multiple of {devices.slices}, and --mesh.data times --mesh.fsdp one of "
+            f"{devices.hosts}"
         )
     nearest = min(fitting, key=functools.partial(_distance, mesh))
     flags = " ".join(f"--mesh.{axis} {size}" for axis, size in zip(MESH_AXES, nearest, strict=True))
@@ -64,13 +67,24 @@ def _named(mesh: Sizes) -> str:
     return f"{' x '.join(map(str, mesh))} (data, fsdp, tensor)"
 
 
-def _misfit(run: Run, mesh: Sizes, hosts: int, slices: int) -> str:
-    """What does not divide over a mesh; empty if everything does."""
+def _misfit(run: Run, mesh: Sizes, devices: Devices) -> str:
+    """Why a mesh does not work; empty if it does."""
     data, fsdp, tensor = mesh
-    if data % slices:
-        return f"{slices} slices, with a slow network between them, need whole replicas each"
-    if data * fsdp % hosts:
-        return f"the rows of a batch, over data * fsdp devices, do not divide over {hosts} hosts"
+    count = math.prod(mesh)
+    if count > devices.count:
+        return f"{count} devices, of which there are {devices.count}"
+    if data % devices.slices:
+        return (
+            f"data is not a multiple of the {devices.slices} slices, each of which needs whole "
+            "replicas"
+        )
+    if count < devices.count and not devices.hosts == devices.slices == 1:
+        return f"{count} of {devices.count} devices; several hosts have to use all of them"
+    if data * fsdp % devices.hosts:
+        return (
+            "the rows of a batch, over data * fsdp devices, do not divide over "
+            f"{devices.hosts} hosts"
+        )
     if fsdp == tensor == 1:
         return ""
     # The vocabulary of a tiny model is made from its data, and not known yet.

@@ -64,7 +64,7 @@ class MeshSettings:
     """Number of devices along each mesh axis. A batch is split over data and fsdp."""
 
     data: int = 1
-    """Number of data-parallel replicas; if 1 on several TPU slices and others are 0: one each."""
+    """Number of replicas of the weights; 1 on several TPU slices, with an open axis: one each."""
     fsdp: int = 1
     """Devices over which weights and moments are sharded (FSDP); 0: chosen for the devices."""
     tensor: int = 1

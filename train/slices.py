@@ -139,8 +139,8 @@ class Topology:
         chips = math.prod(self.sides)
         if chips % HOST_CHIPS and not self.single:
             raise ValueError(
-                f"topology = {self.name!r}: {chips} chips; a host has {HOST_CHIPS}, give a "
-                "multiple of that, or one chip of v5e or v6e"
+                f"topology = {self.name!r}: slices of {chips} chips; a host has {HOST_CHIPS}, give "
+                "a multiple of that, or a single chip of v5e or v6e"
             )
         if self.slices > 1 and self.chip.dcn_rate is None:
             raise ValueError(

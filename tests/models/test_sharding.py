@@ -137,9 +137,18 @@ class FakeDevice:
     platform: str
 
 
+# The processes of two slices, as they may join.
+TWO_SLICES = [FakeDevice(n, n // 4, n // 4 % 2, "tpu") for n in range(16)]
+
+
+def test_every_replica_lies_in_one_slice():
+    mesh = make_mesh(data=2, fsdp=8, devices=TWO_SLICES)
+    for number, replica in enumerate(mesh.devices):
+        assert {device.slice_index for device in replica.flat} == {number}
+
+
 def test_a_replica_in_several_slices_is_refused():
-    # The processes of two slices, as they may join.
-    devices = [FakeDevice(n, n // 4, n // 4 % 2, "tpu") for n in range(16)]
+    devices = TWO_SLICES
     with pytest.raises(ValueError, match="mesh = 1 x 16 x 1 .* divisor of the 8 devices"):
         make_mesh(fsdp=16, devices=devices)
     with pytest.raises(ValueError, match="mesh = 4 x 1 x 3 .* several slices"):

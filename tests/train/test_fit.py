@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -80,8 +81,10 @@ def test_meshes_that_divide_no_width_of_the_tower_or_exceed_kv_heads_are_planned
     [
         # 32 heads are too few for 64 devices.
         ((1, 4, 64), "--mesh.data 1 --mesh.fsdp 8 --mesh.tensor 32"),
-        ((1, 64, 3), "--mesh.data 3 --mesh.fsdp 32 --mesh.tensor 2"),
-        ((1, 96, 1), "--mesh.data 3 --mesh.fsdp 32 --mesh.tensor 1"),
+        # Several hosts use all of their devices.
+        ((1, 64, 3), "--mesh.data 1 --mesh.fsdp 64 --mesh.tensor 4"),
+        ((1, 96, 1), "--mesh.data 1 --mesh.fsdp 128 --mesh.tensor 2"),
+        ((1, 512, 1), "--mesh.data 1 --mesh.fsdp 256 --mesh.tensor 1"),
     ],
 )
 def test_a_mesh_over_which_the_model_does_not_divide_is_refused_with_the_nearest(mesh, nearest):
@@ -106,8 +109,10 @@ def test_a_mesh_is_checked_if_nothing_is_open():
     tiny = change(RECIPES["paravt_tiny"](), "odd", {"mesh.fsdp": 5})
     with pytest.raises(ValueError, match=r"mesh: 1 x 5 x 1 .* --mesh.fsdp 1 "):
         fit(tiny, Devices("a laptop", 5, 1, None))
-    with pytest.raises(ValueError, match="no mesh of 1 devices works: .* a multiple of 2"):
+    with pytest.raises(ValueError, match="1 of 2 devices; .* --mesh.data 1 --mesh.fsdp 2 "):
         fit(RECIPES["paravt_tiny"](), Devices("two laptops", 2, 2, None))
+    with pytest.raises(ValueError, match="no mesh of 4 devices works: .*--mesh.fsdp one of 3"):
+        fit(RECIPES["paravt_tiny"](), Devices("an uneven cluster", 4, 3, None))
 
 
 def test_every_slice_gets_a_replica():
@@ -115,10 +120,32 @@ def test_every_slice_gets_a_replica():
     assert (two.run.mesh.data, two.run.mesh.fsdp, two.run.mesh.tensor) == (2, 16, 1)
     assert two.chosen["mesh.data"] == 2
     assert "mesh.data" not in one.chosen
-    # A slice has half of the rows, and the visual vectors of all.
+    # Each slice has a micro-batch as large as that of one alone, and the visual vectors of all.
     assert two.run.rl is not None and one.run.rl is not None
-    memory = two.devices.memory
-    assert memory is not None and two.needs["PARA-GRPO"] < memory
+    assert two.run.rl.microbatch_tokens == 2 * one.run.rl.microbatch_tokens
+    assert two.needs["PARA-GRPO"] == pytest.approx(one.needs["PARA-GRPO"], rel=0.01)
+    more = change(RUN, "more", {"rl.prompts": 2 * RUN.rl.prompts})
+    alone = fit(more, Topology("v5e:4x4").available).needs["PARA-GRPO"]
+    vectors = alone - one.needs["PARA-GRPO"]
+    both = fit(more, Topology("2*v5e:4x4").available).needs["PARA-GRPO"]
+    assert both - two.needs["PARA-GRPO"] == pytest.approx(vectors, rel=0.1)
+
+
+def test_an_odd_number_of_slices_has_replicas_sharded_like_one():
+    found = fit(RUN, Topology("3*v5e:4x4").available).run
+    assert (found.mesh.data, found.mesh.fsdp, found.mesh.tensor) == (3, 16, 1)
+    assert found.sft is not None and found.sft.remat == "full"
+
+
+def test_a_command_for_one_slice_gets_a_mesh_for_both():
+    by_hand = change(RUN, "by_hand", {"mesh.fsdp": 16, "mesh.tensor": 1})
+    with pytest.raises(ValueError, match="2 slices.*--mesh.data 2 --mesh.fsdp 16 --mesh.tensor 1$"):
+        fit(by_hand, Topology("2*v5e:4x4").available)
+
+
+def test_tensor_set_by_hand_for_a_tiny_model_is_planned():
+    run = change(RECIPES["paravt_tiny"](), "tiny", {"mesh.tensor": 2, "mesh.fsdp": 0})
+    assert fit(run, Topology("v5e:2x4").available).run.mesh.tensor == 2
 
 
 def test_a_replica_in_several_slices_is_refused():
@@ -310,7 +337,7 @@ def test_an_unknown_device_names_the_fields_to_set(monkeypatch):
             return None
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Strange()])
-    unknown = found_devices()
+    unknown = dataclasses.replace(found_devices(), count=16)
     assert unknown.memory is None
     with pytest.raises(ValueError, match="NPU 3000: .*--mesh.fsdp") as refusal:
         fit(RUN, unknown)

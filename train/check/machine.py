@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import pathlib
@@ -20,7 +21,8 @@ from train.check import sizes
 from train.check.finding import Finding, failed
 from train.check.subject import Subject
 from train.fit import GIB, fit
-from train.slices import Topology, found_devices
+from train.settings import Run
+from train.slices import Devices, Topology, found_devices
 
 _PROJECT = "paravt-jax"
 _SHOWN = ("jax", "jaxlib", "flax", "libtpu")
@@ -82,10 +84,8 @@ def versions(subject: Subject) -> list[Finding]:
 def devices(subject: Subject) -> list[Finding]:
     """Devices, the sizes that are chosen for them, and the estimated memory, against theirs."""
     try:
-        if subject.topology:
-            available = Topology(subject.topology).available
-        else:
-            available = subject.devices or found_devices()
+        available = _available(subject)
+        if not subject.topology:
             gpu.require_type("model.dtype", subject.run.model.dtype)
     except ValueError as error:
         return [failed("devices", error)]
@@ -101,18 +101,26 @@ def devices(subject: Subject) -> list[Finding]:
     except ValueError as error:
         needed, _, remedy = str(error).rpartition("; ")
         return [Finding("devices", named, needed, _hidden_chips(subject) + remedy, "error")]
-    mesh = fitted.run.mesh
-    wanted = mesh.data * mesh.fsdp * mesh.tensor
-    if wanted > available.count:
-        needed = f"mesh {mesh.data} x {mesh.fsdp} x {mesh.tensor}, {wanted} devices"
-        remedy = "set the mesh: --mesh.data, --mesh.fsdp, --mesh.tensor"
-        return [Finding("devices", named, needed, _hidden_chips(subject) + remedy, "error")]
     findings = [Finding("devices", named, fitted.describe())]
     if fitted.needs and available.memory is not None:
         estimates = ", ".join(f"{part} {need / GIB:.1f}" for part, need in fitted.needs.items())
         limit = f"at most {available.memory / GIB:.2f} GiB per device"
         findings.append(Finding("memory plan", f"estimates in GiB: {estimates}", limit))
     return findings
+
+
+def _available(subject: Subject) -> Devices:
+    """The devices to check for. Raises ValueError if the topology is not one."""
+    if subject.topology:
+        return Topology(subject.topology).available
+    return subject.devices or found_devices()
+
+
+def _fitted(subject: Subject) -> Run:
+    """The run with sizes chosen for its devices; as it is if that fails, which `devices` tells."""
+    with contextlib.suppress(ValueError):
+        return fit(subject.run, _available(subject)).run
+    return subject.run
 
 
 def _hidden_chips(subject: Subject) -> str:
@@ -125,7 +133,7 @@ def _hidden_chips(subject: Subject) -> str:
 def memory(subject: Subject) -> list[Finding]:
     """The memory of this host against the arrays that a run keeps there."""
     on_cpu = jax.default_backend() == "cpu"
-    parts = sizes.host_memory(subject.run, process_count(), on_cpu)
+    parts = sizes.host_memory(_fitted(subject), process_count(), on_cpu)
     needed = sum(parts.values())
     total = host_memory()
     found = f"{size(total)} of memory"

@@ -195,7 +195,8 @@ def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict
 
 
 # Settings that may change when a run resumes. They decide whether it continues, on which devices,
-# and what stays on disk. Results stay the same, up to the rounding that another mesh brings.
+# and what stays on disk. Results stay the same, up to the rounding that another mesh brings; only
+# dropout of adapters is drawn anew with another number of replicas.
 MAY_CHANGE = (
     "unreadable_share",
     "checkpoints",

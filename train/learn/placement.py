@@ -85,7 +85,7 @@ def require_even(mesh: Mesh) -> None:
     if order != sorted(order):
         raise ValueError(
             "hosts: the processes of a slice are not numbered one after another; give "
-            "--hosts.index slice by slice, from the first slice on"
+            "--hosts.coordinator, --hosts.count and --hosts.index, numbered slice by slice"
         )
     devices = collections.Counter(order)
     all_take_part = len(devices) == jax.process_count()

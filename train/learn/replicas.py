@@ -11,6 +11,7 @@ With a single replica nothing here changes a program.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from models.sharding import MESH_AXES, ROWS
+from models.sharding import MESH_AXES, ROWS, MeshProgram
 from train.learn.batch import Microbatch
 from train.learn.placement import row_specs
 
@@ -41,6 +42,16 @@ def bank_sharding(mesh: Mesh) -> NamedSharding:
     """
     axes = ROWS if replicas(mesh) == 1 else tuple(name for name in ROWS if name != REPLICAS)
     return NamedSharding(mesh, PartitionSpec(axes))
+
+
+def make_bank_share(mesh: Mesh) -> MeshProgram:
+    """Compile what gives every replica the visual vectors of all rows, once per step."""
+
+    # Not a lambda: the log of compilations names functions.
+    def share_bank(vectors: Array) -> Array:
+        return vectors
+
+    return MeshProgram(jax.jit(share_bank, out_shardings=bank_sharding(mesh)), mesh)
 
 
 def sums_sharding(sharding: Any, mesh: Mesh | None) -> Any:
@@ -87,23 +98,24 @@ def in_replicas(function: Gradients, mesh: Mesh | None) -> Gradients:
     """`function` in every replica, each with its own rows of the batch.
 
     Args:
-        function: `f(arrays, sums, batch, number) -> (sums, metrics)`. Arrays are the same in all
-            replicas, `sums` may be None, and `number` is () or that of the replica, to draw with.
+        function: `f(arrays, sums, batch, number=()) -> (sums, metrics)`. Arrays are the same in all
+            replicas, `sums` may be None, and with several replicas `number` has that of the
+            replica, to draw with.
         mesh: The mesh.
 
     Returns:
-        The same function for all rows. The first axis of its sums counts replicas. Its metrics are
-        sums over replicas, or the maximum for `*_max`.
+        The same function for all rows, without `number`. The first axis of its sums counts
+        replicas. Its metrics are sums over replicas, or the maximum for `*_max`.
     """
     if replicas(mesh) == 1:
-        return function
+        return functools.partial(function, number=())
 
-    def of_all(arrays: Any, sums: Any, batch: Any, number: tuple = ()) -> tuple[Any, Any]:
+    def of_all(arrays: Any, sums: Any, batch: Any) -> tuple[Any, Any]:
         def local(arrays: Any, sums: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
             # [1, ...] -> [...], and back.
             sums, number = jax.tree.map(lambda x: x[0], (sums, numbers))
             rows = tuple(_in_replica(part, number) for part in rows)
-            sums, metrics = function(arrays, sums, rows, (number,))
+            sums, metrics = function(arrays, sums, rows, number=(number,))
             return jax.tree.map(lambda x: x[None], sums), _of_all_rows(metrics)
 
         return jax.shard_map(

@@ -45,7 +45,7 @@ from train.learn.placement import (
     place_whole,
     row_pieces,
 )
-from train.learn.replicas import bank_sharding, replicas, sums_of
+from train.learn.replicas import bank_sharding, make_bank_share, replicas, sums_of
 from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
@@ -186,7 +186,7 @@ class Learner:
         self.logprobs = make_logprobs(
             graph, settings.temperature, mesh, settings.logprob_chunk, frozen
         )
-        self._share = jax.jit(lambda vectors: vectors, out_shardings=bank_sharding(mesh))
+        self._share = make_bank_share(mesh)
         # Short arrays, which every device has as a whole.
         self._whole = NamedSharding(mesh, PartitionSpec())
 

@@ -196,7 +196,7 @@ def make_logprobs(
 
     def logprobs(frozen: Any, weights: Any, visual: jax.Array, batch: Microbatch) -> jax.Array:
         # Added over replicas: a token is in one of them, and 0 in all others.
-        return in_replicas(found, mesh)((frozen, weights, visual), None, (batch,), ())[1]["all"]
+        return in_replicas(found, mesh)((frozen, weights, visual), None, (batch,))[1]["all"]
 
     jitted = jax.jit(logprobs, out_shardings=NamedSharding(mesh, PartitionSpec()))
     return MeshProgram(jitted, mesh, (frozen,))
@@ -304,7 +304,7 @@ def make_accumulation(
     def add_gradients(
         frozen: Any, weights: Any, total: Any, visual: Array, *batch: Any, draw: Any = (0,)
     ) -> tuple[Any, dict[str, jax.Array]]:
-        return in_replicas(added, mesh)((frozen, weights, visual, draw), total, batch, ())
+        return in_replicas(added, mesh)((frozen, weights, visual, draw), total, batch)
 
     def apply_gradients(state: TrainState, total: Any) -> tuple[TrainState, jax.Array]:
         of_text, of_vision = apart(total)
@@ -399,16 +399,16 @@ def make_update(
         (values, grads), _ = jax.lax.scan(add, zeros, (parts, numbers))
         return values, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, state.weights)
 
-    def found(arrays: Any, _: None, batch: Any, replica: Any) -> tuple[Any, dict[str, jax.Array]]:
+    def found(arrays: Any, _: None, batch: Any, number: Any) -> tuple[Any, dict[str, jax.Array]]:
         frozen, state = arrays
         (rows,) = batch
-        (value, metrics), grads = accumulate(frozen, state, rows, replica)
+        (value, metrics), grads = accumulate(frozen, state, rows, number)
         return grads, metrics | {"loss": value}
 
     def sft_update(
         frozen: Any, state: TrainState, batch: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, metrics = in_replicas(found, mesh)((frozen, state), None, (batch,), ())
+        grads, metrics = in_replicas(found, mesh)((frozen, state), None, (batch,))
         grads = over_replicas(grads, mesh, placed)
         metrics = metrics | {"grad_norm": optax.global_norm(grads)}
         return _optimized(optimizer, state, grads), metrics

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from models.config import ModelConfig
 from models.model import VisionLanguageModel, abstract_model
-from models.sharding import MeshProgram, param_shardings, row_devices
+from models.sharding import BATCH, MeshProgram, param_shardings, row_devices
 from models.trained import apart, split, together
 from models.trained_vision import TrainedVision
 from paravt_jax.method.grpo import GRPOBatch, Totals
@@ -26,7 +26,7 @@ from train.learn.optimizer import make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
 from train.learn.packing import MicrobatchShape, StepShape
 from train.learn.placement import Bank, row_pieces, shardings
-from train.learn.replicas import bank_sharding, sums_of
+from train.learn.replicas import bank_sharding, make_bank_share, sums_of
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.sft import SFTBatch, make_sft_update, visual_encoder
@@ -142,6 +142,13 @@ def abstract_rl_gradients(
     text, _ = apart(step.state.weights)
     arguments = (text, total, step.visual, step.microbatches[size], batch)
     return Abstract(step.update.add, arguments)
+
+
+def abstract_bank_share(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
+    """What sends the visual vectors of a step to all replicas; see `abstract_rl_step`."""
+    vectors = abstract_rl_step(run, mesh, config).visual
+    by_row = jax.ShapeDtypeStruct(vectors.shape, vectors.dtype, sharding=NamedSharding(mesh, BATCH))
+    return Abstract(make_bank_share(mesh), (by_row,))
 
 
 def abstract_rl_vision(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:

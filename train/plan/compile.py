@@ -222,7 +222,7 @@ def statistics(compiled: Any, hlo: str, program: Any, slices: int = 1) -> dict[s
         program: the `PlannedProgram`.
         slices: number of slices that it is compiled for.
     """
-    from train.plan.collectives import bytes_sent, find_collectives
+    from train.plan.collectives import DCN, bytes_sent, find_collectives
 
     memory = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
@@ -230,6 +230,10 @@ def statistics(compiled: Any, hlo: str, program: Any, slices: int = 1) -> dict[s
     output = memory.output_size_in_bytes
     alias = memory.alias_size_in_bytes
     collectives = find_collectives(hlo, program.mesh.size // slices, program.trip_count)
+    sent = bytes_sent(collectives)
+    if DCN in sent:
+        # Of what a device hands over. Nearly all of it is reduced, as in `collectives`.
+        sent[DCN] *= 2 * (slices - 1) / slices
     return {
         "arguments": arguments,
         "temporary": temporary,
@@ -238,7 +242,7 @@ def statistics(compiled: Any, hlo: str, program: Any, slices: int = 1) -> dict[s
         # Donated arguments share memory with outputs, so both sums include it: subtract it once.
         "peak": arguments + temporary + output - alias,
         "offloaded": memory.host_temp_size_in_bytes,
-        "sent": bytes_sent(collectives),
+        "sent": sent,
     }
 
 

@@ -33,6 +33,7 @@ from train.learn.weight_sync import host_mesh, make_sync, sampler_devices, stay
 from train.phases.model import model_config
 from train.plan.abstract import (
     Abstract,
+    abstract_bank_share,
     abstract_reference,
     abstract_rl_gradients,
     abstract_rl_optimizer,
@@ -124,6 +125,7 @@ class Plan:
             "bank fill": self._fill,
             "page copy": self._copy,
             "SFT update": self._sft,
+            "RL bank": self._share,
             "RL start": self._start,
             "RL vision": self._rl_vision,
             "RL optimizer": self._optimizer,
@@ -191,6 +193,11 @@ class Plan:
         update = abstract_rl_gradients(self.run, self.mesh, self.config, size, later)
         name = update_name(tokens, later)
         return self._training(name, update, ("weights", "base", "batch"), packed=True)
+
+    def _share(self) -> PlannedProgram:
+        """The visual vectors of a step, sent to all replicas."""
+        share = abstract_bank_share(self.run, self.mesh, self.config)
+        return self._training("RL bank", share, ("batch",))
 
     def _start(self) -> PlannedProgram:
         """Gradients of zero. Nothing is read: the weights only give the shapes."""
@@ -423,6 +430,8 @@ def program_names(run: Run) -> tuple[str, ...]:
         names.append("SFT update")
     if run.rl is not None:
         sizes = microbatch_sizes(run)
+        if shares_bank(run):
+            names.append("RL bank")
         names += [f"reference {size.tokens}" for size in sizes]
         names.append("RL start")
         for later in (False, True) if run.rl.updates_per_batch > 1 else (False,):
@@ -433,6 +442,14 @@ def program_names(run: Run) -> tuple[str, ...]:
     if run.plays_episodes:
         names.append("weight sync")
     return tuple(names)
+
+
+def shares_bank(run: Run) -> bool:
+    """Whether the visual vectors of a step are sent to other replicas by a program of its own.
+
+    If the tower is trained, its program does that, too.
+    """
+    return run.mesh.data > 1 and run.train_vision == "none"
 
 
 def microbatch_sizes(run: Run) -> tuple[MicrobatchShape, ...]:

@@ -20,7 +20,7 @@ from train.learn.packing import pack
 from train.plan import rates
 from train.plan.collectives import DCN
 from train.plan.compile import Measured, on_host
-from train.plan.programs import microbatch_sizes, planned_config, update_name
+from train.plan.programs import microbatch_sizes, planned_config, shares_bank, update_name
 from train.plan.rates import Cost, Rates
 from train.plan.rollouts import EngineCosts, Played, Row, play, shares
 from train.plan.tiles import flash_attention
@@ -185,6 +185,8 @@ def learner_calls(run: Run, workload: Workload | None) -> dict[str, float]:
         names |= {update_name(tokens, later=True): (updates - 1) * n for tokens, n in calls.items()}
     if run.train_vision != "none":
         names["RL vision"] = float(updates)
+    if shares_bank(run):
+        names["RL bank"] = 1.0
     return names | {"RL optimizer": float(updates), "weight sync": 1.0}
 
 
@@ -412,7 +414,7 @@ def remedies(programs: set[str], run: Run, pool: float, topology: Topology) -> l
     if any(name.startswith("RL update") for name in programs):
         found += _update_remedies(run)
     if "RL optimizer" in programs:
-        found += _optimizer_remedies(run)
+        found += _optimizer_remedies(run, topology)
     if run.rl is not None and run.rl.optimizer.moment_dtype == "float32":
         found.append(
             "rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment, which "
@@ -422,15 +424,16 @@ def remedies(programs: set[str], run: Run, pool: float, topology: Topology) -> l
     return found
 
 
-def _optimizer_remedies(run: Run) -> list[str]:
+def _optimizer_remedies(run: Run, topology: Topology) -> list[str]:
     """The optimizer's step holds weights, moments and gradients, whatever the batch."""
     rl = run.rl
     assert rl is not None
     found = []
-    if run.mesh.data > 1:
+    least = topology.slices
+    if run.mesh.data > least:
         found.append(
-            f"mesh.data = {run.mesh.data}: with 1 and a larger mesh.fsdp, weights, moments and "
-            f"gradients take 1/{run.mesh.data} of the memory on each device"
+            f"mesh.data = {run.mesh.data}: with {least} and a larger mesh.fsdp, weights, moments "
+            f"and gradients take {least}/{run.mesh.data} of the memory on each device"
         )
     if rl.optimizer.name == "adamw":
         found.append(
