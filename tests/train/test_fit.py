@@ -124,7 +124,7 @@ def test_every_slice_gets_a_replica():
     assert two.run.rl is not None and one.run.rl is not None
     assert two.run.rl.microbatch_tokens == 2 * one.run.rl.microbatch_tokens
     assert two.needs["PARA-GRPO"] == pytest.approx(one.needs["PARA-GRPO"], rel=0.01)
-    more = change(RUN, "more", {"rl.prompts": 2 * RUN.rl.prompts})
+    more = change(RUN, "more", {"rl.prompts": 2 * one.run.rl.prompts})
     alone = fit(more, Topology("v5e:4x4").available).needs["PARA-GRPO"]
     vectors = alone - one.needs["PARA-GRPO"]
     both = fit(more, Topology("2*v5e:4x4").available).needs["PARA-GRPO"]

@@ -41,7 +41,7 @@ from train.plan.compile import (
     memory_shortage,
 )
 from train.plan.flops import count_flops
-from train.plan.programs import Plan, planned_config, program_names
+from train.plan.programs import Plan, microbatch_sizes, planned_config, program_names
 from train.plan.rollouts import Row
 from train.plan.workload import Rollout, at_limits
 from train.settings import change
