@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from models.sharding import make_mesh
+from tests.models.test_sharding import FakeDevice
 from train.learn.placement import place_vectors, require_even
 
 
@@ -33,3 +34,10 @@ def test_a_mesh_without_devices_of_a_process_is_refused(monkeypatch):
     )
     with pytest.raises(ValueError, match=message):
         require_even(mesh)
+
+
+def test_processes_that_are_not_numbered_slice_by_slice_are_refused():
+    # Processes 0 and 2 are in the first slice, 1 and 3 in the second.
+    devices = [FakeDevice(n, n // 4, n // 4 % 2, "tpu") for n in range(16)]
+    with pytest.raises(ValueError, match="hosts: .* --hosts.index, numbered slice by slice"):
+        require_even(make_mesh(data=2, fsdp=8, devices=devices))
