@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -38,6 +39,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
+from typing import IO
 
 import numpy as np
 import tyro
@@ -211,6 +213,19 @@ class Pair:
             process.wait()
 
 
+def _reserve(file: IO[bytes], left: int) -> None:
+    """Gives a file all room of its file system but `left` bytes, while the run writes there."""
+    while (size := shutil.disk_usage(file.name).free - left) > 0:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            # The run was faster.
+            if error.errno != errno.ENOSPC:
+                raise
+        else:
+            return
+
+
 class Dying:
     """An undisturbed run, and one that dies again and again.
 
@@ -333,8 +348,7 @@ class Dying:
         left = int(rng.integers(0, 4 << 20))
         try:
             with ballast.open("wb") as file:
-                size = shutil.disk_usage(ballast).free - left
-                os.posix_fallocate(file.fileno(), 0, max(1, size))
+                _reserve(file, left)
             if pair.finish() == [0] * PROCESSES:
                 return ""
         finally:

@@ -87,3 +87,18 @@ def together(
 def _read(file) -> str:
     file.seek(0)
     return file.read()
+
+
+def on_eight_devices(file: str) -> str:
+    """What a test's file prints as a program with eight fake devices.
+
+    The number of devices is fixed when JAX starts. The program has to end without an error.
+    """
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, file], capture_output=True, text=True, env=environment, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

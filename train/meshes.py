@@ -72,14 +72,14 @@ def _misfit(run: Run, mesh: Sizes, devices: Devices) -> str:
     data, fsdp, tensor = mesh
     count = math.prod(mesh)
     if count > devices.count:
-        return f"{count} devices, of which there are {devices.count}"
+        return f"takes {count} devices, but there are {devices.count}"
     if data % devices.slices:
         return (
             f"data is not a multiple of the {devices.slices} slices, each of which needs whole "
             "replicas"
         )
     if count < devices.count and not devices.hosts == devices.slices == 1:
-        return f"{count} of {devices.count} devices; several hosts have to use all of them"
+        return f"takes {count} of {devices.count} devices, but several hosts have to use all"
     if data * fsdp % devices.hosts:
         return (
             "the rows of a batch, over data * fsdp devices, do not divide over "

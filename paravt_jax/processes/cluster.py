@@ -159,10 +159,13 @@ def end(code: int, text: str, file: int = _STDERR) -> NoReturn:
     # Never released. If several threads end the process, the first one prints.
     _ending.acquire()
     try:
-        told = os.dup(file)
         # Threads of jaxlib log until the process is gone; the text has to be the last line.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
-        _write(text, told)
+        # OSError: no descriptor is free.
+        with contextlib.suppress(OSError):
+            own = os.dup(file)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
+            file = own
+        _write(text, file)
     finally:
         # Also if nobody reads stderr any more.
         os._exit(code)

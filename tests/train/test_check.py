@@ -142,7 +142,7 @@ def test_devices_are_named_and_too_few_are_an_error(tmp_path):
     finding = only(machine.devices(subject(large, tmp_path)))
     assert finding.problem == "error"
     assert finding.needed.startswith("mesh: 1 x 4096 x 1 ")
-    assert "4096 devices, of which there are" in finding.needed
+    assert "takes 4096 devices, but there" in finding.needed
     assert "--config=large" not in finding.remedy, "the name of a run is no recipe"
 
 

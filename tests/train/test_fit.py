@@ -109,7 +109,7 @@ def test_a_mesh_is_checked_if_nothing_is_open():
     tiny = change(RECIPES["paravt_tiny"](), "odd", {"mesh.fsdp": 5})
     with pytest.raises(ValueError, match=r"mesh: 1 x 5 x 1 .* --mesh.fsdp 1 "):
         fit(tiny, Devices("a laptop", 5, 1, None))
-    with pytest.raises(ValueError, match="1 of 2 devices; .* --mesh.data 1 --mesh.fsdp 2 "):
+    with pytest.raises(ValueError, match="1 of 2 devices, .* --mesh.data 1 --mesh.fsdp 2 "):
         fit(RECIPES["paravt_tiny"](), Devices("two laptops", 2, 2, None))
     with pytest.raises(ValueError, match="no mesh of 4 devices works: .*--mesh.fsdp one of 3"):
         fit(RECIPES["paravt_tiny"](), Devices("an uneven cluster", 4, 3, None))

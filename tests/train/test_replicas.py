@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,10 +18,10 @@ from flax import nnx
 from models.lora import LoRASettings, add_adapters, split
 from models.sharding import MeshProgram, make_mesh
 from models.text import TextDecoder
+from tests.processes import on_eight_devices
 from tests.train.test_step_meshes import BOUND, TEXT, rl_step, sft_step
 from train.plan.collectives import find_collectives
 
-ROOT = pathlib.Path(__file__).parents[2]
 FEW_NUMBERS = 1024  # bytes: the metrics of a micro-batch
 # Two replicas of four devices each, and what is rematerialised.
 MESHES = (((2, 4, 1), "full"), ((2, 2, 2), "offload"), ((2, 2, 2), "none"))
@@ -97,13 +93,7 @@ def check_traffic(programs: dict[str, str], weights: Any) -> None:
 
 @pytest.mark.slow
 def test_two_replicas_equal_one_and_talk_once_per_update():
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
-    )
-    print(done.stdout)
-    assert done.returncode == 0 and "done" in done.stdout, done.stderr[-4000:]
+    assert "done" in on_eight_devices(__file__)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -32,6 +28,7 @@ from paravt_jax.method.records import Author, Segment, Trajectory
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.structure import Kind, Structure
 from rollout.engine.settings import Lengths
+from tests.processes import on_eight_devices
 from train.learn.batch import Group, build
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows, place_packed
@@ -44,7 +41,6 @@ from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTBatch, SFTSettings, make_sft_update
 from train.learn.step import init_state, make_accumulation, make_vision_programs
 
-ROOT = pathlib.Path(__file__).parents[2]
 # Weights move by up to LEARNING_RATE in the step, and may differ by BOUND.
 LEARNING_RATE = 1e-2
 BOUND = 1e-6
@@ -379,13 +375,7 @@ def compare(text: TextDecoder, rl: tuple, sft: tuple) -> None:
 
 @pytest.mark.slow
 def test_a_step_is_the_same_on_every_mesh():
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
-    )
-    print(done.stdout)
-    assert done.returncode == 0 and "done" in done.stdout, done.stderr[-4000:]
+    assert "done" in on_eight_devices(__file__)
 
 
 @pytest.mark.parametrize(
