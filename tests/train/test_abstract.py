@@ -81,6 +81,7 @@ def test_shardings_equal_those_of_placed_arrays():
         from paravt_jax.data import video
         from train.learn.packed_batch import PackedRows, place_packed
         from train.learn.placement import place, place_vectors, place_whole
+        from train.learn.replicas import make_bank_share
         from train.learn.rl_batch import lay_out_padding
         from train.plan.abstract import abstract_rl_step, abstract_sft_update
         from train.plan.programs import planned_config
@@ -94,7 +95,8 @@ def test_shardings_equal_those_of_placed_arrays():
         slots = shape.slots(1, 8)
         rows = [padding.visual[n * slots : (n + 1) * slots] for n in range(8)]
         microbatches = tuple(place_whole(part, mesh) for part in padding.microbatches)
-        visual, grpo = place_vectors(rows, slots, mesh), place(padding.grpo, mesh)
+        visual = make_bank_share(mesh)(place_vectors(rows, slots, mesh))
+        grpo = place(padding.grpo, mesh)
         packed = abstract_sft_update(recipe, mesh, config).arguments[1].packed
         arrays = {
             field.name: np.zeros(x.shape, x.dtype)
@@ -148,7 +150,7 @@ def test_an_update_compiles_for_tpu():
         changes = dict(prompts=3, microbatch_tokens=4096, frame_budgets=(4,), remat="offload")
         rl = dataclasses.replace(run.rl, grpo=grpo, **changes)
         run = dataclasses.replace(run, protocol=limits, rl=rl)
-        mesh = make_mesh(2, 4, 1, devices=devices)
+        mesh = make_mesh(1, 8, 1, devices=devices)
         program, arguments = abstract_rl_gradients(run, mesh, config)
         batch = arguments[3]
         assert batch.pieces == 8 and batch.ids.shape == (8, 512)
