@@ -17,10 +17,13 @@ is read without an error. The sums cover files as they are stored, so they hold 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn, TypedDict, TypeVar, get_args
 
 import jax
@@ -544,6 +547,21 @@ def _keep_log_record(record: logging.LogRecord) -> bool:
     return not (from_orbax and (record.exc_info or expected))
 
 
+def _drop_late_failures(report: Callable[[Any], None], unraisable: Any) -> None:
+    """Reports errors that Python cannot raise, without those of writes after a failed one.
+
+    At the first failure, orbax closes the event loop. Writes that fail later cannot report it there
+    any more, and each would print a traceback.
+    """
+    of_write = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
+    if not of_write:
+        report(unraisable)
+
+
+# Of a save that fails, one error is raised here. These are of its other writes.
+sys.unraisablehook = functools.partial(_drop_late_failures, sys.unraisablehook)
+warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host")
+logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
 logging.getLogger("absl").addFilter(_keep_log_record)
 # The same error is raised here.
 logging.getLogger("gcsfs").addFilter(lambda record: not record.exc_info)
