@@ -163,10 +163,12 @@ def test_replicas_take_from_one_queue(play, count):
 def test_a_failure_of_one_replica_ends_the_others(play):
     players = [Counting(), Counting(fails_after=3)]
     items = items_on(*(f"v{n}" for n in range(4000)))
+    threads = threading.active_count()
     with pytest.raises(OSError, match="no memory"):
         play(players, items)
     assert sum(len(player.played) for player in players) < 2000
-    assert threading.active_count() < 10
+    # Other tests may have left threads of their own.
+    assert threading.active_count() <= threads
 
 
 def test_a_check_ends_all_replicas(play):
