@@ -451,7 +451,9 @@ class Schedule(RuleBasedStateMachine):
         gone = any(frame.video in self.bench.features.gone for frame in request.frames)
         if gone or set(sample.versions.tolist()) != {engine.version}:
             return
-        prompt = make_prompt(request, engine.features, engine.config, math.inf)
+        # The sample has what the request began with.
+        whole = dataclasses.replace(request, begun=None)
+        prompt = make_prompt(whole, engine.features, engine.config, math.inf)
         content = np.concatenate([prompt.content, sample.ids])[:-1]
         path, source, matching = engine.tree.match(engine.version, content)
         engine.tree.release(path)
