@@ -2,12 +2,13 @@
 
     python -m paravt_jax.world.scenes --out data/scenes
     python -m benchmarks.gpu --json FILE
+    python -m benchmarks.gpu --json FILE --parts here transformers      # without the steps
 
 The steps are those of `train.run` on the drawn scenes: seconds per step, and MFU of the update. The
 first step of a phase compiles and is left out. Then this engine and transformers' `generate`, each
 in a process of its own and in bfloat16, sample the same number of tokens: random prompts of text,
 some samples for each, nothing stops early. transformers needs the extra `parity`, with a torch for
-the device. It is written for GPUs and has not been run on one.
+the device. Most of the time goes into compiling.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from train.durable.metrics import PHASE_TITLES, read_metrics
 from train.durable.watch import step_seconds
 
 _PAGE = 64
+PARTS = ("steps", "here", "transformers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Times paravt_2b_lora on the device here.")
     parser.add_argument("--model", default="Qwen/Qwen3-VL-2B-Instruct", help="folder or hub id")
     parser.add_argument("--json", type=pathlib.Path, help="file for all figures")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is timed")
     parser.add_argument("--toy", action="store_true", help="short samples, beside transformers too")
     parser.add_argument("arguments", nargs="*", help="more arguments of train.run, after --")
     asked = parser.parse_args(argv)
@@ -179,13 +182,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         require_local("--json", str(asked.json))
     folder = str(local_folder(asked.model))
     work = Work(prompts=2, samples=2, prompt=64, new=8) if asked.toy else Work()
-    found: dict[str, Any] = {"steps": steps(asked.model, asked.arguments)}
-    found["here"] = alone(here, folder, work)
-    if importlib.util.find_spec("torch") is None:
-        print("transformers: not measured; pip install -e '.[parity]' brings torch")
-    else:
-        found["transformers"] = alone(transformers, folder, work)
-    for phase, row in found["steps"].items():
+    found: dict[str, Any] = {}
+    if "steps" in asked.parts:
+        found["steps"] = steps(asked.model, asked.arguments)
+    if "here" in asked.parts:
+        found["here"] = alone(here, folder, work)
+    if "transformers" in asked.parts:
+        if importlib.util.find_spec("torch") is None:
+            print("transformers: not measured; pip install -e '.[parity]' brings torch")
+        else:
+            found["transformers"] = alone(transformers, folder, work)
+    for phase, row in found.get("steps", {}).items():
         seconds, mfu = row["seconds_per_step"], 100 * row["mfu"]
         print(f"{PHASE_TITLES[phase]}: {seconds:.2f} s per step, MFU {mfu:.1f} %")
     for side in ("here", "transformers"):
