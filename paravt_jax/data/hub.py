@@ -12,11 +12,19 @@ import httpx2
 import huggingface_hub
 from huggingface_hub import constants, errors
 
+from paravt_jax.processes.exit_codes import FAILED
+
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _LOG_IN = "log in (hf auth login, or set HF_TOKEN)"
 _UNAUTHORIZED = 401
 _PATIENCE = 10.0  # seconds to wait for an answer
 _FAILURES = (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx2.HTTPError)
+
+
+class HubRefusal(ConnectionError):
+    """The hub does not give the files until the id, the token or HF_HUB_OFFLINE changes."""
+
+    exit_code = FAILED
 
 
 def is_hub_id(source: str) -> bool:
@@ -43,10 +51,11 @@ def snapshot(id: str, patterns: Sequence[str], repo_type: str = "model") -> path
         )
     except _FAILURES as error:
         page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{id}"
+        why = _why(error, page)
         raise FileNotFoundError(
-            f"{id}: no such folder, and the download from the hub failed: {_remedy(error, page)}, "
-            "or download it elsewhere and give its folder"
-        ) from error
+            f"{id}: no such folder, and the download from the hub failed: {why}, or download it "
+            "elsewhere and give its folder"
+        ) from why
     return pathlib.Path(folder)
 
 
@@ -77,7 +86,8 @@ def download(id: str, revision: str, names: Iterable[str], folder: pathlib.Path)
         )
     except _FAILURES as error:
         page = f"{constants.ENDPOINT}/datasets/{id}"
-        raise ConnectionError(f"{id}: the download failed: {_remedy(error, page)}") from error
+        why = _why(error, page)
+        raise type(why)(f"{id}: the download failed: {why}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +110,10 @@ def data_set_files(id: str) -> Listing:
         info = huggingface_hub.HfApi().dataset_info(id, files_metadata=True, timeout=_PATIENCE)
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, httpx2.HTTPError) as error:
         page = f"{constants.ENDPOINT}/datasets/{id}"
-        exception = ConnectionError
-        if isinstance(error, errors.RepositoryNotFoundError):
-            exception = FileNotFoundError
-        raise exception(f"{id}: the hub does not list it: {_remedy(error, page)}") from error
+        why = _why(error, page)
+        missing = isinstance(error, errors.RepositoryNotFoundError)
+        exception = FileNotFoundError if missing else type(why)
+        raise exception(f"{id}: the hub does not list it: {why}") from error
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     return Listing(info.sha or "main", sizes)
 
@@ -113,17 +123,22 @@ def data_set_size(id: str) -> int:
     return sum(data_set_files(id).sizes.values())
 
 
-def _remedy(error: Exception, page: str) -> str:
-    """Why a download failed, and what to do."""
+def _why(error: Exception, page: str) -> ConnectionError:
+    """Why a download failed, and what to do. A `HubRefusal` if the same call would fail again."""
     # A gated repository counts as not found, too, so it goes first.
     if isinstance(error, errors.GatedRepoError):
-        return f"it is gated; accept its terms on {page} and {_LOG_IN}"
+        return HubRefusal(f"it is gated; accept its terms on {page} and {_LOG_IN}")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"there is no {page}, or it is private; check the id, and {_LOG_IN} if it is private"
+        return HubRefusal(
+            f"there is no {page}, or it is private; check the id, and {_LOG_IN} if it is private"
+        )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == _UNAUTHORIZED:
-        return f"the hub does not accept your token; {_LOG_IN} again"
+        return HubRefusal(f"the hub does not accept your token; {_LOG_IN} again")
     if constants.HF_HUB_OFFLINE:
-        return "not all of it is in the cache, and HF_HUB_OFFLINE is set; check the id or unset it"
+        return HubRefusal(
+            "not all of it is in the cache, and HF_HUB_OFFLINE is set; check the id or unset it"
+        )
     # The messages of the hub's client have several lines.
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"{reason}; check the network and repeat the command, which keeps complete files"
+    text = f"{reason}; check the network and repeat the command, which keeps complete files"
+    return ConnectionError(text)
