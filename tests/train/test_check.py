@@ -647,6 +647,8 @@ def test_the_disk_has_room_for_every_later_step_or_the_lack_is_named(tmp_path, m
     finding = only(disk.disk(subject(run, tmp_path / "run")))
     assert finding.problem == "error"
     assert "HF_HOME" in finding.remedy and "--checkpoints.keep" in finding.remedy
+    of_a_slice = dataclasses.replace(subject(run, tmp_path / "run"), topology="v5e:4x4")
+    assert only(disk.disk(of_a_slice)).problem == "warning"
 
 
 def test_what_is_on_the_disk_already_needs_no_room(tmp_path, monkeypatch):
