@@ -337,11 +337,16 @@ def ending_with_the_others() -> Iterator[None]:
         local = any(word in text for word in _LOCAL_ERRORS) or not _XLA_ERROR.match(text)
         if hosts.process_count() == 1 or local:
             raise
-        end(
-            LOST,
-            "error: another process of this run ended or cannot be reached "
-            f"({_shortened(error)}); start all of them again",
-        )
+        end_without_others(error)
+
+
+def end_without_others(error: Exception) -> NoReturn:
+    """Exits with code `LOST` and one line, because of an error that says that others are gone."""
+    end(
+        LOST,
+        "error: another process of this run ended or cannot be reached "
+        f"({_shortened(error)}); start all of them again",
+    )
 
 
 def _shortened(error: Exception) -> str:

@@ -36,7 +36,7 @@ from paravt_jax.data.any_path import any_path
 from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.stored_json import DamagedFileError, mismatch
 from paravt_jax.data.stored_settings import as_json, require_same
-from paravt_jax.processes import hosts
+from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import TEMPORARY
 from train.durable.bucket import BucketError
 from train.durable.checkpoint_files import checkpoint_files
@@ -343,6 +343,9 @@ class Checkpoints:
             # A JaxRuntimeError may mean that one of them is gone: `cluster` reports that.
             if isinstance(error, jax.errors.JaxRuntimeError):
                 raise error
+            # The others did not come to a barrier of the save.
+            if isinstance(error, TimeoutError) and "barrier" in str(error):
+                cluster.end_without_others(error)
             raise SaveError(
                 f"saving a checkpoint in {self.folder} failed ({_cause(error)}); start all "
                 "processes again."
