@@ -124,8 +124,8 @@ def fit(run: Run, devices: Devices) -> Fitted:
         raise ValueError(
             f"devices = {devices.name}: too small for {lack.part}, which needs an estimated "
             f"{lack.needed / GIB:.1f} GiB per device; {USABLE * devices.memory / GIB:.1f} of "
-            f"{devices.memory / GIB:.1f} GiB are usable; the smallest slices for {run.name}: "
-            f"{slices}"
+            f"{devices.memory / GIB:.1f} GiB are usable; the smallest slices for {run.name} with "
+            f"these settings: {slices}"
         ) from lack
 
 

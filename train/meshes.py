@@ -60,7 +60,10 @@ def require_dividing(run: Run, devices: Devices) -> None:
         )
     nearest = min(fitting, key=functools.partial(_distance, mesh))
     flags = " ".join(f"--mesh.{axis} {size}" for axis, size in zip(MESH_AXES, nearest, strict=True))
-    raise ValueError(f"mesh: {_named(mesh)}: {reason}; the nearest mesh that works: {flags}")
+    raise ValueError(
+        f"mesh: {_named(mesh)}: {reason}; leave it open, or give the nearest one over which "
+        f"everything divides, whether it fits in memory or not: {flags}"
+    )
 
 
 def _named(mesh: Sizes) -> str:

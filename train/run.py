@@ -29,9 +29,9 @@ from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.stored_settings import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.exit_codes import FAILED, LOST, exit_code
+from paravt_jax.processes.exit_codes import LOST, exit_code
 from paravt_jax.remote.judge import RemoteJudge
-from train.check.items import ready, show
+from train.check.items import NotReadyError, require_ready, show
 from train.cli import parse
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory
@@ -313,13 +313,13 @@ def main(argv: list[str] | None = None) -> int:
         cluster.connect(run.hosts)
         with Interrupts(run.checkpoints.grace) as interrupts, cluster.ending_with_the_others():
             run = begin(run)
-            if not ready(run, resolved(run), _place(run).folder):
-                return FAILED
+            require_ready(run, resolved(run), _place(run).folder)
             report = _execute(run, interrupts)
     except Stopped as stop:
         print(f"\n{stop}; the same command continues from there", file=sys.stderr)
         return stop.code
     except (
+        NotReadyError,
         RunDirectoryError,
         CheckpointError,
         UnreadableVideosError,

@@ -128,7 +128,7 @@ class Topology:
         if generation not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", shape):
             raise ValueError(
                 f"topology = {self.name!r}: not GENERATION:SHAPE with one of {', '.join(CHIPS)}; "
-                "give one such as v5e:1x1 (one chip) or v5p:4x4x4"
+                "give one such as v5e:1x1 (one chip), v5e:4x4 (v5litepod-16) or v5p:4x4x4"
             )
         if len(self.sides) != self.chip.coordinates:
             example = "x".join("4" * self.chip.coordinates)

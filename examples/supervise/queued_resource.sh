@@ -5,11 +5,12 @@
 #   NAME=paravt ZONE=us-west4-a TYPE=v5litepod-16 IMAGE=v2-alpha-tpuv5-lite SETUP=setup.sh \
 #       examples/supervise/queued_resource.sh .venv/bin/paravt run --config=paravt_8b
 #
-# SETUP is a script that makes a new host ready: it mounts the share that holds `runs` and `data`,
-# and installs the project in ~/paravt-jax (docs/tpu.md, "Set up a slice"). The script ends with the
-# code of the run. After Ctrl-C the slice and the run go on; the same command watches them again. A
-# host that is half set up runs SETUP again, so each of its steps must bear repetition. To start a run
-# anew on a slice where it has ended, delete ~/paravt-jax/started on all hosts.
+# SETUP is a script that makes a new host ready: it mounts a share as ~/share, which holds `runs`, `data`
+# and the downloads, and installs the project in ~/paravt-jax. setup.sh beside this file does that, once
+# its first lines name your share. A host that is half set up runs it again, so each of its steps must
+# bear repetition. This script ends with the code of the run. After Ctrl-C the slice and the run go on;
+# the same command watches them again. To start a run anew on a slice where it has ended, delete
+# ~/paravt-jax/started on all hosts.
 set -uo pipefail
 : "${NAME:?}" "${ZONE:?}" "${TYPE:?}" "${IMAGE:?}" "${SETUP:?}" "${EVERY:=60}"
 [ $# -gt 0 ] || { echo "give the command to run" >&2; exit 2; }
@@ -29,6 +30,7 @@ begin() {
     command=$(printf "%q " "$@")
     on all "$(cat "$SETUP")" || return
     on all "cd paravt-jax && rm -f code && cat >command.sh <<'END'
+export HF_HOME=\$HOME/share/hub
 .venv/bin/paravt supervise -- ${command% }
 echo \$? >code
 END

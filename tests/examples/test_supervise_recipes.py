@@ -104,3 +104,42 @@ def test_a_second_start_watches_the_same_run(tmp_path):
     (tmp_path / "calls").touch()
     assert cloud.watch("ACTIVE", code="0") == 0
     assert cloud.calls == []
+
+
+# Stand-ins for the commands of setup.sh. Each notes its call; `home` is what a host keeps.
+COMMANDS = {
+    "sudo": 'case $1 in mount) touch "$HOME/mounted" ;; esac',
+    "mountpoint": '[ -e "$HOME/mounted" ]',
+    "mount.nfs": "true",
+    "git": 'mkdir -p "$3/.git"',
+    "python3.11": """
+        [ "$1" = -c ] && exit
+        mkdir -p .venv/bin
+        printf '#!/bin/bash\\necho "pip" >>"$HOME/calls"\\n' >.venv/bin/pip
+        touch .venv/bin/python
+        chmod +x .venv/bin/pip .venv/bin/python
+    """,
+}
+
+
+def test_a_host_may_be_set_up_twice(tmp_path):
+    home, programs = tmp_path / "home", tmp_path / "bin"
+    home.mkdir()
+    programs.mkdir()
+    for name, does in COMMANDS.items():
+        program = programs / name
+        program.write_text(f'#!/bin/bash\necho "{name} $1" >>"$HOME/calls"\n{does}\n')
+        program.chmod(0o755)
+    environment = {"HOME": str(home), "USER": "me", "PATH": f"{programs}:{os.environ['PATH']}"}
+    text = (FOLDER / "setup.sh").read_text()
+    calls = []
+    for _ in range(2):
+        (home / "calls").write_text("")
+        subprocess.run(["bash", "-c", text], env=environment, cwd=home, check=True)
+        calls.append((home / "calls").read_text().splitlines())
+        for link in ("runs", "data"):
+            assert (home / "paravt-jax" / link).readlink() == home / "share"
+    first, second = calls
+    assert {"sudo mount", "git clone", "python3.11 -m", "pip"} <= set(first)
+    assert second == ["python3.11 -c", "mountpoint -q", "pip"]
+    assert list((home / "share").iterdir()) == []

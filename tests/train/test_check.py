@@ -34,7 +34,7 @@ from paravt_jax.data.archives import Archive, mark_of
 from paravt_jax.data.stored_settings import lock
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.processes.exit_codes import TEMPORARY
+from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, exit_code
 from paravt_jax.world.vocabulary import save_tokenizer
 from tests.paravt_jax.published_files import answered, rl_row, write_rl, write_sft
 from train.check import asking, data, disk, items, loggers, machine, run_folder, sizes, weights
@@ -886,7 +886,7 @@ def test_a_small_run_prints_nothing_and_its_check_is_cheap(tmp_path, capsys):
     settings = resolved(run)
     jax.devices()
     before = time.process_time()
-    assert items.ready(run, settings, tmp_path / "run")
+    items.require_ready(run, settings, tmp_path / "run")
     assert time.process_time() - before < 0.3
     assert capsys.readouterr().out == ""
 
@@ -899,7 +899,7 @@ def test_a_large_run_prints_one_line_and_its_warnings(tmp_path, monkeypatch, cap
         Finding("judge", "no answer", "a server", "start it", "warning"),
     ]
     monkeypatch.setattr(items, "check", lambda run, settings, folder: found)
-    assert items.ready(paravt_8b(), {}, tmp_path)
+    items.require_ready(paravt_8b(), {}, tmp_path)
     assert capsys.readouterr().out.splitlines() == [
         "checked: 16 x TPU v5 lite on 4 hosts; in the cache",
         "warning: judge: no answer; needed: a server",
@@ -914,6 +914,19 @@ def test_a_run_that_would_stop_prints_the_table_and_makes_nothing(tmp_path, caps
     assert shown.out == ""
     assert "512 devices" in shown.err and "notes.txt" in shown.err, "no item hides another"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("also", [[], [Finding("weights", "none", "all", "get them", "error")]])
+def test_only_a_lack_of_room_may_pass_by_itself(tmp_path, monkeypatch, capsys, also):
+    full = Finding("disk", "1 MB free on /", "2 MB", "free 1 MB on /", "error")
+    monkeypatch.setattr(items, "check", lambda run, settings, folder: [full, *also])
+    with pytest.raises(items.NotReadyError) as error:
+        items.require_ready(paravt_8b(), {}, tmp_path)
+    assert exit_code(error.value) == (FAILED if also else TEMPORARY)
+    others = " (and 1 more in the table)" if also else ""
+    wanted = f"nothing was started: disk: 1 MB free on /; free 1 MB on /{others}"
+    assert str(error.value) == wanted
+    assert "disk (error):" in capsys.readouterr().err
 
 
 def test_the_check_alone_makes_nothing(tmp_path, capsys):

@@ -159,6 +159,12 @@ def test_saves_take_a_bounded_share_of_the_time(tmp_path, monkeypatch):
     assert saves.due(), "2 of 40 seconds are 5 %"
 
 
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"checkpoints.emergency: .*\(Not a directory\); give a"):
+        EmergencySaves(tmp_path / "file" / "shm", {})
+
+
 def test_a_full_disk_ends_the_saves_and_not_the_run(always, tmp_path, monkeypatch, capfd):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -90,7 +90,9 @@ def test_meshes_that_divide_no_width_of_the_tower_or_exceed_kv_heads_are_planned
 def test_a_mesh_over_which_the_model_does_not_divide_is_refused_with_the_nearest(mesh, nearest):
     by_hand = dict(zip(MESH_FIELDS, mesh, strict=True))
     run = change(RUN, "by_hand", by_hand)
-    with pytest.raises(ValueError, match=f"mesh: {mesh[0]} x .*; the nearest .*: ") as refusal:
+    with pytest.raises(
+        ValueError, match=f"mesh: {mesh[0]} x .*; leave it open, or give the nearest .*: "
+    ) as refusal:
         fit(run, LARGE)
     assert "\n" not in str(refusal.value)
     assert str(refusal.value).endswith(nearest)

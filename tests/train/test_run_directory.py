@@ -239,7 +239,9 @@ def test_a_run_with_other_settings_may_keep_the_cold_start(cold_start) -> None:
     kept = re.escape(f"(--start {cold_start} keeps its cold start)")
     with pytest.raises(RunDirectoryError, match=kept):
         RunDirectory(cold_start, SETTINGS)
-    with pytest.raises(RunDirectoryError, match="Name another --run-dir, delete"):
+    with pytest.raises(
+        RunDirectoryError, match="Name another --run-dir, or use its settings; if .* is damaged"
+    ):
         RunDirectory(cold_start, SETTINGS | {"sft": {"steps": 2}})
 
 

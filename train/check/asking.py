@@ -109,7 +109,7 @@ def ask_hub(name: str, kind: str) -> Repository:
     except errors.RepositoryNotFoundError as error:
         raise NoAccess("not on the hub, or private") from error
     except errors.OfflineModeIsEnabled as error:
-        raise NoAnswer("not asked, because HF_HUB_OFFLINE is set") from error
+        raise NoAnswer("not asked, because HF_HUB_OFFLINE is set; unset it") from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):

@@ -47,6 +47,15 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
+def in_one_line(errors: Sequence[Finding]) -> str:
+    """The first of some errors, and how many others there are."""
+    first = errors[0]
+    remedy = " ".join(first.remedy.split())
+    text = "; ".join(filter(None, (f"{first.item}: {first.found}", remedy)))
+    others = len(errors) - 1
+    return f"{text} (and {others} more in the table)" if others else text
+
+
 def _row(item: str, state: str, found: str, needed: str) -> list[str]:
     """The lines of one row; long cells continue on the next line."""
     cells = [

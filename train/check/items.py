@@ -16,9 +16,10 @@ from typing import Any
 
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import cluster, hosts
+from paravt_jax.processes.exit_codes import TEMPORARY
 from train.check import data, disk, loggers, machine, run_folder, weights
 from train.check.asking import Asked, started
-from train.check.finding import Finding, failed, summary, table
+from train.check.finding import Finding, failed, in_one_line, summary, table
 from train.check.subject import Subject
 from train.settings import Run
 from train.slices import Devices, found_devices
@@ -186,25 +187,35 @@ def has_errors(findings: Sequence[Finding]) -> bool:
     return any(finding.problem == "error" for finding in findings)
 
 
-def ready(run: Run, settings: dict[str, Any], folder: pathlib.Path) -> bool:
+class NotReadyError(RuntimeError):
+    """A run cannot start."""
+
+
+class NoRoomError(NotReadyError):
+    """A run cannot start, only because a disk is too full."""
+
+    exit_code = TEMPORARY
+
+
+def require_ready(run: Run, settings: dict[str, Any], folder: pathlib.Path) -> None:
     """Check a run that is about to start, and print what the user has to know.
 
     An error prints the whole table. Otherwise there is one line, or none for a small run without
     warnings.
 
-    Returns:
-        Whether the run may start.
+    Raises:
+        NotReadyError: Something is missing; its message is the first error.
     """
     findings = check(run, settings, folder)
-    if not hosts.is_first():
-        return not has_errors(findings)
-    if has_errors(findings):
+    errors = [finding for finding in findings if finding.problem == "error"]
+    if errors and hosts.is_first():
         print(table(findings), file=sys.stderr)
-        print("error: nothing was started; see the table", file=sys.stderr)
-        return False
-    if run.model.size != "tiny" or any(finding.problem for finding in findings):
+    if errors:
+        only_room = all(finding.item == "disk" for finding in errors)
+        kind = NoRoomError if only_room else NotReadyError
+        raise kind(f"nothing was started: {in_one_line(errors)}")
+    if hosts.is_first() and (run.model.size != "tiny" or any(x.problem for x in findings)):
         print(summary(findings), flush=True)
-    return True
 
 
 def show(run: Run, settings: dict[str, Any], folder: pathlib.Path, topology: str = "") -> int:

@@ -104,7 +104,7 @@ def _on_the_hub(subject: Subject, path: str) -> Finding:
             "weights",
             f"{path}: {here}; {error}",
             f"about {size(sizes.published_bytes(subject.run))} from the hub",
-            f"{command}\nor copy its folder here, and give --model.path FOLDER",
+            f"{command}\nor copy its folder here, and name that instead of {path}",
             "error",
         )
     names = repository.files

@@ -68,7 +68,13 @@ class EmergencySaves:
 
     def __init__(self, folder: pathlib.Path, identity: dict[str, Any]):
         self._folder = folder / str(hosts.process_index())
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"checkpoints.emergency: {folder} cannot be used ({error.strerror}); give a folder "
+                "that every host can write, such as /dev/shm, or leave it empty"
+            ) from error
         self._identity = as_json(identity | {"processes": hosts.process_count()}, "identity")
         # When the next save keeps within `SHARE`, in seconds of time.monotonic.
         self._next = 0.0

@@ -33,6 +33,7 @@ HISTORY = "history.json"
 
 _REMEDY = "restore it from a backup, or start anew with another --run-dir"
 _ACCEPT = f"to accept the loss, delete {HISTORY}"
+_OTHER_SUM = f"its checksum is not the one in {HISTORY}, which is deleted if it is the damaged one"
 # What is exported from the last weights; it is never deleted to be made again.
 _EXPORTS = ("model", "adapter")
 
@@ -187,7 +188,7 @@ class History:
                 raise RunDirectoryError(f"{file}: lost: {_REMEDY}; {_ACCEPT}.")
             # Files of an earlier version have no checksum.
             if "crc32" in made and zlib.crc32(file.read_bytes()) != made["crc32"]:
-                raise RunDirectoryError(f"{file}: damaged: its checksum is wrong: {_REMEDY}.")
+                raise RunDirectoryError(f"{file}: damaged: {_OTHER_SUM}: {_REMEDY}.")
 
     def _require_metrics(self) -> None:
         file = self._folder / "metrics.jsonl"
@@ -204,8 +205,7 @@ class History:
         noted = self._content.get("metrics")
         if noted is not None and zlib.crc32(_start(file, noted["bytes"])) != noted["crc32"]:
             raise RunDirectoryError(
-                f"{file}: damaged: the checksum of its first {noted['bytes']} bytes is wrong: "
-                f"{_REMEDY}."
+                f"{file}: damaged in its first {noted['bytes']} bytes: {_OTHER_SUM}: {_REMEDY}."
             )
 
     def _note_metrics(self, phase: str, last: int) -> None:

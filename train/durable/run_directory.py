@@ -148,7 +148,10 @@ def _remedy(path: pathlib.Path, wanted: dict[str, Any]) -> str:
         kept = f" (--start {path} keeps its cold start)"
     except RunDirectoryError:
         kept = ""
-    return f"Name another --run-dir{kept}, delete this one, or use its settings."
+    return (
+        f"Name another --run-dir{kept}, or use its settings; if nobody changed them, {_CONFIG} is "
+        "damaged: restore it from a backup."
+    )
 
 
 def _write(file: pathlib.Path, config: dict[str, Any]) -> None:
