@@ -828,8 +828,8 @@ def test_a_small_plan():
     topology = Topology("v5e:2x2")
     run = change(RECIPES["paravt_tiny"](), "tiny", {"mesh.fsdp": 4})
     # Those of other sizes would take as long again.
-    only = ("vision", "bank", "prefill 432 after 576", "page", "decode 576", "SFT", "RL", "weight")
-    only += ("reference 1536",)
+    only = ("vision", "bank", "prefill 432 after 576", "page", "decode 576", "SFT", "weight")
+    only += ("reference 1536", "RL update 1536", "RL start", "RL optimizer")
     (measured,) = plan.measure_all([run], [topology], only, 600, 1, compile_case)
     assert {m.program: m.error for m in measured.values() if m.error} == {}
     found = plan.plan(fit(run, topology.available), topology, measured)

@@ -165,7 +165,7 @@ def test_a_killed_run_goes_on_with_its_episodes_in_flight(together, two, tmp_pat
 def test_a_stop_during_data_preparation_stops_all(together, tmp_path):
     videos = tmp_path / "run" / "videos"
     stop = signalling(signal.SIGTERM, 0, lambda: any(videos.glob("**/*.mp4")))
-    many = command(tmp_path / "run", "--mesh.fsdp", "2", "--world.train-videos", "5000")
+    many = command(tmp_path / "run", "--mesh.fsdp", "2", "--world.train-videos", "1500")
     for ended in together(many, 2, devices=1, disturb=stop):
         assert ended.code == 143
         assert ended.err.splitlines()[-1].startswith("stopped while preparing the data")

@@ -487,7 +487,7 @@ def test_any_schedule(bench):
     "sizes", [SETTINGS, OTHERS, PAGED], ids=["shared prefixes", "several programs", "paged"]
 )
 def test_many_schedules(sizes):
-    run_schedules(Bench(sizes), examples=60, steps=40)
+    run_schedules(Bench(sizes), examples=40, steps=40)
 
 
 # --- what is prefilled ---

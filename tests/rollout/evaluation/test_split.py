@@ -276,30 +276,30 @@ def resident() -> float:
 @pytest.mark.skipif(
     not pathlib.Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc"
 )
-def test_memory_is_flat_over_three_thousand_questions(answering, videos, tmp_path):
-    for number in range(300):
+def test_memory_is_flat_over_a_thousand_questions(answering, videos, tmp_path):
+    for number in range(120):
         shutil.copy(videos / "data" / "w0.mp4", tmp_path / "data" / f"v{number}.mp4")
-    items = [question(number, number // 10) for number in range(3000)]
+    items = [question(number, number // 10) for number in range(1200)]
     marks = []
     with EvaluationFolder(tmp_path / "out", {"benchmark": "videomme"}, {}, None) as folder:
         for number, line in enumerate(answering(frames=64).lines(items), 1):
             folder.append(line)
-            if number % 500 == 0:
+            if number % 200 == 0:
                 marks.append(resident())
     shown = ", ".join(f"{mark:.1f}" for mark in marks)
-    print(f"\nresident MiB after every 500 questions: {shown}")
+    print(f"\nresident MiB after every 200 questions: {shown}")
     # What is kept of each question would grow with each of them. The allocator grows in steps,
     # so one of the differences may be larger.
     grown = np.diff(marks)
-    assert grown.min() < 1
+    assert grown.min() < 0.4
     assert grown.sum() < 80
 
 
 @pytest.mark.slow
-def test_a_thousand_rows_with_bad_videos_among_them(answering, videos, tmp_path):
+def test_rows_with_bad_videos_among_them(answering, videos, tmp_path):
     """Every tenth video is missing, noise or cut off, and nothing else is left out."""
     good = (videos / "data" / "w0.mp4").read_bytes()
-    for number in range(1000):
+    for number in range(300):
         file = tmp_path / "data" / f"v{number}.mp4"
         if number % 30 == 10:
             file.write_bytes(bytes(range(256)) * 9)
@@ -307,8 +307,8 @@ def test_a_thousand_rows_with_bad_videos_among_them(answering, videos, tmp_path)
             file.write_bytes(good[: len(good) * 2 // 3])
         elif number % 30:
             file.write_bytes(good)
-    lines = by_id(answering().lines([question(number, number) for number in range(1000)]))
+    lines = by_id(answering().lines([question(number, number) for number in range(300)]))
     causes = collections.Counter(line.get("left_out", "played") for line in lines.values())
-    assert causes == {"played": 900, "missing": 34, "unreadable": 66}
+    assert causes == {"played": 270, "missing": 10, "unreadable": 20}
     left_out = {int(id[1:]) for id, line in lines.items() if "left_out" in line}
-    assert left_out == set(range(0, 1000, 10))
+    assert left_out == set(range(0, 300, 10))
