@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import signal
@@ -198,7 +197,7 @@ def optimised(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
-def test_a_killed_rehearsal_goes_on_on_more_devices(assets, tmp_path):
+def test_a_killed_rehearsal_goes_on(assets, tmp_path):
     """The literal command, against a stand-in of the hub; benchmarks.rehearsal kills all phases."""
     tokenizer = assets / "qwen3_vl"
     (learning,) = [moment for moment in MOMENTS if moment.phase == "PARA-GRPO"]
@@ -208,10 +207,7 @@ def test_a_killed_rehearsal_goes_on_on_more_devices(assets, tmp_path):
         variables = environment(tmp_path / "compiled") | hub.variables(tmp_path / "hub")
         one = Setting(str(tokenizer), devices=1)
         interrupt(one, place, variables, learning, signal.SIGKILL)
-        before = json.loads((place / RUN / "config.json").read_text())["fitted"]
-        finish(dataclasses.replace(one, devices=2), place, variables)
-    after = json.loads((place / RUN / "config.json").read_text())["fitted"]
-    assert (before["mesh.fsdp"], after["mesh.fsdp"]) == (1, 2)
+        finish(one, place, variables)
     steps = [(line["phase"], line["step"]) for line in read_metrics(place / RUN / "metrics.jsonl")]
     assert steps == [(phase, step) for phase in ("sft", "rl") for step in (1, 2, 3, 4)]
     assert (place / RUN / "model" / MARK).exists()
