@@ -55,7 +55,7 @@ def test_programs_that_are_not_compiled_in_time_are_left_out(capsys):
 def test_a_mesh_for_other_devices_is_refused(capsys):
     assert benchmarks.slice.main(["--config=small", "--mesh.data", "2"]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: mesh: 2 x 1 x 1 ") and "nearest one over which everything divides" in error
+    assert error.startswith("error: mesh: 2 x 1 x 1 ") and "the nearest one" in error
 
 
 def test_the_largest_program_of_each_family_comes_first():
