@@ -32,6 +32,7 @@ case $words in
 *"make this host ready"*) echo "set up" >>calls ;;
 *"paravt supervise"*)
     echo "begin: $(grep -o "supervise -- [^']*" <<<"$words")" >>calls
+    grep -o "export HF_HOME=.*" <<<"$words" >exports
     touch begun
     ;;
 *"cat paravt-jax/code"*) cat code 2>/dev/null ;;
@@ -90,6 +91,8 @@ def test_a_slice_that_is_taken_away_is_created_again(tmp_path):
     begin = "begin: supervise -- paravt run --config=x"
     assert cloud.calls == ["create --spot", "delete", "create --spot", "set up", begin]
     assert "n is SUSPENDED" in cloud.said
+    # The host expands it. Downloads go to the share, not to the boot disk.
+    assert (tmp_path / "exports").read_text() == "export HF_HOME=$HOME/share/hub\n"
 
 
 def test_the_code_of_the_run_ends_the_script(tmp_path):
