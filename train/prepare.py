@@ -20,7 +20,7 @@ from typing import Any, NotRequired, TypedDict
 from configs import RECIPES
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.file_sums import SUMS, seal
+from paravt_jax.data.file_sums import seal
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
@@ -91,12 +91,6 @@ def _published(
     copy_tokenizer(run.model.path, folder / "tokenizer")
     _require_sealed(folder / "tokenizer")
     prepared = open_prepared(pathlib.Path(settings.folder))
-    if not (pathlib.Path(settings.folder) / SUMS).exists() and hosts.is_first():
-        print(
-            f"data.folder: {settings.folder}: not verified: it has no {SUMS}, because an earlier "
-            "version prepared it",
-            file=sys.stderr,
-        )
     questions, heldout = hold_out(tuple(prepared.questions), settings.heldout)
     # Unreadable videos that an earlier start of this run came across while decoding.
     noted = folder / UNREADABLE
@@ -112,7 +106,7 @@ def _published(
         conversations=prepared.conversations,
         lengths=prepared.lengths,
         videos=summary["kept"],
-        sizes=_sizes_of(summary, settings),
+        sizes=_sizes_of(summary),
         unreadable=unreadable,
         digest=prepared.digest,
     )
@@ -168,18 +162,8 @@ def _account_for_rows(
         write_rows(folder, sources)
 
 
-def _sizes_of(summary: dict[str, Any], settings: DataSettings) -> tuple[tuple[int, int], ...]:
+def _sizes_of(summary: dict[str, Any]) -> tuple[tuple[int, int], ...]:
     """The (height, width) of the videos of a prepared set, the most frequent first."""
-    if "sizes" not in summary:
-        if hosts.is_first():
-            print(
-                f"data.folder: {settings.folder} was prepared by an earlier version, without the "
-                "sizes of videos; the vision tower will compile for each size when it is first "
-                f"met. To avoid that, delete {pathlib.Path(settings.folder) / PLAN} and prepare "
-                "again.",
-                file=sys.stderr,
-            )
-        return ()
     sizes = (name.split("x") for name in summary["sizes"])
     return tuple((int(height), int(width)) for width, height in sizes)
 

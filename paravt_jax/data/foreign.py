@@ -17,6 +17,11 @@ MOST_BYTES = 64 << 20
 """Upper bound on a file's size. The largest such file of a model, its tokenizer, has 11 MB."""
 
 _LFS = b"version https://git-lfs.github.com/spec/"
+POINTER = (
+    "only a pointer of git-lfs, not the file itself; run git lfs pull there, or download the "
+    "folder with hf download"
+)
+"""What is wrong with a pointer, and the remedy."""
 
 
 class ForeignFileError(ValueError):
@@ -54,11 +59,13 @@ def open_regular(path: str | os.PathLike) -> io.BufferedReader:
 
 def require_content(path: str | os.PathLike, start: bytes) -> None:
     """Raise ForeignFileError if a file that starts with these bytes is a pointer of git-lfs."""
-    if start.startswith(_LFS):
-        raise ForeignFileError(
-            f"{path}: only a pointer of git-lfs, not the file itself; run git lfs pull there, or "
-            "download the folder with hf download"
-        )
+    if is_pointer(start):
+        raise ForeignFileError(f"{path}: {POINTER}")
+
+
+def is_pointer(start: bytes) -> bool:
+    """Return whether a file that starts with these bytes is a pointer of git-lfs."""
+    return start.startswith(_LFS)
 
 
 def is_inside(target: str | os.PathLike, folder: str | os.PathLike) -> bool:

@@ -25,6 +25,7 @@ import fsspec.core
 from av.container import InputContainer
 from PIL import Image, UnidentifiedImageError
 
+from paravt_jax.data import foreign
 from paravt_jax.data.frames import VideoError, is_address, without_scheme
 
 # Bytes that each seek in a remote file fetches at once, and each read after those are used up.
@@ -52,7 +53,6 @@ _FFMPEG_LIMITS = {"format_whitelist": ",".join(_CONTAINERS), "protocol_whitelist
 _FFMPEG_OPTIONS: dict[str, Any] = (
     {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
 )
-_VIDEO_ERRORS = (av.error.FFmpegError, OSError, RuntimeError)
 
 
 def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -132,10 +132,22 @@ def open_video(path: str | os.PathLike) -> Iterator[InputContainer]:
     """Open a video. Errors in the file become VideoErrors, also those of the caller's block."""
     # Open the file anew for every call: a reader that is passed to another thread or through a fork
     # can hang.
+    with _video_errors(path), _opened(path) as source, _container(path, source) as container:
+        yield container
+
+
+@contextlib.contextmanager
+def _video_errors(path: str | os.PathLike) -> Iterator[None]:
+    """Whatever goes wrong while one file is read costs that file, not the run."""
     try:
-        with _opened(path) as source, _container(path, source) as container:
-            yield container
-    except _VIDEO_ERRORS as error:
+        yield
+    # MemoryError is for the worker process, which knows its limit. A missing package concerns all
+    # files.
+    except (VideoError, MemoryError, ModuleNotFoundError):
+        raise
+    # Broad because strangers' files find errors of every kind. Pillow alone raises SyntaxError in
+    # PNG; struct.error, TypeError and AttributeError in EXIF data; DecompressionBombError.
+    except Exception as error:
         raise _undecodable(path, error) from error
 
 
@@ -150,23 +162,21 @@ def _container(path: str | os.PathLike, source: Any) -> InputContainer:
 def open_picture(path: str | os.PathLike) -> Iterator[Image.Image]:
     """Open a picture. Errors in the file become VideoErrors, also those of the caller's block."""
     identity(path)
+    with (
+        _video_errors(path),
+        warnings.catch_warnings(action="ignore"),  # of damaged EXIF data
+        _opened(path) as source,
+        _image(path, source) as picture,
+    ):
+        require_size(path, picture.width, picture.height)
+        yield picture
+
+
+def _image(path: str | os.PathLike, source: Any) -> Image.Image:
     try:
-        with (
-            warnings.catch_warnings(action="ignore"),  # of damaged EXIF data
-            _opened(path) as source,
-            Image.open(source, formats=_PICTURES) as picture,
-        ):
-            require_size(path, picture.width, picture.height)
-            yield picture
+        return Image.open(source, formats=_PICTURES)
     except UnidentifiedImageError as error:
         raise VideoError(path, f"it is none of {', '.join(_PICTURES)}; convert it") from error
-    # MemoryError is for the worker process, which knows its limit.
-    except (VideoError, MemoryError):
-        raise
-    # Broad because Pillow raises errors of many kinds in damaged files: SyntaxError in PNG,
-    # struct.error, TypeError and AttributeError in EXIF data, DecompressionBombError.
-    except Exception as error:
-        raise _undecodable(path, error) from error
 
 
 def require_size(path: str | os.PathLike, width: int, height: int) -> None:
@@ -190,30 +200,16 @@ def _undecodable(path: str | os.PathLike, error: Exception) -> VideoError:
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike) -> Iterator[Any]:
     """A file object. A remote one reads ranges."""
-    if not is_address(path):
-        with open(without_scheme(path), "rb") as file:
-            yield file
-        return
-    system, name = open_bucket(os.fspath(path))
-    with system.open(name, "rb", block_size=_RANGE) as file:
-        yield _Ranges(file)
-
-
-class _Ranges:
-    """A remote file whose errors are OSErrors. Every file system raises some of its own kinds."""
-
-    def __init__(self, file: Any):
-        self._file = file
-        self.seek = file.seek
-        self.tell = file.tell
-
-    def read(self, size: int = -1) -> bytes:
-        try:
-            return self._file.read(size)
-        except OSError:
-            raise
-        except Exception as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
+    if is_address(path):
+        system, name = open_bucket(os.fspath(path))
+        opened: Any = system.open(name, "rb", block_size=_RANGE)
+    else:
+        opened = open(without_scheme(path), "rb")
+    with opened as file:
+        if foreign.is_pointer(file.read(64)):
+            raise VideoError(path, foreign.POINTER)
+        file.seek(0)
+        yield file
 
 
 def permanent_name(path: str | os.PathLike) -> str:

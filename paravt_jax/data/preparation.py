@@ -25,12 +25,12 @@ import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.datasets import Record
-from paravt_jax.data.file_sums import find_damage, read_sums, write_sums
+from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
 from paravt_jax.data.published import Refused, Table, open_table, read_rows
 from paravt_jax.data.row_reading import Kept, LeftOutRow, Reading, read_row
 from paravt_jax.data.stored_json import DamagedFileError, read_json
@@ -55,24 +55,20 @@ _ROW_BYTES = 4_000
 _REMEDY = "restore it, or delete the folder and prepare the set again"
 _WORK_PREFIX = "work-"
 _RECORDS = "records"
+# Part of every plan. Change it whenever the same files give other records.
+_FORMAT = 2
 
 Row = dict[str, Any] | Refused
 
 
-class Plan(TypedDict):
-    """A field of plan.json; the others are compared with the settings."""
-
-    root: str
-
-
 class _Summary(TypedDict):
-    """What a run reads of summary.json. Earlier versions did not count sizes."""
+    """What a run reads of summary.json."""
 
     rows: int
     kept: int
     reasons: dict[str, int]
     seconds: dict[str, float]
-    sizes: NotRequired[dict[str, int]]
+    sizes: dict[str, int]
 
 
 _Outcome = tuple[Kept, Question | Conversation] | LeftOutRow
@@ -202,16 +198,19 @@ def open_prepared(folder: pathlib.Path) -> Prepared:
 
     Raises:
         FileNotFoundError: The folder holds no finished set.
-        ValueError: A file is damaged. Sets of earlier versions have no sums to find that by.
+        ValueError: A file is damaged, or another version prepared the set.
     """
     if not (folder / PLAN).exists():
         raise FileNotFoundError(
             f"{folder}: holds no prepared set; prepare it first (python -m train.prepare)"
         )
-    damage = find_damage(folder, read_sums(folder) or {})
+    plan = read_plan(folder)
+    sums = read_sums(folder)
+    if sums is None:
+        raise DamagedFileError(f"{folder / SUMS}: does not exist; {_REMEDY}")
+    damage = find_damage(folder, sums)
     if damage:
         raise DamagedFileError(f"{folder / damage[0]}; {_REMEDY}")
-    plan = read_json(folder / PLAN, Plan, _REMEDY)
     summary = read_json(folder / SUMMARY, _Summary, _REMEDY)
     lengths = read_json(folder / LENGTHS, list[int], _REMEDY)
     root = pathlib.Path(plan.pop("root"))
@@ -236,6 +235,7 @@ def _plan(tables: Sequence[Table], reading: Reading) -> dict[str, Any]:
     files = {table.path.name: [table.rows, table.path.stat().st_size] for table in tables}
     vocabulary = (pathlib.Path(reading.tokenizer) / "tokenizer.json").read_bytes()
     plan = {
+        "format": _FORMAT,
         "files": files,
         **dataclasses.asdict(reading),
         # Compare the tokenizer by content: the same one may be in another folder.
@@ -244,9 +244,20 @@ def _plan(tables: Sequence[Table], reading: Reading) -> dict[str, Any]:
     return json.loads(json.dumps(plan))
 
 
+def read_plan(folder: pathlib.Path) -> dict[str, Any]:
+    """Read the stored plan. Raises ValueError if another version of this project wrote it."""
+    plan = read_json(folder / PLAN, dict[str, Any], _REMEDY)
+    if plan.get("format") != _FORMAT:
+        raise ValueError(
+            f"{folder}: another version prepared this set, which reads the sizes and times of some "
+            "videos differently; name another folder, or delete this one and prepare it again"
+        )
+    return plan
+
+
 def _require_same(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     """Raise ValueError if a field of `plan` differs from the stored plan."""
-    found = read_json(folder / PLAN, dict[str, Any], _REMEDY)
+    found = read_plan(folder)
     require_same(
         f"{folder} holds a set prepared with other settings",
         {name: value for name, value in found.items() if name in plan},

@@ -33,10 +33,12 @@ from paravt_jax.data.frames import (
     VideoInfo,
     carry_out,
     read_now,
+    resize,
     shown,
 )
 from paravt_jax.data.sizes import FrameRules
-from paravt_jax.data.video_index import Run, VideoIndex, video_stream
+from paravt_jax.data.upright import upright
+from paravt_jax.data.video_index import Run, VideoIndex, decode, video_stream
 
 try:
     import decord
@@ -68,12 +70,7 @@ def probe(path: str | os.PathLike) -> VideoInfo:
     if is_picture(path):
         height, width, _ = _picture(path).shape
         return VideoInfo(str(path), 1, 0.0, np.zeros(1), width, height)
-    identity = media_files.identity(path)
-    index = index_store.find(path, identity)
-    if index is None:
-        with media_files.open_video(path) as container:
-            index = _build(path, identity, container)
-    return index.info(path)
+    return _index(path).info(path)
 
 
 def read(
@@ -111,21 +108,17 @@ def read(
 
     ascending, positions = np.unique(wanted, return_inverse=True)
     numbers = ascending.tolist()
-    identity = media_files.identity(path)
-    index = index_store.find(path, identity)
+    index = _index(path)
+    if numbers[0] < 0 or numbers[-1] >= index.frames:
+        raise IndexError(
+            f"{path}: frames {numbers[0]} to {numbers[-1]} requested; it has {index.frames}"
+        )
+    pixels = None
     if decoder == "decord" and not media_files.is_address(path):
-        if index is None:
-            with media_files.open_video(path) as container:
-                index = _build(path, identity, container)
-        _require_frames(path, numbers, index)
         pixels = _read_decord(path, numbers, index, rules)
-        if pixels is not None:
-            return pixels[positions]
-    with media_files.open_video(path) as container:
-        if index is None:
-            index = _build(path, identity, container)
-        _require_frames(path, numbers, index)
-        pixels = _read_from_keyframes(path, container, numbers, index, rules)
+    if pixels is None:
+        with media_files.open_video(path) as container:
+            pixels = _read_from_keyframes(path, container, numbers, index, rules)
     if pixels is None:
         with media_files.open_video(path) as container:
             pixels = _read_from_start(path, container, numbers, index, rules)
@@ -170,17 +163,13 @@ def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
         return on_white(ImageOps.exif_transpose(picture))
 
 
-def _build(path: str | os.PathLike, identity: str, container: InputContainer) -> VideoIndex:
-    index = video_index.build(path, container)
-    index_store.keep(path, identity, index)
+def _index(path: str | os.PathLike) -> VideoIndex:
+    identity = media_files.identity(path)
+    index = index_store.find(path, identity)
+    if index is None:
+        index = video_index.build(path)
+        index_store.keep(path, identity, index)
     return index
-
-
-def _require_frames(path: str | os.PathLike, numbers: list[int], index: VideoIndex) -> None:
-    if numbers[0] < 0 or numbers[-1] >= index.frames:
-        raise IndexError(
-            f"{path}: frames {numbers[0]} to {numbers[-1]} requested; it has {index.frames}"
-        )
 
 
 def _shown(
@@ -198,23 +187,21 @@ def _shown(
 class _Pixels:
     """The pixels of wanted frames, resized as soon as they are decoded."""
 
-    def __init__(self, path: str | os.PathLike, rules: FrameRules | None):
+    def __init__(self, path: str | os.PathLike, size: tuple[int, int], rules: FrameRules | None):
         self._path = path
+        self._width, self._height = size
         self._rules = rules
         self._frames: dict[int, np.ndarray] = {}
-        self._sizes: set[tuple[int, ...]] = set()
 
     def keep(self, n: int, frame: av.VideoFrame) -> None:
         """Keep a frame under its number."""
-        pixels = _upright(frame)
-        self._sizes.add(pixels.shape)
+        pixels = upright(self._path, frame)
+        # The picture of a call may change its size with the network's speed.
+        pixels = resize(pixels, (self._height, self._width))
         self._frames[n] = _shown(self._path, pixels, self._rules)
 
     def stacked(self, numbers: list[int]) -> UInt8[np.ndarray, "m height width 3"]:
         """All frames in this order."""
-        if len(self._sizes) > 1:
-            reason = "its frames have several sizes; encode it again with one size"
-            raise VideoError(self._path, reason)
         return np.stack([self._frames[n] for n in numbers])
 
 
@@ -237,7 +224,7 @@ def _read_from_keyframes(
         # A seek goes back to the keyframes of all streams, and their data would be read as well.
         if other.index != stream.index:
             other.discard = Discard.all
-    pixels = _Pixels(path, rules)
+    pixels = _Pixels(path, index.size, rules)
     try:
         for run in index.runs(numbers):
             if not _decode_run(container, stream, run, index, pixels.keep):
@@ -315,9 +302,9 @@ def _read_from_start(
     rules: FrameRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"]:
     """Decode a file that was just opened until all frames have been found."""
-    pixels = _Pixels(path, rules)
+    pixels = _Pixels(path, index.size, rules)
     missing = set(numbers)
-    for count, frame in enumerate(container.decode(video_stream(path, container))):
+    for count, frame in enumerate(decode(container, video_stream(path, container))):
         n = index.frame_number(frame.pts) if index.packets.size else count
         if n in missing:
             pixels.keep(n, frame)
@@ -327,13 +314,6 @@ def _read_from_start(
     if missing:
         raise VideoError(path, f"frame {min(missing)} of {index.frames} cannot be decoded")
     return pixels.stacked(numbers)
-
-
-def _upright(frame: av.VideoFrame) -> UInt8[np.ndarray, "height width 3"]:
-    """The pixels as a player shows them. decord rotates frames itself, but PyAV does not."""
-    pixels = frame.to_ndarray(format="rgb24", threads=1)
-    quarter_turns = (frame.rotation // 90) % 4
-    return np.ascontiguousarray(np.rot90(pixels, k=quarter_turns))
 
 
 def _read_decord(
@@ -350,7 +330,13 @@ def _read_decord(
         # If the counts differ, frame numbers mean different frames.
         if len(reader) != index.frames:
             return None
+        pixels = []
         # Forwards: each step back costs decord a seek and a decoded GOP.
-        return np.stack([_shown(path, reader.get_batch([n]).asnumpy()[0], rules) for n in numbers])
+        for n in numbers:
+            frame = reader.get_batch([n]).asnumpy()[0]
+            if frame.shape[1::-1] != index.size:
+                return None
+            pixels.append(_shown(path, frame, rules))
+        return np.stack(pixels)
     except (RuntimeError, decord.DECORDError):
         return None

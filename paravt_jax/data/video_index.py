@@ -1,7 +1,9 @@
-"""The packet index of a video file: which frames it has, and from where each can be decoded.
+"""The index of a video file: what it shows, and from where each frame can be decoded.
 
-Building an index reads the packets of the whole file once and decodes nothing, unless they lack
-timestamps. `index_store` keeps it.
+This is the one owner of a video's size, orientation, number of frames and times: headers are wrong
+too often. Building an index reads the packets of the whole file once, and decodes it until the
+first frame appears. If packets lack timestamps, or these do not rise, all frames are decoded.
+`index_store` keeps the index.
 """
 
 from __future__ import annotations
@@ -9,15 +11,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import av
+import av.error
 import numpy as np
 from av.container import InputContainer
+from av.stream import Disposition
 from jaxtyping import Int64
 
-from paravt_jax.data import media_files
+from paravt_jax.data import media_files, upright
 from paravt_jax.data.frames import VideoError, VideoInfo
 
 # decord 0.6.0 reads these exactly. In other containers it returns wrong frames after a seek, and
@@ -27,8 +31,15 @@ _EXACT_CODECS = {"h264", "vp9", "libvpx-vp9"}
 _EXACT_PIXELS = {"yuv420p"}
 # Packets in these containers lack reliable timestamps, so all frames are decoded to list them.
 _UNINDEXED = {"mpeg", "mpegts"}
+_CONVERT = "ffmpeg -i OLD -c:v libx264 NEW.mp4"
 # A seek costs about as much as reading and decoding this many packets.
 _SEEK_PACKETS = 4
+# A stamp that is this many seconds before the last frame, or in a transport or program stream this
+# many after it, begins another recording. These are FFmpeg's limits.
+_JUMP_BACK = 0.1
+_JUMP_AHEAD = 10.0
+# Pictures beside the video, not parts of it.
+_COVERS = Disposition.attached_pic | Disposition.timed_thumbnails
 
 
 class Run(NamedTuple):
@@ -53,18 +64,22 @@ class VideoIndex:
     decoded from there is what a decoder of the whole file returns.
 
     Attributes:
-        stamps: Timestamps of the frames, in the stream's time base.
+        stamps: Timestamps of the frames, in the stream's time base. They rise strictly.
+        start: Timestamp at which the video's clock is zero: that of the first packet that is shown,
+            even if it cannot be decoded, because the file begins between two keyframes.
         packets: Number of each frame's packet. Empty if timestamps do not identify frames, so that
             frames are counted from the start of the file.
         keys: Numbers of the keyframes' packets. Empty if seeks are not possible.
         key_stamps: Timestamps of these packets.
         time_base: Seconds per unit of the timestamps.
         last_duration: Duration of the last frame, in the time base.
-        size: Width and height of a frame, in pixels.
+        size: Width and height at which all frames are shown, in pixels: those of the first one,
+            turned as a player does. Frames of other sizes are scaled to it, as FFmpeg does.
         exact_in_decord: Whether decord returns the same frames.
     """
 
     stamps: Int64[np.ndarray, " frames"]
+    start: int
     packets: Int64[np.ndarray, " packets"]
     keys: Int64[np.ndarray, " keys"]
     key_stamps: Int64[np.ndarray, " keys"]
@@ -85,7 +100,7 @@ class VideoIndex:
 
     def info(self, path: str | os.PathLike) -> VideoInfo:
         """What callers know about the file."""
-        times = (self.stamps - self.stamps[0]) * self.time_base
+        times = (self.stamps - self.start) * self.time_base
         return VideoInfo(
             path=str(path),
             frames=self.frames,
@@ -151,6 +166,7 @@ class VideoIndex:
         np.savez_compressed(
             file,
             scalars=np.array(scalars, np.float64),
+            start=np.int64(self.start),
             stamps=np.diff(self.stamps, prepend=0),
             packets=np.diff(self.packets, prepend=0),
             keys=np.diff(self.keys, prepend=0),
@@ -165,6 +181,7 @@ class VideoIndex:
             time_base, duration, width, height, exact = file["scalars"].tolist()
             return cls(
                 stamps=np.cumsum(file["stamps"]),
+                start=int(file["start"]),
                 packets=np.cumsum(file["packets"]),
                 keys=np.cumsum(file["keys"]),
                 key_stamps=np.cumsum(file["key_stamps"]),
@@ -183,14 +200,17 @@ def video_stream(path: str | os.PathLike, container: InputContainer) -> av.Video
     """
     # Of several video streams, take FFmpeg's "best" one, as decord does.
     stream = container.streams.best("video")
+    if not _is_video(stream):
+        stream = next(filter(_is_video, container.streams.video), None)
     if not isinstance(stream, av.VideoStream):
-        raise VideoError(path, "it has no video stream")
+        cover = " but a cover picture" if container.streams.video else ""
+        raise VideoError(path, f"it has no video stream{cover}")
     # PyAV creates no codec context where FFmpeg has no decoder for the stream.
     if stream.codec_context is None:
         raise VideoError(
             path,
             "the codec of its video has no decoder here; convert the file where there is one, for "
-            "example to H.264 (ffmpeg -i OLD -c:v libx264 NEW.mp4)",
+            f"example to H.264 ({_CONVERT})",
         )
     media_files.require_size(path, stream.codec_context.width, stream.codec_context.height)
     # A frame may be larger than the file's header says.
@@ -198,66 +218,120 @@ def video_stream(path: str | os.PathLike, container: InputContainer) -> av.Video
     return stream
 
 
-def build(path: str | os.PathLike, container: InputContainer) -> VideoIndex:
-    """Read all packets of an open file, and decode it if they lack timestamps.
+def _is_video(stream: object) -> bool:
+    return isinstance(stream, av.VideoStream) and not Disposition(stream.disposition) & _COVERS
+
+
+def decode(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
+    """Decode all frames of a file that was just opened, in order of presentation.
+
+    Packets before the first frame may fail: they refer to frames that were cut off.
+    """
+    begun = False
+    for packet in container.demux(stream):
+        for frame in _frames(packet, begun):
+            begun = True
+            yield frame
+
+
+def _frames(packet: av.Packet, begun: bool) -> list[av.VideoFrame]:
+    try:
+        return packet.decode()
+    except av.error.InvalidDataError:
+        if begun:
+            raise
+        return []
+
+
+def build(path: str | os.PathLike) -> VideoIndex:
+    """Read all packets of a file, and decode it if their timestamps do not identify its frames.
 
     Raises:
         VideoError: The file has no frames, or is truncated.
     """
-    stream = video_stream(path, container)
-    found = _scan_packets(path, container, stream)
-    stamps, durations = found.shown_stamps, found.shown_durations
-    identified = _has_reliable_stamps(container, stream, stamps)
-    if not identified:
-        stamps, durations = _scan_frames(container, stream)
-    if not stamps or stream.time_base is None:
-        raise VideoError(path, "it has no frames")
+    with media_files.open_video(path) as container:
+        stream = video_stream(path, container)
+        found = _scan_packets(path, container, stream)
+        if not found.opening or stream.time_base is None:
+            raise VideoError(path, f"none of its frames can be decoded; convert it ({_CONVERT})")
+        if _has_reliable_stamps(container, stream, found):
+            return _of_packets(path, container, stream, found)
+    # A seek back to the start is not exact in every container.
+    with media_files.open_video(path) as container:
+        return _of_frames(path, container, found)
 
+
+def _of_packets(
+    path: str | os.PathLike, container: InputContainer, stream: av.VideoStream, found: _Packets
+) -> VideoIndex:
+    """The index of a file whose packets tell when each frame is shown."""
     # Packets come in decoding order: a B-frame follows the later frame that it refers to.
-    unordered = np.array(stamps, np.int64)
-    order = np.argsort(unordered, kind="stable")
-    ordered = unordered[order]
-    time_base = float(stream.time_base)
-    last_duration = durations[order[-1]]
-    if not last_duration:
-        last_duration = _guess_duration(ordered, time_base)
-
-    none = np.zeros(0, np.int64)
-    packets, keys, key_stamps = none, none, none
-    if identified:
-        packets = np.array(found.shown, np.int64)[order]
-        # Seeks are checked by the timestamps of packets, those of frames that are cut off included.
-        if _are_distinct(found.stamps):
-            keys = np.array(found.keys, np.int64)
-            key_stamps = np.array(found.stamps, np.int64)[keys]
+    order = np.argsort(np.array(found.shown_stamps, np.int64))
+    stamps = np.array(found.shown_stamps, np.int64)[order]
+    packets = np.array(found.shown, np.int64)[order]
+    lost = found.lost
+    decoded = ~np.isin(stamps, lost)
+    time_base = float(stream.time_base or 0)
+    last_duration = found.shown_durations[order[-1]] or _guess_duration(stamps, time_base)
+    # Seeks are checked by the timestamps of packets, those of frames that are cut off included.
+    keys = found.keys if _are_distinct(found.stamps) else []
     codec = stream.codec_context
     exact = (
         container.format.name in _EXACT_CONTAINERS
         and codec.name in _EXACT_CODECS
         and codec.pix_fmt in _EXACT_PIXELS
+        and stream == container.streams.best("video")
+        and not (found.open_gop or lost)
+        and not upright.is_mirrored(found.opening[0])
     )
     return VideoIndex(
-        stamps=ordered,
-        packets=packets,
-        keys=keys,
-        key_stamps=key_stamps,
+        stamps=stamps[decoded],
+        start=int(stamps[0]),
+        packets=packets[decoded],
+        keys=np.array(keys, np.int64),
+        key_stamps=np.array([found.stamps[key] for key in keys], np.int64),
         time_base=time_base,
         last_duration=last_duration,
-        size=(codec.width, codec.height),
-        exact_in_decord=exact and identified and not found.open_gop,
+        size=upright.shown_size(path, found.opening[0]),
+        exact_in_decord=exact,
+    )
+
+
+def _of_frames(path: str | os.PathLike, container: InputContainer, found: _Packets) -> VideoIndex:
+    """The index of a file whose frames have to be counted from its start."""
+    stream = video_stream(path, container)
+    stamps, durations = _scan_frames(container, stream)
+    if container.format.name == "avi":
+        # Its frames come evenly, in whatever order FFmpeg numbers them.
+        stamps = sorted(stamps)
+    time_base = float(stream.time_base or 0)
+    broadcast = container.format.name in _UNINDEXED
+    rising = _rising(stamps, durations, time_base, broadcast)
+    none = np.zeros(0, np.int64)
+    return VideoIndex(
+        stamps=rising,
+        start=min(stamps[0], stamps[0] if found.start is None else found.start),
+        packets=none,
+        keys=none,
+        key_stamps=none,
+        time_base=time_base,
+        last_duration=durations[-1] or _guess_duration(rising, time_base),
+        size=upright.shown_size(path, found.opening[0]),
+        exact_in_decord=False,
     )
 
 
 def _has_reliable_stamps(
-    container: InputContainer, stream: av.VideoStream, stamps: list[int | None]
+    container: InputContainer, stream: av.VideoStream, found: _Packets
 ) -> bool:
     """Whether the packets' timestamps are those of the frames, each with its own."""
-    if container.format.name in _UNINDEXED or not _are_distinct(stamps):
+    stamps = found.shown_stamps
+    if container.format.name in _UNINDEXED or found.jumps or not _are_distinct(stamps):
         return False
-    # AVI stores no times of presentation. FFmpeg derives some, but for H.264 with B-frames it takes
-    # the order of the file, which cannot be the order of presentation.
+    # FFmpeg derives times of presentation for AVI, but for H.264 with B-frames it takes the order
+    # of the file, which cannot be the order of presentation.
     guessed = container.format.name == "avi" and stream.codec_context.has_b_frames
-    return not (guessed and stamps == sorted(stamp for stamp in stamps if stamp is not None))
+    return not (guessed and bool(np.all(np.diff(np.array(stamps, np.int64)) > 0)))
 
 
 def _are_distinct(stamps: Sequence[int | None]) -> bool:
@@ -274,7 +348,7 @@ def _guess_duration(stamps: Int64[np.ndarray, " frames"], time_base: float) -> i
 
 @dataclasses.dataclass
 class _Packets:
-    """The packets of a stream, in the order of the file.
+    """The packets of a stream, in the order of the file, and the frames that it begins with.
 
     Attributes:
         stamps: Timestamps of all packets.
@@ -284,6 +358,10 @@ class _Packets:
         keys: Numbers of the packets from which decoding can begin: the first, and keyframes.
         open_gop: Whether a frame follows a keyframe in the file but is shown before it. Such a
             frame refers to the GOP before the keyframe, so decord decodes it wrongly after a seek.
+        jumps: Whether a keyframe is shown before a packet that precedes it in the file. Then
+            another recording begins there, or the mark of a keyframe is wrong.
+        opening: The first frames that the decoder returns, up to the first keyframe.
+        opened: Whether these are complete.
     """
 
     stamps: list[int | None] = dataclasses.field(default_factory=list)
@@ -292,38 +370,83 @@ class _Packets:
     shown_durations: list[int] = dataclasses.field(default_factory=list)
     keys: list[int] = dataclasses.field(default_factory=list)
     open_gop: bool = False
+    jumps: bool = False
+    opening: list[av.VideoFrame] = dataclasses.field(default_factory=list)
+    opened: bool = False
+    _first_key: int | None = None
+    _last_key: int | None = None
+    _latest: int | None = None
+
+    @property
+    def lost(self) -> list[int]:
+        """Timestamps of shown packets that cannot be decoded: the file begins between keyframes."""
+        decoded = {frame.pts for frame in self.opening}
+        last = self.opening[-1].pts
+        return [
+            stamp
+            for stamp in self.shown_stamps
+            if stamp is not None and last is not None and stamp < last and stamp not in decoded
+        ]
+
+    @property
+    def start(self) -> int | None:
+        """The smallest timestamp of the packets up to the first keyframe."""
+        count = self.shown_stamps.index(self._first_key) if self._first_key is not None else 0
+        return min((s for s in self.shown_stamps[: count + 1] if s is not None), default=None)
+
+    def add(self, packet: av.Packet) -> None:
+        """Count a packet of the stream."""
+        number = len(self.stamps)
+        self.stamps.append(packet.pts)
+        if number == 0 or (packet.is_keyframe and not packet.is_discard):
+            self.keys.append(number)
+        # An edit list may cut frames off. They are in the file, but no player shows them.
+        if packet.is_discard:
+            return
+        self.shown.append(number)
+        self.shown_stamps.append(packet.pts)
+        self.shown_durations.append(packet.duration or 0)
+        if packet.pts is not None:
+            self._compare(packet.pts, packet.is_keyframe)
+
+    def _compare(self, stamp: int, is_key: bool) -> None:
+        if is_key:
+            self.jumps = self.jumps or (self._latest is not None and stamp <= self._latest)
+            self._first_key = stamp if self._first_key is None else self._first_key
+            self._last_key = stamp
+        elif self._last_key is not None and stamp < self._last_key:
+            self.open_gop = True
+        self._latest = stamp if self._latest is None else max(stamp, self._latest)
+
+    def open(self, packet: av.Packet) -> None:
+        """Decode a packet if the opening is not complete."""
+        if self.opened:
+            return
+        self.opening += _frames(packet, begun=bool(self.opening))
+        if not self.opening:
+            return
+        last = self.opening[-1].pts
+        waits = last is not None and self._first_key is not None and last < self._first_key
+        starts_with_key = self.stamps[0] == self._first_key
+        self.opened = starts_with_key or (self._first_key is not None and not waits)
 
 
 def _scan_packets(
     path: str | os.PathLike, container: InputContainer, stream: av.VideoStream
 ) -> _Packets:
     found = _Packets()
-    key_stamp: int | None = None
     end = 0.0
     for packet in container.demux():
+        ours = packet.stream.index == stream.index
         # PyAV ends with an empty packet per stream, which only flushes the decoder.
-        if not packet.size:
-            continue
-        if packet.pts is not None and packet.time_base is not None:
+        if packet.size and ours:
+            found.add(packet)
+        if ours:
+            found.open(packet)
+        if packet.size and packet.pts is not None and packet.time_base is not None:
             packet_end = (packet.pts + (packet.duration or 0)) * packet.time_base
             end = max(end, float(packet_end))
-        if packet.stream.index != stream.index:
-            continue
-        number = len(found.stamps)
-        found.stamps.append(packet.pts)
-        if number == 0 or (packet.is_keyframe and not packet.is_discard):
-            found.keys.append(number)
-        # An edit list may cut frames off. They are in the file, but no player shows them.
-        if packet.is_discard:
-            continue
-        found.shown.append(number)
-        found.shown_stamps.append(packet.pts)
-        found.shown_durations.append(packet.duration or 0)
-        if packet.is_keyframe:
-            key_stamp = packet.pts
-        elif key_stamp is not None and packet.pts is not None and packet.pts < key_stamp:
-            found.open_gop = True
-    _require_whole(path, container, stream, len(found.stamps), end)
+    _require_whole(path, container, stream, found, end)
     return found
 
 
@@ -331,7 +454,7 @@ def _require_whole(
     path: str | os.PathLike,
     container: InputContainer,
     stream: av.VideoStream,
-    packets: int,
+    found: _Packets,
     end: float,
 ) -> None:
     """Raise VideoError if there are fewer packets, or an earlier end, than the header says."""
@@ -339,19 +462,21 @@ def _require_whole(
     # The headers of other containers are often wrong or empty.
     if container.format.name not in _EXACT_CONTAINERS:
         return
-    if packets < stream.frames:
-        raise VideoError(path, f"it is truncated: {packets} frames of {stream.frames}")
+    # The header counts samples that an edit list hides; FFmpeg's own table does not.
+    expected = min(stream.frames, len(stream.index_entries))
+    if len(found.stamps) < expected:
+        raise VideoError(path, f"it is truncated: {len(found.stamps)} frames of {expected}")
     expected_end = (container.duration or 0) / av.time_base
-    if end < expected_end - max(0.5, 0.05 * expected_end):
+    # Where the clock starts again, the last time says nothing about the length.
+    if not found.jumps and end < expected_end - max(0.5, 0.05 * expected_end):
         raise VideoError(path, f"it is truncated: it ends at {end:.1f} s of {expected_end:.1f} s")
 
 
-def _scan_frames(container: InputContainer, stream: Any) -> tuple[list[int], list[int]]:
+def _scan_frames(container: InputContainer, stream: av.VideoStream) -> tuple[list[int], list[int]]:
     """Timestamps and durations from decoding every frame."""
-    container.seek(0, backward=True)
     stamps: list[int] = []
     durations: list[int] = []
-    for frame in container.decode(stream):
+    for frame in decode(container, stream):
         stamp = frame.pts
         if stamp is None:
             # A frame without a timestamp starts when the one before it ends.
@@ -359,3 +484,26 @@ def _scan_frames(container: InputContainer, stream: Any) -> tuple[list[int], lis
         stamps.append(stamp)
         durations.append(frame.duration or 0)
     return stamps, durations
+
+
+def _rising(
+    stamps: Sequence[int], durations: Sequence[int], time_base: float, broadcast: bool
+) -> Int64[np.ndarray, " frames"]:
+    """Continue the clock wherever timestamps jump, as FFmpeg and players do.
+
+    Args:
+        stamps: Timestamps in order of presentation.
+        durations: Durations of the frames; 0 where they are not known.
+        time_base: Seconds per unit of both.
+        broadcast: Whether a jump ahead, too, begins another recording.
+    """
+    usual = max(1, int(np.median(np.diff(stamps)))) if len(stamps) > 1 else 1
+    shift = 0
+    rising = [stamps[0]]
+    for stamp, previous_duration in zip(stamps[1:], durations, strict=False):
+        gap = (stamp + shift - rising[-1]) * time_base
+        if gap < -_JUMP_BACK or (broadcast and gap > _JUMP_AHEAD):
+            shift = rising[-1] + (previous_duration or usual) - stamp
+        # Two frames may have one time where the time base is coarse.
+        rising.append(max(stamp + shift, rising[-1] + 1))
+    return np.array(rising, np.int64)

@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from paravt_jax.data import preparation
-from paravt_jax.data.file_sums import SUMS
+from paravt_jax.data.file_sums import SUMS, write_sums
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     LENGTHS,
@@ -142,16 +142,28 @@ def test_a_flipped_bit_in_a_prepared_set_is_found(prepared, tmp_path):
         file.write_bytes(sound)
     assert open_prepared(folder).digest == open_prepared(prepared).digest
     (folder / SUMS).unlink()
-    assert open_prepared(folder).digest == open_prepared(prepared).digest
+    with pytest.raises(ValueError, match="sums.json: does not exist; restore it"):
+        open_prepared(folder)
 
 
-@pytest.mark.parametrize("content", ["[null]", "{}", "3", '{"kept'])
+def test_a_set_of_another_version_is_refused(prepared, tmp_path):
+    """It has the sizes of turned videos as they are stored, not as they are shown."""
+    folder = tmp_path / "set"
+    shutil.copytree(prepared, folder)
+    plan = json.loads((folder / PLAN).read_text())
+    del plan["format"]
+    (folder / PLAN).write_text(json.dumps(plan))
+    with pytest.raises(ValueError, match="another version prepared this set.*delete this one"):
+        open_prepared(folder)
+
+
+@pytest.mark.parametrize("content", ["[null]", "3", '{"kept'])
 @pytest.mark.parametrize("name", [SUMMARY, LENGTHS, PLAN])
 def test_other_content_of_a_set_is_one_line(prepared, tmp_path, name, content):
     folder = tmp_path / "set"
     shutil.copytree(prepared, folder)
-    (folder / SUMS).unlink()
     (folder / name).write_text(content)
+    write_sums(folder, [folder / SUMMARY, folder / LENGTHS])
     with pytest.raises(ValueError, match=f"{name}: damaged: .* prepare the set again"):
         open_prepared(folder)
 

@@ -166,17 +166,6 @@ def test_an_unknown_codec_is_refused_with_a_remedy(tmp_path, name, codec, mark):
             use(path)
 
 
-def test_frames_of_several_sizes_are_refused(tmp_path):
-    """Two H.264 streams of different sizes, one after the other, in a container without headers."""
-    large = make(tmp_path / "large.ts", frames=10, size=64)
-    small = make(tmp_path / "small.ts", frames=10, size=32)
-    path = tmp_path / "both.ts"
-    path.write_bytes(large.read_bytes() + small.read_bytes())
-    assert video.read(path, [0, 1]).shape == (2, 64, 64, 3)
-    with pytest.raises(VideoError, match="sizes"):
-        video.read(path, [0, 15])
-
-
 @pytest.mark.parametrize("name", ["a" * 300 + ".mp4", "a" * 300 + ".png", "a/" * 3000 + "a.mp4"])
 def test_a_name_that_the_system_refuses_is_a_video_error(tmp_path, name):
     for use in (video.probe, lambda p: video.read(p, [0])):

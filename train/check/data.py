@@ -12,9 +12,8 @@ from huggingface_hub import constants
 from paravt_jax.data import sources
 from paravt_jax.data.archives import ArchiveError, find_archives, mark_of
 from paravt_jax.data.hub import is_hub_id
-from paravt_jax.data.preparation import PLAN, Plan
+from paravt_jax.data.preparation import PLAN, read_plan
 from paravt_jax.data.question_files import read_questions
-from paravt_jax.data.stored_json import read_json
 from paravt_jax.method import tokenizer
 from paravt_jax.progress import size
 from train.check import asking
@@ -120,7 +119,7 @@ def _prepared(subject: Subject, settings: DataSettings) -> tuple[bool, Finding]:
         done = len(list(folder.glob("work-*/*.jsonl")))
         part = f", {done} chunks of rows are done" if done else ""
         return False, Finding("data", f"{folder}: not prepared{part}", needed, remedy, "warning")
-    plan = read_json(folder / PLAN, Plan, "restore it, or delete the folder and prepare again")
+    plan = read_plan(folder)
     root = pathlib.Path(plan["root"])
     if not root.is_dir():
         found = f"{folder}: prepared, but its media are gone from {root}"
