@@ -22,6 +22,7 @@ from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame
 from paravt_jax.world.videos import FRAMES, STEP
+from tests.clips import LOSSLESS, call, turned
 from tests.models.program import run
 from train.durable.compilations import Compilations
 
@@ -312,6 +313,31 @@ def test_an_unreadable_video_raises_and_spoils_no_other(make, wide, name):
     with pytest.raises(VideoError, match=name):
         features([fine[0], Frame(name, 0, 0.0)])
     assert len(features(fine)) == 2
+
+
+def test_a_turned_clip_is_seen_like_its_pictures_encoded_upright(make, tmp_path):
+    """A phone stores portrait pictures sideways, and says so in the file's header."""
+    clip = turned(tmp_path, "right", ".mp4")
+    pictures = video.read(clip.path, range(4))
+    with av.open(str(tmp_path / "upright.mp4"), "w") as container:
+        stream = container.add_stream("libx264rgb", rate=25, options=LOSSLESS)
+        assert isinstance(stream, av.VideoStream)
+        stream.width, stream.height, stream.pix_fmt = 32, 64, "rgb24"
+        for pixels in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+    features = make(root=tmp_path)
+    seen = features.overview(clip.path.name, 4)
+    expected = features.overview("upright.mp4", 4)
+    assert features.grid(seen[0]) == features.grid(expected[0])
+    np.testing.assert_array_equal(features(seen), features(expected))
+
+
+def test_a_call_whose_picture_gets_smaller_has_features_of_one_size(make, tmp_path):
+    clip = call(tmp_path, ".webm", "libvpx-vp9")
+    features = make(root=tmp_path)
+    crop = features.window(clip.path.name, 1.1, 1.9, 4.0, 4)
+    assert features(crop).shape == features(features.overview(clip.path.name, 4)).shape
 
 
 def test_a_frame_that_is_too_thin_makes_a_bad_video(make, wide):

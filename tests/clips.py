@@ -1,0 +1,261 @@
+"""Small clips whose headers mislead, made here, with what a player shows of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import fractions
+import pathlib
+import struct
+from collections.abc import Callable, Sequence
+
+import av
+import numpy as np
+from av.container import OutputContainer
+from av.stream import Disposition
+
+RATE = 25
+LOSSLESS = {"qp": "0"}
+# Clockwise quarter turns after a mirror image, as (a, b, c, d) of the display matrix. Columns grow
+# to the right and rows downwards: (x, y) moves to (a x + c y, b x + d y).
+ORIENTATIONS = {
+    "upright": (1, 0, 0, 1),
+    "right": (0, 1, -1, 0),
+    "half": (-1, 0, 0, -1),
+    "left": (0, -1, 1, 0),
+    "mirrored": (-1, 0, 0, 1),
+    "mirrored_right": (0, 1, 1, 0),
+    "mirrored_half": (1, 0, 0, -1),
+    "mirrored_left": (0, -1, -1, 0),
+}
+
+
+@dataclasses.dataclass
+class Clip:
+    """A file and what a player shows of it.
+
+    Attributes:
+        numbers: The number drawn into each frame.
+        times: Seconds at which each frame is shown.
+        size: Width and height.
+    """
+
+    path: pathlib.Path
+    numbers: Sequence[int]
+    times: Sequence[float]
+    size: tuple[int, int] = (64, 32)
+
+
+def picture(number: int, size: tuple[int, int] = (64, 32)) -> np.ndarray:
+    """A picture that shows a number in eight grey blocks, brighter to the right and below."""
+    width, height = size
+    rows = np.linspace(0, 40, height, dtype=np.uint8)[:, None]
+    bits = [(number >> bit) & 1 for bit in range(8)]
+    columns = np.repeat(bits, -(-width // 8))[:width].astype(np.uint8) * 160 + 20
+    shade = np.linspace(0, 30, width, dtype=np.uint8)
+    return np.repeat((rows + columns + shade)[:, :, None], 3, axis=2)
+
+
+def number_in(pixels: np.ndarray) -> int:
+    """The number that a picture of any size shows."""
+    height, width = pixels.shape[:2]
+    centres = [int((bit + 0.5) * width / 8) for bit in range(8)]
+    return sum(int(pixels[height // 2, x].mean() > 128) << bit for bit, x in enumerate(centres))
+
+
+def write(
+    path: pathlib.Path,
+    numbers: Sequence[int],
+    codec: str = "libx264",
+    size: tuple[int, int] = (64, 32),
+    options: dict[str, str] | None = None,
+    matrix: tuple[int, int, int, int] = (1, 0, 0, 1),
+    muxer: dict[str, str] | None = None,
+) -> pathlib.Path:
+    """Encode pictures at 25 frames per second."""
+    with av.open(str(path), "w", options=muxer or {}) as container:
+        stream = container.add_stream(codec, rate=RATE, options=options or {"g": "10", "bf": "0"})
+        assert isinstance(stream, av.VideoStream)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv444p" if options == LOSSLESS else "yuv420p"
+        a, b, c, d = (65536 * value for value in matrix)
+        stream.set_display_matrix([a, b, 0, c, d, 0, 0, 0, 1 << 30])
+        for number in numbers:
+            frame = av.VideoFrame.from_ndarray(picture(number, size), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def copy(
+    sources: Sequence[pathlib.Path],
+    target: pathlib.Path,
+    start: Callable[[int], float] = lambda n: 0.0,
+    skip: int = 0,
+) -> pathlib.Path:
+    """Write the packets of files one after another, file n with its clock at `start(n)` seconds.
+
+    The first `skip` packets are left out.
+    """
+    with av.open(str(target), "w") as new:
+        stream = None
+        for n, source in enumerate(sources):
+            with av.open(str(source)) as old:
+                stream = stream or new.add_stream_from_template(old.streams.video[0])
+                for count, packet in enumerate(old.demux(old.streams.video[0])):
+                    if packet.size and count >= skip:
+                        assert packet.pts is not None and packet.dts is not None
+                        shift = round(start(n) / packet.time_base)
+                        packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
+                        packet.stream = stream
+                        new.mux(packet)
+    return target
+
+
+def at(count: int, start: float = 0.0) -> list[float]:
+    return [start + n / RATE for n in range(count)]
+
+
+def turned(folder: pathlib.Path, name: str, suffix: str) -> Clip:
+    path = write(folder / f"clip{suffix}", range(4), options=LOSSLESS, matrix=ORIENTATIONS[name])
+    size = (32, 64) if ORIENTATIONS[name][0] == 0 else (64, 32)
+    return Clip(path, range(4), at(4), size)
+
+
+def trimmed(folder: pathlib.Path, first: int, count: int) -> Clip:
+    """A trim by edit list alone, as QuickTime writes it: all samples stay in the file."""
+    path = write(folder / "clip.mp4", range(100))
+    data = bytearray(path.read_bytes())
+    movie, media, track, edit = (data.find(name) for name in (b"mvhd", b"mdhd", b"tkhd", b"elst"))
+    (movie_scale,) = struct.unpack_from(">I", data, movie + 16)
+    (media_scale,) = struct.unpack_from(">I", data, media + 16)
+    length = round(count / RATE * movie_scale)
+    struct.pack_into(">I", data, movie + 20, length)
+    struct.pack_into(">I", data, track + 24, length)
+    struct.pack_into(">II", data, edit + 12, length, round(first / RATE * media_scale))
+    path.write_bytes(data)
+    return Clip(path, range(first, first + count), at(count))
+
+
+def headless(folder: pathlib.Path, suffix: str, codec: str, shown_from: int = 10) -> Clip:
+    """A clip cut between two keyframes, so that its first six frames cannot be decoded."""
+    whole = write(folder / f"whole{suffix}", range(60), codec)
+    path = copy([whole], folder / f"clip{suffix}", skip=4)
+    numbers = range(shown_from, 60)
+    return Clip(path, numbers, at(len(numbers), (shown_from - 4) / RATE))
+
+
+def call(folder: pathlib.Path, suffix: str, codec: str) -> Clip:
+    """A call whose picture is smaller for a second."""
+    parts = [
+        write(folder / f"{n}{suffix}", range(25 * n, 25 * n + 25), codec, size)
+        for n, size in enumerate([(64, 32), (32, 16), (64, 32)])
+    ]
+    path = copy(parts, folder / f"clip{suffix}", start=float)
+    return Clip(path, range(75), at(75))
+
+
+def joined(folder: pathlib.Path, second: tuple[int, int] = (64, 32)) -> Clip:
+    """Two recordings of a transport stream, one after the other."""
+    parts = [
+        write(folder / "a.ts", range(40)),
+        write(folder / "b.ts", range(40, 100), size=second),
+    ]
+    path = folder / "clip.ts"
+    path.write_bytes(b"".join(part.read_bytes() for part in parts))
+    return Clip(path, range(100), at(100))
+
+
+def restarted(folder: pathlib.Path) -> Clip:
+    """Matroska whose clusters count from zero again after two seconds."""
+    path = folder / "clip.mkv"
+    options = {"g": "50", "bf": "0"}
+    write(path, range(100), options=options, muxer={"cluster_time_limit": "1990"})
+    data = path.read_bytes()
+    # The element of a cluster's time in milliseconds: its id, its size, and two bytes.
+    assert data.count(b"\xe7\x82\x07\xd0") == 1
+    path.write_bytes(data.replace(b"\xe7\x82\x07\xd0", b"\xe7\x82\x00\x00"))
+    return Clip(path, range(100), at(100))
+
+
+def far_ahead(folder: pathlib.Path) -> Clip:
+    parts = [write(folder / "a.ts", range(40)), write(folder / "b.ts", range(40, 100))]
+    path = copy(parts, folder / "clip.ts", start=lambda n: 500.0 * n)
+    return Clip(path, range(100), at(100))
+
+
+def wrapped(folder: pathlib.Path) -> Clip:
+    """A transport stream whose 33 bits of time run over after a second."""
+    whole = write(folder / "whole.ts", range(60))
+    path = copy([whole], folder / "clip.ts", start=lambda n: 2**33 / 90_000 - 2.4)
+    return Clip(path, range(60), at(60))
+
+
+def below_zero(folder: pathlib.Path) -> Clip:
+    whole = write(folder / "whole.mkv", range(30))
+    path = copy([whole], folder / "clip.mkv", start=lambda n: -0.4)
+    return Clip(path, range(30), at(30))
+
+
+def coarse(folder: pathlib.Path) -> Clip:
+    """Frames that come faster than the container's clock ticks: pairs have one time."""
+    path = folder / "clip.mkv"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=2000, options={"bf": "0"})
+        assert isinstance(stream, av.VideoStream)
+        stream.width, stream.height, stream.pix_fmt = 64, 32, "yuv420p"
+        stream.codec_context.time_base = fractions.Fraction(1, 2000)
+        for number in range(20):
+            frame = av.VideoFrame.from_ndarray(picture(number), format="rgb24")
+            frame.pts, frame.time_base = number, fractions.Fraction(1, 2000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return Clip(path, range(20), [n / 2000 for n in range(20)])
+
+
+def covered(folder: pathlib.Path) -> Clip:
+    """A video beside a cover picture that is larger."""
+    path = folder / "clip.mp4"
+    whole = write(folder / "whole.mp4", range(10))
+    with av.open(str(path), "w") as container, av.open(str(whole)) as old:
+        stream = container.add_stream_from_template(old.streams.video[0])
+        add_cover(container)
+        for packet in old.demux(old.streams.video[0]):
+            if packet.size:
+                packet.stream = stream
+                container.mux(packet)
+    return Clip(path, range(10), at(10))
+
+
+def add_cover(container: OutputContainer) -> None:
+    cover = container.add_stream("mjpeg", rate=1)
+    assert isinstance(cover, av.VideoStream)
+    cover.width, cover.height, cover.pix_fmt = 320, 320, "yuvj420p"
+    cover.disposition = Disposition.attached_pic
+    container.mux(cover.encode(av.VideoFrame(320, 320, "yuvj420p")))
+    container.mux(cover.encode(None))
+
+
+CLIPS: dict[str, Callable[[pathlib.Path], Clip]] = {
+    **{
+        f"{name}{suffix}": lambda folder, name=name, suffix=suffix: turned(folder, name, suffix)
+        for name in ORIENTATIONS
+        for suffix in (".mp4", ".mov")
+    },
+    "trim_inside": lambda folder: trimmed(folder, 37, 20),
+    "trim_start": lambda folder: trimmed(folder, 0, 30),
+    "trim_end": lambda folder: trimmed(folder, 65, 35),
+    "headless.mp4": lambda folder: headless(folder, ".mp4", "libx264"),
+    "headless.mkv": lambda folder: headless(folder, ".mkv", "libx264"),
+    "headless.ts": lambda folder: headless(folder, ".ts", "libx264"),
+    "headless.webm": lambda folder: headless(folder, ".webm", "libvpx-vp9"),
+    "call.webm": lambda folder: call(folder, ".webm", "libvpx-vp9"),
+    "call_vp8.webm": lambda folder: call(folder, ".webm", "libvpx"),
+    "joined": joined,
+    "joined_smaller": lambda folder: joined(folder, (32, 16)),
+    "restarted": restarted,
+    "far_ahead": far_ahead,
+    "wrapped": wrapped,
+    "below_zero": below_zero,
+    "coarse": coarse,
+    "covered": covered,
+}
