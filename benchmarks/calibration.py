@@ -31,6 +31,10 @@ from models.features import FrameFeatures
 from models.flops import forward_flops
 from models.model import VisionLanguageModel
 from models.remat import Remat
+from paravt_extras.plan.programs import planned_config
+from paravt_extras.plan.rates import Cost
+from paravt_extras.plan.rollouts import EngineCosts, Row
+from paravt_extras.plan.tiles import xla_attention
 from paravt_jax.method.records import Question, digest
 from paravt_jax.method.scoring import rules_of
 from rollout.agent.episode import Environment
@@ -43,10 +47,6 @@ from train.learn.optimizer import make_optimizer
 from train.learn.packing import GroupLengths, PackedMicrobatch, StepShape
 from train.learn.rollouts import roll_out
 from train.learn.work import passes
-from train.plan.programs import planned_config
-from train.plan.rates import Cost
-from train.plan.rollouts import EngineCosts, Row
-from train.plan.tiles import xla_attention
 from train.settings import Run, change
 
 # Calls of a program, of which the fastest counts: other work can only make a call slower.

@@ -1,14 +1,11 @@
-"""Measures the size and readability of the code: `python -m benchmarks.codebase [--against COMMIT]`
+"""Measures how much there is to read: `python -m benchmarks.codebase [--lower]`
 
-Prints a table of figures for this checkout, and for another commit beside it if one is given.
+Prints each figure beside its bound in tests/bounds.json, which a test holds. A bound may fall and
+is never raised: delete first. `--lower` lowers the bounds that are more than 1 % above their figure.
 
-A code line is not blank, not a comment and not part of a docstring. "The walk" is the set of files
-that the RL learner and the sampling engine reach by imports. It is what one reads to understand a
-training step. Imports count anywhere in a file, and so do names of modules in strings.
-
-Code lines are counted after formatting at 100 columns, so that two layouts can be compared. The
-figures on readability come from the committed files, without tests. Characters per line do not
-include indentation.
+A code line is not blank, not a comment and not part of a docstring. What a file reaches are the
+modules that it imports, directly or not; imports count anywhere in a file, and so do names of
+modules in strings.
 """
 
 from __future__ import annotations
@@ -16,21 +13,24 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import json
 import pathlib
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import tokenize
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-PACKAGES = ("paravt_jax", "models", "rollout", "train", "configs")
-# The walk starts at the RL learner and the engine that it samples from. The second name of each is
-# that in older commits.
-STARTS = (("train.learn.rl", "train.rl"), ("rollout.engine.engine", "rollout.engine"))
-COLUMNS = 100
+ROOT = pathlib.Path(__file__).parents[1]
+BOUNDS = ROOT / "tests" / "bounds.json"
+CORE = ("paravt_jax", "models", "rollout", "train", "configs")
+PACKAGES = (*CORE, "paravt_extras")
+# What one reads to follow a run, a training step, and the method on one page.
+STARTS = {
+    "the command": "train.run",
+    "the RL loop": "train.learn.rl",
+    "the one page": "examples.grpo_in_one_page",
+}
+MOST_PARAMETERS = 6
 FAMILY = re.compile(r"qwen\d", re.IGNORECASE)
 
 _LAYOUT_TOKENS = {
@@ -53,10 +53,10 @@ class Module(NamedTuple):
 
 
 def read_modules(root: pathlib.Path) -> dict[str, Module]:
-    """Read all modules of `PACKAGES` below `root`, by dotted name."""
+    """Read all modules of `PACKAGES` and the examples below `root`, by dotted name."""
     files = {
         _module_name(file.relative_to(root)): file
-        for package in PACKAGES
+        for package in (*PACKAGES, "examples")
         for file in sorted((root / package).rglob("*.py"))
     }
     modules = {}
@@ -66,76 +66,60 @@ def read_modules(root: pathlib.Path) -> dict[str, Module]:
     return modules
 
 
-class LineNumbers(NamedTuple):
-    """The line numbers of a file's code, comments and docstrings, counted from 1."""
-
-    code: set[int]
-    comments: set[int]
-    docstrings: set[int]
-
-
-def sort_lines(text: str) -> LineNumbers:
-    """Classify the lines of Python source. A line with code and a comment counts as code."""
+def code_lines(text: str) -> int:
+    """Return the number of code lines of Python source."""
     code: set[int] = set()
-    comments: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            comments.add(token.start[0])
         if token.type not in _LAYOUT_TOKENS:
             code.update(range(token.start[0], token.end[0] + 1))
-    docstrings = set(_docstring_lines(ast.parse(text)))
-    return LineNumbers(code - docstrings, comments - code, docstrings)
+    return len(code - set(_docstring_lines(ast.parse(text))))
 
 
-def code_lines(text: str) -> int:
-    """Number of code lines of Python source."""
-    return len(sort_lines(text).code)
-
-
-def reading(root: pathlib.Path) -> dict[str, str]:
-    """Figures on the readability of the sources below `root`, without tests."""
-    lines = filled = comments = docstrings = 0
-    lengths: list[int] = []
-    widths: list[int] = []
-    for package in (*PACKAGES, "benchmarks", "examples"):
-        for file in sorted((root / package).rglob("*.py")):
-            text = file.read_text(encoding="utf-8")
-            numbers = sort_lines(text)
-            file_lines = text.splitlines()
-            lines += len(file_lines)
-            filled += sum(bool(line.strip()) for line in file_lines)
-            comments += len(numbers.comments)
-            docstrings += len(numbers.docstrings)
-            code = [file_lines[number - 1] for number in numbers.code]
-            widths += [len(line) for line in code]
-            lengths += [len(line.strip()) for line in code]
-    wide = sum(width > COLUMNS for width in widths)
-    return {
-        "lines, tests left out": f"{lines:,}",
-        "characters per code line": f"{sum(lengths) / len(lengths):.1f}",
-        f"code lines beyond {COLUMNS} columns": f"{wide / len(widths):.1%}",
-        "comment lines per 100 lines of code": f"{100 * comments / len(widths):.1f}",
-        "docstring lines, of lines that are not blank": f"{docstrings / filled:.1%}",
-    }
-
-
-def walk(modules: Mapping[str, Module]) -> dict[str, Module]:
-    """`STARTS`, all modules that they reach by imports, and the packages that contain these."""
-    reached: dict[str, Module] = {}
-    pending = [next(name for name in names if name in modules) for names in STARTS]
+def reached(modules: Mapping[str, Module], start: str) -> dict[str, Module]:
+    """Return `start`, all modules that it reaches by imports, and the packages around these."""
+    found: dict[str, Module] = {}
+    pending = [start]
     while pending:
         name = pending.pop()
-        if name in reached:
+        if name in found or name not in modules:
             continue
-        reached[name] = modules[name]
+        found[name] = modules[name]
         # Importing a module also runs the `__init__` of every package around it.
-        pending += [package for package in _packages(name) if package in modules]
+        pending += _packages(name)
         pending += modules[name].imports
-    return reached
+    return found
+
+
+def figures(modules: Mapping[str, Module], root: pathlib.Path = ROOT) -> dict[str, int]:
+    """Measure the checkout at `root`."""
+    found = {}
+    for title, start in STARTS.items():
+        files = reached(modules, start).values()
+        found[f"{title}: code lines"] = sum(module.lines for module in files)
+        found[f"{title}: files"] = sum(module.lines > 0 for module in files)
+    sources = [module for name, module in modules.items() if not name.startswith("examples")]
+    found["source: code lines"] = sum(module.lines for module in sources)
+    for folder in ("tests", "benchmarks"):
+        texts = (file.read_text(encoding="utf-8") for file in (root / folder).rglob("*.py"))
+        found[f"{folder}: code lines"] = sum(map(code_lines, texts))
+    found[f"functions with more than {MOST_PARAMETERS} parameters"] = sum(
+        _many_parameters(module.text) for module in sources
+    )
+    return found
+
+
+def _many_parameters(text: str) -> int:
+    """Return the number of functions with more than `MOST_PARAMETERS` parameters."""
+    count = 0
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            count += sum(arg.arg not in ("self", "cls") for arg in given) > MOST_PARAMETERS
+    return count
 
 
 def find_cycles(modules: Mapping[str, Module]) -> list[list[str]]:
-    """Groups of modules that import each other, directly or through others."""
+    """Return groups of modules that import each other, directly or through others."""
     reach = {name: _reachable(modules, name) for name in modules}
     groups = {
         tuple(sorted(other for other in reach[name] if name in reach[other]))
@@ -146,7 +130,7 @@ def find_cycles(modules: Mapping[str, Module]) -> list[list[str]]:
 
 
 def name_a_family(modules: Mapping[str, Module]) -> list[str]:
-    """Modules outside the packages of families whose code names one. Comments and docstrings may.
+    """Return modules outside the packages of families whose code names one. Comments may.
 
     `models.family` lists the families.
     """
@@ -160,7 +144,7 @@ def name_a_family(modules: Mapping[str, Module]) -> list[str]:
 
 
 def _code_text(text: str) -> str:
-    """The tokens of Python source, one per line, without comments and docstrings."""
+    """Return the tokens of Python source, one per line, without comments and docstrings."""
     docstrings = set(_docstring_lines(ast.parse(text)))
     return "\n".join(
         token.string
@@ -195,7 +179,7 @@ def _imports(name: str, text: str, known: Mapping[str, pathlib.Path]) -> frozens
 
 
 def _absolute(node: ast.ImportFrom, name: str, known: Mapping[str, pathlib.Path]) -> str:
-    """The module that `node` imports from, in the module `name`."""
+    """Return the module that `node` imports from, in the module `name`."""
     if not node.level:
         return node.module or ""
     parts = name.split(".")
@@ -206,98 +190,45 @@ def _absolute(node: ast.ImportFrom, name: str, known: Mapping[str, pathlib.Path]
 
 def _docstring_lines(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        for statement in node.body:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                # Strings below the fields of a dataclass count too.
-                if isinstance(statement.value.value, str):
-                    yield from range(statement.lineno, (statement.end_lineno or 0) + 1)
+        # Strings below the fields of a dataclass count too.
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                yield from range(node.lineno, (node.end_lineno or 0) + 1)
 
 
 def _reachable(modules: Mapping[str, Module], start: str) -> set[str]:
-    """Modules that `start` imports, directly or indirectly. Contains `start` only if on a cycle."""
-    reached: set[str] = set()
+    """Return what `start` imports, directly or not. It has `start` itself only on a cycle."""
+    found: set[str] = set()
     pending = list(modules[start].imports)
     while pending:
         name = pending.pop()
-        if name not in reached:
-            reached.add(name)
+        if name not in found:
+            found.add(name)
             pending += modules[name].imports
-    return reached
+    return found
 
 
-def _formatted_copy(root: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Copy the sources and tests of `root` to `folder`, and format them at `COLUMNS` columns."""
-    for name in (*PACKAGES, "tests", "benchmarks", "examples"):
-        if (root / name).exists():
-            shutil.copytree(
-                root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "format",
-        "--quiet",
-        "--isolated",
-        f"--line-length={COLUMNS}",
-        str(folder),
-    ]
-    subprocess.run(command, check=True)
-    return folder
+def read_bounds() -> dict[str, int]:
+    """Return the bound of each figure."""
+    return json.loads(BOUNDS.read_text(encoding="utf-8"))
 
 
-def measure(root: pathlib.Path) -> dict[str, str]:
-    """Measure the checkout at `root`. Returns its figures by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = _formatted_copy(root, pathlib.Path(folder))
-        modules = read_modules(copy)
-        reached = walk(modules)
-        tests = [code_lines(file.read_text("utf-8")) for file in (copy / "tests").rglob("*.py")]
-        longest = max(module.lines for module in modules.values())
-    counts = {
-        "the walk: code lines": sum(module.lines for module in reached.values()),
-        "the walk: files with code": sum(module.lines > 0 for module in reached.values()),
-        "sources: code lines": sum(module.lines for module in modules.values()),
-        "sources: files": len(modules),
-        "sources: code lines of the longest file": longest,
-        "tests: code lines": sum(tests),
-        "tests: files": len(tests),
-        "import cycles": len(find_cycles(modules)),
-        "files outside its package whose code names a model family": len(name_a_family(modules)),
-    }
-    return {name: f"{count:,}" for name, count in counts.items()} | reading(root)
-
-
-def measure_commit(root: pathlib.Path, commit: str) -> dict[str, str]:
-    """`measure` of another commit of the repository at `root`."""
-    with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(
-            ["git", "-C", str(root), "archive", commit], check=True, capture_output=True
-        )
-        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-        return measure(pathlib.Path(folder))
+def lowered(bounds: Mapping[str, int], found: Mapping[str, int]) -> dict[str, int]:
+    """Return bounds that are at most 1 % above their figures. None is above the one before."""
+    return {name: min(int(1.01 * value), bounds.get(name, value)) for name, value in found.items()}
 
 
 def main() -> None:
-    """Print the table in Markdown. With `--walk`, print the files of the walk first."""
+    """Print the figures, and lower the bounds if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.codebase", description=__doc__)
-    parser.add_argument("--against", metavar="COMMIT", help="commit to compare with")
-    parser.add_argument("--walk", action="store_true", help="print the walk file by file")
+    parser.add_argument("--lower", action="store_true", help="lower the bounds to the figures")
     options = parser.parse_args()
-    root = pathlib.Path(__file__).parents[1]
-    if options.walk:
-        modules = read_modules(root)
-        for name, module in sorted(walk(modules).items()):
-            print(f"{module.lines:6d}  {name}")
-    columns = {"this checkout": measure(root)}
-    if options.against:
-        columns = {options.against: measure_commit(root, options.against), **columns}
-    print(f"| | {' | '.join(columns)} |")
-    print("|---" * (len(columns) + 1) + "|")
-    for name in columns["this checkout"]:
-        print(f"| {name} | {' | '.join(column[name] for column in columns.values())} |")
+    found = figures(read_modules(ROOT))
+    bounds = read_bounds()
+    for name, value in found.items():
+        print(f"{value:8,}  (at most {bounds.get(name, 0):,})  {name}")
+    if options.lower:
+        BOUNDS.write_text(json.dumps(lowered(bounds, found), indent=1) + "\n")
 
 
 if __name__ == "__main__":

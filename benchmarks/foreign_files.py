@@ -46,6 +46,7 @@ from models.qwen3_vl.sizes import tiny
 from models.weights import folder as model_folder
 from models.weights import tensor_file
 from models.weights.hf_config import from_hf, to_hf
+from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data import archives
 from paravt_jax.data.archives import ArchiveError, find_archives
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
@@ -57,7 +58,6 @@ from paravt_jax.data.workers import Workers
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.remote.client import Client, Failure
-from paravt_jax.world.stand_in import write_stand_in
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 
 SECONDS = 30.0

@@ -1,6 +1,6 @@
 """Times `paravt_2b_lora` on the device here: a few steps of a run, and the engine's sampling.
 
-    python -m paravt_jax.world.scenes --out data/scenes
+    python -m paravt_extras.scenes --out data/scenes
     python -m benchmarks.gpu --json FILE
     python -m benchmarks.gpu --json FILE --parts here transformers      # without the steps
 

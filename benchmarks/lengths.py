@@ -17,7 +17,7 @@ import pathlib
 import sys
 
 from configs import RECIPES
-from train.plan.workload import Distribution, Workload, draw, limits_of, write
+from paravt_extras.plan.workload import Distribution, Workload, draw, limits_of, write
 
 FOLDER = pathlib.Path(__file__).parent
 STEPS = 8

@@ -29,6 +29,11 @@ from configs.paravt_tiny import paravt_tiny
 from configs.sft import sft_tiny
 from models.lora import LoRASettings
 from models.sharding import make_mesh
+from paravt_extras.fit import total_bytes
+from paravt_extras.plan.abstract import abstract_rl_gradients
+from paravt_extras.report.discovery import greedy
+from paravt_extras.studies.study import over_seeds, require_seeds
+from paravt_extras.summary import Line
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.scoring import Rules
@@ -37,17 +42,12 @@ from train.data import Data
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import Checkpoints
 from train.durable.run_directory import RunDirectory, RunDirectoryError
-from train.fit import total_bytes
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
 from train.phases.model import first_model, take_apart
-from train.plan.abstract import abstract_rl_gradients
 from train.prepare import prepare
-from train.report.discovery import greedy
 from train.run import execute, resolved
 from train.settings import Run, change
-from train.studies.study import over_seeds, require_seeds
-from train.summary import Line
 
 ROOT = pathlib.Path(__file__).parents[1]
 START, FULL, LORA = "start", "full", "lora"

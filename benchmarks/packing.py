@@ -26,8 +26,13 @@ from configs import RECIPES
 from models.config import ModelConfig
 from models.flops import forward_flops
 from models.remat import Remat
+from paravt_extras.fit import fit
+from paravt_extras.plan.programs import planned_config
+from paravt_extras.plan.tiles import flash_attention, xla_attention
+from paravt_extras.plan.units import si
+from paravt_extras.plan.workload import Workload, at_limits, lengths_of, read
+from paravt_extras.slices import Topology
 from rollout.evaluation.markdown import table
-from train.fit import fit
 from train.learn.packing import GroupLengths, MicrobatchShape, pack
 from train.learn.placement import row_pieces
 from train.learn.work import (
@@ -39,12 +44,7 @@ from train.learn.work import (
     visible_pairs,
     worth,
 )
-from train.plan.programs import planned_config
-from train.plan.tiles import flash_attention, xla_attention
-from train.plan.units import si
-from train.plan.workload import Workload, at_limits, lengths_of, read
 from train.settings import Run
-from train.slices import Topology
 
 SLICES = ("v5e:4x4", "v6e:4x4", "v5p:2x2x4")
 REMATS: dict[str, Remat] = {"without": "none", "with": "full"}
@@ -194,7 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--lengths", type=pathlib.Path, help="lengths of paravt_8b; see train.plan")
+    parser.add_argument(
+        "--lengths", type=pathlib.Path, help="lengths of paravt_8b; see paravt_extras.plan"
+    )
     parser.add_argument("--topology", default=",".join(SLICES), help="slices for paravt_8b")
     arguments = parser.parse_args(argv)
     lines = []

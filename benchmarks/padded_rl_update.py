@@ -42,7 +42,9 @@ class Padded:
 
     def batch(self, groups: Sequence[Any]) -> Any:
         """A step whose groups have these lengths: (prompt, suffixes) of each."""
-        abstract = module("train.plan.abstract")._rl_batch(self._learner._shapes, self._config)
+        abstract = module("paravt_extras.plan.abstract")._rl_batch(
+            self._learner._shapes, self._config
+        )
         batch = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
         mains = batch.sequences[0]
         per_group = len(mains.ids) // len(mains.prompt_ids)

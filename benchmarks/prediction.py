@@ -4,8 +4,9 @@ python -m benchmarks.prediction --model runs/paravt_tiny/model --keep FOLDER
 
 First calibrates the machine (`benchmarks.calibration`), within a minute and without the programs
 of the steps. Then, for each configuration, runs some steps from the weights of a finished tiny run,
-and predicts their time from the lengths of their rollouts: rounds of the engine as `train.plan`
-simulates them, micro-batches as they are packed. Frames are in the cache, so vision takes no time.
+and predicts their time from the lengths of their rollouts: rounds of the engine as
+`paravt_extras.plan` simulates them, micro-batches as they are packed. Frames are in the cache, so
+vision takes no time.
 
 There are 12 configurations. All of them take about 8 minutes on two cores. A finished one is stored
 in FOLDER: the same command goes on after it. It fails if the median error is above 25 %.
@@ -31,6 +32,9 @@ from models.config import ModelConfig
 from models.features import FrameFeatures
 from models.sharding import make_mesh, param_shardings
 from models.weights.hf import load
+from paravt_extras.plan.programs import microbatch_sizes, planned_config
+from paravt_extras.plan.rollouts import play
+from paravt_extras.plan.workload import Group, Rollout, Workload, lengths_of
 from paravt_jax.data import video
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.method.protocol import Protocol
@@ -42,9 +46,6 @@ from rollout.evaluation.markdown import table
 from train.learn.packing import pack
 from train.learn.rl import Learner
 from train.learn.rollouts import Rollouts
-from train.plan.programs import microbatch_sizes, planned_config
-from train.plan.rollouts import play
-from train.plan.workload import Group, Rollout, Workload, lengths_of
 from train.prepare import prepare
 from train.published_model import check_vocabulary, config_of
 from train.settings import Run, change

@@ -33,8 +33,8 @@ from benchmarks.killing import EXIT_CODES, check_end, environment
 from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import SIZES
 from models.weights.hf import save
+from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data.local_path import require_local
-from paravt_jax.world.stand_in import write_stand_in
 from train.durable.metrics import read_metrics
 
 RUN = pathlib.Path("runs/paravt_8b-rehearsal")

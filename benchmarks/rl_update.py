@@ -35,6 +35,8 @@ from configs.paravt_tiny import paravt_tiny
 from models.features import FrameFeatures
 from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
+from paravt_extras.plan.programs import planned_config
+from paravt_extras.plan.workload import lengths_of, read
 from paravt_jax.data import video
 from paravt_jax.method.grpo import batch_totals
 from paravt_jax.method.records import Author, Segment, Trajectory
@@ -46,8 +48,6 @@ from train.learn.placement import place, place_whole
 from train.learn.rl import Learner
 from train.learn.rl_batch import RLBatch, lay_out_padding
 from train.learn.step import TrainState
-from train.plan.programs import planned_config
-from train.plan.workload import lengths_of, read
 from train.settings import Run
 
 LENGTHS = pathlib.Path(__file__).with_name("lengths_tiny.json")

@@ -28,6 +28,7 @@ import tyro
 
 from configs import RECIPES
 from models.sharding import MeshProgram, make_mesh
+from paravt_extras.plan.collectives import bytes_sent, find_collectives
 from paravt_jax import wire
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.scoring import Rules
@@ -37,7 +38,6 @@ from tests.processes import free_port
 from tests.train.small import Road, Script, lay_road, small
 from train.learn.rl import Learner
 from train.learn.sft import SFTBatches
-from train.plan.collectives import bytes_sent, find_collectives
 from train.prepare import prepare
 from train.settings import Run
 

@@ -3,14 +3,14 @@
     python -m benchmarks.slice --config=paravt_8b > slice.json
 
 Start it on all hosts of a slice at the same time, like a run. It needs no data and no weights: the
-programs of `train.plan`, at the sizes that are chosen for the slice, get random weights and full
-rows. They compile side by side until `--minutes` are over, the largest of every family first; what
-has not been compiled by then is left out. Then each is called a few times.
+programs of `paravt_extras.plan`, at the sizes that are chosen for the slice, get random weights and
+full rows. They compile side by side until `--minutes` are over, the largest of every family first;
+what has not been compiled by then is left out. Then each is called a few times.
 
 Of each program:
 
-    seconds   measured: the fastest call. expected, least: as in `train.plan`, at the rates that it
-              expects and at the peak rates; null for devices whose rates are not known
+    seconds   measured: the fastest call. expected, least: as in paravt_extras.plan, at the rates that
+              it expects and at the peak rates; null for devices whose rates are not known
     bytes     planned: what the compiled program needs on a device. measured: the most that was in
               use on a device; null where devices do not count, or if an earlier program used more
 
@@ -39,14 +39,14 @@ from configs import RECIPES
 from models import gpu
 from models.compile_ahead import compile_threads
 from models.device_memory import used_memory
+from paravt_extras.fit import Fitted, fit
+from paravt_extras.plan.compile import Measured, flops_of, statistics
+from paravt_extras.plan.programs import Plan, PlannedProgram, program_names
+from paravt_extras.plan.rates import cost_of, expected, peak
+from paravt_extras.slices import Topology, found_devices, generation_of, known_slices
 from paravt_jax.processes import cluster, hosts
 from train.cli import parse
-from train.fit import Fitted, fit
-from train.plan.compile import Measured, flops_of, statistics
-from train.plan.programs import Plan, PlannedProgram, program_names
-from train.plan.rates import cost_of, expected, peak
 from train.settings import Run
-from train.slices import Topology, found_devices, generation_of, known_slices
 
 ROUNDS = 3
 """Calls of a program, of which the fastest counts, after one that is not timed."""

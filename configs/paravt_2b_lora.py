@@ -13,7 +13,7 @@ def paravt_2b_lora() -> Run:
 
     Command: python -m train.run --config=paravt_2b_lora
 
-    `python -m paravt_jax.world.scenes --out data/scenes` draws the data (docs/data.md). The
+    `python -m paravt_extras.scenes --out data/scenes` draws the data (docs/data.md). The
     demonstrations say what four frames show, so `data.frames` is 4. A step has 16 rows packed to
     4,096 tokens in SFT, and 4 prompts x 8 rollouts in PARA-GRPO; a demonstration has at most 1,323
     tokens.

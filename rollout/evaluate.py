@@ -6,6 +6,7 @@ Other uses compare two finished runs, show a table of several, or write a prompt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -16,9 +17,10 @@ from collections.abc import Sequence
 import tyro
 
 from models import gpu
+from paravt_extras.protocols import open_pack, open_text_pack
 from paravt_jax.command_name import command_name
 from paravt_jax.data.frames import VideoError
-from paravt_jax.processes import cluster
+from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import FAILED, LOST, USAGE, exit_code
 from paravt_jax.processes.hosts import HostsError
 from rollout.agent.endpoint import EndpointError
@@ -26,8 +28,7 @@ from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.compare import compare, comparison_text
 from rollout.evaluation.folder import FolderError
 from rollout.evaluation.pack_folder import write_pack
-from rollout.evaluation.protocols import open_text_pack
-from rollout.evaluation.run import evaluate
+from rollout.evaluation.run import evaluate, out_folder
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.table import contents, text
 
@@ -107,7 +108,9 @@ def _evaluate(settings: BenchmarkSettings, given: set[str]) -> int:
         # Before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(settings.hosts)
     with cluster.ending_with_the_others():
-        summary = evaluate(settings, given=given)
+        opened = hosts.on_all(lambda: open_pack(settings, out_folder(settings)))
+        with contextlib.closing(opened) as pack:
+            summary = evaluate(settings, given=given, pack=pack)
     return 0 if summary["n"] else 1  # 1: no question could be played
 
 

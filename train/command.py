@@ -35,18 +35,16 @@ class _Command:
 
 _COMMANDS = {
     "run": _Command("train a recipe from data to report, or resume that", "train.run"),
-    "supervise": _Command("start a command again where that may help", "train.supervise"),
-    "fits": _Command("list which recipes fit the devices here", "train.fits"),
+    "supervise": _Command("start a command again where that may help", "paravt_extras.supervise"),
+    "fits": _Command("list which recipes fit the devices here", "paravt_extras.fits"),
     "check": _Command("list what a run needs and what is missing", "train.run", ("--check",)),
-    "plan": _Command("predict memory and time of a recipe on a TPU slice", "train.plan"),
+    "plan": _Command("predict memory and time of a recipe on a TPU slice", "paravt_extras.plan"),
     "prepare": _Command("download and prepare the published data of a recipe", "train.prepare"),
-    "scenes": _Command(
-        "draw videos with questions, to try a real model", "paravt_jax.world.scenes"
-    ),
-    "download": _Command("download the questions and videos of a split", "rollout.download"),
+    "scenes": _Command("draw videos with questions, to try a real model", "paravt_extras.scenes"),
+    "download": _Command("download the questions and videos of a split", "paravt_extras.download"),
     "ask": _Command("answer a question about a video", "rollout.ask"),
     "evaluate": _Command("score a model on a benchmark, or compare runs", "rollout.evaluate"),
-    "report": _Command("write the pages of a run anew", "train.report"),
+    "report": _Command("write the pages of a run anew", "paravt_extras.report"),
     "export": _Command("write a checkpoint as a Hugging Face folder", "train.export"),
 }
 

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import functools
 import pathlib
 import sys
 import time
@@ -24,6 +25,12 @@ from configs import RECIPES
 from models import gpu
 from models.compile_cache import use_cache
 from models.sharding import make_mesh
+from paravt_extras.check.items import NotReadyError, require_ready, show
+from paravt_extras.fit import fit
+from paravt_extras.rehearsal import mark, rehearsal
+from paravt_extras.report.finish import final_report, interim_report
+from paravt_extras.report.result import goodput
+from paravt_extras.slices import found_devices
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.stored_settings import as_json
@@ -31,7 +38,6 @@ from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import LOST, exit_code
 from paravt_jax.remote.judge import RemoteJudge
-from train.check.items import NotReadyError, require_ready, show
 from train.cli import parse
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory
@@ -43,7 +49,6 @@ from train.durable.metrics import MetricsWriter, SilentMetrics
 from train.durable.place import Place, open_place
 from train.durable.run_directory import RunDirectoryError
 from train.durable.usage import Usage
-from train.fit import fit
 from train.learn.placement import require_even
 from train.out_of_memory import OutOfMemoryError, naming_remedies
 from train.phases.actor import open_actor, open_environment
@@ -54,14 +59,10 @@ from train.phases.evaluation import evaluate, evaluate_control
 from train.phases.export import export
 from train.phases.model import first_model, require_targets, take_apart
 from train.phases.reinforce import reinforce
-from train.phases.report import report
 from train.prepare import prepare
 from train.published_data import open_reader
 from train.published_model import config_of, require_weights
-from train.rehearsal import mark, rehearsal
-from train.report.result import goodput
 from train.settings import Run
-from train.slices import found_devices
 from train.unreadable import UnreadableVideosError
 
 
@@ -168,6 +169,7 @@ def _execute(
             history=history,
             tick=clock.save,
             usage=Usage(clock),
+            after_save=functools.partial(interim_report, folder, data.root),
         )
         align(context, model)
 
@@ -192,7 +194,7 @@ def _execute(
         weights = reinforce(context, parts, actor, ahead, weights)
         rows["after"] = evaluate(context, actor, weights, "after")
         export(context, parts, weights)
-        return report(context, rows, clock.total)
+        return final_report(run, folder, data.root, rows, clock.total)
 
 
 def _place(run: Run) -> Place:

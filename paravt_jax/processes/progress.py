@@ -1,4 +1,4 @@
-"""Tells `train.supervise` how far a command is, if that started it."""
+"""Tells `paravt_extras.supervise` how far a command is, if that started it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Table 1 stands on the paper's project page. Its authors played all models again with 64 frames, the
 same channel for images, and each model's own prompts. `python -m rollout.evaluate --table` and
-`python -m train.summary --table-2` print results of this project beside them.
+`python -m paravt_extras.summary --table-2` print results of this project beside them.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from rollout.evaluation.benchmarks import (
 from rollout.evaluation.folder import EvaluationFolder, Line, answered
 from rollout.evaluation.packs import PromptPack
 from rollout.evaluation.players import check_prompts, load_player, model_files, open_reader
-from rollout.evaluation.protocols import as_the_pack_plays, open_pack
+from rollout.evaluation.protocols import as_the_pack_plays, open_text_pack
 from rollout.evaluation.provenance import commit, questions_hash, versions, weights_hash
 from rollout.evaluation.replicas import Devices, device_groups, play_all
 from rollout.evaluation.report import PlayProgress, report
@@ -48,6 +48,7 @@ def evaluate(
     settings: BenchmarkSettings,
     questions: Sequence[Question] | None = None,
     given: Collection[str] = (),
+    pack: PromptPack | None = None,
 ) -> Line:
     """Play all questions that have no result yet, then write and return the summary.
 
@@ -59,6 +60,8 @@ def evaluate(
         questions: questions to play if `settings` names neither a benchmark nor a file. The paths
             of their videos are relative to `settings.videos`.
         given: fields of `settings` that the user gave, if they are known.
+        pack: the prompts; by default those that `settings.pack` names, which are this project's
+            own or in a folder. The caller closes it.
 
     Returns:
         The content of summary.json.
@@ -71,10 +74,9 @@ def evaluate(
     # Not checked by the settings themselves: a pack that plays with native videos may be run blind.
     if settings.blind and settings.native_video:
         raise ValueError("--blind, --native-video: a blind run shows no video; give only one")
-    opened = hosts.on_all(lambda: open_pack(settings, _out(settings)))
-    with contextlib.closing(opened) as pack:
-        played = hosts.on_all(lambda: as_the_pack_plays(settings, pack, given))
-        return _evaluate(played, pack, questions)
+    opened = pack or hosts.on_all(lambda: open_text_pack(settings.pack))
+    played = hosts.on_all(lambda: as_the_pack_plays(settings, opened, given))
+    return _evaluate(played, opened, questions)
 
 
 def _evaluate(
@@ -150,7 +152,7 @@ def _prepare(
         weights = "+".join(weights_hash(folder) for folder in dict.fromkeys((base, model)))
     check_prompts(files.scaled(settings), files, pack, loaded.items)
 
-    out = _out(settings)
+    out = out_folder(settings)
     identity = settings.identity() | {
         "weights": weights,
         "questions": questions_hash(loaded.items),
@@ -204,7 +206,7 @@ def _load(
     return Loaded(tuple(Item(question) for question in questions), {})
 
 
-def _out(settings: BenchmarkSettings) -> pathlib.Path:
+def out_folder(settings: BenchmarkSettings) -> pathlib.Path:
     """The folder of the evaluation."""
     name = _name(settings).replace("/", "--")
     return pathlib.Path(settings.out or f"evaluations/{name}/{_split(settings)}")
@@ -234,7 +236,7 @@ def _videos(settings: BenchmarkSettings) -> str:
         return str(pathlib.Path(settings.questions).parent)
     if settings.data and pathlib.Path(settings.data).is_dir():
         return settings.data
-    wanted = "give the folder of the videos; `rollout.download` fetches those of a split"
+    wanted = "give the folder of the videos; `paravt_extras.download` fetches those of a split"
     if not settings.data or pathlib.Path(settings.data).exists():
         raise ValueError(f"--videos is missing: {wanted}")
     if not is_hub_id(settings.data):

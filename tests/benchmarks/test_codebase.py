@@ -1,10 +1,10 @@
-"""The figures of `benchmarks.codebase`, on a project of two files."""
+"""The figures of `benchmarks.codebase`, on a project of a few files."""
 
 from __future__ import annotations
 
 import pathlib
 
-from benchmarks.codebase import reading, sort_lines
+from benchmarks.codebase import code_lines, figures, lowered, reached, read_modules
 
 SOURCE = '''"""A file,
 in two lines."""
@@ -24,22 +24,37 @@ a docstring"""
 '''
 
 
-def test_every_line_is_sorted_by_what_it_holds():
-    lines = sort_lines(SOURCE)
-    assert lines.code == {6, 7, 8, 11, 14, 15}
-    assert lines.comments == {4, 13}
-    assert lines.docstrings == {1, 2, 12}
+def test_comments_docstrings_and_blank_lines_do_not_count():
+    assert code_lines(SOURCE) == 6
 
 
-def test_reading_counts_sources_without_tests_and_without_indentation(tmp_path: pathlib.Path):
-    for folder in ("models", "tests"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "models/one.py").write_text("if True:\n    x = 1\n    # why\n")
-    (tmp_path / "models/two.py").write_text(f'"""Two."""\nlong = "{"a" * 100}"\n')
-    (tmp_path / "tests/three.py").write_text("y = 1\n" * 100)
-    figures = reading(tmp_path)
-    assert figures["lines, tests left out"] == "5"
-    assert figures["characters per code line"] == f"{(8 + 5 + 109) / 3:.1f}"
-    assert figures["code lines beyond 100 columns"] == "33.3%"
-    assert figures["comment lines per 100 lines of code"] == "33.3"
-    assert figures["docstring lines, of lines that are not blank"] == "20.0%"
+def test_what_a_file_reaches_counts_wherever_it_is_imported(tmp_path: pathlib.Path):
+    files = {
+        "train/run.py": "def main():\n    import models.one\n",
+        "train/__init__.py": "x = 1\n",
+        "models/one.py": "from train import two\n",
+        "train/two.py": "def f(a, b, c, d, e, f, g): ...\ndef g(self, a, b, c, d, e, f): ...\n",
+        "models/alone.py": "x = 1\n" * 50,
+        "tests/three.py": "y = 1\n" * 100,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    modules = read_modules(tmp_path)
+    assert sorted(reached(modules, "train.run")) == [
+        "models.one",
+        "train",
+        "train.run",
+        "train.two",
+    ]
+    found = figures(modules, tmp_path)
+    assert found["the command: code lines"] == 2 + 1 + 1 + 2
+    assert found["the command: files"] == 4
+    assert found["source: code lines"] == 56
+    assert found["tests: code lines"] == 100
+    assert found["functions with more than 6 parameters"] == 1
+
+
+def test_a_bound_never_rises():
+    assert lowered({"files": 100}, {"files": 120}) == {"files": 100}
+    assert lowered({"files": 200}, {"files": 120}) == {"files": 121}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmarks.hub import MEMBER, STRANGER, Hub
-from paravt_jax.world.stand_in import write_stand_in
+from paravt_extras.stand_in import write_stand_in
 
 ROOT = pathlib.Path(__file__).parents[2]
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"

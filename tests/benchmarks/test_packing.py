@@ -7,8 +7,8 @@ import pytest
 from benchmarks import packing
 from benchmarks.lengths import drawn
 from configs import RECIPES
-from train.fit import fit
-from train.slices import Topology
+from paravt_extras.fit import fit
+from paravt_extras.slices import Topology
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

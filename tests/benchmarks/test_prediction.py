@@ -23,12 +23,12 @@ from benchmarks.prediction import CONFIGURATIONS, Machine, base, main, predict, 
 from configs import RECIPES
 from models.features import FrameFeatures
 from models.model import VisionLanguageModel
+from paravt_extras.plan.programs import microbatch_sizes, planned_config
+from paravt_extras.plan.rollouts import Row
+from paravt_extras.plan.workload import Group, Rollout
 from paravt_jax.data import video
 from rollout.engine.engine import Engine
 from train.learn.packing import GroupLengths, pack
-from train.plan.programs import microbatch_sizes, planned_config
-from train.plan.rollouts import Row
-from train.plan.workload import Group, Rollout
 from train.settings import change
 
 TINY = RECIPES["paravt_tiny"]()

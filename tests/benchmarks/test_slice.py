@@ -13,10 +13,10 @@ import pytest
 
 import benchmarks.slice
 from benchmarks.slice import Compiled, by_family, with_work
+from paravt_extras.plan.compile import Measured
+from paravt_extras.plan.programs import Plan, program_names
+from paravt_extras.slices import Topology, generation_of
 from tests.train.small import small
-from train.plan.compile import Measured
-from train.plan.programs import Plan, program_names
-from train.slices import Topology, generation_of
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,17 @@ from configs import RECIPES
 from models.features import FrameSettings
 from models.model import abstract_model, num_params
 from models.sharding import make_mesh, param_shardings
+from paravt_extras.fit import GIB, fit
+from paravt_extras.plan.abstract import (
+    Abstract,
+    abstract_reference,
+    abstract_rl_gradients,
+    abstract_rl_optimizer,
+    abstract_sft_update,
+)
+from paravt_extras.plan.command import measure_all, plan
+from paravt_extras.plan.compile import compile_case
+from paravt_extras.slices import Topology
 from paravt_jax.method import tokenizer
 from paravt_jax.method.grpo import Anchor, GRPOSettings
 from paravt_jax.method.protocol import Protocol
@@ -41,18 +52,7 @@ from rollout.evaluation.settings import BenchmarkSettings
 from train.cli import parse
 from train.durable.checkpoint import CheckpointSettings
 from train.export import Export
-from train.fit import GIB, fit
-from train.plan.abstract import (
-    Abstract,
-    abstract_reference,
-    abstract_rl_gradients,
-    abstract_rl_optimizer,
-    abstract_sft_update,
-)
-from train.plan.command import measure_all, plan
-from train.plan.compile import compile_case
 from train.settings import LogSettings, ModelSettings, Run
-from train.slices import Topology
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Without recipes that tests add.

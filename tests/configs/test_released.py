@@ -11,10 +11,10 @@ import pytest
 
 from configs.paravt_8b import paravt_8b
 from configs.released import paravt_8b_released, sft_8b_released
-from train.fit import fit
+from paravt_extras.fit import fit
+from paravt_extras.slices import Topology
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.settings import change
-from train.slices import Topology
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "method.md"
 GENERATIONS = ("v4", "v5e", "v6e", "v5p")

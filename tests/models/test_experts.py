@@ -20,7 +20,7 @@ from models.lora import LoRASettings
 from models.model import abstract_model
 from models.qwen3_vl.sizes import tiny
 from models.weights.hf_config import from_hf, to_hf
-from train.plan.flops import count_flops
+from paravt_extras.plan.flops import count_flops
 
 TEXT = dataclasses.replace(
     tiny(96).text, hidden_size=16, num_hidden_layers=1, experts=ExpertsConfig(6, 2, 10)

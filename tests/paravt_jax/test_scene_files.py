@@ -16,14 +16,14 @@ import pyarrow.parquet
 import pytest
 
 from configs.paravt_8b import paravt_8b
+from paravt_extras.scenes import __main__ as command
+from paravt_extras.scenes import ask, plan
+from paravt_extras.scenes.write import calibration, expected_size, missing_videos, write_scenes
 from paravt_jax.data import video
 from paravt_jax.data.preparation import open_prepared
 from paravt_jax.data.published import read_question
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.method.accuracy import accuracy
-from paravt_jax.world.scenes import __main__ as command
-from paravt_jax.world.scenes import ask, plan
-from paravt_jax.world.scenes.write import calibration, expected_size, missing_videos, write_scenes
 from paravt_jax.world.vocabulary import save_tokenizer
 from train.published_data import DataSettings, hold_out, prepare_published
 
@@ -161,7 +161,7 @@ def test_a_stopped_command_leaves_whole_videos_and_goes_on(tmp_path, number):
     out = tmp_path / "scenes"
     # So many that a busy machine cannot draw all of them before the signal arrives.
     settings = plan.SceneSettings(seed=0, videos=12, heldout=1, lines=320)
-    arguments = [sys.executable, "-m", "paravt_jax.world.scenes", "--out", str(out)]
+    arguments = [sys.executable, "-m", "paravt_extras.scenes", "--out", str(out)]
     arguments += ["--videos", "12", "--heldout", "1", "--lines", "320", "--workers", "2"]
     process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.DEVNULL)
     while not files(out) and process.poll() is None:

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import scipy.ndimage
 
+from paravt_extras.scenes import ask, calibrate, demonstrate, film, plan, sprites
+from paravt_extras.scenes.plan import FPS, PLACES, Chapter, Moment, SceneVideo, Vehicle
 from paravt_jax.data import video
 from paravt_jax.data.frames import overview_indices, window_indices
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.accuracy import accuracy, overlap, read_range
 from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.world.scenes import ask, calibrate, demonstrate, film, plan, sprites
-from paravt_jax.world.scenes.plan import FPS, PLACES, Chapter, Moment, SceneVideo, Vehicle
 
 SETTINGS = plan.SceneSettings(seed=5, videos=120, heldout=120)
 VIDEOS = plan.plan(SETTINGS)
@@ -225,7 +225,7 @@ def test_a_file_shows_what_was_drawn(tmp_path, lines):
 def test_another_process_writes_the_same_bytes(tmp_path):
     film.encode(short_video(), tmp_path / "a.mp4")
     code = (
-        "from pathlib import Path; from paravt_jax.world.scenes import film, plan; "
+        "from pathlib import Path; from paravt_extras.scenes import film, plan; "
         "moment = plan.Moment(2.0, 4.0, 'OSLO', plan.Vehicle('red', 47, 'right'), 5); "
         "chapter = plan.Chapter(plan.PLACES[0], 0.0, 6.0, 3, (moment,)); "
         "film.encode(plan.SceneVideo('train/0000', 'train', 360, 6, 600, (chapter,), (), ''), "

@@ -15,9 +15,9 @@ import pyarrow.parquet
 import pytest
 
 from configs.paravt_8b import paravt_8b
+from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data import video
 from paravt_jax.data.preparation import open_prepared
-from paravt_jax.world.stand_in import write_stand_in
 from paravt_jax.world.vocabulary import save_tokenizer
 from train.published_data import DataSettings, hold_out, prepare_published
 
@@ -152,7 +152,7 @@ def test_few_questions_still_leave_a_video_to_hold_out(tmp_path):
 
 KILLED = """
     import os, signal, sys
-    from paravt_jax.world import stand_in
+    from paravt_extras import stand_in
     encode, files = stand_in.encode, []
     def encode_or_die(settings, scenes, path, step):
         files.append(path)

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 import pytest
 
 from benchmarks.hub import Hub
+from paravt_extras import download as command
 from paravt_jax.data import hub as hub_client
-from rollout import download as command
 from rollout.evaluation.benchmarks import BENCHMARKS, VideoFolder, load
 from tests.paravt_jax.benchmarks import published
 
@@ -268,7 +268,11 @@ def test_a_data_set_with_another_layout_is_refused(fetched, monkeypatch, capsys,
 def test_a_wrong_command_line_is_one_line_below_the_usage(words, capsys):
     with pytest.raises(SystemExit):
         command.main(words)
-    assert capsys.readouterr().err.splitlines()[-1].startswith("python -m rollout.download: error")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("python -m paravt_extras.download: error")
+    )
 
 
 def test_an_address_is_no_folder(capsys):
@@ -284,7 +288,7 @@ def environment(hub: Hub, home: pathlib.Path) -> dict[str, str]:
 def test_a_download_killed_anywhere_is_completed_by_the_same_command(data_sets, tmp_path):
     repositories = {f"datasets/{BENCHMARKS[s].source}": f for s, f in data_sets.items()}
     target = tmp_path / "to"
-    line = [sys.executable, "-m", "rollout.download", "videomme", "--to", str(target)]
+    line = [sys.executable, "-m", "paravt_extras.download", "videomme", "--to", str(target)]
     milestones = ("videomme", "videos_chunked_01.zip", "data/v0.mp4", "data/v3.mp4")
     with Hub(repositories, cuts=3) as hub:
         env = environment(hub, tmp_path / "home")
@@ -306,7 +310,7 @@ def test_a_download_killed_anywhere_is_completed_by_the_same_command(data_sets, 
 def test_an_unreachable_hub_is_one_line(data_sets, tmp_path):
     with Hub({"datasets/a/b": data_sets["charades"]}) as hub:
         env = environment(hub, tmp_path / "home")
-    line = [sys.executable, "-m", "rollout.download", "mlvu", "--to", str(tmp_path / "to")]
+    line = [sys.executable, "-m", "paravt_extras.download", "mlvu", "--to", str(tmp_path / "to")]
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "check the network" in done.stderr

@@ -21,10 +21,10 @@ from flax import nnx
 from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh, param_shardings
+from paravt_extras.plan.collectives import bytes_sent, find_collectives
 from paravt_jax.processes import cluster, hosts
 from train.durable.interrupts import Interrupts, Stopped
 from train.learn.weight_sync import WeightSync
-from train.plan.collectives import bytes_sent, find_collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +141,8 @@ def look(folder: pathlib.Path, index: int) -> dict:
     """
     import small
 
-    from train import slices
-    from train.check import items, machine
+    from paravt_extras import slices
+    from paravt_extras.check import items, machine
 
     slices.device_memory = lambda device: (8 - index) * 2.0**30
     if index == 1:

@@ -9,10 +9,10 @@ import pytest
 
 from configs import RECIPES
 from models.sharding import make_mesh
+from paravt_extras.plan.abstract import abstract_rl_step, abstract_sft_update
 from tests.models.program import FOR_TPU, run
 from train.learn.rl_batch import lay_out_padding
 from train.learn.sft import SFTBatches
-from train.plan.abstract import abstract_rl_step, abstract_sft_update
 from train.settings import change
 
 
@@ -83,8 +83,8 @@ def test_shardings_equal_those_of_placed_arrays():
         from train.learn.placement import place, place_vectors, place_whole
         from train.learn.replicas import make_bank_share
         from train.learn.rl_batch import lay_out_padding
-        from train.plan.abstract import abstract_rl_step, abstract_sft_update
-        from train.plan.programs import planned_config
+        from paravt_extras.plan.abstract import abstract_rl_step, abstract_sft_update
+        from paravt_extras.plan.programs import planned_config
 
         recipe = RECIPES["paravt_tiny"]()
         config, mesh = planned_config(recipe), make_mesh(2, 4, 1)
@@ -136,7 +136,7 @@ def test_an_update_compiles_for_tpu():
         from configs import RECIPES
         from models.qwen3_vl.sizes import qwen3_vl
         from models.sharding import make_mesh
-        from train.plan.abstract import abstract_rl_gradients
+        from paravt_extras.plan.abstract import abstract_rl_gradients
 
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
         run, config = RECIPES["paravt_8b"](), qwen3_vl("8b")

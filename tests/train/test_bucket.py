@@ -14,10 +14,10 @@ import time
 import pytest
 
 from configs.paravt_tiny import paravt_tiny
-from train.check.asking import Asked
-from train.check.disk import needs
-from train.check.run_folder import run_directory
-from train.check.subject import Subject
+from paravt_extras.check.asking import Asked
+from paravt_extras.check.disk import needs
+from paravt_extras.check.run_folder import run_directory
+from paravt_extras.check.subject import Subject
 from train.durable import lease as leases
 from train.durable.bucket import ABSENT, Bucket, BucketError, ChangedError, DamagedObjectError
 from train.durable.lease import Lease, LeaseError

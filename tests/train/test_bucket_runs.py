@@ -14,8 +14,8 @@ import time
 
 import pytest
 
+import paravt_extras.report.__main__
 import train.export
-import train.report.__main__
 import train.run
 from paravt_jax.processes.exit_codes import LOST
 from train.durable.metrics import MEASURED, read_metrics
@@ -138,7 +138,7 @@ def test_a_run_equals_one_on_a_disk(store, machine, start, whole, tmp_path, caps
 
     page = store.read("runs/equal/report.html")
     store.delete("runs/equal/report.html")
-    assert train.report.__main__.main([address]) == 0
+    assert paravt_extras.report.__main__.main([address]) == 0
     assert len(store.read("runs/equal/report.html")) > len(page) / 2
 
 

@@ -29,6 +29,21 @@ from configs.sft import sft_8b
 from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
 from models.weights.hf import save
+from paravt_extras.check import (
+    asking,
+    data,
+    disk,
+    items,
+    loggers,
+    machine,
+    run_folder,
+    sizes,
+    weights,
+)
+from paravt_extras.check.asking import Asked, NoAccess, NoAnswer, Repository
+from paravt_extras.check.finding import Finding, table
+from paravt_extras.check.subject import Subject
+from paravt_extras.slices import Devices
 from paravt_jax.data import video
 from paravt_jax.data.archives import Archive, mark_of
 from paravt_jax.data.stored_settings import lock
@@ -37,10 +52,6 @@ from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, exit_code
 from paravt_jax.world.vocabulary import save_tokenizer
 from tests.paravt_jax.published_files import answered, rl_row, write_rl, write_sft
-from train.check import asking, data, disk, items, loggers, machine, run_folder, sizes, weights
-from train.check.asking import Asked, NoAccess, NoAnswer, Repository
-from train.check.finding import Finding, table
-from train.check.subject import Subject
 from train.cli import parse
 from train.durable.run_directory import RunDirectory
 from train.learn.optimizer import OptimizerSettings
@@ -48,7 +59,6 @@ from train.prepare import prepare
 from train.published_data import DataSettings
 from train.run import resolved
 from train.settings import LogSettings, ModelSettings, Run, change
-from train.slices import Devices
 
 HOSTS_PROGRAM = str(pathlib.Path(__file__).with_name("hosts_program.py"))
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
@@ -369,7 +379,7 @@ def server() -> Iterator[str]:
 def test_the_hub_is_asked_for_files_and_access(server):
     program = """
 import sys
-from train.check import asking
+from paravt_extras.check import asking
 for name in ("owner/open", "owner/gated", "owner/none", "owner/expired", "owner/busy"):
     try:
         print(asking.ask_hub(name, "model"))

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from paravt_jax.method.structure import TAGS
-from tests.train.test_report import page_of, write_lines
-from train.report.chart import Chart
-from train.report.claim import (
+from paravt_extras.report.chart import Chart
+from paravt_extras.report.claim import (
     KINDS,
     budgets,
     claim_charts,
@@ -21,6 +19,8 @@ from train.report.claim import (
     tag_probabilities,
     weighted_mean,
 )
+from paravt_jax.method.structure import TAGS
+from tests.train.test_report import page_of, write_lines
 
 Row = dict[str, Any]
 

@@ -17,13 +17,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 EQUIVALENTS = {
     "run": ("train.run", []),
     "check": ("train.run", ["--check"]),
-    "plan": ("train.plan.__main__", []),
+    "plan": ("paravt_extras.plan.__main__", []),
     "prepare": ("train.prepare", []),
-    "scenes": ("paravt_jax.world.scenes.__main__", []),
-    "download": ("rollout.download", []),
+    "scenes": ("paravt_extras.scenes.__main__", []),
+    "download": ("paravt_extras.download", []),
     "ask": ("rollout.ask", []),
     "evaluate": ("rollout.evaluate", []),
-    "report": ("train.report.__main__", []),
+    "report": ("paravt_extras.report.__main__", []),
     "export": ("train.export", []),
 }
 
@@ -133,7 +133,7 @@ def test_a_plan_does_not_wait_for_its_threads(tmp_path):
     done = program(
         """
         import threading, time
-        from train.plan import command
+        from paravt_extras.plan import command
         def stopped():
             threading.Thread(target=time.sleep, args=(300,)).start()
             return 5

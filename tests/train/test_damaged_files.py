@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
+from paravt_extras.report import __main__ as report
+from paravt_extras.report.live import live_page
+from paravt_extras.report.page import write_report
+from paravt_extras.report.result import checks, judged, read_curve, read_evaluation, read_result
+from paravt_extras.summary import main as summarise
+from paravt_extras.table_2 import read_run
 from paravt_jax.data.stored_json import DamagedFileError
 from train.durable.clock import Clock
 from train.durable.metrics import MetricsWriter, read_metrics
 from train.durable.run_directory import RunDirectoryError
-from train.report import __main__ as report
-from train.report.live import live_page
-from train.report.page import write_report
-from train.report.result import checks, judged, read_curve, read_evaluation, read_result
-from train.summary import main as summarise
-from train.table_2 import read_run
 
 Read = Callable[[pathlib.Path], object]
 

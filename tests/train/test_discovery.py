@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from paravt_extras.report.discovery import choose_pairs, group_table, learning_curves
 from tests.train.test_report import Page, fake_episode, fake_video, page_of, write_lines
-from train.report.discovery import choose_pairs, group_table, learning_curves
 
 KS = (4, 64)
 Row = dict[str, Any]

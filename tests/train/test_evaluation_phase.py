@@ -13,6 +13,7 @@ import pytest
 import train.phases.context
 import train.run
 from models.sharding import Lowering
+from paravt_extras.report.page import write_report
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
@@ -20,7 +21,6 @@ from rollout.engine.engine import Engine
 from tests.paravt_jax.judge_server import Reply, says, serving
 from train.learn.weight_sync import WeightSync
 from train.phases.actor import Actor
-from train.report.page import write_report
 
 # An error that is not retried.
 REFUSED = Reply(status=401)

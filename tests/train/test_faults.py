@@ -74,7 +74,7 @@ def test_every_end_is_one_line(together, tmp_path, fault, who):
 @pytest.mark.parametrize("fault", ["kill once", "hang once"])
 def test_two_supervised_processes_meet_again_and_finish(together, tmp_path, fault):
     """Of a process that hangs, only its supervisor knows."""
-    supervisor = "-m train.supervise --pause 1 --hang 60 --".split()
+    supervisor = "-m paravt_extras.supervise --pause 1 --hang 60 --".split()
     program = [sys.executable, PROGRAM, fault, "1", str(tmp_path)]
     command = [*supervisor, *program, "--hosts.heartbeat", str(HEARTBEAT)]
     for ended in together(command, 2, devices=1, timeout=400):

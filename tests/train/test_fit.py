@@ -18,13 +18,13 @@ from models.lora import LoRASettings
 from models.model import num_params
 from models.qwen3_vl.sizes import qwen3_vl
 from models.remat import Remat
-from train.fit import GIB, OPEN_FIELDS, choose_mesh, fit
+from paravt_extras.fit import GIB, OPEN_FIELDS, choose_mesh, fit
+from paravt_extras.plan.programs import microbatch_sizes
+from paravt_extras.rehearsal import cut
+from paravt_extras.slices import Devices, Topology, found_devices, known_slices
 from train.learn.packing import pack
 from train.learn.work import done
-from train.plan.programs import microbatch_sizes
-from train.rehearsal import cut
 from train.settings import Run, change
-from train.slices import Devices, Topology, found_devices, known_slices
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = RECIPES["paravt_8b"]()

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-import train.follow
+import paravt_extras.follow
+from paravt_extras.follow import RunError, follow
+from paravt_extras.report.live import live_page, newest_episode
 from paravt_jax.data.stored_settings import lock
-from train.follow import RunError, follow
-from train.report.live import live_page, newest_episode
 
 # Takes the place of `train.run`: a run of a few steps, which behaves as the script of it says.
 STAND_IN = """
@@ -50,8 +50,10 @@ with lock(folder / ".lock"), Interrupts() as interrupts:
 def run_dir(tmp_path, monkeypatch) -> pathlib.Path:
     """The folder of a run that the stand-in makes."""
     script = tmp_path / "stand_in.py"
-    script.write_text(STAND_IN.format(root=str(pathlib.Path(train.follow.__file__).parents[1])))
-    monkeypatch.setattr(train.follow, "_COMMAND", (sys.executable, str(script)))
+    script.write_text(
+        STAND_IN.format(root=str(pathlib.Path(paravt_extras.follow.__file__).parents[1]))
+    )
+    monkeypatch.setattr(paravt_extras.follow, "_COMMAND", (sys.executable, str(script)))
     return tmp_path / "run"
 
 
@@ -100,7 +102,7 @@ def test_an_interrupt_stops_the_run_after_its_step(run_dir):
 
 
 def test_a_run_that_goes_on_alone_is_followed_and_not_started_again(run_dir):
-    first = train.follow._Run(run_dir, run_dir.with_name("run.log"), ["--short"])
+    first = paravt_extras.follow._Run(run_dir, run_dir.with_name("run.log"), ["--short"])
     wait_for(run_dir / "config.json")
     follow(["--broken"], run_dir, lambda page: None, every=0.02)
     assert not first.is_running() and first.has_succeeded()
@@ -109,8 +111,8 @@ def test_a_run_that_goes_on_alone_is_followed_and_not_started_again(run_dir):
 
 
 def test_a_run_that_has_not_locked_its_folder_yet_is_not_started_again(run_dir):
-    first = train.follow._Run(run_dir, run_dir.with_name("run.log"), ["--short"])
-    second = train.follow._Run(run_dir, run_dir.with_name("run.log"), ["--short"])
+    first = paravt_extras.follow._Run(run_dir, run_dir.with_name("run.log"), ["--short"])
+    second = paravt_extras.follow._Run(run_dir, run_dir.with_name("run.log"), ["--short"])
     assert second._id == first._id
     while first.is_running():
         time.sleep(0.02)
@@ -126,8 +128,8 @@ def test_a_folder_that_another_program_holds_is_left_alone(run_dir):
 def test_of_a_progress_bar_the_last_state_is_shown(tmp_path):
     log = tmp_path / "log"
     log.write_bytes(b"one\n10 %\r50 %\r90 %\n\n")
-    assert train.follow._lines(log) == ["one", "90 %"]
-    assert train.follow._lines(tmp_path / "none") == []
+    assert paravt_extras.follow._lines(log) == ["one", "90 %"]
+    assert paravt_extras.follow._lines(tmp_path / "none") == []
 
 
 def test_the_page_of_a_folder_that_does_not_exist_yet_says_so(tmp_path):

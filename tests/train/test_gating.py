@@ -12,13 +12,13 @@ import jax
 import pytest
 
 from configs.paravt_tiny import paravt_tiny
+from paravt_extras.studies import gating, study
+from paravt_extras.studies.gating import DRAWN, FIXED, START, Gating, plan, read, table
+from paravt_extras.studies.gating_figure import PANELS, draw, figure
 from train.durable.interrupts import Interrupts
 from train.durable.run_directory import RunDirectory, cold_start_identity
 from train.run import resolved
 from train.settings import Run
-from train.studies import gating, study
-from train.studies.gating import DRAWN, FIXED, START, Gating, plan, read, table
-from train.studies.gating_figure import PANELS, draw, figure
 
 Row = dict[str, Any]
 KS = (4, 64)

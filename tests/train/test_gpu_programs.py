@@ -13,14 +13,14 @@ import jax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-import train.plan.programs
+import paravt_extras.plan.programs
 from configs import RECIPES
 from models import attention
 from models.attention import paged
+from paravt_extras.fit import GIB, fit
+from paravt_extras.plan.programs import Plan, program_names
+from paravt_extras.slices import Devices
 from rollout.engine.programs import Programs
-from train.fit import GIB, fit
-from train.plan.programs import Plan, program_names
-from train.slices import Devices
 
 # 90 % of what a GPU of 24 GB has.
 SMALL_GPU = Devices("1 x L4", 1, 1, 20.2 * GIB, "gpu")
@@ -34,7 +34,9 @@ def plan(monkeypatch) -> Plan:
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91002)
     # Away from TPUs, the engine copies pages to dense arrays before it decodes.
     monkeypatch.setattr(
-        train.plan.programs, "Programs", lambda model, page, paged: Programs(model, page, False)
+        paravt_extras.plan.programs,
+        "Programs",
+        lambda model, page, paged: Programs(model, page, False),
     )
     run = fit(RECIPES["paravt_2b_lora"](), SMALL_GPU).run
     devices = jax.devices()[:1]

@@ -13,12 +13,12 @@ import pytest
 
 import train.run
 from configs.paravt_2b_lora import paravt_2b_lora
+from paravt_extras.fit import fit
+from paravt_extras.slices import Topology
 from paravt_jax.processes.exit_codes import TEMPORARY
 from train.cli import parse
 from train.durable.run_directory import MAY_CHANGE
-from train.fit import fit
 from train.out_of_memory import OutOfMemoryError, naming_remedies
-from train.slices import Topology
 
 
 def take_too_much(*_):

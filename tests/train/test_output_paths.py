@@ -9,11 +9,11 @@ import pytest
 from benchmarks.killing import Killing
 from benchmarks.scaling import Scaling
 from configs import RECIPES
+from paravt_extras.plan import command as plan
+from paravt_extras.studies import paradox
 from rollout import ask, evaluate
 from train import prepare, run
 from train.cli import parse
-from train.plan import command as plan
-from train.studies import paradox
 
 ADDRESS = "gs://bucket/a"
 LARGE = "--config=paravt_8b"

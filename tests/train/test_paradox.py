@@ -14,18 +14,8 @@ import jax
 import pytest
 
 from configs.paradox import ARMS
-from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.world import text as world_text
-from paravt_jax.world import videos
-from paravt_jax.world.text import TextSettings
-from train.durable.checkpoint import CheckpointError
-from train.durable.interrupts import Interrupts
-from train.durable.run_directory import RunDirectory, RunDirectoryError
-from train.learn.rl_settings import RLSettings
-from train.run import resolved
-from train.settings import Run, change
-from train.studies import paradox, study
-from train.studies.paradox import (
+from paravt_extras.studies import paradox, study
+from paravt_extras.studies.paradox import (
     COLD_START,
     Paradox,
     Result,
@@ -40,15 +30,25 @@ from train.studies.paradox import (
     report,
     table,
 )
-from train.studies.paradox_figure import figure
-from train.studies.paradox_tables import (
+from paravt_extras.studies.paradox_figure import figure
+from paravt_extras.studies.paradox_tables import (
     gap_table,
     held_out_gap_table,
     show,
     tag_table,
     temperature_table,
 )
-from train.studies.study import carry_out
+from paravt_extras.studies.study import carry_out
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos
+from paravt_jax.world.text import TextSettings
+from train.durable.checkpoint import CheckpointError
+from train.durable.interrupts import Interrupts
+from train.durable.run_directory import RunDirectory, RunDirectoryError
+from train.learn.rl_settings import RLSettings
+from train.run import resolved
+from train.settings import Run, change
 from train.unreadable import UnreadableVideosError
 
 GRPO, ANCHORED, GATED, FULL = ARMS

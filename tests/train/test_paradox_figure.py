@@ -11,8 +11,8 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from train.studies.paradox import MEASURES
-from train.studies.paradox_figure import START, STYLES, Result, draw, figure
+from paravt_extras.studies.paradox import MEASURES
+from paravt_extras.studies.paradox_figure import START, STYLES, Result, draw, figure
 
 SETTINGS = ("GRPO", "+ exploration anchoring", "+ nFrames gating", "PARA-GRPO")
 KS = (4, 16, 64)

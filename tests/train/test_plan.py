@@ -24,28 +24,28 @@ from models.flops import flops_per_token
 from models.lora import LoRASettings, split
 from models.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
-from rollout.engine import runner
-from rollout.engine.programs import Drawn
-from tests.train.small import small
-from train.fit import fit
-from train.learn.work import visible_pairs, worth
-from train.meshes import sharded_bytes
-from train.plan import cache, rates, step
-from train.plan import command as plan
-from train.plan.abstract import planned_model
-from train.plan.compile import (
+from paravt_extras.fit import fit
+from paravt_extras.meshes import sharded_bytes
+from paravt_extras.plan import cache, rates, step
+from paravt_extras.plan import command as plan
+from paravt_extras.plan.abstract import planned_model
+from paravt_extras.plan.compile import (
     SIZES,
     Case,
     Measured,
     compile_case,
     memory_shortage,
 )
-from train.plan.flops import count_flops
-from train.plan.programs import Plan, microbatch_sizes, planned_config, program_names
-from train.plan.rollouts import Row
-from train.plan.workload import Rollout, at_limits
+from paravt_extras.plan.flops import count_flops
+from paravt_extras.plan.programs import Plan, microbatch_sizes, planned_config, program_names
+from paravt_extras.plan.rollouts import Row
+from paravt_extras.plan.workload import Rollout, at_limits
+from paravt_extras.slices import CHIPS, SCALE, Topology
+from rollout.engine import runner
+from rollout.engine.programs import Drawn
+from tests.train.small import small
+from train.learn.work import visible_pairs, worth
 from train.settings import change
-from train.slices import CHIPS, SCALE, Topology
 
 ROOT = pathlib.Path(__file__).parents[2]
 GIB = 2.0**30
@@ -754,7 +754,7 @@ def test_a_compiler_process_ends_with_its_plan(number, tmp_path):
     """A killed plan leaves no process behind. The compiler here writes its id and sleeps."""
     sleeping = f"""
 import os, pathlib, sys, time
-from train.plan import compile
+from paravt_extras.plan import compile
 def measure(case):
     new = pathlib.Path('{tmp_path}/new')
     new.write_text(str(os.getpid()))
@@ -764,13 +764,13 @@ compile.measure = measure
 compile.main(*sys.argv[1:])
 """
     (tmp_path / "sleeping.py").write_text(sleeping)
-    # Called as: python -m train.plan.compile CASE RESULT
+    # Called as: python -m paravt_extras.plan.compile CASE RESULT
     run_it = f'PYTHONPATH={ROOT} exec {sys.executable} {tmp_path}/sleeping.py "$3" "$4"'
     (tmp_path / "python").write_text(f"#!/bin/sh\n{run_it}\n")
     (tmp_path / "python").chmod(0o700)
     code = f"""
 import sys
-from train.plan import compile
+from paravt_extras.plan import compile
 sys.executable = '{tmp_path}/python'
 compile.compile_case(None, 600)
 """
@@ -798,7 +798,7 @@ def test_an_interrupt_stops_the_whole_plan(tmp_path):
     """Waiting programs are not begun, and running ones are not waited for. The compiler sleeps."""
     code = f"""
 import importlib.util, os, pathlib, sys, time
-from train.plan import command as plan
+from paravt_extras.plan import command as plan
 def compile_case(case, timeout):
     pathlib.Path('{tmp_path}', case.program).touch()
     time.sleep(300)

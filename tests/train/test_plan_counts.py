@@ -16,9 +16,9 @@ from models.model import abstract_model
 from models.qwen3_vl.sizes import tiny
 from models.sharding import MESH_AXES
 from models.vision import frame_layout
+from paravt_extras.plan.collectives import bytes_sent, find_collectives
+from paravt_extras.plan.flops import causal, count_flops, every, pairs_of_rows
 from tests.models.program import run
-from train.plan.collectives import bytes_sent, find_collectives
-from train.plan.flops import causal, count_flops, every, pairs_of_rows
 
 TPU = AbstractDevice(device_kind="any", num_cores=1, platform="tpu")
 CONFIG = tiny(97)
@@ -341,7 +341,7 @@ def test_collectives_of_compiled_programs():
         import jax, jax.numpy as jnp
         from jax import P
         from jax.sharding import AxisType
-        from train.plan.collectives import bytes_sent, find_collectives
+        from paravt_extras.plan.collectives import bytes_sent, find_collectives
 
         mesh = jax.make_mesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2)
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from paravt_extras.plan.rates import Cost
+from paravt_extras.plan.rollouts import EngineCosts, play, shares
+from paravt_extras.plan.workload import RESULT_TOKENS, Group, Rollout, Workload
 from rollout.engine.settings import EngineSizes
-from train.plan.rates import Cost
-from train.plan.rollouts import EngineCosts, play, shares
-from train.plan.workload import RESULT_TOKENS, Group, Rollout, Workload
 
 SIZES = EngineSizes(
     row_lengths=(64, 256),

@@ -9,9 +9,9 @@ import pytest
 from models.attention import flash, xla
 from models.flops import forward_flops
 from models.qwen3_vl.sizes import tiny
+from paravt_extras.plan.tiles import flash_attention, most_pairs, xla_attention
 from train.learn.packing import Chunk, GroupLengths, MicrobatchShape, PackedMicrobatch
 from train.learn.work import Attention, done, most_visible_pairs
-from train.plan.tiles import flash_attention, most_pairs, xla_attention
 
 CONFIG = tiny(97)
 GROUPS = [GroupLengths(9, (5, 7, 3)), GroupLengths(6, (11,)), GroupLengths(4, (2, 8))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train.plan.units import counted, duration, memory, si
+from paravt_extras.plan.units import counted, duration, memory, si
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m train.fits`: which recipes fit the devices of a machine; nothing is fetched."""
+"""`python -m paravt_extras.fits`: which recipes fit the devices here; nothing is fetched."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import types
 import jax
 import pytest
 
-import train.fits as command
-from train.fit import GIB
-from train.slices import Devices
+import paravt_extras.fits as command
+from paravt_extras.fit import GIB
+from paravt_extras.slices import Devices
 
 
 def put_here(devices: Devices, monkeypatch, capability: str = "8.9") -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from flax import nnx
 
-import train.plan.command
+import paravt_extras.plan.command
 import train.run
 from benchmarks.killing import environment
 from benchmarks.rehearsal import MOMENTS, RUN, Setting, finish, interrupt, serve
@@ -21,14 +21,14 @@ from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import SIZES
 from models.weights.hf import save
 from models.weights.hf_config import from_hf
+from paravt_extras.rehearsal import MARK, mark
+from paravt_extras.report.page import write_report
+from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data.preparation import find_tables
-from paravt_jax.world.stand_in import write_stand_in
 from paravt_jax.world.vocabulary import save_tokenizer
 from train.durable.metrics import read_metrics
 from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.prepare import main as prepare
-from train.rehearsal import MARK, mark
-from train.report.page import write_report
 from train.run import begin, resolved
 from train.settings import Run, change
 
@@ -87,7 +87,9 @@ def test_a_recipe_of_the_small_world_has_no_rehearsal():
 
 
 @pytest.mark.parametrize(
-    "command", [train.run.main, prepare, train.plan.command.main], ids=["check", "prepare", "plan"]
+    "command",
+    [train.run.main, prepare, paravt_extras.plan.command.main],
+    ids=["check", "prepare", "plan"],
 )
 def test_only_a_run_rehearses(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

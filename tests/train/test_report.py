@@ -18,11 +18,11 @@ import pytest
 from jinja2 import UndefinedError
 from PIL import Image
 
+from paravt_extras.report.chart import line_chart, stacked_chart
+from paravt_extras.report.page import choose_episodes, key_figures, write_report
 from paravt_jax.method.records import CallStatus, StopReason
 from rollout.report.episode_card import EXECUTED, STOPS
 from rollout.report.templates import environment, number
-from train.report.chart import line_chart, stacked_chart
-from train.report.page import choose_episodes, key_figures, write_report
 
 COLOURS = {
     "red": (196, 52, 52),

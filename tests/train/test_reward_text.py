@@ -1,7 +1,7 @@
 """The report's sentence about the reward."""
 
+from paravt_extras.report.reward import describe
 from paravt_jax.method.rewards import RewardSettings, frugal_reward
-from train.report.reward import describe
 
 
 def test_a_reward_says_what_it_pays():

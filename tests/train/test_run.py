@@ -24,6 +24,7 @@ from benchmarks import killing
 from benchmarks.killing import kill_again_and_again
 from models.processor import Processor
 from models.weights.hf import load
+from paravt_extras.table_2 import read_run
 from paravt_jax.data.file_sums import SUMS
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -33,7 +34,6 @@ from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics
-from train.table_2 import read_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = pathlib.Path(__file__).with_name("small.py")

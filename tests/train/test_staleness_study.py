@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+from paravt_extras.studies import staleness, study
+from paravt_extras.studies.staleness import MAX_STALENESS, Staleness, plan
 from train.durable.interrupts import Interrupts
 from train.durable.run_directory import RunDirectory, cold_start_identity
 from train.run import resolved
 from train.settings import Run, change
-from train.studies import staleness, study
-from train.studies.staleness import MAX_STALENESS, Staleness, plan
 
 
 class FakeRuns:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from train import summary
+from paravt_extras import summary
+from paravt_extras.summary import Line
 from train.durable.run_directory import FORMAT
-from train.summary import Line
 
 Row = dict[str, Any]
 

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from paravt_extras.supervise import SuperviseSettings, main
 from paravt_jax.processes.progress import PROGRESS_FILE
 from tests.processes import ROOT
-from train.supervise import SuperviseSettings, main
 
 # Does what the lines of a script say, one line per start; the last line repeats.
 FAKE = f"""
@@ -51,7 +51,7 @@ class Fake:
     def supervised(self, *script: str, flags: list[str] | None = None) -> int:
         """The exit code of the supervisor, in a process of its own."""
         flags = QUICK if flags is None else flags
-        arguments = ["-m", "train.supervise", *flags, "--", *self.command(*script)]
+        arguments = ["-m", "paravt_extras.supervise", *flags, "--", *self.command(*script)]
         done = subprocess.run(
             [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
         )
@@ -146,7 +146,16 @@ def test_a_hang_is_killed(fake):
 def test_a_signal_goes_on_to_the_command_which_is_not_started_again(fake, number, moment):
     script, pause = {"running": ("sleep:60", "0.01"), "pausing": ("exit:70", "60")}[moment]
     command = fake.command(script)
-    arguments = ["-m", "train.supervise", "--pause", pause, "--longest-pause", "60", "--", *command]
+    arguments = [
+        "-m",
+        "paravt_extras.supervise",
+        "--pause",
+        pause,
+        "--longest-pause",
+        "60",
+        "--",
+        *command,
+    ]
     started = subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )

@@ -9,6 +9,7 @@ import pytest
 from models.flops import flops_per_token, forward_flops
 from models.qwen3_vl.sizes import qwen3_vl
 from models.remat import Remat
+from paravt_extras.plan.workload import Group, Rollout, lengths_of
 from train.learn.packing import Chunk, GroupLengths, MicrobatchShape, PackedMicrobatch
 from train.learn.work import (
     done,
@@ -18,7 +19,6 @@ from train.learn.work import (
     visible_pairs,
     worth,
 )
-from train.plan.workload import Group, Rollout, lengths_of
 
 CONFIG = qwen3_vl("2b")
 HEAD = 2.0 * CONFIG.text.vocab_size * CONFIG.text.hidden_size

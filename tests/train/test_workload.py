@@ -9,7 +9,15 @@ import pytest
 
 from benchmarks.lengths import SEED, STEPS, distributions, drawn, file_of
 from configs import RECIPES
-from train.plan.workload import RESULT_TOKENS, Rollout, at_limits, draw, from_metrics, read, write
+from paravt_extras.plan.workload import (
+    RESULT_TOKENS,
+    Rollout,
+    at_limits,
+    draw,
+    from_metrics,
+    read,
+    write,
+)
 from train.settings import change
 
 LARGE = RECIPES["paravt_8b"]()

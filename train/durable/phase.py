@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -30,7 +30,6 @@ from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import PHASE_TITLES, MetricsWriter, read_metrics
 from train.durable.profile import Profiler
 from train.durable.step_lines import StepLines, say
-from train.durable.time_left import Part
 from train.durable.usage import Usage
 
 T = TypeVar("T")
@@ -71,7 +70,6 @@ class Phase:
         interrupts: asked after every step whether to stop.
         history: the run's manifest, where saved steps are noted.
         tick: called after each step.
-        later: returns the parts of the run after this phase, for the time left.
         profiler: traces some of the steps; None: none of them.
         usage: adds memory, compiling and goodput to the metrics of each step; None: they have none.
 
@@ -88,7 +86,6 @@ class Phase:
         interrupts: Interrupts,
         history: History,
         tick: Callable[[], None] = lambda: None,
-        later: Callable[[], Sequence[Part]] = lambda: (),
         profiler: Profiler | None = None,
         usage: Usage | None = None,
     ):
@@ -101,7 +98,6 @@ class Phase:
         self._interrupts = interrupts
         self._history = history
         self._tick = tick
-        self._later = later
         self._profiler = profiler
         self._usage = usage
         # The first process decides for all: on a shared disk the others may see a new checkpoint
@@ -293,7 +289,6 @@ class Phase:
             self._saves.every,
             [row for row in rows if row["phase"] == self.name],
             self._checkpoints.folder,
-            self._later(),
         )
 
     def _score(self, step: int) -> float | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from paravt_jax.data.any_path import AnyPath
 from train.durable.metrics import PHASE_TITLES, format_seconds
-from train.durable.time_left import Part, expected_step, time_left
+from train.durable.time_left import expected_step, time_left
 from train.durable.watch import Watch, disk_fills, room_for_checkpoint, step_seconds
 
 Row = dict[str, Any]
@@ -84,7 +84,6 @@ class StepLines:
         save_every: Steps between its checkpoints.
         earlier: Lines of metrics.jsonl of its steps in earlier processes.
         checkpoints: Folder of its checkpoints.
-        later: The parts of the run after it.
         clock: Seconds since some moment.
     """
 
@@ -95,7 +94,6 @@ class StepLines:
         save_every: int,
         earlier: Sequence[Row],
         checkpoints: AnyPath,
-        later: Sequence[Part] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
         self._phase = phase
@@ -104,7 +102,6 @@ class StepLines:
         self._rows = list(earlier)
         self._first = earlier[-1]["step"] + 1 if earlier else 1
         self._checkpoints = checkpoints
-        self._later = later
         self._clock = clock
         self._printed: float | None = None
         self._watch = Watch(phase)
@@ -128,7 +125,7 @@ class StepLines:
             return
         self._printed = now
         step = expected_step(self._rows, self._first, self._save_every)
-        say(step_line(row, self._steps, time_left(self._steps - row["step"], step, self._later)))
+        say(step_line(row, self._steps, time_left(self._steps - row["step"], step)))
         if row["step"] < self._steps:
             self._watch_disk()
 

@@ -1,4 +1,4 @@
-"""Estimates how long a phase and the whole run still take, from the recorded steps.
+"""Estimates how long a phase still takes, from the recorded steps.
 
 The time of a step is the span from its end to the end of the next one. It includes what happens
 between two updates: saving, waiting for data, evaluations during RL.
@@ -6,7 +6,6 @@ between two updates: saving, waiting for data, evaluations during RL.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -18,15 +17,6 @@ Row = dict[str, Any]
 
 RECENT = 20
 """Steps whose mean is the expected time of the next ones, unless checkpoints are further apart."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a run that has not begun: a training phase or an evaluation."""
-
-    name: str
-    seconds: float | None
-    """Its expected duration; None if nothing tells it yet."""
 
 
 def usual_step(rows: Sequence[Row]) -> float | None:
@@ -59,21 +49,13 @@ def _spans(rows: Sequence[Row]) -> list[float]:
     return [max(0.0, after["wall"] - row["wall"]) for row, after in itertools.pairwise(rows)]
 
 
-def time_left(steps: int, step_seconds: float | None, later: Sequence[Part]) -> str:
-    """The time left of a phase and of the run in words; "" if nothing is left or known.
+def time_left(steps: int, step_seconds: float | None) -> str:
+    """The time left of a phase in words; "" if nothing is left or known.
 
     Args:
         steps: Steps of the phase that are left.
         step_seconds: Expected duration of one of them.
-        later: The parts of the run after this phase.
     """
-    if steps and step_seconds is None:
+    if not steps or step_seconds is None:
         return ""
-    here = steps * (step_seconds or 0.0)
-    known = [part.seconds for part in later if part.seconds is not None]
-    run = f"{'' if len(known) == len(later) else 'at least '}{format_seconds(here + sum(known))}"
-    if not later:
-        return f"{format_seconds(here)} left" if steps else ""
-    if steps:
-        return f"{format_seconds(here)} left, run {run}"
-    return f"run {run} left" if known else ""
+    return f"{format_seconds(steps * step_seconds)} left"

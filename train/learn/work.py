@@ -7,7 +7,7 @@
             group, and only tokens of rollouts have logits.
     done    devices times the FLOPs of the heaviest device: padding, prompts that stand in several
             micro-batches, logits of every place, and idle devices included. Attention counts by
-            visible pairs, or as a kernel computes it (`train.plan.tiles`).
+            visible pairs, or as a kernel computes it (`paravt_extras.plan.tiles`).
 
 Only lengths are needed, so both are known before a program is compiled.
 """

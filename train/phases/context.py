@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import pathlib
 from collections.abc import Callable
@@ -24,21 +23,14 @@ from train.durable.phase import Phase, Saves
 from train.durable.place import Place
 from train.durable.profile import Profiler, parse_steps
 from train.durable.run_directory import cold_start_identity, identity
-from train.durable.step_lines import say
 from train.durable.usage import Usage
 from train.learn.align import AlignSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.learn.step import TrainState
-from train.phases.ahead import parts_after
 from train.phases.model import Parts
-from train.report.page import write_report
-from train.report.result import collect_episodes
 from train.settings import Run
 from train.unreadable import note_unreadable
-
-FRAME_SECONDS = 3.0
-"""Bound on the seconds that a report of an unfinished run spends reading frames of videos."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +56,8 @@ class Context:
     """Called after each step and each evaluated setting."""
     usage: Usage
     """Metrics of every step: memory, compiling and goodput."""
+    after_save: Callable[[], None] = lambda: None
+    """Called after each save and each evaluation, in every process: writes the report so far."""
 
     @property
     def folder(self) -> pathlib.Path:
@@ -124,7 +118,7 @@ class Context:
             emergency=emergency,
             best=kept.best if is_rl and kept.best != "none" else None,
             before=before_save,
-            after=self.write_interim_report,
+            after=self.after_save,
         )
         return Phase(
             name,
@@ -134,9 +128,6 @@ class Context:
             self.interrupts,
             self.history,
             tick=self.tick,
-            later=functools.partial(
-                parts_after, name, self.run, self.folder, bool(self.data.heldout)
-            ),
             profiler=self._profiler(name),
             usage=self.usage,
         )
@@ -149,22 +140,6 @@ class Context:
         """Steps between checkpoints that only serve a restart; 0: none."""
         adapters_alone = self.run.lora is not None and self.run.train_vision == "none"
         return self.run.checkpoints.every or int(adapters_alone)
-
-    def write_interim_report(self) -> None:
-        """Write episodes.jsonl and report.html as far as the run is.
-
-        A page that cannot be written does not end the run: the reason is printed.
-        """
-        if not hosts.is_first():
-            return
-        try:
-            collect_episodes(self.folder, self.data.root)
-            write_report(self.folder, frame_seconds=FRAME_SECONDS)
-        except Exception as error:
-            say(
-                f"warning: report.html was not written ({type(error).__name__}: {error}); training "
-                "goes on, and the next save writes it again"
-            )
 
 
 def _on_this_host(folder: str, run: pathlib.Path) -> pathlib.Path:

@@ -25,9 +25,9 @@ from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
 from rollout.evaluation.play import Played, Scoring, play_and_score
 from rollout.evaluation.summary import row
+from train.evaluation_file import read_evaluation_file
 from train.phases.actor import Actor
 from train.phases.context import Context
-from train.report.result import read_evaluation_file
 
 Rows = list[dict[str, Any]]
 
@@ -64,8 +64,7 @@ def evaluate(
     """Play held-out questions under every setting, and write one file per K.
 
     An interrupted evaluation resumes with the first K that has no file. With a judge, a file also
-    holds the sums of `JudgeCounts`. Format at several temperatures has files of its own, which
-    `train.report.result.read_by_temperature` reads.
+    holds the sums of `JudgeCounts`. Format at several temperatures has files of its own.
 
     Args:
         context: The run.
@@ -119,7 +118,7 @@ def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], 
 def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
     """Play held-out questions greedily with the engine's weights, those after `step` steps of RL.
 
-    One file per K is written; `train.report.result.read_curve` reads them.
+    One file per K is written.
     """
     if not context.data.heldout:
         return
@@ -169,7 +168,7 @@ def _play_missing(context: Context, actor: Actor, plan: _Plan) -> Rows:
                 played = True
             rows += hosts.from_first(lambda file=file: read_evaluation_file(file)["rows"])
     if played:
-        context.write_interim_report()
+        context.after_save()
     return rows
 
 

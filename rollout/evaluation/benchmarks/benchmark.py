@@ -35,7 +35,7 @@ class Benchmark:
     rows: Callable[[list[Row]], list[Row]] = _unchanged
     """Turns the rows of the files into one row per question; by default they already are."""
     media: tuple[str, ...] = MEDIA_PATTERNS
-    """Patterns of the data set's videos, subtitles and archives of them, for `rollout.download`."""
+    """Patterns of the data set's videos, subtitles and archives of them, for `paravt download`."""
     joined: tuple[str, ...] = ()
     """Patterns of archives that are slices of one archive; see `find_archives`."""
     elsewhere: str = ""

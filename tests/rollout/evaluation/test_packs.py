@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 
+from paravt_extras.release import read_release
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Frame, Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
@@ -18,7 +19,6 @@ from rollout.evaluation.pack_folder import read_pack, write_pack
 from rollout.evaluation.packs import PackError, TextPack, own_pack
 from rollout.evaluation.protocols import as_the_pack_plays
 from rollout.evaluation.published_protocol import PLAY
-from rollout.evaluation.release import read_release
 from rollout.evaluation.settings import BenchmarkSettings
 from tests.paravt_jax.benchmarks import published
 from tests.rollout.evaluation.release_stand_in import write_release

@@ -10,7 +10,7 @@ import pathlib
 import sysconfig
 import venv
 
-from rollout.evaluation.lmms_eval.tasks import TASKS
+from paravt_extras.lmms_eval.tasks import TASKS
 
 _UTILS = """
 import importlib.util

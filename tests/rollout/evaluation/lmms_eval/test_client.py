@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rollout.evaluation.lmms_eval.cache import Cache
-from rollout.evaluation.lmms_eval.client import LmmsEval, LmmsEvalError
-from rollout.evaluation.lmms_eval.tasks import TASKS
+from paravt_extras.lmms_eval.cache import Cache
+from paravt_extras.lmms_eval.client import LmmsEval, LmmsEvalError
+from paravt_extras.lmms_eval.tasks import TASKS
 from tests.paravt_jax.benchmarks import published
 from tests.rollout.evaluation.lmms_eval import standin
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from paravt_extras.lmms_eval.pack import LmmsEvalPack
 from paravt_jax.method.records import Turn
 from rollout.evaluation.benchmarks import Item, VideoFolder, load
 from rollout.evaluation.benchmarks.items import BrokenRow
-from rollout.evaluation.lmms_eval.pack import LmmsEvalPack
 from tests.paravt_jax.benchmarks import published
 from tests.rollout.evaluation.lmms_eval import standin
 

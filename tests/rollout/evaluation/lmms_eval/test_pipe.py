@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rollout.evaluation.lmms_eval.pipe import Pipe, PipeError
+from paravt_extras.lmms_eval.pipe import Pipe, PipeError
 
 
 def start(code: str, **options) -> Pipe:

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from paravt_extras.lmms_eval.cache import Cache
+from paravt_extras.lmms_eval.client import LmmsEval, seed_of
+from paravt_extras.lmms_eval.tasks import TASKS
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.benchmarks.tables import Row, read_rows
-from rollout.evaluation.lmms_eval.cache import Cache
-from rollout.evaluation.lmms_eval.client import LmmsEval, seed_of
-from rollout.evaluation.lmms_eval.tasks import TASKS
 from tests.paravt_jax.benchmarks import published
 
 pytestmark = pytest.mark.slow

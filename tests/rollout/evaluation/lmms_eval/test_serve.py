@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from paravt_extras.lmms_eval.answers import answer_text
+from paravt_extras.lmms_eval.serve import play, settings_of
 from paravt_jax.method.records import Turn
-from rollout.evaluation.lmms_eval.answers import answer_text
-from rollout.evaluation.lmms_eval.serve import play, settings_of
 from tests.rollout.evaluation.conftest import PLAN
 
 ANSWER = "it is clear now\n</think>\n<answer> B, two </answer>"

@@ -1,0 +1,290 @@
+"""`python -m paravt_extras.download` fetches and unpacks the questions and videos of a benchmark.
+
+Archives are downloaded, unpacked and deleted one after another. You can stop the command at any
+moment; the same command continues it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from paravt_jax.command_name import command_name
+from paravt_jax.data import hub
+from paravt_jax.data.archives import Archive, find_archives, mark_of, unpack
+from paravt_jax.data.local_path import require_local
+from paravt_jax.data.stored_settings import lock
+from paravt_jax.progress import Progress, size
+from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
+
+_PROG = command_name("python -m paravt_extras.download")
+# Where the hub's client keeps what belongs to unfinished files, below the target folder.
+_CLIENT = ".cache/huggingface"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What belongs to a split, of the files of its data set."""
+
+    revision: str
+    questions: Mapping[str, int]
+    """Bytes of the files with questions, by path."""
+    videos: Mapping[str, int]
+    """Bytes of videos and subtitles outside of archives, by path."""
+    archives: tuple[Archive, ...]
+    parts: Mapping[str, int]
+    """Bytes of the files of the archives, by path."""
+
+    @property
+    def loose(self) -> dict[str, int]:
+        """Bytes of all files that are not archives, by path."""
+        return {**self.questions, **self.videos}
+
+    @property
+    def packed(self) -> int:
+        """Bytes of all archives. Videos hardly shrink, so their files take about as much."""
+        return sum(self.parts.values())
+
+    @property
+    def room(self) -> int:
+        """Bytes on disk while the split is downloaded, if archives are deleted one by one."""
+        largest = max((archive.size for archive in self.archives), default=0)
+        return sum(self.loose.values()) + self.packed + largest
+
+
+def plan_of(benchmark: Benchmark, listing: hub.Listing) -> Plan:
+    """Choose the files of a split.
+
+    Raises:
+        ValueError: The data set does not hold them.
+    """
+    names = sorted(listing.sizes)
+    questions: list[str] = []
+    for pattern in benchmark.patterns:
+        questions = questions or [name for name in names if fnmatchcase(name, pattern)]
+    media = {
+        name: listing.sizes[name]
+        for name in names
+        if name not in questions and any(fnmatchcase(name, p) for p in benchmark.media)
+    }
+    for patterns, found in ((benchmark.patterns, questions), (benchmark.media, media)):
+        if patterns and not found:
+            raise ValueError(
+                f"{benchmark.source}: holds none of {', '.join(patterns)} among its {len(names)} "
+                "files; download and unpack it yourself (docs/evaluation.md, 1)"
+            )
+    archives = find_archives(media, benchmark.joined)
+    parts = {part: media[part] for archive in archives for part in archive.parts}
+    return Plan(
+        revision=listing.revision,
+        questions={name: listing.sizes[name] for name in questions},
+        videos={name: count for name, count in media.items() if name not in parts},
+        archives=tuple(archives),
+        parts=parts,
+    )
+
+
+def download(name: str, folder: pathlib.Path, keep_archives: bool = False) -> None:
+    """Download a split into a folder, and unpack its archives there.
+
+    Args:
+        name: The split.
+        folder: Where everything goes. An interrupted download in it is continued.
+        keep_archives: Whether to keep archives that have been unpacked.
+
+    Raises:
+        ConnectionError, FileNotFoundError: The hub does not give the files.
+        ValueError: An archive is damaged or must not be unpacked, or the data set has another
+            layout.
+        OSError: The disk has not enough room, or another process uses the folder.
+    """
+    benchmark = BENCHMARKS[name]
+    plan = plan_of(benchmark, hub.data_set_files(benchmark.source))
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        _require_room(plan, folder, keep_archives)
+        _say(f"{name}: {len(plan.loose)} files, {size(sum(plan.loose.values()))}")
+        hub.download(benchmark.source, plan.revision, plan.loose, folder)
+        for number, archive in enumerate(plan.archives, 1):
+            if not mark_of(archive, folder).exists():
+                place = f"{number} of {len(plan.archives)}"
+                _say(f"{name}: archive {place}, {archive.name}, {size(archive.size)}")
+                hub.download(benchmark.source, plan.revision, archive.parts, folder)
+                _unpack([archive], folder)
+            if not keep_archives:
+                for part in archive.parts:
+                    (folder / part).unlink(missing_ok=True)
+        if benchmark.elsewhere:
+            _unpack_own(benchmark, folder)
+    _say(f"{name}: complete; evaluate with --benchmark {name} --data {folder}")
+
+
+def _locked(folder: pathlib.Path) -> contextlib.AbstractContextManager:
+    try:
+        return lock(folder / ".download.lock")
+    except BlockingIOError as error:
+        raise OSError(f"--to {folder}: {error}; wait for it, or stop it") from error
+
+
+def _unpack(archives: Sequence[Archive], folder: pathlib.Path) -> None:
+    with Progress("unpack", "MB") as progress:
+        unpack(archives, folder, folder, progress.update)
+
+
+def _unpack_own(benchmark: Benchmark, folder: pathlib.Path) -> None:
+    """Unpack archives that the user has put into the folder. They are kept."""
+    files = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+    archives = find_archives(files)
+    if archives:
+        _unpack(archives, folder)
+    else:
+        _say(
+            f"{benchmark.name}: its videos are not on the hub; put {benchmark.elsewhere} into "
+            f"{folder} and repeat the command, or unpack it there"
+        )
+
+
+def _require_room(plan: Plan, folder: pathlib.Path, keep_archives: bool) -> None:
+    """Compare the free space with all that is still to be written.
+
+    Raises:
+        OSError: There is not enough.
+    """
+    started = sum(file.stat().st_size for file in (folder / _CLIENT).rglob("*.incomplete"))
+    loose = _missing(plan.loose, folder)
+    fetched = [
+        _missing({part: plan.parts[part] for part in archive.parts}, folder)
+        for archive in plan.archives
+        if not mark_of(archive, folder).exists()
+    ]
+    # Without archives that are kept, only one of them is there at a time.
+    archives = sum(fetched) if keep_archives else max(fetched, default=0)
+    files = max(0, plan.packed - _unpacked(plan, folder)) if fetched else 0
+    needed = max(0, loose + archives - started) + files
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        fetch = size(loose + sum(fetched))
+        raise OSError(
+            f"--to {folder}: {size(needed)} more are needed ({fetch} to download, about "
+            f"{size(files)} unpacked), and {size(free)} are free; free {size(needed - free)}, or "
+            "name a folder on another disk"
+        )
+
+
+def _missing(sizes: Mapping[str, int], folder: pathlib.Path) -> int:
+    """Bytes of the files that are not in the folder yet."""
+    return sum(
+        count
+        for name, count in sizes.items()
+        if not (folder / name).is_file() or (folder / name).stat().st_size != count
+    )
+
+
+def _unpacked(plan: Plan, folder: pathlib.Path) -> int:
+    """Bytes of the files that have been unpacked so far."""
+    downloaded = {folder / name for name in (*plan.loose, *plan.parts)}
+    total = 0
+    for place, folders, names in os.walk(folder):
+        if pathlib.Path(place) == folder:
+            folders[:] = [name for name in folders if not name.startswith(".")]
+        files = {pathlib.Path(place) / name for name in names} - downloaded
+        total += sum(file.stat().st_size for file in files)
+    return total
+
+
+def sizes_table(names: Iterable[str]) -> tuple[str, bool]:
+    """Ask the hub what the splits take.
+
+    Returns:
+        A table in plain text, and whether the hub answered for all of them.
+    """
+    lines = [_row("split", "questions", "videos", "archives", "disk")]
+    problems = []
+    listings: dict[str, hub.Listing] = {}
+    for name in names:
+        benchmark = BENCHMARKS[name]
+        try:
+            if benchmark.source not in listings:
+                listings[benchmark.source] = hub.data_set_files(benchmark.source)
+            plan = plan_of(benchmark, listings[benchmark.source])
+        except (OSError, ValueError) as error:
+            lines.append(_row(name, "?", "?", "?", "?"))
+            problems.append(f"{name}: {error}")
+            continue
+        videos = sum(plan.videos.values()) + plan.packed
+        lines.append(
+            _row(
+                name,
+                size(sum(plan.questions.values())),
+                "elsewhere" if benchmark.elsewhere else size(videos),
+                str(len(plan.archives)),
+                size(plan.room),
+            )
+        )
+        if benchmark.elsewhere:
+            problems.append(f"{name}: its videos are not on the hub, but {benchmark.elsewhere}")
+    complete = not any(line.endswith("?") for line in lines)
+    lines.append("disk: room that is needed while one archive after another is unpacked")
+    return "\n".join([*lines, *problems]), complete
+
+
+def _row(split: str, *cells: str) -> str:
+    return f"{split:<16}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code. A failure prints one line and returns 2."""
+    parser = argparse.ArgumentParser(prog=_PROG, description=__doc__)
+    parser.add_argument(
+        "split",
+        nargs="*",
+        metavar="SPLIT",
+        help=f"one of {', '.join(BENCHMARKS)}",
+    )
+    parser.add_argument(
+        "--to", default="", metavar="FOLDER", help="where to put it; by default data/SPLIT"
+    )
+    parser.add_argument(
+        "--sizes",
+        action="store_true",
+        help="only print what the hub says that the splits take; by default of all splits",
+    )
+    parser.add_argument(
+        "--keep-archives", action="store_true", help="keep archives that have been unpacked"
+    )
+    asked = parser.parse_args(argv)
+    for name in asked.split:
+        if name not in BENCHMARKS:
+            parser.error(f"{name}: no such split; give one of {', '.join(BENCHMARKS)}")
+    if asked.sizes:
+        table, complete = sizes_table(asked.split or BENCHMARKS)
+        print(table)
+        return 0 if complete else 2
+    if len(asked.split) != 1:
+        parser.error(f"SPLIT: {len(asked.split)} given; name one, or add --sizes")
+    (name,) = asked.split
+    try:
+        require_local("--to", asked.to)
+        download(name, pathlib.Path(asked.to or f"data/{name}"), asked.keep_archives)
+    except KeyboardInterrupt:
+        _say("stopped; the same command continues")
+        return 130
+    except (OSError, ValueError) as error:
+        _say(f"{_PROG}: {error}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

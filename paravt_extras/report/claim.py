@@ -1,0 +1,161 @@
+"""Whether calls pay and whether the format holds: the paper's central claim, in figures.
+
+Three measures, of a run's metrics and of its evaluation (docs/method.md explains them):
+
+    tool gap            what rollouts that call earn more than rollouts that do not, by K
+    likelihood of tags  how sure the policy is of the tags that it samples
+    format              compliance and the published format reward at several temperatures
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paravt_extras.report.chart import Point, lines_chart
+
+Row = dict[str, Any]
+Weighted = tuple[float, float]
+"""A value, and its weight in a mean."""
+
+KINDS = {
+    "think_open": "<think>",
+    "think_close": "</think>",
+    "call_open": "<tool_call>",
+    "call_close": "</tool_call>",
+    "answer_open": "<answer>",
+    "answer_close": "</answer>",
+}
+"""The kinds of tags as metrics name them, and the tags."""
+# A chart has at most this many points. Each is the mean over a window of steps.
+POINTS = 60
+_BUDGET = re.compile(r"k(\d+)/rollouts_with_calls")
+
+
+def is_shown(key: str) -> bool:
+    """Whether this metric is part of the charts here, and so needs none of its own."""
+    return key.startswith("tags/") or bool(
+        re.fullmatch(r"k\d+/(tool_gap|tool_gap_accuracy|rollouts_with_calls|rollouts)", key)
+    )
+
+
+def budgets(steps: Sequence[Row]) -> list[int]:
+    """The overview budgets K of the rollouts of some RL steps."""
+    return sorted({int(m[1]) for step in steps for key in step if (m := _BUDGET.fullmatch(key))})
+
+
+def gaps(step: Row, k: int, figure: str = "tool_gap") -> list[Weighted]:
+    """The tool gap of a step at K; [] if no rollout called there, or all did.
+
+    Its weight is n * m / (n + m) for n rollouts with calls and m without, the inverse of the
+    variance of a difference of two means: a step in which one rollout called says little.
+
+    Args:
+        step: A step's line of metrics.jsonl.
+        k: The overview budget.
+        figure: `tool_gap`, of the reward, or `tool_gap_accuracy`.
+    """
+    gap = step.get(f"k{k}/{figure}")
+    if gap is None:
+        return []
+    rollouts, called = step[f"k{k}/rollouts"], step[f"k{k}/rollouts_with_calls"]
+    return [(gap, called * (rollouts - called) / rollouts)]
+
+
+def tag_probabilities(step: Row, kind: str = "") -> list[Weighted]:
+    """The mean probability of a step's sampled tags, weighted by their number; [] without any.
+
+    Args:
+        step: A step's line of metrics.jsonl.
+        kind: A key of `KINDS`; empty: all tags.
+    """
+    name = f"tags/{kind}" if kind else "tags"
+    probability = step.get(f"{name}/probability")
+    return [] if probability is None else [(probability, step[f"{name}/count"])]
+
+
+def weighted_mean(values: Sequence[Weighted]) -> float | None:
+    """None if there is no value."""
+    total = sum(weight for _, weight in values)
+    return sum(value * weight for value, weight in values) / total if total else None
+
+
+def claim_charts(steps: Sequence[Row]) -> list[Row]:
+    """Charts of the tool gap by K and of the likelihood of tags over the steps of RL.
+
+    Args:
+        steps: The lines of metrics.jsonl of RL. Those of runs without these measures are skipped.
+    """
+    charts = []
+    for figure, title, note in (
+        ("tool_gap", "tool gap: reward", "of rollouts with calls, minus those without"),
+        ("tool_gap_accuracy", "tool gap: accuracy", "of rollouts with calls, minus those without"),
+    ):
+        lines = {
+            f"K = {k}": _over_steps(steps, lambda step, k=k, figure=figure: gaps(step, k, figure))
+            for k in budgets(steps)
+        }
+        charts += _chart(title, note, lines, -0.5, 0.5)
+    tags = {
+        title: _over_steps(steps, lambda step, kind=kind: tag_probabilities(step, kind))
+        for kind, title in KINDS.items()
+    }
+    return charts + _chart("likelihood of tags", "mean probability where sampled", tags, 0.0, 1.0)
+
+
+def _over_steps(steps: Sequence[Row], values: Callable[[Row], list[Weighted]]) -> list[Point]:
+    """Moving means over a twelfth of the steps to each side."""
+    span = max(1, len(steps) // 12)
+    count = min(POINTS, len(steps))
+    points = []
+    for n in range(count):
+        # Evenly spread, from the first step to the last.
+        i = round(n * (len(steps) - 1) / max(1, count - 1))
+        window = steps[max(0, i - span) : i + span + 1]
+        found = [value for step in window for value in values(step)]
+        points.append((steps[i]["step"], weighted_mean(found)))
+    return points
+
+
+def _chart(
+    title: str, note: str, lines: dict[str, list[Point]], low: float, high: float
+) -> list[Row]:
+    """A chart of the lines that have values; [] if none has."""
+    known = [(name, line) for name, line in lines.items() if any(y is not None for _, y in line)]
+    if not known:
+        return []
+    return [{"title": title, "note": note, "chart": lines_chart(known, [], low, high)}]
+
+
+def format_table(rows: Sequence[Row]) -> list[Row]:
+    """Format by temperature, as means over the rollouts at all K.
+
+    Args:
+        rows: `by_temperature` of result.json.
+
+    Returns:
+        A row per temperature: `temperature`, and `before` and `after` RL, each with `compliance`,
+        `format_reward` and `n`, the number of rollouts; {} if it has not been measured.
+    """
+    order = sorted(rows, key=lambda row: row["temperature"])
+    table = []
+    for temperature, group in itertools.groupby(order, lambda row: row["temperature"]):
+        members = list(group)
+        sides = {
+            phase: _pooled([row for row in members if row["phase"] == phase])
+            for phase in ("before", "after")
+        }
+        table.append({"temperature": temperature} | sides)
+    return table
+
+
+def _pooled(rows: Sequence[Row]) -> Row:
+    if not rows:
+        return {}
+    means = {
+        name: weighted_mean([(row[name], row["n"]) for row in rows])
+        for name in ("compliance", "format_reward")
+    }
+    return means | {"n": sum(row["n"] for row in rows)}

@@ -1,0 +1,140 @@
+"""What was learned: the first part of a run's report.
+
+Greedy accuracy and calls by K over the steps of RL, beside the control; the same figures for choice
+and grounding separately, and by whether an overview frame shows the answer; and questions answered
+wrongly without crops before RL, and rightly with crops side by side after it.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paravt_extras.report.chart import Chart, lines_chart
+from rollout.report.episode_card import EXECUTED, episode_card
+
+Row = dict[str, Any]
+GROUPS = {
+    "mcq hidden": "choice, no frame shows the answer",
+    "mcq shown": "choice, a frame shows the answer",
+    "tvg hidden": "grounding, no frame lies in the span",
+    "tvg shown": "grounding, a frame lies in the span",
+}
+"""Titles of the groups of `rollout.evaluation.summary.row`."""
+
+
+def greedy(rows: Sequence[Row]) -> list[Row]:
+    """The rows of greedy decoding with parallel dispatch, in the order of K."""
+    found = [row for row in rows if row["temperature"] == 0 and row["dispatch"] == "parallel"]
+    return sorted(found, key=lambda row: row["k"])
+
+
+def greedy_curve(result: Row, last_step: int) -> list[Row]:
+    """The greedy rows before, during and after RL, each with its `step`.
+
+    Args:
+        result: Contents of result.json.
+        last_step: Number of RL steps.
+    """
+    before = [{"step": 0} | row for row in greedy(result.get("before", []))]
+    after = [{"step": last_step} | row for row in greedy(result.get("after", []))]
+    return [*before, *result.get("curve", []), *after]
+
+
+def of_group(name: str, key: str) -> Callable[[Row], float | None]:
+    """A function from a row to a figure of a group; None if the row has no such group."""
+    return lambda row: row.get("groups", {}).get(name, {}).get(key)
+
+
+def learning_curves(result: Row, last_step: int) -> list[Row]:
+    """Charts of greedy evaluations over RL steps, with a line per K; [] if there are too few.
+
+    Args:
+        result: Contents of result.json.
+        last_step: Number of RL steps so far.
+    """
+    rows = greedy_curve(result, last_step)
+    before = [row for row in rows if row["step"] == 0]
+    if not last_step or not before or rows[-1]["step"] != last_step:
+        return []
+    control = [{"step": last_step} | row for row in result.get("control", [])]
+
+    def chart(value: Callable[[Row], float | None], high: float) -> Chart:
+        solid: list[tuple[str, list[tuple[float, float | None]]]] = []
+        dashed = []
+        for first in before:
+            k = first["k"]
+            solid.append((f"K = {k}", [(row["step"], value(row)) for row in rows if row["k"] == k]))
+            ends = [first, *(row for row in control if row["k"] == k)]
+            dashed.append([(row["step"], value(row)) for row in ends])
+        return lines_chart(solid, dashed if control else [], 0.0, high)
+
+    charts = [
+        ("accuracy", "all questions", lambda row: row["accuracy"], 1.0),
+        ("accuracy, choice", "", of_group("mcq", "score"), 1.0),
+        ("accuracy, grounding", "mean overlap (IoU)", of_group("tvg", "score"), 1.0),
+        ("crops per question", "all questions", lambda row: row["calls"], 2.0),
+        ("crops, choice", "", of_group("mcq", "calls"), 2.0),
+        ("crops, grounding", "", of_group("tvg", "calls"), 2.0),
+    ]
+    return [
+        {"title": title, "note": note, "chart": chart(value, high)}
+        for title, note, value, high in charts
+    ]
+
+
+def group_table(result: Row) -> list[tuple[str, list[Row]]]:
+    """(title, lines) of each group of questions; a line has a K and the figures there."""
+    sides = {
+        side: {row["k"]: row.get("groups", {}) for row in greedy(result.get(side, []))}
+        for side in ("before", "control", "after")
+    }
+    table = []
+    for name, title in GROUPS.items():
+        lines = [
+            {"k": k, "n": groups[name]["n"]}
+            | {side: by_k.get(k, {}).get(name, {}) for side, by_k in sides.items()}
+            for k, groups in sides["after"].items()
+            if name in groups
+        ]
+        if lines:
+            table.append((title, lines))
+    return table
+
+
+def choose_pairs(episodes: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """The same question before and after RL, greedily decoded: at most one pair per kind.
+
+    In a pair there is no call and a score below 0.5 before RL, and a score of 1 with several crops
+    in one turn after it. Of each kind of question, the pair with the smallest K is chosen.
+    """
+    before = {_key(row): row for row in episodes if row.get("phase") == "before"}
+    pairs: dict[str, tuple[Row, Row]] = {}
+    for row in sorted(episodes, key=lambda row: row["k"]):
+        old = before.get(_key(row))
+        if row.get("phase") != "after" or row["temperature"] or old is None:
+            continue
+        side_by_side = max((_executed(turn) for turn in row["turns"]), default=0)
+        learned = row["rewards"]["accuracy"] == 1 and side_by_side > 1
+        guessed = old["rewards"]["accuracy"] < 0.5 and not any(t["calls"] for t in old["turns"])
+        if learned and guessed:
+            pairs.setdefault(row["question"]["kind"], (old, row))
+    return [pairs[kind] for kind in sorted(pairs)]
+
+
+def _executed(turn: Row) -> int:
+    """The number of a turn's calls that were carried out."""
+    return sum(call["status"] in EXECUTED for call in turn["calls"])
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return row["question"]["id"], row["k"], row["temperature"], row["dispatch"]
+
+
+def pair_cards(root: pathlib.Path, episodes: Sequence[Row], until: float) -> list[tuple[Row, Row]]:
+    """The cards of `choose_pairs`, unfolded; frames are read until `until`, see `episode_card`."""
+    return [
+        (episode_card(root, old, True, until), episode_card(root, new, True, until))
+        for old, new in choose_pairs(episodes)
+    ]

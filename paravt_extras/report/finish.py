@@ -1,0 +1,83 @@
+"""Writes the report of a run: at its saves as far as it is, and with the result at its end."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from paravt_extras.report.page import write_report
+from paravt_extras.report.result import (
+    checks,
+    collect_episodes,
+    goodput,
+    judged,
+    read_by_temperature,
+    read_curve,
+)
+from paravt_extras.report.reward import describe
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.processes import hosts
+from train.durable.step_lines import say
+from train.left_out import read_rows
+from train.settings import Run
+
+# Bound on reading frames of videos for the page of an unfinished run.
+_FRAME_SECONDS = 3.0
+
+
+def interim_report(folder: pathlib.Path, videos: pathlib.Path) -> None:
+    """Write episodes.jsonl and report.html as far as the run is.
+
+    A page that cannot be written does not end the run: the reason is printed.
+
+    Args:
+        folder: The run's folder.
+        videos: The folder that the names of videos are relative to.
+    """
+    if not hosts.is_first():
+        return
+    try:
+        collect_episodes(folder, videos)
+        write_report(folder, frame_seconds=_FRAME_SECONDS)
+    except Exception as error:
+        say(
+            f"warning: report.html was not written ({type(error).__name__}: {error}); training "
+            "goes on, and the next save writes it again"
+        )
+
+
+def final_report(
+    run: Run,
+    folder: pathlib.Path,
+    videos: pathlib.Path,
+    rows: dict[str, list[dict[str, Any]]],
+    seconds: float,
+) -> pathlib.Path:
+    """Write result.json, episodes.jsonl and report.html.
+
+    Args:
+        run: The settings.
+        folder: The run's folder.
+        videos: The folder that the names of videos are relative to.
+        rows: Rows of each evaluation, by its name.
+        seconds: Duration of the run.
+
+    Returns:
+        The path of report.html.
+    """
+    with hosts.one_after_another():
+        if hosts.is_first():
+            result: dict[str, Any] = {"name": run.name, "seed": run.seed}
+            if run.rl is not None:
+                result["reward"] = describe(run.rl.rewards)
+            rows_of_sources = read_rows(folder)
+            if rows_of_sources:
+                result["data"] = rows_of_sources
+            result |= rows | {"curve": read_curve(folder)}
+            result["by_temperature"] = read_by_temperature(folder)
+            result |= checks(folder) | judged(folder) | {"seconds": seconds} | goodput(folder)
+            write_atomically(folder / "result.json", json.dumps(result, indent=1))
+            collect_episodes(folder, videos)
+            write_report(folder)
+    return folder / "report.html"

@@ -1,0 +1,139 @@
+"""The figures and episodes of a run, collected from the files that its phases wrote.
+
+`finish` stores them as result.json when the run is finished. Before that, the report reads them
+anew at every save, so result.json marks a finished run.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+from typing import Any, NotRequired, TypedDict
+
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_json import read_json
+from train.durable.metrics import read_metrics
+from train.evaluation_file import EvaluationRow, read_evaluation_file
+
+Row = dict[str, Any]
+
+
+class _Result(TypedDict):
+    """What is read of result.json."""
+
+    before: list[EvaluationRow]
+    after: list[EvaluationRow]
+    control: NotRequired[list[EvaluationRow]]
+    curve: NotRequired[list[EvaluationRow]]
+    by_temperature: NotRequired[list[EvaluationRow]]
+    seconds: NotRequired[float]
+    goodput: NotRequired[float]
+    token_mismatches: NotRequired[int]
+    logprob_gap: NotRequired[float]
+
+
+def read_result(folder: pathlib.Path) -> Row:
+    """Read result.json of a finished run.
+
+    Raises:
+        OSError: The run is not finished.
+        DamagedFileError: The file holds something else.
+    """
+    remedy = "delete it and start the run's command again, which writes it anew"
+    return read_json(folder / "result.json", _Result, remedy)
+
+
+def read_evaluation(folder: pathlib.Path, name: str) -> list[Row]:
+    """The rows of all finished files of an evaluation.
+
+    Args:
+        folder: The run's folder.
+        name: `before`, `control` or `after`.
+    """
+    return [row for content in _contents(folder, name) for row in content["rows"]]
+
+
+def read_curve(folder: pathlib.Path) -> list[Row]:
+    """The rows of all evaluations during RL, each with its `step`."""
+    rows = []
+    for file in sorted((folder / "evaluation").glob("curve-*.json")):
+        step = int(file.stem.split("-")[1])
+        rows += [{"step": step} | row for row in read_evaluation_file(file)["rows"]]
+    return sorted(rows, key=lambda row: (row["step"], row["k"]))
+
+
+def read_by_temperature(folder: pathlib.Path) -> list[Row]:
+    """The rows of format at several temperatures, each with its `phase`: `before` or `after`."""
+    return [
+        {"phase": phase} | row
+        for phase in ("before", "after")
+        for row in read_evaluation(folder, f"format_{phase}")
+    ]
+
+
+def checks(folder: pathlib.Path) -> Row:
+    """Checks over all RL steps: two counts that must be 0, and a gap that must be small."""
+    steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
+    # There is none in a step whose tokens were all drawn by older weights.
+    gaps = [line["logprob_gap"] for line in steps if "logprob_gap" in line]
+    return {
+        "token_mismatches": int(sum(line["token_mismatches"] for line in steps)),
+        "logprob_gap": max(gaps, default=0.0),
+        "recompilations_after_warmup": int(sum(line["recompilations"] for line in steps)),
+    }
+
+
+def goodput(folder: pathlib.Path) -> dict[str, float]:
+    """`goodput`, the share that the last step recorded (`train.durable.usage`); {} before that."""
+    shares = [row.get("goodput/share") for row in read_metrics(folder / "metrics.jsonl")]
+    return {} if not shares or shares[-1] is None else {"goodput": shares[-1]}
+
+
+def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
+    """The judge's counts, summed over all evaluations; {} for a run without a judge."""
+    contents = [read_evaluation_file(file) for file in (folder / "evaluation").glob("*.json")]
+    counts = [content["judge"] for content in contents if "judge" in content]
+    total: collections.Counter[str] = collections.Counter()
+    for count in counts:
+        total.update(count)
+    return {"judge": dict(total)} if counts else {}
+
+
+def result_so_far(folder: pathlib.Path) -> Row:
+    """What result.json would hold if the run ended now; without RL steps, no checks of them."""
+    rows = {name: read_evaluation(folder, name) for name in ("before", "control", "after")}
+    result = rows | {"curve": read_curve(folder), "by_temperature": read_by_temperature(folder)}
+    result |= goodput(folder)
+    metrics = read_metrics(folder / "metrics.jsonl")
+    if any(line["phase"] == "rl" for line in metrics):
+        result |= checks(folder)
+    return result
+
+
+def collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
+    """Write episodes.jsonl: the transcripts of all phases so far, in order.
+
+    Videos inside `folder` are named relative to it, others by their absolute path.
+
+    Args:
+        folder: The run's folder.
+        root: The directory that the names of videos are relative to.
+    """
+    videos = root.relative_to(folder) if root.is_relative_to(folder) else root
+    # before-K.json and after-K.json hold one K each, rl-STEP.json one step.
+    episodes = [
+        episode
+        for phase in ("before", "rl", "after")
+        for content in _contents(folder, phase)
+        for episode in content["episodes"]
+    ]
+    lines = [json.dumps({**e, "video": str(videos / e["video"])}) + "\n" for e in episodes]
+    write_atomically(folder / "episodes.jsonl", "".join(lines))
+
+
+def _contents(folder: pathlib.Path, name: str) -> list[Row]:
+    """The contents of an evaluation's files NAME-NUMBER.json, by number."""
+    found = (folder / "evaluation").glob(f"{name}-*.json")
+    files = sorted(found, key=lambda file: int(file.stem.split("-")[1]))
+    return [read_evaluation_file(file) for file in files]

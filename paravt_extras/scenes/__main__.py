@@ -1,0 +1,81 @@
+"""Writes videos of minutes at real pixels, with questions and demonstrations for a real model.
+
+The same command continues an interrupted one, and does nothing once all is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from paravt_extras.scenes.calibrate import table
+from paravt_extras.scenes.plan import SceneSettings
+from paravt_extras.scenes.write import (
+    calibration,
+    expected_size,
+    missing_videos,
+    write_scenes,
+)
+from paravt_jax.command_name import command_name
+from paravt_jax.data.local_path import require_local
+from paravt_jax.progress import Progress, size
+
+_PROG = command_name("python -m paravt_extras.scenes")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The command line. Values are checked later: tyro would print their errors in a box."""
+
+    out: str = "data/scenes"
+    """Folder to write."""
+    videos: int = SceneSettings.videos
+    """Videos to train on; every fourth is for demonstrations."""
+    heldout: int = SceneSettings.heldout
+    """Videos to evaluate on."""
+    seed: int = SceneSettings.seed
+    """Seed of videos and questions."""
+    lines: int = SceneSettings.lines
+    """Height of a frame in pixels, an even number from 320 to 720; 0: mostly 360, some 720."""
+    workers: int = 0
+    """Number of processes that draw; 0: one per core."""
+    describe: bool = False
+    """Only print what overviews show of the questions of a finished folder."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code. A failure prints one line and returns 2."""
+    asked = tyro.cli(_Asked, args=argv, prog=_PROG, description=__doc__)
+    try:
+        require_local("--out", asked.out)
+        if not asked.describe:
+            _write(asked)
+        print(table(calibration(asked.out)))
+    except KeyboardInterrupt:
+        print("\nstopped; the same command continues", file=sys.stderr)
+        return 130
+    except (OSError, ValueError) as error:
+        print(f"{_PROG}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _write(asked: _Asked) -> None:
+    settings = SceneSettings(asked.seed, asked.videos, asked.heldout, asked.lines)
+    missing = missing_videos(settings, pathlib.Path(asked.out))
+    minutes = sum(video.seconds for video in missing) / 60
+    print(
+        f"{len(missing)} of {settings.videos + settings.heldout} videos to draw: "
+        f"{minutes:.0f} minutes, about {size(expected_size(missing))} in {asked.out}",
+        file=sys.stderr,
+    )
+    with Progress("draw", "video") as progress:
+        write_scenes(settings, asked.out, asked.workers, progress.update)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

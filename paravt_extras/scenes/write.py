@@ -1,0 +1,211 @@
+"""Writes the scenes to a folder: videos, questions, demonstrations, and what is known of them.
+
+    FOLDER/settings.json             the settings, so that a folder never mixes two worlds
+    FOLDER/media/train/0000.mp4      videos to train on; every fourth is for demonstrations
+    FOLDER/media/heldout/0000.mp4    videos to evaluate on
+    FOLDER/annotations/*.parquet     the training questions and the demonstrations as published rows
+    FOLDER/train.jsonl               the same questions as a file of your own questions
+    FOLDER/heldout.jsonl             questions about the videos to evaluate on
+    FOLDER/calibration.jsonl         per question, what an overview shows of it
+
+Texts come last: a folder with questions has all of its videos.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
+from typing import Any
+
+from paravt_extras.scenes.ask import SceneQuestion, questions
+from paravt_extras.scenes.calibrate import facts
+from paravt_extras.scenes.demonstrate import demonstrations
+from paravt_extras.scenes.film import encode
+from paravt_extras.scenes.plan import SPLITS, SceneSettings, SceneVideo, plan
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_settings import lock, require_same
+from paravt_jax.data.workers import Workers
+from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.progress import size
+from paravt_jax.world import published_rows
+
+SETTINGS = "settings.json"
+MEDIA = "media"
+ANNOTATIONS = "annotations"
+CALIBRATION = "calibration.jsonl"
+
+# Bytes per second of a video of 360 lines, and the power of the lines with which they grow: a fit
+# to the default set, rounded up.
+_BYTES_PER_SECOND = 6_500
+_GROWTH = 0.9
+_DEADLINE = 1800.0  # seconds for one video, on however busy a machine
+
+
+def expected_size(videos: Sequence[SceneVideo]) -> int:
+    """Estimate of the bytes of the files of some videos."""
+    rates = (_BYTES_PER_SECOND * (video.lines / 360) ** _GROWTH for video in videos)
+    return round(sum(rate * video.seconds for rate, video in zip(rates, videos, strict=True)))
+
+
+def missing_videos(settings: SceneSettings, folder: pathlib.Path) -> tuple[SceneVideo, ...]:
+    """The videos that a folder does not hold yet."""
+    return tuple(v for v in plan(settings) if not (folder / MEDIA / v.path).exists())
+
+
+def write_scenes(
+    settings: SceneSettings,
+    folder: str | os.PathLike[str],
+    workers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the files that a folder lacks. An interrupted call can be repeated.
+
+    Args:
+        settings: The world.
+        folder: Where to write.
+        workers: Number of processes that draw; 0: one per core.
+        progress: Called with the numbers of finished videos and of all.
+
+    Raises:
+        ValueError: The folder holds something else, or a number is too small.
+        OSError: The disk has not enough room, or another process writes to the folder.
+    """
+    if workers < 0:
+        raise ValueError(f"workers: {workers}; give 1 or more, or 0 for one per core")
+    folder = pathlib.Path(folder)
+    _claim(settings, folder)
+    try:
+        held = lock(folder / ".lock")
+    except BlockingIOError as error:
+        raise OSError(f"{folder}: {error}; wait for it, or stop it") from error
+    with held:
+        missing = missing_videos(settings, folder)
+        _require_room(missing, folder)
+        videos = plan(settings)
+        try:
+            _draw(missing, folder / MEDIA, workers or os.cpu_count() or 1, len(videos), progress)
+        finally:
+            for unfinished in (folder / MEDIA).rglob("*.tmp"):
+                unfinished.unlink()
+        _write_texts(settings, videos, folder)
+
+
+def _claim(settings: SceneSettings, folder: pathlib.Path) -> None:
+    """Store the settings in a new folder, or compare them with those of an old one."""
+    file = folder / SETTINGS
+    wanted = dataclasses.asdict(settings)
+    remedy = "Choose another folder, or remove this one."
+    if file.exists():
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        require_same(f"{folder}: holds scenes with other settings", stored, wanted, remedy)
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder}: holds other files than scenes. {remedy}")
+    for split in SPLITS:
+        (folder / MEDIA / split).mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(wanted))
+
+
+def _require_room(missing: Sequence[SceneVideo], folder: pathlib.Path) -> None:
+    needed = expected_size(missing)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            f"{folder}: about {size(needed)} are needed, and {size(free)} are free; free "
+            f"{size(needed - free)}, or name a folder on another disk"
+        )
+
+
+def _draw(
+    missing: Sequence[SceneVideo],
+    media: pathlib.Path,
+    workers: int,
+    total: int,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    done = total - len(missing)
+    if not missing:
+        return
+    count = min(workers, len(missing))
+    with Workers(functools.partial(_draw_video, str(media)), count, _DEADLINE) as pool:
+        for future in as_completed([pool.submit(video) for video in missing]):
+            future.result()
+            done += 1
+            if progress is not None:
+                progress(done, total)
+
+
+def _draw_video(media: str, video: SceneVideo) -> None:
+    encode(video, pathlib.Path(media) / video.path)
+
+
+def _write_texts(
+    settings: SceneSettings, videos: Sequence[SceneVideo], folder: pathlib.Path
+) -> None:
+    asked = {v.id: questions(v, settings.seed) for v in videos if not v.demonstrated}
+    entries = [facts(video, each) for video in videos for each in asked.get(video.id, ())]
+    shown = [
+        conversation
+        for video in videos
+        if video.demonstrated
+        for conversation in demonstrations(video, settings.seed)
+    ]
+    annotations = folder / ANNOTATIONS
+    annotations.mkdir(exist_ok=True)
+    by_split: dict[str, list[SceneQuestion]] = {
+        split: [each for v in videos if v.split == split for each in asked.get(v.id, ())]
+        for split in SPLITS
+    }
+    rows = [_published_row(each.question) for each in by_split["train"]]
+    published_rows.write_questions(annotations / "paravt_rl_scenes.parquet", rows)
+    published_rows.write_conversations(annotations / "paravt_sft_scenes.parquet", shown)
+    for split, of_split in by_split.items():
+        write_atomically(
+            folder / f"{split}.jsonl", _lines([_own_row(q.question) for q in of_split])
+        )
+    write_atomically(folder / CALIBRATION, _lines(entries))
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _own_row(question: Question) -> dict[str, Any]:
+    """A question as a line of a file of your own questions."""
+    row: dict[str, Any] = {"id": question.id, "video": question.video, "question": question.text}
+    if question.options:
+        row["options"] = question.options
+    if question.evidence is not None:
+        row["evidence"] = question.evidence
+    return row | {"answer": _answer(question), "kind": question.kind.value}
+
+
+def _published_row(question: Question) -> dict[str, Any]:
+    text = published_rows.with_options(question.text, question.options)
+    return published_rows.question_row(
+        question.video, text, question.kind, _answer(question), question.evidence
+    )
+
+
+def _answer(question: Question) -> Any:
+    if question.kind is QuestionKind.TEMPORAL_GROUNDING:
+        return json.loads(question.answer)
+    return question.answer
+
+
+def calibration(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """What is known of the questions of a folder, as `calibrate.facts` gives it.
+
+    Raises:
+        FileNotFoundError: The folder holds no finished scenes.
+    """
+    file = pathlib.Path(folder) / CALIBRATION
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder}: holds no finished scenes; write them first")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,141 @@
+"""What do rollouts that outlive an update cost? `python -m paravt_extras.studies.staleness`
+
+Each seed has a cold start (`sft_tiny`). From its weights, RL runs with the settings of
+`paravt_tiny` and `rl.max_staleness` 0, 1 and 2. Everything else is equal. Every run is an ordinary
+run directory (`train.run`), so the command can be interrupted and repeated; finished runs are only
+read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tyro
+
+from configs.paravt_tiny import paravt_tiny
+from configs.sft import sft_tiny
+from paravt_extras.report.discovery import greedy
+from paravt_extras.report.result import read_result
+from paravt_extras.studies.study import over_seeds, require_seeds, run_study
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.local_path import require_local
+from rollout.evaluation.markdown import table as markdown
+from train.durable.metrics import read_metrics
+from train.settings import Run, change
+
+MAX_STALENESS = (0, 1, 2)
+# KL, weights and lengths change as the model learns. These are of the last steps.
+LAST = 10
+Figures = dict[str, float]
+"""Figures of a run, by the name of their line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Staleness:
+    """Trains with rollouts that may outlive no, one and two updates."""
+
+    run_dir: str = "runs/staleness"
+    """Folder of all runs (start-SEED, stale0-SEED, ...), the table and the figures."""
+    seeds: tuple[int, ...] = (4, 5, 6)
+    """Seeds of world, questions, demonstrations and run."""
+
+    def __post_init__(self):
+        require_seeds(self.seeds)
+        require_local("run_dir", self.run_dir)
+
+
+def plan(command: Staleness, seed: int) -> list[Run]:
+    """The runs of a seed: the cold start, and one for each bound. They are evaluated greedily."""
+    evaluation = dataclasses.replace(
+        paravt_tiny().evaluation,
+        dispatch=("parallel",),
+        temperatures=(0.0,),
+        format_temperatures=(),
+        curve=False,
+    )
+    same = {"seed": seed, "world.seed": seed, "text.seed": seed, "evaluation": evaluation}
+    folder = f"{command.run_dir}/start-{seed}"
+    start = change(sft_tiny(), "start", same | {"run_dir": folder})
+    runs = [start]
+    for bound in MAX_STALENESS:
+        arm = {
+            "start": start.run_dir,
+            "rl.control": False,
+            "rl.max_staleness": bound,
+            "run_dir": f"{command.run_dir}/stale{bound}-{seed}",
+        }
+        runs.append(change(paravt_tiny(), f"stale{bound}", same | arm))
+    return runs
+
+
+def figures(run: Run) -> Figures:
+    """Figures of a finished run of RL."""
+    folder = pathlib.Path(run.run_dir)
+    result = read_result(folder)
+    steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == "rl"]
+
+    def mean(name: str, rows: Sequence[Mapping[str, Any]] = steps) -> float:
+        return float(np.mean([row[name] for row in rows if name in row]))
+
+    last = steps[-LAST:]
+    accuracy = [row["accuracy"] for row in greedy(result["after"])]
+    found = {
+        "accuracy after RL, mean over K": float(np.mean(accuracy)),
+        "f": mean("format_reward"),
+        "kappa": mean("calls"),
+        f"KL, last {LAST} steps": mean("kl_reference", last),
+        f"behaviour weight, mean of the last {LAST} steps": mean("behaviour_weight", last),
+        "behaviour weight, largest": max(row["behaviour_weight_max"] for row in steps),
+        "tokens left out by the cap, share": mean("capped_fraction"),
+        "tokens per episode, trained": mean("length/response"),
+        "seconds per step, sampling": mean("time/rollout"),
+        "minutes of RL": (steps[-1]["wall"] - steps[0]["wall"]) / 60,
+    }
+    if "staleness/mean" in steps[-1]:
+        found["age of trained tokens, updates"] = mean("staleness/mean")
+        ended = [row for row in steps if row["in_flight/ended"]]
+        found["tokens per episode, all that ended"] = float(
+            np.average(
+                [row["length/sampled"] for row in ended],
+                weights=[row["in_flight/ended"] for row in ended],
+            )
+        )
+    return found
+
+
+def table(found: Mapping[int, Sequence[Figures]]) -> str:
+    """A Markdown table: mean and standard deviation over the seeds, a column for each bound."""
+    names = list(dict.fromkeys(name for runs in found.values() for name in runs[0]))
+    rows = []
+    for name in names:
+        columns = [[run.get(name) for run in runs] for runs in found.values()]
+        rows.append([name, *(over_seeds(values, "z.3g", ".2g") for values in columns)])
+    return markdown(["max_staleness", *map(str, found)], rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code. Writes table.md and results.json."""
+    command = tyro.cli(Staleness, args=argv, prog="python -m paravt_extras.studies.staleness")
+    folder = pathlib.Path(command.run_dir)
+    runs = [plan(command, seed) for seed in command.seeds]
+    code = run_study([run for of_seed in runs for run in of_seed])
+    if code:
+        return code
+    found = {
+        bound: [figures(of_seed[1 + number]) for of_seed in runs]
+        for number, bound in enumerate(MAX_STALENESS)
+    }
+    content = {"seeds": command.seeds, "figures": found}
+    write_atomically(folder / "results.json", json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / "table.md", table(found) + "\n")
+    print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""Compares finished runs in a Markdown table, read from each run's `result.json`.
+
+python -m paravt_extras.summary runs/tiny-0 runs/tiny-1 ...     # each run's figures, and their mean
+python -m paravt_extras.summary --table-2 runs/paravt_8b ...    # beside table 2 of the paper
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from paravt_extras.report.result import read_result
+from paravt_extras.table_2 import read_run, text
+from paravt_jax.data.stored_json import DamagedFileError
+from rollout.evaluation.folder import FolderError
+from train.durable.run_directory import FORMAT, RunDirectoryError, read_config
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the table: the mean of one figure over K."""
+
+    name: str
+    phase: Literal["before", "control", "after"]
+    field: str = "accuracy"
+    """Field of a result row, or of one of its groups."""
+    group: str = ""
+    """Questions that count, a name in `groups` of the rows; empty: all questions."""
+    sampled: bool = False
+    """Read the rows with the highest temperature of the evaluation instead of greedy ones."""
+    dispatch: str = "parallel"
+    """How calls were carried out."""
+    k: Literal["all", "smallest", "largest"] = "all"
+    """The overview budgets that count."""
+
+    def value(self, result: Row) -> float | None:
+        """The figure of a run; None if its evaluation lacks what the figure needs.
+
+        Args:
+            result: Contents of the run's `result.json`.
+        """
+        rows = [row for row in result.get(self.phase, []) if row["dispatch"] == self.dispatch]
+        highest = max((row["temperature"] for row in rows), default=0.0)
+        if self.sampled and not highest:
+            return None
+        rows = [row for row in rows if row["temperature"] == (highest if self.sampled else 0)]
+        if self.k != "all" and rows:
+            choose = min if self.k == "smallest" else max
+            chosen = choose(row["k"] for row in rows)
+            rows = [row for row in rows if row["k"] == chosen]
+        if not self.group:
+            return statistics.mean(row[self.field] for row in rows) if rows else None
+        groups = [row.get("groups", {}).get(self.group) for row in rows]
+        known = [group for group in groups if group and group[self.field] is not None]
+        if not known:
+            return None
+        # Weighted by n: at some K, few questions belong to a group.
+        total = sum(group["n"] for group in known)
+        return sum(group["n"] * group[self.field] for group in known) / total
+
+
+LINES = (
+    Line("accuracy before", "before"),
+    Line("accuracy, control", "control"),
+    Line("accuracy after", "after"),
+    Line("accuracy before, sampled", "before", sampled=True),
+    Line("accuracy after, sampled", "after", sampled=True),
+    Line("calls before", "before", "calls"),
+    Line("calls after", "after", "calls"),
+    Line("calls after, answer not shown", "after", "calls", "hidden"),
+    Line("share of those turns with several calls", "after", "parallel", "hidden"),
+    Line("calls after, choice, answer shown", "after", "calls", "mcq shown"),
+    Line("accuracy without tools before, largest K", "before", dispatch="none", k="largest"),
+    Line("accuracy without tools after, largest K", "after", dispatch="none", k="largest"),
+    Line("accuracy without tools after, smallest K", "after", dispatch="none", k="smallest"),
+    Line("compliance before, sampled", "before", "compliance", sampled=True),
+    Line("compliance after, sampled", "after", "compliance", sampled=True),
+    Line("compliance after", "after", "compliance"),
+    Line("accuracy after, one call per turn", "after", dispatch="sequential"),
+)
+
+
+def table(results: dict[str, Row]) -> str:
+    """Format runs as a Markdown table, with a column per run and a line per figure.
+
+    The last column has mean and standard deviation over the runs; for checks, the largest value. A
+    figure that no run has gets no line.
+
+    Args:
+        results: Contents of each run's `result.json`, by the name of the run.
+    """
+    lines = [f"| | {' | '.join(results)} | mean ± std |", "|---" * (len(results) + 2) + "|"]
+    for line in LINES:
+        lines += _mean_line(line.name, [line.value(result) for result in results.values()])
+    lines += _mean_line("minutes", [result["seconds"] / 60 for result in results.values()])
+    shares = [result.get("goodput") for result in results.values()]
+    lines += _mean_line("goodput", shares)
+    for name in ("token_mismatches", "logprob_gap", "recompilations_after_warmup"):
+        values = [result[name] for result in results.values()]
+        cells = [f"{value:.2g}" for value in values]
+        lines.append(_line(name, cells, f"at most {max(values):.2g}"))
+    return "\n".join(lines)
+
+
+def _mean_line(name: str, values: Sequence[float | None]) -> list[str]:
+    known = [value for value in values if value is not None]
+    if not known:
+        return []
+    spread = statistics.stdev(known) if len(known) > 1 else 0.0
+    cells = ["–" if value is None else f"{value:.2f}" for value in values]
+    return [_line(name, cells, f"{statistics.mean(known):.2f} ± {spread:.2f}")]
+
+
+def _line(name: str, cells: Iterable[str], last: str) -> str:
+    return f"| {' | '.join([name, *cells, last])} |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m paravt_extras.summary", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of finished runs")
+    parser.add_argument(
+        "--table-2",
+        action="store_true",
+        help="show f and kappa over training beside table 2 of the paper",
+    )
+    parser.add_argument(
+        "--evaluations",
+        nargs="+",
+        type=pathlib.Path,
+        default=[],
+        metavar="FOLDER",
+        help="with --table-2: finished evaluations of the runs' weights, for the scores",
+    )
+    asked = parser.parse_args(argv)
+    try:
+        if asked.table_2:
+            lines = [line for run in asked.runs for line in read_run(run, asked.evaluations)]
+            print(text(lines))
+        else:
+            print(table({run.name: _result(run) for run in asked.runs}))
+    except (FileNotFoundError, DamagedFileError, FolderError, RunDirectoryError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _result(run: pathlib.Path) -> Row:
+    file = run / "result.json"
+    if not file.exists():
+        raise FileNotFoundError(f"{file} does not exist; give the folders of finished runs")
+    read_config(run, "paravt_extras.summary", (FORMAT,))
+    return read_result(run)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

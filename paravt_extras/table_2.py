@@ -1,0 +1,267 @@
+"""Table 2 of the paper beside finished runs: f and kappa over training, and benchmark scores.
+
+A run belongs to the row whose settings it has, by its resolved configuration. Other runs are listed
+as own settings, with what they change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from paravt_extras.report.result import read_result
+from paravt_jax.data.stored_json import mismatch
+from rollout.evaluation.markdown import table as markdown
+from rollout.evaluation.markdown import wrapped
+from rollout.evaluation.paper import COLUMNS, TABLE_2, TABLE_2_SPLITS, Setting
+from rollout.evaluation.summary import read_summary, score_of
+from train.durable.metrics import read_metrics
+from train.durable.run_directory import FORMAT, RunDirectoryError, read_config
+
+Row = dict[str, Any]
+
+BLOCKS = {
+    "A": "A: stages, and the two parts of PARA-GRPO",
+    "B": "B: terms of the reward",
+    "C": "C: dispatch of calls, same weights",
+}
+TEMPERATURE = 0.7
+"""Sampling temperature of rollouts in the paper."""
+
+FULL = {
+    "rl.frame_budgets": [4, 8, 16, 32, 64],
+    "rl.grpo.anchor": "anchored",
+    "rl.rewards.answer_suffix": True,
+    "rl.rewards.format_weight": 1.0,
+    "rl.rewards.gamma": 0.3,
+    "rl.rewards.order_without_calls": False,
+    "rl.rewards.tool_turn_cost": 0.0,
+    "rl.rewards.tool_weight": 1.0,
+    "rl.subagents_per_rollout": 0.0,
+    "rl.temperature": TEMPERATURE,
+    "protocol.pin_think": True,
+}
+"""The settings that distinguish rows, with their values in full PARA-GRPO."""
+
+_UNGATED = {"rl.frame_budgets": [64]}
+_UNANCHORED = {
+    "rl.grpo.anchor": "none",
+    "rl.rewards.answer_suffix": False,
+    "protocol.pin_think": False,
+}
+CHANGES: Mapping[str, Row] = {
+    "vanilla_grpo": _UNGATED | _UNANCHORED,
+    "exploration_anchoring": _UNGATED,
+    "nframes_gating": _UNANCHORED,
+    "paravt": {},
+    "no_tool_reward": {"rl.rewards.tool_weight": 0.0},
+    "no_penalty": {"rl.rewards.gamma": 0.0},
+}
+"""What each trained row of the table changes, by its key in `TABLE_2`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """A line of this project: a run, or its cold start."""
+
+    label: str
+    key: str
+    """Row of the table to which the line belongs; "" for own settings."""
+    f: float | None
+    """Mean of R_fmt as published."""
+    kappa: float | None
+    """Mean number of executed calls per rollout."""
+    compliance: float | None
+    """Share of rollouts that keep the whole format."""
+    scores: Mapping[str, float]
+    """In per cent, by split."""
+    note: str = ""
+
+
+def changes(config: Mapping[str, Any]) -> Row:
+    """What a run with RL changes of full PARA-GRPO, among the settings that distinguish rows."""
+    found = {}
+    for field, value in FULL.items():
+        own: Any = config
+        for part in field.split("."):
+            own = own[part]
+        if field == "rl.grpo.anchor" and own != "none":
+            own = "anchored"
+        if own != value:
+            found[field] = own
+    return found
+
+
+def key_of(config: Mapping[str, Any]) -> str:
+    """The row of table 2 that a run belongs to; "" if it has settings of its own."""
+    if config["rl"] is None:
+        return "sft" if config["sft"] else ""
+    own = changes(config)
+    return next((key for key, changed in CHANGES.items() if changed == own), "")
+
+
+# --- runs ---
+
+
+class _GRPO(TypedDict):
+    group_size: int
+
+
+class _RL(TypedDict):
+    prompts: int
+    grpo: _GRPO
+
+
+class _Model(TypedDict):
+    size: str
+
+
+class _Config(TypedDict):
+    """What is read of a run's configuration, beside the fields of `FULL`."""
+
+    model: _Model
+    sft: dict[str, Any] | None
+    rl: _RL | None
+
+
+def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[Figures]:
+    """The lines of a finished run: one for its cold start, if measured, and one for its RL.
+
+    Args:
+        folder: the run's directory.
+        evaluations: folders of finished evaluations. Those of the run's weights fill its scores.
+
+    Raises:
+        FileNotFoundError: the run is not finished.
+        RunDirectoryError: another version of this code made the run.
+    """
+    result_file = folder / "result.json"
+    if not result_file.exists():
+        raise FileNotFoundError(f"{result_file} does not exist; give the folders of finished runs")
+    config = read_config(folder, "--table-2", (FORMAT,))
+    wrong = mismatch(config, _Config)
+    if wrong:
+        raise RunDirectoryError(f"{folder / 'config.json'} is damaged ({wrong}): restore it.")
+    result = read_result(folder)
+    scores = _scores(folder, evaluations)
+    name = f"{folder.name}, {config['model']['size']}"
+    started = _cold_start(name, result, {} if config["rl"] else scores["parallel"])
+    lines = [started] if config["sft"] and started else []
+    if config["rl"] is None:
+        return lines
+    steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == "rl"]
+    rl = config["rl"]
+    own = "; ".join(f"{field} {value}" for field, value in changes(config).items())
+    key = key_of(config)
+    note = f"{len(steps)} steps of {rl['prompts']} x {rl['grpo']['group_size']} rollouts"
+    lines.append(
+        Figures(
+            name,
+            key,
+            *(_mean(steps, field) for field in ("format_reward", "calls", "compliance")),
+            scores=scores["parallel"],
+            note=note if key else f"{note}; {own}",
+        )
+    )
+    if scores["sequential"]:
+        lines.append(Figures(name, "sequential", None, None, None, scores["sequential"]))
+    return lines
+
+
+def _mean(rows: Sequence[Row], field: str) -> float | None:
+    return statistics.mean(row[field] for row in rows) if rows else None
+
+
+def _cold_start(name: str, result: Row, scores: Mapping[str, float]) -> Figures | None:
+    """The sampled rollouts on held-out questions before RL; None if none were played."""
+    measured = [row for row in result.get("by_temperature", []) if row["phase"] == "before"]
+    rows = _sampled(measured) or _sampled(result.get("before", []))
+    if not rows:
+        return None
+    total = sum(row["n"] for row in rows)
+
+    def mean(field: str) -> float:
+        return sum(row["n"] * row[field] for row in rows) / total
+
+    note = f"in the row of SFT, {total} rollouts before RL on held-out questions"
+    figures = (mean(field) for field in ("format_reward", "calls", "compliance"))
+    return Figures(name, "sft", *figures, scores=scores, note=note)
+
+
+def _sampled(rows: Sequence[Row]) -> list[Row]:
+    """The rows of parallel episodes at the paper's temperature."""
+    return [
+        row for row in rows if row["temperature"] == TEMPERATURE and row["dispatch"] == "parallel"
+    ]
+
+
+def _scores(
+    folder: pathlib.Path, evaluations: Sequence[pathlib.Path]
+) -> dict[str, dict[str, float]]:
+    """The scores of a run's final weights in per cent, by dispatch and split.
+
+    Raises:
+        ValueError: two evaluations are of the same weights, dispatch and split.
+    """
+    found: dict[str, dict[str, float]] = {"parallel": {}, "sequential": {}}
+    for evaluation in evaluations:
+        summary = read_summary(evaluation)
+        model = pathlib.Path(summary["config"]["settings"]["model"]).resolve()
+        dispatch = summary["config"]["identity"]["dispatch"]
+        score = score_of(summary)
+        if model == (folder / "model").resolve() and dispatch in found and score is not None:
+            split = summary["benchmark"]
+            if split in found[dispatch]:
+                raise ValueError(
+                    f"--evaluations {evaluation}: {split} of {folder}, dispatch {dispatch}, is "
+                    "given twice; name one folder per split and dispatch"
+                )
+            found[dispatch][split] = 100 * score
+    return found
+
+
+# --- as text ---
+
+
+def text(lines: Sequence[Figures]) -> str:
+    """Format the paper's table with the lines of this project below the rows they belong to."""
+    rows: list[list[str]] = []
+    block = ""
+    for key, setting in TABLE_2.items():
+        if setting.block != block:
+            block = setting.block
+            rows.append([BLOCKS[block]])
+        rows.append(_paper_row(setting))
+        rows += [_row(line) for line in lines if line.key == key]
+    own = [line for line in lines if not line.key]
+    if own:
+        rows += [["own settings"], *map(_row, own)]
+    headings = ["", "f", "kappa", "compliance", *(COLUMNS[split] for split in TABLE_2_SPLITS)]
+    notes = [
+        "- Rows with a dot in front are runs of this project, the others the paper's.",
+        "- f: mean format reward (R_fmt as published) of training rollouts. kappa: executed calls "
+        "per rollout. Both are means over all steps of RL; for a cold start, over its rollouts at "
+        "temperature 0.7.",
+        "- compliance: share of those rollouts in which every turn parses and the last one has an "
+        "answer block. The paper has no such figure.",
+    ]
+    notes += [f"- {line.label}: {line.note}" for line in lines if line.note]
+    return "\n".join([markdown(headings, rows), "", *map(wrapped, notes)])
+
+
+def _paper_row(setting: Setting) -> list[str]:
+    scores = [f"{setting.scores[split]:.1f}" for split in TABLE_2_SPLITS]
+    return [setting.title, _two_digits(setting.f), _two_digits(setting.kappa), "", *scores]
+
+
+def _row(line: Figures) -> list[str]:
+    figures = map(_two_digits, (line.f, line.kappa, line.compliance))
+    scores = (line.scores.get(split) for split in TABLE_2_SPLITS)
+    return [f"· {line.label}", *figures, *("" if s is None else f"{s:.1f}" for s in scores)]
+
+
+def _two_digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
