@@ -1,7 +1,7 @@
 """Measures how much there is to read: `python -m benchmarks.codebase [--lower]`
 
 Prints each figure beside its bound in tests/bounds.json, which a test holds. A bound may fall and
-is never raised: delete first. `--lower` lowers the bounds that are more than 1 % above their figure.
+is never raised: delete first. `--lower` lowers bounds that are more than 1 % above their figures.
 
 A code line is not blank, not a comment and not part of a docstring. What a file reaches are the
 modules that it imports, directly or not; imports count anywhere in a file, and so do names of

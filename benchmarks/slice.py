@@ -9,8 +9,8 @@ what has not been compiled by then is left out. Then each is called a few times.
 
 Of each program:
 
-    seconds   measured: the fastest call. expected, least: as in paravt_extras.plan, at the rates that
-              it expects and at the peak rates; null for devices whose rates are not known
+    seconds   measured: the fastest call. expected, least: as in paravt_extras.plan, at the rates
+              that it expects and at the peak rates; null for devices whose rates are not known
     bytes     planned: what the compiled program needs on a device. measured: the most that was in
               use on a device; null where devices do not count, or if an earlier program used more
 
