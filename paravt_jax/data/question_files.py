@@ -24,6 +24,7 @@ from paravt_jax.method.subtitles import Subtitle
 
 COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles", "evidence")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_MOST_BYTES = 1 << 30
 # Upper bound on the bad rows that an error lists.
 _MAX_NAMED_ROWS = 10
 # More than 30 years. An int of JSON may be too large for a float.
@@ -61,12 +62,9 @@ def read_questions(
     if not path.is_file():
         raise FileNotFoundError(f"questions: {path}; no such file: give a .csv or .jsonl")
     try:
-        # Excel starts its UTF-8 files with a byte order mark.
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"questions: {path}; it is not UTF-8 ({error}): save it as UTF-8"
-        ) from error
+        text = foreign.read_text(path, _MOST_BYTES)
+    except ForeignFileError as error:
+        raise ValueError(f"questions: {error}") from error
 
     subtitles: _SubtitleCache = {}
     questions: list[Question] = []
@@ -262,7 +260,7 @@ def _subtitles(
     if not path.endswith(".srt"):
         raise _BadRow("subtitles", path, "a SubRip file (.srt): convert it, or leave it out")
     try:
-        entries = read_srt(foreign.read_bytes(join(root, path)))
+        entries = read_srt(join(root, path))
     except (OSError, VideoError):
         rule = f"no such file below {root}: put it there, or leave it out"
         raise _BadRow("subtitles", path, rule) from None

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from paravt_jax.data import foreign
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
 from paravt_jax.data.srt import read_srt
@@ -157,7 +156,7 @@ class Player:
 
     def _read_subtitles(self, path: str) -> list[Subtitle]:
         try:
-            return read_srt(foreign.read_bytes(join(self._videos.root, path)))
+            return read_srt(join(self._videos.root, path))
         except (OSError, VideoError, ForeignFileError) as error:
             raise BrokenRow(f"its subtitles: {error}") from error
 

@@ -154,6 +154,17 @@ def test_subtitles_are_shown_before_the_question(player, items):
     assert shown == {" in the video:\n<1.0 seconds> Hello there\n<65.5 seconds> Good bye\n\n"}
 
 
+def test_subtitles_that_cannot_be_read_leave_their_question_out(player, items, videos):
+    playing = player([answer("A")], benchmark="videomme_wsub")
+    folder = videos / "subtitle"
+    (folder / "cp1252.srt").write_bytes("1\n00:01 --> 00:02\ncafé\n".encode("cp1252"))
+    (folder / "words.srt").write_text("no times\n")
+    for name, reason in (("cp1252", "save it as UTF-8"), ("words", "has no line of times")):
+        (line,) = playing.lines([Item(items[0].question, subtitles=f"subtitle/{name}.srt")])
+        assert line["left_out"] == "broken"
+        assert f"{name}.srt" in line["reason"] and reason in line["reason"]
+
+
 def test_a_search_finds_subtitles_that_the_prompt_had_no_room_for(player, items):
     search = '{"name": "search_subtitles", "arguments": {"query": "bye"}}'
     playing = player(
