@@ -49,7 +49,7 @@ def read_bytes(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | os.PathLike, most: int = MOST_BYTES) -> str:
-    """Read a file of UTF-8, or of what its byte order mark says.
+    """Read a file of UTF-8, or of what its byte order mark says. Lines end in "\\n".
 
     Raises:
         OSError: There is no such file, or it cannot be read.
@@ -64,7 +64,7 @@ def read_text(path: str | os.PathLike, most: int = MOST_BYTES) -> str:
     # English text in UTF-16 without a mark is also UTF-8, with a NUL at every other character.
     if "\0" in text:
         raise ForeignFileError(f"{path}: has NUL characters; save it as UTF-8")
-    return text
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def open_regular(path: str | os.PathLike) -> io.BufferedReader:
