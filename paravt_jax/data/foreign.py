@@ -6,7 +6,6 @@ names it. Media are opened by `media_files`, archives by `archives`.
 
 from __future__ import annotations
 
-import codecs
 import io
 import json
 import os
@@ -17,14 +16,6 @@ from typing import Any
 MOST_BYTES = 64 << 20
 """Upper bound on a file's size. The largest such file of a model, its tokenizer, has 11 MB."""
 
-# UTF-32 goes first: its little-endian mark begins with that of UTF-16.
-_MARKS = {
-    codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
@@ -46,25 +37,6 @@ def read_bytes(path: str | os.PathLike, most: int = MOST_BYTES) -> bytes:
         raise ForeignFileError(f"{path}: larger than {most / 1e6:,.0f} MB; give the right file")
     require_content(path, data)
     return data
-
-
-def read_text(path: str | os.PathLike, most: int = MOST_BYTES) -> str:
-    """Read a file of UTF-8, or of what its byte order mark says. Lines end in "\\n".
-
-    Raises:
-        OSError: There is no such file, or it cannot be read.
-        ForeignFileError: It has another encoding; see also `read_bytes`.
-    """
-    data = read_bytes(path, most)
-    encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), "utf-8")
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError as error:
-        raise ForeignFileError(f"{path}: damaged text ({error}); save it as UTF-8") from error
-    # English text in UTF-16 without a mark is also UTF-8, with a NUL at every other character.
-    if "\0" in text:
-        raise ForeignFileError(f"{path}: has NUL characters; save it as UTF-8")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def open_regular(path: str | os.PathLike) -> io.BufferedReader:

@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paravt_jax.data import foreign
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
 from paravt_jax.data.lettered import split_options, without_letters
 from paravt_jax.data.srt import read_srt
+from paravt_jax.data.text_files import read_text
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
 
@@ -66,7 +66,7 @@ def read_questions(
     if not path.is_file():
         raise FileNotFoundError(f"questions: {path}; no such file: give a .csv or .jsonl")
     try:
-        text = foreign.read_text(path, _MOST_BYTES)
+        text = read_text(path, _MOST_BYTES)
     except ForeignFileError as error:
         raise ValueError(f"questions: {error}") from error
 

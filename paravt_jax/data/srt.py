@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import re
 
-from paravt_jax.data import foreign
 from paravt_jax.data.foreign import ForeignFileError
+from paravt_jax.data.text_files import read_text
 from paravt_jax.method.subtitles import Subtitle
 
 _STAMP = r"(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{1,4}(?:[.,][0-9]{1,6})?)"
@@ -31,7 +31,7 @@ def read_srt(file: str | os.PathLike[str]) -> list[Subtitle]:
         ForeignFileError: It is neither UTF-8 nor has a byte order mark, or it has text but no line
             of times.
     """
-    text = foreign.read_text(file)
+    text = read_text(file)
     entries = parse_srt(text)
     if not entries and text.strip() and not any(map(_TIMES.fullmatch, text.splitlines())):
         raise ForeignFileError(
@@ -45,7 +45,6 @@ def parse_srt(text: str) -> list[Subtitle]:
 
     Markup and entries without words are dropped. No text makes this raise.
     """
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     entries = []
     for block in re.split(r"\n\s*\n", text.strip()):
         entry = _read_block(block.strip().split("\n"))

@@ -35,8 +35,9 @@ def test_entries_have_times_and_text():
         HELLO + "\n2\n00:00:03,000 --> 00:00:04,000\n\n3\nno times\nat all\n",
     ],
 )
-def test_one_entry_in_many_forms(text):
-    assert parse_srt(text) == [Subtitle(1.5, 62.0, "Hello")]
+def test_one_entry_in_many_forms(text, tmp_path):
+    (tmp_path / "talk.srt").write_bytes(text.encode())
+    assert read_srt(tmp_path / "talk.srt") == [Subtitle(1.5, 62.0, "Hello")]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_other_encodings_are_refused(words, encoding, tmp_path):
 def test_a_cut_file_is_refused(tmp_path):
     file = tmp_path / "talk.srt"
     file.write_bytes(HELLO.encode("utf-16")[:-1])
-    with pytest.raises(ForeignFileError, match="damaged text .*; save it as UTF-8"):
+    with pytest.raises(ForeignFileError, match="its text cannot be decoded .*; save it as UTF-8"):
         read_srt(file)
 
 
