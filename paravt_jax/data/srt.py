@@ -19,7 +19,7 @@ from paravt_jax.method.subtitles import Subtitle
 _STAMP = r"(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{1,4}(?:[.,][0-9]{1,6})?)"
 # Some files have a position on the screen after the times.
 _TIMES = re.compile(rf"\s*{_STAMP}\s*-->\s*{_STAMP}(?:\s.*)?")
-# "{\\an8}" puts a line at the top of the screen.
+# "{\an8}" puts a line at the top of the screen.
 _MARKUP = re.compile(r"<[^>]+>|\{\\[^}]*\}")
 
 
