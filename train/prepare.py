@@ -14,17 +14,18 @@ import hashlib
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from configs import RECIPES
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.earnable import require_in_video
 from paravt_jax.data.file_sums import seal
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
-from paravt_jax.data.published import Reason, split_of
+from paravt_jax.data.published import Reason, Refused, split_of
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.data.stored_json import DamagedFileError, read_json
 from paravt_jax.method import tokenizer
@@ -210,7 +211,6 @@ def _own_questions(
         questions = read_questions(settings.questions, root)
     require_unique_ids(questions)
     digest = _digest(questions)
-    paths = sorted({question.video for question in questions})
 
     file = folder / CHECKED  # from an earlier start, or from the first process of this run
     checked: dict[str, Any] = {"digest": digest}
@@ -225,7 +225,7 @@ def _own_questions(
     # A new run, or one that an earlier version started.
     if not {"longest", "sizes", "unreadable"} <= checked.keys():
         # Which questions are left out stays as it was found first.
-        checked = _check_videos(root, paths, settings.processes, check) | checked
+        checked = _check_videos(root, questions, settings.processes, check) | checked
     unreadable = checked["unreadable"]
     readable = tuple(question for question in questions if question.video not in unreadable)
     training, heldout = hold_out(readable, settings.heldout)
@@ -237,7 +237,7 @@ def _own_questions(
         vocabulary=tokenizer.load(folder / "tokenizer"),
         questions=training,
         heldout=heldout,
-        videos=len(paths),
+        videos=len({question.video for question in questions}),
         sizes=tuple((height, width) for height, width in checked["sizes"]),
         digest=digest,
     )
@@ -280,13 +280,19 @@ def _digest(questions: Sequence[Question]) -> str:
 
 
 def _check_videos(
-    root: pathlib.Path, paths: Sequence[str], processes: int, check: Callable[[], None]
+    root: pathlib.Path, questions: Sequence[Question], processes: int, check: Callable[[], None]
 ) -> dict[str, Any]:
     """Returns what a run has to know about its videos.
 
     That is the reason for each unreadable one, the duration of the longest in seconds, and their
     different (height, width), the most frequent first.
+
+    Raises:
+        ValueError: A question asks for a span that is not in its video.
     """
+    asked = collections.defaultdict(list)
+    for question in questions:
+        asked[question.video].append(question)
     longest = 0.0
     sizes: collections.Counter[tuple[int, int]] = collections.Counter()
     unreadable: dict[str, str] = {}
@@ -294,16 +300,29 @@ def _check_videos(
         Progress("check videos", "video", shown=hosts.is_first()) as progress,
         FrameReader(ReaderSettings(processes, PATIENCE)) as reader,
     ):
-        for done, (path, info) in enumerate(reader.probe(root, paths), 1):
+        for done, (path, info) in enumerate(reader.probe(root, sorted(asked)), 1):
             check()
             if isinstance(info, VideoError):
                 unreadable[path] = info.reason
             else:
+                _require_spans(asked[path], info.duration)
                 longest = max(longest, info.duration)
                 sizes[info.height, info.width] += 1
-            progress.update(done, len(paths))
+            progress.update(done, len(asked))
     found = [size for size, _ in sizes.most_common()]
     return {"longest": longest, "sizes": found, "unreadable": unreadable}
+
+
+def _require_spans(questions: Iterable[Question], duration: float) -> None:
+    """Raises ValueError if no answer about a video of this duration can earn a reward."""
+    for question in questions:
+        try:
+            require_in_video(question, duration)
+        except Refused as error:
+            raise ValueError(
+                f"data.questions: id {question.id!r} about {question.video}: {error.detail}; "
+                "correct its answer, or leave it out"
+            ) from error
 
 
 def _without_long_questions(run: Run, data: Data, longest: float) -> Data:

@@ -57,6 +57,11 @@ def report(summary: Line, out: pathlib.Path) -> Iterator[str]:
         closed = summary["n"] - summary.get("open_ended", {}).get("n", 0)
         interval = _with_interval(score, summary["interval"])
         yield f"{title}: {interval} on {closed} of {rows} questions"
+        if "grounding_in_score" in summary:
+            yield (
+                f"  {summary['grounding_in_score']} of them are grounding questions, whose overlap "
+                "is averaged with the 0 or 1 of multiple choice"
+            )
     if "open_ended" in summary:
         found = summary["open_ended"]
         interval = _with_interval(found["score"], found["interval"])

@@ -208,6 +208,9 @@ def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
     if closed:
         scores = np.array([line["score"] for line in closed])
         found[score] = float(np.mean(scores))
+        grounding = sum(line["kind"] == QuestionKind.TEMPORAL_GROUNDING for line in closed)
+        if 0 < grounding < len(closed):
+            found["grounding_in_score"] = grounding
         found["interval"] = _interval(closed)
         if score == "miou":
             for overlap in RECALL:
