@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fractions
 import pathlib
+import re
 import struct
 from collections.abc import Callable, Sequence
 
@@ -212,6 +213,38 @@ def coarse(folder: pathlib.Path) -> Clip:
     return Clip(path, range(20), [n / 2000 for n in range(20)])
 
 
+def unordered(folder: pathlib.Path, suffix: str) -> Clip:
+    """B-frames whose times of presentation are those of decoding, as raw streams are wrapped."""
+    whole = write(folder / f"whole{suffix}", range(60), options={"g": "20", "bf": "2"})
+    path = folder / f"clip{suffix}"
+    with av.open(str(path), "w") as container, av.open(str(whole)) as old:
+        stream = container.add_stream_from_template(old.streams.video[0])
+        for number, packet in enumerate(old.demux(old.streams.video[0])):
+            if packet.size:
+                packet.pts = packet.dts = round(number / RATE / packet.time_base)
+                packet.stream = stream
+                container.mux(packet)
+    return Clip(path, range(60), at(60))
+
+
+def late_first(folder: pathlib.Path) -> Clip:
+    """A clip whose first frame says that it is shown after the two that follow it."""
+    path = write(folder / "clip.mkv", range(40), muxer={"cluster_time_limit": "5000"})
+    data = bytearray(path.read_bytes())
+    # A block: its id, its size in bytes, the track, the time after the cluster's in two bytes.
+    first = re.search(rb"\xa3..\x81\x00\x00\x80", bytes(data), re.S)
+    assert first is not None
+    data[first.start() + 4 : first.start() + 6] = (100).to_bytes(2, "big")
+    path.write_bytes(data)
+    return Clip(path, range(40), [0.04, 0.08, 0.1, *at(37, 0.12)])
+
+
+def refreshed(folder: pathlib.Path) -> Clip:
+    """H.264 that refreshes columns in turn: a player cannot begin where keyframes are marked."""
+    options = {"x264-params": "intra-refresh=1:keyint=10:bframes=0"}
+    return Clip(write(folder / "clip.mp4", range(60), options=options), range(60), at(60))
+
+
 def covered(folder: pathlib.Path) -> Clip:
     """A video beside a cover picture that is larger."""
     path = folder / "clip.mp4"
@@ -258,4 +291,8 @@ CLIPS: dict[str, Callable[[pathlib.Path], Clip]] = {
     "below_zero": below_zero,
     "coarse": coarse,
     "covered": covered,
+    "unordered.mp4": lambda folder: unordered(folder, ".mp4"),
+    "unordered.mkv": lambda folder: unordered(folder, ".mkv"),
+    "late_first": late_first,
+    "refreshed": refreshed,
 }

@@ -14,8 +14,10 @@ import re
 import subprocess
 
 import av
+import av.error
 import numpy as np
 import pytest
+from PIL import Image
 
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
@@ -94,6 +96,41 @@ def test_a_clip_without_any_keyframe_is_refused_by_name(tmp_path):
         video.probe(path)
 
 
+def test_an_animation_is_not_taken_for_a_picture(tmp_path):
+    pictures = [Image.new("RGB", (32, 32), colour) for colour in ("red", "blue")]
+    pictures[0].save(tmp_path / "clip.webp", save_all=True, append_images=pictures[1:])
+    with pytest.raises(VideoError, match="an animation; convert it to a video"):
+        video.probe(tmp_path / "clip.webp")
+
+
+def test_times_that_contradict_the_pictures_in_the_middle_are_refused_by_name(tmp_path):
+    """What a request sees is right, or it says so: the opening alone does not tell."""
+    whole = write(tmp_path / "whole.mkv", range(100), options={"g": "90", "bf": "2"})
+    path = tmp_path / "clip.mkv"
+    with av.open(str(path), "w") as container, av.open(str(whole)) as old:
+        stream = container.add_stream_from_template(old.streams.video[0])
+        packets = [packet for packet in old.demux(old.streams.video[0]) if packet.size]
+        stamps = [packet.pts for packet in packets]
+        packets[60].pts, packets[61].pts = stamps[61], stamps[60]
+        for packet in packets:
+            packet.stream = stream
+            container.mux(packet)
+    assert number_in(video.read(path, [40])[0]) == 40
+    with pytest.raises(VideoError, match="timestamps contradict the order of its pictures"):
+        video.read(path, [80])
+
+
+def test_ffmpegs_lack_of_memory_is_one_of_the_file(tmp_path, monkeypatch):
+    path = write(tmp_path / "clip.mp4", range(9))
+
+    def fail(*_, **__):
+        raise av.error.MemoryError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(video.media_files.av, "open", fail)
+    with pytest.raises(VideoError, match="Cannot allocate memory"):
+        video.probe(path)
+
+
 def test_a_pointer_of_git_lfs_is_named(tmp_path):
     for name in ("clip.mp4", "picture.png"):
         path = tmp_path / name
@@ -115,6 +152,9 @@ def test_any_error_in_one_file_names_that_file(tmp_path, monkeypatch):
 
 
 # --- ffmpeg ---
+
+# Here ffmpeg passes on times that fall or repeat, as they are in the file.
+FALLING_TIMES = ("restarted", "late_first", "unordered.mp4", "unordered.mkv")
 
 
 def shown_by_ffmpeg(path: pathlib.Path) -> tuple[list[float], np.ndarray]:
@@ -138,8 +178,7 @@ def test_ffmpeg_shows_the_same(name, tmp_path):
     times, expected = shown_by_ffmpeg(clip.path)
     info = video.probe(clip.path)
     assert (info.frames, info.height, info.width) == expected.shape[:3]
-    # In Matroska, ffmpeg passes the jump on.
-    if name != "restarted":
+    if name not in FALLING_TIMES:
         np.testing.assert_allclose(info.times, times, atol=1.01 / RATE)
     pixels = video.read(clip.path, range(info.frames))
     # Scaled frames go through another filter.
