@@ -55,7 +55,7 @@ def text(choice: Choice) -> str:
     """Read the text of a completion; "no" cannot be used."""
     if choice.text == "no":
         raise UnusableReply("it says no")
-    return choice.text
+    return choice.text or ""
 
 
 @dataclasses.dataclass
