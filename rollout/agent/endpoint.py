@@ -2,7 +2,8 @@
 
 A request is sent as chat messages that the published template renders to the request's own text.
 The text of the reply is converted to ids. The server does its own tokenization and log-probs are
-unknown (NaN), so this is for evaluation, not for training.
+unknown (NaN), so this is for evaluation, not for training. A server may take tool calls out of the
+text; they are written into it again, so that everything after this knows one form of a call.
 
 Failures are values. If the server refuses a request for its content, the sample has
 `SampleStop.REFUSED`. If it cannot be reached, or sends no usable reply in all attempts, the sample
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import io
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -28,6 +31,7 @@ from PIL import Image
 from models.config import ModelConfig
 from models.features import Encoded, FrameFeatures, FrameSettings
 from paravt_jax.data.frames import FrameSource, VideoError
+from paravt_jax.method.parsing import find_calls
 from paravt_jax.method.records import Frame, digest
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
@@ -54,6 +58,12 @@ _REMEDIES: dict[int | str, str] = {
         "check that no proxy answers in place of the server, and that --endpoint ends with /v1"
     ),
 }
+_PARSER_REMEDY = (
+    "serve the model without a parser for tool calls or reasoning, because a parser removes them "
+    "from the text"
+)
+# How servers say that a reply was cut at its token limit.
+_CUT = ("length", "max_tokens")
 _MOMENT = 0.05  # seconds that a step waits at most
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -137,9 +147,10 @@ class EndpointSampler:
         # The server counts its own tokens.
         most = -(-request.sampling.max_new_tokens // self._ids_per_token)
         asked = dataclasses.replace(request.sampling, max_new_tokens=most)
+        read = functools.partial(_read, begun=bool(chat[-1]["content"]))
         futures = [
             self._client.ask(
-                body(chat, asked, seed, self._model, self._vocabulary), self._read, asked.deadline
+                body(chat, asked, seed, self._model, self._vocabulary), read, asked.deadline
             )
             for seed in request.seeds
         ]
@@ -182,31 +193,8 @@ class EndpointSampler:
         what = result.what + result.server_message
         if result.status in _REFUSALS:
             return self._sample(request, "", SampleStop.REFUSED, what)
-        remedy = _REMEDIES.get(result.status, _REMEDIES[result.kind])
+        remedy = result.remedy or _REMEDIES.get(result.status, _REMEDIES[result.kind])
         return self._sample(request, "", SampleStop.FAILED, f"{what}; {remedy}")
-
-    def _read(self, choice: Choice) -> _Completion:
-        """The completion in a successful reply."""
-        text = choice.text
-        reason = choice.finish_reason
-        stop_string = choice.stop_reason
-        if reason is None:
-            raise UnusableReply("the reply is not a complete chat completion")
-        if reason == "content_filter":
-            return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
-        if not isinstance(text, str) or reason not in ("stop", "length"):
-            raise UnusableReply(
-                f"the reply has no text (finish_reason {reason!r}): serve the model without a "
-                "parser for tool calls or reasoning, because a parser removes them from the text"
-            )
-        # Some servers also return text that the model wrote after the end of its turn.
-        response, end, _ = text.partition("<|im_end|>")
-        if end or (reason == "stop" and not isinstance(stop_string, str)):
-            return response + "<|im_end|>", SampleStop.STOP_ID, ""
-        if reason == "length":
-            return response, SampleStop.LENGTH, ""
-        # A stop string is part of the response, but some servers leave it out of the text.
-        return response.removesuffix(stop_string) + stop_string, SampleStop.STOP_ID, ""
 
     def _sample(self, request: Request, text: str, stop: SampleStop, reason: str = "") -> Sample:
         # A lone surrogate, half a character in JSON, cannot be encoded.
@@ -221,6 +209,72 @@ class EndpointSampler:
             digest=digest(np.concatenate([request.ids, ids])),
             reason=reason,
         )
+
+
+def _read(choice: Choice, begun: bool) -> _Completion:
+    """The completion in a successful reply.
+
+    Args:
+        choice: The reply.
+        begun: Whether the request ends with the opening of the response, `<think>`.
+    """
+    reason = choice.finish_reason
+    if reason is None:
+        raise UnusableReply("the reply is not a complete chat completion")
+    reason = str(reason).lower()
+    if reason == "content_filter":
+        return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
+    # Some servers also return text that the model wrote after the end of its turn.
+    response, end, _ = (choice.text or "").partition("<|im_end|>")
+    if choice.calls:
+        response = _with_calls(response, choice, begun)
+    else:
+        _require_text(choice, reason)
+    stop_string = choice.stop_reason
+    if not end and reason in _CUT:
+        return response, SampleStop.LENGTH, ""
+    if end or reason != "stop" or not isinstance(stop_string, str):
+        return response + "<|im_end|>", SampleStop.STOP_ID, ""
+    # A stop string is part of the response, but some servers leave it out of the text.
+    return response.removesuffix(stop_string) + stop_string, SampleStop.STOP_ID, ""
+
+
+def _require_text(choice: Choice, reason: str) -> None:
+    """Raise UnusableReply unless the reply has a text. A model may end its turn at once ("")."""
+    what = choice.lacks_text
+    if not what and not (choice.text or "").strip() and reason not in ("stop", *_CUT):
+        what = "the reply has no text"
+    if what:
+        remedy = "ask it again, or ask another model" if choice.refusal else _PARSER_REMEDY
+        raise UnusableReply(f"{what} (finish_reason {choice.finish_reason!r})", remedy)
+
+
+def _with_calls(text: str, choice: Choice, begun: bool) -> str:
+    """A text with the thought and the calls of its reply, as the model would have written them."""
+    # Some servers report calls and leave them in the text.
+    if not find_calls(text):
+        calls = [f"<tool_call>\n{_call(function)}\n</tool_call>" for function in choice.calls]
+        text = "\n".join([text.rstrip(), *calls]).lstrip()
+    if choice.thought and "</think>" not in text:
+        opening = "" if begun else "<think>\n"
+        text = f"{opening}{choice.thought}\n</think>\n{text}"
+    return text
+
+
+def _call(function: Any) -> str:
+    """The JSON of a call. What is malformed stays so, and the model is told when it is parsed."""
+    found: dict[str, Any] = function if isinstance(function, dict) else {}
+    name = found.get("name")
+    arguments = found.get("arguments")
+    written = arguments if isinstance(arguments, str) else ""
+    try:
+        read = json.loads(written, strict=False) if written else arguments
+        text = json.dumps({"name": name, "arguments": read})
+    # RecursionError: nested too deeply.
+    except (ValueError, RecursionError):
+        text = f'{{"name": "{name}", "arguments": {written}}}'
+    # The same value in JSON, but no tag inside the block of the call.
+    return text.replace("<", "\\u003c")
 
 
 def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> list[dict[str, Any]]:

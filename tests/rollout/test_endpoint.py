@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import re
@@ -16,6 +17,7 @@ from PIL import Image
 from models.features import FrameSettings
 from paravt_jax.data import video
 from paravt_jax.method import tokenizer
+from paravt_jax.method.parsing import format_compliant
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import Rewards
@@ -49,6 +51,20 @@ def says(text, finish="stop", **fields) -> Reply:
             }
         ).encode()
     )
+
+
+def parsed(finish="stop", **message) -> Reply:
+    """The reply of a server that takes calls or reasoning out of the text."""
+    content = {"choices": [{"message": message, "finish_reason": finish}]}
+    return Reply(json.dumps(content).encode())
+
+
+def calling(*arguments: Any, name: Any = "crop_video") -> list[dict[str, Any]]:
+    """Structured calls of a function, one for each value of its arguments."""
+    return [
+        {"id": "1", "type": "function", "function": {"name": name, "arguments": each}}
+        for each in arguments
+    ]
 
 
 def course(number, received) -> Reply:
@@ -254,6 +270,170 @@ def test_a_sub_agent_without_a_reply_ends_the_episode(ask):
     assert "status 500" in episode.reason
     assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED, CallStatus.FAILED]
     assert len(server.received) == 1 + 1 + 2
+
+
+CROPS = ('{"start_time": 0, "end_time": 16}', '{"start_time": 96, "end_time": 112}')
+STRUCTURED = {
+    "empty": parsed("tool_calls", content="", tool_calls=calling(*CROPS)),
+    "null": parsed("tool_calls", content=None, tool_calls=calling(*CROPS)),
+    "no content": parsed("stop", tool_calls=calling(*CROPS)),
+    "blank": parsed("stop", content="\n\n", tool_calls=calling(*CROPS)),
+    "no parts": parsed("tool_calls", content=[], tool_calls=calling(*CROPS)),
+    "objects": parsed("tool_calls", content="", tool_calls=calling(*map(json.loads, CROPS))),
+    "past the end": parsed("stop", content="\n<|im_end|>\n", tool_calls=calling(*CROPS)),
+    "both": parsed("tool_calls", content=PLAN, tool_calls=calling(*CROPS)),
+}
+
+
+@pytest.mark.parametrize("reply", STRUCTURED.values(), ids=STRUCTURED)
+def test_structured_calls_are_carried_out(ask, reply):
+    """An empty text beside them is no answer."""
+    episode, server = ask(lambda n, received: course(n, received) if n else reply)
+    assert episode.answer == "seven"
+    assert [outcome.call for outcome in episode.turns[0].calls] == [
+        CropCall(0, 16),
+        CropCall(96, 112),
+    ]
+    assert [outcome.status for outcome in episode.turns[0].calls] == [CallStatus.EXECUTED] * 2
+    assert len(server.received) == 4
+    said = server.received[-1].body["messages"][2]
+    assert said["role"] == "assistant"
+    assert said["content"].count("<tool_call>\n{") == 2
+
+
+def test_one_call_in_the_older_form_is_carried_out(ask):
+    call = {"name": "crop_video", "arguments": CROPS[0]}
+    reply = parsed("function_call", content=None, function_call=call)
+    episode, _ = ask(lambda n, received: course(n, received) if n else reply)
+    assert [outcome.call for outcome in episode.turns[0].calls] == [CropCall(0, 16)]
+
+
+THOUGHTS = {
+    "in the text": {"content": "I need a crop.\n</think>"},
+    "reasoning_content": {"content": "", "reasoning_content": "I need a crop."},
+    "reasoning": {"content": None, "reasoning": "I need a crop."},
+    "a part": {
+        "content": [{"type": "thinking", "thinking": [{"type": "text", "text": "I need a crop."}]}]
+    },
+}
+
+
+@pytest.mark.parametrize("message", THOUGHTS.values(), ids=THOUGHTS)
+def test_the_thought_stands_before_a_structured_call(ask, message):
+    reply = parsed("tool_calls", **message, tool_calls=calling(CROPS[0]))
+    episode, _ = ask(lambda n, received: course(n, received) if n else reply)
+    assert episode.turns[0].text == (
+        "<think>\nI need a crop.\n</think>\n"
+        '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n'
+        "</tool_call>"
+    )
+    assert format_compliant(episode.turns)
+
+
+def test_without_a_pinned_opening_the_thought_gets_its_own(images, small_vocabulary):
+    reply = parsed(content="", reasoning="I need a crop.", tool_calls=calling("{}"))
+    with serving(lambda *_: reply) as server:
+        sampler = EndpointSampler(ServerSettings(server.endpoint), "m", small_vocabulary, images)
+        request = prompted(small_vocabulary)
+        request = dataclasses.replace(request, sampling=Sampling(256))
+        sampler.submit(request)
+        while not (completions := sampler.step()):
+            pass
+        sampler.close()
+    ((_, (sample,)),) = completions
+    text = small_vocabulary.decode(sample.ids)
+    assert text.startswith("<think>\nI need a crop.\n</think>\n<tool_call>\n")
+    assert sample.stop is SampleStop.STOP_ID
+
+
+MALFORMED = {
+    "no JSON": ('{"start_time": 0, "end', "crop_video", "not valid JSON"),
+    "no object": ("[0, 16]", "crop_video", "The arguments of the tool"),
+    "nothing": (None, "crop_video", "The arguments of the tool"),
+    "no name": ("{}", None, "names no tool"),
+    "unknown": ("{}", "run_shell", "no such tool"),
+    # Its text is longer than a turn.
+    "deep": ("[" * 5000, "crop_video", "not closed"),
+    "tags": ('"</tool_call><answer>seven</answer>"', "crop_video", "The arguments of the tool"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "name", "why"), MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_structured_call_is_one_that_the_model_is_told_of(ask, arguments, name, why):
+    reply = parsed("tool_calls", content="", tool_calls=calling(arguments, name=name))
+    episode, _ = ask(lambda n, received: course(n, received) if n else reply)
+    (outcome,) = episode.turns[0].calls
+    assert outcome.call is None
+    assert why in outcome.response
+    assert episode.answer == "seven", "from the second turn"
+    assert len(episode.turns) == 2
+
+
+def test_calls_that_are_no_objects_are_malformed(ask):
+    for tool_calls in (["crop_video"], [None], [{"function": 3}], {"name": "crop_video"}):
+        reply = parsed("tool_calls", content="", tool_calls=tool_calls)
+        episode, _ = ask(lambda n, received, reply=reply: course(n, received) if n else reply)
+        assert [outcome.call for outcome in episode.turns[0].calls] == [None]
+        assert episode.answer == "seven"
+
+
+WITHOUT_TEXT = {
+    "reasoning_content": ({"reasoning_content": "I see."}, "nothing but reasoning"),
+    "reasoning": ({"reasoning": "I see."}, "nothing but reasoning"),
+    "refusal": ({"refusal": "I cannot help."}, r"the model refuses .*I cannot help.*ask it again"),
+}
+
+
+@pytest.mark.parametrize("content", ["", "\n", None, []])
+@pytest.mark.parametrize(("fields", "why"), WITHOUT_TEXT.values(), ids=WITHOUT_TEXT)
+def test_a_reply_without_a_text_is_a_failed_request_and_no_wrong_answer(ask, content, fields, why):
+    reply = parsed(content=content, **fields)
+    episode, server = ask(lambda number, received: reply, attempts=2)
+    assert episode.stop is StopReason.FAILED
+    assert re.search(why, episode.reason)
+    assert "proxy" not in episode.reason
+    assert "\n" not in episode.reason
+    assert len(server.received) == 2
+
+
+@pytest.mark.parametrize("content", [[{"type": "refusal", "refusal": "no"}], [{"type": "image"}]])
+def test_parts_without_a_text_are_a_failed_request(ask, content):
+    episode, _ = ask(lambda number, received: parsed(content=content), attempts=1)
+    assert episode.stop is StopReason.FAILED
+
+
+@pytest.mark.parametrize("finish", ["error", "end_turn", "tool_calls"])
+def test_an_empty_text_that_ended_in_an_unknown_way_is_a_failed_request(ask, finish):
+    episode, _ = ask(lambda number, received: says("", finish), attempts=1)
+    assert episode.stop is StopReason.FAILED
+    assert f"the reply has no text (finish_reason '{finish}')" in episode.reason
+
+
+def test_a_model_may_end_its_turn_at_once(ask):
+    episode, server = ask(lambda number, received: says(""))
+    assert episode.stop is StopReason.NO_ANSWER
+    assert len(server.received) == 1
+
+
+def test_the_parts_of_a_text_are_joined(ask):
+    parts = [{"type": "text", "text": ANSWER[:20]}, {"type": "text", "text": ANSWER[20:]}]
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "not shown"}]}
+    episode, _ = ask(lambda number, received: parsed(content=[thinking, *parts]))
+    assert episode.answer == "seven"
+    assert "not shown" not in episode.turns[0].text
+
+
+@pytest.mark.parametrize("finish", ["STOP", "end_turn", "error", "eos", 0])
+def test_a_good_text_counts_however_its_end_is_called(ask, finish):
+    episode, _ = ask(lambda number, received: says(ANSWER, finish))
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
+
+
+@pytest.mark.parametrize("finish", ["LENGTH", "max_tokens", "MAX_TOKENS"])
+def test_a_cut_text_is_one_however_its_end_is_called(ask, finish):
+    episode, _ = ask(lambda number, received: says("thinking and thinking", finish))
+    assert episode.stop is StopReason.TRUNCATED
 
 
 REFUSALS = {

@@ -22,6 +22,7 @@ from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh, param_shardings
 from paravt_extras.plan.collectives import bytes_sent, find_collectives
+from paravt_jax.data.file_sums import read_sums
 from paravt_jax.processes import cluster, hosts
 from train.durable.interrupts import Interrupts, Stopped
 from train.learn.weight_sync import WeightSync
@@ -192,7 +193,7 @@ def damaged(folder: pathlib.Path, index: int) -> dict:
     for step in (1, 2):
         checkpoints.save(step, state(step), {"step": step})
     checkpoints.close()
-    sums = json.loads((folder / "rl" / "2" / "sums.json").read_text())
+    sums = read_sums(folder / "rl" / "2") or {}
     with hosts.one_after_another():
         if hosts.is_first():
             # The largest file that the second process wrote.

@@ -52,7 +52,9 @@ def state_after(step: int) -> dict[str, jax.Array | np.ndarray]:
     }
 
 
-def run(folder: pathlib.Path, dies_after: int = STEPS, identity: str = "mine") -> list[int]:
+def run(
+    folder: pathlib.Path, dies_after: int = STEPS, identity: str = "mine", destroys: int = 0
+) -> list[int]:
     """The steps that a start of a phase makes. Its checkpoints are 3 and 6."""
     with Phase(
         name="rl",
@@ -76,7 +78,8 @@ def run(folder: pathlib.Path, dies_after: int = STEPS, identity: str = "mine") -
                 assert state[name].dtype == leaf.dtype
                 assert np.asarray(state[name]).tobytes() == np.asarray(leaf).tobytes()
         for step in phase.left:
-            phase.done(step, {"loss": 1.0}, state_after(step), {"at": step})
+            bad = {"m": jnp.full(4, jnp.inf)} if step == destroys else {}
+            phase.done(step, {"loss": 1.0}, state_after(step) | bad, {"at": step})
             if step == dies_after != STEPS:
                 raise Died
         return list(phase.left)
@@ -101,6 +104,14 @@ def test_a_phase_goes_on_from_a_newer_copy_and_removes_all_at_its_end(always, tm
     assert rows[:5] == before
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
     assert copies(tmp_path) == []
+
+
+def test_a_destroyed_state_is_not_copied(always, tmp_path):
+    died(tmp_path, 4)
+    with pytest.raises(ValueError, match="after PARA-GRPO 5/7, m is not finite"):
+        run(tmp_path, destroys=5)
+    assert copies(tmp_path) == [4]
+    assert run(tmp_path) == [5, 6, 7]
 
 
 def test_a_checkpoint_that_is_newer_is_used(always, tmp_path):

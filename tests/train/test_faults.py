@@ -23,6 +23,10 @@ PROGRAM = str(pathlib.Path(__file__).with_name("faults_program.py"))
 HEARTBEAT = 6  # seconds
 GONE = r"error: another process of this run ended or cannot be reached \(.*\); start all of them .*"
 STOPPED = r"stopped after PARA-GRPO 3/1000, which is saved; the same command continues from there"
+DESTROYED = (
+    r"error: after PARA-GRPO 4/1000, w1 is not finite; the last good checkpoint is PARA-GRPO 2/1000"
+    r", and the same command .*"
+)
 # Fault: exit code and last line of the process that it happens to, and of the other one.
 FAULTS = {
     "kill": (-signal.SIGKILL, None, LOST, GONE),
@@ -31,6 +35,7 @@ FAULTS = {
     "terminate": (143, STOPPED, 143, STOPPED),
     "interrupt": (130, STOPPED, 130, STOPPED),
     "error": (FAILED, r"error: field: 3; give 4", LOST, GONE),
+    "destroyed": (FAILED, DESTROYED, FAILED, DESTROYED),
     "bug": (LOST, r"error: unforeseen, KeyError .*", LOST, GONE),
     "full disk": (TEMPORARY, r"error: a disk is full .*", LOST, GONE),
     "full disk in a save": (TEMPORARY, r"error: saving a checkpoint .*", None, None),

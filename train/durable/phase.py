@@ -25,6 +25,7 @@ from paravt_jax.processes import hosts
 from paravt_jax.processes.progress import note_progress
 from train.durable.checkpoint import Checkpoints
 from train.durable.emergency import EmergencySaves
+from train.durable.finite import not_finite
 from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import PHASE_TITLES, MetricsWriter, read_metrics
@@ -145,6 +146,7 @@ class Phase:
 
         Raises:
             CheckpointError: the checkpoint belongs to another run, model or vocabulary.
+            ValueError: it holds numbers that are not finite.
             RunDirectoryError: the newest checkpoint is lost, and the run cannot go on from another.
             Stopped: the run was asked to stop and has steps left.
         """
@@ -159,6 +161,12 @@ class Phase:
         elif self.finished_steps:
             state, meta, _ = self._checkpoints.restore(start)
             cursor = meta["cursor"]
+        destroyed = not_finite(state) if self.finished_steps else ""
+        if destroyed:
+            raise ValueError(
+                f"{self._step(self.finished_steps)} was saved with numbers that are not finite "
+                f"({destroyed}), by an earlier version: {self._remedy()}"
+            )
         if self.left:
             hosts.from_first(lambda: self._history.go_on(self.name, self.finished_steps))
             self._metrics.truncate(self.name, self.finished_steps)
@@ -192,7 +200,7 @@ class Phase:
             cursor: position in the data after the step, as JSON can hold it.
 
         Raises:
-            ValueError: the loss or the gradient norm is not finite.
+            ValueError: the loss, the gradient norm or a number of a state to save is not finite.
             CheckpointError: the checkpoint could not be written.
             Stopped: the run was asked to stop; the message says what is saved.
         """
@@ -208,6 +216,7 @@ class Phase:
         if signal_number is not None:
             self._require_time(signal_number, step)
         if signal_number is not None or self.has_checkpoint(step) or self._serves_restart(step):
+            self._require_finite_state(step, state)
             with jax.profiler.TraceAnnotation("save"):
                 self._saves.before()
                 score = hosts.from_first(lambda: self._score(step))
@@ -216,6 +225,7 @@ class Phase:
             self._note_saved()
             self._saved = step
         elif self._emergency is not None and self._emergency.due():
+            self._require_finite_state(step, state)
             self._saves.before()
             wall = hosts.gather(row["wall"])[0]
             self._emergency.save(step, state, {"cursor": cursor}, wall)
@@ -306,10 +316,32 @@ class Phase:
         return sum(values) / len(values)
 
     def _require_finite(self, step: int, figures: Mapping[str, float]) -> None:
-        """Ends the run before it saves weights that a bad update has destroyed."""
         # A sum is finite only if both terms are.
         if not math.isfinite(figures["loss"] + figures.get("grad_norm", 0.0)):
-            raise ValueError(
-                f"{self.name}: the loss of step {step} is not finite; lower the learning rate in "
-                "its settings (the last checkpoint is intact)"
-            )
+            raise self._diverged(f"the loss of {self._step(step)} is not finite")
+
+    def _require_finite_state(self, step: int, state: PyTree) -> None:
+        """Ends the run before it saves what an update with a finite loss has destroyed."""
+        destroyed = not_finite(state)
+        if destroyed:
+            raise self._diverged(f"after {self._step(step)}, {destroyed} is not finite")
+
+    def _diverged(self, what: str) -> ValueError:
+        newest = self._checkpoints.latest()
+        good = "no step is saved"
+        if newest is not None:
+            good = f"the last good checkpoint is {self._step(newest)}"
+        return ValueError(
+            f"{what}; {good}, and the same command computes the same again: {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        """What helps against numbers that are not finite."""
+        rates = "--align.learning-rate"
+        if self.name != "align":
+            section = "rl" if self.name == "rl" else "sft"
+            rates = f"--{section}.optimizer.learning-rate (with Muon, .muon-learning-rate, too)"
+        folder = self._checkpoints.folder.parent
+        has_cold_start = self.name == "rl" and (folder / "sft").exists()
+        kept = f"; --start {folder.parent} keeps the cold start" if has_cold_start else ""
+        return f"lower {rates} in another --run-dir{kept}"

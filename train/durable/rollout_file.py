@@ -7,14 +7,11 @@ round again. Rollouts that outlive a step are stored in its checkpoint instead.
 
 from __future__ import annotations
 
-import json
 import pathlib
-import zlib
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_json import DamagedFileError, read_json
+from paravt_jax.data.stored_json import DamagedFileError, read_checked_json, write_checked_json
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question
 from paravt_jax.processes import hosts
@@ -38,13 +35,7 @@ class _Round(TypedDict):
 
 
 class _Content(TypedDict):
-    crc32: int
     rounds: list[_Round]
-
-
-def _checksum(rounds: list[Any]) -> int:
-    """CRC-32 of stored rounds, the same before they are written and after they are read."""
-    return zlib.crc32(json.dumps(rounds).encode())
 
 
 class RolloutFile:
@@ -105,8 +96,7 @@ class RolloutFile:
         )
         if hosts.is_first():
             self._rounds.append(head | {"rollouts": pack(rollouts)})
-            crc = _checksum(self._rounds)
-            write_atomically(self._path, json.dumps({"crc32": crc, "rounds": self._rounds}))
+            write_checked_json(self._path, {"rounds": self._rounds})
         return rollouts
 
     def remove(self) -> None:
@@ -118,10 +108,7 @@ class RolloutFile:
         """A stored round, counted from 0; None if there is none."""
         if not self._path.exists():
             return None
-        content = read_json(self._path, _Content, _REMEDY)
-        rounds = content["rounds"]
-        if _checksum(rounds) != content["crc32"]:
-            raise DamagedFileError(f"{self._path}: damaged: its checksum is wrong; {_REMEDY}")
+        rounds = read_checked_json(self._path, _Content, _REMEDY)["rounds"]
         return dict(rounds[number]) if number < len(rounds) else None
 
     def _unpacked(self, stored: Any) -> Rollouts:
