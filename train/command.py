@@ -35,7 +35,6 @@ class _Command:
 
 _COMMANDS = {
     "run": _Command("train a recipe from data to report, or resume that", "train.run"),
-    "supervise": _Command("start a command again where that may help", "paravt_extras.supervise"),
     "fits": _Command("list which recipes fit the devices here", "paravt_extras.fits"),
     "check": _Command("list what a run needs and what is missing", "train.run", ("--check",)),
     "plan": _Command("predict memory and time of a recipe on a TPU slice", "paravt_extras.plan"),

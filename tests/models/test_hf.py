@@ -305,6 +305,7 @@ def test_a_trained_head_of_a_tied_model_is_not_dropped(published):
     config["tie_word_embeddings"] = False
     (published / "config.json").write_text(json.dumps(config))
     loaded = hf.load(published, param_dtype=jnp.bfloat16)
+    assert loaded.text.head is not None
     np.testing.assert_array_equal(np.asarray(loaded.text.head[...]), tensors[head])
 
 

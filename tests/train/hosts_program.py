@@ -209,39 +209,6 @@ def damaged(folder: pathlib.Path, index: int) -> dict:
     return {"step": step, "meta": meta, "values": sorted(values), "files": len(sums)}
 
 
-def rescue(folder: pathlib.Path, index: int) -> dict:
-    """Makes emergency saves of two steps on both processes, of a third on one, and restores one."""
-    from train.durable.emergency import EmergencySaves
-
-    sharding = jax.sharding.NamedSharding(
-        make_mesh(1, jax.device_count(), 1), jax.sharding.PartitionSpec("fsdp")
-    )
-    shape = (8 * jax.device_count(), 3)
-
-    def state(step: int) -> dict:
-        values = np.random.default_rng(step).random(shape, np.float32)
-        return {
-            "w": jax.make_array_from_callback(shape, sharding, lambda place: values[place]),
-            "step": np.int32(step) * jax.numpy.ones((), jax.numpy.int32),
-        }
-
-    walls = {1: 0.1, 2: 0.2, 3: 0.3}
-    saves = EmergencySaves(folder, {})
-    for step in (1, 2, 3):
-        if step < 3 or index == 0:
-            saves.save(step, state(step), {"cursor": step}, walls[step])
-    again = EmergencySaves(folder, {})
-    newest = again.newest(walls)
-    found, meta = again.restore(state(0), newest)
-    pairs = [
-        (mine.data, other.data)
-        for name, leaf in state(newest).items()
-        for mine, other in zip(found[name].addressable_shards, leaf.addressable_shards, strict=True)
-    ]
-    equal = all((np.asarray(mine) == np.asarray(other)).all() for mine, other in pairs)
-    return {"newest": newest, "equal": equal, "cursor": meta["cursor"]}
-
-
 def fail(folder: pathlib.Path, index: int) -> dict:
     with hosts.one_after_another():
         if hosts.is_first():
@@ -268,7 +235,6 @@ if __name__ == "__main__":
         "look": look,
         "fail": fail,
         "damaged": damaged,
-        "rescue": rescue,
         "die": die,
         "learn": learn,
         "adapt": adapt,

@@ -11,13 +11,11 @@ import pathlib
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from paravt_jax.processes.exit_codes import FAILED, LOST, TEMPORARY
-from train.durable.metrics import read_metrics
 
 PROGRAM = str(pathlib.Path(__file__).with_name("faults_program.py"))
 HEARTBEAT = 6  # seconds
@@ -73,19 +71,3 @@ def test_every_end_is_one_line(together, tmp_path, fault, who):
         if (fault, process) != ("bug", ended[who]):
             assert not STACK.search(process.err)
     assert time.monotonic() - start < 90
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill once", "hang once"])
-def test_two_supervised_processes_meet_again_and_finish(together, tmp_path, fault):
-    """Of a process that hangs, only its supervisor knows."""
-    supervisor = "-m paravt_extras.supervise --pause 1 --hang 60 --".split()
-    program = [sys.executable, PROGRAM, fault, "1", str(tmp_path)]
-    command = [*supervisor, *program, "--hosts.heartbeat", str(HEARTBEAT)]
-    for ended in together(command, 2, devices=1, timeout=400):
-        assert ended.code == 0, ended.err[-3000:]
-        lines = [line for line in ended.err.splitlines() if line.startswith("supervise: ")]
-        assert "starting again" in lines[0]
-        assert lines[-1].startswith("supervise: done after ")
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]

@@ -30,7 +30,6 @@ from paravt_jax.data.stored_json import (
     write_checked_json,
 )
 from paravt_jax.processes import hosts
-from paravt_jax.processes.progress import note_progress
 from train.durable.metrics import PHASES, read_metrics
 from train.durable.run_directory import RunDirectoryError
 from train.durable.step_lines import say
@@ -127,7 +126,6 @@ class History:
             step: their step; 0 for the weights before the phase.
         """
         name = file.relative_to(self._folder).as_posix()
-        note_progress(name)
         if hosts.is_first():
             crc = zlib.crc32(file.read_bytes())
             self._content["files"][name] = {"phase": phase, "step": step, "crc32": crc}

@@ -26,7 +26,7 @@ FILES = "files.json"
 _LAST = "history.json"
 # Checkpoints and compiled programs are in the bucket only. Rollouts of an unfinished step can be
 # played again. The others belong to one machine.
-_LOCAL = ("checkpoints", "compiled", "wandb", "rollouts.json")
+_LOCAL = ("checkpoints", "compiled", "wandb")
 
 _Stamp = tuple[int, int]  # time of the last change in ns, and bytes
 

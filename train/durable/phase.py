@@ -22,15 +22,13 @@ import jax
 from jaxtyping import PyTree
 
 from paravt_jax.processes import hosts
-from paravt_jax.processes.progress import note_progress
 from train.durable.checkpoint import Checkpoints
-from train.durable.emergency import EmergencySaves
 from train.durable.finite import not_finite
 from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import PHASE_TITLES, MetricsWriter, read_metrics
 from train.durable.profile import Profiler
-from train.durable.step_lines import StepLines, say
+from train.durable.step_lines import StepLines
 from train.durable.usage import Usage
 
 T = TypeVar("T")
@@ -49,8 +47,6 @@ class Saves:
     restart_every: int = 0
     """Steps between further checkpoints, which only serve a restart: no report is written with
     them. 0: none."""
-    emergency: EmergencySaves | None = None
-    """Copies of the state on the hosts, if there are any."""
     best: str | None = None
     """Metric, higher is better, whose mean since the last regular checkpoint becomes the score of
     the next one."""
@@ -75,7 +71,7 @@ class Phase:
         usage: adds memory, compiling and goodput to the metrics of each step; None: they have none.
 
     Attributes:
-        finished_steps: steps in the newest checkpoint or emergency save; 0 if there is none.
+        finished_steps: steps in the newest checkpoint; 0 if there is none.
     """
 
     def __init__(
@@ -94,7 +90,6 @@ class Phase:
         self.steps = steps
         self._saves = saves
         self._checkpoints = saves.checkpoints
-        self._emergency = saves.emergency
         self._metrics = metrics
         self._interrupts = interrupts
         self._history = history
@@ -104,8 +99,6 @@ class Phase:
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
         self.finished_steps = hosts.gather(self._checkpoints.latest())[0] or 0
-        self._rescued = self._newest_emergency_save()
-        self.finished_steps = max(self.finished_steps, self._rescued)
         self._first = self.finished_steps + 1
         # The step of the last save, which may still be running in the background.
         self._saved = 0
@@ -124,8 +117,6 @@ class Phase:
         self._note_saved()
         if self._profiler is not None:
             self._profiler.close()
-        if self._emergency is not None and self._saved == self.steps:
-            self._emergency.remove()
 
     @property
     def left(self) -> range:
@@ -153,12 +144,7 @@ class Phase:
         self._interrupts.kept = self._kept
         state = start
         cursor = None
-        if self._rescued and self._emergency is not None:
-            state, meta = self._emergency.restore(start, self._rescued)
-            cursor = meta["cursor"]
-            if hosts.is_first():
-                say(f"{self._step(self._rescued)} is restored from an emergency save")
-        elif self.finished_steps:
+        if self.finished_steps:
             state, meta, _ = self._checkpoints.restore(start)
             cursor = meta["cursor"]
         destroyed = not_finite(state) if self.finished_steps else ""
@@ -208,7 +194,6 @@ class Phase:
         if self._usage is not None:
             figures = {**figures, **self._usage.metrics(figures)}
         row = self._metrics.write(self.name, step, figures)
-        note_progress(f"{self.name} {step}")
         if self._lines is not None:
             self._lines.add(row)
         self._tick()
@@ -224,11 +209,6 @@ class Phase:
             # A save begins when the one before it is complete.
             self._note_saved()
             self._saved = step
-        elif self._emergency is not None and self._emergency.due():
-            self._require_finite_state(step, state)
-            self._saves.before()
-            wall = hosts.gather(row["wall"])[0]
-            self._emergency.save(step, state, {"cursor": cursor}, wall)
         if signal_number is not None:
             # The save may still be running in the background, but the message says it is done.
             self._checkpoints.wait()
@@ -260,20 +240,6 @@ class Phase:
                 f"stopped after {self._step(step)}, which is not saved: a save takes about "
                 f"{needed:.0f} s, and {max(left, 0):.0f} s are left; {self._kept()}",
             )
-
-    def _newest_emergency_save(self) -> int:
-        """The step of an emergency save that is newer than the last checkpoint; 0 without one."""
-        if self._emergency is None:
-            return 0
-
-        def walls() -> dict[int, float]:
-            return {
-                row["step"]: row["wall"]
-                for row in read_metrics(self._metrics.path)
-                if row["phase"] == self.name and row["step"] > self.finished_steps
-            }
-
-        return self._emergency.newest(hosts.from_first(walls))
 
     def _kept(self) -> str:
         """The newest complete checkpoint in words."""
