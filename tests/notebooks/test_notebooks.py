@@ -83,7 +83,7 @@ def test_the_2b_notebook_trains_adapters_and_compares_them(tmp_path, monkeypatch
         for output in cell.get("outputs", ())
         if "text/html" in output.get("data", {})
     ]
-    assert any("The run has finished." in page and "svg" in page for page in pages)
+    assert any("paravt_2b_lora" in page and "svg" in page for page in pages)
     run = tmp_path / "paravt_2b_lora"
     assert (run / "adapter/adapter_model.safetensors").is_file()
     assert (run / "model/model.safetensors").is_file()
