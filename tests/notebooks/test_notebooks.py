@@ -102,6 +102,6 @@ def test_without_a_chip_the_2b_notebook_ends_before_any_download(tmp_path, monke
         for output in cell.get("outputs", ())
         if output.output_type == "error"
     ]
-    assert len(error.traceback) == 1 and "Traceback" not in error.traceback[0]
+    assert not any("Traceback" in line for line in error.traceback)
     assert "paravt_tiny: fits" in printed(notebook)
     assert not list(tmp_path.iterdir())
