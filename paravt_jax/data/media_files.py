@@ -172,7 +172,8 @@ def open_picture(path: str | os.PathLike) -> Iterator[Image.Image]:
         _image(path, source) as picture,
     ):
         require_size(path, picture.width, picture.height)
-        if getattr(picture, "n_frames", 1) > 1:
+        # A phone's JPEG may hold a second picture, such as depth, which viewers do not show.
+        if picture.format in ("PNG", "WEBP") and getattr(picture, "n_frames", 1) > 1:
             raise VideoError(path, "it is an animation; convert it to a video (ffmpeg, .mp4)")
         yield picture
 

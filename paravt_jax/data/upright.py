@@ -16,7 +16,7 @@ from paravt_jax.data.frames import VideoError
 _TOLERANCE = 1.0
 
 
-class Turn(NamedTuple):
+class Orientation(NamedTuple):
     """How a stored frame becomes the shown one: rows and columns are exchanged, then reversed."""
 
     exchange: bool = False
@@ -24,7 +24,9 @@ class Turn(NamedTuple):
     reverse_rows: bool = False
 
 
-def turn_of(path: str | os.PathLike, frame: av.VideoFrame) -> tuple[Turn, tuple[int, int]]:
+def orientation_of(
+    path: str | os.PathLike, frame: av.VideoFrame
+) -> tuple[Orientation, tuple[int, int]]:
     """Return how a player turns a frame, and the width and height at which it shows it.
 
     The frame's display matrix (a, b, u, c, d, v, x, y, w) moves the pixel at (x, y) to
@@ -42,18 +44,18 @@ def turn_of(path: str | os.PathLike, frame: av.VideoFrame) -> tuple[Turn, tuple[
             "quarter turns are read; encode it upright (ffmpeg -i OLD NEW.mp4)",
         )
     if angle > 45:
-        return Turn(True, c < 0, b < 0), (frame.height, frame.width)
-    return Turn(False, a < 0, d < 0), (frame.width, frame.height)
+        return Orientation(True, c < 0, b < 0), (frame.height, frame.width)
+    return Orientation(False, a < 0, d < 0), (frame.width, frame.height)
 
 
-def upright(frame: av.VideoFrame, turn: Turn) -> UInt8[np.ndarray, "height width 3"]:
+def upright(frame: av.VideoFrame, orientation: Orientation) -> UInt8[np.ndarray, "height width 3"]:
     """Return the RGB pixels of a frame as a player shows them."""
     pixels = frame.to_ndarray(format="rgb24", threads=1)
-    if turn.exchange:
+    if orientation.exchange:
         pixels = pixels.transpose(1, 0, 2)
-    if turn.reverse_columns:
+    if orientation.reverse_columns:
         pixels = pixels[:, ::-1]
-    if turn.reverse_rows:
+    if orientation.reverse_rows:
         pixels = pixels[::-1]
     return np.ascontiguousarray(pixels)
 

@@ -197,7 +197,7 @@ class _Pixels:
         """Keep a frame under its number."""
         width, height = self._index.size
         # The picture of a call may change its size with the network's speed.
-        pixels = resize(upright(frame, self._index.turn), (height, width))
+        pixels = resize(upright(frame, self._index.orientation), (height, width))
         self._frames[n] = _shown(self._path, pixels, self._rules)
 
     def stacked(self, numbers: list[int]) -> UInt8[np.ndarray, "m height width 3"]:
@@ -347,5 +347,6 @@ def _read_decord(
                 return None
             pixels.append(_shown(path, frame, rules))
         return np.stack(pixels)
-    except (RuntimeError, decord.DECORDError):
+    # Broad because PyAV then tells what is wrong with the file.
+    except Exception:
         return None

@@ -23,7 +23,7 @@ from jaxtyping import Int64
 
 from paravt_jax.data import media_files
 from paravt_jax.data.frames import VideoError, VideoInfo
-from paravt_jax.data.upright import Turn, turn_of
+from paravt_jax.data.upright import Orientation, orientation_of
 
 # decord 0.6.0 reads these exactly. In other containers it returns wrong frames after a seek, and
 # for other pixel formats slightly different colours.
@@ -79,7 +79,7 @@ class VideoIndex:
         last_duration: Duration of the last frame, in the time base.
         size: Width and height at which all frames are shown, in pixels: those of the first one,
             turned as a player does. Frames of other sizes are scaled to it, as FFmpeg does.
-        turn: How all frames are turned; that of the first one.
+        orientation: How all frames are turned; that of the first one.
         exact_in_decord: Whether decord returns the same frames.
     """
 
@@ -91,7 +91,7 @@ class VideoIndex:
     time_base: float
     last_duration: int
     size: tuple[int, int]
-    turn: Turn
+    orientation: Orientation
     exact_in_decord: bool
 
     @property
@@ -173,7 +173,7 @@ class VideoIndex:
             file,
             scalars=np.array(scalars, np.float64),
             start=np.int64(self.start),
-            turn=np.array(self.turn, bool),
+            orientation=np.array(self.orientation, bool),
             stamps=np.diff(self.stamps, prepend=0),
             packets=np.diff(self.packets, prepend=0),
             keys=np.diff(self.keys, prepend=0),
@@ -195,7 +195,7 @@ class VideoIndex:
                 time_base=time_base,
                 last_duration=int(duration),
                 size=(int(width), int(height)),
-                turn=Turn(*file["turn"].tolist()),
+                orientation=Orientation(*file["orientation"].tolist()),
                 exact_in_decord=bool(exact),
             )
 
@@ -271,10 +271,11 @@ def build(path: str | os.PathLike) -> VideoIndex:
     # A seek back to the start is not exact in every container.
     with media_files.open_video(path) as container:
         stream = video_stream(path, container)
-        frames = _scan_frames(container, stream)
+        broadcast = container.format.name in _UNINDEXED
+        frames = _scan_frames(container, stream, _JUMP_AHEAD if broadcast else _ABSURD)
         if identified and _rises(frames.stamps):
             return _of_packets(path, container, stream, found)
-        return _of_frames(path, container, stream, frames, found)
+        return _of_frames(path, stream, frames, found)
 
 
 def _of_packets(
@@ -290,7 +291,7 @@ def _of_packets(
     time_base = float(stream.time_base or 0)
     # Seeks are checked by the timestamps of packets, those of frames that are cut off included.
     keys = found.keys if _are_distinct(found.stamps) else []
-    turn, size = turn_of(path, found.first_frame)
+    orientation, size = orientation_of(path, found.first_frame)
     codec = stream.codec_context
     exact = (
         container.format.name in _EXACT_CONTAINERS
@@ -299,7 +300,7 @@ def _of_packets(
         and stream == container.streams.best("video")
         and found.closed
         and not lost
-        and turn == Turn()
+        and orientation == Orientation()
     )
     return VideoIndex(
         stamps=stamps[decoded],
@@ -310,23 +311,19 @@ def _of_packets(
         time_base=time_base,
         last_duration=found.shown_durations[order[-1]] or _usual_duration(stamps, time_base),
         size=size,
-        turn=turn,
+        orientation=orientation,
         exact_in_decord=exact,
     )
 
 
 def _of_frames(
-    path: str | os.PathLike,
-    container: InputContainer,
-    stream: av.VideoStream,
-    frames: _Frames,
-    found: _Packets,
+    path: str | os.PathLike, stream: av.VideoStream, frames: _Frames, found: _Packets
 ) -> VideoIndex:
     """The index of a file whose frames have to be counted from its start."""
     time_base = float(stream.time_base or 0)
-    stamps = _continued(frames, time_base, container.format.name in _UNINDEXED)
+    stamps = _in_order(frames.stamps, time_base)
     none = np.zeros(0, np.int64)
-    turn, size = turn_of(path, found.first_frame)
+    orientation, size = orientation_of(path, found.first_frame)
     return VideoIndex(
         stamps=stamps,
         start=min(int(stamps[0]), found.start),
@@ -336,7 +333,7 @@ def _of_frames(
         time_base=time_base,
         last_duration=frames.durations[-1] or _usual_duration(stamps, time_base),
         size=size,
-        turn=turn,
+        orientation=orientation,
         exact_in_decord=False,
     )
 
@@ -447,7 +444,13 @@ class _Packets:
         """Decode a packet if the opening is not complete."""
         if self.opened:
             return
-        for frame in _frames(packet, begun=self.first is not None):
+        try:
+            frames = _frames(packet, begun=self.first is not None)
+        except av.error.InvalidDataError:
+            # Only requests for what is damaged fail.
+            self.opened = True
+            return
+        for frame in frames:
             self.first = self.first or frame
             self.opening.append(frame.pts)
         if len(self.opening) >= _OPENING:
@@ -519,61 +522,70 @@ def _require_whole(
 
 
 class _Frames(NamedTuple):
-    """All frames of a stream, as the decoder returns them.
+    """All frames of a stream, in the order in which the decoder returns them.
 
     Attributes:
-        stamps: Their timestamps.
-        decoding: Timestamps of decoding, which rise whatever the order of presentation.
+        stamps: Their timestamps. The clock goes on where another recording begins.
         durations: Their durations; 0 where they are not known.
     """
 
     stamps: list[int | None]
-    decoding: list[int | None]
     durations: list[int]
 
 
-def _scan_frames(container: InputContainer, stream: av.VideoStream) -> _Frames:
-    """Decode every frame."""
-    found = _Frames([], [], [])
-    for frame in decode(container, stream):
-        found.stamps.append(frame.pts)
-        found.decoding.append(frame.dts)
-        found.durations.append(frame.duration or 0)
+def _scan_frames(container: InputContainer, stream: av.VideoStream, ahead: float) -> _Frames:
+    """Decode every frame; `ahead` is as in `_continued`."""
+    found = _Frames([], [])
+    for packet in _continued(container.demux(stream), float(stream.time_base or 0), ahead):
+        for frame in _frames(packet, begun=bool(found.stamps)):
+            found.stamps.append(frame.pts)
+            found.durations.append(frame.duration or 0)
     return found
 
 
-def _continued(frames: _Frames, time_base: float, broadcast: bool) -> Int64[np.ndarray, " frames"]:
-    """Times of frames that rise strictly: the clock goes on where another recording begins.
+def _continued(packets: Iterator[av.Packet], time_base: float, ahead: float) -> Iterator[av.Packet]:
+    """Let the clock of packets go on where another recording begins, as FFmpeg and players do.
 
-    FFmpeg and players do the same. Within a recording, frames have its timestamps in rising order:
-    the decoder knows their order better than the file.
+    Times of decoding tell where that is: they rise, even if frames are shown in another order.
 
     Args:
-        frames: All frames.
-        time_base: Seconds per unit of their timestamps.
-        broadcast: Whether a jump ahead begins another recording, as in a transport stream.
+        packets: Packets in the order of the file; their timestamps are changed.
+        time_base: Seconds per unit of the timestamps.
+        ahead: Seconds that times of decoding may jump ahead within a recording.
     """
-    ahead = _JUMP_AHEAD if broadcast else _ABSURD
-    pieces: list[list[int]] = [[]]
+    shift = 0
     before: int | None = None
-    for number, decoding in enumerate(frames.decoding):
-        if decoding is not None:
-            gap = 0 if before is None else (decoding - before) * time_base
-            if not -_JUMP_BACK <= gap <= ahead:
-                pieces.append([])
-            before = decoding
-        pieces[-1].append(number)
-    times: list[int] = []
-    for piece in pieces:
-        stamped = [stamp for n in piece if (stamp := frames.stamps[n]) is not None]
-        known = np.sort(np.array(stamped, np.int64))
-        usual = _usual_duration(known, time_base)
-        # Frames without a timestamp come last in it: each starts when the one before it ends.
-        end = int(known[-1]) if len(known) else 0
-        guessed = end + usual * np.arange(1, len(piece) - len(known) + 1)
-        stamps = np.concatenate([known, guessed]).astype(np.int64)
-        shift = times[-1] + usual - int(stamps[0]) if times else 0
-        for stamp in (stamps + shift).tolist():
-            # Two frames may have one time where the time base is coarse.
-            times.append(max(stamp, times[-1] + 1) if times else stamp)
-    return np.array(times, np.int64)
+    end = 0
+    for packet in packets:
+        if packet.dts is not None:
+            gap = 0 if before is None else packet.dts - before
+            if not -_JUMP_BACK <= gap * time_base <= ahead:
+                shift += end - packet.dts
+            else:
+                gap = max(gap, 0)
+            before = packet.dts
+            end = before + (packet.duration or gap)
+            packet.dts += shift
+        if packet.pts is not None:
+            packet.pts += shift
+        yield packet
+
+
+def _in_order(stamps: Sequence[int | None], time_base: float) -> Int64[np.ndarray, " frames"]:
+    """Return the timestamps of frames in rising order, each above the one before it.
+
+    The decoder knows the order of frames better than a file whose timestamps contradict it. A frame
+    without a timestamp starts when the one before it ends.
+    """
+    known = np.array(sorted(stamp for stamp in stamps if stamp is not None), np.int64)
+    usual = _usual_duration(known, time_base)
+    filled: list[int] = []
+    for stamp in stamps:
+        if stamp is None:
+            stamp = filled[-1] + usual if filled else 0
+        filled.append(stamp)
+    rising: list[int] = []
+    for stamp in sorted(filled):
+        # Two frames may have one time where the time base is coarse.
+        rising.append(max(stamp, rising[-1] + 1) if rising else stamp)
+    return np.array(rising, np.int64)
