@@ -11,18 +11,25 @@ set -uo pipefail
 [ $# -gt 0 ] || { echo "give the command to run" >&2; exit 2; }
 
 stopped=""
+child=""
 # The command saves and ends by itself.
-trap 'stopped=yes; kill -TERM "$child" 2>/dev/null' TERM INT HUP
+trap 'stopped=yes; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM INT HUP
 
-for ((start = 1; ; start++)); do
+code=143 # of a stop before the first start
+for ((start = 1; start <= STARTS; start++)); do
+    [ -z "$stopped" ] || exit "$code"
     "$@" &
     child=$!
     # A signal ends `wait`, but not the command.
     while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done
-    if [ -n "$stopped" ] || [ "$start" -ge "$STARTS" ]; then exit "$code"; fi
+    child=""
+    [ -z "$stopped" ] || exit "$code"
     case $code in
     70 | 75 | 13[1-9] | 14[0-24-9]) echo "restart.sh: code $code; starting again in $PAUSE s" >&2 ;;
     *) exit "$code" ;;
     esac
-    sleep "$PAUSE"
+    # In the background: a signal ends `wait`, but not `sleep`.
+    sleep "$PAUSE" &
+    wait $!
 done
+exit "$code"

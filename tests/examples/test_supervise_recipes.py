@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import time
 
@@ -133,6 +134,31 @@ def test_a_command_that_was_stopped_is_not_started_again(tmp_path):
         running.terminate()
         assert running.wait(20) == 143
     assert (tmp_path / "said").read_text().split() == ["begun", "saved"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_in_the_pause_starts_nothing(sent, tmp_path):
+    script = "echo start >>starts; exit 75"
+    with subprocess.Popen(
+        ["python3", "-c", _WITH_SIGNALS, str(FOLDER / "restart.sh"), "bash", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PAUSE": "2"},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as running:
+        assert running.stderr is not None
+        running.stderr.readline()  # it pauses
+        os.killpg(running.pid, sent)
+        assert running.wait(20) == 75
+    assert (tmp_path / "starts").read_text() == "start\n"
+
+
+# A shell cannot handle a signal that was ignored when it began.
+_WITH_SIGNALS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 # Stand-ins for the commands of setup.sh. Each notes its call; `home` is what a host keeps.
