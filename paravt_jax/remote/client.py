@@ -58,7 +58,10 @@ class Choice:
 
     @property
     def lacks_text(self) -> str:
-        """What there is in place of a text, in words; "" for a text, also for one of no words."""
+        """Return in words what the reply has instead of a text, or "" if it has a text.
+
+        An empty text counts as one, unless the reply has a refusal, reasoning or calls instead.
+        """
         if self.text and not self.text.isspace():
             return ""
         if self.refusal:
@@ -307,9 +310,12 @@ def _choice(body: bytes) -> Choice | None:
 
 
 def _joined(content: Any, kind: str = "text") -> str | None:
-    """A text, or the parts of one kind in a list of parts; None if there is none.
+    """Return the text of a message's content, or None if it has none of this kind.
 
-    A part such as {"type": "thinking", "thinking": ...} holds its content under its own kind.
+    Args:
+        content: A text, or a list of parts. The texts of the parts are joined.
+        kind: The type of the parts to read. A part has its content under the name of its type, as
+            in {"type": "thinking", "thinking": ...}. A plain text is of the kind "text".
     """
     if isinstance(content, str) and kind == "text":
         return content

@@ -2,8 +2,9 @@
 
 A request is sent as chat messages that the published template renders to the request's own text.
 The text of the reply is converted to ids. The server does its own tokenization and log-probs are
-unknown (NaN), so this is for evaluation, not for training. A server may take tool calls out of the
-text; they are written into it again, so that everything after this knows one form of a call.
+unknown (NaN), so this is for evaluation, not for training. A server may take reasoning and tool
+calls out of the text; they are written into it again, so that the rest of the program sees the text
+as the model wrote it.
 
 Failures are values. If the server refuses a request for its content, the sample has
 `SampleStop.REFUSED`. If it cannot be reached, or sends no usable reply in all attempts, the sample
@@ -31,7 +32,7 @@ from PIL import Image
 from models.config import ModelConfig
 from models.features import Encoded, FrameFeatures, FrameSettings
 from paravt_jax.data.frames import FrameSource, VideoError
-from paravt_jax.method.parsing import find_calls
+from paravt_jax.method.parsing import extract_answer, find_calls
 from paravt_jax.method.records import Frame, digest
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
@@ -63,7 +64,27 @@ _PARSER_REMEDY = (
     "from the text"
 )
 # How servers say that a reply was cut at its token limit.
-_CUT = ("length", "max_tokens")
+_CUT = (
+    "length",
+    "max_length",
+    "max_tokens",
+    "max_output_tokens",
+    "model_length",
+    "model_context_window_exceeded",
+)
+# How servers say that they did not finish a reply.
+_BROKEN = (
+    "error",
+    "abort",
+    "aborted",
+    "cancelled",
+    "canceled",
+    "failed",
+    "timeout",
+    "insufficient_system_resource",
+)
+# What a request that pins the opening of the response ends with.
+_THINK = "<think>\n"
 _MOMENT = 0.05  # seconds that a step waits at most
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -199,8 +220,13 @@ class EndpointSampler:
     def _sample(self, request: Request, text: str, stop: SampleStop, reason: str = "") -> Sample:
         # A lone surrogate, half a character in JSON, cannot be encoded.
         text = _SURROGATE.sub("\ufffd", text)
+        ids = self._vocabulary.encode(text)
         # One more than the limit, because `_read` adds the end of the turn to the text.
-        ids = self._vocabulary.encode(text)[: request.sampling.max_new_tokens + 1]
+        limit = request.sampling.max_new_tokens + 1
+        if len(ids) > limit and stop is SampleStop.STOP_ID:
+            # The cut removes the end of the response, such as a `</tool_call>`.
+            stop = SampleStop.LENGTH
+        ids = ids[:limit]
         return Sample(
             ids,
             logprobs=np.full(len(ids), np.nan, np.float32),
@@ -212,24 +238,35 @@ class EndpointSampler:
 
 
 def _read(choice: Choice, begun: bool) -> _Completion:
-    """The completion in a successful reply.
+    """Return the completion in a successful reply.
+
+    Calls and reasoning that the server took out of the text are written into it again.
 
     Args:
         choice: The reply.
         begun: Whether the request ends with the opening of the response, `<think>`.
+
+    Raises:
+        UnusableReply: The reply has no text, or the server reports that it did not finish it.
     """
-    reason = choice.finish_reason
-    if reason is None:
+    if choice.finish_reason is None:
         raise UnusableReply("the reply is not a complete chat completion")
-    reason = str(reason).lower()
-    if reason == "content_filter":
-        return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
+    reason = str(choice.finish_reason).lower()
     # Some servers also return text that the model wrote after the end of its turn.
     response, end, _ = (choice.text or "").partition("<|im_end|>")
+    if not _has_answer_or_call(response, begun):
+        if reason == "content_filter":
+            return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
+        if reason in _BROKEN:
+            what = f"the server did not finish the reply (finish_reason {choice.finish_reason!r})"
+            raise UnusableReply(what, _REMEDIES["http_errors"])
     if choice.calls:
-        response = _with_calls(response, choice, begun)
+        response = _with_calls(response, choice.calls)
     else:
         _require_text(choice, reason)
+    if choice.thought and "</think>" not in response:
+        opening = "" if begun else _THINK
+        response = f"{opening}{choice.thought}\n</think>\n{response}"
     stop_string = choice.stop_reason
     if not end and reason in _CUT:
         return response, SampleStop.LENGTH, ""
@@ -237,6 +274,22 @@ def _read(choice: Choice, begun: bool) -> _Completion:
         return response + "<|im_end|>", SampleStop.STOP_ID, ""
     # A stop string is part of the response, but some servers leave it out of the text.
     return response.removesuffix(stop_string) + stop_string, SampleStop.STOP_ID, ""
+
+
+def _has_answer_or_call(text: str, begun: bool) -> bool:
+    """Return whether a text has a closed answer block or a closed call.
+
+    Args:
+        text: The text of a reply.
+        begun: Whether the request ends with `<think>`, which the text then continues.
+    """
+    whole = _THINK + text if begun else text
+    return extract_answer(whole) is not None or _closed_calls(text) > 0
+
+
+def _closed_calls(text: str) -> int:
+    """Return the number of calls in a text that are closed by `</tool_call>`."""
+    return sum(body is not None for _, body in find_calls(text))
 
 
 def _require_text(choice: Choice, reason: str) -> None:
@@ -249,31 +302,40 @@ def _require_text(choice: Choice, reason: str) -> None:
         raise UnusableReply(f"{what} (finish_reason {choice.finish_reason!r})", remedy)
 
 
-def _with_calls(text: str, choice: Choice, begun: bool) -> str:
-    """A text with the thought and the calls of its reply, as the model would have written them."""
-    # Some servers report calls and leave them in the text.
-    if not find_calls(text):
-        calls = [f"<tool_call>\n{_call(function)}\n</tool_call>" for function in choice.calls]
-        text = "\n".join([text.rstrip(), *calls]).lstrip()
-    if choice.thought and "</think>" not in text:
-        opening = "" if begun else "<think>\n"
-        text = f"{opening}{choice.thought}\n</think>\n{text}"
-    return text
+def _with_calls(text: str, functions: Sequence[Any]) -> str:
+    """Return a text that contains the structured calls of its reply.
+
+    If at least as many calls are closed in the text, the server left them there, and the text is
+    returned as it is. Otherwise the text is cut at its first `<tool_call>`, if it has one, and the
+    structured calls are appended.
+
+    Args:
+        text: The text of the reply.
+        functions: The structured calls, as in `Choice.calls`.
+    """
+    if _closed_calls(text) >= len(functions):
+        return text
+    before, _, _ = text.partition("<tool_call>")
+    calls = [f"<tool_call>\n{_call(function)}\n</tool_call>" for function in functions]
+    return "\n".join([before.rstrip(), *calls]).lstrip()
 
 
 def _call(function: Any) -> str:
-    """The JSON of a call. What is malformed stays so, and the model is told when it is parsed."""
+    """Return the JSON text of a structured call, without the tags around it.
+
+    A malformed call is written as it is. `parse_calls` then reports to the model what is wrong.
+    """
     found: dict[str, Any] = function if isinstance(function, dict) else {}
     name = found.get("name")
     arguments = found.get("arguments")
     written = arguments if isinstance(arguments, str) else ""
     try:
         read = json.loads(written, strict=False) if written else arguments
-        text = json.dumps({"name": name, "arguments": read})
+        text = json.dumps({"name": name, "arguments": read}, ensure_ascii=False)
     # RecursionError: nested too deeply.
     except (ValueError, RecursionError):
         text = f'{{"name": "{name}", "arguments": {written}}}'
-    # The same value in JSON, but no tag inside the block of the call.
+    # Escaped, so that a tag in an argument does not end the block of the call.
     return text.replace("<", "\\u003c")
 
 

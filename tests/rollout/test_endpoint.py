@@ -282,6 +282,15 @@ STRUCTURED = {
     "objects": parsed("tool_calls", content="", tool_calls=calling(*map(json.loads, CROPS))),
     "past the end": parsed("stop", content="\n<|im_end|>\n", tool_calls=calling(*CROPS)),
     "both": parsed("tool_calls", content=PLAN, tool_calls=calling(*CROPS)),
+    "both, one structured": parsed("tool_calls", content=PLAN, tool_calls=calling(CROPS[0])),
+    "half a call": parsed(
+        "tool_calls", content='look\n</think>\n<tool_call>\n{"na', tool_calls=calling(*CROPS)
+    ),
+    "one of two": parsed(
+        "tool_calls",
+        content="look\n</think>\n" + render_call(CropCall(0, 16)),
+        tool_calls=calling(*CROPS),
+    ),
 }
 
 
@@ -346,14 +355,27 @@ def test_without_a_pinned_opening_the_thought_gets_its_own(images, small_vocabul
     assert sample.stop is SampleStop.STOP_ID
 
 
+def test_the_arguments_of_a_structured_call_keep_their_letters(ask):
+    arguments = '{"start_time": 0, "end_time": 16, "why": "größer <b> \\u6570 \\ud83d"}'
+    reply = parsed("tool_calls", content="", tool_calls=calling(arguments))
+    episode, _ = ask(lambda n, received: course(n, received) if n else reply)
+    assert '"größer \\u003cb> 数 \ufffd"' in episode.turns[0].text
+
+
+def test_a_structured_call_that_is_longer_than_a_turn_is_a_truncated_turn(ask):
+    reply = parsed("tool_calls", content="", tool_calls=calling("[" * 5000))
+    episode, _ = ask(lambda number, received: reply)
+    assert episode.stop is StopReason.TRUNCATED
+    assert episode.turns[0].truncated
+    assert "</tool_call>" not in episode.turns[0].text
+
+
 MALFORMED = {
     "no JSON": ('{"start_time": 0, "end', "crop_video", "not valid JSON"),
     "no object": ("[0, 16]", "crop_video", "The arguments of the tool"),
     "nothing": (None, "crop_video", "The arguments of the tool"),
     "no name": ("{}", None, "names no tool"),
     "unknown": ("{}", "run_shell", "no such tool"),
-    # Its text is longer than a turn.
-    "deep": ("[" * 5000, "crop_video", "not closed"),
     "tags": ('"</tool_call><answer>seven</answer>"', "crop_video", "The arguments of the tool"),
 }
 
@@ -402,7 +424,7 @@ def test_parts_without_a_text_are_a_failed_request(ask, content):
     assert episode.stop is StopReason.FAILED
 
 
-@pytest.mark.parametrize("finish", ["error", "end_turn", "tool_calls"])
+@pytest.mark.parametrize("finish", ["end_turn", "tool_calls"])
 def test_an_empty_text_that_ended_in_an_unknown_way_is_a_failed_request(ask, finish):
     episode, _ = ask(lambda number, received: says("", finish), attempts=1)
     assert episode.stop is StopReason.FAILED
@@ -420,17 +442,78 @@ def test_the_parts_of_a_text_are_joined(ask):
     thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "not shown"}]}
     episode, _ = ask(lambda number, received: parsed(content=[thinking, *parts]))
     assert episode.answer == "seven"
-    assert "not shown" not in episode.turns[0].text
+    assert "not shown" not in episode.turns[0].text, "the text has a thought of its own"
 
 
-@pytest.mark.parametrize("finish", ["STOP", "end_turn", "error", "eos", 0])
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "<answer>seven</answer>", "reasoning_content": "I see seven."},
+        {
+            "content": [
+                {"type": "thinking", "thinking": "I see "},
+                {"type": "thinking", "thinking": [{"type": "text", "text": "seven."}]},
+                {"type": "text", "text": "<answer>seven</answer>"},
+            ]
+        },
+    ],
+    ids=["reasoning_content", "a part"],
+)
+def test_the_thought_stands_before_an_answer(ask, message):
+    episode, _ = ask(lambda number, received: parsed(**message))
+    assert episode.turns[0].text == ("<think>\nI see seven.\n</think>\n<answer>seven</answer>")
+    assert episode.answer == "seven"
+    assert format_compliant(episode.turns)
+
+
+@pytest.mark.parametrize(
+    "finish", ["STOP", "end_turn", "eos", "eos_token", "stop_sequence", "tool_calls", "odd", 0]
+)
 def test_a_good_text_counts_however_its_end_is_called(ask, finish):
     episode, _ = ask(lambda number, received: says(ANSWER, finish))
     assert episode.stop is StopReason.ANSWERED
     assert episode.answer == "seven"
 
 
-@pytest.mark.parametrize("finish", ["LENGTH", "max_tokens", "MAX_TOKENS"])
+BROKEN = ["error", "ERROR", "abort", "Cancelled", "canceled", "timeout"]
+HALVES = {
+    "none": None,
+    "empty": "",
+    "answer": "so\n</think>\n<answer>sev",
+    "answer in the thought": "<answer>six</answer> or\n</think>\n",
+    "call": PLAN[:40],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "finish"),
+    [*((text, "error") for text in HALVES.values()), *(("I see", finish) for finish in BROKEN)],
+    ids=[*HALVES, *BROKEN],
+)
+def test_a_reply_that_its_server_broke_off_is_a_failed_request(ask, text, finish):
+    episode, server = ask(lambda number, received: says(text, finish), attempts=2)
+    assert episode.stop is StopReason.FAILED
+    assert episode.answer is None
+    assert f"did not finish the reply (finish_reason '{finish}')" in episode.reason
+    assert "look into the server's log" in episode.reason
+    assert len(server.received) == 2
+
+
+@pytest.mark.parametrize("finish", [*BROKEN, "content_filter"])
+def test_a_complete_text_counts_although_its_server_reports_an_error(ask, finish):
+    def answer(number, received) -> Reply:
+        reply = course(number, received)
+        if received.body["messages"][0]["role"] == "user":
+            return reply
+        return Reply(reply.body.replace(b'"stop"', json.dumps(finish).encode()))
+
+    episode, _ = ask(answer)
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
+    assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED] * 2
+
+
+@pytest.mark.parametrize("finish", ["LENGTH", "max_tokens", "MAX_TOKENS", "model_length"])
 def test_a_cut_text_is_one_however_its_end_is_called(ask, finish):
     episode, _ = ask(lambda number, received: says("thinking and thinking", finish))
     assert episode.stop is StopReason.TRUNCATED
@@ -441,6 +524,7 @@ REFUSALS = {
     "too long": error(413, "the request is too long"),
     "unprocessable": error(422, "8 images at most"),
     "filtered": says(None, finish="content_filter"),
+    "half filtered": says("so\n</think>\n<answer>sev", finish="content_filter"),
 }
 
 
