@@ -206,9 +206,10 @@ def test_choice_and_grounding_are_not_averaged_in_a_comparison(tmp_path):
 
 
 def test_open_ended_answers_that_are_scored_in_two_ways_are_not_compared(tmp_path):
-    def run(name, scoring, **choice):
+    def run(name, scoring, judge="", **choice):
         lines = [line(id, score) for id, score in choice.items()]
-        return folder(tmp_path / name, [*lines, line("o", 0.5, kind="oe")], open_ended=scoring)
+        scored = {"open_ended": scoring, "judge_model": judge}
+        return folder(tmp_path / name, [*lines, line("o", 0.5, kind="oe")], **scored)
 
     first, second = run("a", "f1", c=1.0), run("b", "judge", c=1.0)
     found = compare(first, second)
@@ -217,6 +218,9 @@ def test_open_ended_answers_that_are_scored_in_two_ways_are_not_compared(tmp_pat
     assert "1 open-ended questions are not compared: the runs score them in different ways" in text
     with pytest.raises(ValueError, match="no question in common; .* score them in the same way"):
         compare(run("c", "f1"), run("d", "exact"))
+    first, second, third = (run(name, "judge", name[0], c=1.0) for name in ("x", "y", "x2"))
+    assert compare(first, second)["scored_otherwise"] == 1
+    assert compare(first, third)["scored_otherwise"] == 0
 
 
 # What differs under the id "x" of two runs.
