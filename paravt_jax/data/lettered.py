@@ -6,10 +6,11 @@ import re
 import string
 from collections.abc import Sequence
 
-# An option behind its letter: "(A) one", "A. one", "A) one", "A: one".
-_LETTER = r"\s*(?:\(([A-Z])\)|([A-Z])[.):])"
+# An option behind its letter: "(A) one", "A. one", "A) one", "a: one".
+_LETTER = r"\s*(?:\(([A-Za-z])\)|([A-Za-z])[.):])"
 _OPTION = re.compile(_LETTER + r"\s*(.*)", re.DOTALL)
 _LINE = re.compile(_LETTER + r"[ \t]*(.*)")
+_MARKS = re.compile(r"(?<!\w)(?:\(A\)|A[.):])\s*\w.*?(?<!\w)(?:\(B\)|B[.):])\s*\w", re.I | re.S)
 
 
 def without_letters(options: Sequence[str]) -> list[str]:
@@ -35,10 +36,18 @@ def split_options(text: str) -> tuple[str, tuple[str, ...]]:
     return text.strip(), ()
 
 
+def has_marks(text: str) -> bool:
+    """Return whether a text has a mark such as "A." and one of B after it, anywhere."""
+    return _MARKS.search(text) is not None
+
+
 def _words(texts: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
     """The texts without their letters; empty unless they have the letters A, B, C, ... in order."""
     matches = [match for match in map(pattern.fullmatch, texts) if match and match[3].strip()]
     letters = "".join(match[1] or match[2] for match in matches)
-    if len(matches) < len(texts) or not string.ascii_uppercase.startswith(letters):
+    if len(matches) < len(texts) or not any(
+        alphabet.startswith(letters)
+        for alphabet in (string.ascii_uppercase, string.ascii_lowercase)
+    ):
         return []
     return [match[3].strip() for match in matches]

@@ -18,9 +18,10 @@ from typing import Any
 
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
-from paravt_jax.data.lettered import split_options, without_letters
+from paravt_jax.data.lettered import has_marks, split_options, without_letters
 from paravt_jax.data.srt import read_srt
 from paravt_jax.data.text_files import read_text
+from paravt_jax.method.accuracy import normalise
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
 
@@ -184,9 +185,16 @@ def _question(
             raise _BadRow("column", name, rule)
     text = _text(row, "question")
     options = _options(row)
-    # Some files have the options in the text.
-    if not options and row.get("kind", "mcq") == QuestionKind.MULTIPLE_CHOICE:
-        text, options = split_options(text)
+    # Some files have the options in the text, instead of the column or as well.
+    if row.get("kind", "mcq") == QuestionKind.MULTIPLE_CHOICE:
+        rest, inside = split_options(text)
+        if not options or _normalised(inside) == _normalised(options):
+            text, options = rest, options or inside
+    if "kind" not in row and not options and has_marks(text):
+        rule = (
+            "it has options inside: give them in the column options, or the kind oe if it has none"
+        )
+        raise _BadRow("question", text, rule)
     _require_different(options)
     kind = _kind(row, options)
     return Question(
@@ -234,9 +242,13 @@ def _options(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(without_letters([option.strip() for option in options]))
 
 
+def _normalised(options: tuple[str, ...]) -> list[str]:
+    """Options as the score compares them. Some, such as "<", have no words."""
+    return [normalise(option) or option for option in options]
+
+
 def _require_different(options: tuple[str, ...]) -> None:
-    counts = collections.Counter(" ".join(option.casefold().split()) for option in options)
-    for option, count in counts.most_common(1):
+    for option, count in collections.Counter(_normalised(options)).most_common(1):
         if count > 1:
             raise _BadRow("options", option, "it occurs twice: change one, or leave it out")
 

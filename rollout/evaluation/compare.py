@@ -75,8 +75,8 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         unequal = [id for id in shared if not _is_same(played_a[id], played_b[id])]
     ids = _by_kind([id for id in shared if id not in set(unequal)], played_a)
     otherwise: list[str] = []
-    # F1, exact match and a judge are different measures.
-    scorings = [identity.get("open_ended", "f1") for identity in identities]
+    # F1, exact match and every judge are different measures.
+    scorings = [(one.get("open_ended", "f1"), one.get("judge_model", "")) for one in identities]
     if scorings[0] != scorings[1]:
         otherwise = ids.pop(QuestionKind.OPEN_ENDED, [])
     if not ids:
@@ -196,7 +196,7 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
     if found["scored_otherwise"]:
         lines.append(
             f"  {found['scored_otherwise']} open-ended questions are not compared: the runs score "
-            "them in different ways (--open-ended)"
+            "them in different ways (--open-ended, --judge-model)"
         )
     if found["unequal_ids"]:
         lines.append(

@@ -100,14 +100,24 @@ BAD = [
     ({"kind": "oe"}, "kind: 'oe'", "options"),
     ({"kind": "tvg", "options": None}, "answer: 'B'", "span"),
     ({"kind": "tvg", "options": None, "answer": [9, 3]}, "answer: '[9, 3]'", "span"),
-    ({"options": ["a car", " A  car", "x"]}, "options: 'a car'", "occurs twice"),
+    ({"options": ["a car", " The  car.", "x"]}, "options: 'car'", "occurs twice"),
     ({"options": ["A. one", "B. one"], "answer": "A"}, "options: 'one'", "occurs twice"),
     ({"options": None}, "answer: 'B'", "no options: add them, or the kind oe"),
     ({"options": None, "answer": "(C)"}, "answer: '(C)'", "no options: add them, or the kind oe"),
     (
-        {"options": None, "question": "Who? A. me B. you", "answer": "A"},
-        "answer: 'A'",
-        "no options: add them",
+        {"options": None, "question": "Who? A. me B. you", "answer": "me"},
+        "question: 'Who? A. me B. you'",
+        "in the column options, or the kind oe",
+    ),
+    (
+        {"options": None, "question": "(a) me (b) you. Who?", "answer": "(a) me"},
+        "question: '(a) me (b) you. Who?'",
+        "in the column options, or the kind oe",
+    ),
+    (
+        {"options": None, "question": "Who?\nA. me\nB. you\nChoose.", "answer": "me"},
+        "question: 'Who?\\nA. me\\nB. you\\nChoose.'",
+        "in the column options, or the kind oe",
     ),
     (
         {"options": None, "question": "Who?\nA. me\nB. you", "answer": "me"},
@@ -139,6 +149,8 @@ def test_a_bad_row_is_refused_with_its_line(change, named, rule, rows, tmp_path)
         (["(A) a bottle", "(B) a cup"], ("a bottle", "a cup")),
         (["A) a bottle", "B) a cup"], ("a bottle", "a cup")),
         (["A: a bottle", "B: a cup"], ("a bottle", "a cup")),
+        (["a. a bottle", "b. a cup"], ("a bottle", "a cup")),
+        (["<", ">"], ("<", ">")),
         # Not all have their letter, so it belongs to the words.
         (["A. a bottle", "a cup"], ("A. a bottle", "a cup")),
         (["A. Lincoln", "C. Obama"], ("A. Lincoln", "C. Obama")),
@@ -157,6 +169,14 @@ def test_options_in_the_text_make_a_choice(rows, tmp_path):
         assert (choice.kind, choice.text) == (QuestionKind.MULTIPLE_CHOICE, "Who?")
         assert (choice.options, choice.answer) == (("me", "you"), "B")
     assert (opened.kind, opened.text) == (QuestionKind.OPEN_ENDED, row["question"])
+
+
+def test_options_in_the_column_and_the_text_are_asked_once(tmp_path):
+    row = {"video": "v.mp4", "question": "Who?\na) Me.\nb) you", "answer": "B"}
+    rows = [row | {"options": ["me", "you"]}, row | {"options": ["him", "her"]}]
+    once, other = read_questions(write(tmp_path, rows), tmp_path)
+    assert (once.text, once.options) == ("Who?", ("me", "you"))
+    assert (other.text, other.options) == (row["question"], ("him", "her"))
 
 
 def test_a_letter_may_be_an_open_answer(tmp_path):

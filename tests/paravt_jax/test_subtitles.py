@@ -32,7 +32,7 @@ def test_entries_have_times_and_text():
         HELLO.replace("00:00:01", "00:01").replace("00:01:02", "01:02"),  # no hours
         HELLO.replace("2,000", "2,000 X1:40 Y2:600"),
         HELLO.replace("Hello", '<font color="red"><b>Hello</b></font>\n<i></i>'),
-        HELLO + "\n2\n00:00:03,000 --> 00:00:04,000\n\n3\nno times\nat all\n",
+        "no times\nat all\n\n" + HELLO + "\n2\n00:00:03,000 --> 00:00:04,000\n\n",
     ],
 )
 def test_one_entry_in_many_forms(text, tmp_path):
@@ -46,11 +46,20 @@ def test_one_entry_in_many_forms(text, tmp_path):
         (r"{\an8}Hello", "Hello"),
         (r"{\an8\pos(10,20)}Hel{\i1}lo{\i0}", "Hello"),
         ("{Hello} there", "{Hello} there"),
+        ("five < six and 7 > 3", "five < six and 7 > 3"),
+        ("<i>Hello</i > <3", "Hello <3"),
+        ("Hello\n\nthere\n\n42\n", "Hello\nthere\n42"),
     ],
 )
-def test_override_tags_are_dropped(line, words):
+def test_tags_are_dropped_and_words_stay(line, words):
     (entry,) = parse_srt(HELLO.replace("Hello", line))
     assert entry.text == words
+
+
+@pytest.mark.parametrize("gap", ["", "\n", "2\n", "\n2\n", "\n\n 2 \n"])
+def test_a_line_of_times_starts_an_entry(gap):
+    text = HELLO + gap + "00:01:03,000 --> 00:01:04,000\n7\n\n8"
+    assert parse_srt(text) == [Subtitle(1.5, 62.0, "Hello"), Subtitle(63.0, 64.0, "7\n8")]
 
 
 # Every encoding writes these in its own way, unlike plain English.

@@ -110,15 +110,20 @@ def test_unread_answers_and_refused_reports_are_counted():
     assert (found["unread"], found["without_answer"], found["refused_reports"]) == (1, 1, 2)
 
 
-def test_a_report_says_that_a_score_averages_two_kinds(tmp_path):
-    lines = [line("a", 1.0), line("b", 0.5, kind="tvg"), line("c", 0.1, kind="oe")]
+def test_kinds_are_not_averaged(tmp_path):
+    lines = [line("a", 1.0), line("b", 0.5, kind="tvg", read=None), line("c", 0.1, kind="oe")]
     mixed = summarise(config(), iter(lines), 3, {})
-    assert (mixed["accuracy"], mixed["grounding_in_score"]) == (0.75, 1)
-    assert "  1 of them are grounding questions, whose overlap" in "\n".join(
-        report(mixed, tmp_path)
-    )
+    assert (mixed["accuracy"], mixed["without_answer"]) == (1.0, 0)
+    assert (mixed["grounding"]["score"], mixed["open_ended"]["score"]) == (0.5, 0.1)
+    assert (mixed["by_task"]["t"]["score"], mixed["by_duration"]["short"]["n"]) == (1.0, 1)
+    score, grounding, opened = list(report(mixed, tmp_path))[:3]
+    assert score.endswith("on 1 of 3 questions")
+    assert "grounding questions alone: 50.0" in grounding
+    assert "on 1 questions, 1 without an answer" in grounding
+    assert "open-ended questions alone: 10.0" in opened
     alone = summarise(config(), iter(lines[1:]), 2, {})
-    assert "grounding_in_score" not in alone
+    assert alone["accuracy"] == 0.5
+    assert "grounding" not in alone
 
 
 def test_a_run_that_played_nothing_has_a_summary_without_a_score():
@@ -206,9 +211,10 @@ def test_choice_and_grounding_are_not_averaged_in_a_comparison(tmp_path):
 
 
 def test_open_ended_answers_that_are_scored_in_two_ways_are_not_compared(tmp_path):
-    def run(name, scoring, **choice):
+    def run(name, scoring, judge="", **choice):
         lines = [line(id, score) for id, score in choice.items()]
-        return folder(tmp_path / name, [*lines, line("o", 0.5, kind="oe")], open_ended=scoring)
+        scored = {"open_ended": scoring, "judge_model": judge}
+        return folder(tmp_path / name, [*lines, line("o", 0.5, kind="oe")], **scored)
 
     first, second = run("a", "f1", c=1.0), run("b", "judge", c=1.0)
     found = compare(first, second)
@@ -217,6 +223,9 @@ def test_open_ended_answers_that_are_scored_in_two_ways_are_not_compared(tmp_pat
     assert "1 open-ended questions are not compared: the runs score them in different ways" in text
     with pytest.raises(ValueError, match="no question in common; .* score them in the same way"):
         compare(run("c", "f1"), run("d", "exact"))
+    first, second, third = (run(name, "judge", name[0], c=1.0) for name in ("x", "y", "x2"))
+    assert compare(first, second)["scored_otherwise"] == 1
+    assert compare(first, third)["scored_otherwise"] == 0
 
 
 # What differs under the id "x" of two runs.
