@@ -14,7 +14,7 @@ import hashlib
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from configs import RECIPES
@@ -49,7 +49,7 @@ from train.world_data import prepare_world, require_bounds, world_pieces
 CHECKED = "checked_questions.json"
 """File in a run's folder: digest of your own questions, and the result of checking their videos."""
 
-_NAMED = 10  # largest number of left-out questions to print by name
+_NAMED = 10  # largest number of left-out questions, or of wrong spans, to print by name
 
 
 def prepare(
@@ -288,7 +288,8 @@ def _check_videos(
     different (height, width), the most frequent first.
 
     Raises:
-        ValueError: A question asks for a span that is not in its video.
+        ValueError: Questions ask for spans that are not in their videos. The message names the
+            first ten by video.
     """
     asked = collections.defaultdict(list)
     for question in questions:
@@ -296,6 +297,7 @@ def _check_videos(
     longest = 0.0
     sizes: collections.Counter[tuple[int, int]] = collections.Counter()
     unreadable: dict[str, str] = {}
+    errors: list[str] = []
     with (
         Progress("check videos", "video", shown=hosts.is_first()) as progress,
         FrameReader(ReaderSettings(processes, PATIENCE)) as reader,
@@ -305,24 +307,28 @@ def _check_videos(
             if isinstance(info, VideoError):
                 unreadable[path] = info.reason
             else:
-                _require_spans(asked[path], info.duration)
+                errors += _wrong_spans(asked[path], info.duration)
                 longest = max(longest, info.duration)
                 sizes[info.height, info.width] += 1
             progress.update(done, len(asked))
+    if len(errors) > _NAMED:
+        errors[_NAMED:] = [f"and {len(errors) - _NAMED} more wrong spans"]
+    if errors:
+        raise ValueError("\n".join(errors))
     found = [size for size, _ in sizes.most_common()]
     return {"longest": longest, "sizes": found, "unreadable": unreadable}
 
 
-def _require_spans(questions: Iterable[Question], duration: float) -> None:
-    """Raises ValueError if no answer about a video of this duration can earn a reward."""
+def _wrong_spans(questions: Iterable[Question], duration: float) -> Iterator[str]:
+    """Yield a line per question about a video of this duration whose answer earns no reward."""
     for question in questions:
         try:
             require_in_video(question, duration)
         except Refused as error:
-            raise ValueError(
+            yield (
                 f"data.questions: id {question.id!r} about {question.video}: {error.detail}; "
                 "correct its answer, or leave it out"
-            ) from error
+            )
 
 
 def _without_long_questions(run: Run, data: Data, longest: float) -> Data:

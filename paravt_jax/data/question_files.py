@@ -28,6 +28,7 @@ from paravt_jax.method.subtitles import Subtitle
 COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles", "evidence")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MOST_BYTES = 1 << 30
+_SEPARATOR = re.compile(r'"?sep=([^\s"]|\t)"?[^\S\n]*\n', re.IGNORECASE)
 _BARE_LETTER = re.compile(r"\(?[A-Z][.)]?")
 # Upper bound on the bad rows that an error lists.
 _MAX_NAMED_ROWS = 10
@@ -113,13 +114,17 @@ def require_unique_ids(questions: Sequence[Question]) -> None:
 
 
 def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
+    # Excel writes "sep=;" above the header of some tables.
+    mark = _SEPARATOR.match(text)
+    text = text[mark.end() :] if mark else text
+    above = 1 if mark else 0
     header = text.partition("\n")[0]
     # Where a comma is the decimal mark, spreadsheets write semicolons. No column has any of these.
-    delimiter = max(",;\t", key=header.count)
+    delimiter = mark[1] if mark else max(",;\t", key=header.count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
     columns = reader.fieldnames or ()
     if len(set(columns)) < len(columns):
-        yield 1, _BadRow("row", header.strip(), "a column occurs twice: leave one out")
+        yield 1 + above, _BadRow("row", header.strip(), "a column occurs twice: leave one out")
         return
     while True:
         try:
@@ -129,19 +134,22 @@ def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
         except csv.Error as error:
             # For example, a cell is too long. The start of the next row is then unknown, so stop.
             rule = f"it cannot be read as CSV ({error}): correct it"
-            yield reader.line_num + 1, _BadRow("row", "", rule)
+            yield reader.line_num + 1 + above, _BadRow("row", "", rule)
             return
         # DictReader puts cells without a column under None, and None into columns without a cell.
         if None in row or None in row.values():
             rule = f"the header has {len(columns)} columns: "
             rule += f"quote cells with {delimiter!r}" if None in row else "add the empty cells"
-            yield reader.line_num, _BadRow("row", delimiter.join(map(str, row.values())), rule)
+            yield (
+                reader.line_num + above,
+                _BadRow("row", delimiter.join(map(str, row.values())), rule),
+            )
             continue
         filled: dict[str, Any] = {name: cell for name, cell in row.items() if cell.strip()}
         if "options" in filled:
             # A cell that is not JSON stays text, and `_options` refuses it: it is not a list.
             filled["options"] = _json(filled["options"])
-        yield reader.line_num, filled
+        yield reader.line_num + above, filled
 
 
 def _json_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
@@ -150,6 +158,9 @@ def _json_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
     if _is_array(text):
         array = _json(text)
         rows = enumerate(array if isinstance(array, list) else [array], 1)
+    elif "\n" in text.strip() and isinstance(_json(text), dict):
+        rule = "one JSON object over several lines: put it into [ ]"
+        rows = [(1, text.strip())]
     else:
         # splitlines() would also split at characters that JSON allows inside a text (U+2028).
         lines = enumerate(text.split("\n"), 1)

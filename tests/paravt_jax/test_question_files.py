@@ -231,6 +231,28 @@ def test_tables_of_spreadsheets_are_read(name, delimiter, encoding, tmp_path):
     assert repr(delimiter) in str(error.value)
 
 
+@pytest.mark.parametrize("mark", ["sep=;\n", "SEP=;\r\n", '"sep=;"\n', "sep=|\n", "sep=\t\n"])
+def test_the_line_of_a_separator_is_skipped(mark, tmp_path):
+    file = tmp_path / "my.csv"
+    delimiter = mark.strip('"\r\n')[-1]
+    file.write_text(mark + "video;question;answer\na.mp4;Who, what?;me\n".replace(";", delimiter))
+    (question,) = read_questions(file, tmp_path)
+    assert (question.id, question.text) == ("3", "Who, what?")
+    file.write_text(file.read_text() + "a.mp4\n")
+    with pytest.raises(ValueError, match="line 4: row: .*3 columns"):
+        read_questions(file, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["my.json", "my.jsonl"])
+def test_one_object_over_several_lines_has_one_remedy(name, rows, tmp_path):
+    (tmp_path / name).write_text(json.dumps(rows[0], indent=2) + "\n")
+    with pytest.raises(ValueError, match=r"line 1: row: .*put it into \[ \]$") as error:
+        read_questions(tmp_path / name, tmp_path)
+    assert str(error.value).count("row:") == 1
+    (tmp_path / name).write_text(json.dumps(rows[0]) + "\n\n")
+    assert len(read_questions(tmp_path / name, tmp_path)) == 1
+
+
 def test_a_csv_row_with_too_few_cells_is_refused(tmp_path):
     (tmp_path / "my.csv").write_text("video,question,answer,kind\na.mp4,Who?,me\n")
     with pytest.raises(ValueError, match="line 2: row: .*4 columns: add the empty cells"):
