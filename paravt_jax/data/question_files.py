@@ -259,7 +259,9 @@ def _normalised(options: tuple[str, ...]) -> list[str]:
 
 
 def _require_different(options: tuple[str, ...]) -> None:
-    for option, count in collections.Counter(_normalised(options)).most_common(1):
+    # Punctuation may be all that differs, as in C and C++.
+    written = (" ".join(option.casefold().split()) for option in options)
+    for option, count in collections.Counter(written).most_common(1):
         if count > 1:
             raise _BadRow("options", option, "it occurs twice: change one, or leave it out")
 
