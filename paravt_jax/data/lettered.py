@@ -21,6 +21,14 @@ def without_letters(options: Sequence[str]) -> list[str]:
     return _words(options, _OPTION) or list(options)
 
 
+def are_shuffled(options: Sequence[str]) -> bool:
+    """Return whether options carry the letters A, B, C, ... in another order."""
+    matches = [match for match in map(_OPTION.fullmatch, options) if match]
+    letters = "".join((match[1] or match[2]).upper() for match in matches)
+    ordered = "".join(sorted(letters))
+    return ordered == string.ascii_uppercase[: len(options)] and letters != ordered
+
+
 def split_options(text: str) -> tuple[str, tuple[str, ...]]:
     """Split a text into the question and the options in its last lines.
 

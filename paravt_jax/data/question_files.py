@@ -18,7 +18,7 @@ from typing import Any
 
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
-from paravt_jax.data.lettered import has_marks, split_options, without_letters
+from paravt_jax.data.lettered import are_shuffled, has_marks, split_options, without_letters
 from paravt_jax.data.srt import read_srt
 from paravt_jax.data.text_files import read_text
 from paravt_jax.method.accuracy import normalise
@@ -249,6 +249,9 @@ def _options(row: dict[str, Any]) -> tuple[str, ...]:
     if not are_texts or not 2 <= len(options) <= len(_LETTERS):
         rule = f"a JSON list of 2 to {len(_LETTERS)} texts"
         raise _BadRow("options", options, f'{rule}: write ["a car", "a boat"]')
+    if are_shuffled(options):
+        rule = "the letters are not in order, but the prompt writes A, B, ... in this order"
+        raise _BadRow("options", options, f"{rule}: sort the options, or leave the letters out")
     # The prompt writes letters of its own.
     return tuple(without_letters([option.strip() for option in options]))
 

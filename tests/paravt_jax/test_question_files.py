@@ -101,6 +101,11 @@ BAD = [
     ({"kind": "tvg", "options": None}, "answer: 'B'", "span"),
     ({"kind": "tvg", "options": None, "answer": [9, 3]}, "answer: '[9, 3]'", "span"),
     ({"options": ["a car", " A  car", "x"]}, "options: 'a car'", "occurs twice"),
+    (
+        {"options": ["B. a car", "A. a boat"], "answer": "B"},
+        "options: \"['B. a car'",
+        "the letters are not in order",
+    ),
     ({"options": ["A. one", "B. one"], "answer": "A"}, "options: 'one'", "occurs twice"),
     ({"options": None}, "answer: 'B'", "no options: add them, or the kind oe"),
     ({"options": None, "answer": "(C)"}, "answer: '(C)'", "no options: add them, or the kind oe"),

@@ -22,8 +22,8 @@ HEARTBEAT = 6  # seconds
 GONE = r"error: another process of this run ended or cannot be reached \(.*\); start all of them .*"
 STOPPED = r"stopped after PARA-GRPO 3/1000, which is saved; the same command continues from there"
 DESTROYED = (
-    r"error: after PARA-GRPO 4/1000, w1 is not finite; the last good checkpoint is PARA-GRPO 2/1000"
-    r", and the same command .*"
+    r"error: after PARA-GRPO 4/1000, w1 is not finite; the last finite checkpoint is "
+    r"PARA-GRPO 2/1000, and the same command .*"
 )
 # Fault: exit code and last line of the process that it happens to, and of the other one.
 FAULTS = {

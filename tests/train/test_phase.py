@@ -162,7 +162,7 @@ def test_a_stop_before_the_first_step_does_nothing(tmp_path):
 
 def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp_path):
     message = (
-        "the loss of PARA-GRPO 5/7 is not finite; the last good checkpoint is PARA-GRPO 3/7, and "
+        "the loss of PARA-GRPO 5/7 is not finite; the last finite checkpoint is PARA-GRPO 3/7, and "
         "the same command computes the same again: lower --rl.optimizer.learning-rate "
         "(with Muon, .muon-learning-rate, too) in another --run-dir"
     )
@@ -177,7 +177,7 @@ def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp
 @pytest.mark.parametrize(("step", "good"), [(3, None), (6, 3), (7, 6)])
 def test_what_an_update_has_destroyed_is_not_saved(tmp_path, step, good):
     """The loss of a step is that of the weights before its update."""
-    kept = f"the last good checkpoint is PARA-GRPO {good}/7" if good else "no step is saved"
+    kept = f"the last finite checkpoint is PARA-GRPO {good}/7" if good else "no step is saved"
     what = f"after PARA-GRPO {step}/7, n is not finite; {kept}, and the same command "
     with pytest.raises(ValueError, match=f"^{what}"):
         Run(tmp_path).steps(destroyed=step)

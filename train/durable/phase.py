@@ -296,7 +296,7 @@ class Phase:
         newest = self._checkpoints.latest()
         good = "no step is saved"
         if newest is not None:
-            good = f"the last good checkpoint is {self._step(newest)}"
+            good = f"the last finite checkpoint is {self._step(newest)}"
         return ValueError(
             f"{what}; {good}, and the same command computes the same again: {self._remedy()}"
         )
