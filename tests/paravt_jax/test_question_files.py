@@ -103,7 +103,7 @@ BAD = [
     ({"options": ["a car", " A  car", "x"]}, "options: 'a car'", "occurs twice"),
     (
         {"options": ["B. a car", "A. a boat"], "answer": "B"},
-        "options: \"['B. a car'",
+        "options: \"['B. a car', 'A. a boat']\"",
         "the letters are not in order",
     ),
     ({"options": ["A. one", "B. one"], "answer": "A"}, "options: 'one'", "occurs twice"),
