@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import ModelConfig
-from models.features import frames_per_call, tower_mesh, tower_program
+from models.features.encoder import frames_per_call, tower_mesh, tower_program
 from models.lora import cast
 from models.model import abstract_model
 from models.sharding import make_mesh, param_shardings

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from models.attention.paged import BLOCK
 from models.config import ModelConfig
-from models.features import frames_per_call
+from models.features.encoder import frames_per_call
 from models.flops import flops_per_token
 from paravt_extras.plan import rates
 from paravt_extras.plan.collectives import DCN

@@ -1,0 +1,298 @@
+"""Videos and their frames, as they are before a vision tower sees them.
+
+A file's size and modification time stand for its content, so a new file under an old name counts as
+another video. For an unreadable video every method raises `VideoError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+from jaxtyping import UInt8
+
+from models.config import VisionConfig
+from models.features.cache import FeatureCache, FrameKey
+from models.features.settings import FrameSettings
+from paravt_jax.data.frames import (
+    FrameSource,
+    ReadFrames,
+    ReadTask,
+    VideoError,
+    VideoInfo,
+    join,
+    overview_indices,
+    window_indices,
+)
+from paravt_jax.data.sizes import FrameRules
+from paravt_jax.method.records import Frame
+
+# Videos whose timestamps are kept: 8 bytes per frame, about 100 kB for five minutes.
+_MAX_INFOS = 1024
+
+Stamp = tuple[int, int]
+"""Size of a file in bytes, and its modification time in nanoseconds."""
+
+Kind = tuple[str, FrameRules]
+"""A video, and how its frames are resized. Frames of one kind are read and encoded together."""
+
+
+class FileRead(NamedTuple):
+    """Frames of a file that are being read."""
+
+    video: str
+    rules: FrameRules
+    stamp: Stamp | None
+    future: Future[ReadFrames]
+
+
+class VideoFiles:
+    """The videos of a folder: what each contains, how its frames are resized, and their reads.
+
+    Args:
+        root: Folder of the videos, or its address (gs://...). Videos are named by their path
+            relative to it. Files behind addresses must not change.
+        source: Reads the videos.
+        settings: How frames are resized, and which videos are read whole.
+        vision: Sizes of patches and visual tokens.
+        cache: Videos of the frames in it stay known if their file is gone.
+
+    Attributes:
+        unreadable: Videos that could not be read, with the reason.
+        waited: Seconds in which the caller waited for files.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        source: FrameSource,
+        settings: FrameSettings,
+        vision: VisionConfig,
+        cache: FeatureCache,
+    ):
+        self.root = root
+        self.source = source
+        self.settings = settings
+        self.unreadable: dict[str, str] = {}
+        self.waited = 0.0
+        self._vision = vision
+        self._cache = cache
+        self._stamps: dict[str, Stamp] = {}
+        # The least recently used first.
+        self._infos: OrderedDict[str, tuple[Stamp | None, VideoInfo]] = OrderedDict()
+        # Reads that somebody waits for.
+        self._futures: WeakValueDictionary[tuple, Future[ReadFrames]] = WeakValueDictionary()
+
+    # --- videos ---
+
+    def info(self, name: str) -> VideoInfo:
+        """Return length, size and timestamps of a video."""
+        if not self.knows(name):
+            self.wait(self.request(name, ()))
+        self._infos.move_to_end(name)
+        return self._infos[name][1]
+
+    def knows(self, name: str) -> bool:
+        """Return whether `info` needs no file."""
+        return name in self._infos and self._infos[name][0] == self.stamp(name)
+
+    def stamp(self, name: str) -> Stamp | None:
+        """Return size and modification time of a file, which identify its content.
+
+        For a file that is gone these are the last known ones, so that its cached frames stay
+        usable. None for a file that never existed, or that is behind an address.
+        """
+        # ValueError: the name contains a NUL.
+        with contextlib.suppress(OSError, ValueError):
+            stat = os.stat(join(self.root, name))
+            self._stamps[name] = (stat.st_size, stat.st_mtime_ns)
+        return self._stamps.get(name)
+
+    def forget(self, name: str) -> None:
+        """Forget everything known about a video."""
+        self._infos.pop(name, None)
+        self._stamps.pop(name, None)
+        self.unreadable.pop(name, None)
+
+    @contextlib.contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """Note the reason if a video turns out to be unreadable."""
+        try:
+            yield
+        except VideoError as error:
+            self.unreadable[name] = error.reason
+            raise
+
+    # --- frames ---
+
+    def overview(self, name: str, count: int) -> tuple[Frame, ...]:
+        """Return `count` frames spread evenly over the whole video."""
+        return self._frames(name, overview_indices(self.info(name).frames, count))
+
+    def window(
+        self, name: str, start: float, end: float, fps: float, limit: int
+    ) -> tuple[Frame, ...]:
+        """Return at most `limit` frames of the window [start, end] in seconds, at `fps`."""
+        indices = window_indices(self.info(name), start, end, fps, limit)
+        return self._frames(name, indices, crop=True)
+
+    def _frames(self, name: str, indices: np.ndarray, crop: bool = False) -> tuple[Frame, ...]:
+        times = self.info(name).times
+        return tuple(Frame(name, int(i), float(times[i]), crop) for i in indices)
+
+    def rules(self, frame: Frame) -> FrameRules:
+        """Return how a frame is resized."""
+        return frame.rules or self.settings.rules(self._vision, frame.crop)
+
+    def grid(self, frame: Frame | str) -> tuple[int, int]:
+        """Return the (height, width) of a frame in patches, after resizing.
+
+        Args:
+            frame: A frame, or a video's name for the frames of its overview.
+
+        Raises:
+            VideoError: The video is unreadable, or its frames are too long and thin.
+        """
+        if isinstance(frame, str):
+            frame = Frame(frame, 0, 0.0)
+        info = self.info(frame.video)
+        try:
+            return self._resized_grid(info.height, info.width, self.rules(frame))
+        except ValueError as error:
+            raise VideoError(join(self.root, frame.video), str(error)) from error
+
+    def grids(self, sizes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return one grid for each number of patches that a frame of some videos can have.
+
+        Args:
+            sizes: (height, width) of the videos, in pixels.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        for height, width in sizes:
+            for crop in (False, True):
+                # Frames that are too long and thin are refused when they are asked for.
+                with contextlib.suppress(ValueError):
+                    rules = self.settings.rules(self._vision, crop)
+                    grid = self._resized_grid(height, width, rules)
+                    found.setdefault(math.prod(grid), grid)
+        return [*found.values()]
+
+    def _resized_grid(self, height: int, width: int, rules: FrameRules) -> tuple[int, int]:
+        """Return the grid of frames of this size in pixels; ValueError: too long and thin."""
+        resized = rules.sizes(height, width)[-1]
+        tokens = math.prod(resized) // rules.factor**2
+        if tokens > rules.most_tokens:
+            raise ValueError(
+                f"its frames of {width} x {height} pixels are too long and thin: they "
+                f"need {tokens} visual tokens, and the limit on their pixels (frames.max_pixels) "
+                f"allows {rules.most_tokens}"
+            )
+        patch = self._vision.patch_size
+        return resized[0] // patch, resized[1] // patch
+
+    def tokens(self, frame: Frame | str) -> int:
+        """Return the visual tokens of a frame, or of each frame of a video's overview."""
+        return math.prod(self.grid(frame)) // self._vision.spatial_merge_size**2
+
+    def key(self, frame: Frame, version: int | None = None) -> FrameKey:
+        """Return the cache key of a frame, or of what trained weights make of it.
+
+        Args:
+            frame: The frame.
+            version: Version of the trained weights; None: the features do not depend on them.
+        """
+        stamp, grid, rules = self.stamp(frame.video), self.grid(frame), self.rules(frame)
+        return FrameKey(frame.video, stamp, frame.index, frame.second, grid, rules, version)
+
+    # --- reads ---
+
+    def request(
+        self, name: str, wanted: tuple[int, ...] | int, rules: FrameRules | None = None
+    ) -> FileRead:
+        """Begin to read a file, unless somebody waits for the very same frames.
+
+        Args:
+            name: The video.
+            wanted: Numbers of frames, or the number of frames of an overview.
+            rules: How the frames are resized; None: as those of an overview.
+        """
+        rules = rules or self.settings.rules(self._vision)
+        task = ReadTask(str(join(self.root, name)), wanted, rules, self.settings.whole_frames)
+        stamp = self.stamp(name)
+        future = self._futures.get((stamp, task))
+        if future is None:
+            future = self._futures[stamp, task] = self.source.request(task)
+        return FileRead(name, rules, stamp, future)
+
+    def request_frames(self, frames: Sequence[Frame]) -> FileRead:
+        """Begin to read frames of one kind, with the others that are encoded with them."""
+        wanted = tuple(_indices(self.encoded_with(frames)))
+        return self.request(frames[0].video, wanted, self.rules(frames[0]))
+
+    def encoded_with(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        """Return the frames that are encoded if some of one kind are missing."""
+        first = frames[0]
+        everything = range(self.info(first.video).frames)
+        if len(everything) > self.settings.whole_frames or first.second is not None:
+            return frames
+        # A key does not depend on the timestamp.
+        others = [Frame(first.video, i, 0.0, first.crop) for i in everything]
+        return others if {frame.index for frame in frames} <= set(everything) else frames
+
+    def wait(self, read: FileRead) -> ReadFrames:
+        """Wait for a file, and keep what `info` returns of it.
+
+        Raises:
+            VideoError: The file cannot be read.
+        """
+        with self.waiting():
+            result = read.future.result()
+        self._infos[read.video] = (read.stamp, result.info)
+        self._infos.move_to_end(read.video)
+        if len(self._infos) > _MAX_INFOS:
+            # Videos with frames in the cache keep their info. It is still needed, and if the file
+            # is gone it cannot be read again.
+            kept = self._cache.videos | {read.video}
+            oldest = next((name for name in self._infos if name not in kept), read.video)
+            if oldest != read.video:
+                del self._infos[oldest]
+        return result
+
+    def pixels(self, frames: Sequence[Frame], read: FileRead) -> UInt8[np.ndarray, "m k h w 3"]:
+        """Wait for m frames of one kind (k = 1), or for pairs of them (k = 2).
+
+        Raises:
+            VideoError: The file cannot be read, or does not have these frames.
+        """
+        result = self.wait(read)
+        numbers = {index: number for number, index in enumerate(result.indices)}
+        indices = _indices(frames)
+        if not numbers.keys() >= set(indices):
+            raise VideoError(
+                join(self.root, read.video),
+                f"it has {result.info.frames} frames, {min(indices)} to {max(indices)} were asked "
+                "for",
+            )
+        pixels = result.frames[[numbers[index] for index in indices]]
+        return pixels.reshape(len(frames), -1, *pixels.shape[1:])
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds of a block, in which the caller waits for files."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - start
+
+
+def _indices(frames: Iterable[Frame]) -> list[int]:
+    return [i for frame in frames for i in frame.indices]
