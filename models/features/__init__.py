@@ -22,14 +22,20 @@ import numpy as np
 from jaxtyping import Shaped
 
 from models.config import ModelConfig
-from models.features.cache import Encoded, FeatureCache, FrameKey
+from models.features.cache import Encoded, FeatureCache, FrameKey, Grid
 from models.features.encoder import FrameEncoder, tower_mesh
 from models.features.reader import FileRead, Kind, VideoFiles
 from models.features.settings import FrameSettings, frame_tokens
 from models.sharding import Lowering
 from models.trained_vision import TrainedVision, cached_shape
 from models.vision import VisionTower
-from paravt_jax.data.frames import FrameSource, VideoError, VideoInfo
+from paravt_jax.data.frames import (
+    FrameSource,
+    VideoError,
+    VideoInfo,
+    overview_indices,
+    window_indices,
+)
 from paravt_jax.method.records import Frame
 
 __all__ = ["FrameFeatures", "FrameSettings", "Reading", "ShownFrames", "frame_tokens", "tower_mesh"]
@@ -155,7 +161,7 @@ class FrameFeatures:
             cached = np.stack(self.request(some).result().cached)
             vectors = self.encoder.finish(cached, self.grid(some[0]))
             for frame, encoded in zip(some, vectors, strict=True):
-                found[self.files.key(frame, version)] = encoded.fetch()
+                found[self.key(frame, version)] = encoded.fetch()
         self.cache.add(found)
         return np.concatenate([found[key] for key in keys])
 
@@ -234,7 +240,7 @@ class FrameFeatures:
 
         Batches never mix kinds: features must not depend on what else was asked for.
         """
-        keys = [self.files.key(frame, version) for frame in frames]
+        keys = [self.key(frame, version) for frame in frames]
         found = self.cache.find(keys)
         missing: dict[Kind, list[Frame]] = {}
         for key, frame in dict(zip(keys, frames, strict=True)).items():
@@ -269,25 +275,32 @@ class FrameFeatures:
 
     def overview(self, name: str, count: int) -> tuple[Frame, ...]:
         """Return `count` frames spread evenly over the whole video."""
-        return self.files.overview(name, count)
+        return self._frames(name, overview_indices(self.info(name).frames, count))
 
     def window(
         self, name: str, start: float, end: float, fps: float, limit: int
     ) -> tuple[Frame, ...]:
         """Return at most `limit` frames of the window [start, end] in seconds, at `fps`."""
-        return self.files.window(name, start, end, fps, limit)
+        indices = window_indices(self.info(name), start, end, fps, limit)
+        return self._frames(name, indices, crop=True)
 
-    def grid(self, frame: Frame | str) -> tuple[int, int]:
+    def _frames(self, name: str, indices: np.ndarray, crop: bool = False) -> tuple[Frame, ...]:
+        times = self.info(name).times
+        return tuple(Frame(name, int(i), float(times[i]), crop) for i in indices)
+
+    def grid(self, frame: Frame | str) -> Grid:
         """Return the (height, width) in patches of a frame, or of those of a video's overview."""
         return self.files.grid(frame)
 
     def tokens(self, frame: Frame | str) -> int:
         """Return the visual tokens of a frame, or of each frame of a video's overview."""
-        return self.files.tokens(frame)
+        return math.prod(self.grid(frame)) // self.config.vision.spatial_merge_size**2
 
-    def key(self, frame: Frame) -> FrameKey:
-        """Return the cache key of a frame."""
-        return self.files.key(frame)
+    def key(self, frame: Frame, version: int | None = None) -> FrameKey:
+        """Return the cache key of a frame, or of what trained weights of a version make of it."""
+        stamp, rules = self.files.stamp(frame.video), self.files.rules(frame)
+        grid = self.grid(frame)
+        return FrameKey(frame.video, stamp, frame.index, frame.second, grid, rules, version)
 
     @property
     def waited(self) -> float:

@@ -13,6 +13,9 @@ from jaxtyping import Shaped
 
 from paravt_jax.data.sizes import FrameRules
 
+Grid = tuple[int, int]
+"""Height and width of a frame in patches."""
+
 
 class FrameKey(NamedTuple):
     """Everything that the features of a frame depend on. Its timestamp is only a label."""
@@ -24,8 +27,7 @@ class FrameKey(NamedTuple):
     """The frame's number in the video."""
     second: int | None
     """The number of the other frame of a pair; None: the frame stands alone."""
-    grid: tuple[int, int]
-    """(height, width) in patches."""
+    grid: Grid
     rules: FrameRules
     """How the frame is resized."""
     version: int | None = None

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Shaped, UInt8
 
-from models.features.cache import Encoded
+from models.features.cache import Encoded, Grid
 from models.features.settings import FrameSettings
 from models.fingerprint import fingerprint
 from models.patches import patchify
@@ -36,18 +36,8 @@ def tower_mesh(devices: Sequence[Any]) -> Mesh:
     return make_mesh(data=len(devices), devices=devices)
 
 
-def frames_per_call(settings: FrameSettings, tokens: int, devices: int) -> int:
-    """Return the frames per call of the tower if each has this many visual tokens.
-
-    Each device gets equally many.
-    """
-    return math.ceil(settings.batch_of(tokens) / devices) * devices
-
-
 def tower_program(
-    graph: nnx.GraphDef,
-    mesh: Mesh,
-    compute: Callable[..., jax.Array] = VisionTower.__call__,
+    graph: nnx.GraphDef, mesh: Mesh, compute: Callable[..., jax.Array] = VisionTower.__call__
 ) -> jax.stages.Wrapped:
     """Return the vision tower on frames of one size: `program(weights, frames, layout)`, jitted.
 
@@ -118,9 +108,7 @@ class FrameEncoder:
             self._encode = tower_program(graph, self._mesh, VisionTower.before_mergers)
             self._finish = tower_program(graph, self._mesh, _mergers)
 
-    def encode(
-        self, pixels: UInt8[np.ndarray, "m k h w 3"], grid: tuple[int, int]
-    ) -> Iterator[Encoded]:
+    def encode(self, pixels: UInt8[np.ndarray, "m k h w 3"], grid: Grid) -> Iterator[Encoded]:
         """Compute what is cached of frames, [tokens, c, w] each, batch after batch.
 
         Args:
@@ -140,9 +128,7 @@ class FrameEncoder:
             for index in range(count):
                 yield Encoded(features, index)
 
-    def finish(
-        self, cached: Shaped[np.ndarray, "m tokens c w"], grid: tuple[int, int]
-    ) -> Iterator[Encoded]:
+    def finish(self, cached: Shaped[np.ndarray, "m tokens c w"], grid: Grid) -> Iterator[Encoded]:
         """Compute the visual vectors of frames from what is cached, under the current weights."""
         assert self._finish is not None, "no part of the tower is trained"
         for count, batch in self._batches(cached, grid):
@@ -150,7 +136,7 @@ class FrameEncoder:
             for index in range(count):
                 yield Encoded(vectors, index)
 
-    def lowerings(self, grids: Iterable[tuple[int, int]]) -> Iterator[Lowering]:
+    def lowerings(self, grids: Iterable[Grid]) -> Iterator[Lowering]:
         """Return the programs for frames of these sizes in patches (`models.compile_ahead`)."""
         for grid in grids:
             size = self._batch_size(grid)
@@ -180,15 +166,11 @@ class FrameEncoder:
         loaded = {name: self._weights[name] for name in self._loaded}
         return fingerprint(nnx.State({VISION: loaded}))
 
-    def _call(
-        self, program: jax.stages.Wrapped, frames: np.ndarray, grid: tuple[int, int]
-    ) -> jax.Array:
+    def _call(self, program: Callable, frames: np.ndarray, grid: Grid) -> jax.Array:
         with jax.profiler.TraceAnnotation("vision"):
             return program(self._weights, frames, frame_layout(grid, self._config))
 
-    def _batches(
-        self, frames: np.ndarray, grid: tuple[int, int]
-    ) -> Iterator[tuple[int, np.ndarray]]:
+    def _batches(self, frames: np.ndarray, grid: Grid) -> Iterator[tuple[int, np.ndarray]]:
         """Split frames into batches of the one size for which the programs are compiled.
 
         Yields:
@@ -201,9 +183,9 @@ class FrameEncoder:
             batch[: len(some)] = some
             yield len(some), batch
 
-    def _batch_size(self, grid: tuple[int, int]) -> int:
-        return frames_per_call(self._settings, self._tokens(grid), self._mesh.size)
+    def _batch_size(self, grid: Grid) -> int:
+        return self._settings.batch_of(self._tokens(grid), self._mesh.size)
 
-    def _tokens(self, grid: tuple[int, int]) -> int:
+    def _tokens(self, grid: Grid) -> int:
         """Return the visual tokens of a frame of this size in patches."""
         return math.prod(grid) // self._config.spatial_merge_size**2

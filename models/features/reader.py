@@ -20,18 +20,9 @@ import numpy as np
 from jaxtyping import UInt8
 
 from models.config import VisionConfig
-from models.features.cache import FeatureCache, FrameKey
+from models.features.cache import FeatureCache, Grid
 from models.features.settings import FrameSettings
-from paravt_jax.data.frames import (
-    FrameSource,
-    ReadFrames,
-    ReadTask,
-    VideoError,
-    VideoInfo,
-    join,
-    overview_indices,
-    window_indices,
-)
+from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask, VideoError, VideoInfo, join
 from paravt_jax.data.sizes import FrameRules
 from paravt_jax.method.records import Frame
 
@@ -133,26 +124,11 @@ class VideoFiles:
 
     # --- frames ---
 
-    def overview(self, name: str, count: int) -> tuple[Frame, ...]:
-        """Return `count` frames spread evenly over the whole video."""
-        return self._frames(name, overview_indices(self.info(name).frames, count))
-
-    def window(
-        self, name: str, start: float, end: float, fps: float, limit: int
-    ) -> tuple[Frame, ...]:
-        """Return at most `limit` frames of the window [start, end] in seconds, at `fps`."""
-        indices = window_indices(self.info(name), start, end, fps, limit)
-        return self._frames(name, indices, crop=True)
-
-    def _frames(self, name: str, indices: np.ndarray, crop: bool = False) -> tuple[Frame, ...]:
-        times = self.info(name).times
-        return tuple(Frame(name, int(i), float(times[i]), crop) for i in indices)
-
     def rules(self, frame: Frame) -> FrameRules:
         """Return how a frame is resized."""
         return frame.rules or self.settings.rules(self._vision, frame.crop)
 
-    def grid(self, frame: Frame | str) -> tuple[int, int]:
+    def grid(self, frame: Frame | str) -> Grid:
         """Return the (height, width) of a frame in patches, after resizing.
 
         Args:
@@ -169,13 +145,13 @@ class VideoFiles:
         except ValueError as error:
             raise VideoError(join(self.root, frame.video), str(error)) from error
 
-    def grids(self, sizes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    def grids(self, sizes: Iterable[tuple[int, int]]) -> list[Grid]:
         """Return one grid for each number of patches that a frame of some videos can have.
 
         Args:
             sizes: (height, width) of the videos, in pixels.
         """
-        found: dict[int, tuple[int, int]] = {}
+        found: dict[int, Grid] = {}
         for height, width in sizes:
             for crop in (False, True):
                 # Frames that are too long and thin are refused when they are asked for.
@@ -185,7 +161,7 @@ class VideoFiles:
                     found.setdefault(math.prod(grid), grid)
         return [*found.values()]
 
-    def _resized_grid(self, height: int, width: int, rules: FrameRules) -> tuple[int, int]:
+    def _resized_grid(self, height: int, width: int, rules: FrameRules) -> Grid:
         """Return the grid of frames of this size in pixels; ValueError: too long and thin."""
         resized = rules.sizes(height, width)[-1]
         tokens = math.prod(resized) // rules.factor**2
@@ -197,20 +173,6 @@ class VideoFiles:
             )
         patch = self._vision.patch_size
         return resized[0] // patch, resized[1] // patch
-
-    def tokens(self, frame: Frame | str) -> int:
-        """Return the visual tokens of a frame, or of each frame of a video's overview."""
-        return math.prod(self.grid(frame)) // self._vision.spatial_merge_size**2
-
-    def key(self, frame: Frame, version: int | None = None) -> FrameKey:
-        """Return the cache key of a frame, or of what trained weights make of it.
-
-        Args:
-            frame: The frame.
-            version: Version of the trained weights; None: the features do not depend on them.
-        """
-        stamp, grid, rules = self.stamp(frame.video), self.grid(frame), self.rules(frame)
-        return FrameKey(frame.video, stamp, frame.index, frame.second, grid, rules, version)
 
     # --- reads ---
 
@@ -257,13 +219,11 @@ class VideoFiles:
             result = read.future.result()
         self._infos[read.video] = (read.stamp, result.info)
         self._infos.move_to_end(read.video)
-        if len(self._infos) > _MAX_INFOS:
+        if old := [*self._infos][:-_MAX_INFOS]:
             # Videos with frames in the cache keep their info. It is still needed, and if the file
             # is gone it cannot be read again.
-            kept = self._cache.videos | {read.video}
-            oldest = next((name for name in self._infos if name not in kept), read.video)
-            if oldest != read.video:
-                del self._infos[oldest]
+            for name in set(old) - self._cache.videos:
+                del self._infos[name]
         return result
 
     def pixels(self, frames: Sequence[Frame], read: FileRead) -> UInt8[np.ndarray, "m k h w 3"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal
 
 from models.config import VisionConfig
@@ -46,35 +47,28 @@ class FrameSettings:
             least = 1 if name in ("min_pixels", "batch") else 0
             if name != "admission" and value < least:
                 raise ValueError(f"frames.{name}: {value}; give a whole number of at least {least}")
-        if self.max_pixels < self.min_pixels:
-            raise ValueError(
-                f"frames.max_pixels: {self.max_pixels}; give at least frames.min_pixels = "
-                f"{self.min_pixels}"
-            )
-        least, most = self._pixel_limits(crop=True)
-        if most < least:
-            raise ValueError(
-                f"frames.crop_max_pixels, frames.crop_min_pixels: crops have at least {least} and "
-                f"at most {most} pixels; raise the one or lower the other"
-            )
+        for prefix in ("", "crop_"):
+            least, most = self._pixel_limits(crop=bool(prefix))
+            if most < least:
+                raise ValueError(
+                    f"frames.{prefix}max_pixels: {most}; frames would have at least {least} and at "
+                    f"most {most} pixels; raise it, or lower frames.{prefix}min_pixels"
+                )
         if self.admission not in ("arrival", "counted"):
             raise ValueError(f"frames.admission: {self.admission!r}; give arrival or counted")
         if self.snap not in (0, _CLIENT_FACTOR):
-            raise ValueError(
-                f"frames.snap: {self.snap}; give {_CLIENT_FACTOR}, or 0 for no such step"
-            )
+            raise ValueError(f"frames.snap: {self.snap}; give {_CLIENT_FACTOR}, or 0 to skip it")
         if not 0 <= self.jpeg <= 100:
-            raise ValueError(
-                f"frames.jpeg: {self.jpeg}; give a quality from 1 to 100, or 0 for no JPEG"
-            )
+            raise ValueError(f"frames.jpeg: {self.jpeg}; give a quality from 1 to 100, or 0")
 
-    def batch_of(self, tokens: int) -> int:
+    def batch_of(self, tokens: int, devices: int = 1) -> int:
         """Return the frames per call of the vision tower if each has this many visual tokens.
 
-        A call has about as many tokens with large frames as with small ones. A partly filled call
-        costs the same as a full one.
+        A call has about as many tokens with large frames as with small ones, and every device gets
+        equally many frames. A partly filled call costs the same as a full one.
         """
-        return max(1, self.batch * _SMALL_FRAME // max(_SMALL_FRAME, tokens))
+        frames = max(1, self.batch * _SMALL_FRAME // max(_SMALL_FRAME, tokens))
+        return math.ceil(frames / devices) * devices
 
     def rules(self, vision: VisionConfig, crop: bool = False) -> PixelRules:
         """Return how a frame of an overview, or of a crop, becomes what the tower reads."""
