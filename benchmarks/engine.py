@@ -36,8 +36,8 @@ from models.features import FrameFeatures, FrameSettings
 from models.features.cache import Encoded
 from models.features.encoder import FrameEncoder
 from models.model import VisionLanguageModel, abstract_model
-from models.patches import patchify
 from models.rope import mrope_positions, next_position
+from models.vision import patchify
 from models.weights import hf
 from paravt_jax.data.frames import (
     ReadFrames,

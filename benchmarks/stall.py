@@ -30,10 +30,9 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall, Episode, Question, QuestionKind, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.text import PIECES
 from paravt_jax.world.videos import DrawnVideos, WorldSettings, plan
-from paravt_jax.world.vocabulary import build_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling, ask, run

@@ -4,7 +4,7 @@ Overview, crops, sampler and training step all get features here:
 
     videos --VideoFiles--> pixels --FrameEncoder--> features --FeatureCache--> visual vectors
 
-If a part of the tower is trained (`models.trained`), what is cached is the input of that part.
+If a part of the tower is trained, what is cached is that part's input (`models.trained_vision`).
 Visual vectors, which samplers read, are computed from it and kept until other weights are loaded.
 """
 
@@ -15,7 +15,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,7 @@ from jaxtyping import Shaped
 from models.config import ModelConfig
 from models.features.cache import Encoded, FeatureCache, FrameKey, Grid
 from models.features.encoder import FrameEncoder, tower_mesh
-from models.features.reader import FileRead, Kind, VideoFiles
-from models.features.settings import FrameSettings, frame_tokens
+from models.features.reader import FileRead, FrameSettings, Kind, VideoFiles, frame_tokens
 from models.sharding import Lowering
 from models.trained_vision import TrainedVision, cached_shape
 from models.vision import VisionTower
@@ -94,10 +93,10 @@ class Reading:
 
 def wait_for_one(readings: Sequence[Reading]) -> None:
     """Wait until one of some readings is done."""
-    with readings[0].features.files.waiting():
-        while not any(reading.done() for reading in readings):
-            futures = [read.future for reading in readings for read in reading.reads]
-            wait([future for future in futures if not future.done()], return_when=FIRST_COMPLETED)
+    files = readings[0].features.files
+    while not any(reading.done() for reading in readings):
+        futures = [read.future for reading in readings for read in reading.reads]
+        files.wait_for([future for future in futures if not future.done()], FIRST_COMPLETED)
 
 
 class FrameFeatures:
@@ -155,13 +154,12 @@ class FrameFeatures:
     def __call__(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:
         if self.trained is None:
             return self.cached(frames)
-        version = self.encoder.version
-        keys, found, missing = self._look_up(frames, version)
+        keys, found, missing = self._look_up(frames, self.encoder.version)
         for some in missing.values():
             cached = np.stack(self.request(some).result().cached)
             vectors = self.encoder.finish(cached, self.grid(some[0]))
             for frame, encoded in zip(some, vectors, strict=True):
-                found[self.key(frame, version)] = encoded.fetch()
+                found[self.key(frame, self.encoder.version)] = encoded.fetch()
         self.cache.add(found)
         return np.concatenate([found[key] for key in keys])
 
@@ -181,14 +179,10 @@ class FrameFeatures:
 
     def request_overview(self, name: str, count: int) -> Reading:
         """Begin to read the overview of a video, which may never have been opened before."""
-        held: dict[FrameKey, np.ndarray] = {}
-        if self.files.knows(name):
-            frames = self.overview(name, count)
-            _, held, missing = self._look_up(frames)
-            if not missing:
-                return Reading(self, lambda: frames, count, held, [])
-        # By number of frames, as files are read ahead.
-        reads = [self.files.request(name, count)]
+        known = self.overview(name, count) if self.files.knows(name) else ()
+        _, held, missing = self._look_up(known)
+        # By their number, not by indices: that is how files are read ahead.
+        reads = [] if known and not missing else [self.files.request(name, count)]
         return Reading(self, lambda: self.overview(name, count), count, held, reads)
 
     def request_info(self, name: str) -> Reading:

@@ -5,7 +5,7 @@
     merger       the tower before its mergers   the mergers
     tower        (patches as they are)          the whole tower
 
-`models.trained` says what is cached in each case.
+See `models.trained_vision` for what is cached in each case.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Shaped, UInt8
 
 from models.features.cache import Encoded, Grid
-from models.features.settings import FrameSettings
+from models.features.reader import FrameSettings
 from models.fingerprint import fingerprint
-from models.patches import patchify
 from models.sharding import Lowering, make_mesh
 from models.trained import VISION
 from models.trained_vision import TrainedVision
-from models.vision import PatchLayout, VisionTower, frame_layout
+from models.vision import PatchLayout, VisionTower, frame_layout, patchify
 
 
 def tower_mesh(devices: Sequence[Any]) -> Mesh:
@@ -115,13 +114,11 @@ class FrameEncoder:
             pixels: m frames of equal size (k = 1), or pairs of them (k = 2).
             grid: Their height and width in patches.
         """
-        video = pixels.shape[1] > 1
         for count, batch in self._batches(pixels, grid):
-            patches = patchify(batch.reshape(-1, *batch.shape[2:]), self._config, video)
+            frames = batch.reshape(-1, *batch.shape[2:])
+            patches = patchify(frames, self._config, video=batch.shape[1] > 1)
             if self._encode is None:
-                features = patches.astype(self._dtype).reshape(
-                    len(batch), self._tokens(grid), 1, -1
-                )
+                features = patches.astype(self._dtype).reshape(*self._batch_shape(grid), 1, -1)
             else:
                 features = self._call(self._encode, patches, grid)
                 features.copy_to_host_async()
@@ -139,14 +136,14 @@ class FrameEncoder:
     def lowerings(self, grids: Iterable[Grid]) -> Iterator[Lowering]:
         """Return the programs for frames of these sizes in patches (`models.compile_ahead`)."""
         for grid in grids:
-            size = self._batch_size(grid)
+            size, tokens = self._batch_shape(grid)
             layout = frame_layout(grid, self._config)
             if self._encode is not None:
                 shape = (size, math.prod(grid), self._config.patch_dim)
                 patches = jax.ShapeDtypeStruct(shape, np.float32)
                 yield functools.partial(self._encode.lower, self._weights, patches, layout)
             if self._finish is not None and self._trained is not None:
-                shape = (size, self._tokens(grid), *self._trained.vector)
+                shape = (size, tokens, *self._trained.vector)
                 cached = jax.ShapeDtypeStruct(shape, self._dtype)
                 yield functools.partial(self._finish.lower, self._weights, cached, layout)
 
@@ -176,16 +173,14 @@ class FrameEncoder:
         Yields:
             The number of frames in a batch, and the batch, padded with 0.
         """
-        size = self._batch_size(grid)
+        size, _ = self._batch_shape(grid)
         for first in range(0, len(frames), size):
             some = frames[first : first + size]
             batch = np.zeros((size, *frames.shape[1:]), frames.dtype)
             batch[: len(some)] = some
             yield len(some), batch
 
-    def _batch_size(self, grid: Grid) -> int:
-        return self._settings.batch_of(self._tokens(grid), self._mesh.size)
-
-    def _tokens(self, grid: Grid) -> int:
-        """Return the visual tokens of a frame of this size in patches."""
-        return math.prod(grid) // self._config.spatial_merge_size**2
+    def _batch_shape(self, grid: Grid) -> tuple[int, int]:
+        """Return the frames per call for frames of this size, and the visual tokens of each."""
+        tokens = math.prod(grid) // self._config.spatial_merge_size**2
+        return self._settings.batch_of(tokens, self._mesh.size), tokens

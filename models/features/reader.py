@@ -7,13 +7,14 @@ another video. For an unreadable video every method raises `VideoError`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import NamedTuple
+from concurrent.futures import ALL_COMPLETED, Future, wait
+from typing import Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -21,10 +22,14 @@ from jaxtyping import UInt8
 
 from models.config import VisionConfig
 from models.features.cache import FeatureCache, Grid
-from models.features.settings import FrameSettings
 from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask, VideoError, VideoInfo, join
-from paravt_jax.data.sizes import FrameRules
+from paravt_jax.data.sizes import FrameRules, PixelRules
 from paravt_jax.method.records import Frame
+
+# qwen_vl_utils resizes to multiples of this many pixels, two patches of Qwen2-VL.
+_CLIENT_FACTOR = 28
+
+_SMALL_FRAME = 49  # visual tokens of the largest frame by default
 
 # Videos whose timestamps are kept: 8 bytes per frame, about 100 kB for five minutes.
 _MAX_INFOS = 1024
@@ -32,8 +37,90 @@ _MAX_INFOS = 1024
 Stamp = tuple[int, int]
 """Size of a file in bytes, and its modification time in nanoseconds."""
 
+Wanted = tuple[int, ...] | int
+"""Indices of frames, or the number of frames of an overview."""
+
 Kind = tuple[str, FrameRules]
 """A video, and how its frames are resized. Frames of one kind are read and encoded together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameSettings:
+    """How frames are resized (by the rules of Qwen's clients and servers), encoded and cached."""
+
+    min_pixels: int = 784
+    """Smaller frames are enlarged to this area, in pixels."""
+    max_pixels: int = 50_176
+    """Larger frames are shrunk to this area, in pixels."""
+    crop_min_pixels: int = 0
+    """Replaces min_pixels for the frames of crops; 0: the same."""
+    crop_max_pixels: int = 0
+    """Replaces max_pixels for the frames of crops; 0: the same."""
+    snap: int = 0
+    """28: resize to multiples of 28 first, as clients of Qwen's servers do; 0: not at all."""
+    jpeg: int = 0
+    """Quality of the JPEG through which resized frames go, from 1 to 100; 0: none."""
+    processor_min_pixels: int = 0
+    """Resized frames below this area are enlarged, as the model's processor does; 0: no."""
+    batch: int = 16
+    """Frames of up to 49 visual tokens per call of the vision tower; fewer if larger."""
+    whole_frames: int = 0
+    """Videos of at most this many frames are encoded whole on first use."""
+    cache_mib: int = 4096
+    """Size limit of the feature cache, in MiB. Frames of running episodes may exceed it."""
+    admission: Literal["arrival", "counted"] = "arrival"
+    """When frames join an episode: on arrival, or, to repeat bit for bit, after counted steps."""
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            least = 1 if name in ("min_pixels", "batch") else 0
+            if name != "admission" and value < least:
+                raise ValueError(f"frames.{name}: {value}; give a whole number of at least {least}")
+        for prefix in ("", "crop_"):
+            least, most = self._pixel_limits(crop=bool(prefix))
+            if most < least:
+                raise ValueError(
+                    f"frames.{prefix}max_pixels: {most}; frames would have at least {least} and at "
+                    f"most {most} pixels; raise it, or lower frames.{prefix}min_pixels"
+                )
+        if self.admission not in ("arrival", "counted"):
+            raise ValueError(f"frames.admission: {self.admission!r}; give arrival or counted")
+        if self.snap not in (0, _CLIENT_FACTOR):
+            raise ValueError(f"frames.snap: {self.snap}; give {_CLIENT_FACTOR}, or 0 to skip it")
+        if not 0 <= self.jpeg <= 100:
+            raise ValueError(f"frames.jpeg: {self.jpeg}; give a quality from 1 to 100, or 0")
+
+    def batch_of(self, tokens: int, devices: int = 1) -> int:
+        """Return the frames per call of the vision tower if each has this many visual tokens.
+
+        A call has about as many tokens with large frames as with small ones, and every device gets
+        equally many frames. A partly filled call costs the same as a full one.
+        """
+        frames = max(1, self.batch * _SMALL_FRAME // max(_SMALL_FRAME, tokens))
+        return math.ceil(frames / devices) * devices
+
+    def rules(self, vision: VisionConfig, crop: bool = False) -> PixelRules:
+        """Return how a frame of an overview, or of a crop, becomes what the tower reads."""
+        min_pixels, max_pixels = self._pixel_limits(crop)
+        return PixelRules(
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            factor=vision.patch_size * vision.spatial_merge_size,
+            snap=self.snap,
+            jpeg=self.jpeg,
+            processor_min_pixels=self.processor_min_pixels,
+        )
+
+    def _pixel_limits(self, crop: bool) -> tuple[int, int]:
+        """Return the smallest and the largest area of a frame, in pixels."""
+        if not crop:
+            return self.min_pixels, self.max_pixels
+        return self.crop_min_pixels or self.min_pixels, self.crop_max_pixels or self.max_pixels
+
+
+def frame_tokens(settings: FrameSettings, vision: VisionConfig, crop: bool = False) -> int:
+    """Return the upper bound on a frame's visual tokens. Very wide frames above it are refused."""
+    return settings.rules(vision, crop).most_tokens
 
 
 class FileRead(NamedTuple):
@@ -109,9 +196,8 @@ class VideoFiles:
 
     def forget(self, name: str) -> None:
         """Forget everything known about a video."""
-        self._infos.pop(name, None)
-        self._stamps.pop(name, None)
-        self.unreadable.pop(name, None)
+        for known in (self._infos, self._stamps, self.unreadable):
+            known.pop(name, None)
 
     @contextlib.contextmanager
     def noting(self, name: str) -> Iterator[None]:
@@ -167,23 +253,20 @@ class VideoFiles:
         tokens = math.prod(resized) // rules.factor**2
         if tokens > rules.most_tokens:
             raise ValueError(
-                f"its frames of {width} x {height} pixels are too long and thin: they "
-                f"need {tokens} visual tokens, and the limit on their pixels (frames.max_pixels) "
-                f"allows {rules.most_tokens}"
+                f"its frames of {width} x {height} pixels are too long and thin: they need "
+                f"{tokens} visual tokens, and frames.max_pixels allows {rules.most_tokens}"
             )
         patch = self._vision.patch_size
         return resized[0] // patch, resized[1] // patch
 
     # --- reads ---
 
-    def request(
-        self, name: str, wanted: tuple[int, ...] | int, rules: FrameRules | None = None
-    ) -> FileRead:
+    def request(self, name: str, wanted: Wanted, rules: FrameRules | None = None) -> FileRead:
         """Begin to read a file, unless somebody waits for the very same frames.
 
         Args:
             name: The video.
-            wanted: Numbers of frames, or the number of frames of an overview.
+            wanted: The frames.
             rules: How the frames are resized; None: as those of an overview.
         """
         rules = rules or self.settings.rules(self._vision)
@@ -215,8 +298,8 @@ class VideoFiles:
         Raises:
             VideoError: The file cannot be read.
         """
-        with self.waiting():
-            result = read.future.result()
+        self.wait_for([read.future])
+        result = read.future.result()
         self._infos[read.video] = (read.stamp, result.info)
         self._infos.move_to_end(read.video)
         if old := [*self._infos][:-_MAX_INFOS]:
@@ -238,20 +321,16 @@ class VideoFiles:
         if not numbers.keys() >= set(indices):
             raise VideoError(
                 join(self.root, read.video),
-                f"it has {result.info.frames} frames, {min(indices)} to {max(indices)} were asked "
-                "for",
+                f"asked for {min(indices)} to {max(indices)} of its {result.info.frames} frames",
             )
         pixels = result.frames[[numbers[index] for index in indices]]
         return pixels.reshape(len(frames), -1, *pixels.shape[1:])
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the seconds of a block, in which the caller waits for files."""
+    def wait_for(self, futures: Sequence[Future], until: str = ALL_COMPLETED) -> None:
+        """Wait for reads, or for the first of them (`concurrent.futures.wait`)."""
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited += time.perf_counter() - start
+        wait(futures, return_when=until)
+        self.waited += time.perf_counter() - start
 
 
 def _indices(frames: Iterable[Frame]) -> list[int]:

@@ -16,8 +16,7 @@ from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings, frame_tokens
 from models.model import VisionLanguageModel
-from models.patches import patchify
-from models.vision import frame_layout
+from models.vision import frame_layout, patchify
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame
@@ -33,11 +32,7 @@ def make(small_world, small_model):
 
     def build(root: pathlib.Path = small_world.folder, **settings) -> FrameFeatures:
         return FrameFeatures(
-            small_model.vision,
-            small_model.config,
-            FrameSettings(**settings),
-            root,
-            source=video,
+            small_model.vision, small_model.config, FrameSettings(**settings), root, source=video
         )
 
     return build
