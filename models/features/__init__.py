@@ -154,14 +154,14 @@ class FrameFeatures:
     def __call__(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:
         if self.trained is None:
             return self.cached(frames)
-        keys, found, missing = self._look_up(frames, self.encoder.version)
+        keys, features, missing = self._look_up(frames, self.encoder.version)
         for some in missing.values():
             cached = np.stack(self.request(some).result().cached)
             vectors = self.encoder.finish(cached, self.grid(some[0]))
             for frame, encoded in zip(some, vectors, strict=True):
-                found[self.key(frame, self.encoder.version)] = encoded.fetch()
-        self.cache.add(found)
-        return np.concatenate([found[key] for key in keys])
+                features[self.key(frame, self.encoder.version)] = encoded.fetch()
+        self.cache.add(features)
+        return np.concatenate([features[key] for key in keys])
 
     def cached(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:
         """Return what is cached of frames, [tokens, c, w], which training reads.
@@ -200,12 +200,12 @@ class FrameFeatures:
             with self.files.noting(read.video):
                 self.files.wait(read)
         frames = reading.choose()
-        keys, found, missing = self._look_up(frames)
+        keys, features, missing = self._look_up(frames)
         # One batch after the other, so that the devices never hold all of them.
         for key, encoded in self._encode(missing, reading.reads):
-            found[key] = encoded.fetch()
-        self.cache.add(found)
-        return ShownFrames(frames, tuple(found[key] for key in keys))
+            features[key] = encoded.fetch()
+        self.cache.add(features)
+        return ShownFrames(frames, tuple(features[key] for key in keys))
 
     def start(self, frames: Sequence[Frame]) -> None:
         """Read frames and begin to encode them, without waiting for the devices.
@@ -235,12 +235,12 @@ class FrameFeatures:
         Batches never mix kinds: features must not depend on what else was asked for.
         """
         keys = [self.key(frame, version) for frame in frames]
-        found = self.cache.find(keys)
+        features = self.cache.find(keys)
         missing: dict[Kind, list[Frame]] = {}
         for key, frame in dict(zip(keys, frames, strict=True)).items():
-            if key not in found:
+            if key not in features:
                 missing.setdefault((key.video, key.rules), []).append(frame)
-        return keys, found, missing
+        return keys, features, missing
 
     def _encode(
         self, missing: Mapping[Kind, Sequence[Frame]], reads: Iterable[FileRead]

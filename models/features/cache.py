@@ -52,7 +52,7 @@ class Encoded(NamedTuple):
 class FeatureCache:
     """Keeps features up to a limit in bytes; the least recently used are evicted first.
 
-    Evicted features are still found for as long as somebody holds them.
+    Evicted features are still there for as long as somebody holds them.
 
     Attributes:
         bytes: Size of all features that are stored.
@@ -80,13 +80,13 @@ class FeatureCache:
 
         Pass what is used to `add`, so that it counts as used.
         """
-        found = {}
+        features = {}
         for key in dict.fromkeys(keys):
             if key in self._pending:
-                found[key] = self._alive[key] = self._pending.pop(key).fetch()
+                features[key] = self._alive[key] = self._pending.pop(key).fetch()
             elif key in self._alive:
-                found[key] = self._alive[key]
-        return found
+                features[key] = self._alive[key]
+        return features
 
     def add(self, features: Mapping[FrameKey, np.ndarray]) -> None:
         """Store features as the last that were used, and evict others if the limit is exceeded."""

@@ -237,15 +237,15 @@ class VideoFiles:
         Args:
             sizes: (height, width) of the videos, in pixels.
         """
-        found: dict[int, Grid] = {}
+        by_patches: dict[int, Grid] = {}
         for height, width in sizes:
             for crop in (False, True):
                 # Frames that are too long and thin are refused when they are asked for.
                 with contextlib.suppress(ValueError):
                     rules = self.settings.rules(self._vision, crop)
                     grid = self._resized_grid(height, width, rules)
-                    found.setdefault(math.prod(grid), grid)
-        return [*found.values()]
+                    by_patches.setdefault(math.prod(grid), grid)
+        return [*by_patches.values()]
 
     def _resized_grid(self, height: int, width: int, rules: FrameRules) -> Grid:
         """Return the grid of frames of this size in pixels; ValueError: too long and thin."""
