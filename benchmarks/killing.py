@@ -35,11 +35,9 @@ import tyro
 from paravt_jax.data.local_path import require_local
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import MEASURED, PHASES, read_metrics
-from train.durable.rollout_file import ROLLOUT_FILE
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "train" / "small.py"
-ROLLOUTS = ROLLOUT_FILE
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 # A process that has not ended after this many seconds counts as stuck.
 DEADLINE = 900.0
@@ -77,8 +75,6 @@ class Tally:
     """Finished runs."""
     unfinished_saves: int = 0
     """Kills that interrupted a save."""
-    read_again: int = 0
-    """Steps that played nothing: their episodes were read from disk, or had ended before."""
 
 
 # Settings that make starts and steps short.
@@ -153,13 +149,13 @@ def moments(
 
     Each consists of a condition to wait for, and the seconds to wait after it.
     """
-    files = {name: _stamp(folder / name) for name in ("metrics.jsonl", ROLLOUTS)}
+    recorded = _stamp(folder / "metrics.jsonl")
     evaluated = _files(folder / "evaluation")
     clock = time.monotonic() + rng.uniform(0, 25)
     return {
         "any time": (lambda: time.monotonic() > clock, 0.0),
         "after a step": (
-            lambda: _stamp(folder / "metrics.jsonl") != files["metrics.jsonl"],
+            lambda: _stamp(folder / "metrics.jsonl") != recorded,
             rng.uniform(0, 1.5),
         ),
         "while saving": (
@@ -168,10 +164,6 @@ def moments(
         ),
         "while evaluating": (
             lambda: _files(folder / "evaluation") != evaluated,
-            rng.uniform(0, 1.5),
-        ),
-        "after rollouts": (
-            lambda: _stamp(folder / ROLLOUTS) != files[ROLLOUTS],
             rng.uniform(0, 1.5),
         ),
     }
@@ -271,7 +263,6 @@ def check_end(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
     for name in ("model/model.safetensors", "episodes.jsonl"):
         same = (folder / name).read_bytes() == (undisturbed / name).read_bytes()
         assert same, f"{name} differs"
-    assert not (folder / ROLLOUTS).exists()
 
 
 # --- killing ---
@@ -304,8 +295,6 @@ def kill_once(
         process.kill()
     code = process.wait()
     rows = rows_of(folder)
-    # Rollouts that take almost no time were read from disk.
-    tally.read_again += sum(row.get("time/rollout", 1.0) < 0.05 for row in rows[steps_before:])
     if code == 0:
         return True
     assert code in EXIT_CODES[sent], (
@@ -408,10 +397,7 @@ def main() -> None:
     for name in ("kills", "ends", "phases"):
         counts = sorted(getattr(tally, name).items())
         print(f"{name}: " + "; ".join(f"{what} {count}" for what, count in counts))
-    print(
-        f"interrupted saves: {tally.unfinished_saves}; "
-        f"steps whose episodes were there at once: {tally.read_again}"
-    )
+    print(f"interrupted saves: {tally.unfinished_saves}")
 
 
 if __name__ == "__main__":

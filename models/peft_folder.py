@@ -51,7 +51,15 @@ _BASE = "base.json"
 _STACK = "text/layers"
 _PREFIX = "base_model.model."
 # Fields of adapter_config.json that `_settings` reads.
-_READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "lora_dropout"}
+_READ = {
+    "peft_type",
+    "base_model_name_or_path",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "lora_dropout",
+    "modules_to_save",
+}
 # Fields that change no output of trained adapters, or that the names of the tensors repeat.
 _IRRELEVANT = {
     "auto_mapping",
@@ -60,7 +68,6 @@ _IRRELEVANT = {
     "inference_mode",
     "layers_pattern",
     "layers_to_transform",
-    "modules_to_save",
     "megatron_core",
     "peft_version",
     "qalora_group_size",
@@ -134,14 +141,27 @@ def base_folder(folder: Path, *, weights: bool = True) -> Path:
 
     Raises:
         FileNotFoundError: the base is not there.
-        ValueError: adapter_config.json is damaged or names no base.
+        ValueError: adapter_config.json is damaged, names no base, or names a revision of it on the
+            hub; or `folder` holds adapters and a whole model.
     """
     file = folder / ADAPTER_CONFIG
     if not file.exists():
         return folder
-    base = _read_json(file).get("base_model_name_or_path")
+    if (folder / _WEIGHTS).exists() and hf_folder.has_weights(folder):
+        raise ValueError(
+            f"{folder}: holds the weights of a whole model, and adapters ({_WEIGHTS}) of a base; "
+            "move one of the two elsewhere"
+        )
+    content = _read_json(file)
+    base = content.get("base_model_name_or_path")
     if not base:
         raise ValueError(f"{file}: base_model_name_or_path is empty; name the folder of the base")
+    revision = content.get("revision") or "main"
+    if revision != "main" and not Path(base).is_dir():
+        raise ValueError(
+            f"{file}: revision is {json.dumps(revision)}, but the base is read from its main "
+            "branch; download that revision, and write its folder into base_model_name_or_path"
+        )
     try:
         return hf_folder.local_folder(base, weights=weights)
     except FileNotFoundError as error:
@@ -293,6 +313,7 @@ def _settings(folder: Path, header: Header, config: ModelConfig) -> LoRASettings
                 f"{file}: {name} is {json.dumps(value)}; only plain LoRA is known: merge the "
                 "adapters with PEFT, and load the merged folder"
             )
+    _require_saved_modules(file, content, header)
     names = header.tensors
     stems = _stems(abstract_model(config))
     targets = [
@@ -313,6 +334,19 @@ def _settings(folder: Path, header: Header, config: ModelConfig) -> LoRASettings
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged ({error!r}); save the adapters again") from error
+
+
+def _require_saved_modules(file: Path, content: Mapping[str, Any], header: Header) -> None:
+    """Raises ValueError if adapter_config.json names a trained module that has no tensor."""
+    modules = content.get("modules_to_save") or []
+    if not isinstance(modules, list):
+        raise ValueError(f"{file}: modules_to_save is no list; save the adapters again")
+    lost = [name for name in modules if not any(f".{name}." in tensor for tensor in header.tensors)]
+    if lost:
+        raise ValueError(
+            f"{file}: modules_to_save names {lost[0]}, which has no tensor in {_WEIGHTS}; save the "
+            "adapters again, or take the name out if that module was not trained"
+        )
 
 
 def _require_fit(

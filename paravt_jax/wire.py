@@ -22,7 +22,15 @@ from typing import Any, cast
 import msgpack
 import numpy as np
 
-_OWN_PACKAGES = ("paravt_jax", "models", "rollout", "train", "configs", "benchmarks")
+_OWN_PACKAGES = (
+    "paravt_jax",
+    "paravt_extras",
+    "models",
+    "rollout",
+    "train",
+    "configs",
+    "benchmarks",
+)
 
 # Codes of ext types. The two sides of a message always run the same version.
 _TUPLE, _SET, _FROZENSET, _INT, _PATH, _ARRAY, _SCALAR, _OBJECT, _ENUM, _CALL, _SLICE = range(11)

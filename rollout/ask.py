@@ -30,7 +30,7 @@ from models.model import VisionLanguageModel
 from models.peft_folder import base_folder, load
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
-from paravt_jax.data import foreign
+from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError, is_address, without_scheme
 from paravt_jax.data.local_path import require_local
@@ -353,7 +353,10 @@ def _read_subtitles(file: str, dispatch: Dispatch) -> tuple[Subtitle, ...]:
             f"--subtitles {file}: --dispatch none offers no tool to search them; "
             "leave out one of the two"
         )
-    entries = tuple(read_srt(foreign.read_bytes(file)))
+    try:
+        entries = tuple(read_srt(file))
+    except ForeignFileError as error:
+        raise ValueError(f"--subtitles {error}") from error
     if not entries:
         raise ValueError(
             f"--subtitles {file}: it has no entries; give a .srt file, or leave it out"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import tyro
 
 from models import gpu
-from paravt_extras.protocols import open_pack, open_text_pack
+from paravt_extras.prompt_packs import open_any_text_pack, open_pack
 from paravt_jax.command_name import command_name
 from paravt_jax.data.frames import VideoError
 from paravt_jax.processes import cluster, hosts
@@ -95,7 +95,7 @@ def _write_protocol(argv: Sequence[str]) -> int:
     parser.add_argument("--protocol", default="own", help="the pack; by default our own")
     parser.add_argument("--release", default="", help="with --protocol published: the checkout")
     asked = parser.parse_args(argv)
-    pack = open_text_pack(asked.protocol, asked.release)
+    pack = open_any_text_pack(asked.protocol, asked.release)
     write_pack(pack, asked.write_protocol)
     print(f"{asked.write_protocol}: {len(pack.texts)} texts, digest {pack.digest}")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fractions
 import pathlib
+import re
 import struct
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,8 @@ from av.stream import Disposition
 
 RATE = 25
 LOSSLESS = {"qp": "0"}
+PLAIN = {"g": "10", "bf": "0"}
+REORDERED = {"g": "10", "bf": "2"}
 # Clockwise quarter turns after a mirror image, as (a, b, c, d) of the display matrix. Columns grow
 # to the right and rows downwards: (x, y) moves to (a x + c y, b x + d y).
 ORIENTATIONS = {
@@ -37,12 +40,16 @@ class Clip:
         numbers: The number drawn into each frame.
         times: Seconds at which each frame is shown.
         size: Width and height.
+        turned: Whether a player turns or mirrors the stored pictures.
+        tolerance: Seconds by which announced times may differ: a clock may tick in milliseconds.
     """
 
     path: pathlib.Path
     numbers: Sequence[int]
     times: Sequence[float]
     size: tuple[int, int] = (64, 32)
+    turned: bool = False
+    tolerance: float = 2e-3
 
 
 def picture(number: int, size: tuple[int, int] = (64, 32)) -> np.ndarray:
@@ -73,7 +80,7 @@ def write(
 ) -> pathlib.Path:
     """Encode pictures at 25 frames per second."""
     with av.open(str(path), "w", options=muxer or {}) as container:
-        stream = container.add_stream(codec, rate=RATE, options=options or {"g": "10", "bf": "0"})
+        stream = container.add_stream(codec, rate=RATE, options=options or PLAIN)
         assert isinstance(stream, av.VideoStream)
         stream.width, stream.height = size
         stream.pix_fmt = "yuv444p" if options == LOSSLESS else "yuv420p"
@@ -118,7 +125,7 @@ def at(count: int, start: float = 0.0) -> list[float]:
 def turned(folder: pathlib.Path, name: str, suffix: str) -> Clip:
     path = write(folder / f"clip{suffix}", range(4), options=LOSSLESS, matrix=ORIENTATIONS[name])
     size = (32, 64) if ORIENTATIONS[name][0] == 0 else (64, 32)
-    return Clip(path, range(4), at(4), size)
+    return Clip(path, range(4), at(4), size, turned=name != "upright")
 
 
 def trimmed(folder: pathlib.Path, first: int, count: int) -> Clip:
@@ -136,12 +143,13 @@ def trimmed(folder: pathlib.Path, first: int, count: int) -> Clip:
     return Clip(path, range(first, first + count), at(count))
 
 
-def headless(folder: pathlib.Path, suffix: str, codec: str, shown_from: int = 10) -> Clip:
+def headless(
+    folder: pathlib.Path, suffix: str, codec: str = "libx264", options: dict[str, str] = PLAIN
+) -> Clip:
     """A clip cut between two keyframes, so that its first six frames cannot be decoded."""
-    whole = write(folder / f"whole{suffix}", range(60), codec)
+    whole = write(folder / f"whole{suffix}", range(60), codec, options=options)
     path = copy([whole], folder / f"clip{suffix}", skip=4)
-    numbers = range(shown_from, 60)
-    return Clip(path, numbers, at(len(numbers), (shown_from - 4) / RATE))
+    return Clip(path, range(10, 60), at(50, (10 - 4) / RATE))
 
 
 def call(folder: pathlib.Path, suffix: str, codec: str) -> Clip:
@@ -154,13 +162,19 @@ def call(folder: pathlib.Path, suffix: str, codec: str) -> Clip:
     return Clip(path, range(75), at(75))
 
 
-def joined(folder: pathlib.Path, second: tuple[int, int] = (64, 32)) -> Clip:
-    """Two recordings of a transport stream, one after the other."""
+def joined(
+    folder: pathlib.Path,
+    second: tuple[int, int] = (64, 32),
+    codec: str = "libx264",
+    options: dict[str, str] = PLAIN,
+    suffix: str = ".ts",
+) -> Clip:
+    """A long and a short recording of a transport or program stream, one after the other."""
     parts = [
-        write(folder / "a.ts", range(40)),
-        write(folder / "b.ts", range(40, 100), size=second),
+        write(folder / f"a{suffix}", range(80), codec, options=options),
+        write(folder / f"b{suffix}", range(80, 100), codec, second, options),
     ]
-    path = folder / "clip.ts"
+    path = folder / f"clip{suffix}"
     path.write_bytes(b"".join(part.read_bytes() for part in parts))
     return Clip(path, range(100), at(100))
 
@@ -177,15 +191,18 @@ def restarted(folder: pathlib.Path) -> Clip:
     return Clip(path, range(100), at(100))
 
 
-def far_ahead(folder: pathlib.Path) -> Clip:
-    parts = [write(folder / "a.ts", range(40)), write(folder / "b.ts", range(40, 100))]
+def far_ahead(folder: pathlib.Path, options: dict[str, str] = PLAIN) -> Clip:
+    parts = [
+        write(folder / "a.ts", range(40), options=options),
+        write(folder / "b.ts", range(40, 100), options=options),
+    ]
     path = copy(parts, folder / "clip.ts", start=lambda n: 500.0 * n)
     return Clip(path, range(100), at(100))
 
 
-def wrapped(folder: pathlib.Path) -> Clip:
+def wrapped(folder: pathlib.Path, options: dict[str, str] = PLAIN) -> Clip:
     """A transport stream whose 33 bits of time run over after a second."""
-    whole = write(folder / "whole.ts", range(60))
+    whole = write(folder / "whole.ts", range(60), options=options)
     path = copy([whole], folder / "clip.ts", start=lambda n: 2**33 / 90_000 - 2.4)
     return Clip(path, range(60), at(60))
 
@@ -209,7 +226,40 @@ def coarse(folder: pathlib.Path) -> Clip:
             frame.pts, frame.time_base = number, fractions.Fraction(1, 2000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    return Clip(path, range(20), [n / 2000 for n in range(20)])
+    return Clip(path, range(20), [n / 2000 for n in range(20)], tolerance=0.012)
+
+
+def unordered(folder: pathlib.Path, suffix: str) -> Clip:
+    """B-frames whose times of presentation are those of decoding, as raw streams are wrapped."""
+    whole = write(folder / f"whole{suffix}", range(60), options={"g": "20", "bf": "2"})
+    path = folder / f"clip{suffix}"
+    with av.open(str(path), "w") as container, av.open(str(whole)) as old:
+        stream = container.add_stream_from_template(old.streams.video[0])
+        for number, packet in enumerate(old.demux(old.streams.video[0])):
+            if packet.size:
+                packet.pts = packet.dts = round(number / RATE / packet.time_base)
+                packet.stream = stream
+                container.mux(packet)
+    return Clip(path, range(60), at(60))
+
+
+def late_first(folder: pathlib.Path) -> Clip:
+    """A clip whose first frame says that it is shown after the two that follow it."""
+    path = write(folder / "clip.mkv", range(40), muxer={"cluster_time_limit": "5000"})
+    data = bytearray(path.read_bytes())
+    # A block: its id, its size in bytes, the track, the time after the cluster's in two bytes.
+    first = re.search(rb"\xa3..\x81\x00\x00\x80", bytes(data), re.S)
+    assert first is not None
+    data[first.start() + 4 : first.start() + 6] = (100).to_bytes(2, "big")
+    path.write_bytes(data)
+    times = [0.04, 0.08, 0.1, *at(37, 0.12)]
+    return Clip(path, range(40), [time - 0.04 for time in times], tolerance=0.045)
+
+
+def refreshed(folder: pathlib.Path) -> Clip:
+    """H.264 that refreshes columns in turn: a player cannot begin where keyframes are marked."""
+    options = {"x264-params": "intra-refresh=1:keyint=10:bframes=0"}
+    return Clip(write(folder / "clip.mp4", range(60), options=options), range(60), at(60))
 
 
 def covered(folder: pathlib.Path) -> Clip:
@@ -241,12 +291,19 @@ CLIPS: dict[str, Callable[[pathlib.Path], Clip]] = {
         for name in ORIENTATIONS
         for suffix in (".mp4", ".mov")
     },
+    # Matroska stores an angle in place of a matrix.
+    **{
+        f"{name}.mkv": lambda folder, name=name: turned(folder, name, ".mkv")
+        for name in ("right", "half", "left")
+    },
     "trim_inside": lambda folder: trimmed(folder, 37, 20),
     "trim_start": lambda folder: trimmed(folder, 0, 30),
     "trim_end": lambda folder: trimmed(folder, 65, 35),
-    "headless.mp4": lambda folder: headless(folder, ".mp4", "libx264"),
-    "headless.mkv": lambda folder: headless(folder, ".mkv", "libx264"),
-    "headless.ts": lambda folder: headless(folder, ".ts", "libx264"),
+    "headless.mp4": lambda folder: headless(folder, ".mp4"),
+    "headless.mkv": lambda folder: headless(folder, ".mkv"),
+    "headless.ts": lambda folder: headless(folder, ".ts"),
+    "headless_reordered.mkv": lambda folder: headless(folder, ".mkv", options=REORDERED),
+    "headless_reordered.ts": lambda folder: headless(folder, ".ts", options=REORDERED),
     "headless.webm": lambda folder: headless(folder, ".webm", "libvpx-vp9"),
     "call.webm": lambda folder: call(folder, ".webm", "libvpx-vp9"),
     "call_vp8.webm": lambda folder: call(folder, ".webm", "libvpx"),
@@ -255,7 +312,17 @@ CLIPS: dict[str, Callable[[pathlib.Path], Clip]] = {
     "restarted": restarted,
     "far_ahead": far_ahead,
     "wrapped": wrapped,
+    "joined_reordered": lambda folder: joined(folder, options=REORDERED),
+    "joined.mpg": lambda folder: joined(
+        folder, codec="mpeg2video", options=REORDERED, suffix=".mpg"
+    ),
+    "far_ahead_reordered": lambda folder: far_ahead(folder, REORDERED),
+    "wrapped_reordered": lambda folder: wrapped(folder, REORDERED),
     "below_zero": below_zero,
     "coarse": coarse,
     "covered": covered,
+    "unordered.mp4": lambda folder: unordered(folder, ".mp4"),
+    "unordered.mkv": lambda folder: unordered(folder, ".mkv"),
+    "late_first": late_first,
+    "refreshed": refreshed,
 }

@@ -37,7 +37,16 @@ import tests.typechecker  # noqa: F401 (the hook finds it by name)
 # Annotations are checked in every call of the test run. The hook has to be there before the first
 # import of a checked package.
 jaxtyping.install_import_hook(
-    ["paravt_jax", "models", "rollout", "train", "configs", "benchmarks", "examples"],
+    [
+        "paravt_jax",
+        "paravt_extras",
+        "models",
+        "rollout",
+        "train",
+        "configs",
+        "benchmarks",
+        "examples",
+    ],
     "tests.typechecker.check",
 )
 

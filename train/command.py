@@ -35,7 +35,6 @@ class _Command:
 
 _COMMANDS = {
     "run": _Command("train a recipe from data to report, or resume that", "train.run"),
-    "supervise": _Command("start a command again where that may help", "paravt_extras.supervise"),
     "fits": _Command("list which recipes fit the devices here", "paravt_extras.fits"),
     "check": _Command("list what a run needs and what is missing", "train.run", ("--check",)),
     "plan": _Command("predict memory and time of a recipe on a TPU slice", "paravt_extras.plan"),
@@ -85,16 +84,22 @@ def main() -> int:
 def _help() -> str:
     width = max(map(len, _COMMANDS))
     help_width = max(len(command.help) for command in _COMMANDS.values())
-    lines = [
-        f"  {word:<{width}}  {command.help:<{help_width}}  {command.equivalent}"
-        for word, command in _COMMANDS.items()
-    ]
+
+    def lines(extra: bool) -> list[str]:
+        return [
+            f"  {word:<{width}}  {command.help:<{help_width}}  {command.equivalent}"
+            for word, command in _COMMANDS.items()
+            if command.module.startswith("paravt_extras") == extra
+        ]
+
     return "\n".join(
         [
             f"usage: {SCRIPT} COMMAND [ARGUMENT ...]",
             f"       {SCRIPT} COMMAND --help lists the arguments of a command.",
             "Commands, and the same without this script:",
-            *lines,
+            *lines(extra=False),
+            "What helps around them:",
+            *lines(extra=True),
         ]
     )
 

@@ -17,7 +17,7 @@ import json
 import pathlib
 import sys
 import tempfile
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import tyro
@@ -38,8 +38,11 @@ from paravt_jax.data.uploads import appearing_at
 from paravt_jax.method import tokenizer
 from paravt_jax.processes.exit_codes import exit_code
 from train.durable.checkpoint import CheckpointError, Checkpoints
+from train.durable.finite import not_finite
 from train.durable.place import small_files
 from train.durable.run_directory import READABLE, RunDirectoryError, read_config
+
+T = TypeVar("T")
 
 # Largest number of frames per video, as in `models.processor.video_frame_indices`. The
 # `longest_edge` of a video processor bounds the pixels of all frames of a video together.
@@ -268,10 +271,22 @@ def _load(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
         {"vision": nnx.state(model.vision), "text": nnx.state(model.text)},
     )
-    restored = checkpoints.restore_part(template, step)
+    restored = _restore(checkpoints, template, step)
     nnx.update(model.vision, restored["vision"])
     nnx.update(model.text, restored["text"])
     return model
+
+
+def _restore(checkpoints: Checkpoints, template: T, step: int) -> T:
+    """Reads the leaves that `template` names, and refuses those of a run that diverged."""
+    restored = checkpoints.restore_part(template, step)
+    destroyed = not_finite(restored)
+    if destroyed:
+        raise ValueError(
+            f"--step {step}: {checkpoints.folder / str(step)} holds numbers that are not finite "
+            f"({destroyed}); name another --step"
+        )
+    return restored
 
 
 def _lora(meta: dict[str, Any]) -> LoRASettings:
@@ -322,7 +337,7 @@ def _load_adapted(
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), wanted
     )
-    restored = checkpoints.restore_part(template, step)
+    restored = _restore(checkpoints, template, step)
     nnx.update(model.text, restored["text"])
     if vision is not None:
         nnx.update(model.vision, restored["vision"])

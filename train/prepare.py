@@ -14,17 +14,18 @@ import hashlib
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from configs import RECIPES
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.earnable import require_in_video
 from paravt_jax.data.file_sums import seal
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
-from paravt_jax.data.published import Reason, split_of
+from paravt_jax.data.published import Reason, Refused, split_of
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.data.stored_json import DamagedFileError, read_json
 from paravt_jax.method import tokenizer
@@ -48,7 +49,7 @@ from train.world_data import prepare_world, require_bounds, world_pieces
 CHECKED = "checked_questions.json"
 """File in a run's folder: digest of your own questions, and the result of checking their videos."""
 
-_NAMED = 10  # largest number of left-out questions to print by name
+_NAMED = 10  # largest number of left-out questions, or of wrong spans, to print by name
 
 
 def prepare(
@@ -210,7 +211,6 @@ def _own_questions(
         questions = read_questions(settings.questions, root)
     require_unique_ids(questions)
     digest = _digest(questions)
-    paths = sorted({question.video for question in questions})
 
     file = folder / CHECKED  # from an earlier start, or from the first process of this run
     checked: dict[str, Any] = {"digest": digest}
@@ -225,7 +225,7 @@ def _own_questions(
     # A new run, or one that an earlier version started.
     if not {"longest", "sizes", "unreadable"} <= checked.keys():
         # Which questions are left out stays as it was found first.
-        checked = _check_videos(root, paths, settings.processes, check) | checked
+        checked = _check_videos(root, questions, settings.processes, check) | checked
     unreadable = checked["unreadable"]
     readable = tuple(question for question in questions if question.video not in unreadable)
     training, heldout = hold_out(readable, settings.heldout)
@@ -237,7 +237,7 @@ def _own_questions(
         vocabulary=tokenizer.load(folder / "tokenizer"),
         questions=training,
         heldout=heldout,
-        videos=len(paths),
+        videos=len({question.video for question in questions}),
         sizes=tuple((height, width) for height, width in checked["sizes"]),
         digest=digest,
     )
@@ -280,30 +280,55 @@ def _digest(questions: Sequence[Question]) -> str:
 
 
 def _check_videos(
-    root: pathlib.Path, paths: Sequence[str], processes: int, check: Callable[[], None]
+    root: pathlib.Path, questions: Sequence[Question], processes: int, check: Callable[[], None]
 ) -> dict[str, Any]:
     """Returns what a run has to know about its videos.
 
     That is the reason for each unreadable one, the duration of the longest in seconds, and their
     different (height, width), the most frequent first.
+
+    Raises:
+        ValueError: Questions ask for spans that are not in their videos. The message names the
+            first ten by video.
     """
+    asked = collections.defaultdict(list)
+    for question in questions:
+        asked[question.video].append(question)
     longest = 0.0
     sizes: collections.Counter[tuple[int, int]] = collections.Counter()
     unreadable: dict[str, str] = {}
+    errors: list[str] = []
     with (
         Progress("check videos", "video", shown=hosts.is_first()) as progress,
         FrameReader(ReaderSettings(processes, PATIENCE)) as reader,
     ):
-        for done, (path, info) in enumerate(reader.probe(root, paths), 1):
+        for done, (path, info) in enumerate(reader.probe(root, sorted(asked)), 1):
             check()
             if isinstance(info, VideoError):
                 unreadable[path] = info.reason
             else:
+                errors += _wrong_spans(asked[path], info.duration)
                 longest = max(longest, info.duration)
                 sizes[info.height, info.width] += 1
-            progress.update(done, len(paths))
+            progress.update(done, len(asked))
+    if len(errors) > _NAMED:
+        errors[_NAMED:] = [f"and {len(errors) - _NAMED} more wrong spans"]
+    if errors:
+        raise ValueError("\n".join(errors))
     found = [size for size, _ in sizes.most_common()]
     return {"longest": longest, "sizes": found, "unreadable": unreadable}
+
+
+def _wrong_spans(questions: Iterable[Question], duration: float) -> Iterator[str]:
+    """Yield a line per question about a video of this duration whose answer earns no reward."""
+    for question in questions:
+        try:
+            require_in_video(question, duration)
+        except Refused as error:
+            yield (
+                f"data.questions: id {question.id!r} about {question.video}: {error.detail}; "
+                "correct its answer, or leave it out"
+            )
 
 
 def _without_long_questions(run: Run, data: Data, longest: float) -> Data:

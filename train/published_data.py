@@ -61,7 +61,7 @@ class DataSettings:
     max_left_out: float = 0.5
     """Largest share of a source's rows that may be left out, for any reason, from 0 to 1."""
     questions: str = ""
-    """File of your own questions (.jsonl or .csv), on videos in `media`; replaces `annotations`."""
+    """File of your own questions (JSON or CSV), on videos in `media`; replaces `annotations`."""
 
     def __post_init__(self):
         for name, minimum in (("frames", 1), ("heldout", 0), ("workers", 0)):

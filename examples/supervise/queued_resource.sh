@@ -31,7 +31,7 @@ begin() {
     on all "$(cat "$SETUP")" || return
     on all "cd paravt-jax && rm -f code && cat >command.sh <<'END'
 export HF_HOME=\$HOME/share/hub
-.venv/bin/paravt supervise -- ${command% }
+examples/supervise/restart.sh ${command% }
 echo \$? >code
 END
 { nohup bash command.sh >>run.log 2>&1 </dev/null & } && touch started"

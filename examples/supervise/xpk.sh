@@ -1,6 +1,6 @@
 #!/bin/bash
 # Trains on GKE as a JobSet, through xpk. Kubernetes starts all pods again, on other nodes if need
-# be, when one of them ends with a code that deserves it; so no `paravt supervise` is needed inside.
+# be, when one of them ends with a code that deserves it; so no restart.sh is needed inside.
 #
 #   CLUSTER=tpus ZONE=us-west4-a PROJECT=mine TYPE=v5litepod-16 IMAGE=REGISTRY/paravt STORAGE=share \
 #       examples/supervise/xpk.sh paravt-8b env HF_HOME=/share/hub paravt run --config=paravt_8b \

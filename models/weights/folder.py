@@ -98,6 +98,11 @@ def read_headers(
     return headers
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has the weights of a whole model."""
+    return (folder / _FILE).exists() or (folder / _INDEX).exists()
+
+
 def weights_files(folder: Path) -> list[str]:
     """Names of a checkpoint's weights files. FileNotFoundError if there are none."""
     # The single file goes before the index, as in transformers.

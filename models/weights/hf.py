@@ -68,7 +68,8 @@ def load(
     Raises:
         FileNotFoundError: there are no weights, or the hub has no such id or is unreachable.
         ValueError: a file is damaged; or the list of all tensors that are missing, unknown, of
-            another shape, or there twice.
+            another shape, or there twice; or an output head differs from an embedding that the
+            configuration ties to it.
     """
     _require_float("dtype", dtype)
     _require_float("param_dtype", param_dtype)
@@ -78,6 +79,8 @@ def load(
     parameters = flat_parameters(state)
     headers = _headers(folder, config, tensor_places(tensor_layouts(config), parameters))
     require_sound(folder, list(headers))
+    if config.text.tie_word_embeddings:
+        _require_tied(_stored(folder, headers), tensor_layouts(config)[EMBEDDING].name)
     read_parameters(folder, headers, tensor_layouts(config), state, mesh)
     return nnx.merge(graph, state)
 
@@ -113,11 +116,7 @@ def read_parameters(
         state: an nnx state with the parameters' shapes and types; gets their values.
         mesh: see `load`.
     """
-    stored = {
-        name: (folder / file, tensor)
-        for file, header in headers.items()
-        for name, tensor in header.tensors.items()
-    }
+    stored = _stored(folder, headers)
     parameters = flat_parameters(state)
     shardings: dict[str, NamedSharding] = {}
     if mesh:
@@ -127,6 +126,28 @@ def read_parameters(
         variable = parameters[path]
         value = _value(layout, stored, variable.shape, variable.dtype, shardings.get(path))
         variable.set_value(value)
+
+
+def _stored(folder: Path, headers: Mapping[str, tensor_file.Header]) -> dict[str, Stored]:
+    """Name of each tensor -> its file and entry."""
+    return {
+        name: (folder / file, tensor)
+        for file, header in headers.items()
+        for name, tensor in header.tensors.items()
+    }
+
+
+def _require_tied(stored: Mapping[str, Stored], embedding: str) -> None:
+    """Raises ValueError if the files repeat a tied embedding as an output head that differs.
+
+    Some tools train the head of a tied model, and leave its configuration as it was.
+    """
+    if TIED_HEAD in stored and not tensor_file.same_numbers(stored[TIED_HEAD], stored[embedding]):
+        raise ValueError(
+            f"{stored[TIED_HEAD][0]}: {TIED_HEAD} differs from {embedding}, but "
+            f"tie_word_embeddings = true in {hf_folder.CONFIG} says that they are one; set it to "
+            "false there, also in text_config, to use both"
+        )
 
 
 def _require_float(field: str, value: Any) -> None:

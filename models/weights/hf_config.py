@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from models.config import ModelConfig, TextConfig, require
@@ -17,6 +17,12 @@ from paravt_jax.data import foreign
 _IDS = tuple(
     field.name for field in dataclasses.fields(ModelConfig) if field.name.endswith("_token_id")
 )
+
+# Where rotary embeddings are described, by transformers 5 and by 4.57.
+_ROPE_FIELDS = ("rope_parameters", "rope_scaling")
+# Part -> its supported types. Older versions call the decoder's `mrope`, version 5 calls the
+# tower's `axial`.
+_ROPE_TYPES = {"text_config": ("default", "mrope"), "vision_config": ("default", "axial")}
 
 Fields = TypeVar("Fields")
 
@@ -54,10 +60,12 @@ def _config(content: Mapping[str, Any]) -> ModelConfig:
         f"model_type = {_shown(kind)}: supported are {', '.join(FAMILIES)}; "
         "give the config.json of such a model",
     )
-    for part in ("text_config", "vision_config"):
+    for part, types in _ROPE_TYPES.items():
         _require_object(part, content.get(part))
-        for rope in ("rope_parameters", "rope_scaling"):
-            _require_object(f"{part}.{rope}", (content.get(part) or {}).get(rope))
+        _require_unscaled(f"{part}.", content.get(part) or {}, types)
+    # The decoder's fields may be at the top level. If they are not, a scaling that someone wrote
+    # there would have no effect.
+    _require_unscaled("", content, _ROPE_TYPES["text_config"])
     for part in (content, content.get("text_config") or {}):
         _checked("tie_word_embeddings", part.get("tie_word_embeddings", False), "bool")
     return family(kind).from_hf(content)
@@ -78,6 +86,26 @@ def _require_object(place: str, value: Any) -> None:
         value is None or isinstance(value, Mapping),
         f"{place} = {_shown(value)}: not a JSON object; fetch config.json again",
     )
+
+
+def _require_unscaled(place: str, content: Mapping[str, Any], types: Sequence[str]) -> None:
+    """Raises ValueError if a part of config.json scales its rotary embeddings.
+
+    Args:
+        place: what the names of its fields begin with, for errors.
+        content: the part.
+        types: the types of rotary embeddings that it may have.
+    """
+    for field in _ROPE_FIELDS:
+        rope = content.get(field)
+        _require_object(f"{place}{field}", rope)
+        for name in ("rope_type", "type"):
+            given = (rope or {}).get(name, types[0])
+            require(
+                given in types,
+                f"{place}{field}.{name} = {_shown(given)}: only {types[0]} is supported; remove "
+                "the scaling",
+            )
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -125,18 +153,15 @@ def read_text(
         defaults: what the file may lack.
         fixed: what the family fixes, whatever the file says.
     """
-    # transformers 5 writes `rope_parameters`, 4.57 writes `rope_theta` and `rope_scaling`.
-    rope = text.get("rope_parameters")
-    if rope:
+    if text.get("rope_parameters"):
         # They are complete.
         defaults = {name: value for name, value in defaults.items() if name != "rope_theta"}
-    else:
-        rope = text.get("rope_scaling") or {}
-    # Files of older versions say `type`, and call the default `mrope`.
-    scaling = rope.get("rope_type", rope.get("type", "default"))
+    rope = _rope(text)
+    interleaved = rope.get("mrope_interleaved", fixed["mrope_interleaved"])
     require(
-        scaling in ("default", "mrope"),
-        f"text_config.rope_type = {_shown(scaling)}: only default is supported; remove the scaling",
+        interleaved == fixed["mrope_interleaved"],
+        f"text_config.mrope_interleaved = {_shown(interleaved)}: only "
+        f"{fixed['mrope_interleaved']} is supported; give a {title} config.json",
     )
     return read_fields(
         TextConfig,
@@ -144,6 +169,26 @@ def read_text(
         {**defaults, **text, **rope, **fixed, "tie_word_embeddings": tied},
         title,
     )
+
+
+def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's rotary embeddings.
+
+    transformers 5 writes `rope_parameters`, 4.57 writes `rope_theta` and `rope_scaling`. Raises
+    ValueError if a file has both, and they contradict each other.
+    """
+    rope: dict[str, Any] = {}
+    for part in (text, *(text.get(field) or {} for field in _ROPE_FIELDS)):
+        for name in ("rope_theta", "mrope_section", "mrope_interleaved"):
+            if part.get(name) is None:
+                continue
+            require(
+                rope.get(name, part[name]) == part[name],
+                f"text_config: {name} is {_shown(rope.get(name))} in one place and "
+                f"{_shown(part[name])} in another; keep one of them",
+            )
+            rope[name] = part[name]
+    return rope
 
 
 def read_fields(kind: type[Fields], name: str, content: Mapping[str, Any], title: str) -> Fields:

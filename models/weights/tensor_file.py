@@ -185,6 +185,22 @@ def read(
     return out.view(tensor.dtype)
 
 
+def same_numbers(first: tuple[Path, Tensor], second: tuple[Path, Tensor]) -> bool:
+    """Whether two tensors of one shape, each with its file, hold the same numbers.
+
+    Their types may differ. A few rows at a time are in memory.
+    """
+    _, tensor = first
+    columns = slice(0, math.prod(tensor.shape[1:]))
+    for start, stop in _blocks(slice(0, tensor.shape[0]), columns.stop * tensor.dtype.itemsize):
+        rows = slice(start, stop)
+        ours = read(*first, rows, columns, transpose=False).astype(np.float32)
+        theirs = read(*second, rows, columns, transpose=False).astype(np.float32)
+        if not np.array_equal(ours, theirs, equal_nan=True):
+            return False
+    return True
+
+
 def _aligned(shape: tuple[int, int], bits: str) -> np.ndarray:
     """An empty array that XLA can use in place. A copy would need the memory twice."""
     size = math.prod(shape) * np.dtype(bits).itemsize

@@ -27,7 +27,7 @@ from train.settings import Run
 _PROJECT = "paravt-jax"
 _SHOWN = ("jax", "jaxlib", "flax", "libtpu")
 _ROOT = pathlib.Path(__file__).parents[2]
-_ROOMS = ("paravt_jax", "models", "rollout", "train", "configs")
+_ROOMS = ("paravt_jax", "paravt_extras", "models", "rollout", "train", "configs")
 
 
 def installed(package: str) -> str:

@@ -18,7 +18,7 @@ from paravt_extras.plan.compile import Case, Measured, libtpu_version
 from paravt_jax.data.atomic import write_atomically
 
 ROOT = pathlib.Path(__file__).parents[2]
-PACKAGES = ("configs", "models", "paravt_jax", "rollout", "train")
+PACKAGES = ("configs", "models", "paravt_extras", "paravt_jax", "rollout", "train")
 
 
 def cached(

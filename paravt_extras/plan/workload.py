@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from paravt_jax.data.stored_json import read_json
+from paravt_jax.data.stored_json import read_checked_json
 from train.learn.packing import GroupLengths
 from train.settings import Run
 
@@ -304,7 +304,7 @@ def _check_recipe(config: pathlib.Path, run: Run) -> None:
     """Raises ValueError if the settings beside some metrics are those of a different recipe."""
     if not config.exists():
         return
-    theirs = read_json(config, dict[str, Any], "restore it from a backup")
+    theirs = read_checked_json(config, dict[str, Any], "restore it from a backup")
     # As JSON has no tuples.
     ours = json.loads(json.dumps(dataclasses.asdict(run)))
     others = [

@@ -25,7 +25,7 @@ from paravt_extras.report.claim import claim_charts, format_table, is_shown
 from paravt_extras.report.discovery import greedy, group_table, learning_curves, pair_cards
 from paravt_extras.report.result import read_result, result_so_far
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_json import read_json
+from paravt_jax.data.stored_json import read_checked_json
 from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment, number
 from train.durable.clock import read_seconds
@@ -203,7 +203,8 @@ def read_shown_config(root: pathlib.Path) -> dict[str, Any]:
         DamagedFileError: The file holds something else.
     """
     file = root / "config.json"
-    return read_json(file, _Config, "restore it from a backup") if file.exists() else {}
+    remedy = "restore it from a backup"
+    return read_checked_json(file, _Config, remedy) if file.exists() else {}
 
 
 # --- the head ---

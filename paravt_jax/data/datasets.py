@@ -77,8 +77,9 @@ def write_splits(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record
         )
     folder = pathlib.Path(folder)
     mark = folder / _FINGERPRINT
-    fingerprint = {name: _digest(records) for name, records in splits.items()}
-    if mark.exists() and json.loads(mark.read_text()) == fingerprint:
+    fingerprint = json.dumps({name: _digest(records) for name, records in splits.items()})
+    # A damaged mark is another one.
+    if mark.exists() and mark.read_bytes() == fingerprint.encode():
         return
     # Remove the mark first: without it, the rest of the folder counts as unfinished.
     mark.unlink(missing_ok=True)
@@ -90,7 +91,7 @@ def write_splits(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record
         builder.download_and_prepare(
             download_config=tfds.download.DownloadConfig(try_download_gcs=False)
         )
-    write_atomically(mark, json.dumps(fingerprint))
+    write_atomically(mark, fingerprint)
 
 
 class Split(Sequence[_AnyRecord]):

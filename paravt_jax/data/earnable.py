@@ -75,11 +75,11 @@ def require_in_video(question: Question, duration: float) -> None:
     An answer inside the video overlaps the span by at most the share of it that is in the video.
 
     Args:
-        question: A question that `require_earnable` accepts.
+        question: The question.
         duration: Duration of the video in seconds; 0 for a picture.
 
     Raises:
-        Refused: Less than half of the span is in the video.
+        Refused: Less than half of the span is in the video, or the answer is no span.
     """
     if question.kind is not QuestionKind.TEMPORAL_GROUNDING:
         return
@@ -94,5 +94,6 @@ def require_in_video(question: Question, duration: float) -> None:
 
 def _span(question: Question) -> tuple[float, float]:
     span = read_range(question.answer)
-    assert span is not None, "`read_question` refuses answers that are no span"
+    if span is None:
+        raise Refused(Reason.IMPOSSIBLE, f"the answer {question.answer[:80]!r} is no span")
     return span

@@ -1,16 +1,16 @@
 """Checksums of a folder's files, which tell damaged files from sound ones.
 
-    FOLDER/sums.json    {"state/d/1f0a": {"bytes": 7663, "crc32": [2769471837]}, ...}
+    FOLDER/sums.json    {"checksum": 3519214577,
+                        "state/d/1f0a": {"bytes": 7663, "crc32": [2769471837]}, ...}
 
-They belong to files that never change. A file has one CRC-32 per 64 MiB. It finds every flipped bit
-and every damaged stretch of up to 32 bits, and misses one in 2^32 of all other damages. It is no
-protection against forgery.
+They belong to files that never change; the first line is the checksum of the others. A file has one
+CRC-32 per 64 MiB. It finds every flipped bit and every damaged stretch of up to 32 bits, and misses
+one in 2^32 of all other damages. It is no protection against forgery.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypedDict
 
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_json import read_json
+from paravt_jax.data.stored_json import read_checked_json, write_checked_json
 
 SUMS = "sums.json"
 
@@ -49,7 +48,7 @@ def write_sums(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
     ordered = sorted(files)
     names = [file.relative_to(folder).as_posix() for file in ordered]
     sums = dict(zip(names, _sums_of(ordered, _crc), strict=True))
-    write_atomically(folder / SUMS, json.dumps(sums))
+    write_checked_json(folder / SUMS, sums)
 
 
 def seal(folder: pathlib.Path) -> list[str]:
@@ -75,7 +74,7 @@ def read_sums(folder: pathlib.Path) -> Sums | None:
         DamagedFileError: The file of sums is damaged.
     """
     try:
-        return read_json(folder / SUMS, Sums, "the files beside it cannot be verified")
+        return read_checked_json(folder / SUMS, Sums, "the files beside it cannot be verified")
     except FileNotFoundError:
         return None
 

@@ -20,7 +20,7 @@ from paravt_jax.data.user_folder import user_folder
 from paravt_jax.data.video_index import VideoIndex
 
 # Part of every digest. Change it whenever an index has other contents for the same file.
-_VERSION = b"2"
+_VERSION = b"3"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # Upper bound on indexes in memory, per process. One of a film of 100 minutes takes about 2 MiB.
 _MEMORY_BYTES = 64 * 2**20

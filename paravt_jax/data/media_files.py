@@ -141,13 +141,16 @@ def _video_errors(path: str | os.PathLike) -> Iterator[None]:
     """Whatever goes wrong while one file is read costs that file, not the run."""
     try:
         yield
-    # MemoryError is for the worker process, which knows its limit. A missing package concerns all
-    # files.
-    except (VideoError, MemoryError, ModuleNotFoundError):
+    # A missing package concerns all files.
+    except (VideoError, ModuleNotFoundError):
         raise
     # Broad because strangers' files find errors of every kind. Pillow alone raises SyntaxError in
     # PNG; struct.error, TypeError and AttributeError in EXIF data; DecompressionBombError.
     except Exception as error:
+        # Python's MemoryError is for the worker process, which knows its limit. FFmpeg's comes from
+        # sizes in a damaged file.
+        if isinstance(error, MemoryError) and not isinstance(error, av.error.FFmpegError):
+            raise
         raise _undecodable(path, error) from error
 
 
@@ -169,6 +172,9 @@ def open_picture(path: str | os.PathLike) -> Iterator[Image.Image]:
         _image(path, source) as picture,
     ):
         require_size(path, picture.width, picture.height)
+        # A phone's JPEG may hold a second picture, such as depth, which viewers do not show.
+        if picture.format in ("PNG", "WEBP") and getattr(picture, "n_frames", 1) > 1:
+            raise VideoError(path, "it is an animation; convert it to a video (ffmpeg, .mp4)")
         yield picture
 
 

@@ -1,4 +1,4 @@
-"""Reads your own questions from a CSV or JSONL file.
+"""Reads your own questions from a file: CSV (also with semicolons or tabs), JSON or JSONL.
 
 The columns `video`, `question` and `answer` are required; `id`, `options`, `kind`, `subtitles` and
 `evidence` are optional. docs/evaluation.md describes them.
@@ -6,24 +6,30 @@ The columns `video`, `question` and `answer` are required; `id`, `options`, `kin
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import csv
 import io
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paravt_jax.data import foreign
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
+from paravt_jax.data.lettered import has_marks, split_options, without_letters
 from paravt_jax.data.srt import read_srt
+from paravt_jax.data.text_files import read_text
+from paravt_jax.method.accuracy import normalise
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
 
 COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles", "evidence")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_MOST_BYTES = 1 << 30
+_SEPARATOR = re.compile(r'"?sep=([^\s"]|\t)"?[^\S\n]*\n', re.IGNORECASE)
+_BARE_LETTER = re.compile(r"\(?[A-Z][.)]?")
 # Upper bound on the bad rows that an error lists.
 _MAX_NAMED_ROWS = 10
 # More than 30 years. An int of JSON may be too large for a float.
@@ -46,7 +52,7 @@ def read_questions(
     """Read all questions of a file, in the order of the file. Videos are not opened.
 
     Args:
-        file: A .csv or .jsonl file.
+        file: A .csv, .tsv, .json or .jsonl file.
         videos: Folder of the videos. Paths of videos and subtitles are relative to it.
 
     Raises:
@@ -55,33 +61,32 @@ def read_questions(
             with their line numbers.
     """
     path = pathlib.Path(file)
-    read_rows = {".csv": _csv_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
+    read_rows = _READERS.get(path.suffix)
     if read_rows is None:
-        raise ValueError(f"questions: {path}; its name has to end in .csv or .jsonl: rename it")
+        endings = ", ".join(_READERS)
+        raise ValueError(f"questions: {path}; its name ends in none of {endings}: save it as one")
     if not path.is_file():
         raise FileNotFoundError(f"questions: {path}; no such file: give a .csv or .jsonl")
     try:
-        # Excel starts its UTF-8 files with a byte order mark.
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"questions: {path}; it is not UTF-8 ({error}): save it as UTF-8"
-        ) from error
+        text = read_text(path, _MOST_BYTES)
+    except ForeignFileError as error:
+        raise ValueError(f"questions: {error}") from error
 
     subtitles: _SubtitleCache = {}
     questions: list[Question] = []
     errors: list[str] = []
     line_of_id: dict[str, int] = {}
+    unit = "row" if _is_array(text) else "line"
     for line, row in read_rows(text):
         try:
             if isinstance(row, _BadRow):
                 raise row
             question = _question(row, line, pathlib.Path(videos), subtitles)
             if question.id in line_of_id:
-                rule = f"line {line_of_id[question.id]} has the same id: change one"
+                rule = f"{unit} {line_of_id[question.id]} has the same id: change one"
                 raise _BadRow("id", question.id, rule)
         except _BadRow as error:
-            errors.append(f"{path}, line {line}: {error}")
+            errors.append(f"{path}, {unit} {line}: {error}")
             continue
         line_of_id[question.id] = line
         questions.append(question)
@@ -109,7 +114,18 @@ def require_unique_ids(questions: Sequence[Question]) -> None:
 
 
 def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
-    reader = csv.DictReader(io.StringIO(text, newline=""))
+    # Excel writes "sep=;" above the header of some tables.
+    mark = _SEPARATOR.match(text)
+    text = text[mark.end() :] if mark else text
+    above = 1 if mark else 0
+    header = text.partition("\n")[0]
+    # Where a comma is the decimal mark, spreadsheets write semicolons. No column has any of these.
+    delimiter = mark[1] if mark else max(",;\t", key=header.count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+    columns = reader.fieldnames or ()
+    if len(set(columns)) < len(columns):
+        yield 1 + above, _BadRow("row", header.strip(), "a column occurs twice: leave one out")
+        return
     while True:
         try:
             row = next(reader)
@@ -118,35 +134,57 @@ def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
         except csv.Error as error:
             # For example, a cell is too long. The start of the next row is then unknown, so stop.
             rule = f"it cannot be read as CSV ({error}): correct it"
-            yield reader.line_num + 1, _BadRow("row", "", rule)
+            yield reader.line_num + 1 + above, _BadRow("row", "", rule)
             return
         # DictReader puts cells without a column under None, and None into columns without a cell.
         if None in row or None in row.values():
-            rule = f"the header has {len(reader.fieldnames or ())} columns: quote cells with commas"
-            yield reader.line_num, _BadRow("row", ",".join(map(str, row.values())), rule)
+            rule = f"the header has {len(columns)} columns: "
+            rule += f"quote cells with {delimiter!r}" if None in row else "add the empty cells"
+            yield (
+                reader.line_num + above,
+                _BadRow("row", delimiter.join(map(str, row.values())), rule),
+            )
             continue
         filled: dict[str, Any] = {name: cell for name, cell in row.items() if cell.strip()}
         if "options" in filled:
             # A cell that is not JSON stays text, and `_options` refuses it: it is not a list.
-            with contextlib.suppress(ValueError, RecursionError):
-                filled["options"] = json.loads(filled["options"])
-        yield reader.line_num, filled
+            filled["options"] = _json(filled["options"])
+        yield reader.line_num + above, filled
 
 
-def _jsonl_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
-    # splitlines() would also split at characters that JSON allows inside a text (U+2028).
-    for line, written in enumerate(text.split("\n"), 1):
-        if not written.strip():
-            continue
-        try:
-            row = json.loads(written)
-        except (ValueError, RecursionError):
-            row = None
+def _json_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
+    """The rows of an array, numbered from 1, or of JSON lines, numbered by line."""
+    rule = "the file is an array of JSON objects, or has one on each line: correct it"
+    if _is_array(text):
+        array = _json(text)
+        rows = enumerate(array if isinstance(array, list) else [array], 1)
+    elif "\n" in text.strip() and isinstance(_json(text), dict):
+        rule = "one JSON object over several lines: put it into [ ]"
+        rows = [(1, text.strip())]
+    else:
+        # splitlines() would also split at characters that JSON allows inside a text (U+2028).
+        lines = enumerate(text.split("\n"), 1)
+        rows = ((number, _json(line)) for number, line in lines if line.strip())
+    for number, row in rows:
         if isinstance(row, dict):
-            yield line, {name: value for name, value in row.items() if value is not None}
+            yield number, {name: value for name, value in row.items() if value is not None}
         else:
-            rule = "every line is one JSON object: correct it"
-            yield line, _BadRow("row", written.strip(), rule)
+            yield number, _BadRow("row", row, rule)
+
+
+def _is_array(text: str) -> bool:
+    return text.lstrip().startswith("[")
+
+
+def _json(text: str) -> Any:
+    """A value of JSON, or the text if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+_READERS = {".csv": _csv_rows, ".tsv": _csv_rows, ".json": _json_rows, ".jsonl": _json_rows}
 
 
 def _question(
@@ -156,12 +194,24 @@ def _question(
         if name not in COLUMNS:
             rule = f"the columns are {', '.join(COLUMNS)}: rename it, or leave it out"
             raise _BadRow("column", name, rule)
+    text = _text(row, "question")
     options = _options(row)
+    # Some files have the options in the text, instead of the column or as well.
+    if row.get("kind", "mcq") == QuestionKind.MULTIPLE_CHOICE:
+        rest, inside = split_options(text)
+        if not options or _normalised(inside) == _normalised(options):
+            text, options = rest, options or inside
+    if "kind" not in row and not options and has_marks(text):
+        rule = (
+            "it has options inside: give them in the column options, or the kind oe if it has none"
+        )
+        raise _BadRow("question", text, rule)
+    _require_different(options)
     kind = _kind(row, options)
     return Question(
         id=_text(row, "id") if "id" in row else str(line),
         video=_path(row, "video"),
-        text=_text(row, "question"),
+        text=text,
         kind=kind,
         answer=_answer(row, kind, options),
         options=options,
@@ -197,9 +247,23 @@ def _options(row: dict[str, Any]) -> tuple[str, ...]:
         isinstance(option, str) and option.strip() for option in options
     )
     if not are_texts or not 2 <= len(options) <= len(_LETTERS):
-        rule = f"a JSON list of 2 to {len(_LETTERS)} texts without letters"
+        rule = f"a JSON list of 2 to {len(_LETTERS)} texts"
         raise _BadRow("options", options, f'{rule}: write ["a car", "a boat"]')
-    return tuple(option.strip() for option in options)
+    # The prompt writes letters of its own.
+    return tuple(without_letters([option.strip() for option in options]))
+
+
+def _normalised(options: tuple[str, ...]) -> list[str]:
+    """Options as the score compares them. Some, such as "<", have no words."""
+    return [normalise(option) or option for option in options]
+
+
+def _require_different(options: tuple[str, ...]) -> None:
+    # Punctuation may be all that differs, as in C and C++.
+    written = (" ".join(option.casefold().split()) for option in options)
+    for option, count in collections.Counter(written).most_common(1):
+        if count > 1:
+            raise _BadRow("options", option, "it occurs twice: change one, or leave it out")
 
 
 def _kind(row: dict[str, Any], options: tuple[str, ...]) -> QuestionKind:
@@ -221,6 +285,9 @@ def _answer(row: dict[str, Any], kind: QuestionKind, options: tuple[str, ...]) -
         start, end = _span(row.get("answer", ""), "answer")
         return f"[{start:g}, {end:g}]"
     answer = _text(row, "answer")
+    if "kind" not in row and not options and _BARE_LETTER.fullmatch(answer):
+        rule = "a letter, but the row has no options: add them, or the kind oe if it has none"
+        raise _BadRow("answer", answer, rule)
     if kind is QuestionKind.MULTIPLE_CHOICE and answer not in tuple(_LETTERS[: len(options)]):
         rule = f"the letter of the right option: give one from A to {_LETTERS[len(options) - 1]}"
         raise _BadRow("answer", answer, rule)
@@ -262,7 +329,7 @@ def _subtitles(
     if not path.endswith(".srt"):
         raise _BadRow("subtitles", path, "a SubRip file (.srt): convert it, or leave it out")
     try:
-        entries = read_srt(foreign.read_bytes(join(root, path)))
+        entries = read_srt(join(root, path))
     except (OSError, VideoError):
         rule = f"no such file below {root}: put it there, or leave it out"
         raise _BadRow("subtitles", path, rule) from None

@@ -2,6 +2,12 @@
 
 A file that is whole JSON but holds something else, such as `[]` or `3`, ends in one line that names
 the file, the field and the remedy.
+
+Files that other files are judged by hold a checksum of themselves. Without it, a flipped bit in the
+name of a field could switch off what the field is for. It stands in the first line:
+
+    {"checksum": 2769471837,
+     "steps": {"sft": ...
 """
 
 from __future__ import annotations
@@ -10,8 +16,13 @@ import json
 import pathlib
 import types
 import typing
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any, NotRequired, Union
+
+from paravt_jax.data.atomic import write_atomically
+
+_MARK = b'{"checksum": '
 
 
 class DamagedFileError(ValueError):
@@ -31,6 +42,39 @@ def read_json(file: pathlib.Path, kind: Any, remedy: str) -> Any:
         DamagedFileError: It holds something else.
     """
     return parse_json(file.read_bytes(), str(file), kind, remedy)
+
+
+def write_checked_json(
+    file: pathlib.Path, content: Mapping[str, Any], indent: int | None = None
+) -> None:
+    """Write a JSON object with a checksum of itself, atomically."""
+    rest = json.dumps(content, indent=indent).removeprefix("{").lstrip("\n") + "\n"
+    write_atomically(file, f"{_first_line(rest.encode()).decode()}\n{rest}")
+
+
+def read_checked_json(file: pathlib.Path, kind: Any, remedy: str) -> Any:
+    """Read what `write_checked_json` wrote; see `read_json`.
+
+    Files of earlier versions, which have no checksum, are read as they are.
+    """
+    content = file.read_bytes()
+    if has_checksum(content):
+        first, _, rest = content.partition(b"\n")
+        if first != _first_line(rest):
+            raise DamagedFileError(f"{file}: damaged: its checksum is wrong; {remedy}")
+        content = b"{" + rest
+    return parse_json(content, str(file), kind, remedy)
+
+
+def has_checksum(content: bytes) -> bool:
+    """Whether a file has, or had before it was damaged, a checksum of itself."""
+    first = content.partition(b"\n")[0]
+    # Earlier versions wrote "{" into the first line, or all of the content.
+    return first.startswith(_MARK) or first.endswith(b",")
+
+
+def _first_line(rest: bytes) -> bytes:
+    return _MARK + b"%d," % zlib.crc32(rest)
 
 
 def parse_json(content: bytes, name: str, kind: Any, remedy: str) -> Any:

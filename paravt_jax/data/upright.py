@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import NamedTuple
 
 import av
 import numpy as np
@@ -15,8 +16,18 @@ from paravt_jax.data.frames import VideoError
 _TOLERANCE = 1.0
 
 
-def upright(path: str | os.PathLike, frame: av.VideoFrame) -> UInt8[np.ndarray, "height width 3"]:
-    """Return the RGB pixels of a frame as a player shows them.
+class Orientation(NamedTuple):
+    """How a stored frame becomes the shown one: rows and columns are exchanged, then reversed."""
+
+    exchange: bool = False
+    reverse_columns: bool = False
+    reverse_rows: bool = False
+
+
+def orientation_of(
+    path: str | os.PathLike, frame: av.VideoFrame
+) -> tuple[Orientation, tuple[int, int]]:
+    """Return how a player turns a frame, and the width and height at which it shows it.
 
     The frame's display matrix (a, b, u, c, d, v, x, y, w) moves the pixel at (x, y) to
     (a x + c y, b x + d y), in the notation of QuickTime's file format.
@@ -24,39 +35,6 @@ def upright(path: str | os.PathLike, frame: av.VideoFrame) -> UInt8[np.ndarray, 
     Raises:
         VideoError: The matrix turns the frame by another angle than a quarter turn.
     """
-    pixels = frame.to_ndarray(format="rgb24", threads=1)
-    a, b, c, d = _matrix(frame)
-    if _is_transposed(path, frame):
-        pixels = pixels.transpose(1, 0, 2)
-        flip_columns, flip_rows = c < 0, b < 0
-    else:
-        flip_columns, flip_rows = a < 0, d < 0
-    if flip_columns:
-        pixels = pixels[:, ::-1]
-    if flip_rows:
-        pixels = pixels[::-1]
-    return np.ascontiguousarray(pixels)
-
-
-def shown_size(path: str | os.PathLike, frame: av.VideoFrame) -> tuple[int, int]:
-    """Return the width and height of a frame as a player shows it, in pixels.
-
-    Raises:
-        VideoError: As in `upright`.
-    """
-    if _is_transposed(path, frame):
-        return frame.height, frame.width
-    return frame.width, frame.height
-
-
-def is_mirrored(frame: av.VideoFrame) -> bool:
-    """Return whether a player mirrors a frame. decord turns frames, but never mirrors them."""
-    a, b, c, d = _matrix(frame)
-    return a * d - b * c < 0
-
-
-def _is_transposed(path: str | os.PathLike, frame: av.VideoFrame) -> bool:
-    """Return whether a player exchanges the rows and columns of a frame."""
     a, b, c, d = _matrix(frame)
     angle = math.degrees(math.atan2(math.hypot(b, c), math.hypot(a, d)))
     if _TOLERANCE < angle < 90 - _TOLERANCE:
@@ -65,7 +43,21 @@ def _is_transposed(path: str | os.PathLike, frame: av.VideoFrame) -> bool:
             f"it is to be shown turned by {math.degrees(math.atan2(b, a)):.0f} degrees, and only "
             "quarter turns are read; encode it upright (ffmpeg -i OLD NEW.mp4)",
         )
-    return angle > 45
+    if angle > 45:
+        return Orientation(True, c < 0, b < 0), (frame.height, frame.width)
+    return Orientation(False, a < 0, d < 0), (frame.width, frame.height)
+
+
+def upright(frame: av.VideoFrame, orientation: Orientation) -> UInt8[np.ndarray, "height width 3"]:
+    """Return the RGB pixels of a frame as a player shows them."""
+    pixels = frame.to_ndarray(format="rgb24", threads=1)
+    if orientation.exchange:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation.reverse_columns:
+        pixels = pixels[:, ::-1]
+    if orientation.reverse_rows:
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)
 
 
 def _matrix(frame: av.VideoFrame) -> tuple[int, int, int, int]:

@@ -187,17 +187,17 @@ def _shown(
 class _Pixels:
     """The pixels of wanted frames, resized as soon as they are decoded."""
 
-    def __init__(self, path: str | os.PathLike, size: tuple[int, int], rules: FrameRules | None):
+    def __init__(self, path: str | os.PathLike, index: VideoIndex, rules: FrameRules | None):
         self._path = path
-        self._width, self._height = size
+        self._index = index
         self._rules = rules
         self._frames: dict[int, np.ndarray] = {}
 
     def keep(self, n: int, frame: av.VideoFrame) -> None:
         """Keep a frame under its number."""
-        pixels = upright(self._path, frame)
+        width, height = self._index.size
         # The picture of a call may change its size with the network's speed.
-        pixels = resize(pixels, (self._height, self._width))
+        pixels = resize(upright(frame, self._index.orientation), (height, width))
         self._frames[n] = _shown(self._path, pixels, self._rules)
 
     def stacked(self, numbers: list[int]) -> UInt8[np.ndarray, "m height width 3"]:
@@ -224,7 +224,7 @@ def _read_from_keyframes(
         # A seek goes back to the keyframes of all streams, and their data would be read as well.
         if other.index != stream.index:
             other.discard = Discard.all
-    pixels = _Pixels(path, index.size, rules)
+    pixels = _Pixels(path, index, rules)
     try:
         for run in index.runs(numbers):
             if not _decode_run(container, stream, run, index, pixels.keep):
@@ -245,7 +245,7 @@ def _decode_run(
 ) -> bool:
     """Decode the frames of a run. False if that cannot be done exactly."""
     missing = set(run.frames)
-    first: int | None = None
+    last: int | None = None
     container.seek(int(index.key_stamps[run.key]), backward=True, stream=stream)
     for number, key, packet in _packets_from(container, stream, run.key, index):
         frames = packet.decode()
@@ -259,11 +259,14 @@ def _decode_run(
             n = index.frame_number(frame.pts)
             if n is None or not index.decodes_from(key, n):
                 continue
-            if first is None:
-                first = n
-                # A mark of a keyframe may be wrong. Then the decoder does not return it as such.
-                if key and not (frame.key_frame and frame.pts == index.key_stamps[key]):
-                    return False
+            # A mark of a keyframe may be wrong. Then the decoder does not return it as such.
+            is_key = frame.key_frame and frame.pts == index.key_stamps[key]
+            if last is None and key and not is_key:
+                return False
+            # The timestamps may contradict the order of the pictures.
+            if last is not None and n <= last:
+                return False
+            last = n
             if n in missing:
                 keep(n, frame)
                 missing.remove(n)
@@ -302,10 +305,16 @@ def _read_from_start(
     rules: FrameRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"]:
     """Decode a file that was just opened until all frames have been found."""
-    pixels = _Pixels(path, index.size, rules)
+    pixels = _Pixels(path, index, rules)
     missing = set(numbers)
+    last = -1
     for count, frame in enumerate(decode(container, video_stream(path, container))):
         n = index.frame_number(frame.pts) if index.packets.size else count
+        if n is not None and n <= last:
+            raise VideoError(
+                path, "its timestamps contradict the order of its pictures; encode it again"
+            )
+        last = last if n is None else n
         if n in missing:
             pixels.keep(n, frame)
             missing.remove(n)
@@ -338,5 +347,6 @@ def _read_decord(
                 return None
             pixels.append(_shown(path, frame, rules))
         return np.stack(pixels)
-    except (RuntimeError, decord.DECORDError):
+    # Broad because PyAV then tells what is wrong with the file.
+    except Exception:
         return None

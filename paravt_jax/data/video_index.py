@@ -1,9 +1,9 @@
 """The index of a video file: what it shows, and from where each frame can be decoded.
 
 This is the one owner of a video's size, orientation, number of frames and times: headers are wrong
-too often. Building an index reads the packets of the whole file once, and decodes it until the
-first frame appears. If packets lack timestamps, or these do not rise, all frames are decoded.
-`index_store` keeps the index.
+too often. Building an index reads the packets of the whole file once, and decodes its opening. If
+packets lack timestamps, or these contradict the order in which the decoder returns frames, all
+frames are decoded. `index_store` keeps the index.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from av.container import InputContainer
 from av.stream import Disposition
 from jaxtyping import Int64
 
-from paravt_jax.data import media_files, upright
+from paravt_jax.data import media_files
 from paravt_jax.data.frames import VideoError, VideoInfo
+from paravt_jax.data.upright import Orientation, orientation_of
 
 # decord 0.6.0 reads these exactly. In other containers it returns wrong frames after a seek, and
 # for other pixel formats slightly different colours.
@@ -34,10 +35,13 @@ _UNINDEXED = {"mpeg", "mpegts"}
 _CONVERT = "ffmpeg -i OLD -c:v libx264 NEW.mp4"
 # A seek costs about as much as reading and decoding this many packets.
 _SEEK_PACKETS = 4
-# A stamp that is this many seconds before the last frame, or in a transport or program stream this
-# many after it, begins another recording. These are FFmpeg's limits.
+# Frames that are decoded to see whether their order is that of the packets' timestamps.
+_OPENING = 32
+# Another recording begins where the decoding time falls by more than this many seconds, or rises by
+# more than these: in a transport or program stream, and elsewhere. These are FFmpeg's limits.
 _JUMP_BACK = 0.1
 _JUMP_AHEAD = 10.0
+_ABSURD = 30 * 3600.0
 # Pictures beside the video, not parts of it.
 _COVERS = Disposition.attached_pic | Disposition.timed_thumbnails
 
@@ -75,6 +79,7 @@ class VideoIndex:
         last_duration: Duration of the last frame, in the time base.
         size: Width and height at which all frames are shown, in pixels: those of the first one,
             turned as a player does. Frames of other sizes are scaled to it, as FFmpeg does.
+        orientation: How all frames are turned; that of the first one.
         exact_in_decord: Whether decord returns the same frames.
     """
 
@@ -86,6 +91,7 @@ class VideoIndex:
     time_base: float
     last_duration: int
     size: tuple[int, int]
+    orientation: Orientation
     exact_in_decord: bool
 
     @property
@@ -167,6 +173,7 @@ class VideoIndex:
             file,
             scalars=np.array(scalars, np.float64),
             start=np.int64(self.start),
+            orientation=np.array(self.orientation, bool),
             stamps=np.diff(self.stamps, prepend=0),
             packets=np.diff(self.packets, prepend=0),
             keys=np.diff(self.keys, prepend=0),
@@ -188,6 +195,7 @@ class VideoIndex:
                 time_base=time_base,
                 last_duration=int(duration),
                 size=(int(width), int(height)),
+                orientation=Orientation(*file["orientation"].tolist()),
                 exact_in_decord=bool(exact),
             )
 
@@ -252,13 +260,22 @@ def build(path: str | os.PathLike) -> VideoIndex:
     with media_files.open_video(path) as container:
         stream = video_stream(path, container)
         found = _scan_packets(path, container, stream)
-        if not found.opening or stream.time_base is None:
+        if found.first is None or stream.time_base is None:
             raise VideoError(path, f"none of its frames can be decoded; convert it ({_CONVERT})")
-        if _has_reliable_stamps(container, stream, found):
+        identified = container.format.name not in _UNINDEXED and found.identifies_frames
+        # No frame is shown before one that precedes it in the file, though the codec reorders
+        # frames: it may have nothing to reorder, or the timestamps may be wrong.
+        doubtful = bool(stream.codec_context.has_b_frames) and _rises(found.shown_stamps)
+        if identified and not doubtful:
             return _of_packets(path, container, stream, found)
     # A seek back to the start is not exact in every container.
     with media_files.open_video(path) as container:
-        return _of_frames(path, container, found)
+        stream = video_stream(path, container)
+        broadcast = container.format.name in _UNINDEXED
+        frames = _scan_frames(container, stream, _JUMP_AHEAD if broadcast else _ABSURD)
+        if identified and _rises(frames.stamps):
+            return _of_packets(path, container, stream, found)
+        return _of_frames(path, stream, frames, found)
 
 
 def _of_packets(
@@ -272,17 +289,18 @@ def _of_packets(
     lost = found.lost
     decoded = ~np.isin(stamps, lost)
     time_base = float(stream.time_base or 0)
-    last_duration = found.shown_durations[order[-1]] or _guess_duration(stamps, time_base)
     # Seeks are checked by the timestamps of packets, those of frames that are cut off included.
     keys = found.keys if _are_distinct(found.stamps) else []
+    orientation, size = orientation_of(path, found.first_frame)
     codec = stream.codec_context
     exact = (
         container.format.name in _EXACT_CONTAINERS
         and codec.name in _EXACT_CODECS
         and codec.pix_fmt in _EXACT_PIXELS
         and stream == container.streams.best("video")
-        and not (found.open_gop or lost)
-        and not upright.is_mirrored(found.opening[0])
+        and found.closed
+        and not lost
+        and orientation == Orientation()
     )
     return VideoIndex(
         stamps=stamps[decoded],
@@ -291,47 +309,33 @@ def _of_packets(
         keys=np.array(keys, np.int64),
         key_stamps=np.array([found.stamps[key] for key in keys], np.int64),
         time_base=time_base,
-        last_duration=last_duration,
-        size=upright.shown_size(path, found.opening[0]),
+        last_duration=found.shown_durations[order[-1]] or _usual_duration(stamps, time_base),
+        size=size,
+        orientation=orientation,
         exact_in_decord=exact,
     )
 
 
-def _of_frames(path: str | os.PathLike, container: InputContainer, found: _Packets) -> VideoIndex:
+def _of_frames(
+    path: str | os.PathLike, stream: av.VideoStream, frames: _Frames, found: _Packets
+) -> VideoIndex:
     """The index of a file whose frames have to be counted from its start."""
-    stream = video_stream(path, container)
-    stamps, durations = _scan_frames(container, stream)
-    if container.format.name == "avi":
-        # Its frames come evenly, in whatever order FFmpeg numbers them.
-        stamps = sorted(stamps)
     time_base = float(stream.time_base or 0)
-    broadcast = container.format.name in _UNINDEXED
-    rising = _rising(stamps, durations, time_base, broadcast)
+    stamps = _in_order(frames.stamps, time_base)
     none = np.zeros(0, np.int64)
+    orientation, size = orientation_of(path, found.first_frame)
     return VideoIndex(
-        stamps=rising,
-        start=min(stamps[0], stamps[0] if found.start is None else found.start),
+        stamps=stamps,
+        start=min(int(stamps[0]), found.start),
         packets=none,
         keys=none,
         key_stamps=none,
         time_base=time_base,
-        last_duration=durations[-1] or _guess_duration(rising, time_base),
-        size=upright.shown_size(path, found.opening[0]),
+        last_duration=frames.durations[-1] or _usual_duration(stamps, time_base),
+        size=size,
+        orientation=orientation,
         exact_in_decord=False,
     )
-
-
-def _has_reliable_stamps(
-    container: InputContainer, stream: av.VideoStream, found: _Packets
-) -> bool:
-    """Whether the packets' timestamps are those of the frames, each with its own."""
-    stamps = found.shown_stamps
-    if container.format.name in _UNINDEXED or found.jumps or not _are_distinct(stamps):
-        return False
-    # FFmpeg derives times of presentation for AVI, but for H.264 with B-frames it takes the order
-    # of the file, which cannot be the order of presentation.
-    guessed = container.format.name == "avi" and stream.codec_context.has_b_frames
-    return not (guessed and bool(np.all(np.diff(np.array(stamps, np.int64)) > 0)))
 
 
 def _are_distinct(stamps: Sequence[int | None]) -> bool:
@@ -339,60 +343,75 @@ def _are_distinct(stamps: Sequence[int | None]) -> bool:
     return len(stamps) > 0 and None not in stamps and len(set(stamps)) == len(stamps)
 
 
-def _guess_duration(stamps: Int64[np.ndarray, " frames"], time_base: float) -> int:
-    """Guess the duration of the last frame: the median gap, or one second for a single frame."""
+def _rises(stamps: Sequence[int | None]) -> bool:
+    """Whether each timestamp is known and above the one before it."""
+    return None not in stamps and bool((np.diff(np.array(stamps, np.int64)) > 0).all())
+
+
+def _usual_duration(stamps: Int64[np.ndarray, " frames"], time_base: float) -> int:
+    """Guess the duration of a frame: the median gap, or one second for a single frame."""
     if len(stamps) > 1:
-        return int(np.median(np.diff(stamps)))
+        return max(1, int(np.median(np.diff(stamps))))
     return round(1 / time_base)
 
 
 @dataclasses.dataclass
 class _Packets:
-    """The packets of a stream, in the order of the file, and the frames that it begins with.
+    """The packets of a stream in the order of the file, and the frames that it begins with.
 
     Attributes:
+        seconds: Seconds per unit of the timestamps.
         stamps: Timestamps of all packets.
         shown: Numbers of the packets that are shown.
         shown_stamps: Their timestamps.
         shown_durations: Their durations.
         keys: Numbers of the packets from which decoding can begin: the first, and keyframes.
-        open_gop: Whether a frame follows a keyframe in the file but is shown before it. Such a
-            frame refers to the GOP before the keyframe, so decord decodes it wrongly after a seek.
-        jumps: Whether a keyframe is shown before a packet that precedes it in the file. Then
-            another recording begins there, or the mark of a keyframe is wrong.
-        opening: The first frames that the decoder returns, up to the first keyframe.
-        opened: Whether these are complete.
+        closed: Whether no frame after a keyframe refers to one before it, as far as H.264 tells.
+            Otherwise decord decodes frames wrongly after a seek.
+        jumps: Whether a keyframe is shown before a packet that precedes it in the file, or absurdly
+            long after it. Then another recording begins there, or the mark of a keyframe is wrong.
+        first: The first frame that the decoder returns.
+        opening: Timestamps of the first frames, in the order in which the decoder returns them.
+        opened: Whether these reach beyond the first keyframe, and suffice to see their order.
     """
 
+    seconds: float
     stamps: list[int | None] = dataclasses.field(default_factory=list)
     shown: list[int] = dataclasses.field(default_factory=list)
     shown_stamps: list[int | None] = dataclasses.field(default_factory=list)
     shown_durations: list[int] = dataclasses.field(default_factory=list)
     keys: list[int] = dataclasses.field(default_factory=list)
-    open_gop: bool = False
+    closed: bool = True
     jumps: bool = False
-    opening: list[av.VideoFrame] = dataclasses.field(default_factory=list)
+    first: av.VideoFrame | None = None
+    opening: list[int | None] = dataclasses.field(default_factory=list)
     opened: bool = False
     _first_key: int | None = None
-    _last_key: int | None = None
     _latest: int | None = None
+
+    @property
+    def first_frame(self) -> av.VideoFrame:
+        """The first frame, of a file that has one."""
+        assert self.first is not None, "no frame was decoded"
+        return self.first
+
+    @property
+    def identifies_frames(self) -> bool:
+        """Whether the packets' timestamps are those of the frames, each with its own."""
+        return _are_distinct(self.shown_stamps) and not self.jumps and _rises(self.opening)
 
     @property
     def lost(self) -> list[int]:
         """Timestamps of shown packets that cannot be decoded: the file begins between keyframes."""
-        decoded = {frame.pts for frame in self.opening}
-        last = self.opening[-1].pts
-        return [
-            stamp
-            for stamp in self.shown_stamps
-            if stamp is not None and last is not None and stamp < last and stamp not in decoded
-        ]
+        decoded = set(self.opening)
+        last = max(stamp for stamp in self.opening if stamp is not None)
+        return [s for s in self.shown_stamps if s is not None and s < last and s not in decoded]
 
     @property
-    def start(self) -> int | None:
-        """The smallest timestamp of the packets up to the first keyframe."""
-        count = self.shown_stamps.index(self._first_key) if self._first_key is not None else 0
-        return min((s for s in self.shown_stamps[: count + 1] if s is not None), default=None)
+    def start(self) -> int:
+        """The smallest timestamp of the packets up to the first keyframe; 0 if none has one."""
+        count = 1 if self._first_key is None else self.shown_stamps.index(self._first_key) + 1
+        return min((s for s in self.shown_stamps[:count] if s is not None), default=0)
 
     def add(self, packet: av.Packet) -> None:
         """Count a packet of the stream."""
@@ -406,35 +425,63 @@ class _Packets:
         self.shown.append(number)
         self.shown_stamps.append(packet.pts)
         self.shown_durations.append(packet.duration or 0)
+        if packet.is_keyframe:
+            self.closed = self.closed and _begins_anew(packet)
         if packet.pts is not None:
             self._compare(packet.pts, packet.is_keyframe)
 
     def _compare(self, stamp: int, is_key: bool) -> None:
-        if is_key:
-            self.jumps = self.jumps or (self._latest is not None and stamp <= self._latest)
-            self._first_key = stamp if self._first_key is None else self._first_key
-            self._last_key = stamp
-        elif self._last_key is not None and stamp < self._last_key:
-            self.open_gop = True
-        self._latest = stamp if self._latest is None else max(stamp, self._latest)
+        if self._latest is None:
+            self._latest = stamp
+        elif is_key:
+            gap = (stamp - self._latest) * self.seconds
+            self.jumps = self.jumps or not 0 < gap < _ABSURD
+        if is_key and self._first_key is None:
+            self._first_key = stamp
+        self._latest = max(stamp, self._latest)
 
     def open(self, packet: av.Packet) -> None:
         """Decode a packet if the opening is not complete."""
         if self.opened:
             return
-        self.opening += _frames(packet, begun=bool(self.opening))
-        if not self.opening:
+        try:
+            frames = _frames(packet, begun=self.first is not None)
+        except av.error.InvalidDataError:
+            # Only requests for what is damaged fail.
+            self.opened = True
             return
-        last = self.opening[-1].pts
-        waits = last is not None and self._first_key is not None and last < self._first_key
-        starts_with_key = self.stamps[0] == self._first_key
-        self.opened = starts_with_key or (self._first_key is not None and not waits)
+        for frame in frames:
+            self.first = self.first or frame
+            self.opening.append(frame.pts)
+        if len(self.opening) >= _OPENING:
+            last = self.opening[-1]
+            self.opened = last is None or (self._first_key is not None and last >= self._first_key)
+
+
+def _begins_anew(packet: av.Packet) -> bool:
+    """Whether a keyframe of H.264 is one after which no frame refers to those before (IDR).
+
+    Keyframes of other codecs count as such.
+    """
+    codec = packet.stream.codec_context
+    head = bytes(codec.extradata or b"")
+    if codec.name != "h264" or head[:1] != b"\x01":
+        return codec.name != "h264"
+    # Units follow one another, each behind its size in as many bytes as the header says.
+    width = (head[4] & 3) + 1
+    data = bytes(packet)
+    position = 0
+    while position + width < len(data):
+        if data[position + width] & 31 == 5:
+            return True
+        position += width + int.from_bytes(data[position : position + width], "big")
+    return False
 
 
 def _scan_packets(
     path: str | os.PathLike, container: InputContainer, stream: av.VideoStream
 ) -> _Packets:
-    found = _Packets()
+    found = _Packets(float(stream.time_base or 0))
     end = 0.0
     for packet in container.demux():
         ours = packet.stream.index == stream.index
@@ -467,43 +514,78 @@ def _require_whole(
     if len(found.stamps) < expected:
         raise VideoError(path, f"it is truncated: {len(found.stamps)} frames of {expected}")
     expected_end = (container.duration or 0) / av.time_base
-    # Where the clock starts again, the last time says nothing about the length.
-    if not found.jumps and end < expected_end - max(0.5, 0.05 * expected_end):
+    # A header without a table of frames has their duration. Where the clock starts again, the last
+    # time says nothing about it.
+    known = expected or found.jumps
+    if not known and end < expected_end - max(0.5, 0.05 * expected_end):
         raise VideoError(path, f"it is truncated: it ends at {end:.1f} s of {expected_end:.1f} s")
 
 
-def _scan_frames(container: InputContainer, stream: av.VideoStream) -> tuple[list[int], list[int]]:
-    """Timestamps and durations from decoding every frame."""
-    stamps: list[int] = []
-    durations: list[int] = []
-    for frame in decode(container, stream):
-        stamp = frame.pts
-        if stamp is None:
-            # A frame without a timestamp starts when the one before it ends.
-            stamp = stamps[-1] + max(durations[-1], 1) if stamps else 0
-        stamps.append(stamp)
-        durations.append(frame.duration or 0)
-    return stamps, durations
+class _Frames(NamedTuple):
+    """All frames of a stream, in the order in which the decoder returns them.
+
+    Attributes:
+        stamps: Their timestamps. The clock goes on where another recording begins.
+        durations: Their durations; 0 where they are not known.
+    """
+
+    stamps: list[int | None]
+    durations: list[int]
 
 
-def _rising(
-    stamps: Sequence[int], durations: Sequence[int], time_base: float, broadcast: bool
-) -> Int64[np.ndarray, " frames"]:
-    """Continue the clock wherever timestamps jump, as FFmpeg and players do.
+def _scan_frames(container: InputContainer, stream: av.VideoStream, ahead: float) -> _Frames:
+    """Decode every frame; `ahead` is as in `_continued`."""
+    found = _Frames([], [])
+    for packet in _continued(container.demux(stream), float(stream.time_base or 0), ahead):
+        for frame in _frames(packet, begun=bool(found.stamps)):
+            found.stamps.append(frame.pts)
+            found.durations.append(frame.duration or 0)
+    return found
+
+
+def _continued(packets: Iterator[av.Packet], time_base: float, ahead: float) -> Iterator[av.Packet]:
+    """Let the clock of packets go on where another recording begins, as FFmpeg and players do.
+
+    Times of decoding tell where that is: they rise, even if frames are shown in another order.
 
     Args:
-        stamps: Timestamps in order of presentation.
-        durations: Durations of the frames; 0 where they are not known.
-        time_base: Seconds per unit of both.
-        broadcast: Whether a jump ahead, too, begins another recording.
+        packets: Packets in the order of the file; their timestamps are changed.
+        time_base: Seconds per unit of the timestamps.
+        ahead: Seconds that times of decoding may jump ahead within a recording.
     """
-    usual = max(1, int(np.median(np.diff(stamps)))) if len(stamps) > 1 else 1
     shift = 0
-    rising = [stamps[0]]
-    for stamp, previous_duration in zip(stamps[1:], durations, strict=False):
-        gap = (stamp + shift - rising[-1]) * time_base
-        if gap < -_JUMP_BACK or (broadcast and gap > _JUMP_AHEAD):
-            shift = rising[-1] + (previous_duration or usual) - stamp
+    before: int | None = None
+    end = 0
+    for packet in packets:
+        if packet.dts is not None:
+            gap = 0 if before is None else packet.dts - before
+            if not -_JUMP_BACK <= gap * time_base <= ahead:
+                shift += end - packet.dts
+            else:
+                gap = max(gap, 0)
+            before = packet.dts
+            end = before + (packet.duration or gap)
+            packet.dts += shift
+        if packet.pts is not None:
+            packet.pts += shift
+        yield packet
+
+
+def _in_order(stamps: Sequence[int | None], time_base: float) -> Int64[np.ndarray, " frames"]:
+    """Return the timestamps of frames in rising order, each above the one before it.
+
+    The decoder knows the order of frames better than a file whose timestamps contradict it. A frame
+    without a timestamp starts when the one before it ends.
+    """
+    known = np.array(sorted(stamp for stamp in stamps if stamp is not None), np.int64)
+    usual = _usual_duration(known, time_base)
+    filled: list[int] = []
+    for stamp in stamps:
+        if stamp is None:
+            stamp = filled[-1] + usual if filled else 0
+        filled.append(stamp)
+    rising: list[int] = []
+    for stamp in sorted(filled):
         # Two frames may have one time where the time base is coarse.
-        rising.append(max(stamp + shift, rising[-1] + 1))
+        rising.append(max(stamp, rising[-1] + 1) if rising else stamp)
     return np.array(rising, np.int64)

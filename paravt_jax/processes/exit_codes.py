@@ -1,4 +1,4 @@
-"""Exit codes of the commands. `paravt_extras.supervise` decides by them what to start again."""
+"""Exit codes of the commands. `examples/supervise` decides by them what to start again."""
 
 from __future__ import annotations
 

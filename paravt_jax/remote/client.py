@@ -20,7 +20,7 @@ import random
 import re
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
@@ -41,16 +41,49 @@ Answer = TypeVar("Answer")
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A chat completion: its text and why it ended. Holds the server's values unchecked."""
+    """A chat completion: its text, why it ended, and what the server took out of the text."""
 
-    text: Any
+    text: str | None
+    """None if the reply has none. Parts of a text are joined."""
     finish_reason: Any
+    """The server's value, unchecked; so are the next two."""
     stop_reason: Any
     """The stop string that ended the text, if the server reports it (vLLM and SGLang do)."""
+    calls: Sequence[Any] = ()
+    """Tool calls, each with `name` and `arguments` if it is well formed."""
+    thought: str = ""
+    """Reasoning."""
+    refusal: str = ""
+    """What the model says in place of an answer."""
+
+    @property
+    def lacks_text(self) -> str:
+        """Return in words what the reply has instead of a text, or "" if it has a text.
+
+        An empty text counts as one, unless the reply has a refusal, reasoning or calls instead.
+        """
+        if self.text and not self.text.isspace():
+            return ""
+        if self.refusal:
+            return "the model refuses to answer"
+        if self.thought:
+            return "the reply is nothing but reasoning"
+        if self.calls:
+            return "the reply is nothing but a call of a tool"
+        return "the reply has no text" if self.text is None else ""
 
 
 class UnusableReply(Exception):
-    """Raised by a caller's `read` if a completion cannot be used."""
+    """Raised by a caller's `read` if a completion cannot be used.
+
+    Args:
+        what: What is wrong with it.
+        remedy: What to do about it; "" if the caller has a remedy for all such replies.
+    """
+
+    def __init__(self, what: str, remedy: str = ""):
+        super().__init__(what)
+        self.remedy = remedy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +101,8 @@ class Failure:
     """Whether another attempt may succeed."""
     wait: float = 0.0
     """Seconds that the server asks to wait before the next attempt."""
+    remedy: str = ""
+    """What to do about it, if the reply tells."""
 
 
 class Client:
@@ -218,7 +253,8 @@ class Client:
         try:
             return read(choice)
         except UnusableReply as error:
-            return Failure("nonsense", str(error), _server_message(body, key))
+            message = _server_message(body, key)
+            return Failure("nonsense", str(error), message, remedy=error.remedy)
 
     def _http_failure(self, response: httpx2.Response, message: str) -> Failure:
         """The failure of a request whose status is not a success."""
@@ -258,10 +294,46 @@ def _choice(body: bytes) -> Choice | None:
     """The first choice of a chat completion; None if the body is something else."""
     try:
         choice = json.loads(body)["choices"][0]
-        text = choice["message"]["content"]
-        return Choice(text, choice.get("finish_reason"), choice.get("stop_reason"))
+        message = choice["message"]
+        content = message.get("content")
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        return Choice(
+            _joined(content),
+            choice.get("finish_reason"),
+            choice.get("stop_reason"),
+            _calls(message),
+            _joined(reasoning) or _joined(content, "thinking") or "",
+            _joined(message.get("refusal")) or _joined(content, "refusal") or "",
+        )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _joined(content: Any, kind: str = "text") -> str | None:
+    """Return the text of a message's content, or None if it has none of this kind.
+
+    Args:
+        content: A text, or a list of parts. The texts of the parts are joined.
+        kind: The type of the parts to read. A part has its content under the name of its type, as
+            in {"type": "thinking", "thinking": ...}. A plain text is of the kind "text".
+    """
+    if isinstance(content, str) and kind == "text":
+        return content
+    if not isinstance(content, list):
+        return None
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == kind]
+    texts = [text for part in parts if (text := _joined(part.get(kind))) is not None]
+    return "".join(texts) if texts else None
+
+
+def _calls(message: dict[str, Any]) -> tuple[Any, ...]:
+    """The tool calls of a message."""
+    calls = message.get("tool_calls") or []
+    calls = calls if isinstance(calls, list) else [calls]
+    functions = [call.get("function") if isinstance(call, dict) else call for call in calls]
+    # The form of calls before there could be several.
+    older = message.get("function_call")
+    return (*functions, older) if older else tuple(functions)
 
 
 def _server_message(body: bytes, key: str | None) -> str:

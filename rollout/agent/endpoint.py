@@ -2,7 +2,9 @@
 
 A request is sent as chat messages that the published template renders to the request's own text.
 The text of the reply is converted to ids. The server does its own tokenization and log-probs are
-unknown (NaN), so this is for evaluation, not for training.
+unknown (NaN), so this is for evaluation, not for training. A server may take reasoning and tool
+calls out of the text; they are written into it again, so that the rest of the program sees the text
+as the model wrote it.
 
 Failures are values. If the server refuses a request for its content, the sample has
 `SampleStop.REFUSED`. If it cannot be reached, or sends no usable reply in all attempts, the sample
@@ -13,8 +15,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import io
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -30,6 +34,7 @@ from models.features import FrameFeatures, FrameSettings
 from models.features.cache import Encoded
 from models.features.encoder import FrameEncoder
 from paravt_jax.data.frames import FrameSource, VideoError
+from paravt_jax.method.parsing import extract_answer, find_calls
 from paravt_jax.method.records import Frame, digest
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
@@ -56,6 +61,32 @@ _REMEDIES: dict[int | str, str] = {
         "check that no proxy answers in place of the server, and that --endpoint ends with /v1"
     ),
 }
+_PARSER_REMEDY = (
+    "serve the model without a parser for tool calls or reasoning, because a parser removes them "
+    "from the text"
+)
+# How servers say that a reply was cut at its token limit.
+_CUT = (
+    "length",
+    "max_length",
+    "max_tokens",
+    "max_output_tokens",
+    "model_length",
+    "model_context_window_exceeded",
+)
+# How servers say that they did not finish a reply.
+_BROKEN = (
+    "error",
+    "abort",
+    "aborted",
+    "cancelled",
+    "canceled",
+    "failed",
+    "timeout",
+    "insufficient_system_resource",
+)
+# What a request that pins the opening of the response ends with.
+_THINK = "<think>\n"
 _MOMENT = 0.05  # seconds that a step waits at most
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -141,9 +172,10 @@ class EndpointSampler:
         # The server counts its own tokens.
         most = -(-request.sampling.max_new_tokens // self._ids_per_token)
         asked = dataclasses.replace(request.sampling, max_new_tokens=most)
+        read = functools.partial(_read, begun=bool(chat[-1]["content"]))
         futures = [
             self._client.ask(
-                body(chat, asked, seed, self._model, self._vocabulary), self._read, asked.deadline
+                body(chat, asked, seed, self._model, self._vocabulary), read, asked.deadline
             )
             for seed in request.seeds
         ]
@@ -186,37 +218,19 @@ class EndpointSampler:
         what = result.what + result.server_message
         if result.status in _REFUSALS:
             return self._sample(request, "", SampleStop.REFUSED, what)
-        remedy = _REMEDIES.get(result.status, _REMEDIES[result.kind])
+        remedy = result.remedy or _REMEDIES.get(result.status, _REMEDIES[result.kind])
         return self._sample(request, "", SampleStop.FAILED, f"{what}; {remedy}")
-
-    def _read(self, choice: Choice) -> _Completion:
-        """The completion in a successful reply."""
-        text = choice.text
-        reason = choice.finish_reason
-        stop_string = choice.stop_reason
-        if reason is None:
-            raise UnusableReply("the reply is not a complete chat completion")
-        if reason == "content_filter":
-            return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
-        if not isinstance(text, str) or reason not in ("stop", "length"):
-            raise UnusableReply(
-                f"the reply has no text (finish_reason {reason!r}): serve the model without a "
-                "parser for tool calls or reasoning, because a parser removes them from the text"
-            )
-        # Some servers also return text that the model wrote after the end of its turn.
-        response, end, _ = text.partition("<|im_end|>")
-        if end or (reason == "stop" and not isinstance(stop_string, str)):
-            return response + "<|im_end|>", SampleStop.STOP_ID, ""
-        if reason == "length":
-            return response, SampleStop.LENGTH, ""
-        # A stop string is part of the response, but some servers leave it out of the text.
-        return response.removesuffix(stop_string) + stop_string, SampleStop.STOP_ID, ""
 
     def _sample(self, request: Request, text: str, stop: SampleStop, reason: str = "") -> Sample:
         # A lone surrogate, half a character in JSON, cannot be encoded.
         text = _SURROGATE.sub("\ufffd", text)
+        ids = self._vocabulary.encode(text)
         # One more than the limit, because `_read` adds the end of the turn to the text.
-        ids = self._vocabulary.encode(text)[: request.sampling.max_new_tokens + 1]
+        limit = request.sampling.max_new_tokens + 1
+        if len(ids) > limit and stop is SampleStop.STOP_ID:
+            # The cut removes the end of the response, such as a `</tool_call>`.
+            stop = SampleStop.LENGTH
+        ids = ids[:limit]
         return Sample(
             ids,
             logprobs=np.full(len(ids), np.nan, np.float32),
@@ -225,6 +239,108 @@ class EndpointSampler:
             digest=digest(np.concatenate([request.ids, ids])),
             reason=reason,
         )
+
+
+def _read(choice: Choice, begun: bool) -> _Completion:
+    """Return the completion in a successful reply.
+
+    Calls and reasoning that the server took out of the text are written into it again.
+
+    Args:
+        choice: The reply.
+        begun: Whether the request ends with the opening of the response, `<think>`.
+
+    Raises:
+        UnusableReply: The reply has no text, or the server reports that it did not finish it.
+    """
+    if choice.finish_reason is None:
+        raise UnusableReply("the reply is not a complete chat completion")
+    reason = str(choice.finish_reason).lower()
+    # Some servers also return text that the model wrote after the end of its turn.
+    response, end, _ = (choice.text or "").partition("<|im_end|>")
+    if not _has_answer_or_call(response, begun):
+        if reason == "content_filter":
+            return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
+        if reason in _BROKEN:
+            what = f"the server did not finish the reply (finish_reason {choice.finish_reason!r})"
+            raise UnusableReply(what, _REMEDIES["http_errors"])
+    if choice.calls:
+        response = _with_calls(response, choice.calls)
+    else:
+        _require_text(choice, reason)
+    if choice.thought and "</think>" not in response:
+        opening = "" if begun else _THINK
+        response = f"{opening}{choice.thought}\n</think>\n{response}"
+    stop_string = choice.stop_reason
+    if not end and reason in _CUT:
+        return response, SampleStop.LENGTH, ""
+    if end or reason != "stop" or not isinstance(stop_string, str):
+        return response + "<|im_end|>", SampleStop.STOP_ID, ""
+    # A stop string is part of the response, but some servers leave it out of the text.
+    return response.removesuffix(stop_string) + stop_string, SampleStop.STOP_ID, ""
+
+
+def _has_answer_or_call(text: str, begun: bool) -> bool:
+    """Return whether a text has a closed answer block or a closed call.
+
+    Args:
+        text: The text of a reply.
+        begun: Whether the request ends with `<think>`, which the text then continues.
+    """
+    whole = _THINK + text if begun else text
+    return extract_answer(whole) is not None or _closed_calls(text) > 0
+
+
+def _closed_calls(text: str) -> int:
+    """Return the number of calls in a text that are closed by `</tool_call>`."""
+    return sum(body is not None for _, body in find_calls(text))
+
+
+def _require_text(choice: Choice, reason: str) -> None:
+    """Raise UnusableReply unless the reply has a text. A model may end its turn at once ("")."""
+    what = choice.lacks_text
+    if not what and not (choice.text or "").strip() and reason not in ("stop", *_CUT):
+        what = "the reply has no text"
+    if what:
+        remedy = "ask it again, or ask another model" if choice.refusal else _PARSER_REMEDY
+        raise UnusableReply(f"{what} (finish_reason {choice.finish_reason!r})", remedy)
+
+
+def _with_calls(text: str, functions: Sequence[Any]) -> str:
+    """Return a text that contains the structured calls of its reply.
+
+    If at least as many calls are closed in the text, the server left them there, and the text is
+    returned as it is. Otherwise the text is cut at its first `<tool_call>`, if it has one, and the
+    structured calls are appended.
+
+    Args:
+        text: The text of the reply.
+        functions: The structured calls, as in `Choice.calls`.
+    """
+    if _closed_calls(text) >= len(functions):
+        return text
+    before, _, _ = text.partition("<tool_call>")
+    calls = [f"<tool_call>\n{_call(function)}\n</tool_call>" for function in functions]
+    return "\n".join([before.rstrip(), *calls]).lstrip()
+
+
+def _call(function: Any) -> str:
+    """Return the JSON text of a structured call, without the tags around it.
+
+    A malformed call is written as it is. `parse_calls` then reports to the model what is wrong.
+    """
+    found: dict[str, Any] = function if isinstance(function, dict) else {}
+    name = found.get("name")
+    arguments = found.get("arguments")
+    written = arguments if isinstance(arguments, str) else ""
+    try:
+        read = json.loads(written, strict=False) if written else arguments
+        text = json.dumps({"name": name, "arguments": read}, ensure_ascii=False)
+    # RecursionError: nested too deeply.
+    except (ValueError, RecursionError):
+        text = f'{{"name": "{name}", "arguments": {written}}}'
+    # Escaped, so that a tag in an argument does not end the block of the call.
+    return text.replace("<", "\\u003c")
 
 
 def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> list[dict[str, Any]]:

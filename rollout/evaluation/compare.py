@@ -1,13 +1,15 @@
 """Compares two evaluations question by question.
 
-A comparison covers the questions that both runs played. A grounding answer counts as right if its
-overlap is at least `RIGHT`.
+A comparison covers the questions that both runs played, each kind apart. Questions of one id are
+compared only if they are the same questions about the same videos. A grounding answer counts as
+right if its overlap is at least `RIGHT`.
 """
 
 from __future__ import annotations
 
 import collections
 import pathlib
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +29,13 @@ FEW_VIDEOS = 10
 SHOWN = 10
 """Number of question ids that the text of a comparison lists per run."""
 
+KINDS = {
+    QuestionKind.MULTIPLE_CHOICE: "multiple-choice",
+    QuestionKind.TEMPORAL_GROUNDING: "grounding",
+    QuestionKind.OPEN_ENDED: "open-ended",
+}
+"""Kinds of questions by their names, in the order in which a comparison shows them."""
+
 
 def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
     """Compare two runs of the same split question by question.
@@ -39,8 +48,11 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         The content of `--compare --json`: the counts of the four outcomes, the scores on the shared
         questions, their difference B - A with a 95 % interval, the numbers of videos and of videos
         on which scores differ, McNemar's p-value, the settings that differ, and the ids of the
-        questions that only one run got right. Open-ended questions are left to `open_ended`, which
-        has the same figures, unless there are no others.
+        questions that only one run got right. These figures are of the `kind` that comes first in
+        `KINDS`; `other_kinds` has the same figures of every other kind. `unequal_ids` lists the
+        ids that are left out because the runs have different questions under them, and
+        `scored_otherwise` the number of open-ended questions that are left out because the runs
+        score them in different ways.
 
     Raises:
         ValueError: the runs are one and the same, are of different splits, or share no question.
@@ -54,28 +66,59 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         raise ValueError(
             f"--compare: {first} is {names[0]}, {second} is {names[1]}; compare runs of one split"
         )
-    lines_a, lines_b = (latest(read_lines(folder)) for folder in (first, second))
+    lines_a, lines_b = (latest(read_lines(folder, keep={"question"})) for folder in (first, second))
     played_a, played_b = (_played(lines) for lines in (lines_a, lines_b))
     shared = sorted(played_a.keys() & played_b.keys())
-    if not shared:
+    unequal: list[str] = []
+    hashes = [identity.get("questions") for identity in identities]
+    if None in hashes or hashes[0] != hashes[1]:
+        unequal = [id for id in shared if not _is_same(played_a[id], played_b[id])]
+    ids = _by_kind([id for id in shared if id not in set(unequal)], played_a)
+    otherwise: list[str] = []
+    # F1, exact match and every judge are different measures.
+    scorings = [(one.get("open_ended", "f1"), one.get("judge_model", "")) for one in identities]
+    if scorings[0] != scorings[1]:
+        otherwise = ids.pop(QuestionKind.OPEN_ENDED, [])
+    if not ids:
+        ids_alone = f" ({len(unequal)} ids stand for different questions)" if unequal else ""
         raise ValueError(
-            f"--compare: {first} and {second} have no question in common; "
-            "play the same questions with both"
+            f"--compare: {first} and {second} have no question in common{ids_alone}; "
+            "play the same questions with both, and score them in the same way"
         )
-
-    # A mean of their F1 and the 0 or 1 of multiple choice would be meaningless.
-    opened = [id for id in shared if played_a[id]["kind"] == QuestionKind.OPEN_ENDED]
-    closed = [id for id in shared if id not in set(opened)]
-    found: dict[str, Any] = {
+    main, *others = ids
+    return {
         "benchmark": names[0],
         "made_with": _differing(*identities),
         "not_shared": len(played_a.keys() ^ played_b.keys()),
+        "unequal_ids": unequal,
+        "scored_otherwise": len(otherwise),
         "left_out": [_left_out(lines) for lines in (lines_a, lines_b)],
-        **_paired(closed or opened, played_a, played_b),
+        "kind": main,
+        **_paired(ids[main], played_a, played_b),
+        "other_kinds": {kind: _paired(ids[kind], played_a, played_b) for kind in others},
     }
-    if closed and opened:
-        found["open_ended"] = _paired(opened, played_a, played_b)
-    return found
+
+
+def _by_kind(ids: Sequence[str], played: dict[str, Line]) -> dict[str, list[str]]:
+    """The ids of each kind that there is. A mean over several kinds would be meaningless."""
+    found = {str(kind): [id for id in ids if played[id]["kind"] == kind] for kind in KINDS}
+    return {kind: ids for kind, ids in found.items() if ids}
+
+
+def _is_same(first: Line, second: Line) -> bool:
+    """Whether two lines are about the same question, video and answer."""
+    if _asked(first) != _asked(second):
+        return False
+    # Subtitles come before the text, as many as a run has room for.
+    subtitled = first["subtitles"] or second["subtitles"]
+    return bool(subtitled) or first["question"]["text"] == second["question"]["text"]
+
+
+def _asked(line: Line) -> tuple[Any, ...]:
+    """What a line is about, without the text: equal for shuffled options."""
+    options, answer = line["question"]["options"], line["question"]["answer"]
+    right = dict(zip(string.ascii_uppercase, options, strict=False)).get(answer, answer)
+    return line["video"], line["kind"], sorted(options), right
 
 
 def _paired(
@@ -128,8 +171,9 @@ def _differing(first: Line, second: Line) -> dict[str, list[Any]]:
 def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, Any]) -> str:
     """Format the result of `compare` as text."""
     score_a, score_b = found["scores"]
+    kind = f"{KINDS[found['kind']]} " if found["other_kinds"] else ""
     lines = [
-        f"{title_of(found['benchmark'])}: {found['questions']} questions played by both "
+        f"{title_of(found['benchmark'])}: {found['questions']} {kind}questions played by both "
         f"({found['not_shared']} by only one)",
         f"  A {first}: {100 * score_a:.1f}",
         f"  B {second}: {100 * score_b:.1f}",
@@ -143,12 +187,22 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
             f"  warning: scores differ on {found['differing_videos']} of {found['videos']} videos; "
             f"with fewer than {FEW_VIDEOS}, the interval is only a rough guide"
         )
-    if "open_ended" in found:
-        opened = found["open_ended"]
-        score_a, score_b = (100 * score for score in opened["scores"])
+    for name, other in found["other_kinds"].items():
+        score_a, score_b = (100 * score for score in other["scores"])
         lines.append(
-            f"  {opened['questions']} open-ended questions apart: A {score_a:.1f}, "
-            f"B {score_b:.1f}, B - A: {_difference(opened)}"
+            f"  {other['questions']} {KINDS[name]} questions apart: A {score_a:.1f}, "
+            f"B {score_b:.1f}, B - A: {_difference(other)}"
+        )
+    if found["scored_otherwise"]:
+        lines.append(
+            f"  {found['scored_otherwise']} open-ended questions are not compared: the runs score "
+            "them in different ways (--open-ended, --judge-model)"
+        )
+    if found["unequal_ids"]:
+        lines.append(
+            f"  warning: {len(found['unequal_ids'])} ids stand for different questions in A and B "
+            "(video, text, options or answer) and are not compared: "
+            f"{_some_of(found['unequal_ids'])}; give every question an id of its own"
         )
     for run, causes in zip("AB", found["left_out"], strict=True):
         if causes:

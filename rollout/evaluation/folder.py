@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
@@ -17,7 +17,7 @@ from paravt_jax.data.stored_settings import lock, require_same
 
 Line = dict[str, Any]
 
-_LONG_FIELDS = ("turns", "overview", "question")
+_LONG_FIELDS = frozenset(("turns", "overview", "question"))
 """Fields with the transcript: most of a line's bytes, and not needed for any figure."""
 
 
@@ -127,8 +127,12 @@ class EvaluationFolder:
         self._lines.seek(0, os.SEEK_END)
 
 
-def read_lines(folder: pathlib.Path) -> Iterator[Line]:
+def read_lines(folder: pathlib.Path, keep: Set[str] = frozenset()) -> Iterator[Line]:
     """Read the lines of all processes, without transcripts. Those of each process stay in order.
+
+    Args:
+        folder: the folder of the evaluation.
+        keep: fields of transcripts to keep.
 
     Raises:
         FolderError: a whole line is damaged. The message names the file and the line.
@@ -138,11 +142,14 @@ def read_lines(folder: pathlib.Path) -> Iterator[Line]:
             for number, text in enumerate(stream, 1):
                 if not text.endswith(b"\n"):  # another process is still writing it
                     continue
-                yield _parsed(text, file, number)
+                line = _parsed(text, file, number)
+                for field in _LONG_FIELDS - keep:
+                    line.pop(field, None)
+                yield line
 
 
 def _parsed(text: bytes, file: pathlib.Path, number: int) -> Line:
-    """A line of a file without its transcript."""
+    """A line of a file."""
     try:
         line = json.loads(text)
     except ValueError:
@@ -152,8 +159,6 @@ def _parsed(text: bytes, file: pathlib.Path, number: int) -> Line:
             f"{file}, line {number}: is damaged; "
             "delete the line, and the command that started the run asks that question again"
         )
-    for field in _LONG_FIELDS:
-        line.pop(field, None)
     return line
 
 

@@ -11,12 +11,18 @@ from rollout.evaluation.packs import PackError, PromptPack, TextPack, own_pack
 from rollout.evaluation.settings import BenchmarkSettings
 
 
-def open_text_pack(name: str) -> TextPack:
+def open_text_pack(name: str, release: str = "", lmms_eval_python: str = "") -> TextPack:
     """Open this project's own pack, or the one in a folder.
 
     Raises:
-        PackError: It cannot be used.
+        PackError: It cannot be used, or is one that only the command opens, as the two other
+            settings ask for as well.
     """
+    if release or lmms_eval_python or name in ("published", "lmms-eval"):
+        raise PackError(
+            f"--protocol {name}, --release {release!r}, --lmms-eval-python {lmms_eval_python!r}: "
+            "the command `paravt evaluate` opens published and lmms-eval; use it, or pass pack="
+        )
     return own_pack() if name == "own" else read_pack(name)
 
 

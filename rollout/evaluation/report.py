@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +12,7 @@ from paravt_jax.progress import Progress
 from rollout.evaluation.benchmarks import title_of
 from rollout.evaluation.folder import Line
 from rollout.evaluation.sharing import Deal
-from rollout.evaluation.summary import rows_of, score_of
+from rollout.evaluation.summary import APART, rows_of, score_of, scored
 
 
 class PlayProgress(Progress):
@@ -24,7 +25,7 @@ class PlayProgress(Progress):
         self._left_out = 0
         self._played = 0
         self._calls = 0
-        self._scores: list[float] = []  # of closed questions, as in the summary
+        self._scores: dict[str, list[float]] = collections.defaultdict(list)
 
     def add(self, line: Line) -> None:
         """Count a finished question."""
@@ -32,12 +33,13 @@ class PlayProgress(Progress):
             self._left_out += 1
         else:
             self._played += 1
-            if line["kind"] != QuestionKind.OPEN_ENDED:
-                self._scores.append(line["score"])
+            self._scores[line["kind"]].append(line["score"])
             self._calls += line["calls"]
         figures: dict[str, float] = {}
-        if self._scores:
-            figures["score"] = 100 * sum(self._scores) / len(self._scores)
+        # Of one kind, as in the summary.
+        choice, grounding = QuestionKind.MULTIPLE_CHOICE, QuestionKind.TEMPORAL_GROUNDING
+        if scores := self._scores[choice] or self._scores[grounding]:
+            figures["score"] = 100 * sum(scores) / len(scores)
         if self._played:
             figures["calls"] = self._calls / self._played
         if self._left_out:
@@ -54,14 +56,13 @@ def report(summary: Line, out: pathlib.Path) -> Iterator[str]:
     if not summary["n"]:
         yield f"{title}: none of {rows} questions was played"
     elif score is not None:
-        closed = summary["n"] - summary.get("open_ended", {}).get("n", 0)
         interval = _with_interval(score, summary["interval"])
-        yield f"{title}: {interval} on {closed} of {rows} questions"
-    if "open_ended" in summary:
-        found = summary["open_ended"]
+        yield f"{title}: {interval} on {scored(summary)} of {rows} questions"
+    for field in filter(summary.__contains__, APART):
+        found = summary[field]
         interval = _with_interval(found["score"], found["interval"])
         yield (
-            f"{title}, open-ended questions alone: {interval} on {found['n']} questions, "
+            f"{title}, {APART[field]} questions alone: {interval} on {found['n']} questions, "
             f"{found['without_answer']} without an answer"
         )
     for name, found in summary.get("other_readings", {}).items():

@@ -74,7 +74,8 @@ def evaluate(
     # Not checked by the settings themselves: a pack that plays with native videos may be run blind.
     if settings.blind and settings.native_video:
         raise ValueError("--blind, --native-video: a blind run shows no video; give only one")
-    opened = pack or hosts.on_all(lambda: open_text_pack(settings.pack))
+    named = (settings.pack, settings.release, settings.lmms_eval_python)
+    opened = pack or hosts.on_all(lambda: open_text_pack(*named))
     played = hosts.on_all(lambda: as_the_pack_plays(settings, opened, given))
     return _evaluate(played, opened, questions)
 
@@ -236,7 +237,7 @@ def _videos(settings: BenchmarkSettings) -> str:
         return str(pathlib.Path(settings.questions).parent)
     if settings.data and pathlib.Path(settings.data).is_dir():
         return settings.data
-    wanted = "give the folder of the videos; `paravt_extras.download` fetches those of a split"
+    wanted = "give the folder of the videos; `paravt download` fetches those of a split"
     if not settings.data or pathlib.Path(settings.data).exists():
         raise ValueError(f"--videos is missing: {wanted}")
     if not is_hub_id(settings.data):

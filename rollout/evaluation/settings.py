@@ -65,7 +65,7 @@ class BenchmarkSettings:
     name: str = ""
     """Name of the row in tables; if empty, the model's folder, or NAME for runs/NAME/model."""
     questions: str = ""
-    """File of your own questions (.jsonl or .csv, see docs/evaluation.md) instead of a split."""
+    """File of your own questions (JSON or CSV, see docs/evaluation.md) instead of a split."""
     pack: Annotated[str, tyro.conf.arg(name="protocol")] = "own"
     """Prompt pack: own, published, lmms-eval, or the folder of a pack (docs/evaluation.md)."""
     release: str = ""

@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from paravt_jax.data import foreign
+from paravt_jax.data.earnable import require_in_video
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
+from paravt_jax.data.published import Refused
 from paravt_jax.data.srt import read_srt
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
-from paravt_jax.method.records import Question
+from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
@@ -157,7 +158,7 @@ class Player:
 
     def _read_subtitles(self, path: str) -> list[Subtitle]:
         try:
-            return read_srt(foreign.read_bytes(join(self._videos.root, path)))
+            return read_srt(join(self._videos.root, path))
         except (OSError, VideoError, ForeignFileError) as error:
             raise BrokenRow(f"its subtitles: {error}") from error
 
@@ -185,7 +186,21 @@ class Player:
         path = self._videos.find(question.video)
         if path is None:
             return LeftOut(question, "missing", f"no file {question.video} below --videos")
-        return dataclasses.replace(question, video=path)
+        question = dataclasses.replace(question, video=path)
+        # Published spans are scored as they are.
+        return question if self._settings.benchmark else self._with_span(question)
+
+    def _with_span(self, question: Question) -> Question | LeftOut:
+        """The question, or the reason why no answer about its video can be right."""
+        if question.kind is not QuestionKind.TEMPORAL_GROUNDING:
+            return question
+        try:
+            require_in_video(question, self.environment.features.info(question.video).duration)
+        except Refused as error:
+            return LeftOut(question, "broken", f"{error.detail}; correct its answer")
+        except VideoError:
+            pass  # its episode will say why
+        return question
 
     def _line(self, item: Item, outcome: Played | LeftOut, subtitles: int | None) -> Line:
         video = item.question.video

@@ -24,6 +24,9 @@ from rollout.evaluation.statistics import Score, interval
 RECALL = (0.3, 0.5, 0.7)
 """Overlaps for grounding recall: the share of answers whose IoU is at least that high."""
 
+APART = {"grounding": "grounding", "open_ended": "open-ended"}
+"""The fields of a summary with figures of further kinds of question, with the names to show."""
+
 SAME = 1e-9
 """Two scores of an answer that are closer than this are the same."""
 
@@ -41,8 +44,8 @@ def summarise(
 ) -> Line:
     """Compute the content of summary.json.
 
-    Open-ended answers have separate figures, `open_ended`: a mean of their F1 and the 0 or 1 of
-    multiple choice would be meaningless.
+    The score is that of multiple choice, or of grounding if there is no choice. A mean over several
+    kinds would be meaningless, so `APART` names the figures of the others.
 
     Args:
         config: the content of config.json.
@@ -114,6 +117,11 @@ def not_played(summary: Line) -> dict[str, int]:
 def score_of(summary: Line) -> float | None:
     """A split's mean score in [0, 1]; None if no closed question was played."""
     return summary.get("miou", summary.get("accuracy"))
+
+
+def scored(summary: Line) -> int:
+    """The number of questions behind the score: those that were played, without other kinds."""
+    return summary["n"] - sum(summary[field]["n"] for field in APART if field in summary)
 
 
 def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
@@ -195,15 +203,17 @@ def figures(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
-    """`figures` for a split: the score covers closed questions only, and groups are added.
+    """`figures` for a split: scores cover one kind of question each, and groups are added.
 
-    So do `without_answer` and `unread`; `open_ended` has its own count of missing answers.
+    So does `without_answer`.
     """
     found = figures(played)
-    # These two include open-ended answers. The split's own score replaces them below.
+    # These two cover all kinds. The split's own score replaces them below.
     del found["accuracy"], found["interval"]
-    open_ended = [line for line in played if line["kind"] == QuestionKind.OPEN_ENDED]
-    closed = [line for line in played if line["kind"] != QuestionKind.OPEN_ENDED]
+    choice, grounding, open_ended = (
+        [line for line in played if line["kind"] == kind] for kind in QuestionKind
+    )
+    closed = choice or grounding
     found["without_answer"] = _without_answer(closed)
     if closed:
         scores = np.array([line["score"] for line in closed])
@@ -213,8 +223,9 @@ def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
             for overlap in RECALL:
                 found[f"r@{overlap}"] = float(np.mean(scores >= overlap))
         found["other_readings"] = other_readings(closed)
-    if open_ended:
-        found["open_ended"] = _group(open_ended) | {"without_answer": _without_answer(open_ended)}
+    for field, lines in (("grounding", grounding if choice else []), ("open_ended", open_ended)):
+        if lines:
+            found[field] = _group(lines) | {"without_answer": _without_answer(lines)}
     subtitled = sum(line["subtitles"] is not None for line in played)
     if subtitled:
         found["with_subtitles"] = subtitled
@@ -223,8 +234,8 @@ def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
             "95 %, Wilson at the effective number of questions (cluster-robust by video)"
         ),
         "seconds_per_question": float(np.mean([line["spent"] for line in played])),
-        "by_duration": _by(played, lambda line: [line["duration"]]),
-        "by_task": _by(played, lambda line: line["tasks"]),
+        "by_duration": _by(closed or open_ended, lambda line: [line["duration"]]),
+        "by_task": _by(closed or open_ended, lambda line: line["tasks"]),
     }
 
 

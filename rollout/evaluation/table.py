@@ -18,7 +18,7 @@ from rollout.evaluation.markdown import table as markdown
 from rollout.evaluation.markdown import wrapped
 from rollout.evaluation.paper import COLUMNS, MARKS, TABLE_1, Cell, mean_of_complete
 from rollout.evaluation.published_protocol import differences, prompts
-from rollout.evaluation.summary import not_played, read_summary, rows_of, score_of
+from rollout.evaluation.summary import APART, not_played, read_summary, rows_of, score_of, scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def contents(folders: Sequence[pathlib.Path]) -> dict[str, Any]:
         columns: the splits in order; the paper's seven come first.
         paper: rows of table 1: group, model, scores and average, and whether it is published.
         runs: rows of the folders. Per split: `score` and `interval` in per cent, `n`, `rows`,
-            `left_out` by cause, `calls`, `unread`, `without_answer`, `open_ended`,
+            `left_out` by cause, `calls`, `unread`, `without_answer`, `grounding`, `open_ended`,
             `other_readings`, `differences` from the published protocol, `prompts`,
             `made_with`.
 
@@ -110,10 +110,11 @@ def _entry(summary: Line) -> Line:
             "score": 100 * summary["lmms_eval_score"],
             "n": summary["lmms_eval"]["n"],
         }
-    if "open_ended" in summary:
-        found = summary["open_ended"]
-        entry["open_ended"] = {
-            "scoring": identity.get("open_ended", "f1"),
+    scorings = {"grounding": "mIoU", "open_ended": identity.get("open_ended", "f1")}
+    for field in filter(summary.__contains__, APART):
+        found = summary[field]
+        entry[field] = {
+            "scoring": scorings[field],
             "score": 100 * found["score"],
             "interval": [100 * end for end in found["interval"]],
             "n": found["n"],
@@ -211,7 +212,7 @@ def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str
         remark = f"{run['name']}: average with incomplete {headings}" if parts else ""
         average = marks.marked(average, remark)
     figures: dict[str, Callable[[Line], str]] = {
-        "questions": lambda entry: str(_closed(entry)),
+        "questions": lambda entry: str(scored(entry)),
         "95 % interval": lambda entry: _interval(entry["interval"]),
         "unread answers": lambda entry: str(entry.get("unread", "")),
         "no answer": lambda entry: str(entry.get("without_answer", "")),
@@ -223,13 +224,14 @@ def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str
     figures["by lmms-eval's functions"] = lambda entry: (
         _one_digit(entry["lmms_eval"]["score"]) if "lmms_eval" in entry else ""
     )
-    for opened in (entry["open_ended"] for entry in entries if entry and "open_ended" in entry):
-        figures[f"open-ended {opened['scoring']}, {opened['n']}"] = lambda entry: (
-            _one_digit(entry["open_ended"]["score"]) if "open_ended" in entry else ""
-        )
-        figures["95 % interval of that"] = lambda entry: (
-            _interval(entry["open_ended"]["interval"]) if "open_ended" in entry else ""
-        )
+    for field, kind in APART.items():
+        for found in (entry[field] for entry in entries if entry and field in entry):
+            figures[f"{kind} {found['scoring']}, {found['n']}"] = lambda entry, field=field: (
+                _one_digit(entry[field]["score"]) if field in entry else ""
+            )
+            figures[f"95 % interval of {kind}"] = lambda entry, field=field: (
+                _interval(entry[field]["interval"]) if field in entry else ""
+            )
     rows = [[run["name"], *(score or "" for score in scores), average]]
     for title, show in figures.items():
         cells = [show(entry) if entry else "" for entry in entries]
@@ -245,11 +247,6 @@ def _one_digit(score: float | None) -> str:
 
 def _interval(ends: Sequence[float] | None) -> str:
     return f"{ends[0]:.1f}-{ends[1]:.1f}" if ends else ""
-
-
-def _closed(entry: Line) -> int:
-    """The number of questions behind the score."""
-    return entry["n"] - entry.get("open_ended", {"n": 0})["n"]
 
 
 def _differing(entry: Line) -> list[str]:
@@ -282,7 +279,7 @@ def _legend(table: dict[str, Any]) -> list[str]:
     lines = [
         f"- Paper: {marks}. It gives no intervals.",
         "- Averages: (p) published, (c) computed here. Incomplete rows have none.",
-        "- Charades is mIoU. MMVU is multiple choice; open-ended answers have lines of their own.",
+        "- Charades is mIoU. MMVU is multiple choice. Other kinds have lines of their own.",
         "- Unread answers name no option or span. Like questions without an answer, they score 0.",
         "- Rows of counts that are 0 everywhere are left out.",
     ]

@@ -110,14 +110,18 @@ def _facts(episode: dict[str, Any], turns: int, calls: list[dict[str, Any]]) -> 
 
 
 def _options(question: dict[str, Any], answer: str | None) -> list[dict[str, Any]]:
-    """Each option, whether it is right and whether it was chosen."""
+    """Each option, whether it is right and whether it was chosen.
+
+    `right` is None for all of them if the right answer is unknown, as in `rollout.ask`.
+    """
     options = question["options"]
     right = chosen_option(question["answer"] or "", options)
     chosen = chosen_option(answer or "", options)
     found = []
     for index, option in enumerate(options):
         letter = chr(ord("A") + index)
-        found.append({"text": option, "right": letter == right, "chosen": letter == chosen})
+        is_right = None if right is None else letter == right
+        found.append({"text": option, "right": is_right, "chosen": letter == chosen})
     return found
 
 

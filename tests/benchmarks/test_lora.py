@@ -14,6 +14,7 @@ from benchmarks import lora
 from benchmarks.lora import FULL, LORA, MEASURED, MIB, START, Comparison, plan, table
 from configs.paravt_tiny import paravt_tiny
 from models.lora import LoRASettings
+from paravt_jax.data.stored_json import write_checked_json
 from tests.train.small import small
 from train.durable.run_directory import RunDirectory
 from train.prepare import prepare
@@ -99,10 +100,11 @@ def test_finished_runs_are_only_read_and_an_interrupted_one_starts_over(
 def test_a_run_with_other_settings_is_not_taken_for_one_of_these(tmp_path, monkeypatch, capsys):
     run(tmp_path, (4,), monkeypatch)
     file = tmp_path / "lora-4" / "config.json"
-    config = file.read_text()
-    changed = config.replace('"rank": 16', '"rank": 8')
-    assert changed != config
-    file.write_text(changed)
+    text = file.read_text()
+    changed = json.loads(text.replace('"rank": 16', '"rank": 8'))
+    assert changed != json.loads(text)
+    del changed["checksum"]
+    write_checked_json(file, changed)
     code, fake = run(tmp_path, (4,), monkeypatch)
     assert (code, fake.done) == (1, [])
     assert "rank" in capsys.readouterr().err

@@ -334,7 +334,7 @@ def test_every_setting_is_read():
     Fields are told apart by name only: an unread one that shares its name with another is missed.
     """
     read: set[str] = set()
-    for folder in ("paravt_jax", "models", "rollout", "train", "configs"):
+    for folder in ("paravt_jax", "paravt_extras", "models", "rollout", "train", "configs"):
         for file in (ROOT / folder).glob("**/*.py"):
             read |= attributes_outside_checks(ast.parse(file.read_text()))
     for kind in SETTINGS:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 
@@ -30,8 +32,8 @@ case $words in
 *queued-resources\\ delete*) echo delete >>calls; rm -f begun ;;
 *"test -e paravt-jax/started"*) [ -e begun ] ;;
 *"make this host ready"*) echo "set up" >>calls ;;
-*"paravt supervise"*)
-    echo "begin: $(grep -o "supervise -- [^']*" <<<"$words")" >>calls
+*"restart.sh"*)
+    echo "begin: $(grep -o "restart.sh [^']*" <<<"$words")" >>calls
     grep -o "export HF_HOME=.*" <<<"$words" >exports
     touch begun
     ;;
@@ -88,7 +90,7 @@ def test_a_slice_that_is_taken_away_is_created_again(tmp_path):
     once = ["none", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
     # The run has no code before the slice is suspended: the file of the first life is empty.
     assert cloud.watch(*once[:3], "SUSPENDED", *once, code="0") == 0
-    begin = "begin: supervise -- paravt run --config=x"
+    begin = "begin: restart.sh paravt run --config=x"
     assert cloud.calls == ["create --spot", "delete", "create --spot", "set up", begin]
     assert "n is SUSPENDED" in cloud.said
     # The host expands it. Downloads go to the share, not to the boot disk.
@@ -107,6 +109,56 @@ def test_a_second_start_watches_the_same_run(tmp_path):
     (tmp_path / "calls").touch()
     assert cloud.watch("ACTIVE", code="0") == 0
     assert cloud.calls == []
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "starts"), [("75 70 0", 0, 3), ("75 1", 1, 2), ("137 143", 143, 2)]
+)
+def test_a_command_is_started_again_after_the_codes_that_deserve_it(codes, code, starts, tmp_path):
+    (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
+    command = "code=$(head -n 1 codes); sed -i 1d codes; echo start >>starts; exit $code"
+    ended = subprocess.run(
+        [FOLDER / "restart.sh", "bash", "-c", command],
+        cwd=tmp_path,
+        env={**os.environ, "PAUSE": "0"},
+    )
+    assert ended.returncode == code
+    assert (tmp_path / "starts").read_text().count("start") == starts
+
+
+def test_a_command_that_was_stopped_is_not_started_again(tmp_path):
+    script = "trap 'echo saved >>said; exit 143' TERM; echo begun >>said; sleep 60 & wait"
+    with subprocess.Popen([FOLDER / "restart.sh", "bash", "-c", script], cwd=tmp_path) as running:
+        while not (tmp_path / "said").exists():
+            time.sleep(0.05)
+        running.terminate()
+        assert running.wait(20) == 143
+    assert (tmp_path / "said").read_text().split() == ["begun", "saved"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_in_the_pause_starts_nothing(sent, tmp_path):
+    script = "echo start >>starts; exit 75"
+    with subprocess.Popen(
+        ["python3", "-c", _WITH_SIGNALS, str(FOLDER / "restart.sh"), "bash", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PAUSE": "2"},
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as running:
+        assert running.stderr is not None
+        running.stderr.readline()  # it pauses
+        os.killpg(running.pid, sent)
+        assert running.wait(20) == 75
+    assert (tmp_path / "starts").read_text() == "start\n"
+
+
+# A shell cannot handle a signal that was ignored when it began.
+_WITH_SIGNALS = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 # Stand-ins for the commands of setup.sh. Each notes its call; `home` is what a host keeps.

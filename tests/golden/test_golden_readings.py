@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from paravt_jax.data.srt import read_srt
+from paravt_jax.data.srt import parse_srt
 from paravt_jax.method.accuracy import chosen_option, grounding_accuracy, read_range
 from paravt_jax.method.tools.crop_video import read_seconds
 from rollout.evaluation.published_readings import released_letter, released_range
@@ -395,7 +395,7 @@ SUBTITLES = {
 
 
 def read_subtitles(record: dict) -> str:
-    return "\n".join(entry.text for entry in read_srt(record["input"].encode()))
+    return "\n".join(entry.text for entry in parse_srt(record["input"]))
 
 
 def test_parse_srt(records, hold):

@@ -56,7 +56,38 @@ def test_another_model_or_size_is_refused():
             "text_config",
             "rope_parameters",
             {"rope_type": "yarn", "rope_theta": 1e4},
-            "text_config.rope_type = 'yarn'",
+            "text_config.rope_parameters.rope_type = 'yarn'",
+        ),
+        # Beside rope_parameters, which say default.
+        (
+            "text_config",
+            "rope_scaling",
+            {"type": "yarn", "factor": 4.0},
+            "text_config.rope_scaling.type = 'yarn': .*remove the scaling",
+        ),
+        (
+            None,
+            "rope_scaling",
+            {"rope_type": "yarn", "factor": 4.0},
+            "rope_scaling.rope_type = 'yarn': .*remove the scaling",
+        ),
+        (
+            "vision_config",
+            "rope_parameters",
+            {"rope_type": "linear"},
+            "vision_config.rope_parameters.rope_type = 'linear': only default",
+        ),
+        (
+            "text_config",
+            "rope_theta",
+            1e6,
+            "text_config: rope_theta is 1000000.0 in one place and 10000.0 in another",
+        ),
+        (
+            "text_config",
+            "rope_scaling",
+            {"mrope_interleaved": False},
+            "text_config: mrope_interleaved is True in one place and False in another",
         ),
         (
             "text_config",
@@ -74,8 +105,17 @@ def test_another_model_or_size_is_refused():
 )
 def test_unsupported_values_are_refused(tower, field, value, message):
     content = to_hf(tiny(300))
-    content[tower][field] = value
+    part = content if tower is None else content[tower]
+    part[field] = value
     with pytest.raises(ValueError, match=message):
+        from_hf(content)
+
+
+def test_rotary_frequencies_in_another_order_are_refused():
+    content = to_hf(tiny(300))
+    for rope in ("rope_parameters", "rope_scaling"):
+        content["text_config"][rope]["mrope_interleaved"] = False
+    with pytest.raises(ValueError, match="mrope_interleaved = False: only True is supported"):
         from_hf(content)
 
 

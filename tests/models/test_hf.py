@@ -281,6 +281,47 @@ def test_a_tied_head_has_the_shape_of_the_embedding(published):
         hf.load(published)
 
 
+def test_a_trained_head_of_a_tied_model_is_not_dropped(published):
+    """Tools that train the head of a tied model may leave `tie_word_embeddings` as it was."""
+    head = "lm_head.weight"
+    file = next(
+        file
+        for file in published.glob("*.safetensors")
+        if head in tensor_file.read_header(file).tensors
+    )
+    tensors = load_file(file)
+    # The last row differs, and has the type of the rest.
+    tensors[head] = tensors[head].copy()
+    tensors[head][-1, -1] += 1
+    save_file(tensors, file)
+    with pytest.raises(ValueError) as error:
+        hf.load(published)
+    assert str(error.value) == (
+        f"{file}: lm_head.weight differs from model.language_model.embed_tokens.weight, but "
+        "tie_word_embeddings = true in config.json says that they are one; set it to false there, "
+        "also in text_config, to use both"
+    )
+    config = json.loads((published / "config.json").read_text())
+    config["tie_word_embeddings"] = False
+    (published / "config.json").write_text(json.dumps(config))
+    loaded = hf.load(published, param_dtype=jnp.bfloat16)
+    assert loaded.text.head is not None
+    np.testing.assert_array_equal(np.asarray(loaded.text.head[...]), tensors[head])
+
+
+def test_a_tied_head_of_another_type_is_the_embedding(published):
+    head = "lm_head.weight"
+    file = next(
+        file
+        for file in published.glob("*.safetensors")
+        if head in tensor_file.read_header(file).tensors
+    )
+    tensors = load_file(file)
+    tensors[head] = tensors[head].astype(np.float32)
+    save_file(tensors, file)
+    hf.load(published)
+
+
 def test_a_folder_without_weights_is_refused(tmp_path, config):
     with pytest.raises(FileNotFoundError, match="neither model.safetensors"):
         hf.load(tmp_path, config)

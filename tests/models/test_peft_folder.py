@@ -189,6 +189,12 @@ def test_a_base_of_another_size_is_refused_before_its_weights_are_read(case, fol
         ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern is "),
         ({"bias": "all"}, 'bias is "all"'),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights is "pissa"'),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save names lm_head, which has no tensor"),
+        ({"modules_to_save": 3}, "modules_to_save is no list"),
+        (
+            {"revision": "v1.1", "base_model_name_or_path": "owner/name"},
+            'revision is "v1.1", but the base is read from its main branch',
+        ),
         ({"r": 0}, "lora.rank: 0"),
         ({"r": 4}, "28 misshaped: "),
         ({"r": None}, "adapter_config.json: damaged"),
@@ -198,6 +204,12 @@ def test_a_base_of_another_size_is_refused_before_its_weights_are_read(case, fol
 def test_adapters_of_another_form_are_refused(folder, fields, message):
     change(folder, **fields)
     with pytest.raises(ValueError, match=message):
+        peft_folder.load(folder)
+
+
+def test_a_whole_model_beside_adapters_is_not_dropped(base, folder):
+    (folder / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="holds the weights of a whole model, and adapters"):
         peft_folder.load(folder)
 
 

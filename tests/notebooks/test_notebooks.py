@@ -76,14 +76,14 @@ def test_the_2b_notebook_trains_adapters_and_compares_them(tmp_path, monkeypatch
     assert "paravt_2b_lora: needs a TPU or a GPU" in text
     for phase in ("before", "after"):
         assert re.search(rf"{phase} +K = +4 +accuracy \d\.\d\d  crops per question \d", text)
-    assert "2 questions played by both" in text
+    assert "questions played by both" in text
     pages = [
         output["data"]["text/html"]
         for cell in notebook.cells
         for output in cell.get("outputs", ())
         if "text/html" in output.get("data", {})
     ]
-    assert any("The run has finished." in page and "svg" in page for page in pages)
+    assert any("paravt_2b_lora" in page and "svg" in page for page in pages)
     run = tmp_path / "paravt_2b_lora"
     assert (run / "adapter/adapter_model.safetensors").is_file()
     assert (run / "model/model.safetensors").is_file()
@@ -102,6 +102,6 @@ def test_without_a_chip_the_2b_notebook_ends_before_any_download(tmp_path, monke
         for output in cell.get("outputs", ())
         if output.output_type == "error"
     ]
-    assert len(error.traceback) == 1 and "Traceback" not in error.traceback[0]
+    assert not any("Traceback" in line for line in error.traceback)
     assert "paravt_tiny: fits" in printed(notebook)
     assert not list(tmp_path.iterdir())

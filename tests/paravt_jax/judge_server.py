@@ -27,12 +27,10 @@ class Reply:
     close: bool = False
 
 
-def says(text: Any, **fields: Any) -> Reply:
-    """A chat completion with this content."""
-    return Reply(
-        json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode(),
-        **fields,
-    )
+def says(text: Any, beside: dict[str, Any] | None = None, **fields: Any) -> Reply:
+    """A chat completion with this content, and other fields of its message beside it."""
+    message = {"role": "assistant", "content": text} | (beside or {})
+    return Reply(json.dumps({"choices": [{"message": message}]}).encode(), **fields)
 
 
 @dataclasses.dataclass(frozen=True)

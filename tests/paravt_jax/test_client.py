@@ -55,7 +55,7 @@ def text(choice: Choice) -> str:
     """Read the text of a completion; "no" cannot be used."""
     if choice.text == "no":
         raise UnusableReply("it says no")
-    return choice.text
+    return choice.text or ""
 
 
 @dataclasses.dataclass
@@ -143,6 +143,14 @@ def test_a_completion_has_its_text_and_why_it_ended():
     with serving(lambda *_: Reply(json.dumps({"choices": [choice]}).encode())) as server:
         found = Client(quick(server.endpoint)).ask({}, lambda choice: choice).result(STALL)
     assert found == Choice("a b", "stop", "b")
+
+
+def test_a_completion_has_what_the_server_took_out_of_its_text():
+    call = {"name": "crop_video", "arguments": "{}"}
+    beside = {"tool_calls": [{"function": call}], "reasoning": "hm", "refusal": "no"}
+    with serving(lambda *_: says("", beside)) as server:
+        found = Client(quick(server.endpoint)).ask({}, lambda choice: choice).result(STALL)
+    assert found == Choice("", None, None, (call,), "hm", "no")
 
 
 NONSENSE = {

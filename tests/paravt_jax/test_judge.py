@@ -184,7 +184,7 @@ def test_other_numbers_are_not_scores(number):
 NO_SCORES = {
     "no completion": Reply(b"<html>It works!</html>"),
     "no text": says(None),
-    "parts": says([{"type": "text", "text": "1"}]),
+    "other parts": says([{"type": "image"}]),
     "a number": says(1),
     "a sentence": says("I would give it a 1, or a 0.5."),
 }
@@ -196,6 +196,11 @@ def test_a_reply_without_a_score_is_asked_again_and_then_f1_counts(reply):
         F1,
         JudgeCounts(asked=1, fell_back=1, retried=1, nonsense=2),
     )
+
+
+def test_a_score_in_parts_counts():
+    reply = says([{"type": "thinking", "thinking": "0"}, {"type": "text", "text": "1"}])
+    assert play([reply]) == (1.0, JudgeCounts(asked=1, answered=1))
 
 
 def test_a_later_reply_with_a_score_counts():
@@ -217,6 +222,9 @@ def test_a_later_reply_with_a_score_counts():
         (Reply(close=True), "unreachable", "connection failed .*; F1 .*check endpoint"),
         (Reply(delay=STALL), "timed_out", "no reply within timeout = 0.5 s; F1 .*raise timeout"),
         (says("yes"), "nonsense", "the reply is none of 0, 0.5, 1; F1 .*thinking aloud"),
+        (says(None), "nonsense", "the reply has no text; F1 "),
+        (says("", {"reasoning": "1"}), "nonsense", "the reply is nothing but reasoning; F1 "),
+        (says("", {"refusal": "no"}), "nonsense", "the model refuses to answer; F1 "),
     ],
 )
 def test_each_kind_of_failure_is_counted_and_logged_once(reply, kind, told, caplog):

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NotRequired, TypedDict
 
 import pytest
 
-from paravt_jax.data.stored_json import DamagedFileError, mismatch, read_json
+from paravt_jax.data.stored_json import (
+    DamagedFileError,
+    has_checksum,
+    mismatch,
+    read_checked_json,
+    read_json,
+    write_checked_json,
+)
+from tests.damaged import damaged_versions
 
 
 class Inner(TypedDict):
@@ -69,3 +78,43 @@ def test_a_sound_file_is_read(tmp_path) -> None:
     file = tmp_path / "seconds.json"
     file.write_text("3")
     assert read_json(file, float, "delete it") == 3
+
+
+OBJECTS = [SOUND, {"n": 1, "rows": []}, {"n": 0, "rows": [{"x": 1.0}], "name": "caf\u00e9 \n,\n"}]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("content", OBJECTS)
+def test_a_checked_file_reads_back_equal_and_is_json(tmp_path, content, indent) -> None:
+    file = tmp_path / "history.json"
+    write_checked_json(file, content, indent)
+    assert read_checked_json(file, Kind, "restore it") == content
+    whole = json.loads(file.read_text())
+    assert whole.pop("checksum") and whole == content
+
+
+def test_an_empty_object_reads_back_equal(tmp_path) -> None:
+    write_checked_json(tmp_path / "sums.json", {})
+    assert read_checked_json(tmp_path / "sums.json", dict[str, int], "restore it") == {}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_every_flipped_bit_and_every_cut_of_a_checked_file_is_one_line(tmp_path, indent) -> None:
+    """Also one in the name of a field that need not be there, or of the checksum."""
+    file = tmp_path / "history.json"
+    write_checked_json(file, SOUND, indent)
+    for damaged in damaged_versions(file.read_bytes()):
+        file.write_bytes(damaged)
+        with pytest.raises(DamagedFileError) as error:
+            read_checked_json(file, dict[str, Any], "restore it")
+        assert str(error.value).startswith(f"{file}: damaged: ")
+        assert str(error.value).endswith("; restore it")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_file_of_an_earlier_version_has_no_checksum(tmp_path, indent) -> None:
+    file = tmp_path / "history.json"
+    file.write_text(json.dumps(SOUND, indent=indent) + "\n")
+    assert not has_checksum(file.read_bytes())
+    assert read_checked_json(file, Kind, "restore it") == SOUND

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paravt_jax.data.srt import read_srt
+from paravt_jax.data.foreign import ForeignFileError
+from paravt_jax.data.srt import parse_srt, read_srt
 from paravt_jax.method.subtitles import Subtitle
 
 HELLO = "1\n00:00:01,500 --> 00:01:02,000\nHello\n"
@@ -12,7 +13,7 @@ HELLO = "1\n00:00:01,500 --> 00:01:02,000\nHello\n"
 
 def test_entries_have_times_and_text():
     text = HELLO + "\n2\n01:00:05,250 --> 01:00:06,000\n<i>Second</i> line\nthird line\n"
-    assert read_srt(text) == [
+    assert parse_srt(text) == [
         Subtitle(1.5, 62.0, "Hello"),
         Subtitle(3605.25, 3606.0, "Second line\nthird line"),
     ]
@@ -31,17 +32,85 @@ def test_entries_have_times_and_text():
         HELLO.replace("00:00:01", "00:01").replace("00:01:02", "01:02"),  # no hours
         HELLO.replace("2,000", "2,000 X1:40 Y2:600"),
         HELLO.replace("Hello", '<font color="red"><b>Hello</b></font>\n<i></i>'),
-        HELLO + "\n2\n00:00:03,000 --> 00:00:04,000\n\n3\nno times\nat all\n",
+        "no times\nat all\n\n" + HELLO + "\n2\n00:00:03,000 --> 00:00:04,000\n\n",
     ],
 )
-def test_one_entry_in_many_forms(text):
-    assert read_srt(text) == read_srt(text.encode()) == [Subtitle(1.5, 62.0, "Hello")]
+def test_one_entry_in_many_forms(text, tmp_path):
+    (tmp_path / "talk.srt").write_bytes(text.encode())
+    assert read_srt(tmp_path / "talk.srt") == [Subtitle(1.5, 62.0, "Hello")]
 
 
-def test_invalid_utf8_is_dropped():
-    assert read_srt(b"1\n00:00:01,500 --> 00:01:02,000\nHe\xffllo\xc3\n") == [
-        Subtitle(1.5, 62.0, "Hello")
-    ]
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (r"{\an8}Hello", "Hello"),
+        (r"{\an8\pos(10,20)}Hel{\i1}lo{\i0}", "Hello"),
+        ("{Hello} there", "{Hello} there"),
+        ("five < six and 7 > 3", "five < six and 7 > 3"),
+        ("<i>Hello</i > <3", "Hello <3"),
+        ("Hello\n\nthere\n\n42\n", "Hello\nthere\n42"),
+    ],
+)
+def test_tags_are_dropped_and_words_stay(line, words):
+    (entry,) = parse_srt(HELLO.replace("Hello", line))
+    assert entry.text == words
+
+
+@pytest.mark.parametrize("gap", ["", "\n", "2\n", "\n2\n", "\n\n 2 \n"])
+def test_a_line_of_times_starts_an_entry(gap):
+    text = HELLO + gap + "00:01:03,000 --> 00:01:04,000\n7\n\n8"
+    assert parse_srt(text) == [Subtitle(1.5, 62.0, "Hello"), Subtitle(63.0, 64.0, "7\n8")]
+
+
+# Every encoding writes these in its own way, unlike plain English.
+WORDS = "今天的密码是 4812, café"
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-32-be"]
+)
+def test_a_byte_order_mark_names_the_encoding(encoding, tmp_path):
+    text = HELLO.replace("Hello", WORDS)
+    mark = "\ufeff" if encoding.endswith("-be") else ""
+    (tmp_path / "talk.srt").write_bytes((mark + text).encode(encoding))
+    assert read_srt(tmp_path / "talk.srt") == [Subtitle(1.5, 62.0, WORDS)]
+
+
+@pytest.mark.parametrize(
+    ("words", "encoding"),
+    [
+        (WORDS, "gb18030"),
+        ("Le café est fermé", "cp1252"),
+        (WORDS, "utf-16-le"),
+        ("Hello", "utf-16-le"),
+        ("Hello", "utf-16-be"),
+    ],
+)
+def test_other_encodings_are_refused(words, encoding, tmp_path):
+    file = tmp_path / "talk.srt"
+    file.write_bytes(HELLO.replace("Hello", words).encode(encoding))
+    with pytest.raises(ForeignFileError, match=r"talk\.srt: .*; save it as UTF-8$"):
+        read_srt(file)
+
+
+def test_a_cut_file_is_refused(tmp_path):
+    file = tmp_path / "talk.srt"
+    file.write_bytes(HELLO.encode("utf-16")[:-1])
+    with pytest.raises(ForeignFileError, match="its text cannot be decoded .*; save it as UTF-8"):
+        read_srt(file)
+
+
+@pytest.mark.parametrize("text", ["words\nwithout times\n", "WEBVTT\n\n1 --> 2\nHello\n"])
+def test_a_file_without_times_is_refused(text, tmp_path):
+    (tmp_path / "talk.srt").write_text(text)
+    with pytest.raises(ForeignFileError, match=r"talk\.srt: has no line of times such as 00:01:13"):
+        read_srt(tmp_path / "talk.srt")
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", HELLO.replace("Hello", "<i></i>")])
+def test_a_file_of_silence_has_no_entries(text, tmp_path):
+    (tmp_path / "talk.srt").write_text(text)
+    assert read_srt(tmp_path / "talk.srt") == []
 
 
 @pytest.mark.parametrize(
@@ -55,7 +124,7 @@ def test_invalid_utf8_is_dropped():
     ],
 )
 def test_a_block_without_times_is_skipped(text):
-    assert read_srt(text) == []
+    assert parse_srt(text) == []
 
 
 _PIECES = st.sampled_from(
@@ -79,14 +148,12 @@ _PIECES = st.sampled_from(
 
 @given(
     st.one_of(
-        st.binary(),
         st.text(),
         st.lists(_PIECES).map("".join),
-        st.lists(_PIECES).map(lambda pieces: "".join(pieces).encode()),
     )
 )
 def test_no_input_raises_and_every_entry_has_words(data):
-    for entry in read_srt(data):
+    for entry in parse_srt(data):
         assert entry.start >= 0
         assert entry.end >= 0
         assert entry.text.strip() == entry.text != ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import shutil
@@ -281,6 +282,32 @@ def test_an_episode_is_described_turn_by_turn(small_questions):
     ]
 
 
+@pytest.mark.parametrize(
+    ("truth", "shown"),
+    [
+        ("", ["seven", "four", "five (chosen)"]),
+        ("C", ["seven", "four", "five ✓"]),
+        ("A", ["seven ○", "four", "five ✗"]),
+    ],
+)
+def test_a_page_marks_options_as_right_or_wrong_only_if_that_is_known(
+    assistant, small_world, truth, shown
+):
+    video = small_world.folder / small_world.videos[0].path
+    options = ("seven", "four", "five")
+    asked = assistant.ask(video, TEXT, options=options, frames=4)
+    question = dataclasses.replace(asked.question, answer=truth)
+    episode = dataclasses.replace(asked, question=question, answer="five", stop=StopReason.ANSWERED)
+    page = assistant.page(episode, EpisodeSettings(4, 0.0))
+    marked = re.findall('<li class="(option[^"]*)">(.*?)</li>', page)
+    assert [text.strip() for _, text in marked] == shown
+    classes = {word for names, _ in marked for word in names.split()}
+    assert (
+        classes
+        == {"option", "chosen"} | {"": set(), "C": {"truth"}, "A": {"truth", "wrong"}}[truth]
+    )
+
+
 def test_options_may_come_before_the_question(command, small_world, tmp_path):
     video = str(small_world.folder / small_world.videos[0].path)
     options = ("--option", "seven", "--option", "four")
@@ -310,6 +337,7 @@ def test_mistakes_are_one_line_each(command, small_world, tmp_path):
     (tmp_path / "foreign.mp4").write_bytes(Path(video).read_bytes().replace(b"avc1", b"zzzz"))
     Image.new("RGB", (900, 3)).save(tmp_path / "thin.png")
     (tmp_path / "notes.srt").write_text("no times")
+    (tmp_path / "empty.srt").write_text("")
     (tmp_path / "talk.srt").write_text("00:01 --> 00:02\nhello\n")
     for argv, message in (
         (("--video", str(tmp_path / "none.mp4"), TEXT), "--video .*none.mp4: no such file"),
@@ -331,6 +359,10 @@ def test_mistakes_are_one_line_each(command, small_world, tmp_path):
         ),
         (
             ("--video", video, TEXT, "--subtitles", str(tmp_path / "notes.srt")),
+            "--subtitles .*notes.srt: has no line of times",
+        ),
+        (
+            ("--video", video, TEXT, "--subtitles", str(tmp_path / "empty.srt")),
             "--subtitles .*no entries",
         ),
         (

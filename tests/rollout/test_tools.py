@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from paravt_jax.data.srt import read_srt
+from paravt_jax.data.srt import parse_srt
 from paravt_jax.method.parsing import call_text, parse_calls
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import (
@@ -64,7 +64,7 @@ def plan(*calls: str) -> str:
 
 @pytest.fixture
 def srt() -> tuple[Subtitle, ...]:
-    return tuple(read_srt(SRT))
+    return tuple(parse_srt(SRT))
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_tags_in_subtitles_are_plain_text(perform, srt):
 def test_a_response_is_bounded_in_entries_and_tokens(perform, srt):
     entries = [Subtitle(float(n), n + 1.0, f"bread number {n}") for n in range(40)]
     assert best_entries(entries, "bread") == entries[:ENTRIES]
-    srt = tuple(read_srt(SRT.replace("The bread rises", "bread " * 500)))
+    srt = tuple(parse_srt(SRT.replace("The bread rises", "bread " * 500)))
     episode, _, environment = perform([plan(search("bread")), ANSWER], srt, summary_tokens=16)
     assert len(environment.protocol.vocabulary.encode(episode.turns[0].calls[0].response)) <= 16
 

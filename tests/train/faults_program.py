@@ -103,6 +103,12 @@ def happen(fault: str, wire: Wire | None) -> None:
         threading.Event().wait()
 
 
+def destroyed(array: jax.Array) -> jax.Array:
+    """An array whose shards of this process are not finite."""
+    shards = [shard.data * np.nan for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
 def steps(
     name: str, who: int, folder: pathlib.Path, wire: Wire | None, interrupts: Interrupts
 ) -> pathlib.Path:
@@ -131,7 +137,10 @@ def steps(
                 happened.touch()
                 happen(fault, wire)
             hosts.gather(step)
-            phase.done(step, {"loss": 1.0}, state(step), step)
+            after = state(step)
+            if fault == "destroyed" and step > BAD_STEP and hosts.process_index() == who:
+                after["w1"] = destroyed(after["w1"])
+            phase.done(step, {"loss": 1.0}, after, step)
             time.sleep(0.05)
     return folder / "report.html"
 

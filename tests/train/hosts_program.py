@@ -22,6 +22,7 @@ from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh, param_shardings
 from paravt_extras.plan.collectives import bytes_sent, find_collectives
+from paravt_jax.data.file_sums import read_sums
 from paravt_jax.processes import cluster, hosts
 from train.durable.interrupts import Interrupts, Stopped
 from train.learn.weight_sync import WeightSync
@@ -192,7 +193,7 @@ def damaged(folder: pathlib.Path, index: int) -> dict:
     for step in (1, 2):
         checkpoints.save(step, state(step), {"step": step})
     checkpoints.close()
-    sums = json.loads((folder / "rl" / "2" / "sums.json").read_text())
+    sums = read_sums(folder / "rl" / "2") or {}
     with hosts.one_after_another():
         if hosts.is_first():
             # The largest file that the second process wrote.
@@ -206,39 +207,6 @@ def damaged(folder: pathlib.Path, index: int) -> dict:
     values = {float(x) for shard in found["w"].addressable_shards for x in np.asarray(shard.data)}
     again.close()
     return {"step": step, "meta": meta, "values": sorted(values), "files": len(sums)}
-
-
-def rescue(folder: pathlib.Path, index: int) -> dict:
-    """Makes emergency saves of two steps on both processes, of a third on one, and restores one."""
-    from train.durable.emergency import EmergencySaves
-
-    sharding = jax.sharding.NamedSharding(
-        make_mesh(1, jax.device_count(), 1), jax.sharding.PartitionSpec("fsdp")
-    )
-    shape = (8 * jax.device_count(), 3)
-
-    def state(step: int) -> dict:
-        values = np.random.default_rng(step).random(shape, np.float32)
-        return {
-            "w": jax.make_array_from_callback(shape, sharding, lambda place: values[place]),
-            "step": np.int32(step) * jax.numpy.ones((), jax.numpy.int32),
-        }
-
-    walls = {1: 0.1, 2: 0.2, 3: 0.3}
-    saves = EmergencySaves(folder, {})
-    for step in (1, 2, 3):
-        if step < 3 or index == 0:
-            saves.save(step, state(step), {"cursor": step}, walls[step])
-    again = EmergencySaves(folder, {})
-    newest = again.newest(walls)
-    found, meta = again.restore(state(0), newest)
-    pairs = [
-        (mine.data, other.data)
-        for name, leaf in state(newest).items()
-        for mine, other in zip(found[name].addressable_shards, leaf.addressable_shards, strict=True)
-    ]
-    equal = all((np.asarray(mine) == np.asarray(other)).all() for mine, other in pairs)
-    return {"newest": newest, "equal": equal, "cursor": meta["cursor"]}
 
 
 def fail(folder: pathlib.Path, index: int) -> dict:
@@ -267,7 +235,6 @@ if __name__ == "__main__":
         "look": look,
         "fail": fail,
         "damaged": damaged,
-        "rescue": rescue,
         "die": die,
         "learn": learn,
         "adapt": adapt,

@@ -148,13 +148,13 @@ def test_a_pull_makes_a_folder_equal_to_what_was_pushed(store, tmp_path):
     files = {"config.json": "{}", "history.json": "1", "records/a/b": "x", "metrics.jsonl": "1\n"}
     fill(here, files)
     # Not for other machines, or not complete.
-    local = [".lock", "rollouts.json", "wandb/log", "a.json.tmp", ".model.x.partial/b"]
+    local = [".lock", "wandb/log", "a.json.tmp", ".model.x.partial/b"]
     fill(here, dict.fromkeys(local, "x"))
     mirror.push()
     fill(here, {"metrics.jsonl": "1\n2\n"})
     (here / "records/a/b").unlink()
     mirror.push()
-    fill(there, {"old/file": "x", "rollouts.json": "of another run"})
+    fill(there, {"old/file": "x"})
     Mirror(Bucket("gs://bucket/equal"), there).pull()
     del files["records/a/b"]
     assert content(there) == files | {"metrics.jsonl": "1\n2\n"}

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 
 from paravt_extras.report import __main__ as report
-from paravt_extras.report.live import live_page
 from paravt_extras.report.page import write_report
 from paravt_extras.report.result import checks, judged, read_curve, read_evaluation, read_result
 from paravt_extras.summary import main as summarise
@@ -47,7 +46,7 @@ def test_other_content_is_one_line_with_the_file(tmp_path, name, read, content):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("read", [write_report, live_page])
+@pytest.mark.parametrize("read", [write_report])
 @pytest.mark.parametrize("content", ["[]", "3", '{"model": 3}', '{"rl": {"steps": "many"}}', "{"])
 def test_a_page_names_a_damaged_configuration(tmp_path, read, content):
     (tmp_path / "config.json").write_text(content)

@@ -13,7 +13,6 @@ import pytest
 
 from paravt_jax.method.scoring import Rules
 from train.data import QuestionStream
-from train.durable.rollout_file import RolloutFile
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import StepRollouts, draw_budgets, play_step, roll_out
@@ -31,12 +30,11 @@ def stream_of(road, settings: RLSettings) -> QuestionStream:
     return QuestionStream(road.data, None, 7, settings.grpo.group_size, budgets)
 
 
-def play(road, sampler, settings, questions, file: RolloutFile | None = None) -> StepRollouts:
+def play(road, sampler, settings, questions) -> StepRollouts:
     """Play step 3 of a run with the questions that the stream draws next."""
-    play = roll_out if file is None else file.roll_out
 
     def play_some(questions, **places):
-        return play(sampler, road.environment, questions, settings, 0, STEP, Rules(), **places)
+        return roll_out(sampler, road.environment, questions, settings, 0, STEP, Rules(), **places)
 
     further = functools.partial(questions.draw, STEP)
     return play_step(play_some, questions.draw(STEP), further, settings)
@@ -118,43 +116,6 @@ def test_without_dynamic_sampling_nothing_else_is_drawn(road, small, upcoming):
     plain = roll_out(sampler, road.environment, upcoming[:3], settings, 0, STEP, Rules())
     assert tokens_of(played.batch) == tokens_of(plain)
     assert played.metrics == {}
-
-
-def test_a_step_that_is_killed_between_rounds_gives_the_same_rollouts(
-    road, small, upcoming, tmp_path
-):
-    """The first round is read from the file; the second is played again."""
-
-    class Killed(small.Picky):
-        """Dies in the second round."""
-
-        def submit(self, request):
-            if upcoming[3].text in self.vocabulary.decode(request.ids):
-                raise KeyboardInterrupt
-            return super().submit(request)
-
-    dull = [upcoming[1].text]
-    settings = settings_of(road, 2)
-    wanted_questions = stream_of(road, settings)
-    wanted = play(road, small.Picky(road, dull), settings, wanted_questions)
-    path = tmp_path / "rollouts.json"
-    with pytest.raises(KeyboardInterrupt):
-        play(road, Killed(road, dull), settings, stream_of(road, settings), RolloutFile(path, STEP))
-    assert len(json.loads(path.read_text())["rounds"]) == 1
-
-    questions = stream_of(road, settings)
-    sampler = small.Picky(road, dull)
-    found = play(road, sampler, settings, questions, RolloutFile(path, STEP))
-    assert len(sampler.asked) == settings.grpo.group_size
-    assert tokens_of(found.batch) == tokens_of(wanted.batch)
-    assert found.metrics == wanted.metrics
-    assert (totals_of(found.drawn) == totals_of(wanted.drawn)).all()
-    assert questions.get_state() == wanted_questions.get_state()
-    # Killed once more, after the last round: everything is read.
-    sampler = small.Picky(road, dull)
-    found = play(road, sampler, settings, stream_of(road, settings), RolloutFile(path, STEP))
-    assert not sampler.asked
-    assert tokens_of(found.batch) == tokens_of(wanted.batch)
 
 
 @pytest.mark.slow

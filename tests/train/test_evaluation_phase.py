@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import train.phases.context
 import train.run
 from models.sharding import Lowering
+from paravt_extras.report import finish
 from paravt_extras.report.page import write_report
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
@@ -150,12 +150,13 @@ def test_the_report_is_written_after_each_evaluation(evaluated, tmp_path, monkey
     """Before result.json, which marks a finished run."""
     pages = []
 
-    def write(folder: pathlib.Path, frame_seconds: float) -> pathlib.Path:
-        report = write_report(folder, frame_seconds)
-        pages.append((report.read_text(), (folder / "result.json").exists()))
+    def write(folder: pathlib.Path, **bound: float) -> pathlib.Path:
+        report = write_report(folder, **bound)
+        if bound:  # the page of an unfinished run
+            pages.append((report.read_text(), (folder / "result.json").exists()))
         return report
 
-    monkeypatch.setattr(train.phases.context, "write_report", write)
+    monkeypatch.setattr(finish, "write_report", write)
     evaluated(tmp_path, RewardSettings(format_cap=False))
     # Before and after RL, and format at several temperatures each time.
     assert len(pages) == 4
@@ -171,10 +172,12 @@ def test_the_report_is_written_after_each_evaluation(evaluated, tmp_path, monkey
 def test_a_report_that_cannot_be_written_does_not_end_the_run(
     evaluated, tmp_path, monkeypatch, capsys
 ):
-    def fail(folder: pathlib.Path, frame_seconds: float) -> pathlib.Path:
-        raise OSError("no space left")
+    def fail(folder: pathlib.Path, **bound: float) -> pathlib.Path:
+        if bound:  # the page of an unfinished run
+            raise OSError("no space left")
+        return write_report(folder)
 
-    monkeypatch.setattr(train.phases.context, "write_report", fail)
+    monkeypatch.setattr(finish, "write_report", fail)
     result = evaluated(tmp_path, RewardSettings(format_cap=False))
     assert result["after"]
     told = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]

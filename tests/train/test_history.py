@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from paravt_jax.data.stored_json import DamagedFileError
+from tests.damaged import damaged_versions, flipped
 from train.durable.checkpoint import Checkpoints
 from train.durable.history import HISTORY, History
 from train.durable.interrupts import Interrupts
@@ -177,9 +179,48 @@ def test_a_cold_start_of_another_run_needs_no_metrics_here(run, tmp_path_factory
     assert {row["phase"] for row in read_metrics(other / "metrics.jsonl")} == {"rl"}
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "3", '{"steps": {"rl": 3}, "files": {}}', '{"st'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "3", '{"steps": {"rl": 3}, "files": {}}', '{"st']
+)
 def test_a_damaged_manifest_is_one_line(run, content):
     (run / HISTORY).write_text(content)
     with pytest.raises(DamagedFileError, match="history.json: damaged: .*restore") as error:
         History(run)
     assert "\n" not in str(error.value)
+
+
+def test_every_flipped_bit_and_every_cut_of_the_manifest_is_named(tmp_path):
+    """It judges all other files: a renamed `crc32` would switch a check off."""
+    train(tmp_path, "sft", 2)
+    file = tmp_path / HISTORY
+    for damaged in damaged_versions(file.read_bytes()):
+        file.write_bytes(damaged)
+        with pytest.raises(DamagedFileError, match=r"history\.json: damaged: .*delete it") as error:
+            History(tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def of_an_earlier_version(run: pathlib.Path) -> bytes:
+    """The manifest without its checksum."""
+    _, _, rest = (run / HISTORY).read_text().partition("\n")
+    return f"{{\n{rest}".encode()
+
+
+def test_a_manifest_of_an_earlier_version_is_used_and_told(run, capsys):
+    (run / HISTORY).write_bytes(of_an_earlier_version(run))
+    assert train(run, "rl", 6) == 4
+    assert "history.json: not verified: it has no checksum" in capsys.readouterr().err
+    assert train(run, "rl", 6) == 6
+    assert "not verified" not in capsys.readouterr().err, "the first save has written one"
+
+
+def test_a_damaged_manifest_of_an_earlier_version_is_no_traceback(run):
+    """Without a checksum, a flipped bit may stay unnoticed."""
+    sound = of_an_earlier_version(run)
+    (run / HISTORY).write_bytes(sound.replace(b'"rl"', b'"sl"'))
+    with pytest.raises(DamagedFileError, match="history.json: damaged: phase 'sl' is unknown"):
+        History(run)
+    for place in range(len(sound)):
+        (run / HISTORY).write_bytes(flipped(sound, place, place % 8))
+        with contextlib.suppress(DamagedFileError, RunDirectoryError):
+            History(run)

@@ -137,6 +137,33 @@ def test_a_video_that_cannot_be_read_is_left_out_by_name(recipe, questions, at_h
     assert "gone.mp4" in capsys.readouterr().out
 
 
+def test_a_span_beyond_its_video_is_refused(recipe, questions, at_home):
+    kind = QuestionKind.TEMPORAL_GROUNDING
+    video = questions[0].video
+    beyond = Question("late", video, "When?", kind, "[9000, 9010]")
+    no_span = dataclasses.replace(beyond, answer="at the end")
+    for question, reason in (
+        (beyond, r"less than half of the span 9000 to 9010 s is in its video \(128\.0 s\)"),
+        (no_span, "the answer 'at the end' is no span"),
+    ):
+        with pytest.raises(ValueError, match=f"data.questions: id 'late' about {video}: {reason}"):
+            prepare(data_of(recipe, heldout=0), at_home / "run", questions=[*questions, question])
+
+
+def test_all_spans_beyond_their_videos_are_named_up_to_ten(recipe, questions, at_home):
+    kind = QuestionKind.TEMPORAL_GROUNDING
+    videos = [question.video for question in questions]
+    beyond = [
+        Question(f"late {i}", videos[i % len(videos)], "When?", kind, "[9000, 9010]")
+        for i in range(12)
+    ]
+    with pytest.raises(ValueError, match="data.questions: id 'late ") as error:
+        prepare(data_of(recipe, heldout=0), at_home / "run", questions=[*questions, *beyond])
+    lines = str(error.value).splitlines()
+    assert len(set(lines)) == 11
+    assert lines[-1] == "and 2 more wrong spans"
+
+
 def test_a_run_of_an_earlier_version_keeps_the_videos_that_it_left_out(recipe, questions, at_home):
     """Its file does not name sizes. A video that was repaired since would change what it draws."""
     run = data_of(recipe, heldout=0)

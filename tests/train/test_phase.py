@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +59,12 @@ class Run:
         self.kept.seconds = 100.0
 
     def steps(
-        self, accuracy=lambda step: 0.5, loss=lambda step: 1.0, stop: int = 0, number=signal.SIGTERM
+        self,
+        accuracy=lambda step: 0.5,
+        loss=lambda step: 1.0,
+        stop: int = 0,
+        number=signal.SIGTERM,
+        destroyed: int = 0,
     ) -> list[int]:
         done = []
         with self.phase as phase, self.interrupts:
@@ -70,7 +77,8 @@ class Run:
                 state = {"n": state["n"] + 1}
                 done.append(step)
                 figures = {"loss": loss(step), "accuracy": accuracy(step)}
-                phase.done(step, figures, state, {"at": step})
+                after = {"n": state["n"] * math.nan} if step == destroyed else state
+                phase.done(step, figures, after, {"at": step})
         return done
 
     def written(self) -> list[int]:
@@ -153,12 +161,56 @@ def test_a_stop_before_the_first_step_does_nothing(tmp_path):
 
 
 def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp_path):
-    with pytest.raises(ValueError, match="loss of step 5"):
+    message = (
+        "the loss of PARA-GRPO 5/7 is not finite; the last good checkpoint is PARA-GRPO 3/7, and "
+        "the same command computes the same again: lower --rl.optimizer.learning-rate "
+        "(with Muon, .muon-learning-rate, too) in another --run-dir"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Run(tmp_path).steps(loss=lambda step: float("nan") if step == 5 else 1.0)
     run = Run(tmp_path)
     assert (run.kept.latest(), run.written()) == (3, [1, 2, 3, 4])
     assert run.steps() == [4, 5, 6, 7]
     assert run.written() == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("step", "good"), [(3, None), (6, 3), (7, 6)])
+def test_what_an_update_has_destroyed_is_not_saved(tmp_path, step, good):
+    """The loss of a step is that of the weights before its update."""
+    kept = f"the last good checkpoint is PARA-GRPO {good}/7" if good else "no step is saved"
+    what = f"after PARA-GRPO {step}/7, n is not finite; {kept}, and the same command "
+    with pytest.raises(ValueError, match=f"^{what}"):
+        Run(tmp_path).steps(destroyed=step)
+    run = Run(tmp_path)
+    assert run.kept.latest() == good
+    assert run.steps() == [*range((good or 0) + 1, 8)]
+
+
+def test_a_stop_saves_nothing_that_is_destroyed(tmp_path):
+    with pytest.raises(ValueError, match=r"after PARA-GRPO 5/7, n .* checkpoint is PARA-GRPO 3/7"):
+        Run(tmp_path).steps(stop=5, destroyed=5)
+    assert Run(tmp_path).kept.latest() == 3
+
+
+def test_a_checkpoint_that_only_serves_a_restart_is_not_destroyed_either(tmp_path):
+    with pytest.raises(ValueError, match=r"after PARA-GRPO 5/7, n .* checkpoint is PARA-GRPO 4/7"):
+        Run(tmp_path, restart_every=1).steps(destroyed=5)
+    assert Run(tmp_path, restart_every=1).kept.latest() == 4
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_a_destroyed_checkpoint_of_an_earlier_version_is_named(tmp_path, step):
+    kept = Checkpoints(tmp_path / "rl")
+    kept.save(step, {"n": jnp.full((), math.inf)}, {"cursor": {"at": step}})
+    kept.close()
+    with pytest.raises(ValueError, match=rf"^PARA-GRPO {step}/7 was saved with .*\(n\), by an ear"):
+        Run(tmp_path).steps()
+
+
+def test_the_cold_start_of_a_run_that_diverged_can_be_kept(tmp_path):
+    (tmp_path / "sft").mkdir()
+    with pytest.raises(ValueError, match=f"; --start {tmp_path.parent} keeps the cold start$"):
+        Run(tmp_path).steps(destroyed=3)
 
 
 def test_the_best_of_the_regular_checkpoints_is_kept(tmp_path):

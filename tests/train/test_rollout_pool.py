@@ -17,11 +17,11 @@ import pytest
 
 from models.features import FrameFeatures
 from paravt_jax.data.frames import VideoError
+from paravt_jax.method.records import Trajectory
 from paravt_jax.method.scoring import Rules
 from paravt_jax.processes import hosts
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Sample
-from tests.train.test_rollout_file import plain
 from train.data import QuestionStream
 from train.durable.stored_records import pack, unpack
 from train.learn.in_flight import Player
@@ -38,6 +38,20 @@ from train.learn.rollouts import (
 
 STEPS = 4
 TWO = pytest.param(2, marks=pytest.mark.slow)
+
+
+def plain(value: Any) -> Any:
+    """A value that `==` compares by content, types of arrays included."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, Trajectory):
+        return [plain(segment) for segment in value.segments]
+    if dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value)]
+        return type(value).__name__, [plain(getattr(value, name)) for name in fields]
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    return type(value).__name__, value
 
 
 def settings_of(road, max_staleness: int, prompts: int = 2) -> RLSettings:

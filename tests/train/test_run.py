@@ -242,6 +242,7 @@ def test_a_run_of_an_older_format_is_exported_and_one_of_a_newer_format_is_refus
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     config = json.loads((finished / "config.json").read_text())
+    del config["checksum"]
     (run / "config.json").write_text(json.dumps(config | {"format": 1}))
     assert exported(run, "rl", "latest", tmp_path / "old") == 0
     newer = config["format"] + 1
@@ -250,6 +251,25 @@ def test_a_run_of_an_older_format_is_exported_and_one_of_a_newer_format_is_refus
     assert exported(run, "rl", "latest", tmp_path / "new") == 1
     message = capsys.readouterr().err
     assert f"format {newer}" in message and message.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_with_destroyed_weights_is_not_exported(
+    finished, tmp_path, capsys, monkeypatch
+):
+    """An earlier version may have saved them."""
+    read = Checkpoints.restore_part
+
+    def destroyed(*arguments):
+        return jax.tree.map(lambda leaf: leaf * np.nan, read(*arguments))
+
+    monkeypatch.setattr(Checkpoints, "restore_part", destroyed)
+    assert exported(finished, "rl", "6", tmp_path / "new") == 1
+    message = capsys.readouterr().err
+    assert re.search(
+        r"--step 6: .*rl/6 holds numbers that are not finite .*another --step", message
+    )
+    assert message.count("\n") == 1
     assert not (tmp_path / "new").exists()
 
 

@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 
 from paravt_jax.data.stored_settings import as_json
-from train.durable.run_directory import FORMAT, RunDirectory, RunDirectoryError, take_over
+from tests.damaged import damaged_versions
+from train.durable.run_directory import (
+    FORMAT,
+    RunDirectory,
+    RunDirectoryError,
+    read_config,
+    take_over,
+)
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
@@ -27,6 +34,7 @@ def test_a_new_folder_is_created_and_the_same_configuration_resumes(tmp_path: pa
     with RunDirectory(folder, CONFIG) as run:
         assert run.path == folder
         written = json.loads((folder / "config.json").read_text())
+    assert isinstance(written.pop("checksum"), int)
     assert written == {
         "format": FORMAT,
         "rl": {"lr": 1e-3, "frames": [4, 8], "anchor": None},
@@ -91,11 +99,33 @@ def test_a_start_that_was_killed_while_writing_its_configuration_is_ignored(
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", '{"format": "2"}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"format": "2"}'])
 def test_a_damaged_configuration_is_an_error(tmp_path: pathlib.Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(RunDirectoryError, match="damaged"):
+    with pytest.raises(RunDirectoryError, match=r"config\.json: damaged: .*another --run-dir"):
         RunDirectory(tmp_path, CONFIG)
+
+
+def test_every_flipped_bit_of_a_configuration_is_named(tmp_path: pathlib.Path) -> None:
+    """A changed digit is no other configuration, and another format is no other version."""
+    RunDirectory(tmp_path, CONFIG).close()
+    file = tmp_path / "config.json"
+    for damaged in damaged_versions(file.read_bytes()):
+        file.write_bytes(damaged)
+        with pytest.raises(
+            RunDirectoryError, match=r"config\.json: damaged: .*restore it"
+        ) as error:
+            read_config(tmp_path, "--run-dir", (FORMAT,))
+        assert "\n" not in str(error.value)
+
+
+def test_a_configuration_of_an_earlier_version_gets_a_checksum(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"format": FORMAT, **CONFIG}, indent=1) + "\n")
+    (tmp_path / "videos").mkdir()
+    RunDirectory(tmp_path, CONFIG).close()
+    assert file.read_text().startswith('{"checksum": ')
+    RunDirectory(tmp_path, CONFIG).close()
 
 
 @pytest.mark.parametrize(
@@ -239,9 +269,7 @@ def test_a_run_with_other_settings_may_keep_the_cold_start(cold_start) -> None:
     kept = re.escape(f"(--start {cold_start} keeps its cold start)")
     with pytest.raises(RunDirectoryError, match=kept):
         RunDirectory(cold_start, SETTINGS)
-    with pytest.raises(
-        RunDirectoryError, match="Name another --run-dir, or use its settings; if .* is damaged"
-    ):
+    with pytest.raises(RunDirectoryError, match="Name another --run-dir, or use its settings"):
         RunDirectory(cold_start, SETTINGS | {"sft": {"steps": 2}})
 
 
@@ -266,8 +294,11 @@ def test_a_run_without_a_finished_cold_start_is_refused(cold_start, tmp_path) ->
     "wrong", [{"sft": 3}, {"sft": {}}, {"protocol": None}, {"data": {"fps": 1}}]
 )
 def test_a_damaged_configuration_of_a_cold_start_is_one_line(cold_start, tmp_path, wrong) -> None:
+    """Also without a checksum, as earlier versions wrote it."""
     file = cold_start / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    content = json.loads(file.read_text()) | wrong
+    del content["checksum"]
+    file.write_text(json.dumps(content))
     words = f"config.json is damaged \\({next(iter(wrong))}.*another --start"
     with pytest.raises(RunDirectoryError, match=words) as error:
         take_over(cold_start, tmp_path / "warm", SETTINGS)

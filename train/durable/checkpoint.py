@@ -83,8 +83,6 @@ class CheckpointSettings:
     """Steps between extra saves for restarts only. 0: every step with adapters, else none."""
     grace: float = 25.0
     """Seconds from SIGTERM to the end: the step is saved if that fits, by the last save's time."""
-    emergency: str = ""
-    """Folder on every host, such as /dev/shm, for saves that survive a process. Empty: none."""
 
     def __post_init__(self):
         if self.keep < 1:
@@ -94,11 +92,6 @@ class CheckpointSettings:
         if self.every < 0:
             raise ValueError(
                 f"checkpoints.every: {self.every}; give 1 or more steps, or 0 for the default"
-            )
-        if self.emergency and not self.emergency.startswith("/"):
-            raise ValueError(
-                f"checkpoints.emergency: {self.emergency!r}; give an absolute path on each host, "
-                "such as /dev/shm"
             )
         if not self.grace > 0:
             raise ValueError(f"checkpoints.grace: {self.grace:g}; give more than 0 seconds")

@@ -1,7 +1,8 @@
 """What a run has finished: the manifest of files that must exist when it goes on.
 
     history.json
-    {"steps": {"sft": {"first": 1, "last": 100}, "rl": {"first": 1, "last": 40}},
+    {"checksum": 1189641421,
+     "steps": {"sft": {"first": 1, "last": 100}, "rl": {"first": 1, "last": 40}},
      "files": {"evaluation/before-4.json": {"phase": "sft", "step": 100, "crc32": 29}, ...},
      "metrics": {"bytes": 81920, "crc32": 2769471837}}
 
@@ -10,7 +11,8 @@ those of a phase that a checkpoint holds, and whose metrics are recorded. The co
 run is not part of it. `files` are evaluations and episodes, named with the weights they were made
 from. `metrics` is the part of metrics.jsonl that checkpoints cover. If something is gone or has
 changed, the run ends with an error that names it, instead of computing results from the rest. What
-the same command makes again, such as `model`, may be missing.
+the same command makes again, such as `model`, may be missing. The first line is the checksum of the
+manifest itself.
 """
 
 from __future__ import annotations
@@ -21,10 +23,13 @@ import zlib
 from collections.abc import Callable
 from typing import NotRequired, TypedDict
 
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_json import read_json
+from paravt_jax.data.stored_json import (
+    DamagedFileError,
+    has_checksum,
+    read_checked_json,
+    write_checked_json,
+)
 from paravt_jax.processes import hosts
-from paravt_jax.processes.progress import note_progress
 from train.durable.metrics import PHASES, read_metrics
 from train.durable.run_directory import RunDirectoryError
 from train.durable.step_lines import say
@@ -32,6 +37,7 @@ from train.durable.step_lines import say
 HISTORY = "history.json"
 
 _REMEDY = "restore it from a backup, or start anew with another --run-dir"
+_REMEDY_HERE = "restore it from a backup, or delete it, and files that are lost go unnoticed"
 _ACCEPT = f"to accept the loss, delete {HISTORY}"
 _OTHER_SUM = f"its checksum is not the one in {HISTORY}, which is deleted if it is the damaged one"
 # What is exported from the last weights; it is never deleted to be made again.
@@ -82,7 +88,7 @@ class History:
         if not hosts.is_first():
             return
         if self._file.exists():
-            self._content = read_json(self._file, _Content, _REMEDY)
+            self._content = self._read()
             self._require_files()
             self._require_metrics()
         elif (folder / "metrics.jsonl").exists():
@@ -120,7 +126,6 @@ class History:
             step: their step; 0 for the weights before the phase.
         """
         name = file.relative_to(self._folder).as_posix()
-        note_progress(name)
         if hosts.is_first():
             crc = zlib.crc32(file.read_bytes())
             self._content["files"][name] = {"phase": phase, "step": step, "crc32": crc}
@@ -181,6 +186,18 @@ class History:
                 f"backup, or move the export elsewhere to train the steps after {step} again."
             )
 
+    def _read(self) -> _Content:
+        if not has_checksum(self._file.read_bytes()):
+            say(f"{self._file}: not verified: it has no checksum, as in earlier versions")
+        content = read_checked_json(self._file, _Content, _REMEDY_HERE)
+        phases = {*content["steps"], *(made["phase"] for made in content["files"].values())}
+        unknown = sorted(phases - {*PHASES})
+        if unknown:
+            raise DamagedFileError(
+                f"{self._file}: damaged: phase {unknown[0]!r} is unknown; {_REMEDY_HERE}"
+            )
+        return content
+
     def _require_files(self) -> None:
         for name, made in self._content["files"].items():
             file = self._folder / name
@@ -221,7 +238,7 @@ class History:
         self._content["metrics"] = {"bytes": kept, "crc32": zlib.crc32(_start(file, kept))}
 
     def _write(self) -> None:
-        write_atomically(self._file, json.dumps(self._content, indent=1) + "\n")
+        write_checked_json(self._file, self._content, indent=1)
         self._push()
 
 

@@ -24,9 +24,8 @@ from train.durable.bucket import Bucket, Stored, on_each
 
 FILES = "files.json"
 _LAST = "history.json"
-# Checkpoints and compiled programs are in the bucket only. Rollouts of an unfinished step can be
-# played again. The others belong to one machine.
-_LOCAL = ("checkpoints", "compiled", "wandb", "rollouts.json")
+# Checkpoints and compiled programs are in the bucket only. The others belong to one machine.
+_LOCAL = ("checkpoints", "compiled", "wandb")
 
 _Stamp = tuple[int, int]  # time of the last change in ns, and bytes
 

@@ -22,14 +22,13 @@ import jax
 from jaxtyping import PyTree
 
 from paravt_jax.processes import hosts
-from paravt_jax.processes.progress import note_progress
 from train.durable.checkpoint import Checkpoints
-from train.durable.emergency import EmergencySaves
+from train.durable.finite import not_finite
 from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import PHASE_TITLES, MetricsWriter, read_metrics
 from train.durable.profile import Profiler
-from train.durable.step_lines import StepLines, say
+from train.durable.step_lines import StepLines
 from train.durable.usage import Usage
 
 T = TypeVar("T")
@@ -48,8 +47,6 @@ class Saves:
     restart_every: int = 0
     """Steps between further checkpoints, which only serve a restart: no report is written with
     them. 0: none."""
-    emergency: EmergencySaves | None = None
-    """Copies of the state on the hosts, if there are any."""
     best: str | None = None
     """Metric, higher is better, whose mean since the last regular checkpoint becomes the score of
     the next one."""
@@ -74,7 +71,7 @@ class Phase:
         usage: adds memory, compiling and goodput to the metrics of each step; None: they have none.
 
     Attributes:
-        finished_steps: steps in the newest checkpoint or emergency save; 0 if there is none.
+        finished_steps: steps in the newest checkpoint; 0 if there is none.
     """
 
     def __init__(
@@ -93,7 +90,6 @@ class Phase:
         self.steps = steps
         self._saves = saves
         self._checkpoints = saves.checkpoints
-        self._emergency = saves.emergency
         self._metrics = metrics
         self._interrupts = interrupts
         self._history = history
@@ -103,8 +99,6 @@ class Phase:
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
         self.finished_steps = hosts.gather(self._checkpoints.latest())[0] or 0
-        self._rescued = self._newest_emergency_save()
-        self.finished_steps = max(self.finished_steps, self._rescued)
         self._first = self.finished_steps + 1
         # The step of the last save, which may still be running in the background.
         self._saved = 0
@@ -123,8 +117,6 @@ class Phase:
         self._note_saved()
         if self._profiler is not None:
             self._profiler.close()
-        if self._emergency is not None and self._saved == self.steps:
-            self._emergency.remove()
 
     @property
     def left(self) -> range:
@@ -145,20 +137,22 @@ class Phase:
 
         Raises:
             CheckpointError: the checkpoint belongs to another run, model or vocabulary.
+            ValueError: it holds numbers that are not finite.
             RunDirectoryError: the newest checkpoint is lost, and the run cannot go on from another.
             Stopped: the run was asked to stop and has steps left.
         """
         self._interrupts.kept = self._kept
         state = start
         cursor = None
-        if self._rescued and self._emergency is not None:
-            state, meta = self._emergency.restore(start, self._rescued)
-            cursor = meta["cursor"]
-            if hosts.is_first():
-                say(f"{self._step(self._rescued)} is restored from an emergency save")
-        elif self.finished_steps:
+        if self.finished_steps:
             state, meta, _ = self._checkpoints.restore(start)
             cursor = meta["cursor"]
+        destroyed = not_finite(state) if self.finished_steps else ""
+        if destroyed:
+            raise ValueError(
+                f"{self._step(self.finished_steps)} was saved with numbers that are not finite "
+                f"({destroyed}), by an earlier version: {self._remedy()}"
+            )
         if self.left:
             hosts.from_first(lambda: self._history.go_on(self.name, self.finished_steps))
             self._metrics.truncate(self.name, self.finished_steps)
@@ -192,7 +186,7 @@ class Phase:
             cursor: position in the data after the step, as JSON can hold it.
 
         Raises:
-            ValueError: the loss or the gradient norm is not finite.
+            ValueError: the loss, the gradient norm or a number of a state to save is not finite.
             CheckpointError: the checkpoint could not be written.
             Stopped: the run was asked to stop; the message says what is saved.
         """
@@ -200,7 +194,6 @@ class Phase:
         if self._usage is not None:
             figures = {**figures, **self._usage.metrics(figures)}
         row = self._metrics.write(self.name, step, figures)
-        note_progress(f"{self.name} {step}")
         if self._lines is not None:
             self._lines.add(row)
         self._tick()
@@ -208,6 +201,7 @@ class Phase:
         if signal_number is not None:
             self._require_time(signal_number, step)
         if signal_number is not None or self.has_checkpoint(step) or self._serves_restart(step):
+            self._require_finite_state(step, state)
             with jax.profiler.TraceAnnotation("save"):
                 self._saves.before()
                 score = hosts.from_first(lambda: self._score(step))
@@ -215,10 +209,6 @@ class Phase:
             # A save begins when the one before it is complete.
             self._note_saved()
             self._saved = step
-        elif self._emergency is not None and self._emergency.due():
-            self._saves.before()
-            wall = hosts.gather(row["wall"])[0]
-            self._emergency.save(step, state, {"cursor": cursor}, wall)
         if signal_number is not None:
             # The save may still be running in the background, but the message says it is done.
             self._checkpoints.wait()
@@ -250,20 +240,6 @@ class Phase:
                 f"stopped after {self._step(step)}, which is not saved: a save takes about "
                 f"{needed:.0f} s, and {max(left, 0):.0f} s are left; {self._kept()}",
             )
-
-    def _newest_emergency_save(self) -> int:
-        """The step of an emergency save that is newer than the last checkpoint; 0 without one."""
-        if self._emergency is None:
-            return 0
-
-        def walls() -> dict[int, float]:
-            return {
-                row["step"]: row["wall"]
-                for row in read_metrics(self._metrics.path)
-                if row["phase"] == self.name and row["step"] > self.finished_steps
-            }
-
-        return self._emergency.newest(hosts.from_first(walls))
 
     def _kept(self) -> str:
         """The newest complete checkpoint in words."""
@@ -306,10 +282,32 @@ class Phase:
         return sum(values) / len(values)
 
     def _require_finite(self, step: int, figures: Mapping[str, float]) -> None:
-        """Ends the run before it saves weights that a bad update has destroyed."""
         # A sum is finite only if both terms are.
         if not math.isfinite(figures["loss"] + figures.get("grad_norm", 0.0)):
-            raise ValueError(
-                f"{self.name}: the loss of step {step} is not finite; lower the learning rate in "
-                "its settings (the last checkpoint is intact)"
-            )
+            raise self._diverged(f"the loss of {self._step(step)} is not finite")
+
+    def _require_finite_state(self, step: int, state: PyTree) -> None:
+        """Ends the run before it saves what an update with a finite loss has destroyed."""
+        destroyed = not_finite(state)
+        if destroyed:
+            raise self._diverged(f"after {self._step(step)}, {destroyed} is not finite")
+
+    def _diverged(self, what: str) -> ValueError:
+        newest = self._checkpoints.latest()
+        good = "no step is saved"
+        if newest is not None:
+            good = f"the last good checkpoint is {self._step(newest)}"
+        return ValueError(
+            f"{what}; {good}, and the same command computes the same again: {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        """What helps against numbers that are not finite."""
+        rates = "--align.learning-rate"
+        if self.name != "align":
+            section = "rl" if self.name == "rl" else "sft"
+            rates = f"--{section}.optimizer.learning-rate (with Muon, .muon-learning-rate, too)"
+        folder = self._checkpoints.folder.parent
+        has_cold_start = self.name == "rl" and (folder / "sft").exists()
+        kept = f"; --start {folder.parent} keeps the cold start" if has_cold_start else ""
+        return f"lower {rates} in another --run-dir{kept}"

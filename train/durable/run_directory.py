@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import shutil
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
 
-from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_json import mismatch
+from paravt_jax.data.stored_json import (
+    DamagedFileError,
+    mismatch,
+    read_checked_json,
+    write_checked_json,
+)
 from paravt_jax.data.stored_settings import as_json, holder_of, lock, require_same
 
 _LOCK = ".lock"
@@ -77,9 +80,9 @@ class RunDirectory:
         self.close()
 
     def _claim(self, wanted: dict[str, Any]) -> None:
-        """Compares `wanted` with the stored configuration, or stores it."""
-        if _stored(self.path, wanted) != wanted:
-            _write(self.path / _CONFIG, wanted)
+        """Compares `wanted` with the stored configuration, and stores it."""
+        _stored(self.path, wanted)
+        write_checked_json(self.path / _CONFIG, {"format": FORMAT, **wanted}, indent=1)
 
 
 def require_usable(path: str | pathlib.Path, config: dict[str, Any]) -> bool:
@@ -148,14 +151,13 @@ def _remedy(path: pathlib.Path, wanted: dict[str, Any]) -> str:
         kept = f" (--start {path} keeps its cold start)"
     except RunDirectoryError:
         kept = ""
-    return (
-        f"Name another --run-dir{kept}, or use its settings; if nobody changed them, {_CONFIG} is "
-        "damaged: restore it from a backup."
-    )
+    return f"Name another --run-dir{kept}, or use its settings."
 
 
-def _write(file: pathlib.Path, config: dict[str, Any]) -> None:
-    write_atomically(file, json.dumps({"format": FORMAT, **config}, indent=1) + "\n")
+class _Stored(TypedDict):
+    """A configuration, as far as every version has it."""
+
+    format: NotRequired[int]
 
 
 def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict[str, Any]:
@@ -171,17 +173,10 @@ def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict
     """
     file = folder / _CONFIG
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    # RecursionError: nested too deeply.
-    except (ValueError, RecursionError) as error:
-        raise RunDirectoryError(
-            f"{file} is damaged ({error}): restore it, or give another {flag}."
-        ) from error
-    number = config.pop("format", 1) if isinstance(config, dict) else None
-    if not isinstance(number, int):
-        raise RunDirectoryError(
-            f"{file} is damaged (it holds no settings): restore it, or give another {flag}."
-        )
+        config = read_checked_json(file, _Stored, f"restore it, or give another {flag}")
+    except DamagedFileError as error:
+        raise RunDirectoryError(f"{error}.") from error
+    number = config.pop("format", 1)
     if number not in formats:
         if number in READABLE:
             remedy = (

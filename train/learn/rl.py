@@ -263,7 +263,6 @@ class Learner:
         questions: Sequence[Question],
         seed: int,
         on_rollouts: Callable[..., None] | None = None,
-        play: Callable[..., Rollouts] = roll_out,
         measure: Callable[[Sequence[GroupLengths], float], dict[str, float]] | None = None,
         further: Callable[[Sequence[int]], Sequence[Question]] | None = None,
         pool: RolloutPool | None = None,
@@ -281,7 +280,6 @@ class Learner:
             questions: Questions of the whole step, the same on every process.
             seed: Seed of the run.
             on_rollouts: Called with the rollouts and the advantages of all rows, float32[b, t].
-            play: Plays and scores episodes; takes the arguments of `roll_out`.
             measure: Called with the lengths of all trajectories and the duration of one update in
                 seconds; returns further metrics.
             further: Draws a question for each of some places of the step, for dynamic sampling; the
@@ -306,7 +304,7 @@ class Learner:
             else:
 
                 def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
-                    return play(engine, environment, questions, *fixed, **places)
+                    return roll_out(engine, environment, questions, *fixed, **places)
 
                 sampled = play_step(play_some, questions, further, self.settings)
             engine.sleep()

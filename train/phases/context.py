@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from models.trained import apart, together
 from paravt_jax.processes import hosts
 from train.data import Data
 from train.durable.checkpoint import Checkpoints
-from train.durable.emergency import EmergencySaves
 from train.durable.history import History
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
@@ -88,13 +86,6 @@ class Context:
             asynchronous=True,
             identity={"settings": recorded, **self.origin},
         )
-        emergency = None
-        # Alignment takes seconds, and its state has a random generator beside the arrays.
-        if kept.emergency and name != "align":
-            emergency = EmergencySaves(
-                _on_this_host(kept.emergency, self.folder) / name,
-                {"settings": recorded, "mesh": dict(self.mesh.shape), **self.origin},
-            )
 
         def before_save() -> None:
             # Processes decode different videos, so each may know of other unreadable ones.
@@ -115,7 +106,6 @@ class Context:
                 "base_fingerprint": self.origin.get("base_fingerprint"),
             },
             restart_every=self._restart_every(),
-            emergency=emergency,
             best=kept.best if is_rl and kept.best != "none" else None,
             before=before_save,
             after=self.after_save,
@@ -140,12 +130,6 @@ class Context:
         """Steps between checkpoints that only serve a restart; 0: none."""
         adapters_alone = self.run.lora is not None and self.run.train_vision == "none"
         return self.run.checkpoints.every or int(adapters_alone)
-
-
-def _on_this_host(folder: str, run: pathlib.Path) -> pathlib.Path:
-    """The place of a run's emergency saves: runs of the same name must not share it."""
-    digest = hashlib.sha256(str(run).encode()).hexdigest()
-    return pathlib.Path(folder) / f"paravt-{run.name}-{digest[:8]}"
 
 
 def as_saved(state: TrainState, parts: Parts) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
 from train.data import QuestionStream
 from train.durable.compilations import Compilations
-from train.durable.rollout_file import ROLLOUT_FILE, RolloutFile
 from train.durable.step_lines import rows_line, say
 from train.durable.stored_records import pack, unpack
 from train.learn.packing import GroupLengths
@@ -47,7 +46,7 @@ def reinforce(
     Returns:
         The weights after the last step.
     """
-    run, folder = context.run, context.folder
+    run = context.run
     settings = run.rl
     if settings is None:
         return weights
@@ -91,7 +90,6 @@ def reinforce(
                 say(rows_line("rl", lengths, time.monotonic() - start))
             actor.wake(state.weights, phase.finished_steps)
             engine.warm_up()
-        rollout_file = RolloutFile(folder / ROLLOUT_FILE, phase.finished_steps)
 
         def measure(lengths: Sequence[GroupLengths], seconds: float) -> dict[str, float]:
             return speeds(lengths, parts.model.config, seconds, context.mesh.size)
@@ -112,7 +110,6 @@ def reinforce(
                 questions.draw(step - 1),
                 run.seed,
                 transcribe,
-                rollout_file.roll_out,
                 measure,
                 functools.partial(questions.draw, step - 1),
                 pool,
@@ -125,7 +122,6 @@ def reinforce(
             if pool is not None:
                 cursor["pool"] = pack(pool.state)
             phase.done(step, metrics, as_saved(state, parts), cursor)
-    rollout_file.remove()
     engine.sleep()
     return state.weights
 

@@ -17,12 +17,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from paravt_jax.data.lettered import without_letters
 from paravt_jax.method.records import Question, QuestionKind
-
-# An option behind its letter: "(A) one", "A. one", "A) one", "A: one".
-_LETTER = r"\s*(?:\(([A-Z])\)|([A-Z])[.):])"
-_LETTERED_OPTION = re.compile(_LETTER + r"\s*(.*)", re.DOTALL)
-_LETTERED_LINE = re.compile(_LETTER + r"[ \t]*(.*)")
 
 
 class BrokenRow(ValueError):
@@ -81,16 +77,14 @@ def path_of(text: str) -> str:
 def plain_options(options: Any) -> tuple[str, ...]:
     """Read a list of options and remove the letters before them.
 
-    Letters are removed only if they are A, B, C, ... in order: in ("A. Lincoln", "B. Obama",
-    "A. Smith") they belong to the names.
+    Letters are removed as by `without_letters`.
     """
     if not isinstance(options, list | tuple) or None in options:
         raise BrokenRow("options are missing")
     texts = [str(option).strip() for option in options]
     if len(texts) < 2 or not all(texts):
         raise BrokenRow("options are missing")
-    without_letters = _without_letters(texts, _LETTERED_OPTION)
-    return tuple(texts if without_letters is None else without_letters)
+    return tuple(without_letters(texts))
 
 
 def without_unused(options: Sequence[Any]) -> list[Any]:
@@ -104,32 +98,6 @@ def without_unused(options: Sequence[Any]) -> list[Any]:
     if not all(used[:count]):
         raise BrokenRow("an option is missing before the last one")
     return list(options[:count])
-
-
-def split_options(text: str) -> tuple[str, tuple[str, ...]]:
-    """Split a text into the question and the options in its last lines.
-
-    Every option is a line that starts with its letter, from A on. If the text does not end with
-    such lines, all of it is the question.
-    """
-    lines = text.strip().split("\n")
-    # The first line belongs to the question. Take the first line at which the options can start.
-    for first in range(1, len(lines) - 1):
-        options = _without_letters(lines[first:], _LETTERED_LINE)
-        if options is not None:
-            return "\n".join(lines[:first]).strip(), tuple(options)
-    return text.strip(), ()
-
-
-def _without_letters(texts: Sequence[str], pattern: re.Pattern[str]) -> list[str] | None:
-    """The texts without their letters; None unless they have the letters A, B, C, ... in order."""
-    words: list[str] = []
-    for index, text in enumerate(texts):
-        match = pattern.fullmatch(text)
-        if match is None or (match[1] or match[2]) != _letter(index) or not match[3].strip():
-            return None
-        words.append(match[3].strip())
-    return words
 
 
 # --- answers ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paravt_jax.data.lettered import split_options
 from rollout.evaluation.benchmarks.benchmark import Benchmark
 from rollout.evaluation.benchmarks.items import (
     Item,
@@ -9,7 +10,6 @@ from rollout.evaluation.benchmarks.items import (
     letter_answer,
     optional_task,
     plain_options,
-    split_options,
     text_of,
     word_answer,
 )

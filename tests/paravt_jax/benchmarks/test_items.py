@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from paravt_jax.data.lettered import split_options
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, shuffled
-from rollout.evaluation.benchmarks.items import plain_options, split_options, without_unused
+from rollout.evaluation.benchmarks.items import plain_options, without_unused
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def line(id, score, video="v", **fields):
         "duration": "short",
         "tasks": ["t"],
         "subtitles": None,
+        "question": {"text": "Which?", "options": ["a", "b"], "answer": "B"},
         **fields,
     }
 

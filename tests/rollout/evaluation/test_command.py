@@ -121,7 +121,13 @@ def own_rows() -> list[dict[str, Any]]:
         choice | {"id": "b", "video": "data/w1.mp4", "answer": "A"},
         choice | {"id": "c", "video": "data/noise.mp4", "answer": "A"},
         choice | {"id": "d", "video": "data/gone.mp4", "answer": "A"},
-        {"id": "e", "video": "data/w1.mp4", "question": "What is it?", "answer": "B"},
+        {
+            "id": "e",
+            "video": "data/w1.mp4",
+            "question": "Which letter?",
+            "answer": "B",
+            "kind": "oe",
+        },
     ]
 
 

@@ -7,6 +7,7 @@ import pytest
 from rollout.evaluate import main
 from rollout.evaluation.compare import compare, comparison_text
 from rollout.evaluation.folder import FolderError
+from rollout.evaluation.report import report
 from rollout.evaluation.summary import summarise
 from tests.rollout.evaluation.finished import config, folder, left_out, line
 
@@ -109,6 +110,22 @@ def test_unread_answers_and_refused_reports_are_counted():
     assert (found["unread"], found["without_answer"], found["refused_reports"]) == (1, 1, 2)
 
 
+def test_kinds_are_not_averaged(tmp_path):
+    lines = [line("a", 1.0), line("b", 0.5, kind="tvg", read=None), line("c", 0.1, kind="oe")]
+    mixed = summarise(config(), iter(lines), 3, {})
+    assert (mixed["accuracy"], mixed["without_answer"]) == (1.0, 0)
+    assert (mixed["grounding"]["score"], mixed["open_ended"]["score"]) == (0.5, 0.1)
+    assert (mixed["by_task"]["t"]["score"], mixed["by_duration"]["short"]["n"]) == (1.0, 1)
+    score, grounding, opened = list(report(mixed, tmp_path))[:3]
+    assert score.endswith("on 1 of 3 questions")
+    assert "grounding questions alone: 50.0" in grounding
+    assert "on 1 questions, 1 without an answer" in grounding
+    assert "open-ended questions alone: 10.0" in opened
+    alone = summarise(config(), iter(lines[1:]), 2, {})
+    assert alone["accuracy"] == 0.5
+    assert "grounding" not in alone
+
+
 def test_a_run_that_played_nothing_has_a_summary_without_a_score():
     found = summarise(config(), iter([left_out("a", "gone")]), 4, {})
     assert found["n"] == 0
@@ -169,12 +186,93 @@ def test_open_ended_questions_are_compared_apart(tmp_path):
     first, second = run("a", [1.0, 0.0, 0.0, 1.0], [0.4, 0.2]), run("b", [1.0] * 4, [0.1, 0.3])
     found = compare(first, second)
     assert (found["questions"], found["difference"]) == (4, 0.5)
-    assert found["open_ended"]["questions"] == 2
-    assert found["open_ended"]["difference"] == pytest.approx(-0.1)
+    assert found["kind"] == "mcq" and list(found["other_kinds"]) == ["oe"]
+    opened = found["other_kinds"]["oe"]
+    assert opened["questions"] == 2
+    assert opened["difference"] == pytest.approx(-0.1)
     text = comparison_text(first, second, found)
     assert "2 open-ended questions apart: A 30.0, B 20.0, B - A: -10.0, 95 % interval [" in text
     alone = compare(run("c", [], [0.4]), run("d", [], [0.5]))
-    assert alone["difference"] == pytest.approx(0.1) and "open_ended" not in alone
+    assert alone["difference"] == pytest.approx(0.1) and not alone["other_kinds"]
+
+
+def test_choice_and_grounding_are_not_averaged_in_a_comparison(tmp_path):
+    def run(name, choice, overlap):
+        lines = [line("c", choice), line("g", overlap, kind="tvg")]
+        return folder(tmp_path / name, lines)
+
+    first, second = run("a", 1.0, 0.2), run("b", 0.0, 0.6)
+    found = compare(first, second)
+    assert (found["questions"], found["difference"]) == (1, -1.0)
+    assert found["other_kinds"]["tvg"]["difference"] == pytest.approx(0.4)
+    text = comparison_text(first, second, found)
+    assert "1 multiple-choice questions played by both" in text
+    assert "1 grounding questions apart: A 20.0, B 60.0, B - A: +40.0" in text
+
+
+def test_open_ended_answers_that_are_scored_in_two_ways_are_not_compared(tmp_path):
+    def run(name, scoring, judge="", **choice):
+        lines = [line(id, score) for id, score in choice.items()]
+        scored = {"open_ended": scoring, "judge_model": judge}
+        return folder(tmp_path / name, [*lines, line("o", 0.5, kind="oe")], **scored)
+
+    first, second = run("a", "f1", c=1.0), run("b", "judge", c=1.0)
+    found = compare(first, second)
+    assert (found["questions"], found["other_kinds"], found["scored_otherwise"]) == (1, {}, 1)
+    text = comparison_text(first, second, found)
+    assert "1 open-ended questions are not compared: the runs score them in different ways" in text
+    with pytest.raises(ValueError, match="no question in common; .* score them in the same way"):
+        compare(run("c", "f1"), run("d", "exact"))
+    first, second, third = (run(name, "judge", name[0], c=1.0) for name in ("x", "y", "x2"))
+    assert compare(first, second)["scored_otherwise"] == 1
+    assert compare(first, third)["scored_otherwise"] == 0
+
+
+# What differs under the id "x" of two runs.
+OTHERS = [
+    {"video": "w"},
+    {"question": {"text": "Who?", "options": ["a", "b"], "answer": "B"}},
+    {"question": {"text": "Which?", "options": ["a", "c"], "answer": "A"}},
+    {"question": {"text": "Which?", "options": ["a", "b"], "answer": "A"}},
+    {"kind": "oe", "question": {"text": "Which?", "options": [], "answer": "b"}},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_different_questions_under_one_id_are_named_and_not_compared(other, tmp_path):
+    first = folder(tmp_path / "a", [line("1", 1.0), line("x", 0.0)], questions="h0")
+    second = folder(tmp_path / "b", [line("1", 0.0), line("x", 1.0, **other)], questions="h1")
+    found = compare(first, second)
+    assert (found["questions"], found["difference"]) == (1, -1.0)
+    assert found["unequal_ids"] == ["x"]
+    assert (
+        "warning: 1 ids stand for different questions in A and B (video, text, options or answer) "
+        "and are not compared: x; give every question an id of its own"
+    ) in comparison_text(first, second, found)
+
+
+def test_runs_on_other_questions_with_the_same_ids_are_not_compared(tmp_path):
+    """Files without ids have the numbers of their lines."""
+    first = folder(tmp_path / "a", [line("1", 1.0, "v"), line("2", 1.0, "v")], questions="h0")
+    second = folder(tmp_path / "b", [line("1", 1.0, "w"), line("2", 0.0, "w")], questions="h1")
+    with pytest.raises(ValueError, match=r"no question in common \(2 ids stand for different"):
+        compare(first, second)
+
+
+def test_shuffled_options_and_subtitles_leave_a_question_the_same(tmp_path):
+    def run(name, hash, *questions):
+        lines = [line(str(i), 1.0, question=q, subtitles=n) for i, (q, n) in enumerate(questions)]
+        return folder(tmp_path / name, lines, questions=hash)
+
+    plain = {"text": "Which?", "options": ["a", "b"], "answer": "B"}
+    shuffled = plain | {"options": ["b", "a"], "answer": "A"}
+    subtitled = plain | {"text": "Someone says: hello\nWhich?"}
+    first = run("a", "h0", (plain, None), (plain, None))
+    second = run("b", "h1", (shuffled, None), (subtitled, 1))
+    assert compare(first, second)["questions"] == 2
+    # Equal hashes say that the questions are equal.
+    third = run("c", "h0", (subtitled, None), (plain, None))
+    assert compare(first, third)["questions"] == 2
 
 
 def test_a_narrow_interval_is_printed_with_two_digits(tmp_path):

@@ -19,6 +19,7 @@ from rollout.evaluation.pack_folder import read_pack, write_pack
 from rollout.evaluation.packs import PackError, TextPack, own_pack
 from rollout.evaluation.protocols import as_the_pack_plays
 from rollout.evaluation.published_protocol import PLAY
+from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
 from tests.paravt_jax.benchmarks import published
 from tests.rollout.evaluation.release_stand_in import write_release
@@ -453,3 +454,22 @@ def test_a_release_without_its_protocol_is_refused(tmp_path, capsys):
     argv = ["--model", "m", "--benchmark", "mlvu", "--videos", str(tmp_path)]
     assert command.main([*argv, "--release", "somewhere"]) == 2
     assert "--release somewhere: is read by --protocol published only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"pack": "published"},
+        {"pack": "lmms-eval"},
+        {"release": "checkout"},
+        {"lmms_eval_python": "python"},
+    ],
+)
+def test_evaluate_refuses_packs_that_only_the_command_opens(asked):
+    with pytest.raises(PackError, match="the command `paravt evaluate` opens .* or pass pack="):
+        evaluate(BenchmarkSettings("model", **asked))
+
+
+def test_missing_videos_have_a_remedy_that_is_a_command():
+    with pytest.raises(ValueError, match="--videos is missing: .*; `paravt download` fetches"):
+        evaluate(BenchmarkSettings("model", benchmark="mlvu"))

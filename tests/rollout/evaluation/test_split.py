@@ -154,6 +154,34 @@ def test_subtitles_are_shown_before_the_question(player, items):
     assert shown == {" in the video:\n<1.0 seconds> Hello there\n<65.5 seconds> Good bye\n\n"}
 
 
+def test_subtitles_that_cannot_be_read_leave_their_question_out(player, items, videos):
+    playing = player([answer("A")], benchmark="videomme_wsub")
+    folder = videos / "subtitle"
+    (folder / "cp1252.srt").write_bytes("1\n00:01 --> 00:02\ncafé\n".encode("cp1252"))
+    (folder / "words.srt").write_text("no times\n")
+    for name, reason in (("cp1252", "save it as UTF-8"), ("words", "has no line of times")):
+        (line,) = playing.lines([Item(items[0].question, subtitles=f"subtitle/{name}.srt")])
+        assert line["left_out"] == "broken"
+        assert f"{name}.srt" in line["reason"] and reason in line["reason"]
+
+
+def test_a_span_beyond_the_video_of_an_own_question_is_left_out(player):
+    """No answer could be right, so it would score 0 for ever."""
+    kind = QuestionKind.TEMPORAL_GROUNDING
+    spans = {"in": "[1, 3]", "out": "[9000, 9010]", "none": "at the end"}
+    asked = [Item(Question(id, "data/w0.mp4", "When?", kind, span)) for id, span in spans.items()]
+    lines = by_id(player([answer("[1, 3]")], benchmark="").lines(asked))
+    assert lines["in"]["score"] == 1.0
+    assert (lines["out"]["left_out"], lines["none"]["left_out"]) == ("broken", "broken")
+    assert lines["out"]["reason"] == (
+        "less than half of the span 9000 to 9010 s is in its video (128.0 s); correct its answer"
+    )
+    assert lines["none"]["reason"] == "the answer 'at the end' is no span; correct its answer"
+    # The spans of a published split are scored as they are.
+    published = by_id(player([answer("[1, 3]")], benchmark="charades").lines(asked[:2]))
+    assert [published[id]["score"] for id in ("in", "out")] == [1.0, 0.0]
+
+
 def test_a_search_finds_subtitles_that_the_prompt_had_no_room_for(player, items):
     search = '{"name": "search_subtitles", "arguments": {"query": "bye"}}'
     playing = player(

@@ -170,11 +170,12 @@ def test_scores_without_some_rows_carry_a_mark_with_the_reason(tmp_path):
 
 
 def test_mmvus_score_is_multiple_choice_and_open_answers_have_lines_of_their_own(tmp_path):
-    lines = [line("a", 1.0), line("b", 1.0), line("c", 0.0, kind="oe")]
+    lines = [line("a", 1.0), line("b", 1.0), line("c", 0.0, kind="oe"), line("d", 0.4, kind="tvg")]
     table = printed(folder(tmp_path / "a", lines, benchmark="mmvu", open_ended="exact"))
     assert cells_of(table, "mine")["MMVU"].startswith("100.0 [")
     assert cells_of(table, "questions")["MMVU"] == "2"
     assert cells_of(table, "open-ended exact, 1")["MMVU"] == "0.0"
+    assert cells_of(table, "grounding mIoU, 1")["MMVU"] == "40.0"
 
 
 def test_notes_name_prompts_differences_weights_and_commits_once_for_equal_splits(tmp_path):

@@ -154,8 +154,8 @@ def test_answers_come_back_in_order_and_unchanged(harness) -> None:
 def test_the_plug_in_imports_nothing_but_the_standard_library_and_lmms_eval(harness) -> None:
     found, _ = harness(["first"])
     tops = {name.partition(".")[0] for name in found["loaded"]}
-    assert "rollout" in tops
-    assert not tops - set(sys.stdlib_module_names) - {"rollout", "lmms_eval"}
+    assert "paravt_extras" in tops
+    assert not tops - set(sys.stdlib_module_names) - {"paravt_extras", "lmms_eval"}
 
 
 def test_a_bad_request_becomes_an_empty_answer_with_its_reason_in_the_log(harness) -> None:

@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 from models.weights.hf import save
+from paravt_extras.prompt_packs import open_pack
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
 from rollout import evaluate as command
@@ -182,13 +183,13 @@ def test_what_does_not_belong_together_is_one_line(evaluate, flags, words) -> No
     assert words in printed.strip().splitlines()[-1]
 
 
-def test_own_questions_have_no_task_of_lmms_eval(python, model, videos) -> None:
+def test_own_questions_have_no_task_of_lmms_eval(python, model, videos, tmp_path) -> None:
     settings = evaluation.BenchmarkSettings(
         str(model), videos=str(videos), pack="lmms-eval", lmms_eval_python=str(python)
     )
     question = Question("1", "w0.mp4", "What follows?", QuestionKind.OPEN_ENDED, "rain")
     with pytest.raises(PackError, match="lmms-eval has no task for own questions"):
-        evaluation.evaluate(settings, [question])
+        evaluation.evaluate(settings, [question], pack=open_pack(settings, tmp_path))
 
 
 @pytest.mark.slow

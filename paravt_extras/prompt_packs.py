@@ -7,8 +7,8 @@ import os
 from paravt_extras.lmms_eval.pack import LmmsEvalPack
 from paravt_extras.release import read_release
 from paravt_jax.processes import hosts
-from rollout.evaluation import protocols
 from rollout.evaluation.packs import PackError, PromptPack, TextPack
+from rollout.evaluation.protocols import open_text_pack
 from rollout.evaluation.settings import BenchmarkSettings
 
 
@@ -35,10 +35,10 @@ def open_pack(settings: BenchmarkSettings, folder: str | os.PathLike) -> PromptP
         )
     if python:
         return LmmsEvalPack(python, settings.benchmark, folder, hosts.process_index())
-    return open_text_pack(settings.pack, settings.release)
+    return open_any_text_pack(settings.pack, settings.release)
 
 
-def open_text_pack(name: str, release: str = "") -> TextPack:
+def open_any_text_pack(name: str, release: str = "") -> TextPack:
     """The pack of texts that `--protocol` and `--release` name.
 
     Raises:
@@ -53,4 +53,4 @@ def open_text_pack(name: str, release: str = "") -> TextPack:
         )
     if name == "published":
         return read_release(release)
-    return protocols.open_text_pack(name)
+    return open_text_pack(name)
