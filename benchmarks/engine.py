@@ -33,9 +33,11 @@ from jaxtyping import Int, UInt8
 
 from benchmarks.model import CASES, Case, alone, machine, make, peak_memory
 from models.features import FrameFeatures, FrameSettings
+from models.features.cache import Encoded
+from models.features.encoder import FrameEncoder
 from models.model import VisionLanguageModel, abstract_model
-from models.patches import patchify
 from models.rope import mrope_positions, next_position
+from models.vision import patchify
 from models.weights import hf
 from paravt_jax.data.frames import (
     ReadFrames,
@@ -264,29 +266,27 @@ class Memory:
 
 
 class MemoryFrames(FrameFeatures):
-    """Features of the frames in memory.
+    """Features of the frames in memory."""
 
-    Attributes:
-        seconds: Time spent in the vision tower.
-    """
+    encoder: TimedEncoder
 
     def __init__(self, work: Work, model: VisionLanguageModel):
         settings = FrameSettings(batch=2)  # a larger batch is no faster on CPU
         super().__init__(model.vision, model.config, settings, Path(), source=Memory(work))
-        self._tower = self._encode
-        self._encode = self._timed
-        self.seconds = 0.0
+        self.encoder = TimedEncoder(model.vision, settings)
 
-    def drop(self) -> None:
-        """Forget the vectors of all frames."""
-        for key in [*self._store]:
-            self._drop(key)
 
-    def _timed(self, *arguments: Any) -> jax.Array:
+class TimedEncoder(FrameEncoder):
+    """An encoder that sums up the seconds of the vision tower."""
+
+    seconds = 0.0
+
+    def encode(self, pixels: np.ndarray, grid: tuple[int, int]) -> Iterator[Encoded]:
         start = time.perf_counter()
-        vectors = self._tower(*arguments).block_until_ready()
+        encoded = [*super().encode(pixels, grid)]
+        jax.block_until_ready([frame.batch for frame in encoded])
         self.seconds += time.perf_counter() - start
-        return vectors
+        return iter(encoded)
 
 
 async def rollout(work: Work, number: int, sample: int) -> Rollout:
@@ -326,10 +326,10 @@ def rollouts(work: Work, engine: Engine) -> tuple[list[Rollout], dict[str, float
     features = engine.features
     assert isinstance(features, MemoryFrames)
     engine.forget()
-    features.drop()
+    features.cache.drop(lambda key: True)
     before = dataclasses.replace(engine.counts)
     frames_before = features.encoded_frames
-    tower_before = features.seconds
+    tower_before = features.encoder.seconds
     compilations = Compilations()
     start = time.perf_counter()
     agents: list[Coroutine[Any, Any, Rollout]] = [
@@ -339,7 +339,7 @@ def rollouts(work: Work, engine: Engine) -> tuple[list[Rollout], dict[str, float
     ]
     results = run(engine, agents)
     seconds = time.perf_counter() - start
-    tower = features.seconds - tower_before
+    tower = features.encoder.seconds - tower_before
     assert compilations.count == 0, (
         f"{compilations.count} programs were compiled while they were timed; warm_up misses a shape"
     )

@@ -26,9 +26,8 @@ from models.weights.hf import save
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.text import PIECES
-from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts, save_tokenizer
 from rollout.evaluation.ahead import ReadAhead
 from rollout.evaluation.benchmarks import Item, VideoFolder
 from rollout.evaluation.players import load_player, open_reader

@@ -13,16 +13,16 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
-from models.features import Encoded, FrameFeatures, FrameSettings
+from benchmarks.engine import TimedEncoder
+from models.features import FrameFeatures, FrameSettings
 from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
 from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask
@@ -30,10 +30,9 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall, Episode, Question, QuestionKind, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.text import PIECES
 from paravt_jax.world.videos import DrawnVideos, WorldSettings, plan
-from paravt_jax.world.vocabulary import build_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling, ask, run
@@ -70,19 +69,6 @@ def second_per_crop(task: ReadTask) -> float:
     return 0.0 if isinstance(task.wanted, int) else 1.0
 
 
-class TimedFeatures(FrameFeatures):
-    """Features that sum up the seconds of the vision tower's program."""
-
-    seconds = 0.0
-
-    def _vectors(self, pixels: np.ndarray, grid: tuple[int, int]) -> Iterator[Encoded]:
-        start = time.perf_counter()
-        encoded = [*super()._vectors(pixels, grid)]
-        jax.block_until_ready([frame.batch for frame in encoded])
-        self.seconds += time.perf_counter() - start
-        return iter(encoded)
-
-
 class Planned:
     """The engine, except that the first turn of every main agent is `text`.
 
@@ -92,9 +78,9 @@ class Planned:
         started: When a sub-agent last asked for its report.
     """
 
-    def __init__(self, engine: Engine, features: TimedFeatures, text: str, vocabulary: Vocabulary):
+    def __init__(self, engine: Engine, encoder: TimedEncoder, text: str, vocabulary: Vocabulary):
         self.engine = engine
-        self.features = features
+        self.encoder = encoder
         self.vocabulary = vocabulary
         self.pauses: list[float] = []
         self.asked = self.started = 0.0
@@ -121,12 +107,12 @@ class Planned:
 
     def step(self) -> list[Completion]:
         if self._last is not None:
-            self.pauses.append(time.perf_counter() - self._last - self.features.seconds)
+            self.pauses.append(time.perf_counter() - self._last - self.encoder.seconds)
         if self._planned:
             self.asked = time.perf_counter()
         completions = self._planned + self.engine.step()
         self._planned = []
-        self.features.seconds = 0.0
+        self.encoder.seconds = 0.0
         self._last = time.perf_counter()
         return completions
 
@@ -158,7 +144,7 @@ class Setting:
         self.model = VisionLanguageModel(config, rngs=nnx.Rngs(0))
         world = WorldSettings(train_videos=3, heldout_videos=1)
         self.videos = plan(world)
-        self._encode: Any = None
+        self.encoder = TimedEncoder(self.model.vision, FrameSettings(batch=8))
         self.source = DrawnVideos(world, self.videos)
         self.questions = [
             Question(video.path, video.path, "Why?", QuestionKind.OPEN_ENDED, "x")
@@ -166,24 +152,23 @@ class Setting:
         ]
         features = self.features()
         features(features.overview(self.videos[0].path, 4))  # compiles the vision tower
-        self._encode = features._encode
         self.engine = Engine(self.model, features, SIZES)
         self.engine.warm_up()
 
     def features(
         self, seconds: Callable[[ReadTask], float] | None = None, **settings: Any
-    ) -> TimedFeatures:
+    ) -> FrameFeatures:
         """Features with an empty cache, whose files take some seconds to read."""
         source = Delayed(self.source, seconds) if seconds else self.source
-        made = TimedFeatures(
+        made = FrameFeatures(
             self.model.vision, self.model.config, FrameSettings(batch=8, **settings), Path(), source
         )
-        made._encode = self._encode or made._encode
+        made.encoder = self.encoder
         return made
 
     def play(
         self,
-        features: TimedFeatures,
+        features: FrameFeatures,
         questions: Sequence[Question],
         temperature: float = 0.0,
         busy: int = 0,
@@ -193,7 +178,7 @@ class Setting:
         self.engine.forget()
         environment = Environment(Protocol(self.vocabulary, LIMITS), features)
         text = "look\n</think>" + "".join(map(render_call, CALLS))
-        sampler = Planned(self.engine, features, text, self.vocabulary)
+        sampler = Planned(self.engine, self.encoder, text, self.vocabulary)
         episodes: list[Episode] = []
 
         async def playing(number: int, question: Question) -> Episode:

@@ -22,8 +22,8 @@ from PIL import Image, ImageOps
 
 from models.config import ModelConfig, VisionConfig
 from models.model import Inputs
-from models.patches import patchify
 from models.rope import mrope_positions, visual_index
+from models.vision import patchify
 from models.weights.folder import local_folder
 from paravt_jax.data import foreign, media_files
 from paravt_jax.data.frames import resize

@@ -3,7 +3,7 @@
 The mesh has three axes: `data` replicates weights, `fsdp` shards them, and `tensor` shards heads,
 the MLP or the experts, and the vocabulary. Parameters carry logical axis names as the metadata
 `axes` (`models.layers`), and `RULES` maps each of those to a mesh axis. A single device is the mesh
-1 x 1 x 1. Gradients are computed in each replica by itself (`train.learn.replicas`): there, arrays
+1 x 1 x 1. Gradients are computed in each replica by itself (`train.learn.placement`): there, arrays
 have the rows of the replica, and `data` shards nothing.
 """
 

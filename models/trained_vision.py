@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from models.config import VisionConfig
 from models.sharding import ROWS, current_mesh, on_devices
-from models.vision import Mergers, PatchLayout, VisionTower
+from models.vision import Mergers, PatchLayout, VisionTower, cast_variable
 
 TrainVision = Literal["none", "merger", "tower"]
 """Which part of the vision tower is trained."""
@@ -153,14 +153,7 @@ def trained_state(tower: VisionTower, part: TrainVision) -> nnx.State | None:
     if part == "none":
         return None
     state = nnx.state(part_of(tower, part))
-    return nnx.map_state(lambda _, variable: _in_float32(variable), state)
-
-
-def _in_float32(variable: nnx.Variable) -> nnx.Variable:
-    value = variable.get_value()
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return variable.replace(value.update(dtype=jnp.float32))
-    return variable.replace(value.astype(jnp.float32))
+    return nnx.map_state(lambda _, variable: cast_variable(variable, jnp.float32), state)
 
 
 def part_of(tower: VisionTower, part: Literal["merger", "tower"]) -> Mergers | VisionTower:

@@ -72,8 +72,7 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
-from paravt_jax.world.recurring import recurring_texts
-from paravt_jax.world.vocabulary import build_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
 from tests import processes
 from tests.cut_tokenizer import cut_tokenizer
 from tests.noisy_model import noisy_model

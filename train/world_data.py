@@ -21,8 +21,7 @@ from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
-from paravt_jax.world.recurring import recurring_texts
-from paravt_jax.world.vocabulary import build_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
 from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
 from train.settings import Run
 

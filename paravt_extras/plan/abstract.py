@@ -25,8 +25,14 @@ from train.learn.batch import Microbatch
 from train.learn.optimizer import make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
 from train.learn.packing import MicrobatchShape, StepShape
-from train.learn.placement import Bank, row_pieces, shardings
-from train.learn.replicas import bank_sharding, make_bank_share, sums_of
+from train.learn.placement import (
+    Bank,
+    bank_sharding,
+    make_bank_share,
+    row_pieces,
+    shardings,
+    sums_of,
+)
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.sft import SFTBatch, make_sft_update, visual_encoder

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.config import ModelConfig
-from models.features import frames_per_call, tower_mesh, tower_program
+from models.features.encoder import tower_mesh, tower_program
 from models.lora import cast
 from models.model import abstract_model
 from models.sharding import make_mesh, param_shardings
@@ -394,7 +394,7 @@ class Plan:
         grid = self.grid()
         vision = self.config.vision
         tokens = grid[0] * grid[1] // vision.spatial_merge_size**2
-        frames = frames_per_call(self.run.frames, tokens, self.tower_mesh.size)
+        frames = self.run.frames.batch_of(tokens, self.tower_mesh.size)
         patches = jax.ShapeDtypeStruct(
             (frames, grid[0] * grid[1], vision.patch_dim),
             jnp.float32,

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from models.attention.paged import BLOCK
 from models.config import ModelConfig
-from models.features import frames_per_call
 from models.flops import flops_per_token
 from paravt_extras.plan import rates
 from paravt_extras.plan.collectives import DCN
@@ -329,7 +328,7 @@ def engine_costs(
 
     def frames(count: int) -> Cost:
         vision = measured["vision"]
-        batch = frames_per_call(run.frames, run.frame_tokens, vision.devices)
+        batch = run.frames.batch_of(run.frame_tokens, vision.devices)
         return rates.cost_of(vision, speeds).times(math.ceil(count / batch))
 
     return EngineCosts(token, prefilled, frames)

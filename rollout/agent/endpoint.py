@@ -30,7 +30,9 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from models.config import ModelConfig
-from models.features import Encoded, FrameFeatures, FrameSettings
+from models.features import FrameFeatures, FrameSettings
+from models.features.cache import Encoded
+from models.features.encoder import FrameEncoder
 from paravt_jax.data.frames import FrameSource, VideoError
 from paravt_jax.method.parsing import extract_answer, find_calls
 from paravt_jax.method.records import Frame, digest
@@ -104,19 +106,21 @@ class FrameImages(FrameFeatures):
         self, config: ModelConfig, settings: FrameSettings, root: Path, source: FrameSource
     ):
         super().__init__(None, config, settings, root, source)
+        self.encoder = PixelEncoder()
 
     def image(self, frame: Frame) -> UInt8[np.ndarray, "h w 3"]:
-        """The pixels of a frame. Raises VideoError if it cannot be read."""
-        rows, columns = self.grid(frame)
-        patch = self.config.vision.patch_size
-        return self((frame,)).reshape(rows * patch, columns * patch, 3)
+        """Return the pixels of a frame. Raises VideoError if it cannot be read."""
+        return self((frame,))[0]
 
-    def _vectors(self, pixels: np.ndarray, grid: tuple[int, int]) -> Iterator[Encoded]:
-        # The base class expects one row per visual token. Cut the pixels into that many rows;
-        # `image` restores their shape.
-        tokens = grid[0] * grid[1] // self.config.vision.spatial_merge_size**2
-        cut = np.ascontiguousarray(pixels).reshape(len(pixels), tokens, -1)
-        return (Encoded(cut, row) for row in range(len(cut)))
+
+class PixelEncoder(FrameEncoder):
+    """Caches the pixels of frames, [k, h, w, 3] each, as they are."""
+
+    def __init__(self):
+        """Needs no vision tower."""
+
+    def encode(self, pixels: np.ndarray, grid: tuple[int, int]) -> Iterator[Encoded]:
+        return (Encoded(pixels, index) for index in range(len(pixels)))
 
 
 class EndpointSampler:

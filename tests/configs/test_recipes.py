@@ -43,9 +43,8 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
-from paravt_jax.world.recurring import recurring_texts
 from paravt_jax.world.text import TextSettings
-from paravt_jax.world.vocabulary import build_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
 from rollout.ask import AskSettings
 from rollout.engine.sizing import crop_tokens, overview_tokens
 from rollout.evaluation.settings import BenchmarkSettings

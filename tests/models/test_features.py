@@ -16,8 +16,7 @@ from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings, frame_tokens
 from models.model import VisionLanguageModel
-from models.patches import patchify
-from models.vision import frame_layout
+from models.vision import frame_layout, patchify
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame
@@ -31,16 +30,9 @@ from train.durable.compilations import Compilations
 def make(small_world, small_model):
     """make(batch=..., ...) makes features of the small world with an empty cache."""
 
-    def build(
-        root: pathlib.Path = small_world.folder, version: int = 0, **settings
-    ) -> FrameFeatures:
+    def build(root: pathlib.Path = small_world.folder, **settings) -> FrameFeatures:
         return FrameFeatures(
-            small_model.vision,
-            small_model.config,
-            FrameSettings(**settings),
-            root,
-            source=video,
-            version=version,
+            small_model.vision, small_model.config, FrameSettings(**settings), root, source=video
         )
 
     return build
@@ -209,18 +201,18 @@ def test_the_cache_keeps_its_bound_and_drops_the_least_recently_used(make, names
         features(features.overview(name, 30))
         # Still in use, so these stay.
         features(first[:10])
-    assert features.cached_frames == 100 and fits == 113
-    assert features.cached_bytes == 100 * per_frame <= 2**20
+    assert len(features.cache) == 100 and fits == 113
+    assert features.cache.bytes == 100 * per_frame <= 2**20
     encoded = features.encoded_frames
     features(features.overview(names[3], 30))
-    assert features.cached_frames == fits and features.cached_bytes == fits * per_frame
+    assert len(features.cache) == fits and features.cache.bytes == fits * per_frame
     assert np.array_equal(features(first[:10]), expected[: 10 * tokens])
     assert features.encoded_frames == encoded + 30
     assert np.array_equal(features(first), expected) and features.encoded_frames > encoded + 30
 
 
 def test_timestamps_are_kept_for_a_limited_number_of_videos(make, names, monkeypatch):
-    monkeypatch.setattr("models.features._MAX_INFOS", 2)
+    monkeypatch.setattr("models.features.reader._MAX_INFOS", 2)
     features = make()
     probed = []
     monkeypatch.setattr(
@@ -239,7 +231,7 @@ def test_timestamps_are_kept_for_a_limited_number_of_videos(make, names, monkeyp
 def test_cached_frames_outlive_their_file_and_many_other_videos(
     make, names, small_world, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("models.features._MAX_INFOS", 1)
+    monkeypatch.setattr("models.features.reader._MAX_INFOS", 1)
     for name in names[:3]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(small_world.folder / name, tmp_path / name)
@@ -266,7 +258,7 @@ def test_more_frames_than_fit_are_still_encoded(make, names):
     features = make(batch=64, cache_mib=0)
     frames = features.overview(names[0], 64)
     assert np.array_equal(features(frames), make(batch=64)(frames))
-    assert features.cached_frames == features.cached_bytes == 0
+    assert len(features.cache) == features.cache.bytes == 0
 
 
 def test_nothing_compiles_for_another_number_of_frames(make, names):
@@ -283,7 +275,7 @@ def test_frames_with_more_tokens_than_the_bound_are_refused(make, names, monkeyp
     features = make(max_pixels=50_176)
     info = features.info(names[0])
     monkeypatch.setattr(
-        features, "info", lambda name: dataclasses.replace(info, height=16, width=1584)
+        features.files, "info", lambda name: dataclasses.replace(info, height=16, width=1584)
     )
     assert frame_tokens(features.settings, features.config.vision) == 49
     with pytest.raises(VideoError, match="1584 x 16 pixels .* 69 visual tokens, .* 49"):
@@ -383,7 +375,7 @@ def test_features_travel_in_the_type_of_the_tower(small_model, small_world, name
     frames = features.overview(names[0], 6)
     vectors = features(frames)
     assert vectors.dtype == features.dtype == jnp.bfloat16
-    assert vectors.shape == (6, 2, 32) and features.cached_bytes == 6 * 2 * 32 * 2
+    assert vectors.shape == (6, 2, 32) and features.cache.bytes == 6 * 2 * 32 * 2
     patches = patchify(
         video.read(small_world.folder / names[0], [f.index for f in frames[:4]]),
         features.config.vision,
@@ -403,7 +395,7 @@ def test_started_frames_are_read_and_encoded_once(make, names, monkeypatch):
     first, second = features.overview(names[0], 6), features.overview(names[1], 5)
     gone = Frame("gone.mp4", 0, 0.0)
     features.start([*first, gone, *second])
-    assert len(reads) == 2 and not features.unreadable and not features.cached_frames
+    assert len(reads) == 2 and not features.unreadable and not len(features.cache)
     assert np.array_equal(features(second), make(batch=4)(second))
     assert np.array_equal(features(first), make(batch=4)(first))
     assert features.encoded_frames == 11
@@ -417,7 +409,7 @@ def test_frames_that_were_started_in_vain_are_cached(make, names):
     features.start(frames[:1])
     features(frames[:1])
     features.start([])
-    assert features.cached_frames == features.encoded_frames == FRAMES
+    assert len(features.cache) == features.encoded_frames == FRAMES
     features(frames)
     assert features.encoded_frames == FRAMES
 
@@ -467,7 +459,7 @@ def test_eight_devices_share_the_frames():
         expected = features(jax.devices()[:1], 16)(frames)
         for batch in (9, 16):
             several = features(jax.devices(), batch)
-            several._encode = seen(several._encode)
+            several.encoder._encode = seen(several.encoder._encode)
             np.testing.assert_allclose(several(frames), expected, atol=1e-5)
         assert shards == [{n: 2 for n in range(8)}] * 4, shards
         print("done")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from models.patches import patchify
 from models.processor import Processor, slice_times, video_frame_indices
 from models.qwen2_5_vl.sizes import qwen2_5_vl
 from models.qwen3_vl.sizes import qwen3_vl, tiny
+from models.vision import patchify
 from models.weights.hf_config import from_hf
 from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import image_size, smart_resize, video_size

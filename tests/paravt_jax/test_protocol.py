@@ -23,7 +23,7 @@ from paravt_jax.method.records import (
     Trajectory,
 )
 from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world.recurring import recurring_texts
+from paravt_jax.world.vocabulary import recurring_texts
 
 FRAMES = (Frame("v.mp4", 0, 0.0), Frame("v.mp4", 64, 64.0), Frame("v.mp4", 127, 127.04))
 QUESTION = Question(

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
-from paravt_jax.world.recurring import recurring_texts
-from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts, save_tokenizer
 
 # Any text, with parts of the protocol in it, so that added tokens get unusual neighbours.
 _PARTS = st.sampled_from(

@@ -81,7 +81,7 @@ def test_shardings_equal_those_of_placed_arrays():
         from paravt_jax.data import video
         from train.learn.packed_batch import PackedRows, place_packed
         from train.learn.placement import place, place_vectors, place_whole
-        from train.learn.replicas import make_bank_share
+        from train.learn.placement import make_bank_share
         from train.learn.rl_batch import lay_out_padding
         from paravt_extras.plan.abstract import abstract_rl_step, abstract_sft_update
         from paravt_extras.plan.programs import planned_config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from models.features import FrameFeatures
+from models.features.reader import VideoFiles
 from paravt_jax.processes import hosts
 from rollout.engine.engine import Engine, EngineCounts, _Occupancy
 from train.durable.compilations import Compilations
@@ -27,7 +28,8 @@ def waiting() -> tuple[Engine, FrameFeatures, Compilations]:
     engine = Engine.__new__(Engine)
     engine.counts = EngineCounts(tail_seconds=5.0)
     features = FrameFeatures.__new__(FrameFeatures)
-    features.waited = 7.0
+    features.files = VideoFiles.__new__(VideoFiles)
+    features.files.waited = 7.0
     return engine, features, Compilations()
 
 
@@ -35,7 +37,7 @@ def test_waiting_counts_from_the_beginning_of_the_step(waiting):
     engine, features, compilations = waiting
     idle = IdleTime(*waiting)
     engine.counts.tail_seconds += 1.0
-    features.waited += 0.5
+    features.files.waited += 0.5
     compilations.seconds += 0.25
     wanted = {"idle/files": 0.5, "idle/hosts": 0.0, "idle/tail": 1.0, "idle/compile": 0.25}
     assert idle.metrics() == wanted
@@ -43,7 +45,7 @@ def test_waiting_counts_from_the_beginning_of_the_step(waiting):
 
 def test_several_hosts_report_their_mean_and_the_most_of_any(waiting, monkeypatch):
     idle = IdleTime(*waiting)
-    waiting[1].waited += 1.0
+    waiting[1].files.waited += 1.0
     monkeypatch.setattr(hosts, "gather", lambda own: [own, own | {"files": 3.0}])
     found = idle.metrics()
     assert (found["idle/files"], found["idle/files_max"]) == (2.0, 3.0)

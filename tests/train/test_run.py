@@ -29,8 +29,7 @@ from paravt_jax.data.file_sums import SUMS
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
-from paravt_jax.world.recurring import recurring_texts
-from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts, save_tokenizer
 from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics

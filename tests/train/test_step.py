@@ -20,8 +20,7 @@ from paravt_jax.method.records import CropCall, Question, QuestionKind
 from paravt_jax.method.scoring import Rules
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world.recurring import recurring_texts
-from paravt_jax.world.vocabulary import build_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
 from train.learn.batch import Group, Microbatch, build
 from train.learn.packed_batch import PackedShape, build_packed, place_packed, render_rows
 from train.learn.packing import MicrobatchShape, pack

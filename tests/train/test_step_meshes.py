@@ -33,8 +33,16 @@ from train.learn.batch import Group, build
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows, place_packed
 from train.learn.packing import StepShape, pack
-from train.learn.placement import place, place_bank, place_frames, place_whole, row_pieces
-from train.learn.replicas import bank_sharding, replicas, sums_sharding
+from train.learn.placement import (
+    bank_sharding,
+    place,
+    place_bank,
+    place_frames,
+    place_whole,
+    replicas,
+    row_pieces,
+    sums_sharding,
+)
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings

@@ -92,7 +92,7 @@ def fresh_features(road, trained) -> FrameFeatures:
         road.model.config,
         known.settings,
         known.root,
-        source=known.source,
+        source=known.files.source,
         trained=trained,
     )
 

@@ -22,8 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from models.model import VisionLanguageModel
-from models.patches import patchify
-from models.vision import PatchLayout, frame_layout
+from models.vision import PatchLayout, frame_layout, patchify
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError, shown
 from paravt_jax.data.sizes import FrameRules

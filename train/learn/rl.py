@@ -7,9 +7,11 @@ scores exactly the tokens that were sampled: the metric `token_mismatches` count
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,13 +41,16 @@ from train.learn.optimizer import make_optimizer
 from train.learn.packing import GroupLengths, StepShape
 from train.learn.placement import (
     Bank,
+    bank_sharding,
+    make_bank_share,
     place,
     place_bank,
     place_frames,
     place_whole,
+    replicas,
     row_pieces,
+    sums_of,
 )
-from train.learn.replicas import bank_sharding, make_bank_share, replicas, sums_of
 from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
@@ -56,7 +61,6 @@ from train.learn.rollouts import (
     require_fresh,
     roll_out,
 )
-from train.learn.spans import Spans
 from train.learn.step import (
     TrainState,
     VisionPrograms,
@@ -519,3 +523,22 @@ def _over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
         name: max(found) if name.endswith("_max") else sum(found) / len(found)
         for name, found in values.items()
     }
+
+
+class Spans:
+    """The parts of a step, in its metrics and in a trace (`train.durable.profile`).
+
+    Attributes:
+        seconds: How long each part took, by name.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measure the block, which is an event of this name in a trace."""
+        start = time.perf_counter()
+        with jax.profiler.TraceAnnotation(name):
+            yield
+        self.seconds[name] = time.perf_counter() - start

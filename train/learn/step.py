@@ -25,8 +25,8 @@ from models.text import TextDecoder
 from models.trained import apart, together
 from models.trained_vision import TrainedVision
 from train.learn.batch import Microbatch
-from train.learn.placement import Bank
-from train.learn.replicas import (
+from train.learn.placement import (
+    Bank,
     bank_sharding,
     in_replicas,
     over_replicas,
@@ -266,7 +266,7 @@ def make_accumulation(
     """Compile an update in micro-batches, one call for each.
 
     With several replicas of the weights, gradients have a first axis of replicas, which `apply`
-    adds up (`train.learn.replicas`).
+    adds up (`train.learn.placement`).
 
     Args:
         graph: The decoder without its weights.

@@ -17,9 +17,11 @@ from jaxtyping import Array, Float
 
 from models.config import ModelConfig
 from models.features import FrameFeatures, FrameSettings
+from models.features.reader import VideoFiles
 from models.model import VisionLanguageModel
 from models.rope import mrope_positions, next_position
 from models.text import KV
+from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame, digest
 from rollout.engine.engine import Engine
@@ -28,6 +30,18 @@ from rollout.engine.sampling import Choices, sample
 
 ROUNDING = 3e-5  # how far logits may differ between two orders of summation
 TRIES = 32
+
+
+class PictureFiles(VideoFiles):
+    """Videos of known sizes, of which no file exists."""
+
+    sizes: dict[str, tuple[int, int]]
+
+    def grid(self, frame: Frame | str) -> tuple[int, int]:
+        return self.sizes[frame if isinstance(frame, str) else frame.video]
+
+    def stamp(self, name: str) -> None:
+        """Return nothing: there is no file that could change."""
 
 
 class Pictures(FrameFeatures):
@@ -39,17 +53,10 @@ class Pictures(FrameFeatures):
     def __init__(
         self, config: ModelConfig, sizes: dict[str, tuple[int, int]], gone: Many[str] = ()
     ):
-        self.config = config
-        self.settings = FrameSettings()
-        self.sizes = sizes
+        super().__init__(None, config, FrameSettings(), "", source=video)
+        self.files = PictureFiles("", video, self.settings, config.vision, self.cache)
+        self.files.sizes = sizes
         self.gone = gone
-        self.version = 0
-
-    def grid(self, frame: Frame | str) -> tuple[int, int]:
-        return self.sizes[frame if isinstance(frame, str) else frame.video]
-
-    def _content(self, name: str) -> None:
-        """There is no file that could change."""
 
     def __call__(self, frames: Many[Frame]) -> Float[np.ndarray, "m c d"]:
         return np.concatenate([self._vectors(frame) for frame in frames])

@@ -13,9 +13,9 @@ from models.config import TextConfig
 from models.features import FrameFeatures, FrameSettings
 from models.generate import generate
 from models.model import Inputs, VisionLanguageModel
-from models.patches import patchify
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.rope import mrope_positions, visual_index
+from models.vision import patchify
 from models.weights import hf
 from models.weights.hf_config import to_hf
 from paravt_jax.data import video

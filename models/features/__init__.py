@@ -1,0 +1,325 @@
+"""Visual features of video frames, computed once per frame and cached.
+
+Overview, crops, sampler and training step all get features here:
+
+    videos --VideoFiles--> pixels --FrameEncoder--> features --FeatureCache--> visual vectors
+
+If a part of the tower is trained, what is cached is that part's input (`models.trained_vision`).
+Visual vectors, which samplers read, are computed from it and kept until other weights are loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from models.config import ModelConfig
+from models.features.cache import Encoded, FeatureCache, FrameKey, Grid
+from models.features.encoder import FrameEncoder, tower_mesh
+from models.features.reader import FileRead, FrameSettings, Kind, VideoFiles, frame_tokens
+from models.sharding import Lowering
+from models.trained_vision import TrainedVision, cached_shape
+from models.vision import VisionTower
+from paravt_jax.data.frames import (
+    FrameSource,
+    VideoError,
+    VideoInfo,
+    overview_indices,
+    window_indices,
+)
+from paravt_jax.method.records import Frame
+
+__all__ = ["FrameFeatures", "FrameSettings", "Reading", "ShownFrames", "frame_tokens", "tower_mesh"]
+
+_FRAMES_PER_STEP = 64  # frames that count as one step of the sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownFrames:
+    """Frames, and what is cached of each. This stays in memory for as long as somebody holds it."""
+
+    frames: tuple[Frame, ...]
+    cached: tuple[Shaped[np.ndarray, "..."], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reading:
+    """Frames whose files are being read. An agent awaits it, and gets `ShownFrames`.
+
+    `await` hands this object to the scheduler (`rollout.engine.requests`), which resumes the agent
+    when the files have been read. Then it raises VideoError if one of them cannot be read.
+    """
+
+    features: FrameFeatures
+    choose: Callable[[], tuple[Frame, ...]]
+    """The frames, once the length of their video is known."""
+    count: int
+    """Number of the frames."""
+    held: Mapping[FrameKey, np.ndarray]
+    """What was in memory from the start, and stays there."""
+    reads: Sequence[FileRead]
+    """Files that are being read."""
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the sampler after which the agent goes on; None: when the files are read.
+
+        This must not depend on what is in memory: a run that was killed begins with nothing.
+        """
+        if self.features.settings.admission == "arrival":
+            return None
+        return max(1, math.ceil(self.count / _FRAMES_PER_STEP))
+
+    def done(self) -> bool:
+        """Return whether all files have been read, or cannot be read."""
+        return all(read.future.done() for read in self.reads)
+
+    def result(self) -> ShownFrames:
+        """Wait for the files, and encode their frames."""
+        return self.features.take(self)
+
+    def __await__(self) -> Generator[Reading, None, ShownFrames]:
+        yield self
+        return self.result()
+
+
+def wait_for_one(readings: Sequence[Reading]) -> None:
+    """Wait until one of some readings is done."""
+    files = readings[0].features.files
+    while not any(reading.done() for reading in readings):
+        futures = [read.future for reading in readings for read in reading.reads]
+        files.wait_for([future for future in futures if not future.done()], FIRST_COMPLETED)
+
+
+class FrameFeatures:
+    """Features of frames: read from their files, encoded by the vision tower, and cached.
+
+    Calling it with frames returns features [tokens, c, d]: the visual tokens of all frames in
+    order, with c = 1 + DeepStack levels. They are a NumPy array in `dtype`, the type in which the
+    tower computes (bfloat16 is that of ml_dtypes), and are never converted.
+
+    Nothing here waits for a file if an agent awaits `request` before, and holds what it gets. For
+    an unreadable video every method raises `VideoError`.
+
+    Args:
+        tower: The vision tower; None if nothing is encoded.
+        config: The model's sizes.
+        settings: Sizes of frames and of the cache.
+        root: Folder of the videos (`models.features.reader.VideoFiles`).
+        source: Reads the videos.
+        trained: The part of the tower that is trained; None: none is.
+
+    Attributes:
+        cache: What has been encoded.
+        files: The videos.
+        encoder: The tower. A subclass that caches something else has another one.
+        dtype: Type of the features.
+        vector: The shape of what is cached per visual token.
+        root, unreadable: Those of `files`.
+        encoded_frames: Number of frames that have been encoded so far.
+    """
+
+    def __init__(
+        self,
+        tower: VisionTower | None,
+        config: ModelConfig,
+        settings: FrameSettings,
+        root: str | os.PathLike,
+        source: FrameSource,
+        trained: TrainedVision | None = None,
+    ):
+        self.config = config
+        self.settings = settings
+        self.cache = FeatureCache(settings.cache_mib * 2**20)
+        self.files = VideoFiles(root, source, settings, config.vision, self.cache)
+        self.root = root
+        self.unreadable = self.files.unreadable
+        self.trained = trained
+        self.vector = cached_shape(config.vision, "none") if trained is None else trained.vector
+        self.dtype = np.dtype(np.float32 if tower is None else tower.dtype)
+        if tower is not None:
+            self.encoder = FrameEncoder(tower, settings, trained)
+        self.encoded_frames = 0
+
+    # --- features ---
+
+    def __call__(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:
+        if self.trained is None:
+            return self.cached(frames)
+        keys, features, missing = self._look_up(frames, self.encoder.version)
+        for some in missing.values():
+            cached = np.stack(self.request(some).result().cached)
+            vectors = self.encoder.finish(cached, self.grid(some[0]))
+            for frame, encoded in zip(some, vectors, strict=True):
+                features[self.key(frame, self.encoder.version)] = encoded.fetch()
+        self.cache.add(features)
+        return np.concatenate([features[key] for key in keys])
+
+    def cached(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:
+        """Return what is cached of frames, [tokens, c, w], which training reads.
+
+        These are their visual vectors, unless a part of the tower is trained.
+        """
+        return np.concatenate(self.request(frames).result().cached)
+
+    def request(self, frames: Sequence[Frame]) -> Reading:
+        """Begin to read the frames that are not in memory, without waiting for their files."""
+        frames = tuple(frames)
+        _, held, missing = self._look_up(frames)
+        reads = [self.files.request_frames(some) for some in missing.values()]
+        return Reading(self, lambda: frames, len(frames), held, reads)
+
+    def request_overview(self, name: str, count: int) -> Reading:
+        """Begin to read the overview of a video, which may never have been opened before."""
+        known = self.overview(name, count) if self.files.knows(name) else ()
+        _, held, missing = self._look_up(known)
+        # By their number, not by indices: that is how files are read ahead.
+        reads = [] if known and not missing else [self.files.request(name, count)]
+        return Reading(self, lambda: self.overview(name, count), count, held, reads)
+
+    def request_info(self, name: str) -> Reading:
+        """Begin to list the frames of a video. None of them is read."""
+        reads = [] if self.files.knows(name) else [self.files.request(name, ())]
+        return Reading(self, tuple, 0, {}, reads)
+
+    def take(self, reading: Reading) -> ShownFrames:
+        """Encode frames whose files have been read.
+
+        Raises:
+            VideoError: A file cannot be read, or the video does not have these frames.
+        """
+        for read in reading.reads:
+            with self.files.noting(read.video):
+                self.files.wait(read)
+        frames = reading.choose()
+        keys, features, missing = self._look_up(frames)
+        # One batch after the other, so that the devices never hold all of them.
+        for key, encoded in self._encode(missing, reading.reads):
+            features[key] = encoded.fetch()
+        self.cache.add(features)
+        return ShownFrames(frames, tuple(features[key] for key in keys))
+
+    def start(self, frames: Sequence[Frame]) -> None:
+        """Read frames and begin to encode them, without waiting for the devices.
+
+        A later call with these frames takes the results, which are on the devices until then. Those
+        that no call has taken go into the cache at the next `start`. Frames that cannot be read are
+        left to the later call, which raises the error.
+        """
+        self.cache.settle()
+        by_video: dict[str, list[Frame]] = {}
+        for frame in frames:
+            by_video.setdefault(frame.video, []).append(frame)
+        readings: list[Reading] = []
+        for some in by_video.values():
+            with contextlib.suppress(VideoError):
+                readings.append(self.request(some))
+        for reading in readings:
+            with contextlib.suppress(VideoError):
+                _, _, missing = self._look_up(reading.choose())
+                self.cache.add_pending(dict(self._encode(missing, reading.reads)))
+
+    def _look_up(
+        self, frames: Sequence[Frame], version: int | None = None
+    ) -> tuple[list[FrameKey], dict[FrameKey, np.ndarray], dict[Kind, list[Frame]]]:
+        """Return the keys of frames, the features that are in memory, and the other frames by kind.
+
+        Batches never mix kinds: features must not depend on what else was asked for.
+        """
+        keys = [self.key(frame, version) for frame in frames]
+        features = self.cache.find(keys)
+        missing: dict[Kind, list[Frame]] = {}
+        for key, frame in dict(zip(keys, frames, strict=True)).items():
+            if key not in features:
+                missing.setdefault((key.video, key.rules), []).append(frame)
+        return keys, features, missing
+
+    def _encode(
+        self, missing: Mapping[Kind, Sequence[Frame]], reads: Iterable[FileRead]
+    ) -> Iterator[tuple[FrameKey, Encoded]]:
+        """Encode frames, and those that are encoded with them, each with its key."""
+        by_kind = {(read.video, read.rules): read for read in reads}
+        for kind, some in missing.items():
+            with self.files.noting(kind[0]):
+                read = by_kind.get(kind) or self.files.request_frames(some)
+                frames = self.files.encoded_with(some)
+                pixels = self.files.pixels(frames, read)
+                self.encoded_frames += pixels.shape[0] * pixels.shape[1]
+                keys = [self.key(frame) for frame in frames]
+                yield from zip(keys, self.encoder.encode(pixels, keys[0].grid), strict=True)
+
+    def forget(self, name: str) -> None:
+        """Forget everything known about a video."""
+        self.files.forget(name)
+        self.cache.drop(lambda key: key.video == name)
+
+    # --- videos and frames ---
+
+    def info(self, name: str) -> VideoInfo:
+        """Return length, size and timestamps of a video."""
+        return self.files.info(name)
+
+    def overview(self, name: str, count: int) -> tuple[Frame, ...]:
+        """Return `count` frames spread evenly over the whole video."""
+        return self._frames(name, overview_indices(self.info(name).frames, count))
+
+    def window(
+        self, name: str, start: float, end: float, fps: float, limit: int
+    ) -> tuple[Frame, ...]:
+        """Return at most `limit` frames of the window [start, end] in seconds, at `fps`."""
+        indices = window_indices(self.info(name), start, end, fps, limit)
+        return self._frames(name, indices, crop=True)
+
+    def _frames(self, name: str, indices: np.ndarray, crop: bool = False) -> tuple[Frame, ...]:
+        times = self.info(name).times
+        return tuple(Frame(name, int(i), float(times[i]), crop) for i in indices)
+
+    def grid(self, frame: Frame | str) -> Grid:
+        """Return the (height, width) in patches of a frame, or of those of a video's overview."""
+        return self.files.grid(frame)
+
+    def tokens(self, frame: Frame | str) -> int:
+        """Return the visual tokens of a frame, or of each frame of a video's overview."""
+        return math.prod(self.grid(frame)) // self.config.vision.spatial_merge_size**2
+
+    def key(self, frame: Frame, version: int | None = None) -> FrameKey:
+        """Return the cache key of a frame, or of what trained weights of a version make of it."""
+        stamp, rules = self.files.stamp(frame.video), self.files.rules(frame)
+        grid = self.grid(frame)
+        return FrameKey(frame.video, stamp, frame.index, frame.second, grid, rules, version)
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which the caller waited for files."""
+        return self.files.waited
+
+    # --- the vision tower ---
+
+    def lowerings(self, sizes: Iterable[tuple[int, int]]) -> Iterator[Lowering]:
+        """Return the tower's programs for videos of these sizes, for `models.compile_ahead`.
+
+        Args:
+            sizes: (height, width) of videos, in pixels.
+        """
+        return self.encoder.lowerings(self.files.grids(sizes))
+
+    def load(self, weights: Any) -> None:
+        """Replace the weights of the trained part, and forget what the old ones computed.
+
+        Args:
+            weights: See `FrameEncoder.load`.
+        """
+        self.encoder.load(weights)
+        self.cache.drop(lambda key: key.version is not None)
+
+    def fingerprint(self) -> int:
+        """Return the fingerprint of the weights that `load` has replaced."""
+        return self.encoder.fingerprint()

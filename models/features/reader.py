@@ -1,0 +1,337 @@
+"""Videos and their frames, as they are before a vision tower sees them.
+
+A file's size and modification time stand for its content, so a new file under an old name counts as
+another video. For an unreadable video every method raises `VideoError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ALL_COMPLETED, Future, wait
+from typing import Literal, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+from jaxtyping import UInt8
+
+from models.config import VisionConfig
+from models.features.cache import FeatureCache, Grid
+from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask, VideoError, VideoInfo, join
+from paravt_jax.data.sizes import FrameRules, PixelRules
+from paravt_jax.method.records import Frame
+
+# qwen_vl_utils resizes to multiples of this many pixels, two patches of Qwen2-VL.
+_CLIENT_FACTOR = 28
+
+_SMALL_FRAME = 49  # visual tokens of the largest frame by default
+
+# Videos whose timestamps are kept: 8 bytes per frame, about 100 kB for five minutes.
+_MAX_INFOS = 1024
+
+Stamp = tuple[int, int]
+"""Size of a file in bytes, and its modification time in nanoseconds."""
+
+Wanted = tuple[int, ...] | int
+"""Indices of frames, or the number of frames of an overview."""
+
+Kind = tuple[str, FrameRules]
+"""A video, and how its frames are resized. Frames of one kind are read and encoded together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameSettings:
+    """How frames are resized (by the rules of Qwen's clients and servers), encoded and cached."""
+
+    min_pixels: int = 784
+    """Smaller frames are enlarged to this area, in pixels."""
+    max_pixels: int = 50_176
+    """Larger frames are shrunk to this area, in pixels."""
+    crop_min_pixels: int = 0
+    """Replaces min_pixels for the frames of crops; 0: the same."""
+    crop_max_pixels: int = 0
+    """Replaces max_pixels for the frames of crops; 0: the same."""
+    snap: int = 0
+    """28: resize to multiples of 28 first, as clients of Qwen's servers do; 0: not at all."""
+    jpeg: int = 0
+    """Quality of the JPEG through which resized frames go, from 1 to 100; 0: none."""
+    processor_min_pixels: int = 0
+    """Resized frames below this area are enlarged, as the model's processor does; 0: no."""
+    batch: int = 16
+    """Frames of up to 49 visual tokens per call of the vision tower; fewer if larger."""
+    whole_frames: int = 0
+    """Videos of at most this many frames are encoded whole on first use."""
+    cache_mib: int = 4096
+    """Size limit of the feature cache, in MiB. Frames of running episodes may exceed it."""
+    admission: Literal["arrival", "counted"] = "arrival"
+    """When frames join an episode: on arrival, or, to repeat bit for bit, after counted steps."""
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            least = 1 if name in ("min_pixels", "batch") else 0
+            if name != "admission" and value < least:
+                raise ValueError(f"frames.{name}: {value}; give a whole number of at least {least}")
+        for prefix in ("", "crop_"):
+            least, most = self._pixel_limits(crop=bool(prefix))
+            if most < least:
+                raise ValueError(
+                    f"frames.{prefix}max_pixels: {most}; frames would have at least {least} and at "
+                    f"most {most} pixels; raise it, or lower frames.{prefix}min_pixels"
+                )
+        if self.admission not in ("arrival", "counted"):
+            raise ValueError(f"frames.admission: {self.admission!r}; give arrival or counted")
+        if self.snap not in (0, _CLIENT_FACTOR):
+            raise ValueError(f"frames.snap: {self.snap}; give {_CLIENT_FACTOR}, or 0 to skip it")
+        if not 0 <= self.jpeg <= 100:
+            raise ValueError(f"frames.jpeg: {self.jpeg}; give a quality from 1 to 100, or 0")
+
+    def batch_of(self, tokens: int, devices: int = 1) -> int:
+        """Return the frames per call of the vision tower if each has this many visual tokens.
+
+        A call has about as many tokens with large frames as with small ones, and every device gets
+        equally many frames. A partly filled call costs the same as a full one.
+        """
+        frames = max(1, self.batch * _SMALL_FRAME // max(_SMALL_FRAME, tokens))
+        return math.ceil(frames / devices) * devices
+
+    def rules(self, vision: VisionConfig, crop: bool = False) -> PixelRules:
+        """Return how a frame of an overview, or of a crop, becomes what the tower reads."""
+        min_pixels, max_pixels = self._pixel_limits(crop)
+        return PixelRules(
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            factor=vision.patch_size * vision.spatial_merge_size,
+            snap=self.snap,
+            jpeg=self.jpeg,
+            processor_min_pixels=self.processor_min_pixels,
+        )
+
+    def _pixel_limits(self, crop: bool) -> tuple[int, int]:
+        """Return the smallest and the largest area of a frame, in pixels."""
+        if not crop:
+            return self.min_pixels, self.max_pixels
+        return self.crop_min_pixels or self.min_pixels, self.crop_max_pixels or self.max_pixels
+
+
+def frame_tokens(settings: FrameSettings, vision: VisionConfig, crop: bool = False) -> int:
+    """Return the upper bound on a frame's visual tokens. Very wide frames above it are refused."""
+    return settings.rules(vision, crop).most_tokens
+
+
+class FileRead(NamedTuple):
+    """Frames of a file that are being read."""
+
+    video: str
+    rules: FrameRules
+    stamp: Stamp | None
+    future: Future[ReadFrames]
+
+
+class VideoFiles:
+    """The videos of a folder: what each contains, how its frames are resized, and their reads.
+
+    Args:
+        root: Folder of the videos, or its address (gs://...). Videos are named by their path
+            relative to it. Files behind addresses must not change.
+        source: Reads the videos.
+        settings: How frames are resized, and which videos are read whole.
+        vision: Sizes of patches and visual tokens.
+        cache: Videos of the frames in it stay known if their file is gone.
+
+    Attributes:
+        unreadable: Videos that could not be read, with the reason.
+        waited: Seconds in which the caller waited for files.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        source: FrameSource,
+        settings: FrameSettings,
+        vision: VisionConfig,
+        cache: FeatureCache,
+    ):
+        self.root = root
+        self.source = source
+        self.settings = settings
+        self.unreadable: dict[str, str] = {}
+        self.waited = 0.0
+        self._vision = vision
+        self._cache = cache
+        self._stamps: dict[str, Stamp] = {}
+        # The least recently used first.
+        self._infos: OrderedDict[str, tuple[Stamp | None, VideoInfo]] = OrderedDict()
+        # Reads that somebody waits for.
+        self._futures: WeakValueDictionary[tuple, Future[ReadFrames]] = WeakValueDictionary()
+
+    # --- videos ---
+
+    def info(self, name: str) -> VideoInfo:
+        """Return length, size and timestamps of a video."""
+        if not self.knows(name):
+            self.wait(self.request(name, ()))
+        self._infos.move_to_end(name)
+        return self._infos[name][1]
+
+    def knows(self, name: str) -> bool:
+        """Return whether `info` needs no file."""
+        return name in self._infos and self._infos[name][0] == self.stamp(name)
+
+    def stamp(self, name: str) -> Stamp | None:
+        """Return size and modification time of a file, which identify its content.
+
+        For a file that is gone these are the last known ones, so that its cached frames stay
+        usable. None for a file that never existed, or that is behind an address.
+        """
+        # ValueError: the name contains a NUL.
+        with contextlib.suppress(OSError, ValueError):
+            stat = os.stat(join(self.root, name))
+            self._stamps[name] = (stat.st_size, stat.st_mtime_ns)
+        return self._stamps.get(name)
+
+    def forget(self, name: str) -> None:
+        """Forget everything known about a video."""
+        for known in (self._infos, self._stamps, self.unreadable):
+            known.pop(name, None)
+
+    @contextlib.contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """Note the reason if a video turns out to be unreadable."""
+        try:
+            yield
+        except VideoError as error:
+            self.unreadable[name] = error.reason
+            raise
+
+    # --- frames ---
+
+    def rules(self, frame: Frame) -> FrameRules:
+        """Return how a frame is resized."""
+        return frame.rules or self.settings.rules(self._vision, frame.crop)
+
+    def grid(self, frame: Frame | str) -> Grid:
+        """Return the (height, width) of a frame in patches, after resizing.
+
+        Args:
+            frame: A frame, or a video's name for the frames of its overview.
+
+        Raises:
+            VideoError: The video is unreadable, or its frames are too long and thin.
+        """
+        if isinstance(frame, str):
+            frame = Frame(frame, 0, 0.0)
+        info = self.info(frame.video)
+        try:
+            return self._resized_grid(info.height, info.width, self.rules(frame))
+        except ValueError as error:
+            raise VideoError(join(self.root, frame.video), str(error)) from error
+
+    def grids(self, sizes: Iterable[tuple[int, int]]) -> list[Grid]:
+        """Return one grid for each number of patches that a frame of some videos can have.
+
+        Args:
+            sizes: (height, width) of the videos, in pixels.
+        """
+        by_patches: dict[int, Grid] = {}
+        for height, width in sizes:
+            for crop in (False, True):
+                # Frames that are too long and thin are refused when they are asked for.
+                with contextlib.suppress(ValueError):
+                    rules = self.settings.rules(self._vision, crop)
+                    grid = self._resized_grid(height, width, rules)
+                    by_patches.setdefault(math.prod(grid), grid)
+        return [*by_patches.values()]
+
+    def _resized_grid(self, height: int, width: int, rules: FrameRules) -> Grid:
+        """Return the grid of frames of this size in pixels; ValueError: too long and thin."""
+        resized = rules.sizes(height, width)[-1]
+        tokens = math.prod(resized) // rules.factor**2
+        if tokens > rules.most_tokens:
+            raise ValueError(
+                f"its frames of {width} x {height} pixels are too long and thin: they need "
+                f"{tokens} visual tokens, and frames.max_pixels allows {rules.most_tokens}"
+            )
+        patch = self._vision.patch_size
+        return resized[0] // patch, resized[1] // patch
+
+    # --- reads ---
+
+    def request(self, name: str, wanted: Wanted, rules: FrameRules | None = None) -> FileRead:
+        """Begin to read a file, unless somebody waits for the very same frames.
+
+        Args:
+            name: The video.
+            wanted: The frames.
+            rules: How the frames are resized; None: as those of an overview.
+        """
+        rules = rules or self.settings.rules(self._vision)
+        task = ReadTask(str(join(self.root, name)), wanted, rules, self.settings.whole_frames)
+        stamp = self.stamp(name)
+        future = self._futures.get((stamp, task))
+        if future is None:
+            future = self._futures[stamp, task] = self.source.request(task)
+        return FileRead(name, rules, stamp, future)
+
+    def request_frames(self, frames: Sequence[Frame]) -> FileRead:
+        """Begin to read frames of one kind, with the others that are encoded with them."""
+        wanted = tuple(_indices(self.encoded_with(frames)))
+        return self.request(frames[0].video, wanted, self.rules(frames[0]))
+
+    def encoded_with(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        """Return the frames that are encoded if some of one kind are missing."""
+        first = frames[0]
+        everything = range(self.info(first.video).frames)
+        if len(everything) > self.settings.whole_frames or first.second is not None:
+            return frames
+        # A key does not depend on the timestamp.
+        others = [Frame(first.video, i, 0.0, first.crop) for i in everything]
+        return others if {frame.index for frame in frames} <= set(everything) else frames
+
+    def wait(self, read: FileRead) -> ReadFrames:
+        """Wait for a file, and keep what `info` returns of it.
+
+        Raises:
+            VideoError: The file cannot be read.
+        """
+        self.wait_for([read.future])
+        result = read.future.result()
+        self._infos[read.video] = (read.stamp, result.info)
+        self._infos.move_to_end(read.video)
+        if old := [*self._infos][:-_MAX_INFOS]:
+            # Videos with frames in the cache keep their info. It is still needed, and if the file
+            # is gone it cannot be read again.
+            for name in set(old) - self._cache.videos:
+                del self._infos[name]
+        return result
+
+    def pixels(self, frames: Sequence[Frame], read: FileRead) -> UInt8[np.ndarray, "m k h w 3"]:
+        """Wait for m frames of one kind (k = 1), or for pairs of them (k = 2).
+
+        Raises:
+            VideoError: The file cannot be read, or does not have these frames.
+        """
+        result = self.wait(read)
+        numbers = {index: number for number, index in enumerate(result.indices)}
+        indices = _indices(frames)
+        if not numbers.keys() >= set(indices):
+            raise VideoError(
+                join(self.root, read.video),
+                f"asked for {min(indices)} to {max(indices)} of its {result.info.frames} frames",
+            )
+        pixels = result.frames[[numbers[index] for index in indices]]
+        return pixels.reshape(len(frames), -1, *pixels.shape[1:])
+
+    def wait_for(self, futures: Sequence[Future], until: str = ALL_COMPLETED) -> None:
+        """Wait for reads, or for the first of them (`concurrent.futures.wait`)."""
+        start = time.perf_counter()
+        wait(futures, return_when=until)
+        self.waited += time.perf_counter() - start
+
+
+def _indices(frames: Iterable[Frame]) -> list[int]:
+    return [i for frame in frames for i in frame.indices]
