@@ -7,18 +7,40 @@ export and plans follow it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
 from models import lora
+from models.lora import NOTHING
 from models.model import VisionLanguageModel
-from models.trained_vision import TrainVision, trained_state
+from models.text import TextDecoder
+from models.trained_vision import TrainedVision, TrainVision, trained_state
 from models.vision import encoding_weights
 
 VISION = "vision"
+
+
+class Skeleton(NamedTuple):
+    """What a model has besides its trained weights."""
+
+    graph: nnx.GraphDef
+    """The decoder's structure."""
+    frozen: Any = NOTHING
+    """The decoder's weights that are not trained; empty if all are."""
+    vision: TrainedVision | None = None
+    """The trained part of the vision tower, without its weights; None: none is trained."""
+
+    def decoder(self, weights: Any, frozen: Any = None) -> TextDecoder:
+        """Return the decoder with these trained weights.
+
+        Args:
+            weights: The decoder's trained weights, without those of the tower.
+            frozen: Stands for `self.frozen` where a program takes it as an argument.
+        """
+        return nnx.merge(self.graph, weights, self.frozen if frozen is None else frozen)
 
 
 def split(model: VisionLanguageModel, train_vision: TrainVision = "none") -> tuple[Any, Any, Any]:

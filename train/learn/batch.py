@@ -110,7 +110,7 @@ def build(
     """
     shape = packed.shape
     index = np.full((rollouts, suffix), -1, np.int32)
-    arrays = _padding(shape)
+    arrays = padding(shape)
     for row, chunks in enumerate(packed.rows):
         _write_row(arrays, row, chunks, groups, index, config)
     # Every piece of a row repeats the number of its shared places.
@@ -121,8 +121,8 @@ def build(
     return Microbatch(**cut, shared=shared, index=index, pieces=shape.pieces)
 
 
-def _padding(shape: MicrobatchShape) -> dict[str, np.ndarray]:
-    """The arrays by row of a micro-batch that contains only padding."""
+def padding(shape: MicrobatchShape) -> dict[str, np.ndarray]:
+    """Return the arrays by row of a micro-batch that contains only padding."""
     size = (shape.rows, shape.tokens)
     return {
         "ids": np.zeros(size, np.int32),

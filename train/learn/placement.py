@@ -47,11 +47,9 @@ _CHUNK = 256
 # RL step is split by its slots. Arrays that are not listed are replicated.
 BY_ROW = MappingProxyType(
     {
-        # PackedRows and Microbatch
         "ids": 0,
         "positions": 1,
         "segments": 0,
-        "sampled": 0,
         "starts": 0,
         "shared": 0,
         "visual_index": 0,
@@ -117,7 +115,7 @@ def shardings(batch: T, mesh: Mesh) -> T:
     """The sharding of each array of a batch.
 
     Args:
-        batch: A tree of `PackedRows`, `Microbatch`, `RLBatch` or the like, of real or abstract
+        batch: A tree of `Microbatch`, `RLBatch` or the like, of real or abstract
             arrays.
         mesh: The mesh of training.
 
@@ -187,46 +185,68 @@ def place_vectors(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def place_bank(cached: Shaped[np.ndarray, "m c w"], slots: int, devices: int, mesh: Mesh) -> Bank:
-    """Put what is cached of this process's frames on the mesh.
+class VisualRoom(NamedTuple):
+    """Room, per device, for what one process may provide of the frames of a step."""
+
+    slots: int
+    """Visual tokens."""
+    frames: int = 0
+    """Frames. Only needed if the whole vision tower is trained."""
+
+
+class BankPlacer:
+    """Puts what is cached of this process's frames on the mesh of training.
 
     Args:
-        cached: One entry per visual token.
-        slots: Entries per device.
-        devices: Devices of this process that rows are spread over.
-        mesh: The mesh of training.
+        mesh: The mesh.
+        room: Room for the frames of a step.
+        vision: The trained part of the vision tower; None: visual vectors are cached.
     """
-    rows = [cached[first : first + slots] for first in range(0, slots * devices, slots)]
-    return Bank(place_vectors(rows, slots, mesh))
 
+    def __init__(self, mesh: Mesh, room: VisualRoom, vision: TrainedVision | None):
+        self._mesh = mesh
+        self._room = room
+        self._vision = vision
+        self._devices = row_devices(mesh) // jax.process_count()
+        self._share = make_bank_share(mesh)
 
-def place_frames(
-    cached: Shaped[np.ndarray, "m 1 w"],
-    grids: Sequence[tuple[int, int]],
-    vision: TrainedVision,
-    frames: int,
-    devices: int,
-    mesh: Mesh,
-) -> Bank:
-    """The same if the whole tower is trained. Every device gets equally many frames.
+    def __call__(
+        self, cached: Shaped[np.ndarray, "m c w"], grids: Sequence[tuple[int, int]]
+    ) -> Bank:
+        """Return the bank of a step.
 
-    Args:
-        cached: The patches of each visual token.
-        grids: Height and width of this process's frames, in patches.
-        vision: The tower.
-        frames: Room for frames per device.
-        devices: As in `place_bank`.
-        mesh: The mesh of training.
-    """
-    padded = vision.in_rows(cached, grids)
-    share = math.ceil(len(grids) / devices)
-    rows, sizes = [], np.zeros((devices, frames, 2), np.int32)
-    for device in range(devices):
-        part = slice(device * share, (device + 1) * share)
-        rows.append(padded[part.start * vision.frame_tokens : part.stop * vision.frame_tokens])
-        sizes[device, : len(grids[part])] = np.reshape(grids[part], (-1, 2))
-    placed: Any = place({"grids": sizes}, mesh)
-    return Bank(place_vectors(rows, frames * vision.frame_tokens, mesh), placed["grids"])
+        Args:
+            cached: One entry per visual token, from the process's first slot on.
+            grids: Height and width of this process's frames, in patches.
+        """
+        if self._vision is not None and self._vision.whole:
+            return self._of_frames(cached, grids, self._vision)
+        slots = self._room.slots
+        firsts = range(0, slots * self._devices, slots)
+        rows = [cached[first : first + slots] for first in firsts]
+        bank = Bank(place_vectors(rows, slots, self._mesh))
+        if self._vision is None and replicas(self._mesh) > 1:
+            # Once per step: micro-batches read all of them.
+            return Bank(self._share(bank.cached))
+        return bank
+
+    def _of_frames(
+        self,
+        cached: Shaped[np.ndarray, "m 1 w"],
+        grids: Sequence[tuple[int, int]],
+        vision: TrainedVision,
+    ) -> Bank:
+        """Return a bank of patches, of which every device gets equally many frames."""
+        padded = vision.in_rows(cached, grids)
+        share = math.ceil(len(grids) / self._devices)
+        rows, sizes = [], np.zeros((self._devices, self._room.frames, 2), np.int32)
+        for device in range(self._devices):
+            part = slice(device * share, (device + 1) * share)
+            rows.append(padded[part.start * vision.frame_tokens : part.stop * vision.frame_tokens])
+            sizes[device, : len(grids[part])] = np.reshape(grids[part], (-1, 2))
+        placed: Any = place({"grids": sizes}, self._mesh)
+        room = self._room.frames * vision.frame_tokens
+        return Bank(place_vectors(rows, room, self._mesh), placed["grids"])
 
 
 def _fill(rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, device: Any) -> Array:

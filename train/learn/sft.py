@@ -1,57 +1,50 @@
-"""The cold start: supervised steps on conversations packed into rows.
+"""The cold start: supervised steps on demonstrations in packed rows.
 
-The loss is one mean over all trained tokens of a step, over all processes and micro-batches. A
-conversation has the same log-probs in a packed row as in a row of its own.
+It is the update of `train.learn.update` with another loss: every trained token has the advantage 1,
+and no row has a group. The loss is one mean over all trained tokens of a step, over all processes
+and micro-batches.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, no_type_check
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx, struct
+from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from models import remat
-from models.features import FrameFeatures
-from models.lora import NOTHING
 from models.remat import Remat
-from models.rope import visual_index
-from models.sharding import Lowering, MeshProgram
+from models.sharding import Lowering, row_devices
 from models.text import TextDecoder
-from models.trained_vision import TrainedVision
+from models.trained import Skeleton
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.loader import Pipeline
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.grpo import masked_mean
-from paravt_jax.method.protocol import Protocol
 from paravt_jax.processes import hosts
+from rollout.agent.episode import Environment
 from train.data import Data, pack_rows, row_stream
-from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts, require_horizon
-from train.learn.packed_batch import (
-    PackedRows,
-    PackedShape,
+from train.learn.batch import Microbatch
+from train.learn.conversation_rows import (
     Rendered,
-    build_packed,
-    fitted_rows,
+    RowsShape,
+    lay_out_rows,
     most_frames,
     most_visual,
-    place_packed,
     render_rows,
-    share_of_rows,
-    split_microbatches,
 )
-from train.learn.placement import place
-from train.learn.step import Loss, TrainState, init_state, make_update
+from train.learn.logprobs import rollout_logprobs
+from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts, require_horizon
+from train.learn.packing import GroupLengths
+from train.learn.placement import Bank, BankPlacer, VisualRoom, place
+from train.learn.update import Loss, TrainState, Updater, to_floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,189 +85,107 @@ class SFTSettings:
             )
 
     @property
-    def shape(self) -> PackedShape:
-        """The shape of a step's batch, as long as no data is known: every token may be visual."""
-        return PackedShape(self.rows, self.row_tokens, self.row_tokens)
-
-
-EncodeVisual = Callable[[Any, Any], Any]
-"""`f(weights of the tower, SFTBatch) -> SFTBatch` with visual vectors; see `visual_encoder`."""
+    def shape(self) -> RowsShape:
+        """The shape of a step, as long as no data is known: every token may be visual."""
+        return RowsShape(self.rows, self.row_tokens, self.row_tokens)
 
 
 # Annotations are not checked, for the same reason as in `Microbatch`.
 @no_type_check
 @struct.dataclass
 class SFTBatch:
-    """Input of an update: packed rows, and the number of trained tokens in the whole step."""
+    """What the loss reads besides a micro-batch, of the r rows of a whole step."""
 
-    packed: PackedRows
+    mask: Bool[Array, "r t"]
+    """The tokens with a loss."""
     tokens: Float[Array, ""]
+    """Their number."""
 
 
-def split_sft_batch(batch: SFTBatch, parts: int) -> SFTBatch:
-    """Split a batch into micro-batches of whole rows: each array gets a first axis of `parts`."""
-    tokens = jnp.broadcast_to(batch.tokens, (parts,))
-    return SFTBatch(split_microbatches(batch.packed, parts), tokens)
+class SFTStep(NamedTuple):
+    """The input of an update, on the mesh."""
+
+    bank: Bank
+    microbatches: tuple[Microbatch, ...]
+    batch: SFTBatch
+    lengths: tuple[GroupLengths, ...]
+    """Lengths of the conversations of each row, on all processes."""
+    metrics: dict[str, float]
+    """`tokens` with a loss; `conversations`; and `missing`, the number of conversations that are
+    left out because of an unreadable file."""
 
 
-def packed_logprobs(
-    text: TextDecoder,
-    batch: PackedRows,
-    image_token_id: int,
-    remat: Remat = "none",
-    chunk: int | None = None,
-) -> Float[Array, "b t"]:
-    """Log-prob of each token given the tokens before it in its conversation.
-
-    The value at a conversation's first token has no meaning. That token is never trained.
-
-    Args:
-        text: The decoder.
-        batch: b rows of t tokens.
-        image_token_id: Id of the placeholder tokens that visual vectors replace.
-        remat: Activation checkpointing policy.
-        chunk: Tokens whose logits exist at a time; None: all.
-    """
-    x = jax.tree.map(jnp.asarray, batch)
-    index = visual_index(x.ids, image_token_id)
-    hidden, _ = text(
-        x.ids, x.positions, segment_ids=x.segments, visual=x.visual, visual_index=index, remat=remat
-    )
-    # The output at t - 1 predicts token t.
-    logprobs = text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], 1.0, chunk)
-    return jnp.pad(logprobs, ((0, 0), (1, 0)))
-
-
-def sft_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = None) -> Loss:
-    """The loss of an `SFTBatch`: mean negative log-likelihood of the step's trained tokens.
-
-    For a micro-batch it is that micro-batch's share of the step's mean, so the losses of all of
-    them add up. The metrics count trained tokens and conversations. The arguments are those of
-    `packed_logprobs`.
-    """
+def sft_loss(settings: SFTSettings) -> Loss:
+    """Return the loss: the mean negative log-likelihood of the step's trained tokens."""
 
     def loss(
-        text: TextDecoder, batch: SFTBatch
-    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
-        sampled = jnp.asarray(batch.packed.sampled)
-        # A row's conversations are numbered from 1, so the largest number counts them.
-        conversations = jnp.asarray(batch.packed.segments).max(1).sum()
-        logprobs = packed_logprobs(text, batch.packed, image_token_id, remat, chunk)
-        metrics = {"tokens": sampled.sum(), "conversations": conversations}
-        return -masked_mean(logprobs, sampled, batch.tokens), metrics
+        text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: SFTBatch
+    ) -> tuple[Float[Array, ""], dict[str, Array]]:
+        logprobs = rollout_logprobs(
+            text, visual, part, 1.0, settings.remat, settings.logprob_chunk
+        )
+        return -masked_mean(logprobs, batch.mask & (part.index >= 0), batch.tokens), {}
 
     return loss
 
 
-def start_sft(
-    graph: nnx.GraphDef,
-    weights: Any,
-    image_token_id: int,
-    settings: SFTSettings,
-    parts: int = 1,
-    frozen: Any = NOTHING,
-    seed: int = 0,
-    encode: EncodeVisual | None = None,
-) -> tuple[TrainState, MeshProgram]:
-    """The state before the first step, and the jitted update; see `make_sft_update`."""
+def make_sft_updater(
+    skeleton: Skeleton, weights: Any, settings: SFTSettings, room: VisualRoom
+) -> Updater:
+    """Compile the update of the cold start.
+
+    Args:
+        skeleton: The model without its trained weights.
+        weights: The trained weights to start from. The first update donates them.
+        settings: Optimizer, activation checkpointing and the size of the logits' chunks.
+        room: Room for the frames of a step, from `SFTBatches.room`.
+    """
     optimizer = make_optimizer(settings.optimizer, settings.steps)
-    state = init_state(weights, optimizer)
-    return state, make_sft_update(
-        graph, optimizer, image_token_id, settings, parts, state, frozen, seed, encode
-    )
-
-
-def make_sft_update(
-    graph: nnx.GraphDef,
-    optimizer: optax.GradientTransformation,
-    image_token_id: int,
-    settings: SFTSettings,
-    parts: int,
-    state: TrainState,
-    frozen: Any = NOTHING,
-    seed: int = 0,
-    encode: EncodeVisual | None = None,
-) -> MeshProgram:
-    """Compile the update of the cold start: `f(state, SFTBatch) -> (state, metrics)`.
-
-    Args:
-        graph: The decoder without its weights.
-        optimizer: The optimizer whose state `state` has.
-        image_token_id: Id of the placeholder tokens that visual vectors replace.
-        settings: Settings of activation checkpointing and of the logits' chunk size.
-        parts: Number of micro-batches.
-        state: A real or abstract state, with the shardings that updates keep.
-        frozen: The decoder's weights that are not trained (`models.lora.split`).
-        seed: With the number of the update, decides what adapters drop.
-        encode: From `visual_encoder`, if a part of the vision tower is trained.
-    """
-
-    def split(batch: SFTBatch) -> SFTBatch:
-        return split_sft_batch(batch, parts)
-
-    loss = sft_loss(image_token_id, settings.remat, settings.logprob_chunk)
-    split_batch = split if parts > 1 else None
-    return make_update(graph, optimizer, loss, state, split_batch, frozen, seed, encode)
-
-
-def visual_encoder(vision: TrainedVision | None, room: int) -> EncodeVisual | None:
-    """Computes the visual vectors of a batch from what is cached of its frames.
-
-    Args:
-        vision: The trained part of the vision tower; None: the batch has the vectors.
-        room: Visual tokens per row.
-    """
-    if vision is None:
-        return None
-
-    def encode(weights: Any, batch: SFTBatch) -> SFTBatch:
-        packed: Any = batch.packed
-        rows = len(packed.ids)
-        visual = vision.encode(weights, packed.visual, packed.grids, rows, room)
-        shown = dataclasses.replace(packed, visual=visual, grids=None)
-        return dataclasses.replace(batch, packed=shown)
-
-    return encode
+    return Updater(skeleton, weights, optimizer, sft_loss(settings), room)
 
 
 def sft_step(
-    update: Callable[[Any, SFTBatch], tuple[Any, Mapping[str, Any]]],
-    state: Any,
-    batches: SFTBatches,
-    left: int,
-) -> tuple[Any, tuple[PackedRows, ...], dict[str, float]]:
-    """One update, during which the next batches are prepared.
+    updater: Updater, state: TrainState, batches: SFTBatches, seed: int, left: int
+) -> tuple[TrainState, tuple[GroupLengths, ...], dict[str, float]]:
+    """Update once, and prepare the next batches while the devices compute.
 
     Args:
-        update: The jitted update.
-        state: The state before it, which is donated.
+        updater: From `make_sft_updater`.
+        state: The state before the update, which is donated.
         batches: The batches.
+        seed: With the number of the update, decides what adapters drop.
         left: Number of steps after this one.
 
     Returns:
-        The new state, the arrays whose tokens count towards speed, and the metrics.
+        The new state, the lengths of the conversations that count towards speed, and the metrics.
     """
     with jax.profiler.TraceAnnotation("data"):
         # Does something in the first step only: later, the step before has prepared these.
         batches.prepare(left + 1)
-        batch, arrays, counts = next(batches)
+        step = next(batches)
     with jax.profiler.TraceAnnotation("update"):
-        # This only dispatches the update. `float` below waits for it.
-        state, metrics = update(state, batch)
+        draw = (seed % 2**32, int(state.step))
+        gradients, metrics = updater.gradients(
+            state.weights, step.bank, step.microbatches, step.batch, draw
+        )
+        state, norm = updater.apply(state, gradients)
+        # The programs are only dispatched so far. `to_floats` waits for them.
         with jax.profiler.TraceAnnotation("data"):
             batches.prepare(left)
         if not left:
             batches.close()
-        figures = {name: float(value) for name, value in metrics.items()}
-    return state, arrays, figures | counts
+        figures = to_floats(metrics | {"grad_norm": [norm]})
+    return state, step.lengths, figures | step.metrics
 
 
 class _Prepared(NamedTuple):
     """This process's rows of a step, placed on the mesh."""
 
-    packed: PackedRows
-    tokens: int
-    """Trained tokens."""
+    bank: Bank
+    microbatches: tuple[Microbatch, ...]
+    mask: Bool[np.ndarray, "r t"]
+    lengths: tuple[tuple[int, ...], ...]
+    """Lengths of the conversations, row by row."""
     missing: dict[str, VideoError]
     """Errors of the conversations that are left out, by id."""
 
@@ -293,9 +204,8 @@ class SFTBatches:
         settings: Settings of the cold start.
         data: Conversations, with their lengths in tokens.
         reader: Reads the frames of the next steps ahead of time; None: frames are read when used.
-        seed: Decides the order of conversations, and what adapters drop.
-        protocol: Renders conversations as tokens.
-        features: Encodes frames.
+        seed: Decides the order of conversations.
+        environment: Renders conversations as tokens, and encodes frames.
         mesh: The mesh of training.
 
     Raises:
@@ -308,70 +218,63 @@ class SFTBatches:
         data: Data,
         reader: FrameReader | None,
         seed: int,
-        protocol: Protocol,
-        features: FrameFeatures,
+        environment: Environment,
         mesh: Mesh,
     ):
-        self._settings = settings
-        self._seed = seed
         self._data = data
         self._mesh = mesh
-        self._protocol = protocol
-        self._features = features
+        self._protocol = environment.protocol
+        self._features = environment.features
         packing = pack_rows(data, settings.row_tokens, seed)
         rows = row_stream(data, packing, reader, seed, settings.rows)
         self._pipeline = Pipeline(rows, self._begin, self._finish)
         # Conversations of published data are read from disk, row by row.
         chats = (data.row(numbers) for numbers in packing.rows)
+        features, vision = self._features, self._features.trained
         visual = max(1, most_visual(chats, features.settings, features.config.vision))
-        frames = 1
-        if features.trained is not None and features.trained.whole:
+        frames = 0
+        if vision is not None and vision.whole:
             frames = max(1, most_frames(data.row(numbers) for numbers in packing.rows))
         shape = dataclasses.replace(settings.shape, visual=visual, frames=frames)
-        self._shape, self._parts = fitted_rows(shape, settings.microbatches, mesh)
+        self._devices = row_devices(mesh)
+        self._shape = shape.fitted(settings.microbatches, self._devices)
+        self.room = self._shape.room(self._devices)
+        self._place_bank = BankPlacer(mesh, self.room, vision)
 
-    def start(
-        self, graph: nnx.GraphDef, weights: Any, frozen: Any = NOTHING
-    ) -> tuple[TrainState, MeshProgram]:
-        """The state before the first step, and the jitted update; donates `weights`."""
-        image_token_id = self._features.config.image_token_id
-        encode = visual_encoder(self._features.trained, self._shape.visual)
-        return start_sft(
-            graph, weights, image_token_id, self._settings, self._parts, frozen, self._seed, encode
-        )
-
-    def __next__(self) -> tuple[SFTBatch, tuple[PackedRows, ...], dict[str, float]]:
-        """The next batch.
-
-        Returns:
-            The batch for the update; the arrays whose tokens count towards speed; and the metric
-            `missing`, the number of conversations left out because of an unreadable file.
-        """
-        packed, tokens, missing = next(self._pipeline)
-        for error in missing.values():
+    def __next__(self) -> SFTStep:
+        """Return the next batch."""
+        prepared = next(self._pipeline)
+        for error in prepared.missing.values():
             path = error.path.removeprefix(f"{self._features.root}/")
             self._features.unreadable[path] = error.reason
         # Processes talk here, at the step itself, and not in `prepare`, where one of them may fail.
-        counts = hosts.gather((len(missing), tokens))
-        total = sum(tokens for _, tokens in counts)
-        if not total:
+        told = hosts.gather((len(prepared.missing), prepared.mask, prepared.lengths))
+        mask = np.concatenate([own for _, own, _ in told])
+        lengths = [row for _, _, rows in told for row in rows]
+        if not mask.any():
             raise ValueError(
                 "sft: no conversation of this step has readable files; check the data root "
                 f"{self._data.root}"
             )
-        metrics = {"missing": float(sum(count for count, _ in counts))}
-        return SFTBatch(packed, self._place_total(total)), (packed,), metrics
+        metrics = {
+            "tokens": float(mask.sum()),
+            "conversations": float(sum(map(len, lengths))),
+            "missing": float(sum(count for count, _, _ in told)),
+        }
+        groups = tuple(GroupLengths(0, row) for row in lengths if row)
+        batch = self._placed(mask)
+        return SFTStep(prepared.bank, prepared.microbatches, batch, groups, metrics)
 
-    def lowerings(self, update: MeshProgram, state: TrainState) -> Iterator[Lowering]:
-        """The programs of a step, for `models.compile_ahead`: the update, and the tower's.
+    def lowerings(self, updater: Updater, state: TrainState) -> Iterator[Lowering]:
+        """Return the programs of a step, for `models.compile_ahead`: the update's, and the tower's.
 
         Args:
-            update: The jitted update.
+            updater: From `make_sft_updater`.
             state: The current state.
         """
-        packed, _ = self._place([])
-        batch = SFTBatch(packed, self._place_total(0))
-        yield functools.partial(update.lower, state, batch)
+        empty = self._lay_out([], {})
+        rows = [(empty.microbatches[0], self._placed(np.zeros(self._mask_shape, bool)))]
+        yield from updater.lowerings(state, empty.bank, rows, draw=3)
         yield from self._features.lowerings(self._data.sizes)
 
     def prepare(self, left: int) -> None:
@@ -393,21 +296,30 @@ class SFTBatches:
     def _finish(self, own_rows: list[tuple[Conversation, ...]]) -> _Prepared:
         """Render this process's rows, and put them on the mesh."""
         rendered, missing = render_rows(own_rows, self._protocol, self._features)
-        packed, tokens = self._place(rendered)
-        return _Prepared(packed, tokens, missing)
+        return self._lay_out(rendered, missing)
 
-    def _place(self, rendered: Sequence[Sequence[Rendered]]) -> tuple[PackedRows, int]:
-        """Rows on the mesh, and the number of their trained tokens."""
-        own, visual = build_packed(rendered, self._features, share_of_rows(self._shape))
-        room = self._shape.room(self._features.trained)
-        return place_packed(own, visual, room, self._mesh), int(own.sampled.sum())
+    def _lay_out(
+        self, rendered: Sequence[Sequence[Rendered]], missing: dict[str, VideoError]
+    ) -> _Prepared:
+        own = lay_out_rows(rendered, self._features, self._shape, self._devices)
+        return _Prepared(
+            self._place_bank(own.visual, own.grids),
+            tuple(place(part, self._mesh) for part in own.microbatches),
+            own.mask,
+            tuple(tuple(len(each.trajectory.ids) for each in row) for row in rendered),
+            missing,
+        )
 
-    def _place_total(self, tokens: int) -> Any:
-        """The number of trained tokens of all processes, on the mesh."""
-        return place(np.float32(tokens), self._mesh)
+    @property
+    def _mask_shape(self) -> tuple[int, int]:
+        return self._shape.rows, self._shape.tokens
+
+    def _placed(self, mask: Bool[np.ndarray, "r t"]) -> SFTBatch:
+        """Return what the loss reads, on the mesh."""
+        return place(SFTBatch(mask, np.float32(mask.sum())), self._mesh)
 
     def get_state(self) -> dict[str, Any]:
-        """The position in the data, for a checkpoint."""
+        """Return the position in the data, for a checkpoint."""
         return self._pipeline.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:

@@ -14,12 +14,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.experimental.pallas import tpu as pltpu
 
 from models.config import ModelConfig
-from train.learn.packed_batch import PackedRows
 from train.learn.packing import GroupLengths
 from train.learn.work import real_tokens, update_flops
 
@@ -69,15 +66,6 @@ def _measured_flops() -> float:
         spans.append(time.perf_counter() - start)
     # On a CPU all devices share the processor.
     return 2 * _SIZE**3 / min(spans) / jax.local_device_count()
-
-
-def conversation_lengths(batch: PackedRows) -> list[GroupLengths]:
-    """The lengths of packed conversations on all processes, as groups without a prompt."""
-    segments = batch.segments
-    if isinstance(segments, jax.Array):
-        segments = multihost_utils.process_allgather(segments, tiled=True)
-    rows = [np.unique(row[row > 0], return_counts=True)[1] for row in np.asarray(segments)]
-    return [GroupLengths(0, tuple(row.tolist())) for row in rows]
 
 
 def speeds(

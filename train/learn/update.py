@@ -1,0 +1,370 @@
+"""The one update of training: gradients of micro-batches, added up, and a step of the optimizer.
+
+SFT and PARA-GRPO differ in their loss and in what they know of the tokens. Both lay out packed rows
+(`train.learn.batch`) and go through the same programs:
+
+    bank --encode--> visual vectors            once per update, if a part of the tower is trained
+    start, then `add` for every micro-batch    gradients in float32, in a fixed order
+    vectors' gradients --> the tower's         once per update, if a part of the tower is trained
+    apply                                      the step of the optimizer
+
+Gradients are added in float32, since bfloat16 would round small ones away. The fixed order makes a
+resumed run equal an uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Float
+
+from models.lora import drops
+from models.sharding import Lowering, MeshProgram, mesh_of, row_devices
+from models.text import TextDecoder
+from models.trained import Skeleton, apart, together
+from models.trained_vision import TrainedVision
+from train.learn.batch import Microbatch
+from train.learn.placement import (
+    Bank,
+    BankPlacer,
+    VisualRoom,
+    bank_sharding,
+    in_replicas,
+    over_replicas,
+    sums_of,
+    sums_shape,
+    sums_sharding,
+)
+
+
+# Annotations are not checked, because JAX also builds this tree with shardings as leaves.
+@no_type_check
+@struct.dataclass
+class TrainState:
+    """The trained weights (`models.trained`) and the optimizer's state after `step` updates."""
+
+    weights: Any
+    optimizer: Any
+    step: jax.Array
+
+
+Loss = Callable[..., tuple[Float[Array, ""], dict[str, Array]]]
+"""`f(decoder, visual, Microbatch, batch) -> (loss, metrics)` of a micro-batch.
+
+It divides by totals of the whole batch, so that losses, metrics and gradients of micro-batches add
+up; of a metric `*_max`, the largest counts."""
+
+MicrobatchMetrics = dict[str, list[Array]]
+"""The metrics of every micro-batch, by name."""
+
+
+def init_state(weights: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    """Return the state before the first update, sharded as `state_shardings` says."""
+    state = TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
+    return jax.device_put(state, state_shardings(state))
+
+
+def state_shardings(state: TrainState) -> TrainState:
+    """Return the sharding of each array of a real or abstract state, following its weights.
+
+    A moment is sharded like its weight. Everything else, such as counters, is replicated.
+    """
+    of_weights = {
+        jax.tree_util.keystr(path): leaf.sharding
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.weights)
+    }
+    mesh = mesh_of(state.weights)
+    if mesh is None:
+        replicated = next(iter(of_weights.values()))
+    else:
+        replicated = NamedSharding(mesh, PartitionSpec())
+
+    def find(path: tuple[Any, ...], _: Any) -> Any:
+        # Optimizers nest trees of moments in their own states, so the path of a moment ends with
+        # the path of its weight. Try all suffixes, the longest first.
+        for start in range(len(path)):
+            name = jax.tree_util.keystr(path[start:])
+            if name in of_weights:
+                return of_weights[name]
+        return replicated
+
+    return jax.tree_util.tree_map_with_path(find, state)
+
+
+class Update(NamedTuple):
+    """The programs of an update, whose micro-batches may have several sizes."""
+
+    start: MeshProgram
+    """`f(of) -> gradients`, all zero, of the decoder's trained weights; or of a pair of these and
+    the visual vectors, if these are differentiated too."""
+    add: MeshProgram
+    """`f(weights, gradients, visual, microbatch, batch, draw=...) -> (gradients, metrics)`. The
+    gradients are donated. `draw` decides what adapters drop: seed, step, update and micro-batch."""
+    apply: MeshProgram
+    """`f(state, gradients) -> (state, grad_norm)`. The state is donated."""
+
+
+def make_update(
+    skeleton: Skeleton, optimizer: optax.GradientTransformation, loss: Loss, state: TrainState
+) -> Update:
+    """Compile an update in micro-batches, one call of `add` for each.
+
+    With several replicas of the weights, gradients have a first axis of replicas, which `apply`
+    adds up (`train.learn.placement`).
+
+    Args:
+        skeleton: The model without its trained weights.
+        optimizer: Turns gradients into changes of the weights.
+        loss: The loss of a micro-batch.
+        state: A real or abstract state, with the shardings that updates keep. If it has weights of
+            the tower, visual vectors are differentiated.
+    """
+    mesh = mesh_of(state.weights)
+    text, vision = apart(state.weights)
+    placed = jax.tree.map(lambda x: sums_sharding(x.sharding, mesh), text)
+    wanted: int | tuple[int, ...] = 0
+    if vision is not None:
+        assert mesh is not None, "a trained tower without a mesh"
+        placed, wanted = (placed, sums_sharding(bank_sharding(mesh), mesh)), (0, 1)
+
+    def zero_gradients(of: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(sums_shape(x.shape, mesh), jnp.float32), of)
+
+    def loss_and_grads(
+        arrays: Any, total: Any, rows: Any, number: Any
+    ) -> tuple[Any, dict[str, Array]]:
+        frozen, weights, visual, draw = arrays
+
+        @jax.named_scope("forward")
+        def value(weights: Any, visual: Array) -> Any:
+            decoder = skeleton.decoder(weights, frozen)
+            if drops(decoder):
+                decoder.dropout_key = _dropout_key((*draw, *number))
+            return loss(decoder, visual, *rows)
+
+        (value_of_part, metrics), grads = jax.value_and_grad(value, wanted, has_aux=True)(
+            weights, visual
+        )
+        total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)
+        return total, metrics | {"loss": value_of_part}
+
+    # Not `add`: the log of compilations names functions, and jnp.add has that name.
+    def add_gradients(
+        frozen: Any, weights: Any, total: Any, visual: Array, *rows: Any, draw: Any = (0,)
+    ) -> tuple[Any, dict[str, Array]]:
+        return in_replicas(loss_and_grads, mesh)((frozen, weights, visual, draw), total, rows)
+
+    @jax.named_scope("optimizer")
+    def apply_gradients(state: TrainState, total: Any) -> tuple[TrainState, Array]:
+        of_text, of_vision = apart(total)
+        total = together(over_replicas(of_text, mesh), of_vision)
+        grads = jax.tree.map(lambda g, w: g.astype(w.dtype), total, state.weights)
+        changes, optimizer_state = optimizer.update(grads, state.optimizer, state.weights)
+        weights = optax.apply_updates(state.weights, changes)
+        return TrainState(weights, optimizer_state, state.step + 1), optax.global_norm(grads)
+
+    # The new state keeps the shardings of the old one; otherwise the next update would compile
+    # again. Donation lets XLA write the new state into the old one's memory.
+    start = jax.jit(zero_gradients, out_shardings=placed)
+    add = jax.jit(add_gradients, donate_argnums=2, out_shardings=(placed, None))
+    apply = jax.jit(apply_gradients, donate_argnums=0, out_shardings=(state_shardings(state), None))
+    return Update(
+        MeshProgram(start, mesh),
+        MeshProgram(add, mesh, (skeleton.frozen,)),
+        MeshProgram(apply, mesh),
+    )
+
+
+def _dropout_key(draw: Sequence[Any]) -> Array:
+    """Return the key of these numbers, of which the first is a seed."""
+    return functools.reduce(jax.random.fold_in, draw[1:], jax.random.key(draw[0]))
+
+
+class VisionPrograms(NamedTuple):
+    """The programs between what is cached of frames and visual vectors."""
+
+    encode: MeshProgram
+    """`f(weights, bank) -> vectors`."""
+    gradients: MeshProgram
+    """`f(weights, bank, gradients of vectors) -> gradients of weights`, in float32."""
+
+
+def make_vision_programs(
+    vision: TrainedVision, mesh: Mesh, groups: int, room: int
+) -> VisionPrograms:
+    """Compile the trained part of the vision tower for the bank of a step.
+
+    Args:
+        vision: The trained part of the tower.
+        mesh: The mesh of training.
+        groups: Processes, each of which provides as many rows of the bank.
+        room: Room for the visual vectors of a process.
+    """
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def vision_vectors(weights: Any, bank: Bank) -> Array:
+        vectors = vision.encode(weights, bank.cached, bank.grids, groups, room)
+        return vectors.reshape(row_devices(mesh), -1, *vectors.shape[2:])
+
+    def vision_gradients(weights: Any, bank: Bank, of_vectors: Array) -> Any:
+        vectors, pull_back = jax.vjp(lambda weights: vision_vectors(weights, bank), weights)
+        (grads,) = pull_back(over_replicas(of_vectors, mesh).astype(vectors.dtype))
+        return grads
+
+    return VisionPrograms(
+        MeshProgram(jax.jit(vision_vectors, out_shardings=bank_sharding(mesh)), mesh),
+        MeshProgram(jax.jit(vision_gradients, out_shardings=whole), mesh),
+    )
+
+
+class Updater:
+    """Updates the trained weights of a model on the mesh where they are.
+
+    Args:
+        skeleton: The model without its trained weights.
+        weights: The trained weights to start from, on a mesh. The first update donates them.
+        optimizer: Turns gradients into changes of the weights.
+        loss: The loss of a micro-batch.
+        room: Room for the frames of a step.
+
+    Attributes:
+        start: The state before the first update.
+        programs: The update's programs.
+        vision: Those of the trained part of the tower; None: none is trained.
+        place_bank: Puts what is cached of this process's frames on the mesh.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        weights: Any,
+        optimizer: optax.GradientTransformation,
+        loss: Loss,
+        room: VisualRoom,
+    ):
+        mesh = mesh_of(weights)
+        assert mesh is not None, (
+            "weights without a mesh; shard them with models.sharding.param_shardings"
+        )
+        self.mesh = mesh
+        self.start = init_state(weights, optimizer)
+        self.programs = make_update(skeleton, optimizer, loss, self.start)
+        self.place_bank = BankPlacer(mesh, room, skeleton.vision)
+        self.vision: VisionPrograms | None = None
+        if skeleton.vision is not None:
+            processes = jax.process_count()
+            slots = room.slots * row_devices(mesh) // processes
+            self.vision = make_vision_programs(skeleton.vision, mesh, processes, slots)
+
+    def visual(self, weights: Any, bank: Bank) -> Float[Array, "*m c d"]:
+        """Return a step's visual vectors under some weights of the tower's trained part."""
+        return bank.cached if self.vision is None else self.vision.encode(weights, bank)
+
+    def gradients(
+        self,
+        weights: Any,
+        bank: Bank,
+        microbatches: Sequence[Microbatch],
+        batch: Any,
+        draw: Sequence[int],
+    ) -> tuple[Any, MicrobatchMetrics]:
+        """Return the gradients of a batch, and the metrics of every micro-batch.
+
+        The tower runs once before all micro-batches, and back once after them, with the sum of the
+        gradients of its vectors (as in GradCache, arXiv 2101.06983).
+
+        Args:
+            weights: The trained weights.
+            bank: What is cached of the step's frames.
+            microbatches: Packed rows.
+            batch: What else the loss reads, of the whole batch.
+            draw: With the number of a micro-batch, decides what adapters drop; a seed first.
+        """
+        text, vision = apart(weights)
+        visual = self.visual(vision, bank)
+        total = self.programs.start(text if self.vision is None else (text, visual))
+        metrics: MicrobatchMetrics = {}
+        for number, part in enumerate(microbatches):
+            numbers = np.array((*draw, number), np.uint32)
+            total, found = self.programs.add(text, total, visual, part, batch, draw=numbers)
+            for name, value in found.items():
+                metrics.setdefault(name, []).append(value)
+        if self.vision is None:
+            return total, metrics
+        of_text, of_visual = total
+        return together(of_text, self.vision.gradients(vision, bank, of_visual)), metrics
+
+    def apply(self, state: TrainState, gradients: Any) -> tuple[TrainState, Array]:
+        """Return the state after a step of the optimizer, and the norm of the gradients."""
+        return self.programs.apply(state, gradients)
+
+    def lowerings(
+        self,
+        state: TrainState,
+        bank: Bank,
+        rows: Sequence[tuple[Microbatch, Any]],
+        draw: int,
+    ) -> Iterator[Lowering]:
+        """Return the programs of an update, those that take long to compile first.
+
+        Args:
+            state: The current state.
+            bank: The bank of any step.
+            rows: A micro-batch of every size, each with what else the loss reads.
+            draw: How many numbers decide what adapters drop.
+        """
+        text, vision = apart(state.weights)
+        total = sums_of(text, self.mesh)
+        sums, visual = total, bank.cached
+        if self.vision is not None:
+            visual = self.abstract_visual(vision, bank)
+            of_visual = sums_of(visual, self.mesh)
+            whole = NamedSharding(self.mesh, PartitionSpec())
+            sums, total = (total, of_visual), together(total, like(vision, whole))
+            yield functools.partial(self.vision.gradients.lower, vision, bank, of_visual)
+            yield functools.partial(self.vision.encode.lower, vision, bank)
+        numbers = np.zeros(draw, np.uint32)
+        for part, batch in rows:
+            arguments = (text, sums, visual, part, batch)
+            yield functools.partial(self.programs.add.lower, *arguments, draw=numbers)
+        yield functools.partial(self.programs.apply.lower, state, total)
+
+    def abstract_visual(self, vision: Any, bank: Bank) -> Any:
+        """Return the visual vectors of a step as abstract arrays."""
+        if self.vision is None:
+            return bank.cached
+        return like(self.vision.encode.lower(vision, bank).out_info, bank_sharding(self.mesh))
+
+
+def like(arrays: Any, shardings: Any) -> Any:
+    """Return abstract arrays with these shardings: a tree of them, or one for all."""
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _: shardings, arrays)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays, shardings
+    )
+
+
+def to_floats(metrics: MicrobatchMetrics) -> dict[str, float]:
+    """Return the sums of metrics over micro-batches, or the maximum for `*_max`.
+
+    Waits for the devices. Means of tags that do not occur are left out.
+    """
+    numbers = {
+        name: (max if name.endswith("_max") else sum)(map(float, parts))
+        for name, parts in metrics.items()
+    }
+
+    def empty(name: str) -> bool:
+        group, _, figure = name.rpartition("/")
+        return figure in ("probability", "logprob") and numbers[f"{group}/count"] == 0
+
+    return {name: number for name, number in numbers.items() if not empty(name)}
