@@ -30,7 +30,7 @@ from paravt_jax.method.records import Caption
 from paravt_jax.method.tokenizer import Vocabulary
 from train.durable.phase import Phase
 from train.learn.optimizer import require_counts
-from train.learn.step import init_state
+from train.learn.update import init_state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,9 +26,8 @@ from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.records import Author, Frame, Trajectory
 from paravt_jax.method.structure import find_structure, pad_structures
-from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
-from rollout.agent.episode import split_prompt
+from rollout.agent.episode import Environment, split_prompt
 from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments
 from train.learn.packing import (
     GroupLengths,
@@ -53,8 +52,9 @@ class RLBatch:
     """
 
     grpo: GRPOBatch
-    advantages: Float[Array, "r u"]
-    totals: Totals
+    advantages: Float[Array, "r u"] | None = None
+    """None until the reference has scored the rollouts."""
+    totals: Totals | None = None
     proximal: Float[Array, "r u"] | None = None
     """Log-probs at the start of the step; None in its first update, where they are the current."""
 
@@ -101,8 +101,7 @@ class _Prompt(NamedTuple):
 
 def lay_out(
     rollouts: Rollouts,
-    features: FrameFeatures,
-    vocabulary: Vocabulary,
+    environment: Environment,
     shape: StepShape,
     sizes: Sequence[MicrobatchShape],
     seed: Sequence[int],
@@ -113,8 +112,8 @@ def lay_out(
 
     Args:
         rollouts: Rollouts of all processes.
-        features: Encodes the frames of this process's prompts.
-        vocabulary: Gives the bytes of each token, from which struct(o) is parsed.
+        environment: Encodes the frames of this process's prompts. Its vocabulary gives the bytes
+            of each token, from which struct(o) is parsed.
         shape: Upper bounds on the step.
         sizes: The sizes of micro-batches, from `StepShape.microbatches`.
         seed: Seed of the draw of sub-agents; the same on every process.
@@ -125,6 +124,7 @@ def lay_out(
         ValueError: There are more groups than `shape` has, a trajectory is longer than the largest
             row, or the visual tokens of a process exceed its slots.
     """
+    features, vocabulary = environment.features, environment.protocol.vocabulary
     processes = hosts.process_count()
     mains = _main_prompts(rollouts, shape, processes)
     if len(mains) > shape.groups:
@@ -135,7 +135,7 @@ def lay_out(
     gone = [number for number in range(len(mains)) if number not in grids]
     if gone:
         rest = rollouts.without(gone)
-        return lay_out(rest, features, vocabulary, shape, sizes, seed, devices, version)
+        return lay_out(rest, environment, shape, sizes, seed, devices, version)
     readable = sorted(grids)
     room = shape.slots(processes, devices) * (devices // processes)
     slots = _slots(prompts, grids, features, room)

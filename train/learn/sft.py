@@ -121,9 +121,7 @@ def sft_loss(settings: SFTSettings) -> Loss:
     def loss(
         text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: SFTBatch
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
-        logprobs = rollout_logprobs(
-            text, visual, part, 1.0, settings.remat, settings.logprob_chunk
-        )
+        logprobs = rollout_logprobs(text, visual, part, 1.0, settings.remat, settings.logprob_chunk)
         return -masked_mean(logprobs, batch.mask & (part.index >= 0), batch.tokens), {}
 
     return loss

@@ -28,7 +28,6 @@ from jaxtyping import Array, Float
 
 from models.lora import drops
 from models.sharding import Lowering, MeshProgram, mesh_of, row_devices
-from models.text import TextDecoder
 from models.trained import Skeleton, apart, together
 from models.trained_vision import TrainedVision
 from train.learn.batch import Microbatch

@@ -14,25 +14,18 @@ from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from train.data import Data
+from train.learn.actor import Actor
 from train.learn.weight_sync import WeightSync
 from train.phases.model import Parts, drop_weights
 from train.settings import Run
 
 
 @dataclasses.dataclass(frozen=True)
-class Actor:
-    """Plays and scores episodes."""
+class EngineActor(Actor):
+    """An actor of a run, whose sampler is the engine."""
 
-    engine: Engine
-    sync: WeightSync
-    environment: Environment
-    judge: RemoteJudge | None
-
-    def wake(self, weights: Any, version: int) -> None:
-        """Load `weights` into the engine; samples then report `version`."""
-        # Free the old weights first: memory may not hold both.
-        self.engine.sleep()
-        self.sync.load(self.engine, weights, version, self.environment.features)
+    sampler: Engine
+    judge: RemoteJudge | None = None
 
 
 def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) -> Environment:
@@ -53,8 +46,8 @@ def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) ->
 
 def open_actor(
     run: Run, parts: Parts, environment: Environment, judge: RemoteJudge | None, weights: Any
-) -> Actor | None:
-    """Open an actor that sleeps until `wake`; None for a run that plays no episodes.
+) -> EngineActor | None:
+    """Open an actor that sleeps until `load`; None for a run that plays no episodes.
 
     Args:
         run: The settings.
@@ -72,4 +65,4 @@ def open_actor(
     engine = Engine(model, environment.features, run.engine_sizes)
     engine.sleep()
     drop_weights(model)
-    return Actor(engine, sync, environment, judge)
+    return EngineActor(engine, environment, sync, judge)

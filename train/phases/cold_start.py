@@ -13,8 +13,8 @@ from models.compile_ahead import compile_ahead
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
-from train.learn.sft import SFTBatches, SFTSettings, sft_step
-from train.learn.speed import conversation_lengths, speeds
+from train.learn.sft import SFTBatches, SFTSettings, make_sft_updater, sft_step
+from train.learn.speed import speeds
 from train.phases.context import Context, as_saved, resume
 from train.phases.model import Parts
 
@@ -75,30 +75,20 @@ def _train(
     seed: int,
 ) -> Any:
     config = parts.model.config
-    batches = SFTBatches(
-        settings,
-        context.data,
-        reader,
-        seed,
-        environment.protocol,
-        environment.features,
-        context.mesh,
-    )
-    state, update = batches.start(parts.graph, weights, parts.frozen)
+    batches = SFTBatches(settings, context.data, reader, seed, environment, context.mesh)
+    updater = make_sft_updater(parts.skeleton, weights, settings, batches.room)
     with context.open_phase(name, settings, environment.features.unreadable) as phase:
-        state, cursor = resume(phase, state, parts)
+        state, cursor = resume(phase, updater.start, parts)
         if cursor is not None:
             batches.set_state(cursor)
         if phase.left:
-            compile_ahead(batches.lowerings(update, state), shown=hosts.is_first())
+            compile_ahead(batches.lowerings(updater, state), shown=hosts.is_first())
         for step in phase.each():
             start = time.perf_counter()
             # The measured time includes the update: its metrics are numbers here.
-            state, arrays, metrics = sft_step(update, state, batches, phase.steps - step)
+            state, lengths, metrics = sft_step(updater, state, batches, seed, phase.steps - step)
             seconds = time.perf_counter() - start
             metrics["time/step"] = seconds
-            lengths = [group for rows in arrays for group in conversation_lengths(rows)]
             metrics |= speeds(lengths, config, seconds, context.mesh.size)
-            saved = as_saved(state, parts)
-            phase.done(step, metrics, saved, batches.get_state())
+            phase.done(step, metrics, as_saved(state, parts), batches.get_state())
     return state.weights

@@ -25,7 +25,7 @@ from train.durable.usage import Usage
 from train.learn.align import AlignSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
-from train.learn.step import TrainState
+from train.learn.update import TrainState
 from train.phases.model import Parts
 from train.settings import Run
 from train.unreadable import note_unreadable

@@ -26,7 +26,7 @@ from rollout.agent.transcript import transcript
 from rollout.evaluation.play import Played, Scoring, play_and_score
 from rollout.evaluation.summary import row
 from train.evaluation_file import read_evaluation_file
-from train.phases.actor import Actor
+from train.phases.actor import EngineActor
 from train.phases.context import Context
 
 Rows = list[dict[str, Any]]
@@ -59,7 +59,7 @@ class _Plan:
 
 
 def evaluate(
-    context: Context, actor: Actor | None, weights: Any, name: Literal["before", "after"]
+    context: Context, actor: EngineActor | None, weights: Any, name: Literal["before", "after"]
 ) -> Rows:
     """Play held-out questions under every setting, and write one file per K.
 
@@ -94,7 +94,7 @@ def evaluate(
     return _evaluate_weights(context, actor, lambda: weights, plans)[0]
 
 
-def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], Any]) -> Rows:
+def evaluate_control(context: Context, actor: EngineActor | None, train: Callable[[], Any]) -> Rows:
     """Play held-out questions greedily with the weights of the control.
 
     Args:
@@ -115,7 +115,7 @@ def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], 
 
 
 @functools.partial(jax.profiler.annotate_function, name="evaluation")
-def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
+def evaluate_checkpoint(context: Context, actor: EngineActor, step: int) -> None:
     """Play held-out questions greedily with the engine's weights, those after `step` steps of RL.
 
     One file per K is written.
@@ -126,27 +126,27 @@ def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
     plan = _Plan(f"curve-{step:06d}", f"step {step} of RL", ("rl", step), settings)
     _play_missing(context, actor, plan)
     # Rollouts must find the same empty cache in a run that was stopped here and resumed.
-    actor.engine.forget()
+    actor.sampler.forget()
 
 
 def _evaluate_weights(
-    context: Context, actor: Actor, weights: Callable[[], Any], plans: Sequence[_Plan]
+    context: Context, actor: EngineActor, weights: Callable[[], Any], plans: Sequence[_Plan]
 ) -> list[Rows]:
     """Load the weights if there is something left to play, play it, and return the plans' rows."""
     if not all(plan.finished(context) for plan in plans):
         features = actor.environment.features
         compile_ahead(
-            itertools.chain(actor.engine.lowerings(), features.lowerings(context.data.sizes)),
+            itertools.chain(actor.sampler.lowerings(), features.lowerings(context.data.sizes)),
             shown=hosts.is_first(),
         )
-        actor.wake(weights(), actor.engine.version + 1)
+        actor.load(weights(), actor.sampler.version + 1)
     rows = [_play_missing(context, actor, plan) for plan in plans]
     # The next phase needs the engine's memory.
-    actor.engine.sleep()
+    actor.sampler.sleep()
     return rows
 
 
-def _play_missing(context: Context, actor: Actor, plan: _Plan) -> Rows:
+def _play_missing(context: Context, actor: EngineActor, plan: _Plan) -> Rows:
     """Play the settings whose K has no file yet, and return the rows of all files."""
     rows = []
     played = False
@@ -174,7 +174,7 @@ def _play_missing(context: Context, actor: Actor, plan: _Plan) -> Rows:
 
 def _play_k(
     context: Context,
-    actor: Actor,
+    actor: EngineActor,
     plan: _Plan,
     k: int,
     done: Callable[[int], None],
@@ -185,7 +185,7 @@ def _play_k(
         The content of the file: rows, the seconds that each took, episodes, and the judge's counts.
     """
     # Start with an empty cache: results must not depend on where an interrupted evaluation resumed.
-    actor.engine.forget()
+    actor.sampler.forget()
     content: dict[str, Any] = {"rows": [], "seconds": [], "episodes": []}
     if actor.judge is not None:
         content["judge"] = collections.Counter()
@@ -208,7 +208,7 @@ def _play_k(
 
 def _play(
     context: Context,
-    actor: Actor,
+    actor: EngineActor,
     plan: _Plan,
     setting: EpisodeSettings,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -223,7 +223,7 @@ def _play(
         run.rl.grpo.sequence_anchor if run.rl else 0.0,
     )
     outcomes = play_and_score(
-        actor.engine,
+        actor.sampler,
         dataclasses.replace(actor.environment, protocol=protocol),
         questions[hosts.share_of(len(questions))],
         setting,

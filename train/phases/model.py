@@ -17,7 +17,7 @@ from models.lora import LoRASettings, add_adapters, cast
 from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_fingerprint
 from models.sharding import param_shardings
-from models.trained import split
+from models.trained import Skeleton, split
 from models.trained_vision import TrainedVision, TrainVision
 from models.vision import encoding_weights
 from models.weights.hf import load
@@ -35,16 +35,22 @@ class Parts:
 
     model: VisionLanguageModel
     """The vision tower is on this process's devices. The decoder has shapes only."""
-    graph: nnx.GraphDef
-    """The text decoder without its weights."""
-    frozen: Any
-    """The decoder's weights that are not trained, on the mesh; empty if all are."""
+    skeleton: Skeleton
+    """The decoder's structure, its frozen weights on the mesh, and what is trained of the tower."""
     tower: Any
     """The vision tower as it was before SFT and RL, in the host's memory.
 
     Its type is that of checkpoints."""
-    vision: TrainedVision | None
-    """The part of the tower that is trained; None: none is."""
+
+    @property
+    def frozen(self) -> Any:
+        """The decoder's weights that are not trained, on the mesh; empty if all are."""
+        return self.skeleton.frozen
+
+    @property
+    def vision(self) -> TrainedVision | None:
+        """The part of the tower that is trained; None: none is."""
+        return self.skeleton.vision
 
     @property
     def base(self) -> dict[str, str]:
@@ -154,7 +160,7 @@ def take_apart(
     nnx.update(model.vision, on_devices)
     drop_weights(model)
     vision = TrainedVision.of(model.vision, train_vision, frame_tokens)
-    return Parts(model, graph, rest, tower, vision), weights
+    return Parts(model, Skeleton(graph, rest, vision), tower), weights
 
 
 def drop_weights(model: VisionLanguageModel) -> None:

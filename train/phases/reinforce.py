@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 from models.compile_ahead import compile_ahead
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frame_reader import FrameReader
-from paravt_jax.method.scoring import rules_of
 from paravt_jax.processes import hosts
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
@@ -22,24 +20,28 @@ from train.data import QuestionStream
 from train.durable.compilations import Compilations
 from train.durable.step_lines import rows_line, say
 from train.durable.stored_records import pack, unpack
-from train.learn.packing import GroupLengths
-from train.learn.rl import Learner
+from train.learn.rl import Learner, StepBatch
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
-from train.learn.rollouts import Rollouts, draw_budgets
+from train.learn.rollouts import draw_budgets
 from train.learn.speed import speeds
-from train.phases.actor import Actor
+from train.phases.actor import EngineActor
 from train.phases.context import Context, as_saved, resume
 from train.phases.evaluation import evaluate_checkpoint
 from train.phases.idle import IdleTime
 from train.phases.model import Parts
+from train.rl import rl_step
 
 # Programs may still compile in the first steps of a process.
 WARM_UP = 3
 
 
 def reinforce(
-    context: Context, parts: Parts, actor: Actor | None, reader: FrameReader | None, weights: Any
+    context: Context,
+    parts: Parts,
+    actor: EngineActor | None,
+    reader: FrameReader | None,
+    weights: Any,
 ) -> Any:
     """Train `weights` with RL. They are donated; a copy stays as the reference.
 
@@ -51,20 +53,11 @@ def reinforce(
     if settings is None:
         return weights
     assert actor is not None, "a run with RL plays episodes"
-    engine, environment = actor.engine, actor.environment
+    engine, environment = actor.sampler, actor.environment
+    config, features = parts.model.config, environment.features
     compilations = Compilations()
-    learner = Learner(
-        parts.graph,
-        weights,
-        parts.model.config,
-        settings,
-        run.rl_shape,
-        actor.judge or rules_of(settings.rewards),
-        actor.sync,
-        parts.frozen,
-        parts.vision,
-    )
-    with context.open_phase("rl", settings, environment.features.unreadable) as phase:
+    learner = Learner(parts.skeleton, weights, config, settings, run.rl_shape)
+    with context.open_phase("rl", settings, features.unreadable) as phase:
         questions = _questions(context, settings, reader)
         pool = RolloutPool() if settings.max_staleness else None
         state, cursor = resume(phase, learner.start, parts)
@@ -74,46 +67,30 @@ def reinforce(
                 pool.state = unpack(cursor["pool"])
         if phase.left:
             start = time.monotonic()
-            features = environment.features
-            compile_ahead(
-                itertools.chain(
-                    learner.lowerings(state, features),
-                    engine.lowerings(),
-                    features.lowerings(context.data.sizes),
-                ),
-                shown=hosts.is_first(),
+            programs = itertools.chain(
+                learner.lowerings(state, features),
+                engine.lowerings(),
+                features.lowerings(context.data.sizes),
             )
+            compile_ahead(programs, shown=hosts.is_first())
             # Before the engine takes its memory.
             learner.warm_up(state.weights, features)
             if hosts.is_first():
                 lengths = [shape.tokens for shape in learner.sizes]
                 say(rows_line("rl", lengths, time.monotonic() - start))
-            actor.wake(state.weights, phase.finished_steps)
+            actor.load(state.weights, phase.finished_steps)
             engine.warm_up()
-
-        def measure(lengths: Sequence[GroupLengths], seconds: float) -> dict[str, float]:
-            return speeds(lengths, parts.model.config, seconds, context.mesh.size)
-
         for step in phase.each():
             compiled_before = compilations.count
             # Before the next step, so that a run stopped at a checkpoint still evaluates it.
             if run.evaluation.curve and step > 1 and phase.has_checkpoint(step - 1):
                 evaluate_checkpoint(context, actor, step - 1)
-            transcribe = (
-                _transcriber(context, settings, step) if phase.has_checkpoint(step) else None
-            )
-            idle = IdleTime(engine, environment.features, compilations)
-            state, metrics = learner.step(
-                state,
-                engine,
-                environment,
-                questions.draw(step - 1),
-                run.seed,
-                transcribe,
-                measure,
-                functools.partial(questions.draw, step - 1),
-                pool,
-            )
+            idle = IdleTime(engine, features, compilations)
+            state, batch, metrics = rl_step(state, learner, actor, questions, run.seed, pool)
+            if phase.has_checkpoint(step):
+                _write_transcripts(context, settings, step, batch)
+            one_update = metrics["time/update"] / settings.updates_per_batch
+            metrics |= speeds(batch.laid_out.lengths, config, one_update, context.mesh.size)
             warm = step > phase.finished_steps + WARM_UP
             recompilations = compilations.count - compiled_before if warm else 0
             metrics["recompilations"] = float(recompilations)
@@ -122,7 +99,7 @@ def reinforce(
             if pool is not None:
                 cursor["pool"] = pack(pool.state)
             phase.done(step, metrics, as_saved(state, parts), cursor)
-    engine.sleep()
+    actor.sleep()
     return state.weights
 
 
@@ -137,31 +114,23 @@ def _questions(
     return QuestionStream(context.data, reader, seed + 2, settings.grpo.group_size, budgets)
 
 
-def _transcriber(
-    context: Context, settings: RLSettings, step: int
-) -> Callable[[Rollouts, np.ndarray], None]:
-    """A callback that writes one episode per group, for the report.
-
-    It takes the rollouts and the advantages of all rows, float32[b, t].
-    """
+def _write_transcripts(context: Context, settings: RLSettings, step: int, batch: StepBatch) -> None:
+    """Write one episode per group, for the report."""
+    # Rollout 0 of group p is at p * rows; every process takes part in fetching the advantages.
     rows = settings.grpo.group_size
-
-    def write(rollouts: Rollouts, advantages: np.ndarray) -> None:
-        if not hosts.is_first():
-            return
-        lines = []
-        for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True)):
-            setting = EpisodeSettings(group[0].frames, settings.temperature)
-            # Group p begins at row p * rows.
-            shown = transcript(
-                group[0], rewards[0], setting, context.data.vocabulary, advantages[p * rows]
-            )
-            lines.append({"phase": "rl", "step": step} | shown)
-        folder = context.folder / "evaluation"
-        folder.mkdir(exist_ok=True)
-        content = json.dumps({"rows": [], "episodes": lines})
-        file = folder / f"rl-{step:06d}.json"
-        write_atomically(file, content)
-        context.history.made(file, "rl", step)
-
-    return write
+    advantages = np.asarray(batch.rollouts.advantages)
+    if not hosts.is_first():
+        return
+    lines = []
+    rollouts = batch.laid_out.rollouts
+    for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True)):
+        setting = EpisodeSettings(group[0].frames, settings.temperature)
+        shown = transcript(
+            group[0], rewards[0], setting, context.data.vocabulary, advantages[p * rows]
+        )
+        lines.append({"phase": "rl", "step": step} | shown)
+    folder = context.folder / "evaluation"
+    folder.mkdir(exist_ok=True)
+    file = folder / f"rl-{step:06d}.json"
+    write_atomically(file, json.dumps({"rows": [], "episodes": lines}))
+    context.history.made(file, "rl", step)
