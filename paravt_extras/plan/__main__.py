@@ -147,6 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         names = chosen(fitted.run, options.only)
         # There is no TPU to open: libtpu must not ask the cloud's metadata server for one.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         devices, host = topology.make_devices(), topology.host.make_devices()
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -331,7 +331,7 @@ jax.jit(lambda x: x + 1)(1.0)
 def test_a_run_in_a_bucket_is_new_or_another_ones(store, machine):
     config = resolved(paravt_tiny())
     assert not open_place("gs://bucket/checked").require_usable(config)
-    with pytest.raises(RunDirectoryError, match="there is no bucket no-such"):
+    with pytest.raises(FileNotFoundError, match="there is no bucket no-such"):
         open_place("gs://no-such/checked").require_usable(config)
     store.write("checked/notes.txt", b"x")
     with pytest.raises(RunDirectoryError, match="gs://bucket/checked is not a run's folder"):
