@@ -227,7 +227,7 @@ def choose_mesh(run: Run, devices: Devices, most_tensor: int) -> Mesh:
         return data, fsdp, left
     if tensor:
         return data, left, tensor
-    rows = run.mesh.rows or rows_of(run)
+    rows = rows_of(run)
     if run.lora is not None and devices.hosts == 1 and most_tensor % devices.count == 0:
         # Sharded by heads only, the base serves updates and the engine alike, without a copy.
         rows = 1

@@ -17,7 +17,8 @@ from flax import nnx
 from models.family import family
 from models.model import VisionLanguageModel
 from models.weights.hf import save
-from paravt_extras.fit import rows_of
+from paravt_extras.fit import choose_mesh
+from paravt_extras.slices import found_devices
 from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data.local_path import require_local
 from paravt_jax.processes import cluster, hosts
@@ -76,7 +77,13 @@ def rehearsal(run: Run) -> Run:
     stand_in = hosts.from_first(lambda: str(write_stand_in(folder / "stand-in", seed=0)))
     if hosts.is_first():
         print(f"rehearsal in {small.run_dir}, with random weights and a stand-in of the data")
-    fields = {
+    # The mesh is that of the run, whose batches have more rows.
+    most_tensor = small.model.config().text.most_tensor
+    data, fsdp, tensor = choose_mesh(run, found_devices(), most_tensor)
+    fields: dict[str, Any] = {
+        "mesh.data": data,
+        "mesh.fsdp": fsdp,
+        "mesh.tensor": tensor,
         "model.path": str(weights),
         "data.annotations": f"{stand_in}/annotations",
         "data.folder": str(folder / "set"),
@@ -103,8 +110,6 @@ def cut(run: Run) -> Run:
     fields: dict[str, Any] = {
         "run_dir": run.run_dir or f"runs/{name}",
         "model.size": "rehearsal",
-        # The mesh is that of the run, whose batches have more rows.
-        "mesh.rows": run.mesh.rows or rows_of(run),
         # Rows that are too long for the cut lengths say nothing about the run.
         "data.max_left_out": 1.0,
     }
