@@ -55,7 +55,7 @@ print(json.dumps([
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "stand-in"
-    return write_stand_in(folder, seed=0, questions=2, demonstrations=4)
+    return write_stand_in(folder, seed=0)
 
 
 @pytest.fixture(scope="module")
