@@ -117,7 +117,7 @@ def test_rows_and_archives_of_media_are_fetched(repositories, data, tmp_path):
     annotations, media = map(pathlib.Path, done.stdout.split())
     names = {path.name for path in (data / "annotations").iterdir()}
     assert {path.name for path in annotations.iterdir()} == names
-    assert len(list(media.rglob("*.mp4"))) == 6
+    assert len(list(media.rglob("*.mp4"))) == 12
 
 
 def test_sizes_are_listed_before_anything_is_downloaded(repositories, tmp_path):
