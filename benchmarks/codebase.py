@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import io
 import json
 import pathlib
 import re
 import tokenize
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from configs.paravt_8b import paravt_8b
 
 ROOT = pathlib.Path(__file__).parents[1]
 BOUNDS = ROOT / "tests" / "bounds.json"
@@ -105,7 +108,14 @@ def figures(modules: Mapping[str, Module], root: pathlib.Path = ROOT) -> dict[st
     found[f"functions with more than {MOST_PARAMETERS} parameters"] = sum(
         _many_parameters(module.text) for module in sources
     )
+    found["settings of paravt_8b"] = _settings(paravt_8b())
     return found
+
+
+def _settings(settings: Any) -> int:
+    """Return the number of fields of some settings, those of nested settings included."""
+    values = [getattr(settings, field.name) for field in dataclasses.fields(settings)]
+    return sum(_settings(value) if dataclasses.is_dataclass(value) else 1 for value in values)
 
 
 def _many_parameters(text: str) -> int:

@@ -518,7 +518,7 @@ def write_seeds(place: Place, videos: pathlib.Path | None) -> dict[str, bytes]:
     private = place.outside / "private.mp4"
     _write_video(private, "libx264")
     save_tokenizer(build_tokenizer(["a"]), place.folder / "tokenizer")
-    write_stand_in(place.folder / "published", seed=0, questions=12, demonstrations=12)
+    write_stand_in(place.folder / "published", seed=0)
     media_folder = place.folder / "published" / "media"
     sizes = {
         file.relative_to(media_folder).as_posix(): file.stat().st_size

@@ -51,7 +51,6 @@ def paravt_tiny() -> Run:
                 schedule="cosine",
                 warmup=0.02,
                 weight_decay=0.0,
-                b2=0.95,
             ),
         ),
         evaluation=EvaluationSettings(

@@ -27,6 +27,7 @@ from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.wording import PLACEHOLDER, Prompt
 from rollout.evaluation.native_format import NativeFormat
 from rollout.evaluation.packs import PackError, TextPack
+from rollout.evaluation.protocols import open_text_pack
 from rollout.evaluation.published_protocol import PLAY, PLAY_CHARADES
 
 DRIVER = "paravt/eval/driver.py"
@@ -73,6 +74,17 @@ class ReleasePack(TextPack):
 
     def differences(self, benchmark: str) -> list[str]:
         return [*_DIFFERENCES, *(_OF_CHARADES if benchmark == "charades" else ())]
+
+
+def open_any_pack(name: str, release: str = "") -> TextPack:
+    """Open the pack that `--protocol` and `--release` name.
+
+    Raises:
+        PackError: it cannot be used.
+    """
+    if release and name != "published":
+        raise PackError(f"--release {release}: is read by --protocol published only; give both")
+    return read_release(release) if name == "published" else open_text_pack(name)
 
 
 def read_release(checkout: str | os.PathLike) -> ReleasePack:

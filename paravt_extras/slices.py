@@ -30,8 +30,6 @@ class Chip:
     """FLOP/s in bfloat16."""
     hbm_rate: float
     """Bytes/s between HBM and the compute units."""
-    ici_rate: float
-    """Bytes/s that the chip sends over the interconnect."""
     devices: int
     """JAX devices per chip."""
     hbm: float
@@ -41,34 +39,15 @@ class Chip:
     """
     coordinates: int
     """Number of sides in the name of a slice: 3 for v5p:2x2x4."""
-    dcn_rate: float | None
-    """Bytes/s that the chip sends to other slices, over the data centre's network (DCN).
-
-    None: not documented."""
 
 
-SOURCE = "docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}"
-# The documented interconnect bandwidth per chip counts both directions, so ici_rate is half of it.
-# For v4 only the all-reduce bandwidth of a whole pod is documented; divided by its 4096 chips it is
-# comparable, since for v5e and v6e the same division gives that half. The DCN rates of v5e and v6e
-# are those of a pod divided by its 256 chips.
+# Peak rates as documented in docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}.
 CHIPS = {
-    "v4": Chip(275e12, 1200e9, 1.1e15 / 4096, 2, 15.25 * 2**30, 3, None),
-    "v5e": Chip(197e12, 819e9, 200e9, 1, 15.75 * 2**30, 2, 6.4e12 / 8 / 256),
-    "v5p": Chip(459e12, 2765e9, 600e9, 1, 95.73 * 2**30, 3, 50e9 / 8),
-    "v6e": Chip(918e12, 1638e9, 400e9, 1, 31.24 * 2**30, 2, 25.6e12 / 8 / 256),
+    "v4": Chip(275e12, 1200e9, 2, 15.25 * 2**30, 3),
+    "v5e": Chip(197e12, 819e9, 1, 15.75 * 2**30, 2),
+    "v5p": Chip(459e12, 2765e9, 1, 95.73 * 2**30, 3),
+    "v6e": Chip(918e12, 1638e9, 1, 31.24 * 2**30, 2),
 }
-# The slices of docs/scale.md: per generation from the smallest that may hold the 8B recipe up.
-SCALE = (
-    "v4:2x2x4",
-    "v5e:4x4",
-    "v5e:8x8",
-    "v5p:2x2x2",
-    "v5p:2x2x4",
-    "v5p:4x4x4",
-    "v6e:4x4",
-    "v6e:8x8",
-)
 HOST_CHIPS = 4
 # Names that JAX gives to the devices of a generation.
 _KINDS = {
@@ -111,8 +90,7 @@ class Topology:
     """A slice, named like v5p:4x4x4, or several equal ones, like 2*v5p:4x4x4.
 
     Raises:
-        ValueError: the generation is not in `CHIPS`, the shape is not one of its slices, or the
-            rate between several of them is not known.
+        ValueError: the generation is not in `CHIPS`, or the shape is not one of its slices.
     """
 
     name: str
@@ -141,11 +119,6 @@ class Topology:
             raise ValueError(
                 f"topology = {self.name!r}: slices of {chips} chips; a host has {HOST_CHIPS}, give "
                 "a multiple of that, or a single chip of v5e or v6e"
-            )
-        if self.slices > 1 and self.chip.dcn_rate is None:
-            raise ValueError(
-                f"topology = {self.name!r}: the rate between slices of {generation} is not "
-                "documented; give slices of v5e, v5p or v6e"
             )
 
     @property

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
-import math
 import os
 import pathlib
 import tempfile
@@ -25,7 +23,6 @@ import numpy as np
 from PIL import Image
 
 from paravt_jax.data.atomic import appearing
-from paravt_jax.data.stored_settings import require_same
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.world import published_rows
 from paravt_jax.world.published_rows import (
@@ -40,14 +37,14 @@ from paravt_jax.world.published_rows import (
 )
 from paravt_jax.world.videos import COLOURS, DIGITS, Scene, WorldSettings, encode, picture
 
-_SETTINGS = "stand_in.json"
 _FRAMES = WorldSettings(size=64, digit_width=24, digit_height=40, jitter=8)
 _STEP = 1  # seconds from one frame to the next
 _SCENES = 4
 _SCENE_SECONDS = range(5, 16)
 # One question of each kind per scene.
-_QUESTIONS_PER_VIDEO = _SCENES * len(QuestionKind)
+_ASKED_VIDEOS = 8
 _DEMONSTRATED_VIDEOS = 4
+_DEMONSTRATIONS = 192
 # Folders of the published media. Each becomes one archive.
 _QUESTION_FOLDERS = ("selfqa", "museg/charades", "longvt_source/tvg_0")
 _DEMONSTRATION_FOLDER = "longvt_source/selftrace_0"
@@ -73,65 +70,29 @@ class _Video:
         return f"{_PICTURE_FOLDER}/{pathlib.PurePosixPath(self.path).stem}.png"
 
 
-def write_stand_in(
-    folder: str | os.PathLike[str], seed: int, questions: int = 96, demonstrations: int = 192
-) -> pathlib.Path:
-    """Write a stand-in of the published data, unless the folder holds this one already.
+def write_stand_in(folder: str | os.PathLike[str], seed: int) -> pathlib.Path:
+    """Write 96 rl rows and 192 sft rows with their media, unless the folder exists.
 
     The folder appears when it is complete, so a killed call leaves nothing that looks like a set.
 
     Args:
         folder: Where to write `annotations` and `media`.
         seed: Decides all texts and frames.
-        questions: Number of rl rows, twelve per video.
-        demonstrations: Number of sft rows, about four videos.
 
     Returns:
         The folder.
-
-    Raises:
-        ValueError: A number is too small, or the folder holds something else.
     """
     folder = pathlib.Path(folder)
-    # One video to hold out and one to train on.
-    for name, number, minimum in (
-        ("questions", questions, 2),
-        ("demonstrations", demonstrations, 1),
-    ):
-        if number < minimum:
-            raise ValueError(f"{name} = {number}: a stand-in needs at least {minimum}; give more")
-    settings = {"seed": seed, "questions": questions, "demonstrations": demonstrations}
-    if _is_written(folder, settings):
-        return folder
-    try:
+    if not (folder / "annotations").exists():
         with appearing(folder) as unfinished:
-            _write(unfinished, seed, questions, demonstrations)
-            (unfinished / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
-    except OSError:
-        # Another process may have written the same stand-in meanwhile.
-        if not _is_written(folder, settings):
-            raise
+            _write(unfinished, seed)
     return folder
 
 
-def _is_written(folder: pathlib.Path, settings: dict[str, int]) -> bool:
-    """Whether the folder holds the stand-in. ValueError if it holds something else."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
-    remedy = "choose another folder, or remove this one"
-    file = folder / _SETTINGS
-    if not file.exists():
-        raise ValueError(f"folder = {folder}: holds other files than a stand-in; {remedy}")
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    require_same(f"folder = {folder}: holds another stand-in", stored, settings, remedy)
-    return True
-
-
-def _write(folder: pathlib.Path, seed: int, questions: int, demonstrations: int) -> None:
-    asked_count = max(2, math.ceil(questions / _QUESTIONS_PER_VIDEO))
+def _write(folder: pathlib.Path, seed: int) -> None:
     asked = [
         _plan_video(f"{_QUESTION_FOLDERS[n % len(_QUESTION_FOLDERS)]}/{n:03d}.mp4", [seed, 0, n])
-        for n in range(asked_count)
+        for n in range(_ASKED_VIDEOS)
     ]
     demonstrated = [
         _plan_video(f"{_DEMONSTRATION_FOLDER}/{n:03d}.mp4", [seed, 1, n])
@@ -141,8 +102,8 @@ def _write(folder: pathlib.Path, seed: int, questions: int, demonstrations: int)
 
     annotations = folder / "annotations"
     annotations.mkdir()
-    published_rows.write_questions(annotations / _RL_FILE, _rl_rows(asked, seed, questions))
-    splits = _sft_rows(demonstrated, seed, demonstrations)
+    published_rows.write_questions(annotations / _RL_FILE, _rl_rows(asked, seed))
+    splits = _sft_rows(demonstrated, seed)
     for name, conversations in splits.items():
         published_rows.write_conversations(annotations / name, conversations)
 
@@ -207,23 +168,17 @@ def _still(video: _Video) -> bytes:
 # --- questions ---
 
 
-def _rl_rows(videos: Sequence[_Video], seed: int, count: int) -> list[dict[str, Any]]:
+def _rl_rows(videos: Sequence[_Video], seed: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng([seed, 2])
     asked = [(scene, kind) for kind in QuestionKind for scene in range(_SCENES)]
     orders = [rng.permutation(len(asked)).tolist() for _ in videos]
     rows = []
-    for n in range(count):
+    for n in range(len(videos) * len(asked)):
         video = n % len(videos)
         scene, kind = asked[orders[video][n // len(videos)]]
-        rows.append(_rl_row(videos[video], videos[video].scenes[scene], kind, rng))
+        question, answer = _ask(videos[video].scenes[scene], kind, rng)
+        rows.append(question_row(videos[video].path, question, kind, answer))
     return rows
-
-
-def _rl_row(
-    video: _Video, scene: Scene, kind: QuestionKind, rng: np.random.Generator
-) -> dict[str, Any]:
-    question, answer = _ask(scene, kind, rng)
-    return question_row(video.path, question, kind, answer)
 
 
 def _ask(scene: Scene, kind: QuestionKind, rng: np.random.Generator) -> tuple[str, Any]:
@@ -255,7 +210,7 @@ def _span(scene: Scene) -> tuple[float, float]:
 # --- demonstrations ---
 
 
-def _sft_rows(videos: Sequence[_Video], seed: int, count: int) -> dict[str, list[list[Message]]]:
+def _sft_rows(videos: Sequence[_Video], seed: int) -> dict[str, list[list[Message]]]:
     """Conversations by the name of their file. Splits take turns."""
     splits = {
         "paravt_sft_selftrace_15k3.parquet": _with_parallel_calls,
@@ -266,7 +221,7 @@ def _sft_rows(videos: Sequence[_Video], seed: int, count: int) -> dict[str, list
     rng = np.random.default_rng([seed, 3])
     names = list(splits)
     rows: dict[str, list[list[Message]]] = {}
-    for n in range(count):
+    for n in range(_DEMONSTRATIONS):
         name = names[n % len(names)]
         video = videos[n // len(names) % len(videos)]
         scene = video.scenes[int(rng.integers(_SCENES))]

@@ -6,7 +6,6 @@ Other uses compare two finished runs, show a table of several, or write a prompt
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 import tyro
 
 from models import gpu
-from paravt_extras.prompt_packs import open_any_text_pack, open_pack
+from paravt_extras.release import open_any_pack
 from paravt_jax.command_name import command_name
 from paravt_jax.data.frames import VideoError
 from paravt_jax.processes import cluster, hosts
@@ -28,7 +27,7 @@ from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.compare import compare, comparison_text
 from rollout.evaluation.folder import FolderError
 from rollout.evaluation.pack_folder import write_pack
-from rollout.evaluation.run import evaluate, out_folder
+from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.table import contents, text
 
@@ -95,7 +94,7 @@ def _write_protocol(argv: Sequence[str]) -> int:
     parser.add_argument("--protocol", default="own", help="the pack; by default our own")
     parser.add_argument("--release", default="", help="with --protocol published: the checkout")
     asked = parser.parse_args(argv)
-    pack = open_any_text_pack(asked.protocol, asked.release)
+    pack = open_any_pack(asked.protocol, asked.release)
     write_pack(pack, asked.write_protocol)
     print(f"{asked.write_protocol}: {len(pack.texts)} texts, digest {pack.digest}")
     return 0
@@ -108,9 +107,8 @@ def _evaluate(settings: BenchmarkSettings, given: set[str]) -> int:
         # Before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(settings.hosts)
     with cluster.ending_with_the_others():
-        opened = hosts.on_all(lambda: open_pack(settings, out_folder(settings)))
-        with contextlib.closing(opened) as pack:
-            summary = evaluate(settings, given=given, pack=pack)
+        pack = hosts.on_all(lambda: open_any_pack(settings.pack, settings.release))
+        summary = evaluate(settings, given=given, pack=pack)
     return 0 if summary["n"] else 1  # 1: no question could be played
 
 

@@ -25,9 +25,9 @@ from configs import RECIPES
 from models import gpu
 from models.compile_cache import use_cache
 from models.sharding import make_mesh
-from paravt_extras.check.items import NotReadyError, require_ready, show
+from paravt_extras.check import NotReadyError, as_text, check, require_ready
 from paravt_extras.fit import fit
-from paravt_extras.rehearsal import mark, rehearsal
+from paravt_extras.rehearsal import rehearsal
 from paravt_extras.report.finish import final_report, interim_report
 from paravt_extras.report.result import goodput
 from paravt_extras.slices import found_devices
@@ -146,8 +146,6 @@ def _execute(
         history = _claim(run, place, settings, stack)
         use_cache(place.programs)
         data = _prepare(run, place, interrupts, questions)
-        if run.rehearse and hosts.is_first():
-            mark(run, folder)
         if run.rl is not None:
             data = data.of_kinds(run.rl.kinds)
         clock = stack.enter_context(Clock(folder / "seconds.json"))
@@ -295,6 +293,16 @@ def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
+def _show(run: Run, topology: str) -> int:
+    """Print what the run needs. Returns 1 if it would stop, else 0."""
+    if not topology:
+        cluster.connect(run.hosts)
+    findings = check(run, resolved(run), _place(run), topology)
+    if hosts.is_first():
+        print(as_text(findings))
+    return int(any(finding.problem == "error" for finding in findings))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options, rest = _parse_options(sys.argv[1:] if argv is None else argv)
@@ -309,13 +317,12 @@ def main(argv: list[str] | None = None) -> int:
                     "--check, --rehearse: a rehearsal makes its weights and data, and then prints "
                     "the same table; give one of the two"
                 )
-            run = begin(run)
-            return show(run, resolved(run), _place(run).folder, options.topology)
+            return _show(begin(run), options.topology)
         # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(run.hosts)
         with Interrupts(run.checkpoints.grace) as interrupts, cluster.ending_with_the_others():
             run = begin(run)
-            require_ready(run, resolved(run), _place(run).folder)
+            require_ready(run, resolved(run), _place(run))
             report = _execute(run, interrupts)
     except Stopped as stop:
         print(f"\n{stop}; the same command continues from there", file=sys.stderr)

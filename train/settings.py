@@ -69,12 +69,10 @@ class MeshSettings:
     """Devices over which weights and moments are sharded (FSDP); 0: chosen for the devices."""
     tensor: int = 1
     """Devices over which heads, MLP and vocabulary are split; 0: chosen for the devices."""
-    rows: int = 0
-    """Rows of a batch for which open axes are chosen; 0: those of the largest update."""
 
     def __post_init__(self):
         require_counts("mesh", data=self.data)
-        require_counts("mesh", minimum=0, fsdp=self.fsdp, tensor=self.tensor, rows=self.rows)
+        require_counts("mesh", minimum=0, fsdp=self.fsdp, tensor=self.tensor)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,6 @@ from models.model import abstract_model
 from models.sharding import make_mesh, param_shardings
 from models.trained import apart, split
 from models.vision import encoding_weights, frame_layout
-from paravt_extras.fit import total_bytes
 from paravt_extras.plan.abstract import (
     Abstract,
     abstract_bank_share,
@@ -37,7 +36,6 @@ from paravt_extras.plan.abstract import (
     abstract_sft_update,
     planned_model,
 )
-from paravt_extras.plan.flops import Pairs, causal, every, pairs_of_rows
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
 from train.learn.packing import MicrobatchShape
@@ -47,6 +45,8 @@ from train.phases.model import model_config
 from train.settings import Run
 from train.world_data import world_vocabulary
 
+# The first words of programs that run while the engine is awake, each on the devices of one host.
+ROLLOUTS = ("vision", "bank", "prefill", "page", "decode")
 # Last word in the names of programs of the updates after a step's first one.
 LATER = "later"
 
@@ -59,18 +59,10 @@ class PlannedProgram:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     mesh: Mesh
-    read: float
-    """Bytes of HBM that a device must read in a call."""
     given: tuple[str, ...] = ()
     """Residents of the device that are among the arguments."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Static arguments."""
-    trip_count: float | None = None
-    """Iterations of while-loops that end on a condition; None if there are none."""
-    pairs: Pairs | None = None
-    """Query-key pairs that its attention kernels compute."""
-    packed: bool = False
-    """Whether its attention kernels run over packed rows: their pairs depend on what is packed."""
 
 
 class Plan:
@@ -143,31 +135,6 @@ class Plan:
             return self._decode(*lengths)
         return builders[name]()
 
-    def sizes(self) -> dict[str, float]:
-        """Sizes of what stays on devices and hosts.
-
-        Returns:
-            Bytes per device of each resident, by its name. Bytes over all devices as "all state"
-            (the larger one of the phases), "all batch", "all pieces" (of one call of prefill), "all
-            reference" and "all tower". Entries that the run does not have are 0.
-        """
-        updates = self._training_arguments()
-        batch = updates[-1][1]
-        found = {name: float(device_bytes(tree)) for name, tree in self.residents.items()}
-        pieces: Any = ()
-        reference: Any = ()
-        if self.run.plays_episodes:
-            pieces = self._prefill(self.run.engine_sizes.prefill_lengths[-1]).arguments[2:]
-        if self.run.rl is not None:
-            reference = abstract_reference(self.run, self.mesh, self.config).arguments[0]
-        trees = {"batch": batch, "pieces": pieces, "reference": reference}
-        for name, tree in trees.items():
-            found[f"all {name}"] = total_bytes(tree)
-        # The optimizers of the two phases may store their moments in different types.
-        found["all state"] = max(total_bytes(state) for state, _ in updates)
-        found["all tower"] = total_bytes(nnx.state(self.model.vision))
-        return found
-
     # --- training ---
 
     def _training_arguments(self) -> list[tuple[Any, ...]]:
@@ -183,16 +150,14 @@ class Plan:
     def _sft(self) -> PlannedProgram:
         assert self.run.sft is not None
         update = abstract_sft_update(self.run, self.mesh, self.config)
-        pairs = pairs_of_rows(self.run.sft.row_tokens)
-        given = ("weights", "base", "moments", "batch")
-        return self._training("SFT update", update, given, pairs=pairs)
+        return self._training("SFT update", update, ("weights", "base", "moments", "batch"))
 
     def _update(self, tokens: int, later: bool) -> PlannedProgram:
         """Gradients of a micro-batch whose rows have this many tokens."""
         size = self._size(tokens)
         update = abstract_rl_gradients(self.run, self.mesh, self.config, size, later)
         name = update_name(tokens, later)
-        return self._training(name, update, ("weights", "base", "batch"), packed=True)
+        return self._training(name, update, ("weights", "base", "batch"))
 
     def _share(self) -> PlannedProgram:
         """The visual vectors of a step, sent to all replicas."""
@@ -200,14 +165,13 @@ class Plan:
         return self._training("RL bank", share, ("batch",))
 
     def _start(self) -> PlannedProgram:
-        """Gradients of zero. Nothing is read: the weights only give the shapes."""
-        start = abstract_rl_start(self.run, self.mesh, self.config)
-        return dataclasses.replace(self._training("RL start", start, ()), read=0.0)
+        """Gradients of zero."""
+        return self._training("RL start", abstract_rl_start(self.run, self.mesh, self.config), ())
 
     def _rl_vision(self) -> PlannedProgram:
         """The trained part of the tower, forward and back, for all frames of a step."""
         backward = abstract_rl_vision(self.run, self.mesh, self.config)
-        return self._training("RL vision", backward, ("weights", "batch"), pairs=every)
+        return self._training("RL vision", backward, ("weights", "batch"))
 
     def _optimizer(self) -> PlannedProgram:
         step = abstract_rl_optimizer(self.run, self.mesh, self.config)
@@ -216,18 +180,15 @@ class Plan:
     def _reference(self, tokens: int) -> PlannedProgram:
         size = self._size(tokens)
         reference = abstract_reference(self.run, self.mesh, self.config, size)
-        return self._training(f"reference {tokens}", reference, ("base", "batch"), packed=True)
+        return self._training(f"reference {tokens}", reference, ("base", "batch"))
 
     def _size(self, tokens: int) -> int:
         """The number of the micro-batch's size whose rows have this many tokens."""
         return [size.tokens for size in microbatch_sizes(self.run)].index(tokens)
 
-    def _training(
-        self, name: str, abstract: Abstract, given: tuple[str, ...], **attention: Any
-    ) -> PlannedProgram:
-        program, arguments = abstract.program.jitted, abstract.all_arguments
-        read = device_bytes(arguments)
-        return PlannedProgram(name, program, arguments, self.mesh, read, given, **attention)
+    def _training(self, name: str, abstract: Abstract, given: tuple[str, ...]) -> PlannedProgram:
+        function = abstract.program.jitted
+        return PlannedProgram(name, function, abstract.all_arguments, self.mesh, given)
 
     # --- rollouts ---
 
@@ -288,19 +249,9 @@ class Plan:
             self._engine().decode.jitted,
             (weights, self.residents["KV pool"], None, rows),
             self.host,
-            # Weights only. The pages that rows read depend on their lengths: `step.engine_costs`
-            # adds them.
-            engine.steps * device_bytes(weights),
             given=("engine's weights", self.engine_base, "KV pool"),
             options={"steps": engine.steps, "width": width},
-            trip_count=engine.steps,
-            pairs=lambda rows, _: rows * width,
         )
-
-    def token_bytes(self) -> float:
-        """Bytes of one token in the pool, on one device."""
-        engine = self.run.engine_sizes
-        return device_bytes(self.residents["KV pool"]) / ((engine.pages + 1) * engine.page)
 
     def _prefill(self, length: int, before: int = 0) -> PlannedProgram:
         """Prefill of `length` tokens per row behind up to `before` cached ones."""
@@ -320,15 +271,12 @@ class Plan:
             tables=shape(jnp.int32, rows, pages),
         )
         weights = self._engine_weights()
-        cached_bytes = rows * before * self.token_bytes()
         return PlannedProgram(
             prefill_name(length, before),
             programs.prefill.jitted,
             (weights, self.residents["KV pool"], bank, pieces),
             self.host,
-            device_bytes((weights, bank, pieces)) + cached_bytes,
             given=("engine's weights", self.engine_base, "KV pool"),
-            pairs=pairs_of_rows(length) if before else causal,
         )
 
     def _fill(self) -> PlannedProgram:
@@ -336,9 +284,8 @@ class Plan:
         programs = self._engine()
         bank = self._whole_bank(programs)
         chunk = shape(programs.dtype, *programs.bank_shape(1))
-        read = device_bytes(chunk)
         arguments = (bank, chunk, shape(jnp.int32))
-        return PlannedProgram("bank fill", programs.fill.jitted, arguments, self.host, read)
+        return PlannedProgram("bank fill", programs.fill.jitted, arguments, self.host)
 
     def _copy(self) -> PlannedProgram:
         """Copying partly filled pages, one per slot."""
@@ -349,7 +296,6 @@ class Plan:
             self._engine().copy.jitted,
             (self.residents["KV pool"], numbers, numbers),
             self.host,
-            engine.slots * engine.page * self.token_bytes(),
             given=("KV pool",),
         )
 
@@ -366,8 +312,7 @@ class Plan:
 
     def _sync(self) -> PlannedProgram:
         sync = make_sync(self.text, self.hosts, self.model.text.dtype)
-        read = device_bytes(self.text)
-        return PlannedProgram("weight sync", sync, (self.text,), self.mesh, read, ("weights",))
+        return PlannedProgram("weight sync", sync, (self.text,), self.mesh, ("weights",))
 
     # --- vision ---
 
@@ -406,9 +351,7 @@ class Plan:
             tower_program(graph, self.tower_mesh),
             (weights, patches, layout),
             self.tower_mesh,
-            device_bytes((weights, patches)),
             ("vision tower",),
-            pairs=every,
         )
 
 

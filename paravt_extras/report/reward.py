@@ -28,7 +28,6 @@ def describe(settings: RewardSettings) -> str:
         open_ended="f1",
         judge=None,
         overlong_buffer=0,
-        overlong_penalty=1.0,
     )
     name = "a reward"
     if compared == RewardSettings(format_cap=False):
@@ -38,7 +37,7 @@ def describe(settings: RewardSettings) -> str:
     cost = ""
     if settings.overlong_buffer:
         cost = (
-            f", minus a penalty that grows to {settings.overlong_penalty:.3g} over the last "
+            f", minus a penalty that grows to 1 over the last "
             f"{settings.overlong_buffer} tokens before the limit"
         )
     return f"{name}, for {paid}{cost}"

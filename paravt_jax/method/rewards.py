@@ -65,8 +65,6 @@ class RewardSettings:
     """Clip R_fmt to [0, 1]."""
     overlong_buffer: int = 0
     """Tokens below the limit of a trajectory in which a penalty grows (DAPO); 0: no penalty."""
-    overlong_penalty: float = 1.0
-    """Reward lost by a trajectory that reaches its limit, with `overlong_buffer`."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers are scored: word F1, exact match, or a language model."""
     judge: JudgeSettings | None = None
@@ -87,16 +85,6 @@ class RewardSettings:
         if self.overlong_buffer < 0:
             raise ValueError(
                 f"RewardSettings.overlong_buffer: {self.overlong_buffer}; give 0 or more tokens"
-            )
-        if not 0 < self.overlong_penalty < math.inf:
-            raise ValueError(
-                f"RewardSettings.overlong_penalty: {self.overlong_penalty}; give a finite number "
-                "above 0 (overlong_buffer 0 switches it off)"
-            )
-        if self.overlong_penalty != 1 and not self.overlong_buffer:
-            raise ValueError(
-                f"RewardSettings.overlong_penalty: {self.overlong_penalty} with overlong_buffer 0, "
-                "which has no penalty; give the buffer in tokens, or leave the penalty at 1"
             )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
@@ -289,19 +277,19 @@ def subtract_overlong_penalty(
 ) -> Rewards:
     """Subtract the penalty on an overlong trajectory from the total, as in DAPO.
 
-    The penalty grows linearly with the tokens, from 0 at limit - overlong_buffer to
-    overlong_penalty at the limit (soft overlong punishment, arXiv:2503.14476, section 3.4).
+    The penalty grows linearly with the tokens, from 0 at limit - overlong_buffer to 1 at the limit
+    (soft overlong punishment, arXiv:2503.14476, section 3.4).
 
     Args:
         rewards: Rewards of the episode.
         tokens: Tokens of the main agent's trajectory after its prompt, tool responses included.
         limit: `ProtocolSettings.trajectory_tokens`, which bounds them.
-        settings: Buffer and size of the penalty.
+        settings: The buffer.
     """
     if not settings.overlong_buffer:
         return rewards
     share = (tokens - limit) / settings.overlong_buffer + 1
-    penalty = settings.overlong_penalty * min(max(share, 0.0), 1.0)
+    penalty = min(max(share, 0.0), 1.0)
     return dataclasses.replace(rewards, total=rewards.total - penalty, overlong=penalty)
 
 

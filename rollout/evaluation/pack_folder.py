@@ -51,7 +51,7 @@ def read_pack(folder: str | os.PathLike) -> TextPack:
     root = pathlib.Path(folder)
     if not root.is_dir():
         raise PackError(
-            f"--protocol {folder}: no such folder; give own, published, lmms-eval, or the folder "
+            f"--protocol {folder}: no such folder; give own, published, or the folder "
             "of a pack (--write-protocol writes one)"
         )
     try:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
 from paravt_jax.method.protocol import subtitle_texts
-from paravt_jax.method.records import QuestionKind, Turn
+from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.search_subtitles import SearchSubtitles
@@ -139,21 +139,6 @@ class PromptPack(abc.ABC):
     def differences(self, benchmark: str) -> list[str]:
         """What still differs from the protocol that the pack stands for, as phrases."""
         return []
-
-    def score(self, benchmark: str, item: Item, turns: Sequence[Turn]) -> Mapping[str, Any] | None:
-        """The pack's own score of an episode's turns, stored beside ours; None if it has none."""
-        return None
-
-    def figures(self, scores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Fields of the summary, from what `score` returned for the questions that were played.
-
-        Each score also has this project's score of the same answer, as `ours`.
-        """
-        return {}
-
-    def close(self) -> None:
-        """Release what the pack holds open."""
-        return
 
 
 class TextPack(PromptPack):

@@ -11,17 +11,16 @@ from rollout.evaluation.packs import PackError, PromptPack, TextPack, own_pack
 from rollout.evaluation.settings import BenchmarkSettings
 
 
-def open_text_pack(name: str, release: str = "", lmms_eval_python: str = "") -> TextPack:
+def open_text_pack(name: str, release: str = "") -> TextPack:
     """Open this project's own pack, or the one in a folder.
 
     Raises:
-        PackError: It cannot be used, or is one that only the command opens, as the two other
-            settings ask for as well.
+        PackError: It cannot be used, or is the release's, which only the command opens.
     """
-    if release or lmms_eval_python or name in ("published", "lmms-eval"):
+    if release or name == "published":
         raise PackError(
-            f"--protocol {name}, --release {release!r}, --lmms-eval-python {lmms_eval_python!r}: "
-            "the command `paravt evaluate` opens published and lmms-eval; use it, or pass pack="
+            f"--protocol {name}, --release {release!r}: the command `paravt evaluate` opens "
+            "published; use it, or pass pack="
         )
     return own_pack() if name == "own" else read_pack(name)
 

@@ -72,13 +72,6 @@ def report(summary: Line, out: pathlib.Path) -> Iterator[str]:
                 f"  as the {name} reads the same answers: {interval}; "
                 f"{found['differ']} of {found['n']} questions differ"
             )
-    if "lmms_eval_score" in summary:
-        found = summary["lmms_eval"]
-        yield (
-            f"  by lmms-eval's own functions: {100 * summary['lmms_eval_score']:.1f} "
-            f"({found['task']}, {found['n']} answers); "
-            f"{found['differ']} of {found['n']} questions differ"
-        )
     if summary["n"]:
         if summary["refused_reports"]:
             yield f"  {summary['refused_reports']} requests of sub-agents were refused"

@@ -61,7 +61,7 @@ def evaluate(
             of their videos are relative to `settings.videos`.
         given: fields of `settings` that the user gave, if they are known.
         pack: the prompts; by default those that `settings.pack` names, which are this project's
-            own or in a folder. The caller closes it.
+            own or in a folder.
 
     Returns:
         The content of summary.json.
@@ -74,8 +74,7 @@ def evaluate(
     # Not checked by the settings themselves: a pack that plays with native videos may be run blind.
     if settings.blind and settings.native_video:
         raise ValueError("--blind, --native-video: a blind run shows no video; give only one")
-    named = (settings.pack, settings.release, settings.lmms_eval_python)
-    opened = pack or hosts.on_all(lambda: open_text_pack(*named))
+    opened = pack or hosts.on_all(lambda: open_text_pack(settings.pack, settings.release))
     played = hosts.on_all(lambda: as_the_pack_plays(settings, opened, given))
     return _evaluate(played, opened, questions)
 
@@ -127,8 +126,7 @@ class _Work:
         """The content of summary.json."""
         benchmark = BENCHMARKS.get(self.settings.benchmark)
         score = benchmark.score if benchmark else "accuracy"
-        figures = self.pack.figures
-        return summarise(config, lines, len(self.loaded.items), self.loaded.broken, score, figures)
+        return summarise(config, lines, len(self.loaded.items), self.loaded.broken, score)
 
 
 def _prepare(

@@ -44,7 +44,6 @@ NOT_IDENTITY = (
     "request_seconds",
     "pack",
     "release",
-    "lmms_eval_python",
 )
 
 
@@ -67,11 +66,9 @@ class BenchmarkSettings:
     questions: str = ""
     """File of your own questions (JSON or CSV, see docs/evaluation.md) instead of a split."""
     pack: Annotated[str, tyro.conf.arg(name="protocol")] = "own"
-    """Prompt pack: own, published, lmms-eval, or the folder of a pack (docs/evaluation.md)."""
+    """Prompt pack: own, published, or the folder of a pack (docs/evaluation.md)."""
     release: str = ""
     """Your checkout of the ParaVT release, from which --protocol published reads its texts."""
-    lmms_eval_python: str = ""
-    """Interpreter of lmms-eval's environment, for --protocol lmms-eval."""
     limit: int | None = None
     """Play only this many questions; the same command without a limit plays the rest."""
     frames: int = 64

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -32,8 +31,6 @@ from rollout.evaluation.play import LeftOut, Played, Scoring, measures, play_and
 from rollout.evaluation.published_readings import other_scores
 from rollout.evaluation.settings import BenchmarkSettings
 
-# A pack may ask another process, which answers the replicas one at a time.
-_PACK = threading.Lock()
 _SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
 _LINE_BREAK = 2  # tokens allowed for the end of a line: joined text may split differently there
 
@@ -91,8 +88,7 @@ class Player:
                 open_questions[video] += 1
                 taken[number] = (item, None)
                 try:
-                    with _PACK:
-                        question, shown = self._prepared(item)
+                    question, shown = self._prepared(item)
                 except BrokenRow as error:
                     yield LeftOut(item.question, "broken", str(error))
                     continue
@@ -218,10 +214,6 @@ class Player:
         # `video` is the benchmark's path of the video, `file` the path at which it was found.
         places = {"video": video, "file": episode.question.video, "subtitles": subtitles}
         others: Line = {"other_scores": other_scores(episode.question, episode.turns)}
-        with _PACK:
-            theirs = self._pack.score(self._settings.benchmark, item, episode.turns)
-        if theirs is not None:
-            others["protocol_score"] = dict(theirs)
         return about | line | measures(outcome) | places | others
 
 

@@ -40,7 +40,6 @@ def summarise(
     questions: int,
     broken: Mapping[str, str],
     score: Score = "accuracy",
-    protocol_figures: Callable[[Sequence[Line]], Mapping[str, Any]] | None = None,
 ) -> Line:
     """Compute the content of summary.json.
 
@@ -53,8 +52,6 @@ def summarise(
         questions: the number of questions in the split.
         broken: row number -> reason, for every row of the split that cannot be asked.
         score: the name of the mean score.
-        protocol_figures: makes further fields from the scores that the protocol gave by itself,
-            each with our score of the same answer as `ours`.
     """
     # Sorted, so that the summary does not depend on the order in which questions were finished.
     found = sorted(latest(lines).values(), key=lambda line: line["id"])
@@ -64,20 +61,10 @@ def summarise(
         "questions": questions,
         "n": len(played),
         **(_split_figures(played, score) if played else {}),
-        **(protocol_figures(_protocol_scores(played)) if protocol_figures and played else {}),
         "left_out": _left_out([line for line in found if "left_out" in line]),
         "broken_rows": dict(broken),
         "config": config,
     }
-
-
-def _protocol_scores(played: Sequence[Line]) -> list[Line]:
-    """The protocol's own scores, each with our score of the same answer as `ours`."""
-    return [
-        line["protocol_score"] | {"ours": line["score"]}
-        for line in played
-        if "protocol_score" in line
-    ]
 
 
 def read_summary(folder: pathlib.Path) -> Line:

@@ -105,11 +105,6 @@ def _entry(summary: Line) -> Line:
         name: {"score": 100 * found["score"], "differ": found["differ"]}
         for name, found in readings.items()
     }
-    if "lmms_eval_score" in summary:
-        entry["lmms_eval"] = {
-            "score": 100 * summary["lmms_eval_score"],
-            "n": summary["lmms_eval"]["n"],
-        }
     scorings = {"grounding": "mIoU", "open_ended": identity.get("open_ended", "f1")}
     for field in filter(summary.__contains__, APART):
         found = summary[field]
@@ -221,9 +216,6 @@ def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str
     counts = set(figures) - {"questions", "95 % interval"}
     for name in sorted({name for entry in entries if entry for name in _differing(entry)}):
         figures[f"as read by {name}"] = lambda entry, name=name: _reading(entry, name)
-    figures["by lmms-eval's functions"] = lambda entry: (
-        _one_digit(entry["lmms_eval"]["score"]) if "lmms_eval" in entry else ""
-    )
     for field, kind in APART.items():
         for found in (entry[field] for entry in entries if entry and field in entry):
             figures[f"{kind} {found['scoring']}, {found['n']}"] = lambda entry, field=field: (

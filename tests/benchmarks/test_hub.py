@@ -55,7 +55,7 @@ print(json.dumps([
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "stand-in"
-    return write_stand_in(folder, seed=0, questions=2, demonstrations=4)
+    return write_stand_in(folder, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_rows_and_archives_of_media_are_fetched(repositories, data, tmp_path):
     annotations, media = map(pathlib.Path, done.stdout.split())
     names = {path.name for path in (data / "annotations").iterdir()}
     assert {path.name for path in annotations.iterdir()} == names
-    assert len(list(media.rglob("*.mp4"))) == 6
+    assert len(list(media.rglob("*.mp4"))) == 12
 
 
 def test_sizes_are_listed_before_anything_is_downloaded(repositories, tmp_path):

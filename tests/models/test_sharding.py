@@ -28,7 +28,7 @@ from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl_moe.family import Qwen3VLMoeConfig
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
 from models.text import KV, TextDecoder
-from paravt_extras.plan.collectives import bytes_sent, find_collectives
+from tests.collectives import bytes_sent, find_collectives
 
 
 def state(config=None):

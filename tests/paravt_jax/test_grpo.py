@@ -850,7 +850,6 @@ def test_contradicting_settings_are_refused():
     "name, value",
     [
         ("group_size", 1),
-        ("kl_clamp", 0.0),
         ("behaviour_cap", -1.0),
         ("epsilon", 0.0),
         ("reward_bias", float("nan")),

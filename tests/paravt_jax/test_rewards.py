@@ -173,8 +173,6 @@ def test_the_cost_of_a_tool_turn_is_a_share(cost):
     ("changes", "message"),
     [
         ({"overlong_buffer": -1}, "overlong_buffer: -1"),
-        ({"overlong_buffer": 9, "overlong_penalty": 0.0}, r"overlong_penalty: 0\.0; .* above 0"),
-        ({"overlong_penalty": 0.5}, r"overlong_penalty: 0\.5 with overlong_buffer 0"),
     ],
 )
 def test_a_penalty_on_length_needs_a_buffer(changes, message):
@@ -277,10 +275,10 @@ def test_bounds_hold_for_any_episode(turns, suffix):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "penalty"), [(10, 0.0), (80, 0.0), (85, 0.5), (90, 1.0), (100, 2.0), (101, 2.0)]
+    ("tokens", "penalty"), [(10, 0.0), (80, 0.0), (85, 0.25), (90, 0.5), (100, 1.0), (101, 1.0)]
 )
 def test_the_penalty_on_length_grows_from_the_buffer_to_the_limit(tokens, penalty):
-    settings = RewardSettings(overlong_buffer=20, overlong_penalty=2.0)
+    settings = RewardSettings(overlong_buffer=20)
     plain = score(QUESTION, [answer()], settings)
     rewards = subtract_overlong_penalty(plain, tokens, 100, settings)
     assert rewards.overlong == pytest.approx(penalty)

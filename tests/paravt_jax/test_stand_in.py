@@ -120,36 +120,6 @@ def test_a_seed_decides_all_rows_and_frames(stand_in, tmp_path):
     assert any(a.shape != b.shape or (a != b).any() for a, b in zip(mine, changed, strict=True))
 
 
-def test_a_written_stand_in_is_kept_and_another_one_is_refused(stand_in):
-    file = stand_in / "annotations/paravt_rl_diverse_4k4.parquet"
-    written = file.stat().st_mtime_ns
-    write_stand_in(stand_in, seed=3)
-    assert file.stat().st_mtime_ns == written
-    with pytest.raises(ValueError, match="seed: 3 -> 4"):
-        write_stand_in(stand_in, seed=4)
-
-
-def test_a_folder_with_other_files_is_refused(tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match=f"folder = {tmp_path}: "):
-        write_stand_in(tmp_path, seed=0)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-@pytest.mark.parametrize("field", ["questions", "demonstrations"])
-def test_too_few_rows_are_refused(tmp_path, field):
-    with pytest.raises(ValueError, match=f"{field} = 0: "):
-        write_stand_in(tmp_path / "data", seed=0, **{field: 0})
-    assert not (tmp_path / "data").exists()
-
-
-def test_few_questions_still_leave_a_video_to_hold_out(tmp_path):
-    folder = write_stand_in(tmp_path / "data", seed=0, questions=2, demonstrations=1)
-    table = pyarrow.parquet.read_table(folder / "annotations/paravt_rl_diverse_4k4.parquet")
-    paths = [row["videos"][0]["video"] for row in table.to_pylist()]
-    assert len(set(paths)) == 2
-
-
 KILLED = """
     import os, signal, sys
     from paravt_extras import stand_in

@@ -14,10 +14,6 @@ import time
 import pytest
 
 from configs.paravt_tiny import paravt_tiny
-from paravt_extras.check.asking import Asked
-from paravt_extras.check.disk import needs
-from paravt_extras.check.run_folder import run_directory
-from paravt_extras.check.subject import Subject
 from train.durable import lease as leases
 from train.durable.bucket import ABSENT, Bucket, BucketError, ChangedError, DamagedObjectError
 from train.durable.lease import Lease, LeaseError
@@ -332,17 +328,11 @@ jax.jit(lambda x: x + 1)(1.0)
     assert store.names("programs/compiled/")
 
 
-def test_the_check_looks_into_the_bucket(store, machine):
-    def found(address: str) -> list[tuple[str, str]]:
-        run = change(paravt_tiny(), "x", {"run_dir": address})
-        subject = Subject(run, resolved(run), open_place(address).folder, Asked(1.0))
-        steps = {need.step for need in needs(subject)}
-        assert steps == {"export"}
-        return [(finding.problem, finding.found) for finding in run_directory(subject)]
-
-    assert found("gs://bucket/checked") == [("", "gs://bucket/checked: new")]
-    ((problem, text),) = found("gs://no-such/checked")
-    assert problem == "error" and "there is no bucket no-such" in text
+def test_a_run_in_a_bucket_is_new_or_another_ones(store, machine):
+    config = resolved(paravt_tiny())
+    assert not open_place("gs://bucket/checked").require_usable(config)
+    with pytest.raises(FileNotFoundError, match="there is no bucket no-such"):
+        open_place("gs://no-such/checked").require_usable(config)
     store.write("checked/notes.txt", b"x")
-    ((problem, text),) = found("gs://bucket/checked")
-    assert problem == "error" and "gs://bucket/checked is not a run's folder" in text
+    with pytest.raises(RunDirectoryError, match="gs://bucket/checked is not a run's folder"):
+        open_place("gs://bucket/checked").require_usable(config)

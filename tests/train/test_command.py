@@ -128,25 +128,6 @@ def test_without_the_script_the_usage_line_names_the_module():
     assert done.stdout.startswith("usage: python -m train.run --config=NAME")
 
 
-@pytest.mark.slow
-def test_a_plan_does_not_wait_for_its_threads(tmp_path):
-    done = program(
-        """
-        import threading, time
-        from paravt_extras.plan import command
-        def stopped():
-            threading.Thread(target=time.sleep, args=(300,)).start()
-            return 5
-        command.main = stopped
-        sys.argv = ["/usr/bin/paravt", "plan"]
-        from train.command import main
-        main()
-        """,
-        tmp_path,
-    )
-    assert done.returncode == 5
-
-
 def test_in_another_copy_of_the_project_nothing_is_started(start, tmp_path, capsys):
     (tmp_path / "train").mkdir()
     (tmp_path / "train/run.py").touch()

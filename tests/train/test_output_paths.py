@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
 
 from benchmarks.killing import Killing
-from benchmarks.scaling import Scaling
 from configs import RECIPES
-from paravt_extras.plan import command as plan
 from paravt_extras.studies import paradox
 from rollout import ask, evaluate
 from train import prepare, run
@@ -25,8 +21,6 @@ EVALUATE = ("--model", "m", "--benchmark", "mmvu")
     [
         (run.main, (LARGE, "--data.folder", ADDRESS), "data.folder"),
         (prepare.main, (LARGE, "--data.folder", ADDRESS), "data.folder"),
-        (plan.main, (LARGE, "--topology=v5e:4x4", "--json", ADDRESS), "--json"),
-        (plan.main, (LARGE, "--topology=v5e:4x4", "--keep", ADDRESS), "--keep"),
         (paradox.main, ("--run-dir", ADDRESS), "run_dir"),
         (ask.main, ("--model", "m", "--video", "v.mp4", "Who?", "--html", ADDRESS), "--html"),
         (evaluate.main, (*EVALUATE, "--out", ADDRESS), "--out"),
@@ -53,5 +47,3 @@ def test_published_data_may_come_from_a_bucket():
 def test_benchmarks_refuse_it_too():
     with pytest.raises(ValueError, match="folder: gs://bucket/a"):
         Killing(folder=ADDRESS)
-    with pytest.raises(ValueError, match="json: gs:/bucket/a"):
-        Scaling(json=pathlib.Path(ADDRESS))

@@ -18,7 +18,7 @@ from flax import nnx
 from models.lora import LoRASettings, add_adapters, split
 from models.sharding import MeshProgram, make_mesh
 from models.text import TextDecoder
-from paravt_extras.plan.collectives import find_collectives
+from tests.collectives import find_collectives
 from tests.processes import on_eight_devices
 from tests.train.test_step_meshes import BOUND, TEXT, rl_step, sft_step
 

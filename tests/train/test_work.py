@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from models.flops import flops_per_token, forward_flops
 from models.qwen3_vl.sizes import qwen3_vl
 from models.remat import Remat
-from paravt_extras.plan.workload import Group, Rollout, lengths_of
 from train.learn.packing import Chunk, GroupLengths, MicrobatchShape, PackedMicrobatch
 from train.learn.work import (
     done,
@@ -104,9 +101,3 @@ def test_padding_repeated_prompts_and_idle_devices_are_done_but_worth_nothing():
     # The second row is empty.
     idle = done([microbatch(2, 16, 1, (FIRST, SECOND))], GROUPS, CONFIG, "none", 2)
     assert idle == pytest.approx(2 * best)
-
-
-def test_a_step_is_packed_by_its_lengths():
-    step = (Group(3, 0, 4, (Rollout(2), Rollout(4))), Group(1, 0, 4, (Rollout(6),)))
-    assert lengths_of(step) == GROUPS
-    assert list(itertools.chain(*(g.suffixes for g in GROUPS))) == [2, 4, 6]

@@ -10,6 +10,11 @@ import jax
 import optax
 import optax.contrib
 
+# As published; AdamW's decay rates are the usual ones, 0.9 and 0.999.
+_MAX_GRAD_NORM = 1.0
+# Of AdamW's second moment beside Muon, whose runs are short.
+_MUON_B2 = 0.95
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
@@ -29,14 +34,8 @@ class OptimizerSettings:
     """Updates of warm-up and schedule, at least those of the run; 0: the same."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
-    b1: float = 0.9
-    """Decay rate of AdamW's first moment."""
-    b2: float = 0.999
-    """Decay rate of AdamW's second moment."""
     eps: float = 1e-8
     """Added to denominators: the root of AdamW's second moment, and Muon's norm."""
-    max_grad_norm: float = 1.0
-    """Upper bound on the global gradient norm; larger gradients are scaled down to it."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of AdamW's first moment and Muon's momentum. The second moment has the weights' type."""
 
@@ -58,7 +57,7 @@ class OptimizerSettings:
                 f"OptimizerSettings.horizon: {self.horizon} with schedule {self.schedule!r} and "
                 f"warmup {self.warmup}; give it with a cosine or a warm-up, 0 otherwise"
             )
-        for name in ("learning_rate", "muon_learning_rate", "eps", "max_grad_norm"):
+        for name in ("learning_rate", "muon_learning_rate", "eps"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ValueError(f"OptimizerSettings.{name}: {value}; give a finite number above 0")
@@ -67,12 +66,10 @@ class OptimizerSettings:
                 f"OptimizerSettings.weight_decay: {self.weight_decay}; "
                 "give a finite number of at least 0"
             )
-        for name in ("warmup", "b1", "b2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(
-                    f"OptimizerSettings.{name}: {value}; give a number from 0 to below 1"
-                )
+        if not 0 <= self.warmup < 1:
+            raise ValueError(
+                f"OptimizerSettings.warmup: {self.warmup}; give a number from 0 to below 1"
+            )
 
 
 def require_counts(section: str, minimum: int = 1, **counts: int) -> None:
@@ -97,7 +94,7 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
     """The optimizer for `steps` updates. It clips gradients by their global norm first."""
     require_horizon("OptimizerSettings", settings, steps)
     steps = settings.horizon or steps
-    clip = optax.clip_by_global_norm(settings.max_grad_norm)
+    clip = optax.clip_by_global_norm(_MAX_GRAD_NORM)
     make = _adamw if settings.name == "adamw" else _muon
     return optax.chain(clip, make(settings, steps))
 
@@ -117,9 +114,7 @@ def _schedule(settings: OptimizerSettings, steps: int, peak: float) -> optax.Sch
 def _adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
     return optax.adamw(
         _schedule(settings, steps, settings.learning_rate),
-        settings.b1,
-        settings.b2,
-        settings.eps,
+        eps=settings.eps,
         mu_dtype=settings.moment_dtype,
         weight_decay=settings.weight_decay,
     )
@@ -131,8 +126,7 @@ def _muon(settings: OptimizerSettings, steps: int) -> optax.GradientTransformati
         weight_decay=settings.weight_decay,
         eps=settings.eps,
         mu_dtype=settings.moment_dtype,
-        adam_b1=settings.b1,
-        adam_b2=settings.b2,
+        adam_b2=_MUON_B2,
         adam_weight_decay=settings.weight_decay,
         adam_learning_rate=_schedule(settings, steps, settings.learning_rate),
         muon_weight_dimension_numbers=_matrix_axes,

@@ -199,7 +199,7 @@ def advantages(
     mask = batch.trained
     shaped = shape_rewards(batch.rewards, settings)
     normed = normalise(shaped, batch.valid, settings.reward_normalisation, settings.epsilon)
-    kl = kl_penalty(batch.behaviour, batch.reference, settings.kl_kind, settings.kl_clamp)
+    kl = kl_penalty(batch.behaviour, batch.reference, settings.kl_kind)
     raw = token_advantages(batch.of_rows(normed), kl, mask, settings.kl_coefficient)
     out = normalise_tokens(raw, normed, batch, settings.advantage_normalisation, settings.epsilon)
     # After the normalisation, which would otherwise spread the credit over all tokens.

@@ -65,8 +65,6 @@ class GRPOSettings:
     """Weight of the KL to the reference policy, subtracted from the reward of each token."""
     kl_kind: KLKind = "k1"
     """Estimator of that KL from one sample: d, d^2 / 2, or exp(-d) - 1 + d."""
-    kl_clamp: float | None = 10.0
-    """Bound on the KL estimate of a token, None for no bound."""
     advantage_normalisation: Normalisation = Normalisation("batch", "batch")
     """Normalisation of token advantages, over all generated tokens of the batch by default."""
     # Dividing by the batch's std gives every update full size, even if one group alone decides it.
@@ -97,7 +95,7 @@ class GRPOSettings:
                 f"GRPOSettings.group_size: {self.group_size} is too small to compare rollouts; "
                 "give at least 2"
             )
-        for name in ("reward_scaling", "reward_clip", "kl_clamp", "behaviour_cap", "epsilon"):
+        for name in ("reward_scaling", "reward_clip", "behaviour_cap", "epsilon"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"GRPOSettings.{name}: {value}; give a finite number above 0")

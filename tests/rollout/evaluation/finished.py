@@ -48,12 +48,12 @@ def config(benchmark="videomme", name="mine", **fields):
     return {"identity": identity | fields, "name": name, "commits": ["c0"]}
 
 
-def folder(path, lines, theirs=None, **fields):
-    """The folder of a run on a split of six questions; `theirs` are the protocol's own figures."""
+def folder(path, lines, **fields):
+    """The folder of a run on a split of six questions."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config(**fields)))
     (path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     score = "miou" if fields.get("benchmark") == "charades" else "accuracy"
-    summary = summarise(config(**fields), iter(lines), 6, {}, score) | (theirs or {})
+    summary = summarise(config(**fields), iter(lines), 6, {}, score)
     (path / "summary.json").write_text(json.dumps(summary))
     return path

@@ -374,16 +374,6 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
         read_release(tmp_path / "nowhere")
 
 
-def test_the_texts_of_lmms_eval_cannot_be_written(tmp_path, capsys):
-    argv = ["--write-protocol", str(tmp_path / "copy"), "--protocol", "lmms-eval"]
-    assert command.main(argv) == 2
-    assert "its texts come from lmms-eval's functions" in capsys.readouterr().err
-    assert not (tmp_path / "copy").exists()
-
-
-# --- how a pack plays ---
-
-
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [
@@ -460,9 +450,7 @@ def test_a_release_without_its_protocol_is_refused(tmp_path, capsys):
     "asked",
     [
         {"pack": "published"},
-        {"pack": "lmms-eval"},
         {"release": "checkout"},
-        {"lmms_eval_python": "python"},
     ],
 )
 def test_evaluate_refuses_packs_that_only_the_command_opens(asked):

@@ -271,13 +271,6 @@ def test_another_evaluators_score_of_the_same_answers_stands_below_ours(tmp_path
     assert "number of questions that it scores differently" in " ".join(table.split())
 
 
-def test_the_score_of_lmms_eval_stands_below_ours(tmp_path):
-    theirs = {"lmms_eval_score": 0.25, "lmms_eval": {"n": 6}}
-    table = printed(folder(tmp_path / "a", six(), theirs=theirs))
-    assert cells_of(table, "by lmms-eval's functions")["VideoMME"] == "25.0"
-    assert "by lmms-eval" not in printed(folder(tmp_path / "b", six()))
-
-
 def test_the_table_fits_a_terminal(tmp_path):
     folders = [folder(tmp_path / split, six(), benchmark=split) for split in COLUMNS]
     lines = printed(*folders).splitlines()

@@ -1,6 +1,6 @@
 """Counts the collectives of a compiled program, and the bytes that each device sends, from its HLO.
 
-A collective inside a loop is written once but runs once per iteration (`paravt_extras.plan.hlo`).
+A collective inside a loop is written once but runs once per iteration (`tests.hlo`).
 
 A program for several TPU slices is compiled for the devices of one. What leaves a slice goes over
 the data centre's network (DCN): the compiler writes it as a transfer to the host, `send`, and the
@@ -15,7 +15,7 @@ import re
 
 import numpy as np
 
-from paravt_extras.plan.hlo import Instruction, Module, array_bytes
+from tests.hlo import Instruction, Module, array_bytes
 
 KINDS = (
     "all-gather",

@@ -1,1 +1,0 @@
-"""The check before a run: everything that is missing, as one table."""
