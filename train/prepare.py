@@ -35,7 +35,7 @@ from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import FAILED, exit_code
 from paravt_jax.progress import Progress
 from paravt_jax.world.videos import WorldSettings
-from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer, world_pieces
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
@@ -44,7 +44,7 @@ from train.published_data import DataSettings, hold_out, prepare_published
 from train.published_model import copy_tokenizer
 from train.settings import Run
 from train.unreadable import UNREADABLE, UnreadableVideosError, note_unreadable
-from train.world_data import prepare_world, require_bounds, world_pieces
+from train.world_data import prepare_world, require_bounds
 
 CHECKED = "checked_questions.json"
 """File in a run's folder: digest of your own questions, and the result of checking their videos."""

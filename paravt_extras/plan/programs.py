@@ -38,6 +38,7 @@ from paravt_extras.plan.abstract import (
     planned_model,
 )
 from paravt_extras.plan.flops import Pairs, causal, every, pairs_of_rows
+from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
 from train.learn.packing import MicrobatchShape
@@ -45,7 +46,6 @@ from train.learn.placement import row_pieces
 from train.learn.weight_sync import host_mesh, make_sync, sampler_devices, stay
 from train.phases.model import model_config
 from train.settings import Run
-from train.world_data import world_vocabulary
 
 # Last word in the names of programs of the updates after a step's first one.
 LATER = "later"
