@@ -2,8 +2,7 @@
 
 Everything is made once. An interrupted preparation continues where it stopped, and a finished one
 is only opened. The command prepares published data without training on it:
-`python -m train.prepare --config=paravt_8b --data.media FOLDER`, with `--disk 200GB` within that
-much disk.
+`python -m train.prepare --config=paravt_8b --data.media FOLDER`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from paravt_extras.check.data import Source, find_annotations, find_media, is_pr
 from paravt_extras.check.finding import Finding
 from paravt_extras.check.subject import Subject, existing
 from paravt_extras.check.weights import PATTERNS, to_download
-from paravt_jax.data import fetched
 from paravt_jax.data.any_path import is_bucket
+from paravt_jax.data.buckets import cache_folder
 from paravt_jax.data.frames import is_address
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.progress import size
@@ -119,7 +119,7 @@ def _weights(subject: Subject) -> list[Need]:
 
 def _weights_in_a_bucket(subject: Subject, path: str) -> list[Need]:
     """Weights that are fetched from an address into the cache folder."""
-    folder = fetched.cache_folder(path)
+    folder = cache_folder(path)
     try:
         files = subject.asked.answer(asking.ask_bucket, path)
     # The item "weights" says what is wrong.
@@ -133,10 +133,6 @@ def _data(subject: Subject) -> list[Need]:
     settings = subject.run.data
     if settings is None or is_prepared(subject):
         return []
-    if settings.budget is not None:
-        budgeted = pathlib.Path(settings.folder)
-        left = max(0.0, settings.budget - _used(budgeted))
-        return [Need("media and annotations within data.disk", budgeted, left)]
     found = []
     steps: tuple[tuple[str, Callable[[], Source]], ...] = (
         ("annotations", lambda: find_annotations(subject, settings)),

@@ -13,7 +13,7 @@ from paravt_extras.check import asking, sizes
 from paravt_extras.check.asking import Download, NoAccess, NoAnswer
 from paravt_extras.check.finding import Finding, failed
 from paravt_extras.check.subject import Subject
-from paravt_jax.data.fetched import cache_folder
+from paravt_jax.data.buckets import cache_folder
 from paravt_jax.data.frames import is_address
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.method import tokenizer

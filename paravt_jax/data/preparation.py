@@ -47,11 +47,6 @@ PLAN = "plan.json"
 # Rows per file of the work folder. An interruption loses the rows of unfinished chunks.
 CHUNK_ROWS = 64
 
-# Of `set_bytes`: in all, for each byte of the tables' texts, and for each row.
-_FIXED_BYTES = 2 * 10**6
-_SET_BYTES = 3
-_ROW_BYTES = 4_000
-
 _REMEDY = "restore it, or delete the folder and prepare the set again"
 _WORK_PREFIX = "work-"
 _RECORDS = "records"
@@ -92,13 +87,6 @@ def find_tables(folder: pathlib.Path) -> list[Table]:
                 f"{folder}: {file.name} occurs twice, but rows are named after their file; keep one"
             )
     return [open_table(path) for path in files]
-
-
-def set_bytes(tables: Sequence[Table]) -> int:
-    """Estimate of the bytes on disk that `prepare_rows` takes, its work folder included."""
-    texts = sum(table.text_bytes for table in tables)
-    rows = sum(table.rows for table in tables)
-    return _FIXED_BYTES + _SET_BYTES * texts + _ROW_BYTES * rows
 
 
 def prepare_rows(

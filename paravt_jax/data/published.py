@@ -12,7 +12,6 @@ the root is refused.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import json
@@ -116,14 +115,12 @@ class Table:
         split: Name of its split, taken from the file's name.
         rl: Whether it contains questions (rl) or conversations (sft).
         rows: Number of rows.
-        text_bytes: Bytes of all its columns, not compressed.
     """
 
     path: pathlib.Path
     split: str
     rl: bool
     rows: int
-    text_bytes: int = 0
 
 
 def open_table(path: pathlib.Path) -> Table:
@@ -138,8 +135,6 @@ def open_table(path: pathlib.Path) -> Table:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = set(file.schema_arrow.names)
             rows = file.metadata.num_rows
-            groups = range(file.metadata.num_row_groups)
-            text_bytes = sum(file.metadata.row_group(n).total_byte_size for n in groups)
     # ValueError: a name that is not UTF-8.
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
@@ -150,7 +145,7 @@ def open_table(path: pathlib.Path) -> Table:
             f"{', '.join(RL_COLUMNS)}, sft rows {', '.join(SFT_COLUMNS)}: "
             "give the files of ParaVT/ParaVT-Parquet"
         )
-    return Table(path, split_of(path.stem), is_rl, rows, text_bytes)
+    return Table(path, split_of(path.stem), is_rl, rows)
 
 
 def split_of(name: str) -> str:
@@ -187,35 +182,6 @@ def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refus
             if record_batch is None:
                 return
             yield from _python_rows(record_batch)
-
-
-def named_files(table: Table) -> set[str]:
-    """The paths of all videos and pictures that the rows of a file name, as records store them.
-
-    A row that is broken names none: it is not read.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
-    found: set[str] = set()
-    for row in read_rows(table):
-        with contextlib.suppress(Refused):
-            if isinstance(row, Mapping):
-                found.update(_files_of(row, table.rl))
-    return found
-
-
-def _files_of(row: Mapping[str, Any], rl: bool) -> list[str]:
-    if rl:
-        videos = _list(row.get("videos"), "videos")
-        return [local_path(_field(video, "video")) for video in videos]
-    messages = row.get("messages")
-    if isinstance(messages, str):
-        messages = _json(messages, "messages")
-    parts = [
-        part for message in _list(messages, "messages") for part in _read_message(message).parts
-    ]
-    return [part.path for part in parts if isinstance(part, _File)]
 
 
 def _columns_to_read(schema: pyarrow.Schema) -> list[str]:
