@@ -151,12 +151,6 @@ def _account_for_rows(
     sources = count_rows(summary, too_long)
     if hosts.is_first():
         print(describe_rows(sources))
-        ignored = summary.get("without_frame_numbers", 0)
-        if ignored:
-            print(
-                f"{ignored:,} conversations ask for a number of frames in their calls. It is left "
-                "out of them, because protocol.max_num_frames is 0."
-            )
     require_enough(sources, settings.max_left_out, settings.folder)
     if hosts.is_first():
         write_rows(folder, sources)

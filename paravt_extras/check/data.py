@@ -17,7 +17,7 @@ from paravt_extras.check.weights import access_remedy
 from paravt_jax.data import sources
 from paravt_jax.data.archives import ArchiveError, find_archives, mark_of
 from paravt_jax.data.hub import is_hub_id
-from paravt_jax.data.preparation import PLAN, read_plan
+from paravt_jax.data.preparation import PLAN, WORK, read_plan
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.method import tokenizer
 from paravt_jax.progress import size
@@ -116,8 +116,8 @@ def _prepared(subject: Subject, settings: DataSettings) -> tuple[bool, Finding]:
     if not run.rehearse:
         remedy = f"python -m train.prepare --config=RECIPE{_flags(settings)}"
     if not (folder / PLAN).exists():
-        done = len(list(folder.glob("work-*/*.jsonl")))
-        part = f", {done} chunks of rows are done" if done else ""
+        begun = any(folder.glob(WORK))
+        part = ", a preparation has begun" if begun else ""
         return False, Finding("data", f"{folder}: not prepared{part}", needed, remedy, "warning")
     plan = read_plan(folder)
     root = pathlib.Path(plan["root"])

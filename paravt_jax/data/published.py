@@ -29,7 +29,6 @@ from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.parsing import (
     block_spans,
     extract_answer,
-    find_calls,
     find_tags,
     parse_calls,
 )
@@ -55,8 +54,6 @@ _PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
 _FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
 _RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 _RESPONSE_TAG = re.compile(f"({'|'.join(_RESPONSE_TAGS)})")
-# A number of frames in the JSON of a call. Quotation marks are escaped where arguments are a text.
-_FRAME_NUMBER = re.compile(r'\bnum_frames\\*"\s*+:\s*+(?!null)')
 # More than 30 years. An int of JSON may be too large for a float.
 _MOST_SECONDS = 1e9
 
@@ -355,27 +352,6 @@ def read_conversation(
             for turn in turns
         ),
     )
-
-
-def ignored_frame_numbers(row: Mapping[str, Any], limits: ProtocolSettings) -> int:
-    """Calls of an sft row that ask for a number of frames although the protocol does not offer it.
-
-    Args:
-        row: A row that `read_conversation` has read; it has left these numbers out.
-        limits: Limits of the protocol.
-    """
-    if limits.max_num_frames:
-        return 0
-    messages = row["messages"]
-    if isinstance(messages, str):
-        # Most rows have none. JSON is read once more only for the others.
-        if "num_frames" not in messages:
-            return 0
-        messages = _json(messages, "messages")
-    read = map(_read_message, messages)
-    parts = [part for message in read if message.role == "assistant" for part in message.parts]
-    calls = find_calls("".join(part for part in parts if isinstance(part, str)))
-    return sum(_FRAME_NUMBER.search(text or "") is not None for _, text in calls)
 
 
 def _main_video(turns: Sequence[_Turn]) -> str | None:
@@ -699,8 +675,3 @@ def _json(text: str, field: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Refused(Reason.BROKEN, f"{field} is not JSON ({str(error)[:80]})") from error
-
-
-def ends_with_answer(conversation: Conversation) -> bool:
-    """Whether the last response contains an answer between the protocol's tags."""
-    return extract_answer(str(conversation.turns[-1].content[0])) is not None
