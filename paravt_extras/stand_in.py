@@ -24,11 +24,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from paravt_jax.data.atomic import appearing
-from paravt_jax.data.stored_settings import require_same
-from paravt_jax.method.records import QuestionKind
-from paravt_jax.world import published_rows
-from paravt_jax.world.published_rows import (
+from paravt_extras import published_rows
+from paravt_extras.published_rows import (
     Message,
     call,
     conclude,
@@ -38,6 +35,9 @@ from paravt_jax.world.published_rows import (
     think,
     with_options,
 )
+from paravt_jax.data.atomic import appearing
+from paravt_jax.data.stored_settings import require_same
+from paravt_jax.method.records import QuestionKind
 from paravt_jax.world.videos import COLOURS, DIGITS, Scene, WorldSettings, encode, picture
 
 _SETTINGS = "stand_in.json"

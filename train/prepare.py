@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from configs import RECIPES
-from paravt_jax.data import datasets
+from paravt_jax.data import datasets, video
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.earnable import require_in_video
 from paravt_jax.data.file_sums import seal
@@ -418,8 +418,14 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
     paths = dict.fromkeys(
         datasets.video_of(record) for records in stored.values() for record in records
     )
+    unreadable: dict[str, str] = {}
     with Progress("check videos", "video", shown=hosts.is_first()) as progress:
-        unreadable = datasets.check_videos(tuple(paths), root, progress.update)
+        for done, path in enumerate(paths, 1):
+            try:
+                video.probe(root / path)
+            except VideoError as error:
+                unreadable[path] = error.reason
+            progress.update(done, len(paths))
     for line in seal(root):
         path, _, what = line.partition(": ")
         # What is read without an error may be another picture.

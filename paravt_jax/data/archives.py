@@ -250,7 +250,7 @@ def inside(root: pathlib.Path, name: str) -> pathlib.Path:
     return root / path
 
 
-def _extract_zip(stream: io.BufferedReader, folder: pathlib.Path, guard: _Guard) -> None:
+def _extract_zip(stream: io.BufferedIOBase, folder: pathlib.Path, guard: _Guard) -> None:
     with zipfile.ZipFile(stream) as file:
         for member in file.infolist():
             if member.flag_bits & 1:
@@ -262,13 +262,14 @@ def _extract_zip(stream: io.BufferedReader, folder: pathlib.Path, guard: _Guard)
         file.extractall(folder)
 
 
-def _extract_tar(stream: io.BufferedReader, folder: pathlib.Path, guard: _Guard) -> None:
+def _extract_tar(stream: io.BufferedIOBase, folder: pathlib.Path, guard: _Guard) -> None:
     def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
         check = guard.check_file if member.isfile() else guard.check
         check(member.name, member.size, member.isfile() or member.isdir())
         return tarfile.data_filter(member, path)
 
-    zipped = stream.peek(2)[:2] == b"\x1f\x8b"
+    zipped = stream.read(2) == b"\x1f\x8b"
+    stream.seek(0)
     with tarfile.open(fileobj=stream, mode="r:gz" if zipped else "r:") as file:
         file.extractall(str(folder), filter=checked)
         assert file.fileobj is not None

@@ -19,9 +19,7 @@ from typing import Any, TypeVar
 
 import tensorflow_datasets as tfds
 
-from paravt_jax.data import video
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.frames import VideoError
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.records import Caption, Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
@@ -154,32 +152,6 @@ def _as_dict(record: Record) -> dict[str, Any]:
 def decode(kind: str, text: str) -> Record:
     """Return the record that `encode` was given."""
     return _DECODERS[kind](json.loads(text))
-
-
-def check_videos(
-    paths: Sequence[str],
-    root: str | os.PathLike,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, str]:
-    """Find the videos that cannot be read. Frames are listed, but not decoded.
-
-    Args:
-        paths: Paths relative to `root`.
-        root: The data root.
-        progress: Called after each video with the number done and the total.
-
-    Returns:
-        The reason for each unreadable video, by path.
-    """
-    reasons: dict[str, str] = {}
-    for n, path in enumerate(paths):
-        try:
-            video.probe(pathlib.Path(root) / path)
-        except VideoError as error:
-            reasons[path] = error.reason
-        if progress is not None:
-            progress(n + 1, len(paths))
-    return reasons
 
 
 def video_of(record: Record) -> str:
