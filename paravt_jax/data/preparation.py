@@ -334,7 +334,8 @@ def _write_reports(
 ) -> dict[str, Any]:
     """Write and return the summary; also write the rows that are left out, and the lengths."""
     left_out = [line for line in _lines(work) if "reason" in line]
-    lengths = [record.tokens for record in _Records(work, "conversation")]
+    records = _Records(work, "conversation")
+    lengths = [record.tokens for record in records if isinstance(record, Conversation)]
     summary = _summarise(work, left_out, sources) | {"tokens": _range(lengths)}
     write_atomically(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
     write_atomically(folder / LEFT_OUT, "".join(json.dumps(line) + "\n" for line in left_out))
