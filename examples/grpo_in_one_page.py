@@ -34,6 +34,7 @@ from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import score_all
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text, videos
+from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.scoring import seed_of
 from rollout.engine.engine import Engine
@@ -47,7 +48,6 @@ from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import Rollouts, describe
 from train.learn.sft import SFTBatches, SFTSettings
 from train.learn.step import init_state, make_accumulation, make_logprobs, rollout_logprobs
-from train.world_data import world_vocabulary
 
 # Videos of 128 seconds, in four coloured scenes. A digit appears in a scene for 2 to 4 seconds.
 WORLD = videos.WorldSettings(train_videos=600, digit_width=20, digit_height=28, jitter=0)

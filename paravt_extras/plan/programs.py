@@ -36,6 +36,7 @@ from paravt_extras.plan.abstract import (
     abstract_sft_update,
     planned_model,
 )
+from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
 from train.learn.packing import MicrobatchShape
@@ -43,7 +44,6 @@ from train.learn.placement import row_pieces
 from train.learn.weight_sync import host_mesh, make_sync, sampler_devices, stay
 from train.phases.model import model_config
 from train.settings import Run
-from train.world_data import world_vocabulary
 
 # The first words of programs that run while the engine is awake, each on the devices of one host.
 ROLLOUTS = ("vision", "bank", "prefill", "page", "decode")

@@ -28,8 +28,7 @@ from models.rope import visual_index
 from models.sharding import Lowering, MeshProgram
 from models.text import TextDecoder
 from models.trained_vision import TrainedVision
-from paravt_jax.data.frame_reader import FrameReader
-from paravt_jax.data.frames import VideoError
+from paravt_jax.data.frames import ReadsAhead, VideoError
 from paravt_jax.data.loader import Pipeline
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.grpo import masked_mean
@@ -306,7 +305,7 @@ class SFTBatches:
         self,
         settings: SFTSettings,
         data: Data,
-        reader: FrameReader | None,
+        reader: ReadsAhead | None,
         seed: int,
         protocol: Protocol,
         features: FrameFeatures,
