@@ -53,7 +53,7 @@ from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError
 from paravt_jax.data.published import open_table, read_rows
 from paravt_jax.data.question_files import read_questions
-from paravt_jax.data.row_reading import Reading, read_row
+from paravt_jax.data.row_reading import KeptRow, Reading, RowTask, read_row
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.server import ServerSettings
@@ -258,8 +258,8 @@ def rows(place: Place) -> Kind:
 
     def read(case: tuple[bool, dict[str, Any]]) -> str:
         rl, row = case
-        found = workers.submit((rl, "case:0", "case", row)).result()
-        return "kept" if isinstance(found, tuple) else f"left out ({found.reason})"
+        found = workers.submit(RowTask("case:0", "case", rl, row)).result()
+        return "kept" if isinstance(found, KeptRow) else f"left out ({found.reason})"
 
     return Kind(make, read, workers.close)
 

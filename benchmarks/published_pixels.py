@@ -34,13 +34,13 @@ from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol, render_call
 from paravt_jax.method.records import CropCall, Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.agent.episode import Environment, play
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, SampleStop, run
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
 from rollout.evaluation.memory import plan_memory
 from rollout.evaluation.settings import BenchmarkSettings
-from train.world_data import world_vocabulary
 
 MIB = 2**20
 MINUTES = 30

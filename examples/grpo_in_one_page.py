@@ -25,6 +25,7 @@ from models.family import family
 from models.features import FrameFeatures, FrameSettings
 from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
+from models.trained import Skeleton
 from paravt_jax.data.loader import stream
 from paravt_jax.method import grpo
 from paravt_jax.method.conversations import render
@@ -34,20 +35,21 @@ from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import score_all
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text, videos
+from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.scoring import seed_of
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
 from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
 from train.data import Data
+from train.learn.logprobs import make_logprobs, rollout_logprobs
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import StepShape
 from train.learn.placement import place_vectors
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import Rollouts, describe
-from train.learn.sft import SFTBatches, SFTSettings
-from train.learn.step import init_state, make_accumulation, make_logprobs, rollout_logprobs
-from train.world_data import world_vocabulary
+from train.learn.sft import SFTBatches, SFTSettings, make_sft_updater, sft_step
+from train.learn.update import init_state, make_update
 
 # Videos of 128 seconds, in four coloured scenes. A digit appears in a scene for 2 to 4 seconds.
 WORLD = videos.WorldSettings(train_videos=600, digit_width=20, digit_height=28, jitter=0)
@@ -92,19 +94,19 @@ def small_config(vocabulary: Vocabulary) -> ModelConfig:
 
 
 def cold_start(model, environment: Environment, data: Data, steps: int, seed: int):
-    """Train on the demonstrations. Returns the decoder's graph and weights."""
-    protocol, features = environment.protocol, environment.features
+    """Train on the demonstrations. Returns the decoder's structure and weights."""
     settings = SFTSettings(steps, rows=8, optimizer=MUON, row_tokens=320)
-    batches = SFTBatches(settings, data, READER, seed, protocol, features, make_mesh())
+    batches = SFTBatches(settings, data, READER, seed, environment, make_mesh())
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, make_mesh()))
-    state, update = batches.start(graph, weights)
+    skeleton = Skeleton(graph)
+    updater = make_sft_updater(skeleton, weights, settings, batches.room)
+    state = updater.start
     for step in range(steps):
-        batch, _, _ = next(batches)
-        state, metrics = update(state, batch)
+        state, _, metrics = sft_step(updater, state, batches, seed, left=steps - 1 - step)
         if (step + 1) % 50 == 0:
             print(f"cold start, {step + 1} steps: loss {metrics['loss']:.2f}", flush=True)
-    return graph, state.weights
+    return skeleton, state.weights
 
 
 def roll_out(engine: Engine, environment: Environment, questions: tuple, step: int, seed: int):
@@ -151,7 +153,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     rendered = [render(d, environment.protocol, lambda clip: FRAME_TOKENS) for d in demonstrations]
     token_counts = tuple(len(trajectory.ids) for trajectory in rendered)
     data = Data(ROOT, vocabulary, conversations=demonstrations, lengths=token_counts)
-    graph, weights = cold_start(model, environment, data, cold_start_steps, seed)
+    skeleton, weights = cold_start(model, environment, data, cold_start_steps, seed)
 
     # GRPO needs an engine, reference weights, and jitted `update`, `logprobs` and `advantages`.
     def loss(decoder, visual, part, batch):
@@ -167,8 +169,8 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     reference = jax.tree.map(jnp.copy, weights)  # a copy: updates donate the weights
     optimizer = make_optimizer(ADAM, steps)
     state = init_state(weights, optimizer)
-    update = make_accumulation(graph, optimizer, loss, state)
-    logprobs = make_logprobs(graph, TEMPERATURE, mesh)
+    update = make_update(skeleton, optimizer, loss, state)
+    logprobs = make_logprobs(skeleton, TEMPERATURE, mesh)
     advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
     shape = StepShape(PROMPTS, GROUP, subagents=0, limits=longest)
     row_sizes = shape.microbatches(most=2048, devices=1, pieces=1)
@@ -176,7 +178,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     for step in range(steps):
         rollouts = roll_out(engine, environment, next(question_batches), step, seed)
         # Packed rows of the sampled tokens, and their log-probs under the reference weights.
-        laid_out = lay_out(rollouts, features, vocabulary, shape, row_sizes, (seed, step))
+        laid_out = lay_out(rollouts, environment, shape, row_sizes, (seed, step))
         bank = place_vectors([laid_out.visual], shape.slots(1, 1), mesh)
         # A token is in one micro-batch, and 0 in all others.
         by_reference = sum(logprobs(reference, bank, part) for part in laid_out.microbatches)

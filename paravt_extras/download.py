@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import pathlib
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -25,8 +23,6 @@ from paravt_jax.progress import Progress, size
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
 
 _PROG = command_name("python -m paravt_extras.download")
-# Where the hub's client keeps what belongs to unfinished files, below the target folder.
-_CLIENT = ".cache/huggingface"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +99,16 @@ def download(name: str, folder: pathlib.Path, keep_archives: bool = False) -> No
         ConnectionError, FileNotFoundError: The hub does not give the files.
         ValueError: An archive is damaged or must not be unpacked, or the data set has another
             layout.
-        OSError: The disk has not enough room, or another process uses the folder.
+        OSError: The disk is full, or another process uses the folder.
     """
     benchmark = BENCHMARKS[name]
     plan = plan_of(benchmark, hub.data_set_files(benchmark.source))
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        _require_room(plan, folder, keep_archives)
-        _say(f"{name}: {len(plan.loose)} files, {size(sum(plan.loose.values()))}")
+        _say(
+            f"{name}: {len(plan.loose)} files, {size(sum(plan.loose.values()))}; with its "
+            f"archives it takes up to {size(plan.room)} of disk"
+        )
         hub.download(benchmark.source, plan.revision, plan.loose, folder)
         for number, archive in enumerate(plan.archives, 1):
             if not mark_of(archive, folder).exists():
@@ -149,54 +147,6 @@ def _unpack_own(benchmark: Benchmark, folder: pathlib.Path) -> None:
             f"{benchmark.name}: its videos are not on the hub; put {benchmark.elsewhere} into "
             f"{folder} and repeat the command, or unpack it there"
         )
-
-
-def _require_room(plan: Plan, folder: pathlib.Path, keep_archives: bool) -> None:
-    """Compare the free space with all that is still to be written.
-
-    Raises:
-        OSError: There is not enough.
-    """
-    started = sum(file.stat().st_size for file in (folder / _CLIENT).rglob("*.incomplete"))
-    loose = _missing(plan.loose, folder)
-    fetched = [
-        _missing({part: plan.parts[part] for part in archive.parts}, folder)
-        for archive in plan.archives
-        if not mark_of(archive, folder).exists()
-    ]
-    # Without archives that are kept, only one of them is there at a time.
-    archives = sum(fetched) if keep_archives else max(fetched, default=0)
-    files = max(0, plan.packed - _unpacked(plan, folder)) if fetched else 0
-    needed = max(0, loose + archives - started) + files
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        fetch = size(loose + sum(fetched))
-        raise OSError(
-            f"--to {folder}: {size(needed)} more are needed ({fetch} to download, about "
-            f"{size(files)} unpacked), and {size(free)} are free; free {size(needed - free)}, or "
-            "name a folder on another disk"
-        )
-
-
-def _missing(sizes: Mapping[str, int], folder: pathlib.Path) -> int:
-    """Bytes of the files that are not in the folder yet."""
-    return sum(
-        count
-        for name, count in sizes.items()
-        if not (folder / name).is_file() or (folder / name).stat().st_size != count
-    )
-
-
-def _unpacked(plan: Plan, folder: pathlib.Path) -> int:
-    """Bytes of the files that have been unpacked so far."""
-    downloaded = {folder / name for name in (*plan.loose, *plan.parts)}
-    total = 0
-    for place, folders, names in os.walk(folder):
-        if pathlib.Path(place) == folder:
-            folders[:] = [name for name in folders if not name.startswith(".")]
-        files = {pathlib.Path(place) / name for name in names} - downloaded
-        total += sum(file.stat().st_size for file in files)
-    return total
 
 
 def sizes_table(names: Iterable[str]) -> tuple[str, bool]:

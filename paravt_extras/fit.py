@@ -42,7 +42,6 @@ from rollout.engine.settings import EngineSizes
 from rollout.evaluation.memory import decode_bytes, prefill_bytes
 from train.learn.in_flight import capacity
 from train.learn.optimizer import make_optimizer
-from train.learn.packed_batch import fit_rows, parts_of_rows
 from train.learn.packing import ALIGNMENT
 from train.learn.placement import row_pieces
 from train.learn.weight_sync import sampler_devices
@@ -363,7 +362,7 @@ class _Estimate:
         """
         sft = self.run.sft
         assert sft is not None
-        most = parts_of_rows(sft.shape, self.row_devices, sft.rows)
+        most = sft.shape.fitted(sft.rows, self.row_devices).microbatches
         numbers = [sft.microbatches] if sft.microbatches else list(range(1, most + 1))
         policies: tuple[Remat, ...] = POLICIES if sft.remat == "auto" else (sft.remat,)
         needed = math.inf
@@ -438,9 +437,10 @@ class _Estimate:
 
     def _cold_start(self, policy: Remat, parts: int) -> float:
         assert self.run.sft is not None
-        shape = fit_rows(self.run.sft.shape, self.row_devices, parts)
+        shape = self.run.sft.shape.fitted(parts, self.row_devices)
         rows = shape.rows / self.row_devices
-        gradients = self.weights * (2 if parts > 1 else 1)
+        # The sum over micro-batches, and the gradient of one of them.
+        gradients = 2 * self.weights
         # The batch, the next one, and what the tower computes for the one after it.
         visual, frames = rows * shape.visual, rows * shape.visual / self.run.smallest_frame
         vectors = 3 * self._cached(visual, frames) + self._differentiated_vectors(visual / parts)

@@ -22,10 +22,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from paravt_jax.data.atomic import appearing
-from paravt_jax.method.records import QuestionKind
-from paravt_jax.world import published_rows
-from paravt_jax.world.published_rows import (
+from paravt_extras import published_rows
+from paravt_extras.published_rows import (
     Message,
     call,
     conclude,
@@ -35,6 +33,8 @@ from paravt_jax.world.published_rows import (
     think,
     with_options,
 )
+from paravt_jax.data.atomic import appearing
+from paravt_jax.method.records import QuestionKind
 from paravt_jax.world.videos import COLOURS, DIGITS, Scene, WorldSettings, encode, picture
 
 _FRAMES = WorldSettings(size=64, digit_width=24, digit_height=40, jitter=8)

@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from paravt_jax.data.frame_reader import FrameReader
+from paravt_jax.data.frames import ReadsAhead
 from paravt_jax.data.loader import Ahead, stream
 from paravt_jax.data.packing import Packing, pack
 from paravt_jax.method.conversations import Conversation
@@ -103,7 +103,7 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
 
 
 def row_stream(
-    data: Data, packing: Packing, reader: FrameReader | None, seed: int, rows: int, depth: int = 2
+    data: Data, packing: Packing, reader: ReadsAhead | None, seed: int, rows: int, depth: int = 2
 ) -> grain.DatasetIterator[Any] | Ahead[tuple[tuple[int, ...], ...]]:
     """Stream batches of packed rows without end.
 
@@ -151,7 +151,7 @@ class QuestionStream:
     def __init__(
         self,
         data: Data,
-        reader: FrameReader | None,
+        reader: ReadsAhead | None,
         seed: int,
         group_size: int,
         budgets: Callable[[int], Sequence[int]],

@@ -34,7 +34,7 @@ from models.weights.hf import load, save
 from models.weights.hf_config import from_hf
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import any_path, require_folder_or_bucket
-from paravt_jax.data.uploads import appearing_at
+from paravt_jax.data.buckets import appearing_at
 from paravt_jax.method import tokenizer
 from paravt_jax.processes.exit_codes import exit_code
 from train.durable.checkpoint import CheckpointError, Checkpoints

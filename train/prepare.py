@@ -2,8 +2,7 @@
 
 Everything is made once. An interrupted preparation continues where it stopped, and a finished one
 is only opened. The command prepares published data without training on it:
-`python -m train.prepare --config=paravt_8b --data.media FOLDER`, with `--disk 200GB` within that
-much disk.
+`python -m train.prepare --config=paravt_8b --data.media FOLDER`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from configs import RECIPES
-from paravt_jax.data import datasets
+from paravt_jax.data import datasets, video
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.earnable import require_in_video
 from paravt_jax.data.file_sums import seal
@@ -35,7 +34,7 @@ from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import FAILED, exit_code
 from paravt_jax.progress import Progress
 from paravt_jax.world.videos import WorldSettings
-from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer, world_pieces
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
@@ -44,7 +43,7 @@ from train.published_data import DataSettings, hold_out, prepare_published
 from train.published_model import copy_tokenizer
 from train.settings import Run
 from train.unreadable import UNREADABLE, UnreadableVideosError, note_unreadable
-from train.world_data import prepare_world, require_bounds, world_pieces
+from train.world_data import prepare_world, require_bounds
 
 CHECKED = "checked_questions.json"
 """File in a run's folder: digest of your own questions, and the result of checking their videos."""
@@ -152,12 +151,6 @@ def _account_for_rows(
     sources = count_rows(summary, too_long)
     if hosts.is_first():
         print(describe_rows(sources))
-        ignored = summary.get("without_frame_numbers", 0)
-        if ignored:
-            print(
-                f"{ignored:,} conversations ask for a number of frames in their calls. It is left "
-                "out of them, because protocol.max_num_frames is 0."
-            )
     require_enough(sources, settings.max_left_out, settings.folder)
     if hosts.is_first():
         write_rows(folder, sources)
@@ -425,8 +418,14 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
     paths = dict.fromkeys(
         datasets.video_of(record) for records in stored.values() for record in records
     )
+    unreadable: dict[str, str] = {}
     with Progress("check videos", "video", shown=hosts.is_first()) as progress:
-        unreadable = datasets.check_videos(tuple(paths), root, progress.update)
+        for done, path in enumerate(paths, 1):
+            try:
+                video.probe(root / path)
+            except VideoError as error:
+                unreadable[path] = error.reason
+            progress.update(done, len(paths))
     for line in seal(root):
         path, _, what = line.partition(": ")
         # What is read without an error may be another picture.

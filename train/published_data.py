@@ -8,20 +8,16 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
-
-import tyro
+from collections.abc import Callable
+from typing import Any
 
 from models.config import VisionConfig
 from models.features import FrameSettings
 from models.weights.folder import local_folder
 from paravt_jax.data import preparation, sources
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.disk_budget import parse_size, used
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.local_path import require_local
-from paravt_jax.data.published import Table, named_files
 from paravt_jax.data.row_reading import Reading
 from paravt_jax.data.stored_settings import lock
 from paravt_jax.data.video import Decoder, require_decoder
@@ -48,8 +44,6 @@ class DataSettings:
     """Largest number of frames per video in a demonstration."""
     fps: float = 1.0
     """Frames per second of a video in a demonstration."""
-    disk: Annotated[str, tyro.conf.arg(aliases=["--disk"])] = ""
-    """Most disk that `folder` may take while it is prepared, such as 200GB; empty: no limit."""
     heldout: int = 64
     """Smallest number of questions to hold out for evaluation. A video is held out as a whole."""
     workers: int = 0
@@ -81,8 +75,6 @@ class DataSettings:
                 raise ValueError(
                     f"data.{name}: empty; give a folder, a Hugging Face id or a bucket path"
                 )
-        if self.disk:
-            parse_size("data.disk", self.disk)
         if not self.folder:
             raise ValueError("data.folder: empty; give a local folder")
         require_local("data.folder", self.folder)
@@ -92,11 +84,6 @@ class DataSettings:
     def processes(self) -> int:
         """Number of processes that prepare rows and read frames."""
         return self.workers or os.cpu_count() or 1
-
-    @property
-    def budget(self) -> int | None:
-        """Bytes that `folder` may take on disk while it is prepared; None: no limit."""
-        return parse_size("data.disk", self.disk) if self.disk else None
 
 
 def prepare_published(
@@ -149,9 +136,10 @@ def prepare_published(
 def _prepare(settings: DataSettings, reading: Reading, check: Callable[[], None]) -> dict[str, Any]:
     """Fetches the sources and prepares their rows; see `prepare_published`."""
     folder = pathlib.Path(settings.folder)
-    tables = preparation.find_tables(_annotations(settings))
+    annotations = sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"])
+    tables = preparation.find_tables(annotations)
     with Progress("unpack media", "MB", shown=hosts.is_first()) as progress:
-        root = _media(settings, tables, _reporting(progress, check))
+        root = sources.media_root(settings.media, folder, _reporting(progress, check))
     reading = dataclasses.replace(reading, root=str(root.resolve()))
     with Progress("prepare rows", "row", shown=hosts.is_first()) as progress:
         summary = preparation.prepare_rows(
@@ -165,32 +153,6 @@ def _prepare(settings: DataSettings, reading: Reading, check: Callable[[], None]
     # Written last: it marks the set as complete for these sources.
     write_atomically(folder / _SOURCES, _named_sources(settings))
     return summary
-
-
-def _annotations(settings: DataSettings) -> pathlib.Path:
-    """The folder of the tables, which are fetched if need be."""
-    folder = pathlib.Path(settings.folder) / "annotations"
-    if settings.budget is None:
-        return sources.fetch(settings.annotations, folder, ["*.parquet"])
-    # In the hub's cache they would not count.
-    return sources.fetch_within(settings.annotations, folder, ["*.parquet"], settings.budget)
-
-
-def _media(
-    settings: DataSettings, tables: Sequence[Table], tell: Callable[[int, int], None]
-) -> pathlib.Path:
-    """The folder of the media, which are fetched and unpacked if need be."""
-    folder = pathlib.Path(settings.folder)
-    if settings.budget is None and "://" not in settings.media:
-        return sources.media_root(settings.media, folder, tell)
-    names: set[str] = set()
-    for table in tables:
-        names |= named_files(table)
-    reserve = {
-        "annotations": used(folder / "annotations"),
-        "the prepared set (an estimate)": preparation.set_bytes(tables),
-    }
-    return sources.fetch_named(settings.media, folder, names, settings.budget, reserve, tell)
 
 
 def reading_of(

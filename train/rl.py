@@ -15,7 +15,7 @@ import jax
 
 from paravt_jax.method.records import Question
 from train.learn.actor import Actor
-from train.learn.rl import Learner, StepBatch
+from train.learn.rl import Learner, ScoredBatch
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
 from train.learn.rollouts import (
@@ -47,7 +47,7 @@ def rl_step(
     questions: Questions,
     seed: int,
     pool: RolloutPool | None = None,
-) -> tuple[TrainState, StepBatch, dict[str, float]]:
+) -> tuple[TrainState, ScoredBatch, dict[str, float]]:
     """Run one step of PARA-GRPO, and load the new weights into the sampler.
 
     The sampler sleeps after the rollouts until it gets the new weights: the update needs its
@@ -76,9 +76,9 @@ def rl_step(
         actor.sleep()
     require_fresh(sampled.batch, step, settings.max_staleness)
     with spans("data"):
-        batch = learner.lay_out(sampled.batch, actor.environment, seed, step)
+        laid_out = learner.lay_out(sampled.batch, actor.environment, seed, step)
     with spans("reference"):
-        batch = learner.score(batch)
+        batch = learner.score(laid_out)
     with spans("update"):
         state, metrics = learner.update(state, batch, seed, step)
         fingerprint = actor.load(state.weights, step + 1)

@@ -83,7 +83,7 @@ def resolved(run: Run) -> dict[str, Any]:
     They are stored in the run's folder, and a run can only be resumed with the same settings.
     Fields that are chosen for the devices are stored as they were given, open.
     Settings that may change between two starts are left out: the path of the folder, the number of
-    processes, the steps to trace, how files are read, how much disk they take, and how many rows
+    processes, the steps to trace, how files are read, and how many rows
     may be left out.
     """
     settings = dataclasses.asdict(run)
@@ -95,7 +95,6 @@ def resolved(run: Run) -> dict[str, Any]:
         del settings["data"]["deadline"]
         del settings["data"]["decoder"]
         del settings["data"]["max_left_out"]
-        del settings["data"]["disk"]
     return as_json(settings, "the run's settings")
 
 

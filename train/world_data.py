@@ -14,31 +14,18 @@ from models.weights.folder import local_folder
 from paravt_jax.data import datasets
 from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import render
-from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Author, Trajectory
-from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
-from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
+from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
 from train.settings import Run
 
 Splits = dict[str, tuple[datasets.Record, ...]]
 """Records by the name of their split: questions, heldout, conversations, captions."""
-
-
-def world_pieces(limits: ProtocolSettings) -> tuple[str, ...]:
-    """Texts that are single tokens in the small world's vocabulary."""
-    return (*world_text.PIECES, *recurring_texts(limits.make_tools()))
-
-
-def world_vocabulary(limits: ProtocolSettings, model_path: str = "") -> Vocabulary:
-    """Return the vocabulary of the weights at `model_path`; without a path, the small world's."""
-    if model_path:
-        return tokenizer.load(local_folder(model_path, weights=False))
-    return Vocabulary(build_tokenizer(world_pieces(limits)))
 
 
 def prepare_world(run: Run, folder: pathlib.Path, check: Callable[[], None]) -> None:
@@ -75,7 +62,11 @@ def world_records(run: Run) -> Splits:
         ValueError: If a text is longer than the protocol allows.
     """
     assert run.world is not None and run.text is not None, f"{run.name} has no world"
-    rules = Protocol(world_vocabulary(run.protocol, run.model.path), run.protocol)
+    if run.model.path:
+        vocabulary = tokenizer.load(local_folder(run.model.path, weights=False))
+    else:
+        vocabulary = world_vocabulary(run.protocol)
+    rules = Protocol(vocabulary, run.protocol)
     videos = world.plan(run.world)
     train = world.of_split(videos, "train")
     questions = tuple(world_text.questions(train, run.text))

@@ -11,22 +11,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from models.config import ModelConfig
 from models.model import VisionLanguageModel, abstract_model
 from models.sharding import BATCH, MeshProgram, param_shardings, row_devices
-from models.trained import apart, split, together
+from models.trained import Skeleton, apart, split, together
 from models.trained_vision import TrainedVision
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
 from train.learn.batch import Microbatch
+from train.learn.logprobs import make_logprobs
 from train.learn.optimizer import make_optimizer
-from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
 from train.learn.packing import MicrobatchShape, StepShape
 from train.learn.placement import (
     Bank,
+    VisualRoom,
     bank_sharding,
     make_bank_share,
     row_pieces,
@@ -35,13 +35,12 @@ from train.learn.placement import (
 )
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
-from train.learn.sft import SFTBatch, make_sft_update, visual_encoder
-from train.learn.step import (
-    Accumulation,
+from train.learn.sft import SFTBatch, sft_loss
+from train.learn.update import (
     TrainState,
+    Update,
     VisionPrograms,
-    make_accumulation,
-    make_logprobs,
+    make_update,
     make_vision_programs,
     state_shardings,
 )
@@ -64,13 +63,11 @@ class Abstract(NamedTuple):
 
 
 class AbstractStep(NamedTuple):
-    """What the programs of an RL step take. Sizes and programs are those of a run's `Learner`."""
+    """What the programs of a step take. Sizes and programs are those that a run uses."""
 
-    config: ModelConfig
-    graph: nnx.GraphDef
+    skeleton: Skeleton
+    """The model without its trained weights."""
     state: TrainState
-    frozen: Any
-    """The decoder's weights that are not trained."""
     bank: Bank
     """What is cached of frames."""
     visual: Any
@@ -79,13 +76,14 @@ class AbstractStep(NamedTuple):
     """The programs between both, if a part of the vision tower is trained."""
     microbatches: tuple[Microbatch, ...]
     """An empty micro-batch of every size, the largest first."""
-    batch: RLBatch
-    update: Accumulation
+    batch: Any
+    """What else the loss reads: `RLBatch` or `SFTBatch`."""
+    update: Update
     """The update's programs: adding gradients, and the step of the optimizer."""
 
 
 def abstract_rl_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> AbstractStep:
-    """The arguments and programs of a recipe's PARA-GRPO step.
+    """Return the arguments and programs of a recipe's PARA-GRPO step.
 
     Args:
         run: a recipe with RL.
@@ -96,35 +94,67 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) ->
         ValueError: the recipe has no RL.
     """
     settings = _phase(run, "rl", run.rl)
-    config, graph, weights, frozen, vision = _model(run, mesh, config)
+    config, skeleton, weights = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.updates)
     state = _state(weights, optimizer)
     devices = row_devices(mesh)
     pieces = row_pieces(config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
     shape = run.rl_shape
     sizes = shape.microbatches(settings.microbatch_tokens, devices, pieces)
-    hosts = len({device.process_index for device in mesh.devices.flat})
-    dtype = jnp.dtype(run.model.dtype)
-    slots, frames = shape.slots(hosts, devices), shape.frames(hosts, devices)
-    visual: Any = _place(_visual(devices, slots, config, dtype), bank_sharding(mesh))
-    bank, programs = Bank(visual), None
-    if vision is not None:
-        bank = Bank(*_placed(_cached(vision, devices, slots, frames, dtype), mesh).values())
-        programs = make_vision_programs(vision, mesh, hosts, slots * devices // hosts)
+    hosts = _hosts(mesh)
+    room = VisualRoom(shape.slots(hosts, devices), shape.frames(hosts, devices))
     rollouts = _rollouts(shape, settings.max_staleness > 0)
     batch = RLBatch(rollouts, _shape((shape.rows, shape.suffix), jnp.float32), _totals())
+    size = (shape.rows, shape.suffix)
     return AbstractStep(
-        config,
-        graph,
+        skeleton,
         state,
-        frozen,
-        bank,
-        visual,
-        programs,
-        tuple(_placed(_microbatch(size, shape), mesh) for size in sizes),
+        *_frames(run, mesh, config, skeleton.vision, room),
+        tuple(_placed(_microbatch(each, size), mesh) for each in sizes),
         _placed(batch, mesh),
-        make_accumulation(graph, optimizer, rl_loss(settings), state, frozen),
+        make_update(skeleton, optimizer, rl_loss(settings), state),
     )
+
+
+def abstract_sft_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> AbstractStep:
+    """Return the arguments and programs of a recipe's SFT step; see `abstract_rl_step`."""
+    settings = _phase(run, "sft", run.sft)
+    config, skeleton, weights = _model(run, mesh, config)
+    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    state = _state(weights, optimizer)
+    devices = row_devices(mesh)
+    shape = settings.shape
+    if skeleton.vision is not None and skeleton.vision.whole:
+        frames = math.ceil(shape.visual / run.smallest_frame)
+        shape = dataclasses.replace(shape, frames=frames)
+    shape = shape.fitted(settings.microbatches, devices)
+    size = (shape.rows, shape.tokens)
+    batch = SFTBatch(_shape(size, jnp.bool_), _shape((), jnp.float32))
+    return AbstractStep(
+        skeleton,
+        state,
+        *_frames(run, mesh, config, skeleton.vision, shape.room(devices)),
+        (_placed(_microbatch(shape.microbatch, size), mesh),),
+        _placed(batch, mesh),
+        make_update(skeleton, optimizer, sft_loss(settings), state),
+    )
+
+
+def _frames(
+    run: Run, mesh: Mesh, config: ModelConfig, vision: TrainedVision | None, room: VisualRoom
+) -> tuple[Bank, Any, VisionPrograms | None]:
+    """Return a step's bank, its visual vectors, and the programs between them."""
+    devices, dtype = row_devices(mesh), jnp.dtype(run.model.dtype)
+    visual: Any = _place(_visual(devices, room.slots, config, dtype), bank_sharding(mesh))
+    if vision is None:
+        return Bank(visual), visual, None
+    bank = Bank(*_placed(_cached(vision, devices, room, dtype), mesh).values())
+    hosts = _hosts(mesh)
+    return bank, visual, make_vision_programs(vision, mesh, hosts, room.slots * devices // hosts)
+
+
+def _hosts(mesh: Mesh) -> int:
+    return len({device.process_index for device in mesh.devices.flat})
 
 
 def abstract_rl_gradients(
@@ -141,12 +171,20 @@ def abstract_rl_gradients(
         later: of an update after the first one of a step, which reads the log-probs of that one.
     """
     step = abstract_rl_step(run, mesh, config)
-    total = sums_of(_differentiated(step), mesh)
-    batch = step.batch
     if later:
-        batch = dataclasses.replace(batch, proximal=batch.advantages)
+        step = step._replace(batch=dataclasses.replace(step.batch, proximal=step.batch.advantages))
+    return _gradients(step, mesh, size)
+
+
+def abstract_sft_gradients(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
+    """Return the gradients of a micro-batch of SFT, added to those of others."""
+    return _gradients(abstract_sft_step(run, mesh, config), mesh)
+
+
+def _gradients(step: AbstractStep, mesh: Mesh, size: int = 0) -> Abstract:
     text, _ = apart(step.state.weights)
-    arguments = (text, total, step.visual, step.microbatches[size], batch)
+    total = sums_of(_differentiated(step), mesh)
+    arguments = (text, total, step.visual, step.microbatches[size], step.batch)
     return Abstract(step.update.add, arguments)
 
 
@@ -179,37 +217,20 @@ def abstract_rl_start(run: Run, mesh: Mesh, config: ModelConfig | None = None) -
 
 
 def abstract_rl_optimizer(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
-    """The optimizer's step after the gradients; see `abstract_rl_step`."""
-    step = abstract_rl_step(run, mesh, config)
+    """Return the optimizer's step after the gradients; see `abstract_rl_step`."""
+    return _optimizer(abstract_rl_step(run, mesh, config), mesh)
+
+
+def abstract_sft_optimizer(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
+    """Return the optimizer's step after the gradients; see `abstract_sft_step`."""
+    return _optimizer(abstract_sft_step(run, mesh, config), mesh)
+
+
+def _optimizer(step: AbstractStep, mesh: Mesh) -> Abstract:
     text, vision = apart(step.state.weights)
     of_vision = jax.tree.map(lambda x: x.update(dtype=jnp.float32), vision)
     total = together(sums_of(text, mesh), of_vision)
     return Abstract(step.update.apply, (step.state, total))
-
-
-def abstract_sft_update(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
-    """The SFT update of a recipe; see `abstract_rl_step`.
-
-    The arguments are the state (donated) and an `SFTBatch`.
-    """
-    settings = _phase(run, "sft", run.sft)
-    config, graph, weights, frozen, vision = _model(run, mesh, config)
-    optimizer = make_optimizer(settings.optimizer, settings.steps)
-    state = _state(weights, optimizer)
-    shape, parts = fitted_rows(settings.shape, settings.microbatches, mesh)
-    dtype = jnp.dtype(run.model.dtype)
-    rows = _packed(shape, config, dtype)
-    if vision is not None:
-        frames = math.ceil(shape.visual / run.smallest_frame)
-        cached = _cached(vision, shape.rows, shape.visual, frames, dtype)
-        rows = dataclasses.replace(rows, **cached)
-    batch = _placed(SFTBatch(rows, _shape((), jnp.float32)), mesh)
-    image = config.image_token_id
-    encode = visual_encoder(vision, shape.visual)
-    program = make_sft_update(
-        graph, optimizer, image, settings, parts, state, frozen, encode=encode
-    )
-    return Abstract(program, (state, batch))
 
 
 def abstract_reference(
@@ -218,9 +239,7 @@ def abstract_reference(
     """The reference log-probs of a micro-batch; see `abstract_rl_gradients`."""
     settings = _phase(run, "rl", run.rl)
     step = abstract_rl_step(run, mesh, config)
-    program = make_logprobs(
-        step.graph, settings.temperature, mesh, settings.logprob_chunk, step.frozen
-    )
+    program = make_logprobs(step.skeleton, settings.temperature, mesh, settings.logprob_chunk)
     # The reference is stored in the type of the activations, to save memory.
     dtype = jnp.dtype(run.model.dtype)
     text, _ = apart(step.state.weights)
@@ -240,19 +259,14 @@ def planned_model(run: Run, config: ModelConfig) -> VisionLanguageModel:
     return abstract_model(config, dtype=dtype, param_dtype=run.param_dtype, lora=run.lora)
 
 
-def _model(
-    run: Run, mesh: Mesh, config: ModelConfig | None
-) -> tuple[ModelConfig, nnx.GraphDef, Any, Any, TrainedVision | None]:
-    """(config, the decoder's graph, trained weights, its frozen weights, trained part of the tower)
-
-    Weights are sharded over the mesh.
-    """
+def _model(run: Run, mesh: Mesh, config: ModelConfig | None) -> tuple[ModelConfig, Skeleton, Any]:
+    """Return the sizes, the model without its trained weights, and these, sharded over the mesh."""
     config = run.model.config() if config is None else config
     model = planned_model(run, config)
     graph, *states = split(model, run.train_vision)
     weights, frozen = jax.tree.map(_place, states, [param_shardings(x, mesh) for x in states])
     vision = TrainedVision.of(model.vision, run.train_vision, run.largest_frame)
-    return config, graph, weights, frozen, vision
+    return config, Skeleton(graph, frozen, vision), weights
 
 
 def _state(weights: Any, optimizer: Any) -> TrainState:
@@ -279,25 +293,22 @@ def _visual(rows: int, tokens: int, config: ModelConfig, dtype: Any) -> Any:
     return _shape((rows, tokens, levels, config.text.hidden_size), dtype)
 
 
-def _cached(
-    vision: TrainedVision, rows: int, visual: int, frames: int, dtype: Any
-) -> dict[str, Any]:
-    """What is cached of frames, and their sizes if the whole tower is trained; by name in a batch.
+def _cached(vision: TrainedVision, rows: int, room: VisualRoom, dtype: Any) -> dict[str, Any]:
+    """Return what is cached of frames, and their sizes if the whole tower is trained.
 
     Args:
         vision: the trained part of the tower.
         rows: rows of the bank.
-        visual: visual tokens per row.
-        frames: frames per row.
+        room: room for frames per row.
         dtype: type of the activations.
     """
     if not vision.whole:
-        return {"visual": _shape((rows, visual, *vision.vector), dtype), "grids": None}
-    patches = _shape((rows, frames * vision.frame_tokens, *vision.vector), dtype)
-    return {"visual": patches, "grids": _shape((rows, frames, 2), jnp.int32)}
+        return {"visual": _shape((rows, room.slots, *vision.vector), dtype), "grids": None}
+    patches = _shape((rows, room.frames * vision.frame_tokens, *vision.vector), dtype)
+    return {"visual": patches, "grids": _shape((rows, room.frames, 2), jnp.int32)}
 
 
-def _microbatch(size: MicrobatchShape, shape: StepShape) -> Microbatch:
+def _microbatch(size: MicrobatchShape, index: tuple[int, int]) -> Microbatch:
     rows = (size.rows * size.pieces, size.tokens // size.pieces)
     return Microbatch(
         ids=_shape(rows, jnp.int32),
@@ -306,19 +317,8 @@ def _microbatch(size: MicrobatchShape, shape: StepShape) -> Microbatch:
         starts=_shape(rows, jnp.int32),
         shared=_shape(rows[:1], jnp.int32),
         visual_index=_shape(rows, jnp.int32),
-        index=_shape((shape.rows, shape.suffix), jnp.int32),
+        index=_shape(index, jnp.int32),
         pieces=size.pieces,
-    )
-
-
-def _packed(shape: PackedShape, config: ModelConfig, dtype: Any) -> PackedRows:
-    rows = (shape.rows, shape.tokens)
-    return PackedRows(
-        ids=_shape(rows, jnp.int32),
-        positions=_shape((3, *rows), jnp.int32),
-        segments=_shape(rows, jnp.int32),
-        sampled=_shape(rows, jnp.bool_),
-        visual=_visual(shape.rows, shape.visual, config, dtype),
     )
 
 

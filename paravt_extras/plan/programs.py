@@ -33,9 +33,12 @@ from paravt_extras.plan.abstract import (
     abstract_rl_start,
     abstract_rl_step,
     abstract_rl_vision,
-    abstract_sft_update,
+    abstract_sft_gradients,
+    abstract_sft_optimizer,
+    abstract_sft_step,
     planned_model,
 )
+from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
 from train.learn.packing import MicrobatchShape
@@ -43,7 +46,6 @@ from train.learn.placement import row_pieces
 from train.learn.weight_sync import host_mesh, make_sync, sampler_devices, stay
 from train.phases.model import model_config
 from train.settings import Run
-from train.world_data import world_vocabulary
 
 # The first words of programs that run while the engine is awake, each on the devices of one host.
 ROLLOUTS = ("vision", "bank", "prefill", "page", "decode")
@@ -117,6 +119,7 @@ class Plan:
             "bank fill": self._fill,
             "page copy": self._copy,
             "SFT update": self._sft,
+            "SFT optimizer": self._sft_optimizer,
             "RL bank": self._share,
             "RL start": self._start,
             "RL vision": self._rl_vision,
@@ -138,19 +141,18 @@ class Plan:
     # --- training ---
 
     def _training_arguments(self) -> list[tuple[Any, ...]]:
-        """(state, batch) of the update of every training phase, in the order of the phases."""
-        found = []
-        if self.run.sft is not None:
-            found.append(abstract_sft_update(self.run, self.mesh, self.config).arguments)
-        if self.run.rl is not None:
-            step = abstract_rl_step(self.run, self.mesh, self.config)
-            found.append((step.state, (step.bank, step.microbatches[0], step.batch)))
-        return found
+        """Return (state, batch) of every training phase, in the order of the phases."""
+        phases = ((self.run.sft, abstract_sft_step), (self.run.rl, abstract_rl_step))
+        steps = [make(self.run, self.mesh, self.config) for phase, make in phases if phase]
+        return [(step.state, (step.bank, step.microbatches[0], step.batch)) for step in steps]
 
     def _sft(self) -> PlannedProgram:
-        assert self.run.sft is not None
-        update = abstract_sft_update(self.run, self.mesh, self.config)
-        return self._training("SFT update", update, ("weights", "base", "moments", "batch"))
+        update = abstract_sft_gradients(self.run, self.mesh, self.config)
+        return self._training("SFT update", update, ("weights", "base", "batch"))
+
+    def _sft_optimizer(self) -> PlannedProgram:
+        step = abstract_sft_optimizer(self.run, self.mesh, self.config)
+        return self._training("SFT optimizer", step, ("weights", "moments"))
 
     def _update(self, tokens: int, later: bool) -> PlannedProgram:
         """Gradients of a micro-batch whose rows have this many tokens."""

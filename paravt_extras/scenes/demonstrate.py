@@ -17,11 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paravt_extras.scenes.ask import LETTERS, SceneQuestion, questions
-from paravt_extras.scenes.plan import FPS, PLACES, Chapter, Moment, SceneVideo
-from paravt_jax.data.frames import VideoInfo, overview_indices, window_indices
-from paravt_jax.method.records import QuestionKind
-from paravt_jax.world.published_rows import (
+from paravt_extras.published_rows import (
     SYSTEM_WITH_TOOL,
     Message,
     call,
@@ -31,6 +27,10 @@ from paravt_jax.world.published_rows import (
     think,
     with_options,
 )
+from paravt_extras.scenes.ask import LETTERS, SceneQuestion, questions
+from paravt_extras.scenes.plan import FPS, PLACES, Chapter, Moment, SceneVideo
+from paravt_jax.data.frames import VideoInfo, overview_indices, window_indices
+from paravt_jax.method.records import QuestionKind
 
 FRAMES = 4
 """Overview frames of a demonstration."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from typing import Any
 
+from paravt_extras import published_rows
 from paravt_extras.scenes.ask import SceneQuestion, questions
 from paravt_extras.scenes.calibrate import facts
 from paravt_extras.scenes.demonstrate import demonstrations
@@ -33,7 +34,6 @@ from paravt_jax.data.stored_settings import lock, require_same
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.progress import size
-from paravt_jax.world import published_rows
 
 SETTINGS = "settings.json"
 MEDIA = "media"

@@ -14,14 +14,12 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tensorflow_datasets as tfds
 
-from paravt_jax.data import video
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.frames import VideoError
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.records import Caption, Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
@@ -38,7 +36,7 @@ class Records(tfds.core.GeneratorBasedBuilder):
 
     VERSION = tfds.core.Version("1.0.0")
 
-    def __init__(self, splits: Mapping[str, Sequence[Record]] | None = None, **kwargs):
+    def __init__(self, splits: Mapping[str, Iterable[Record]] | None = None, **kwargs):
         self._splits = splits or {}
         super().__init__(**kwargs)
 
@@ -56,21 +54,22 @@ class Records(tfds.core.GeneratorBasedBuilder):
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, str]]]]:
         return {name: self._generate_examples(records) for name, records in self._splits.items()}
 
-    def _generate_examples(self, records: Sequence[Record]) -> Iterator[tuple[int, dict[str, str]]]:
+    def _generate_examples(self, records: Iterable[Record]) -> Iterator[tuple[int, dict[str, str]]]:
         for n, record in enumerate(records):
             kind, text = encode(record)
             yield n, {"kind": kind, "record": text}
 
 
-def write_splits(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record]]) -> None:
+def write_splits(folder: str | os.PathLike, splits: Mapping[str, Iterable[Record]]) -> None:
     """Write splits to a folder, unless it already contains exactly these records.
 
-    After an interruption the folder counts as unprepared, and the next call starts over.
+    The records are iterated several times. After an interruption the folder counts as unprepared,
+    and the next call starts over.
 
     Raises:
         ValueError: A split is empty.
     """
-    empty = [name for name, records in splits.items() if not records]
+    empty = [name for name, records in splits.items() if next(iter(records), None) is None]
     if empty:
         raise ValueError(
             f"datasets: no records in split {', '.join(empty)}; leave it out or give it some"
@@ -155,32 +154,6 @@ def decode(kind: str, text: str) -> Record:
     return _DECODERS[kind](json.loads(text))
 
 
-def check_videos(
-    paths: Sequence[str],
-    root: str | os.PathLike,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, str]:
-    """Find the videos that cannot be read. Frames are listed, but not decoded.
-
-    Args:
-        paths: Paths relative to `root`.
-        root: The data root.
-        progress: Called after each video with the number done and the total.
-
-    Returns:
-        The reason for each unreadable video, by path.
-    """
-    reasons: dict[str, str] = {}
-    for n, path in enumerate(paths):
-        try:
-            video.probe(pathlib.Path(root) / path)
-        except VideoError as error:
-            reasons[path] = error.reason
-        if progress is not None:
-            progress(n + 1, len(paths))
-    return reasons
-
-
 def video_of(record: Record) -> str:
     """Return the path of a record's video; for a conversation, the path of its first clip."""
     return record.clips[0].path if isinstance(record, Conversation) else record.video
@@ -223,7 +196,7 @@ _DECODERS: dict[str, Callable[[Any], Record]] = {
 }
 
 
-def _digest(records: Sequence[Record]) -> str:
+def _digest(records: Iterable[Record]) -> str:
     # JSON escapes both separators, so different records never give the same bytes.
     digest = hashlib.sha256()
     for record in records:

@@ -258,6 +258,20 @@ def read_now(read: Callable[[], ReadFrames]) -> Future[ReadFrames]:
 
 
 @runtime_checkable
+class ReadsAhead(Protocol):
+    """Reads frames before they are asked for: a `FrameReader`."""
+
+    def ahead(
+        self,
+        path: str | os.PathLike,
+        wanted: Sequence[int] | Int64[np.ndarray, " m"] | int,
+        crop: bool = False,
+    ) -> None:
+        """Begin to read frames of a file: their numbers, or the number of an overview's frames."""
+        ...
+
+
+@runtime_checkable
 class FrameSource(Protocol):
     """Reads videos: a `FrameReader`, or in the calling thread `paravt_jax.data.video`."""
 

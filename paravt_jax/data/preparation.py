@@ -4,13 +4,13 @@ Each row is read on its own, under a deadline: its videos are opened, and their 
 decoded. A bad row does not affect the others. Every row is either stored or listed once in
 `left_out.jsonl` with a reason, in the order of the files.
 
-Finished chunks of rows are written to a work folder, so an interrupted preparation resumes:
+The outcome of each row is appended to a file, so an interrupted preparation goes on with the next:
 
-    FOLDER/work-<digest>/<file>-000000.jsonl   outcomes of 64 rows; deleted at the end
-    FOLDER/records/                            the stored splits
+    FOLDER/work-<digest>.jsonl    outcomes of the rows so far; deleted at the end
+    FOLDER/records/               the stored splits
     FOLDER/summary.json, left_out.jsonl, lengths.json
-    FOLDER/sums.json                           checksums of the files above, left_out.jsonl aside
-    FOLDER/plan.json                           the settings of the set; written last
+    FOLDER/sums.json              checksums of the files above, left_out.jsonl aside
+    FOLDER/plan.json              the settings of the set; written last
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
-import math
 import pathlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypedDict
@@ -31,8 +30,15 @@ from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.datasets import Record
 from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
-from paravt_jax.data.published import Refused, Table, open_table, read_rows
-from paravt_jax.data.row_reading import Kept, LeftOutRow, Reading, read_row
+from paravt_jax.data.published import Table, open_table, read_rows
+from paravt_jax.data.row_reading import (
+    KeptRow,
+    LeftOutRow,
+    Reading,
+    RowTask,
+    read_row,
+    unread_row,
+)
 from paravt_jax.data.stored_json import DamagedFileError, read_json
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.data.workers import Workers
@@ -44,21 +50,14 @@ LEFT_OUT = "left_out.jsonl"
 LENGTHS = "lengths.json"
 # Written last: if it exists, the set is complete.
 PLAN = "plan.json"
-# Rows per file of the work folder. An interruption loses the rows of unfinished chunks.
-CHUNK_ROWS = 64
+WORK = "work-*.jsonl"
 
-# Of `set_bytes`: in all, for each byte of the tables' texts, and for each row.
-_FIXED_BYTES = 2 * 10**6
-_SET_BYTES = 3
-_ROW_BYTES = 4_000
-
+# Rows beyond those that the workers read, so that a slow one does not keep the others waiting.
+_AHEAD = 64
 _REMEDY = "restore it, or delete the folder and prepare the set again"
-_WORK_PREFIX = "work-"
 _RECORDS = "records"
 # Part of every plan. Change it whenever the same files give other records.
 _FORMAT = 2
-
-Row = dict[str, Any] | Refused
 
 
 class _Summary(TypedDict):
@@ -69,9 +68,6 @@ class _Summary(TypedDict):
     reasons: dict[str, int]
     seconds: dict[str, float]
     sizes: dict[str, int]
-
-
-_Outcome = tuple[Kept, Question | Conversation] | LeftOutRow
 
 
 def find_tables(folder: pathlib.Path) -> list[Table]:
@@ -94,13 +90,6 @@ def find_tables(folder: pathlib.Path) -> list[Table]:
     return [open_table(path) for path in files]
 
 
-def set_bytes(tables: Sequence[Table]) -> int:
-    """Estimate of the bytes on disk that `prepare_rows` takes, its work folder included."""
-    texts = sum(table.text_bytes for table in tables)
-    rows = sum(table.rows for table in tables)
-    return _FIXED_BYTES + _SET_BYTES * texts + _ROW_BYTES * rows
-
-
 def prepare_rows(
     tables: Sequence[Table],
     folder: pathlib.Path,
@@ -121,7 +110,7 @@ def prepare_rows(
         tell: Called with the number of rows done and the total. It may raise to interrupt.
 
     Returns:
-        The summary: counts of rows by source, kind and reason, and quantiles of lengths.
+        The summary: counts of rows by source, kind and reason, and ranges of lengths.
 
     Raises:
         ValueError: `folder` holds another set, or no row can be used.
@@ -130,30 +119,24 @@ def prepare_rows(
     if (folder / PLAN).exists():
         _require_same(folder, plan)
         return read_json(folder / SUMMARY, _Summary, _REMEDY)
-    # The work folder's name depends on the plan and on what is noted of a row, so chunks of another
-    # plan or version are never reused.
-    noted = [field.name for field in dataclasses.fields(Kept)]
-    digest = hashlib.sha256(json.dumps([plan, noted]).encode()).hexdigest()[:12]
-    work = folder / f"{_WORK_PREFIX}{digest}"
-    work.mkdir(parents=True, exist_ok=True)
+    # The name depends on the plan, so outcomes of another plan are never used.
+    digest = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]
+    work = folder / WORK.replace("*", digest)
+    folder.mkdir(parents=True, exist_ok=True)
 
-    done = 0
     total = sum(table.rows for table in tables)
     with Workers(functools.partial(read_row, reading), workers, deadline) as pool:
-        for rows in _read_chunks(tables, work, pool, rows_ahead=4 * workers):
-            done += rows
+        for done in _read_rest(tables, work, pool, ahead=_AHEAD + workers):
             tell(done, total)
 
-    outcomes = _Outcomes(work)
-    summary = _summarise(outcomes, [table.split for table in tables])
-    _write_reports(folder, outcomes, summary)
-    _write_records(folder, outcomes, summary)
+    summary = _write_reports(folder, work, [table.split for table in tables])
+    _write_records(folder, work, summary)
     records = [file for file in (folder / _RECORDS).rglob("*") if file.is_file()]
     write_sums(folder, [folder / SUMMARY, folder / LENGTHS, *records])
     # Written last: its existence marks the set as complete.
     write_atomically(folder / PLAN, json.dumps(plan, indent=1) + "\n")
-    for old in folder.glob(_WORK_PREFIX + "*"):
-        shutil.rmtree(old)
+    for old in folder.glob(WORK):
+        old.unlink()
     return summary
 
 
@@ -266,203 +249,155 @@ def _require_same(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    """A row that a worker is reading."""
-
-    id: str
-    source: str
-    outcome: Future[_Outcome]
-
-
-def _read_chunks(
-    tables: Sequence[Table], work: pathlib.Path, pool: Workers, rows_ahead: int
+def _read_rest(
+    tables: Sequence[Table], work: pathlib.Path, pool: Workers, ahead: int
 ) -> Iterator[int]:
-    """Read all rows that are not in the work folder yet. Yields the rows of each finished chunk."""
-    pending: collections.deque[tuple[pathlib.Path, list[_Pending]]] = collections.deque()
+    """Read the rows that have no outcome yet. Yields the number of rows that have one."""
+    done = _count_outcomes(work)
+    yield done
+    tasks = itertools.islice(_tasks(tables), done, None)
+    with work.open("a", encoding="utf-8") as file:
+        for task, outcome in _submitted(pool, tasks, ahead):
+            # Broad because no row may stop the others, whatever its files make a decoder do.
+            try:
+                row = outcome.result()
+            except Exception as error:
+                row = unread_row(task, error)
+            file.write(json.dumps(_as_line(row)) + "\n")
+            file.flush()
+            done += 1
+            yield done
+
+
+def _count_outcomes(work: pathlib.Path) -> int:
+    """Return the number of outcomes in a file, after cutting off what a kill left of the next."""
+    if not work.exists():
+        return 0
+    with work.open("r+b") as file:
+        count, end = 0, 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            count, end = count + 1, end + len(line)
+        file.truncate(end)
+    return count
+
+
+def _tasks(tables: Sequence[Table]) -> Iterator[RowTask]:
     for table in tables:
-        for number, rows in enumerate(_batched(read_rows(table))):
-            file = work / f"{table.path.stem}-{number:06d}.jsonl"
-            if file.exists():
-                yield len(rows)
-                continue
-            pending.append((file, _submit(pool, table, number * CHUNK_ROWS, rows)))
-            # Submit enough rows to keep all workers busy across the end of a chunk. More would only
-            # take memory, because waiting rows are held here.
-            while len(pending) * CHUNK_ROWS > rows_ahead + CHUNK_ROWS:
-                yield _finish(*pending.popleft())
-    while pending:
-        yield _finish(*pending.popleft())
+        for number, columns in enumerate(read_rows(table)):
+            yield RowTask(f"{table.path.stem}:{number}", table.split, table.rl, columns)
 
 
-def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    batch: list[Row] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == CHUNK_ROWS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def _submitted(
+    pool: Workers, tasks: Iterable[RowTask], ahead: int
+) -> Iterator[tuple[RowTask, Future]]:
+    """Hand tasks to the workers, and yield them in order, `ahead` of which are submitted before."""
+    waiting: collections.deque[tuple[RowTask, Future]] = collections.deque()
+    for task in tasks:
+        waiting.append((task, pool.submit(task)))
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting
 
 
-def _submit(pool: Workers, table: Table, first: int, rows: Sequence[Row]) -> list[_Pending]:
-    """Hand rows to the workers; `first` is the number of the first row in its file."""
-    pending = []
-    for number, row in enumerate(rows, first):
-        id = f"{table.path.stem}:{number}"
-        future = pool.submit((table.rl, id, table.split, row))
-        pending.append(_Pending(id, table.split, future))
-    return pending
+def _as_line(row: KeptRow | LeftOutRow) -> dict[str, Any]:
+    """Return an outcome as JSON. A kept row has the fields `kind` and `record` of its record."""
+    if isinstance(row, LeftOutRow):
+        return dataclasses.asdict(row)
+    kind, record = datasets.encode(row.record)
+    counted = row.record.kind if isinstance(row.record, Question) else kind
+    facts = {"source": row.source, "counted": counted, "seconds": row.seconds, "sizes": row.sizes}
+    return {**facts, "kind": kind, "record": record}
 
 
-def _finish(file: pathlib.Path, pending: Sequence[_Pending]) -> int:
-    """Wait for the rows of a chunk and write their outcomes. Returns the number of rows."""
-    lines = []
-    for row in pending:
-        # Broad because no row may stop the others, whatever its files make a decoder do.
-        try:
-            outcome = row.outcome.result()
-        except Exception as error:
-            outcome = LeftOutRow.by_worker(row.id, row.source, error)
-        if isinstance(outcome, LeftOutRow):
-            lines.append({"left_out": dataclasses.asdict(outcome)})
-        else:
-            facts, record = outcome
-            kind, text = datasets.encode(record)
-            lines.append({"kept": dataclasses.asdict(facts), "kind": kind, "record": text})
-    # Write the whole chunk at once: if its file exists, the chunk is done.
-    write_atomically(file, "".join(json.dumps(line) + "\n" for line in lines))
-    return len(pending)
+def _lines(work: pathlib.Path) -> Iterator[dict[str, Any]]:
+    with work.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
 
 
-class _Outcomes:
-    """The outcomes of all rows, read from the chunks in the order of the files."""
+class _Records:
+    """The records of one kind, read from the outcomes whenever they are iterated."""
 
-    def __init__(self, work: pathlib.Path):
-        self._files = sorted(work.glob("*.jsonl"))
+    def __init__(self, work: pathlib.Path, kind: str):
+        self._work = work
+        self._kind = kind
 
-    def kept(self) -> Iterator[Kept]:
-        for line in self._lines():
-            if "kept" in line:
-                facts = line["kept"]
-                # JSON reads a tuple back as a list.
-                sizes = tuple(map(tuple, facts["sizes"]))
-                yield Kept(**(facts | {"seconds": tuple(facts["seconds"]), "sizes": sizes}))
-
-    def left_out(self) -> Iterator[LeftOutRow]:
-        for line in self._lines():
-            if "left_out" in line:
-                yield LeftOutRow(**line["left_out"])
-
-    def records(self, split: str) -> Sequence[Record]:
-        return _Records(self._files, split.removesuffix("s"))
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        for file in self._files:
-            yield from _read_lines(file)
+    def __iter__(self) -> Iterator[Record]:
+        for line in _lines(self._work):
+            if line.get("kind") == self._kind:
+                yield datasets.decode(line["kind"], line["record"])
 
 
-class _Records(Sequence[Record]):
-    """The records of one kind, read from the chunks on access because all may not fit in memory.
-
-    The latest chunk stays in memory, so sequential access is fast.
-    """
-
-    def __init__(self, files: Sequence[pathlib.Path], kind: str):
-        self._places = [
-            (file, line_number)
-            for file in files
-            for line_number, line in enumerate(_read_lines(file))
-            if line.get("kind") == kind
-        ]
-        self._file: pathlib.Path | None = None
-        self._lines: list[dict[str, Any]] = []
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index):
-        file, line_number = self._places[index]
-        if self._file != file:
-            self._file = file
-            self._lines = _read_lines(file)
-        line = self._lines[line_number]
-        return datasets.decode(line["kind"], line["record"])
-
-
-def _read_lines(file: pathlib.Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def _write_reports(folder: pathlib.Path, outcomes: _Outcomes, summary: dict[str, Any]) -> None:
+def _write_reports(
+    folder: pathlib.Path, work: pathlib.Path, sources: Sequence[str]
+) -> dict[str, Any]:
+    """Write and return the summary; also write the rows that are left out, and the lengths."""
+    left_out = [line for line in _lines(work) if "reason" in line]
+    records = _Records(work, "conversation")
+    lengths = [record.tokens for record in records if isinstance(record, Conversation)]
+    summary = _summarise(work, left_out, sources) | {"tokens": _range(lengths)}
     write_atomically(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    left_out = [json.dumps(dataclasses.asdict(row)) + "\n" for row in outcomes.left_out()]
-    write_atomically(folder / LEFT_OUT, "".join(left_out))
-    lengths = [row.tokens for row in outcomes.kept() if row.kind == "conversation"]
+    write_atomically(folder / LEFT_OUT, "".join(json.dumps(line) + "\n" for line in left_out))
     write_atomically(folder / LENGTHS, json.dumps(lengths))
+    return summary
 
 
-def _write_records(folder: pathlib.Path, outcomes: _Outcomes, summary: dict[str, Any]) -> None:
-    splits = {name: outcomes.records(name) for name in ("questions", "conversations")}
-    splits = {name: records for name, records in splits.items() if len(records)}
-    if not splits:
+def _write_records(folder: pathlib.Path, work: pathlib.Path, summary: dict[str, Any]) -> None:
+    if not summary["kept"]:
         reasons = [f"{count} {reason}" for reason, count in summary["reasons"].items()]
         raise ValueError(
             f"{folder}: none of {summary['rows']} rows can be used "
             f"({', '.join(reasons) or 'there are no rows'}); see {folder / LEFT_OUT}"
         )
+    conversations = summary["kinds"].get("conversation", 0)
+    splits = {}
+    if conversations < summary["kept"]:
+        splits["questions"] = _Records(work, "question")
+    if conversations:
+        splits["conversations"] = _Records(work, "conversation")
     datasets.write_splits(folder / _RECORDS, splits)
 
 
-def _summarise(outcomes: _Outcomes, sources: Sequence[str]) -> dict[str, Any]:
+def _summarise(
+    work: pathlib.Path, left_out: Sequence[dict[str, Any]], sources: Sequence[str]
+) -> dict[str, Any]:
     """Count rows by source, kind, reason, and size of video (width x height in pixels).
 
-    Durations are in seconds, lengths in tokens.
+    Durations are in seconds.
     """
-    kept = list(outcomes.kept())
-    left_out = list(outcomes.left_out())
-    conversations = [row for row in kept if row.kind == "conversation"]
-    by_source = {
-        source: {
-            "kept": sum(row.source == source for row in kept),
-            "left_out": _count(row.reason for row in left_out if row.source == source),
-        }
-        for source in dict.fromkeys(sources)
-    }
+    kinds: collections.Counter[str] = collections.Counter()
+    sizes: collections.Counter[str] = collections.Counter()
+    by_source: collections.Counter[str] = collections.Counter()
+    seconds: list[float] = []
+    for line in _lines(work):
+        if "kind" in line:
+            kinds[line["counted"]] += 1
+            by_source[line["source"]] += 1
+            sizes.update(f"{width}x{height}" for height, width in line["sizes"])
+            seconds += line["seconds"]
     return {
-        "rows": len(kept) + len(left_out),
-        "kept": len(kept),
+        "rows": kinds.total() + len(left_out),
+        "kept": kinds.total(),
         "left_out": len(left_out),
-        "reasons": _count(row.reason for row in left_out),
-        "sources": by_source,
-        "kinds": _count(row.kind for row in kept),
-        "sizes": _count(f"{width}x{height}" for row in kept for height, width in row.sizes),
-        "seconds": _quantiles([seconds for row in kept for seconds in row.seconds]),
-        "tokens": _quantiles([row.tokens for row in conversations]),
-        "tokens_in_all": sum(row.tokens for row in conversations),
-        "frames": _quantiles([row.frames for row in conversations]),
-        "with_calls": sum(row.calls > 0 for row in conversations),
-        "without_think": sum(not row.thinks for row in conversations),
-        "without_answer_tags": sum(not row.answers for row in conversations),
-        "without_frame_numbers": sum(row.ignored_frame_numbers > 0 for row in conversations),
+        "reasons": _count_reasons(left_out),
+        "sources": {
+            source: {
+                "kept": by_source[source],
+                "left_out": _count_reasons(row for row in left_out if row["source"] == source),
+            }
+            for source in sources
+        },
+        "kinds": dict(kinds.most_common()),
+        "sizes": dict(sizes.most_common()),
+        "seconds": _range(seconds),
     }
 
 
-def _count(values: Iterable[str]) -> dict[str, int]:
-    """How often each value occurs, the most frequent first."""
-    return dict(collections.Counter(str(value) for value in values).most_common())
+def _count_reasons(rows: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """Return how often each reason occurs, the most frequent first."""
+    return dict(collections.Counter(row["reason"] for row in rows).most_common())
 
 
-def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Minimum, median, 90th percentile, maximum and mean, rounded to three digits."""
-    if not values:
-        return {}
-    ordered = sorted(values)
-    shares = {"least": 0.0, "median": 0.5, "nine_tenths": 0.9, "most": 1.0}
-    found: dict[str, float] = {}
-    for name, share in shares.items():
-        position = min(math.floor(share * len(ordered)), len(ordered) - 1)
-        found[name] = round(float(ordered[position]), 3)
-    found["mean"] = round(float(sum(ordered) / len(ordered)), 3)
-    return found
+def _range(values: Sequence[float]) -> dict[str, float]:
+    return {"least": min(values), "most": max(values)} if values else {}

@@ -12,7 +12,6 @@ the root is refused.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import json
@@ -30,7 +29,6 @@ from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.parsing import (
     block_spans,
     extract_answer,
-    find_calls,
     find_tags,
     parse_calls,
 )
@@ -56,8 +54,6 @@ _PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
 _FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
 _RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 _RESPONSE_TAG = re.compile(f"({'|'.join(_RESPONSE_TAGS)})")
-# A number of frames in the JSON of a call. Quotation marks are escaped where arguments are a text.
-_FRAME_NUMBER = re.compile(r'\bnum_frames\\*"\s*+:\s*+(?!null)')
 # More than 30 years. An int of JSON may be too large for a float.
 _MOST_SECONDS = 1e9
 
@@ -116,14 +112,12 @@ class Table:
         split: Name of its split, taken from the file's name.
         rl: Whether it contains questions (rl) or conversations (sft).
         rows: Number of rows.
-        text_bytes: Bytes of all its columns, not compressed.
     """
 
     path: pathlib.Path
     split: str
     rl: bool
     rows: int
-    text_bytes: int = 0
 
 
 def open_table(path: pathlib.Path) -> Table:
@@ -138,8 +132,6 @@ def open_table(path: pathlib.Path) -> Table:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = set(file.schema_arrow.names)
             rows = file.metadata.num_rows
-            groups = range(file.metadata.num_row_groups)
-            text_bytes = sum(file.metadata.row_group(n).total_byte_size for n in groups)
     # ValueError: a name that is not UTF-8.
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
@@ -150,7 +142,7 @@ def open_table(path: pathlib.Path) -> Table:
             f"{', '.join(RL_COLUMNS)}, sft rows {', '.join(SFT_COLUMNS)}: "
             "give the files of ParaVT/ParaVT-Parquet"
         )
-    return Table(path, split_of(path.stem), is_rl, rows, text_bytes)
+    return Table(path, split_of(path.stem), is_rl, rows)
 
 
 def split_of(name: str) -> str:
@@ -187,35 +179,6 @@ def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refus
             if record_batch is None:
                 return
             yield from _python_rows(record_batch)
-
-
-def named_files(table: Table) -> set[str]:
-    """The paths of all videos and pictures that the rows of a file name, as records store them.
-
-    A row that is broken names none: it is not read.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
-    found: set[str] = set()
-    for row in read_rows(table):
-        with contextlib.suppress(Refused):
-            if isinstance(row, Mapping):
-                found.update(_files_of(row, table.rl))
-    return found
-
-
-def _files_of(row: Mapping[str, Any], rl: bool) -> list[str]:
-    if rl:
-        videos = _list(row.get("videos"), "videos")
-        return [local_path(_field(video, "video")) for video in videos]
-    messages = row.get("messages")
-    if isinstance(messages, str):
-        messages = _json(messages, "messages")
-    parts = [
-        part for message in _list(messages, "messages") for part in _read_message(message).parts
-    ]
-    return [part.path for part in parts if isinstance(part, _File)]
 
 
 def _columns_to_read(schema: pyarrow.Schema) -> list[str]:
@@ -389,27 +352,6 @@ def read_conversation(
             for turn in turns
         ),
     )
-
-
-def ignored_frame_numbers(row: Mapping[str, Any], limits: ProtocolSettings) -> int:
-    """Calls of an sft row that ask for a number of frames although the protocol does not offer it.
-
-    Args:
-        row: A row that `read_conversation` has read; it has left these numbers out.
-        limits: Limits of the protocol.
-    """
-    if limits.max_num_frames:
-        return 0
-    messages = row["messages"]
-    if isinstance(messages, str):
-        # Most rows have none. JSON is read once more only for the others.
-        if "num_frames" not in messages:
-            return 0
-        messages = _json(messages, "messages")
-    read = map(_read_message, messages)
-    parts = [part for message in read if message.role == "assistant" for part in message.parts]
-    calls = find_calls("".join(part for part in parts if isinstance(part, str)))
-    return sum(_FRAME_NUMBER.search(text or "") is not None for _, text in calls)
 
 
 def _main_video(turns: Sequence[_Turn]) -> str | None:
@@ -733,8 +675,3 @@ def _json(text: str, field: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Refused(Reason.BROKEN, f"{field} is not JSON ({str(error)[:80]})") from error
-
-
-def ends_with_answer(conversation: Conversation) -> bool:
-    """Whether the last response contains an answer between the protocol's tags."""
-    return extract_answer(str(conversation.turns[-1].content[0])) is not None

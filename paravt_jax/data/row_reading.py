@@ -1,7 +1,6 @@
-"""Reads one row of the published files in a worker process: its record, and facts for the summary.
+"""Reads one row of the published files in a worker process: to a record, or why it is left out.
 
-A row becomes a record with its `Kept`, or a `LeftOutRow`, however broken it or its files are. Every
-worker process imports this module, so its imports have to be few.
+Every worker process imports this module, so its imports have to be few.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from paravt_jax.data.frames import (
 from paravt_jax.data.published import (
     Reason,
     Refused,
-    ends_with_answer,
-    ignored_frame_numbers,
     read_conversation,
     read_question,
 )
@@ -37,7 +34,6 @@ from paravt_jax.method.conversations import Clip, Conversation, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import CropCall, FailedCall, Question
 from paravt_jax.method.tools.crop_video import resolve_window
-from paravt_jax.wire import WireError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,35 +62,25 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """Facts about a row that is used for training.
-
-    Attributes:
-        id: The row's id: the file's name and the row's number.
-        source: The split that the row comes from.
-        kind: `conversation`, or the kind of the question.
-        seconds: Durations of its videos.
-        sizes: (height, width) of its videos and pictures, in pixels.
-        tokens: Length of the conversation in tokens.
-        frames: Frames that the conversation shows.
-        calls: Tool responses in the conversation.
-        thinks: Whether all its responses start with <think>.
-        answers: Whether its last response contains answer tags.
-        ignored_frame_numbers: Calls whose number of frames is left out, because the protocol does
-            not offer it.
-    """
+class RowTask:
+    """A row of a published file: its id, its split, whether it asks a question, and its columns."""
 
     id: str
     source: str
-    kind: str
-    seconds: tuple[float, ...] = ()
-    sizes: tuple[tuple[int, int], ...] = ()
-    tokens: int = 0
-    frames: int = 0
-    calls: int = 0
-    thinks: bool = True
-    answers: bool = True
-    ignored_frame_numbers: int = 0
+    rl: bool
+    columns: dict | Refused
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptRow:
+    """A row that is used for training."""
+
+    source: str
+    record: Question | Conversation
+    seconds: tuple[float, ...]
+    """Durations of its videos."""
+    sizes: tuple[tuple[int, int], ...]
+    """(height, width) of its videos and pictures, in pixels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,78 +92,43 @@ class LeftOutRow:
     reason: str
     detail: str
 
-    @classmethod
-    def by_worker(cls, id: str, source: str, error: Exception) -> LeftOutRow:
-        """A row that no worker could finish.
 
-        Its deadline passed, its file crashed a decoder, or it holds a value that is not JSON.
-        """
-        if isinstance(error, WireError):
-            return cls(id, source, Reason.BROKEN, str(error))
-        reason = Reason.SLOW if isinstance(error, DeadlineError) else Reason.UNREADABLE
-        return cls(id, source, reason, str(error))
-
-
-def read_row(
-    reading: Reading,
-    task: tuple[bool, str, str, dict | Refused],
-) -> tuple[Kept, Question | Conversation] | LeftOutRow:
-    """Read one row of a published file, and check that its videos can be decoded.
-
-    Args:
-        reading: Settings of the conversion.
-        task: Whether the row is from an rl file, its id, its source, and its columns.
-
-    Returns:
-        Facts about the record and the record itself, or the reason why the row is left out.
-    """
-    rl, id, source, row = task
+def read_row(reading: Reading, task: RowTask) -> KeptRow | LeftOutRow:
+    """Read one row of a published file, and check that its videos can be decoded."""
     checker = VideoChecker(reading)
     try:
-        if isinstance(row, Refused):
-            raise row
-        if rl:
-            return _question(row, id, source, checker)
-        return _conversation(row, id, source, checker)
+        if isinstance(task.columns, Refused):
+            raise task.columns
+        read = _question if task.rl else _conversation
+        record = read(task.columns, task, checker)
     except Refused as refused:
-        return LeftOutRow(id, source, refused.reason, refused.detail)
+        return LeftOutRow(task.id, task.source, refused.reason, refused.detail)
     except VideoError as error:
-        missing = error.reason == "no such file"
-        return LeftOutRow(id, source, Reason.MISSING if missing else Reason.UNREADABLE, str(error))
+        reason = Reason.MISSING if error.reason == "no such file" else Reason.UNREADABLE
+        return LeftOutRow(task.id, task.source, reason, str(error))
+    return KeptRow(task.source, record, tuple(checker.seconds), tuple(checker.sizes))
 
 
-def _question(row: dict, id: str, source: str, checker: VideoChecker) -> tuple[Kept, Question]:
-    question = read_question(row, id)
+def unread_row(task: RowTask, error: Exception) -> LeftOutRow:
+    """Return a row that no worker could finish: it took too long, or crashed its process."""
+    reason = Reason.SLOW if isinstance(error, DeadlineError) else Reason.UNREADABLE
+    return LeftOutRow(task.id, task.source, reason, str(error))
+
+
+def _question(row: dict, task: RowTask, checker: VideoChecker) -> Question:
+    question = read_question(row, task.id)
     require_earnable(question)
     checker(question.video, False, None)
     # A picture has no duration.
     require_in_video(question, max(checker.seconds, default=0.0))
-    kind = question.kind.value
-    return Kept(id, source, kind, tuple(checker.seconds), tuple(checker.sizes)), question
+    return question
 
 
-def _conversation(
-    row: dict, id: str, source: str, checker: VideoChecker
-) -> tuple[Kept, Conversation]:
+def _conversation(row: dict, task: RowTask, checker: VideoChecker) -> Conversation:
     reading = checker.reading
-    conversation = read_conversation(row, id, source, reading.limits, checker)
+    conversation = read_conversation(row, task.id, task.source, reading.limits, checker)
     trajectory = render(conversation, _protocol(reading), reading.tokens)
-    tokens = len(trajectory.ids)
-    responses = [str(turn.content[0]) for turn in conversation.turns if turn.role == "assistant"]
-    kept = Kept(
-        id,
-        source,
-        "conversation",
-        tuple(checker.seconds),
-        tuple(checker.sizes),
-        tokens,
-        frames=len(trajectory.frames),
-        calls=sum(turn.role == "tool" for turn in conversation.turns),
-        thinks=all(text.startswith("<think>") for text in responses),
-        answers=ends_with_answer(conversation),
-        ignored_frame_numbers=ignored_frame_numbers(row, reading.limits),
-    )
-    return kept, dataclasses.replace(conversation, tokens=tokens)
+    return dataclasses.replace(conversation, tokens=len(trajectory.ids))
 
 
 class VideoChecker:

@@ -15,11 +15,10 @@ open video readers, and the locks of the accelerator runtime without its threads
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import itertools
 import math
 import os
+import pickle
 import queue
 import resource
 import signal
@@ -30,8 +29,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
-
-from paravt_jax import wire
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
@@ -51,8 +48,8 @@ class Workers(Generic[_Argument, _Result]):
     Use it in a `with` block, or call `close`.
 
     Args:
-        function: What to call: a function of a module, or a `functools.partial` of one. It is sent
-            by name; arguments and results are sent as `wire` writes them.
+        function: What to call: a function of a module, or a `functools.partial` of one. It,
+            arguments and results are pickled.
         count: Number of processes.
         deadline: Seconds that each call may take. Starting a process does not count.
         memory: Bytes that a process may allocate. A call that needs more fails.
@@ -78,7 +75,7 @@ class Workers(Generic[_Argument, _Result]):
                 f"workers: {count} processes, {deadline} s per call; "
                 "give at least 1 process, and more than 0 s"
             )
-        self._setup = wire.dumps([*_named(function), memory])
+        self._setup = pickle.dumps((function, memory))
         self._deadline = deadline
         self._memory = memory
         # Priority, number, and the call; None tells a thread to finish. The number keeps the order
@@ -107,8 +104,8 @@ class Workers(Generic[_Argument, _Result]):
 
         Returns:
             A future of the result. It fails with the exception that the function raised, with a
-            `WorkerError`, or with a `WireError` if the argument or the result cannot be sent. It
-            can be cancelled until the call begins.
+            `WorkerError`, or with what pickle raises if the argument cannot be sent. It can be
+            cancelled until the call begins.
         """
         future: Future[_Result] = Future()
         with self._submitting:
@@ -155,9 +152,10 @@ class Workers(Generic[_Argument, _Result]):
         self._release(number)
 
     def _answer(self, number: int, argument: _Argument, future: Future[_Result]) -> None:
+        # Broad because classes may raise anything when they are pickled.
         try:
-            message = wire.dumps(argument)
-        except wire.WireError as error:
+            message = pickle.dumps(argument)
+        except Exception as error:
             future.set_exception(error)
             return
         try:
@@ -193,21 +191,6 @@ class Workers(Generic[_Argument, _Result]):
             process.release()
 
 
-def _named(function: Callable) -> tuple[str, str, tuple, dict[str, Any]]:
-    """A function's module, its name there, and the arguments that a partial fixes.
-
-    Raises:
-        ValueError: It cannot be found by its name.
-    """
-    if isinstance(function, functools.partial):
-        module, name, args, keywords = _named(function.func)
-        return module, name, args + function.args, keywords | function.keywords
-    module, name = function.__module__, function.__qualname__
-    if getattr(sys.modules.get(module), name, None) is not function:
-        raise ValueError(f"workers: {module}.{name} is not a function of a module; define it there")
-    return module, name, (), {}
-
-
 def cancel(future: Future[Any]) -> None:
     """Cancel a future that no thread will run, and wake all threads that wait for it."""
     future.cancel()
@@ -239,8 +222,8 @@ class _Process:
         self._calls.send_bytes(setup)
         self._ready = False
 
-    def call(self, argument: bytes, deadline: float) -> tuple[bool, Any]:
-        """Make one call with an argument as `wire` writes it.
+    def call(self, message: bytes, deadline: float) -> tuple[bool, Any]:
+        """Make one call with a pickled argument.
 
         Returns:
             Whether the function raised an exception; and that exception, or else the result.
@@ -253,10 +236,10 @@ class _Process:
                 # Imports take seconds. They do not count towards the first call's deadline.
                 self._results.recv_bytes()
                 self._ready = True
-            self._calls.send_bytes(argument)
+            self._calls.send_bytes(message)
             if not self._results.poll(deadline):
                 raise DeadlineError(f"it took longer than {deadline:g} s")
-            return wire.loads(self._results.recv_bytes())
+            return self._results.recv()
         except (EOFError, OSError) as error:
             raise WorkerError(f"its process died ({type(error).__name__})") from error
 
@@ -291,26 +274,35 @@ def _work(calls: Connection, results: Connection) -> None:
     # A scheduler may signal every process of a job. The parent decides when its workers end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    module, name, args, keywords, memory = wire.loads(calls.recv_bytes())
+    function, memory = calls.recv()
     _limit_memory(memory)
-    function = functools.partial(getattr(importlib.import_module(module), name), *args, **keywords)
     # Tell the parent that the imports are done.
     results.send_bytes(b"")
     while True:
         try:
-            argument = wire.loads(calls.recv_bytes())
+            argument = calls.recv()
         except EOFError:
             # The parent has ended, or was killed: either closes its end of the pipe.
             return
         # Broad because the exception is the call's result: the parent raises it in the caller.
         try:
-            answer = wire.dumps((False, function(argument)))
+            answer = pickle.dumps((False, function(argument)))
         except Exception as error:
-            answer = wire.dumps((True, error))
+            answer = _pickled_error(error)
         try:
             results.send_bytes(answer)
         except BrokenPipeError:
             return
+
+
+def _pickled_error(error: Exception) -> bytes:
+    """Pickle an exception; only its text if it cannot be read again."""
+    try:
+        answer = pickle.dumps((True, error))
+        pickle.loads(answer)
+    except Exception:
+        answer = pickle.dumps((True, RuntimeError(f"{type(error).__name__}: {error}")))
+    return answer
 
 
 if __name__ == "__main__":

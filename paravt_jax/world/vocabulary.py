@@ -15,11 +15,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from paravt_jax.method.parsing import parse_calls
-from paravt_jax.method.protocol import TO_ASSISTANT, render_call, system_text
+from paravt_jax.method.protocol import TO_ASSISTANT, ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import CropCall, FailedCall
-from paravt_jax.method.tokenizer import EOS, FILE, PAD, byte_characters
+from paravt_jax.method.tokenizer import EOS, FILE, PAD, Vocabulary, byte_characters
 from paravt_jax.method.tools.tool import Tool
 from paravt_jax.method.wording import OUR_WORDING
+from paravt_jax.world.text import PIECES
 
 # The added tokens of Qwen3-VL in the order of their ids, 151643 to 151668: first the ones with the
 # `special` flag, then the others.
@@ -48,6 +49,16 @@ _BAD_CALLS = (
     "<tool_call></tool_call>",
     "<tool_call>{}</tool_call>",
 )
+
+
+def world_pieces(limits: ProtocolSettings) -> tuple[str, ...]:
+    """Return the texts that are single tokens in the small world's vocabulary."""
+    return (*PIECES, *recurring_texts(limits.make_tools()))
+
+
+def world_vocabulary(limits: ProtocolSettings) -> Vocabulary:
+    """Return the small world's vocabulary."""
+    return Vocabulary(build_tokenizer(world_pieces(limits)))
 
 
 def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:

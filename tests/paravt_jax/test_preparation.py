@@ -27,12 +27,14 @@ from paravt_jax.data.preparation import (
     LENGTHS,
     PLAN,
     SUMMARY,
+    WORK,
     find_tables,
     open_prepared,
     prepare_rows,
 )
 from paravt_jax.data.published import Reason
-from paravt_jax.data.row_reading import Reading, read_row
+from paravt_jax.data.row_reading import Reading, RowTask, read_row
+from paravt_jax.data.workers import Workers
 from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -233,10 +235,8 @@ def test_the_summary_counts_rows(prepared):
     assert summary["sources"]["selftrace"] == {"kept": 2, "left_out": {"not in the protocol": 1}}
     assert sum(summary["sizes"].values()) >= summary["kept"]
     assert all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", size) for size in summary["sizes"])
-    assert summary["tokens_in_all"] == sum(open_prepared(prepared).lengths)
-    assert summary["with_calls"] == 2
-    assert summary["without_think"] == 1
-    assert summary["without_answer_tags"] == 0
+    lengths = open_prepared(prepared).lengths
+    assert summary["tokens"] == {"least": min(lengths), "most": max(lengths)}
     assert 4 < summary["seconds"]["least"] < 6
     assert 138 < summary["seconds"]["most"] < 140
 
@@ -249,10 +249,6 @@ def test_a_finished_set_is_only_opened_and_other_settings_are_refused(prepared, 
 
 
 def test_an_interrupted_preparation_resumes(prepared, files, tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "CHUNK_ROWS", 2)
-
-    def chunks() -> dict[pathlib.Path, int]:
-        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*-0*.jsonl")}
 
     def interrupt(done: int, total: int) -> None:
         if done >= 4:
@@ -262,13 +258,20 @@ def test_an_interrupted_preparation_resumes(prepared, files, tmp_path, monkeypat
         run(files, tmp_path, reading_of(files), interrupt)
     with pytest.raises(FileNotFoundError, match="prepare"):
         open_prepared(tmp_path)
-    finished = chunks()
-    assert len(finished) >= 2
+    (work,) = tmp_path.glob(WORK)
+    with work.open("ab") as file:
+        file.write(b'{"source": "cut off')
 
-    later: dict[pathlib.Path, int] = {}
-    run(files, tmp_path, reading_of(files), lambda done, total: later.update(chunks()))
-    assert len(later) > len(finished)
-    assert {path: later[path] for path in finished} == finished, "finished chunks are not redone"
+    read = []
+
+    def submit(pool: Workers, task: RowTask, priority: int = 0):
+        read.append(task.id)
+        return original(pool, task, priority)
+
+    original = Workers.submit
+    monkeypatch.setattr(Workers, "submit", submit)
+    run(files, tmp_path, reading_of(files))
+    assert len(read) == 13 - 4, "finished rows are not read again"
     assert not list(tmp_path.glob("work-*"))
 
     resumed, uninterrupted = open_prepared(tmp_path), open_prepared(prepared)
@@ -320,7 +323,7 @@ def read_one(small_world, small_vocabulary, tmp_path):
     def read(row, **limits):
         settings = ProtocolSettings(**limits)
         reading = Reading(str(small_world.folder), str(tmp_path), settings)
-        return read_row(reading, ("prompt" in row, "x:0", "x", row))
+        return read_row(reading, RowTask("x:0", "x", "prompt" in row, row))
 
     return read
 
@@ -331,8 +334,7 @@ def test_a_span_is_compared_with_its_video(read_one, small_world):
     def span(start: float, end: float):
         return read_one(rl_row(path, "<video>When?", [start, end], "tvg"))
 
-    _, question = span(0, 2)
-    assert question.answer == "[0, 2]"
+    assert span(0, 2).record.answer == "[0, 2]"
     for left_out in (span(2, 0), span(1000, 1002)):
         assert (left_out.id, left_out.reason) == ("x:0", Reason.IMPOSSIBLE)
 
@@ -341,10 +343,9 @@ def test_a_call_shows_the_frames_it_asks_for_if_the_protocol_offers_that(read_on
     path = small_world.videos[0].path
     messages = json.dumps(called(path, [(0, 99)], say("tool", "It shows", video(path))))
     row = {"messages": messages.replace('end_time\\": 99', 'end_time\\": 99, \\"num_frames\\": 9')}
-    for limit, shown, ignored in ((0, 16, 1), (32, 9, 0), (4, 4, 0)):
-        kept, conversation = read_one(row, max_num_frames=limit)
-        assert len(conversation.clips[1].indices) == shown
-        assert kept.ignored_frame_numbers == ignored
+    for limit, shown in ((0, 16), (32, 9), (4, 4)):
+        kept = read_one(row, max_num_frames=limit)
+        assert len(kept.record.clips[1].indices) == shown
 
 
 PROGRAM = """
@@ -446,7 +447,7 @@ def test_a_deadline_that_no_row_meets_leaves_all_rows_out(files, tmp_path):
     assert time.monotonic() - start < 300
 
 
-def test_a_row_with_a_value_that_cannot_be_sent_is_left_out_as_broken(files, tmp_path):
+def test_a_row_with_a_date_instead_of_a_text_is_left_out_as_broken(files, tmp_path):
     annotations = tmp_path / "annotations"
     annotations.mkdir()
     row = rl_row(CAR) | {"extra_info": datetime.date(2026, 1, 1)}

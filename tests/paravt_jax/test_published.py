@@ -15,7 +15,6 @@ from paravt_jax.data import published
 from paravt_jax.data.published import (
     Reason,
     Refused,
-    ignored_frame_numbers,
     open_table,
     read_conversation,
     read_question,
@@ -274,12 +273,6 @@ def test_calls_take_the_protocols_form_and_paths_are_hidden():
     assert second.content == ("From 20.5 to 31 s a car turns.",)
 
 
-def test_the_last_response_may_lack_answer_tags():
-    assert published.ends_with_answer(read(answered(A)))
-    untagged = read([say("user", "a"), say("assistant", "b")])
-    assert not published.ends_with_answer(untagged)
-
-
 def test_responses_within_one_user_turn_and_files_in_them():
     text = "<tool_response>\na car\n</tool_response>\n<tool_response>a road"
     turn = say("user", text, video("b.mp4"), "</tool_response>", image("c.png"))
@@ -362,7 +355,7 @@ def test_files_of_a_row_keep_their_names_apart():
     assert shown == f"Is {names}"
 
 
-def test_a_number_of_frames_is_kept_if_the_protocol_offers_it_and_counted_otherwise():
+def test_a_number_of_frames_is_kept_if_the_protocol_offers_it():
     asked = call(3, 9).replace('"end_time": 9', '"end_time": 9, "num_frames": 8')
     messages = [ASKED, say("assistant", THOUGHT + asked), say("tool", video(A)), GOOD_END]
     row = {"messages": json.dumps(messages)}
@@ -376,19 +369,7 @@ def test_a_number_of_frames_is_kept_if_the_protocol_offers_it_and_counted_otherw
     kept = read_conversation(row, "x", "s", offered, noted)
     assert looks[1] == (A, False, CropCall(3, 9, frames=8))
     assert render_call(CropCall(3, 9, frames=8)) in str(kept.turns[1].content[0])
-    assert ignored_frame_numbers(row, offered) == 0
     assert "num_frames" not in str(read(messages).turns[1].content[0])
-    assert ignored_frame_numbers(row, LIMITS) == 1
-    assert ignored_frame_numbers({"messages": called(A, [(3, 9)])}, LIMITS) == 0
-
-
-@pytest.mark.parametrize(("number", "ignored"), [('"16"', 1), ("16.0", 1), ("null", 0)])
-def test_every_number_of_frames_that_is_left_out_is_counted(number, ignored):
-    asked = call(3, 9).replace('"end_time": 9', f'"end_time": 9, "num_frames": {number}')
-    offer = say("system", '{"num_frames": {"type": "integer"}}')
-    row = {"messages": [offer, ASKED, say("assistant", asked * 2), say("tool", "a"), GOOD_END]}
-    for messages in (row["messages"], json.dumps(row["messages"])):
-        assert ignored_frame_numbers({"messages": messages}, LIMITS) == 2 * ignored
 
 
 def test_a_call_may_name_its_video_without_its_folder():

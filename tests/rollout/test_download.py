@@ -6,7 +6,6 @@ import io
 import os
 import pathlib
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -204,30 +203,6 @@ def test_videos_that_are_not_on_the_hub_are_named_and_unpacked_when_they_are_the
     assert command.main(["charades", "--to", str(tmp_path)]) == 0
     assert videos_of("charades", tmp_path) == [VIDEOS["v1.mp4"]]
     assert (tmp_path / "Charades_v1_480.zip").exists(), "what the user brought is kept"
-
-
-def test_a_full_disk_is_noticed_before_anything_is_downloaded(
-    fetched, tmp_path, monkeypatch, capsys
-):
-    # 240 kB of videos, and the larger of two archives of 120 kB.
-    free = {"bytes": 350_000}
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free["bytes"])
-    )
-    assert command.main(["videomme", "--to", str(tmp_path)]) == 2
-    message = capsys.readouterr().err.strip()
-    assert message.count("\n") == 0 and "and 350 kB are free; free " in message
-    assert fetched == []
-    free["bytes"] = 380_000
-    assert command.main(["videomme", "--to", str(tmp_path)]) == 0
-    # All is there, so a further start needs no room.
-    free["bytes"] = 0
-    assert command.main(["videomme", "--to", str(tmp_path)]) == 0
-
-
-def test_kept_archives_need_more_room(fetched, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 380_000))
-    assert command.main(["videomme", "--to", str(tmp_path), "--keep-archives"]) == 2
 
 
 def test_the_sizes_are_those_of_the_hub(fetched, capsys):

@@ -190,7 +190,7 @@ from paravt_jax.processes import hosts
 from train.durable import checkpoint_files
 from train.durable.checkpoint import Checkpoints
 from train.learn.optimizer import OptimizerSettings, make_optimizer
-from train.learn.step import init_state
+from train.learn.update import init_state
 
 abstract = nnx.state(abstract_model(tiny(96)).text)
 

@@ -20,7 +20,7 @@ from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text as world_text
 from paravt_jax.world.videos import WorldSettings, render
-from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer, world_pieces
 from rollout.evaluation.play import EvaluationSettings
 from tests.compiled_names import CompiledNames
 from train.phases.model import model_config
@@ -28,7 +28,6 @@ from train.prepare import CHECKED, prepare, prepare_dataset
 from train.published_data import DataSettings
 from train.run import execute
 from train.settings import ModelSettings, Run
-from train.world_data import world_pieces
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
 

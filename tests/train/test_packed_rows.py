@@ -31,13 +31,14 @@ from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
 from paravt_jax.method.records import Author, Segment, Trajectory
 from paravt_jax.method.structure import Kind, pad_structures
 from train.learn.batch import Group, build
+from train.learn.logprobs import make_logprobs
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import MicrobatchShape, pack
 from train.learn.placement import place, place_whole
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
-from train.learn.step import init_state, make_accumulation, make_logprobs
+from train.learn.update import init_state, make_update
 
 IMAGE = 63
 TEXT = TextConfig(
@@ -338,7 +339,7 @@ def layouts() -> Layouts:
     mesh = make_mesh()
     optimizer = make_optimizer(OptimizerSettings(), 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
-    update = make_accumulation(graph, optimizer, rl_loss(SETTINGS), state)
+    update = make_update(graph, optimizer, rl_loss(SETTINGS), state)
     score = make_logprobs(graph, SETTINGS.temperature, mesh)
 
     def loss(weights, arrays, batch, advantages):

@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import re
-import zipfile
 
 import jax
 import numpy as np
@@ -104,27 +103,6 @@ def test_a_set_is_refused_to_a_run_that_reads_it_otherwise(data, run, tmp_path):
     other_frames = dataclasses.replace(run, data=dataclasses.replace(run.data, frames=5))
     with pytest.raises(ValueError, match="frames: 4 -> 5\n"):
         prepare(other_frames, tmp_path)
-
-
-def test_a_set_prepared_within_a_disk_budget_is_the_same(data, run, small_world, tmp_path):
-    (tmp_path / "source").mkdir()
-    with zipfile.ZipFile(tmp_path / "source/world.zip", "w") as archive:
-        for video_path in {video.path for video in small_world.videos}:
-            archive.write(small_world.folder / video_path, video_path)
-        archive.writestr("train/unused.mp4", bytes(1000))
-    fields = {"data.media": str(tmp_path / "source"), "data.folder": str(tmp_path / "set")}
-    with pytest.raises(ValueError, match=r"--disk: 1 MB .* must stay \(.* the prepared set"):
-        prepare(change(run, run.name, fields | {"data.disk": "1MB"}), tmp_path)
-    budgeted = change(run, run.name, fields | {"data.disk": "50MB"})
-    again = prepare(budgeted, tmp_path)
-    assert again.questions == data.questions
-    assert [*again.conversations] == [*data.conversations]
-    assert again.digest == data.digest
-    kept = {p.relative_to(again.root).as_posix() for p in again.root.rglob("*.mp4")}
-    named = {question.video for question in (*data.questions, *data.heldout)}
-    clips = {clip.path for conversation in data.conversations for clip in conversation.clips}
-    assert kept == named | clips
-    assert resolved(budgeted) == resolved(change(budgeted, run.name, {"data.disk": "60MB"}))
 
 
 def test_too_many_unreadable_rows_stop_the_run(data, run, tmp_path):

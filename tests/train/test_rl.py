@@ -29,6 +29,7 @@ from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
 from tests.compiled_names import CompiledNames
 from train.learn.batch import prompt_segments
+from train.learn.logprobs import Scores, make_logprobs
 from train.learn.packing import StepShape
 from train.learn.rl import Learner
 from train.learn.rl_batch import LaidOut, lay_out
@@ -41,7 +42,6 @@ from train.learn.rollouts import (
     roll_out,
     token_ages,
 )
-from train.learn.step import Scores, make_logprobs
 from train.settings import ModelSettings, change
 
 # Tags that are one token.

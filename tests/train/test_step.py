@@ -22,12 +22,12 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
 from train.learn.batch import Group, Microbatch, build
+from train.learn.logprobs import rollout_logprobs
 from train.learn.packed_batch import PackedShape, build_packed, place_packed, render_rows
 from train.learn.packing import MicrobatchShape, pack
 from train.learn.rl import Learner
 from train.learn.rollouts import roll_out
 from train.learn.sft import SFTBatch, start_sft
-from train.learn.step import rollout_logprobs
 
 MEANT = (
     "the figures of a step changed: update them only together with a deliberate change of loss, "

@@ -47,7 +47,7 @@ from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTBatch, SFTSettings, make_sft_update
-from train.learn.step import init_state, make_accumulation, make_vision_programs
+from train.learn.update import init_state, make_update, make_vision_programs
 
 # Weights move by up to LEARNING_RATE in the step, and may differ by BOUND.
 LEARNING_RATE = 1e-2
@@ -207,7 +207,7 @@ def rl_step(
     with jax.set_mesh(mesh):
         advantages, _ = grpo.advantages(batch, settings.grpo, settings.rewards.gamma)
         whole = RLBatch(batch, advantages, grpo.batch_totals(batch))
-    update = make_accumulation(graph, optimizer, rl_loss(settings), state, base)
+    update = make_update(graph, optimizer, rl_loss(settings), state, base)
     total = update.start(state.weights)
     parts: dict[str, list[np.ndarray]] = {}
     for part in packed:

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -216,7 +216,9 @@ def _microbatch(arrays: dict[str, np.ndarray], shape: RowsShape, number: int) ->
     """Return this process's rows of a micro-batch, and where all of its rows are in the step."""
     own = len(arrays["shared"]) // shape.microbatches
     part = slice(number * own, (number + 1) * own)
-    cut = {name: x[:, part] if name == "positions" else x[part] for name, x in arrays.items()}
+    cut: dict[str, Any] = {
+        name: x[:, part] if name == "positions" else x[part] for name, x in arrays.items()
+    }
     # Every process has consecutive rows of the step, and of each micro-batch.
     index = np.full((jax.process_count(), shape.microbatches, own, shape.tokens), -1, np.int32)
     places = np.arange(shape.microbatch.places, dtype=np.int32)

@@ -48,17 +48,27 @@ _LOGPROBS = "logprobs"
 
 
 class StepBatch(NamedTuple):
-    """The rollouts of a step as arrays on the mesh."""
+    """The rollouts of a step as arrays on the mesh, before the reference has scored them."""
 
     laid_out: LaidOut
     """The same in the host's memory."""
     bank: Bank
     """What is cached of frames."""
     microbatches: tuple[Microbatch, ...]
+    played: GRPOBatch
+    """The rollouts; log-probs of the reference are 0."""
+
+
+class ScoredBatch(NamedTuple):
+    """The rollouts of a step with their advantages: the input of an update."""
+
+    laid_out: LaidOut
+    bank: Bank
+    microbatches: tuple[Microbatch, ...]
     rollouts: RLBatch
-    """What the loss reads. Before `Learner.score`, log-probs of the reference are 0."""
+    """What the loss reads."""
     metrics: MicrobatchMetrics
-    """Of the advantages; empty before `Learner.score`."""
+    """Of the advantages."""
 
 
 def rl_loss(settings: RLSettings) -> Loss:
@@ -189,18 +199,21 @@ class Learner:
             )
         return self._place(laid_out)
 
-    def score(self, batch: StepBatch) -> StepBatch:
-        """Add the log-probs of the reference, and the advantages."""
+    def score(self, batch: StepBatch) -> ScoredBatch:
+        """Return the batch with the log-probs of the reference, and advantages."""
         logprobs = self.reference_logprobs(batch.bank, batch.microbatches)
-        rollouts = dataclasses.replace(batch.rollouts.grpo, reference=logprobs)
-        advantages, totals, metrics = self._advantages(rollouts)
-        scored = RLBatch(rollouts, advantages, totals)
-        return batch._replace(
-            rollouts=scored, metrics={name: [value] for name, value in metrics.items()}
+        return self._with_advantages(
+            batch._replace(played=dataclasses.replace(batch.played, reference=logprobs))
         )
 
+    def _with_advantages(self, batch: StepBatch) -> ScoredBatch:
+        advantages, totals, metrics = self._advantages(batch.played)
+        rollouts = RLBatch(batch.played, advantages, totals)
+        every = {name: [value] for name, value in metrics.items()}
+        return ScoredBatch(batch.laid_out, batch.bank, batch.microbatches, rollouts, every)
+
     def update(
-        self, state: TrainState, batch: StepBatch, seed: int, step: int
+        self, state: TrainState, batch: ScoredBatch, seed: int, step: int
     ) -> tuple[TrainState, dict[str, float]]:
         """Make all updates of a step, and wait for them.
 
@@ -286,18 +299,17 @@ class Learner:
         # The weights are freed on return, before the update needs their memory.
         return jax.block_until_ready(functools.reduce(jnp.add, logprobs))
 
-    def _padding(self, features: FrameFeatures) -> StepBatch:
+    def _padding(self, features: FrameFeatures) -> ScoredBatch:
         """Return a step without rollouts, with an empty micro-batch of every size."""
         stale = self.settings.max_staleness > 0
-        batch = self._place(lay_out_padding(self.shape, features, self.sizes, self._devices, stale))
-        advantages, totals, _ = self._advantages(batch.rollouts.grpo)
-        return batch._replace(rollouts=RLBatch(batch.rollouts.grpo, advantages, totals))
+        empty = lay_out_padding(self.shape, features, self.sizes, self._devices, stale)
+        return self._with_advantages(self._place(empty))
 
     def _place(self, laid_out: LaidOut) -> StepBatch:
         bank = self.updater.place_bank(laid_out.visual, laid_out.grids)
         microbatches = tuple(place_whole(part, self.mesh) for part in laid_out.microbatches)
         played = place(laid_out.grpo, self.mesh)
-        return StepBatch(laid_out, bank, microbatches, RLBatch(played), {})
+        return StepBatch(laid_out, bank, microbatches, played)
 
     def _after_the_first(self, batch: RLBatch, metrics: MicrobatchMetrics) -> RLBatch:
         """Return the batch of later updates.

@@ -52,9 +52,8 @@ class RLBatch:
     """
 
     grpo: GRPOBatch
-    advantages: Float[Array, "r u"] | None = None
-    """None until the reference has scored the rollouts."""
-    totals: Totals | None = None
+    advantages: Float[Array, "r u"]
+    totals: Totals
     proximal: Float[Array, "r u"] | None = None
     """Log-probs at the start of the step; None in its first update, where they are the current."""
 

@@ -23,8 +23,7 @@ from models.remat import Remat
 from models.sharding import Lowering, row_devices
 from models.text import TextDecoder
 from models.trained import Skeleton
-from paravt_jax.data.frame_reader import FrameReader
-from paravt_jax.data.frames import VideoError
+from paravt_jax.data.frames import ReadsAhead, VideoError
 from paravt_jax.data.loader import Pipeline
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.grpo import masked_mean
@@ -214,7 +213,7 @@ class SFTBatches:
         self,
         settings: SFTSettings,
         data: Data,
-        reader: FrameReader | None,
+        reader: ReadsAhead | None,
         seed: int,
         environment: Environment,
         mesh: Mesh,
@@ -314,7 +313,8 @@ class SFTBatches:
 
     def _placed(self, mask: Bool[np.ndarray, "r t"]) -> SFTBatch:
         """Return what the loss reads, on the mesh."""
-        return place(SFTBatch(mask, np.float32(mask.sum())), self._mesh)
+        arrays: Any = (mask, np.float32(mask.sum()))
+        return place(SFTBatch(*arrays), self._mesh)
 
     def get_state(self) -> dict[str, Any]:
         """Return the position in the data, for a checkpoint."""

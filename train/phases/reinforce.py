@@ -20,7 +20,7 @@ from train.data import QuestionStream
 from train.durable.compilations import Compilations
 from train.durable.step_lines import rows_line, say
 from train.durable.stored_records import pack, unpack
-from train.learn.rl import Learner, StepBatch
+from train.learn.rl import Learner, ScoredBatch
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
 from train.learn.rollouts import draw_budgets
@@ -114,7 +114,9 @@ def _questions(
     return QuestionStream(context.data, reader, seed + 2, settings.grpo.group_size, budgets)
 
 
-def _write_transcripts(context: Context, settings: RLSettings, step: int, batch: StepBatch) -> None:
+def _write_transcripts(
+    context: Context, settings: RLSettings, step: int, batch: ScoredBatch
+) -> None:
     """Write one episode per group, for the report."""
     # Rollout 0 of group p is at p * rows; every process takes part in fetching the advantages.
     rows = settings.grpo.group_size

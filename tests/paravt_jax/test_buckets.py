@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import os
 import pathlib
 import uuid
+import zipfile
 
 import fsspec
 import pytest
 
-from paravt_jax.data import fetched, sources
-from paravt_jax.data.fetched import fetch_folder
-from paravt_jax.data.remote_files import BucketFiles
-from paravt_jax.data.uploads import appearing_at
+from paravt_jax.data import sources
+from paravt_jax.data.buckets import appearing_at, cache_folder, fetch_folder
 
 SERVER = ("moto", "s3fs", "flask", "flask_cors")
 BUCKET = "models"
@@ -93,25 +93,22 @@ def visible(folder: pathlib.Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
 
 
-def test_an_interrupted_fetch_goes_on_where_it_was(address, monkeypatch, tmp_path):
+def test_a_fetch_that_breaks_off_leaves_no_file_and_is_repeated(address, monkeypatch):
     content = os.urandom(3000)
     write(address, {"a.json": content})
-    monkeypatch.setattr("paravt_jax.data.remote_files._BLOCK", 1000)
-    blocks = []
+    system, _ = fsspec.core.url_to_fs(address)
+    get = system.get_file
 
-    def block(self, name, start, end):
-        blocks.append(start)
-        if len(blocks) == 3:
-            raise KeyboardInterrupt
-        return whole_block(self, name, start, end)
+    def broken(source, target):
+        get(source, target)
+        os.truncate(target, 2000)
 
-    whole_block = BucketFiles._block
-    monkeypatch.setattr(BucketFiles, "_block", block)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(system, "get_file", broken)
+    with pytest.raises(ConnectionError, match=r"a\.json cannot be read .*cut off"):
         fetch_folder(address, ["*.json"])
-    assert not visible(fetched.cache_folder(address))
+    assert not visible(cache_folder(address))
+    monkeypatch.setattr(system, "get_file", get)
     assert visible(fetch_folder(address, ["*.json"])) == {"a.json": content}
-    assert blocks == [0, 1000, 2000, 2000]
 
 
 def test_an_address_without_such_files_is_refused(address):
@@ -161,10 +158,13 @@ def test_an_unknown_scheme_is_refused():
             raise AssertionError("the block must not begin")
 
 
-def test_media_on_s3_are_fetched_within_a_budget(s3, tmp_path):
-    address = f"s3://{BUCKET}/{uuid.uuid4().hex}"
-    write(address, {"a/0.mp4": b"0" * 5000, "a/unused.mp4": b"1" * 5000})
-    root = sources.fetch_named(address, tmp_path, ["a/0.mp4"], 20 * 10**6, {})
-    assert {p.name: p.read_bytes() for p in root.rglob("*.mp4")} == {"0.mp4": b"0" * 5000}
-    with pytest.raises(ValueError, match="--disk: 1 MB .* must stay"):
-        sources.fetch_named(address, tmp_path, ["a/0.mp4"], 10**6, {})
+def test_media_in_a_bucket_are_copied_and_unpacked(address, tmp_path):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as file:
+        file.writestr("b/1.mp4", b"1")
+    write(address, {"a/0.mp4": b"0" * 5000, "b.zip": packed.getvalue(), "notes.txt": b"x"})
+    for _ in range(2):
+        root = sources.media_root(address, tmp_path)
+        videos = {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*.mp4")}
+        assert videos == {"a/0.mp4": b"0" * 5000, "b/1.mp4": b"1"}
+    assert not list(root.rglob("notes.txt"))

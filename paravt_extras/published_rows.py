@@ -1,4 +1,4 @@
-"""Writes questions and demonstrations as rows of the published training data (REFERENCE 5)."""
+"""Writes questions and demonstrations as rows of the published training data."""
 
 from __future__ import annotations
 

@@ -1,0 +1,201 @@
+"""Copies files between this machine and addresses such as gs://bucket/model or s3://bucket/model.
+
+A file that has been fetched is used again if the bucket still has the same version of it. Beside
+`FOLDER/a.json`, `FOLDER/.a.json.version` notes which one it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import os
+import pathlib
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from paravt_jax.data import foreign
+from paravt_jax.data.archives import inside
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.frames import is_address, without_scheme
+from paravt_jax.data.media_files import open_bucket
+from paravt_jax.data.stored_settings import lock
+from paravt_jax.data.user_folder import user_folder
+
+# Files that readers open first. They are written last, so a folder that has one is complete.
+_LAST = ("config.json", "adapter_config.json")
+
+
+def list_files(address: str) -> dict[str, int]:
+    """Return the bytes of the files below an address, by relative name.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or it has no files.
+        ConnectionError: It does not answer. The messages name the remedy.
+        ModuleNotFoundError: This kind of bucket needs another package.
+    """
+    system, top = open_bucket(address)
+    with _named_errors(f"{address}: cannot be listed", "check the path and the credentials"):
+        system.invalidate_cache()
+        # With `detail` this is a dict of file information by path.
+        found: Any = system.find(top, detail=True)
+    if not found:
+        raise FileNotFoundError(f"{address}: no such folder, or an empty one; check the path")
+    return {
+        os.path.relpath(path, top.rstrip("/")): info["size"] for path, info in sorted(found.items())
+    }
+
+
+def fetch_files(
+    address: str, folder: pathlib.Path, patterns: Sequence[str], depth: int | None = None
+) -> list[str]:
+    """Copy the matching files of an address into a folder.
+
+    Args:
+        address: Such as gs://bucket/data.
+        folder: Where to put them, under their relative names.
+        patterns: Patterns of file names, such as "*.json".
+        depth: Largest number of subfolders in a name; None: any.
+
+    Returns:
+        The names of all matching files.
+
+    Raises:
+        FileNotFoundError: The address cannot be listed, or has no such files.
+        ModuleNotFoundError: Its scheme needs another package.
+        ConnectionError: A file cannot be fetched.
+    """
+    listed = [name for name in list_files(address) if depth is None or name.count("/") <= depth]
+    names = [n for n in listed if any(fnmatch.fnmatch(n.lower(), pattern) for pattern in patterns)]
+    if not names:
+        raise FileNotFoundError(
+            f"{address}: no {' or '.join(patterns)} among its {len(listed)} files; check the path"
+        )
+    for name in names:
+        remedy = "check the credentials and the network, and repeat the command"
+        with _named_errors(f"{address}: {name} cannot be read", remedy):
+            _fetch(f"{address.rstrip('/')}/{name}", inside(folder, name))
+    return names
+
+
+def _fetch(address: str, target: pathlib.Path) -> None:
+    """Copy a file unless this version is here. It gets its name when it is complete."""
+    system, path = open_bucket(address)
+    # A listing may be old, and may have other fields than the answer about one file.
+    system.invalidate_cache()
+    version = f"{system.info(path)['size']} bytes, {system.ukey(path)}"
+    noted = target.with_name(f".{target.name}.version")
+    here = f"{target.stat().st_size} bytes, " if target.is_file() else None
+    if here and version.startswith(here) and noted.is_file() and noted.read_text() == version:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # An old file must not pass for the new version.
+    target.unlink(missing_ok=True)
+    unfinished = target.with_name(f".{target.name[:100]}.partial")
+    system.get_file(path, str(unfinished))
+    if not version.startswith(f"{unfinished.stat().st_size} bytes, "):
+        raise ConnectionError("it was cut off, or it changed while it was fetched")
+    write_atomically(noted, version)
+    os.replace(unfinished, target)
+
+
+def cache_folder(address: str) -> pathlib.Path:
+    """Return the local folder of `fetch_folder` for an address. It may not exist yet."""
+    digest = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
+    return user_folder() / "fetched" / digest
+
+
+def fetch_folder(address: str, patterns: Sequence[str]) -> pathlib.Path:
+    """Fetch the matching files of an address into the user's cache, and return their folder.
+
+    Files in subfolders are left out. Files that the bucket does not have any more are deleted. The
+    arguments and errors are those of `fetch_files`.
+    """
+    folder = cache_folder(address)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Several processes of a host may start at once. Each waits for the one before, and then finds
+    # the files.
+    with lock(folder / ".lock", wait=True):
+        names = fetch_files(address, folder, patterns, depth=0)
+        for file in folder.iterdir():
+            if not file.name.startswith(".") and file.name not in names:
+                file.unlink()
+    return folder
+
+
+@contextlib.contextmanager
+def appearing_at(field: str, path: str) -> Iterator[pathlib.Path]:
+    """Yield the path of a local folder to create, which is at `path` when the block has ended.
+
+    Below an address, files are copied from a temporary folder. Reads and writes that fail for a
+    moment are repeated by the package for the address.
+
+    Args:
+        field: The setting that names it, for messages.
+        path: A local folder, or an address.
+
+    Raises:
+        FileExistsError: There is something already.
+        FileNotFoundError: fsspec does not know the scheme, or there is no such bucket.
+        ModuleNotFoundError: The package for the address is missing.
+        ConnectionError: The bucket does not answer, or a file has another size there.
+    """
+    if not is_address(path):
+        target = pathlib.Path(without_scheme(path))
+        if target.exists():
+            raise FileExistsError(
+                f"{field} {target}: exists; name a new folder, or remove this one first"
+            )
+        yield target
+        return
+    _require_new_folder(field, path)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary) / "new"
+        yield folder
+        _upload(folder, path)
+
+
+def _require_new_folder(field: str, address: str) -> None:
+    """Refuse an address to which a new folder cannot be written, before work begins."""
+    system, top = open_bucket(address)
+    probe = f"{top.rstrip('/')}/.probe-{uuid.uuid4().hex}"
+    remedy = "check the bucket and the credentials"
+    with _named_errors(f"{field}: {address}: cannot be written to", remedy):
+        present = system.exists(top)
+        if not present:
+            system.pipe_file(probe, b"probe")
+            system.rm_file(probe)
+    if present:
+        raise FileExistsError(
+            f"{field} {address}: exists; name a new folder, or remove this one first"
+        )
+
+
+def _upload(folder: pathlib.Path, address: str) -> None:
+    system, top = open_bucket(address)
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    for file in sorted(files, key=lambda file: (file.name in _LAST, file)):
+        name = file.relative_to(folder).as_posix()
+        target = f"{top.rstrip('/')}/{name}"
+        remedy = "check the network, remove what is there, and repeat the command"
+        with _named_errors(f"{address}: {name} cannot be uploaded", remedy):
+            system.put_file(str(file), target)
+            system.invalidate_cache()
+            size = system.info(target)["size"]
+        if size != file.stat().st_size:
+            raise ConnectionError(f"{address}: {name} has {size} bytes there, which is wrong")
+
+
+@contextlib.contextmanager
+def _named_errors(what: str, remedy: str) -> Iterator[None]:
+    """Turn errors of a file system into one line: a mistake, or what may work the next time."""
+    # Broad because every file system raises errors of its own kinds.
+    try:
+        yield
+    except Exception as error:
+        mistake = isinstance(error, FileNotFoundError | PermissionError | ValueError)
+        kind = FileNotFoundError if mistake else ConnectionError
+        reason = foreign.shortened(f"{type(error).__name__}: {error}", 300)
+        raise kind(f"{what} ({reason}); {remedy}") from error
