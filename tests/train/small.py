@@ -41,12 +41,12 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.sizing import EngineSettings
 from rollout.evaluation.play import EvaluationSettings
+from tests.train.steps import road_learner, take_step
 from train.data import Data, QuestionStream
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
-from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, draw_budgets, play_step, roll_out
 from train.learn.sft import SFTSettings
@@ -339,19 +339,11 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
     assert road.run.rl is not None
     run = with_subagents(road.run, 8)
     assert run.rl is not None
-    learner = Learner(
-        road.graph,
-        road.fresh(fsdp=fsdp),
-        road.model.config,
-        run.rl,
-        run.rl_shape,
-        Rules(),
-        frozen=road.base(fsdp=fsdp),
-    )
+    learner = road_learner(road, run.rl, run.rl_shape, fsdp=fsdp)
     state, sampler, steps = learner.start, Uneven(road), []
     for _ in range(2):
-        state, figures = learner.step(
-            state, cast(Any, sampler), road.environment, road.data.questions[:2], seed=0
+        state, figures = take_step(
+            learner, state, cast(Any, sampler), road.environment, road.data.questions[:2], seed=0
         )
         timed = ("time/", "idle/", "speed/", "packing/", "weights/")
         steps.append({name: x for name, x in figures.items() if not name.startswith(timed)})

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from paravt_jax.method.scoring import Rules
+from tests.train.steps import road_learner, take_step
 from train.data import QuestionStream
-from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import StepRollouts, draw_budgets, play_step, roll_out
 
@@ -122,11 +122,12 @@ def test_without_dynamic_sampling_nothing_else_is_drawn(road, small, upcoming):
 def test_a_step_learns_from_the_groups_that_replace_others(road, small, upcoming):
     settings = dataclasses.replace(settings_of(road, 2), steps=2)
     run = dataclasses.replace(road.run, rl=settings)
-    learner = Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shape, Rules())
+    learner = road_learner(road, settings, run.rl_shape)
     questions = stream_of(road, settings)
     sampler = small.Picky(road, [upcoming[1].text])
     shown = []
-    state, metrics = learner.step(
+    state, metrics = take_step(
+        learner,
         learner.start,
         sampler,
         road.environment,

@@ -17,8 +17,8 @@ from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, merge_adapters, split
 from models.sharding import make_mesh, mesh_of, param_shardings
 from models.weights.hf import load
-from paravt_jax.method.scoring import Rules
 from rollout.engine.engine import Engine
+from tests.train.steps import road_learner, take_step
 from train.durable.checkpoint import CheckpointError
 from train.durable.interrupts import Stopped
 from train.durable.metrics import read_metrics
@@ -100,22 +100,15 @@ def test_dropout_repeats_with_the_seed_and_differs_between_steps_and_parts(adapt
 
 
 def learner_of(road) -> Learner:
-    return Learner(
-        road.graph,
-        road.fresh(),
-        road.model.config,
-        road.run.rl,
-        road.run.rl_shape,
-        Rules(),
-        frozen=road.base(),
-    )
+    return road_learner(road)
 
 
 @pytest.mark.slow
 def test_a_step_of_rl_updates_the_adapters(adapted, small):
     learner = learner_of(adapted)
     assert jax.tree.structure(learner.reference) == jax.tree.structure(adapted.weights)
-    state, metrics = learner.step(
+    state, metrics = take_step(
+        learner,
         learner.start,
         small.Script(adapted),
         adapted.environment,
@@ -135,8 +128,8 @@ def test_fresh_adapters_get_the_reward_and_the_kl_of_the_base(adapted, road, sma
     for found in (road, adapted):
         learner = learner_of(found)
         questions = found.data.questions[:2]
-        _, metrics = learner.step(
-            learner.start, small.Script(found), found.environment, questions, seed=0
+        _, metrics = take_step(
+            learner, learner.start, small.Script(found), found.environment, questions, seed=0
         )
         figures.append({name: metrics[name] for name in ("loss", "logprob_gap", "reward/total")})
     assert figures[0] == pytest.approx(figures[1], rel=1e-5)
@@ -180,9 +173,9 @@ def test_a_base_in_int8_is_shared_and_sampled_from(adapted, small):
         x.unsafe_buffer_pointer() for x in jax.tree.leaves(base)
     ]
     engine = Engine(road.model, road.environment.features, road.run.engine_sizes)
-    learner = learner_of(road)
-    _, metrics = learner.step(
-        learner.start, engine, road.environment, road.data.questions[:2], seed=0
+    learner = road_learner(road)
+    _, metrics = take_step(
+        learner, learner.start, engine, road.environment, road.data.questions[:2], seed=0
     )
     assert metrics["logprob_gap"] < 1e-3
 
@@ -193,7 +186,7 @@ def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted
     neither the sampler's log-probs nor those of the reference change."""
     lora = dataclasses.replace(LORA, dropout=0.5)
     road = small.lay_road(dataclasses.replace(adapted.run, lora=lora), adapted.data)
-    bare = learner_of(road).reference
+    bare = road_learner(road).reference
     rng = np.random.default_rng(0)
     # As after a cold start: adapters that change what the base computes.
     for adapter in road.weights["layers"]["adapters"].values():
@@ -201,12 +194,14 @@ def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted
     engine = Engine(road.model, road.environment.features, road.run.engine_sizes)
 
     def first_step(reference=None):
-        learner = learner_of(road)
+        learner = road_learner(road)
         if reference is not None:
             learner.reference = reference
         learner.sync.load(engine, learner.start.weights, 0, road.environment.features)
         questions = road.data.questions[:2]
-        state, metrics = learner.step(learner.start, engine, road.environment, questions, seed=0)
+        state, metrics = take_step(
+            learner, learner.start, engine, road.environment, questions, seed=0
+        )
         return host(state.weights), metrics
 
     weights, metrics = first_step()
@@ -235,7 +230,7 @@ def test_a_number_that_changes_on_its_way_to_the_sampler_is_noticed_in_that_step
     learner = learner_of(adapted)
     questions = adapted.data.questions[:2]
     with pytest.raises(ValueError, match="after step 1, the sampler of process 0 has weights"):
-        learner.step(learner.start, Faulty(adapted), adapted.environment, questions, seed=0)
+        take_step(learner, learner.start, Faulty(adapted), adapted.environment, questions)
 
 
 def small_run(small, folder, **fields):

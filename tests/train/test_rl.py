@@ -28,6 +28,7 @@ from rollout.agent.episode import suffix_length
 from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
 from tests.compiled_names import CompiledNames
+from tests.train.steps import road_learner, take_step
 from train.learn.batch import prompt_segments
 from train.learn.logprobs import Scores, make_logprobs
 from train.learn.packing import StepShape
@@ -54,14 +55,7 @@ TAGS = {
 
 @pytest.fixture(scope="module")
 def learner(road):
-    return Learner(
-        road.graph,
-        road.fresh(),
-        road.model.config,
-        road.run.rl,
-        road.run.rl_shape,
-        Rules(),
-    )
+    return road_learner(road)
 
 
 @pytest.fixture
@@ -200,7 +194,7 @@ def test_the_engine_sleeps_during_the_update(road, small, learner, start, monkey
     update = {name: watched(name, program) for name, program in learner.update._asdict().items()}
     monkeypatch.setattr(learner, "logprobs", watched("logprobs", learner.logprobs))
     monkeypatch.setattr(learner, "update", learner.update._replace(**update))
-    learner.step(start, sampler, road.environment, road.data.questions[:2], seed=0)
+    take_step(learner, start, sampler, road.environment, road.data.questions[:2])
     assert {name for name, _ in seen} == {"logprobs", "start", "add", "apply"}
     assert not any(awake for _, awake in seen) and sampler.awake
 
@@ -208,13 +202,15 @@ def test_the_engine_sleeps_during_the_update(road, small, learner, start, monkey
 def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start):
     """With the real engine no token differs, and log-probs agree within float32."""
     road.engine.load(start.weights, 0)
-    state, metrics = learner.step(
-        start, road.engine, road.environment, road.data.questions[:2], seed=0
+    state, metrics = take_step(
+        learner, start, road.engine, road.environment, road.data.questions[:2], seed=0
     )
     assert metrics["token_mismatches"] == 0 and 0 < metrics["logprob_gap"] < 1e-5
     assert road.engine.version == int(state.step) == 1
     # The second step would have a gap if the engine still had the old weights.
-    _, second = learner.step(state, road.engine, road.environment, road.data.questions[:2], seed=0)
+    _, second = take_step(
+        learner, state, road.engine, road.environment, road.data.questions[:2], seed=0
+    )
     assert second["token_mismatches"] == 0 and 0 < second["logprob_gap"] < 1e-5
     assert np.isfinite(list(metrics.values())).all() and "routing_gap" not in metrics
 
@@ -224,9 +220,7 @@ def test_other_experts_of_the_sampler_are_counted(road, small):
     """The first step samples with another router than it updates, the second with the new one."""
     run = dataclasses.replace(road.run, model=ModelSettings(family="qwen3_vl_moe"))
     own = small.lay_road(run, road.data)
-    learner = Learner(
-        own.graph, own.fresh(), own.model.config, run.rl, run.rl_shape, Rules(), frozen=own.base()
-    )
+    learner = road_learner(own, run.rl, run.rl_shape)
     rng = np.random.default_rng(0)
 
     def other(path: Any, x: jax.Array) -> jax.Array:
@@ -236,8 +230,8 @@ def test_other_experts_of_the_sampler_are_counted(road, small):
     own.engine.load(jax.tree_util.tree_map_with_path(other, learner.start.weights), 0)
     state, gaps = learner.start, []
     for _ in range(2):
-        state, metrics = learner.step(
-            state, own.engine, own.environment, own.data.questions[:2], seed=0
+        state, metrics = take_step(
+            learner, state, own.engine, own.environment, own.data.questions[:2], seed=0
         )
         gaps.append((metrics["routing_gap"], metrics["logprob_gap"]))
     assert 0.05 < gaps[0][0] < 1 and gaps[0][1] > 1e-3
@@ -249,14 +243,18 @@ def test_a_wrong_digest_is_counted(road, small, learner, start):
         def _sample(self, request, seed) -> Sample:
             return dataclasses.replace(super()._sample(request, seed), digest="of something else")
 
-    _, metrics = learner.step(start, Liar(road), road.environment, road.data.questions[:2], seed=0)
+    _, metrics = take_step(
+        learner, start, Liar(road), road.environment, road.data.questions[:2], seed=0
+    )
     assert metrics["token_mismatches"] == 8
 
 
 def test_a_step_depends_on_seed_number_and_questions_only(road, small, learner, start):
     other = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), start)
     (one, first), (two, second) = (
-        learner.step(state, small.Script(road), road.environment, road.data.questions[:2], seed=0)
+        take_step(
+            learner, state, small.Script(road), road.environment, road.data.questions[:2], seed=0
+        )
         for state in (start, other)
     )
 
@@ -272,7 +270,8 @@ def test_a_step_depends_on_seed_number_and_questions_only(road, small, learner, 
 
 def test_groups_with_an_unreadable_video_are_left_out_and_counted(road, small, learner, start):
     questions, shown = [lost(road.data.questions[0]), road.data.questions[1]], []
-    _, metrics = learner.step(
+    _, metrics = take_step(
+        learner,
         start,
         small.Script(road),
         road.environment,
@@ -293,7 +292,8 @@ def test_groups_with_an_unreadable_video_are_left_out_and_counted(road, small, l
 
 def test_a_step_without_readable_videos_is_refused(road, small, learner, start):
     with pytest.raises(ValueError, match="step 0 .*readable video"):
-        learner.step(
+        take_step(
+            learner,
             start,
             small.Script(road),
             road.environment,
@@ -312,7 +312,9 @@ def test_outcomes_of_episodes_and_calls_are_counted(road, small, learner, start)
             late = "<think>" not in text or "<tool_response>" in text
             return dataclasses.replace(sample, stop=SampleStop.DEADLINE) if late else sample
 
-    _, metrics = learner.step(start, Late(road), road.environment, road.data.questions[:2], seed=0)
+    _, metrics = take_step(
+        learner, start, Late(road), road.environment, road.data.questions[:2], seed=0
+    )
     stops = {name: share for name, share in metrics.items() if name.startswith("stop/") and share}
     calls = {name: share for name, share in metrics.items() if name.startswith("call/") and share}
     assert set(stops) == {"stop/time_limit", "stop/answered"} and sum(stops.values()) == 1
@@ -327,7 +329,8 @@ def test_silent_groups_are_counted_and_leave_only_the_kl_term(road, small, learn
         plans = ("guess\n</think><answer>E</answer>",)
 
     shown = []
-    _, metrics = learner.step(
+    _, metrics = take_step(
+        learner,
         start,
         Parrot(road),
         road.environment,
@@ -411,7 +414,7 @@ def test_without_a_call_on_one_side_there_is_no_tool_gap(road, small):
 def test_a_step_measures_the_tags_that_were_sampled(road, small, learner, start):
     """The pinned `<think>` is not sampled, so it has a count of 0 and no mean."""
     sampler, questions = small.Script(road), road.data.questions[:2]
-    _, metrics = learner.step(start, sampler, road.environment, questions, seed=0)
+    _, metrics = take_step(learner, start, sampler, road.environment, questions)
     assert metrics["tags/think_close/count"] > 0 and metrics["tags/call_open/count"] > 0
     assert 0 < metrics["tags/think_close/probability"] <= 1
     assert metrics["tags/logprob"] < 0
@@ -428,7 +431,7 @@ def anchored_learner(road, **changes) -> Learner:
         road.run.rl, grpo=dataclasses.replace(road.run.rl.grpo, anchor="likelihood"), **changes
     )
     run = dataclasses.replace(road.run, rl=settings)
-    return Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shape, Rules())
+    return road_learner(road, settings, run.rl_shape)
 
 
 @pytest.fixture(scope="module")
@@ -600,7 +603,9 @@ def test_a_step_without_calls_trains_no_subagents(road, small, both, start):
     class Direct(small.Script):
         plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
 
-    _, metrics = both.step(start, Direct(road), road.environment, road.data.questions[:2], seed=0)
+    _, metrics = take_step(
+        both, start, Direct(road), road.environment, road.data.questions[:2], seed=0
+    )
     assert metrics["subagents/trained"] == metrics["subagents/left_out"] == metrics["calls"] == 0
     assert np.isfinite(list(metrics.values())).all() and metrics["grad_norm"] > 0
 
@@ -608,12 +613,12 @@ def test_a_step_without_calls_trains_no_subagents(road, small, both, start):
 @pytest.mark.slow
 def test_subagents_change_the_update(road, small, both, start):
     """Their tokens enter the batch's mean over tokens, so the update differs."""
-    state, metrics = both.step(
-        start, small.Script(road), road.environment, road.data.questions[:2], seed=0
+    state, metrics = take_step(
+        both, start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
     alone = anchored_learner(road)
-    other, figures = alone.step(
-        alone.start, small.Script(road), road.environment, road.data.questions[:2], seed=0
+    other, figures = take_step(
+        alone, alone.start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
     assert (
         metrics["subagents/trained"] > 0
@@ -632,11 +637,11 @@ def test_subagents_change_the_update(road, small, both, start):
 @pytest.mark.slow
 def test_micro_batches_change_nothing(road, small, both, start):
     parts = anchored_learner(road, subagents_per_rollout=2.0, microbatch_tokens=1)
-    whole, figures = both.step(
-        start, small.Script(road), road.environment, road.data.questions[:2], seed=0
+    whole, figures = take_step(
+        both, start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
-    cut, others = parts.step(
-        parts.start, small.Script(road), road.environment, road.data.questions[:2], seed=0
+    cut, others = take_step(
+        parts, parts.start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
     assert others["packing/microbatches"] > figures["packing/microbatches"]
     for name in ("loss", "grad_norm", "logprob_gap", "capped_fraction"):
@@ -664,7 +669,7 @@ def test_every_size_is_compiled_before_the_first_step(road, small, start, update
     sampler = small.Script(road)
     one, other = road.data.questions[:2]
     for questions in ((one, other), (lost(one), other)):
-        start, _ = cut.step(start, sampler, road.environment, questions, seed=0)
+        start, _ = take_step(cut, start, sampler, road.environment, questions)
     assert [program._cache_size() for program in sizes] == compiled
     assert not {"jit(logprobs)", "jit(add_gradients)", "jit(apply_gradients)"} & set(names), names
 
@@ -690,11 +695,13 @@ def test_tokens_that_are_too_old_for_an_update_are_refused(road, small):
 
 def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
     """The engine of the second step still has the weights from before the first."""
-    state, _ = learner.step(
-        start, small.Script(road), road.environment, road.data.questions[:2], seed=0
+    state, _ = take_step(
+        learner, start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
     with pytest.raises(ValueError, match="version 0 .*version 1"):
-        learner.step(state, small.Script(road), road.environment, road.data.questions[:2], seed=0)
+        take_step(
+            learner, state, small.Script(road), road.environment, road.data.questions[:2], seed=0
+        )
 
 
 # --- settings ---

@@ -21,11 +21,11 @@ from paravt_jax.method.scoring import Rules
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
+from tests.train.steps import road_learner, take_step
 from train.learn.batch import Group, Microbatch, build
 from train.learn.logprobs import rollout_logprobs
 from train.learn.packed_batch import PackedShape, build_packed, place_packed, render_rows
 from train.learn.packing import MicrobatchShape, pack
-from train.learn.rl import Learner
 from train.learn.rollouts import roll_out
 from train.learn.sft import SFTBatch, start_sft
 
@@ -222,11 +222,9 @@ def test_figures_of_cold_start_steps(fixed):
 @pytest.mark.slow
 def test_figures_of_an_rl_step(fixed, small):
     """The sampler is a script, so rounding cannot change a sampled token."""
-    learner = Learner(
-        fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl, fixed.run.rl_shape, Rules()
-    )
-    state, metrics = learner.step(
-        learner.start, small.Script(fixed), fixed.environment, fixed.data.questions, seed=0
+    learner = road_learner(fixed)
+    state, metrics = take_step(
+        learner, learner.start, small.Script(fixed), fixed.environment, fixed.data.questions, seed=0
     )
     assert int(state.step) == 1
     wanted = {

@@ -23,6 +23,7 @@ from models.vision import frame_layout
 from models.weights.hf import load
 from paravt_jax.method.scoring import Rules
 from tests.compiled_names import CompiledNames
+from tests.train.steps import road_learner, take_step
 from train.durable.interrupts import Stopped
 from train.durable.metrics import read_metrics
 from train.export import Export, export
@@ -55,16 +56,7 @@ def learner(thawed):
 
 
 def learner_of(road) -> Learner:
-    return Learner(
-        road.graph,
-        road.fresh(),
-        road.model.config,
-        road.run.rl,
-        road.run.rl_shape,
-        Rules(),
-        frozen=road.base(),
-        vision=road.environment.features.trained,
-    )
+    return road_learner(road)
 
 
 @pytest.fixture
@@ -164,13 +156,13 @@ def test_what_the_sampler_sees_is_what_the_update_scores(thawed, learner, start)
     engine, environment = thawed.engine, thawed.environment
     questions = thawed.data.questions[:2]
     learner.sync.load(engine, start.weights, 0, environment.features)
-    state, first = learner.step(start, engine, environment, questions, seed=0)
+    state, first = take_step(learner, start, engine, environment, questions)
     assert first["kl_reference"] == pytest.approx(0, abs=1e-7)
     before = apart(learner.start.weights)[1]
     after = apart(state.weights)[1]
     for (path, x), y in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
         assert (np.asarray(x) != np.asarray(y)).any(), jax.tree_util.keystr(path)
-    _, second = learner.step(state, engine, environment, questions, seed=0)
+    _, second = take_step(learner, state, engine, environment, questions)
     for metrics in (first, second):
         assert metrics["token_mismatches"] == 0
         assert 0 < metrics["logprob_gap"] < 1e-5
@@ -185,7 +177,7 @@ def test_the_reference_sees_with_the_weights_that_rl_starts_from(thawed, small, 
     state = dataclasses.replace(start, weights=together(text, moved))
     questions = thawed.data.questions[:2]
     script = small.Script(thawed)
-    _, metrics = learner.step(state, script, thawed.environment, questions, seed=0)
+    _, metrics = take_step(learner, state, script, thawed.environment, questions)
     assert metrics["kl_reference"] > 1e-6
 
 
@@ -205,7 +197,7 @@ def test_a_number_of_the_tower_that_changes_on_its_way_is_noticed_in_that_step(
     monkeypatch.setattr(features, "load", faulty)
     script, questions = small.Script(thawed), thawed.data.questions[:2]
     with pytest.raises(ValueError, match="after step 1, the sampler of process 0 has weights"):
-        learner.step(start, script, thawed.environment, questions, seed=0)
+        take_step(learner, start, script, thawed.environment, questions)
 
 
 def test_what_is_cached_outlives_the_weights_and_visual_vectors_do_not(thawed):
@@ -292,7 +284,7 @@ def test_steps_of_rl_use_programs_that_were_compiled_ahead(thawed, small, start)
     learner.sync.load(script, start.weights, 0, features)
     for _ in range(2):
         compiled = len(names)
-        start, _ = learner.step(start, script, environment, questions, seed=0)
+        start, _ = take_step(learner, start, script, environment, questions)
         # As the sampler sees them, under the new weights.
         features(features.overview(questions[0].video, 4))
     assert len(names) == compiled, "the second step compiles"

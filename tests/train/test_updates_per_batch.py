@@ -15,7 +15,7 @@ from flax import nnx
 
 from models.sharding import make_mesh
 from paravt_jax.method.grpo import GRPOSettings, batch_totals
-from paravt_jax.method.scoring import Rules
+from tests.train.steps import road_learner, take_step
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
 from train.learn.optimizer import OptimizerSettings, make_optimizer
@@ -33,19 +33,14 @@ def learner_of(road, updates: int = 2, **changes: Any) -> Learner:
     rl = road.run.rl
     grpo = dataclasses.replace(rl.grpo, anchor="none", **changes)
     settings = dataclasses.replace(rl, updates_per_batch=updates, grpo=grpo, optimizer=ADAM)
-    return Learner(
-        road.graph,
-        road.fresh(),
-        road.model.config,
-        settings,
-        road.run.rl_shape,
-        Rules(),
-    )
+    return road_learner(road, settings, road.run.rl_shape)
 
 
 def one_step(road, small, learner: Learner) -> tuple[Any, dict[str, float]]:
     questions = road.data.questions[:2]
-    return learner.step(learner.start, small.Script(road), road.environment, questions, seed=0)
+    return take_step(
+        learner, learner.start, small.Script(road), road.environment, questions, seed=0
+    )
 
 
 def differ(one: Any, other: Any) -> bool:
@@ -109,7 +104,8 @@ def test_the_second_gradient_is_that_of_the_first_updates_weights(road, small, u
     """Computed again in one piece: ratios to log-probs under the weights before the step."""
     played = []
     learner = learner_of(road, updates=1)
-    first, metrics = learner.step(
+    first, metrics = take_step(
+        learner,
         learner.start,
         small.Script(road),
         road.environment,
@@ -196,20 +192,13 @@ def test_steps_versions_and_the_schedule_count_updates_right(road, small):
     """The engine gets versions 1 and 2, and the cosine of two steps ends at update 4."""
     schedule = OptimizerSettings(learning_rate=1e-3, schedule="cosine")
     settings = dataclasses.replace(road.run.rl, steps=2, updates_per_batch=2, optimizer=schedule)
-    learner = Learner(
-        road.graph,
-        road.fresh(),
-        road.model.config,
-        settings,
-        road.run.rl_shape,
-        Rules(),
-    )
+    learner = road_learner(road, settings, road.run.rl_shape)
     sampler = small.Script(road)
     state = learner.start
     for number in range(2):
         before = jax.tree.map(np.asarray, state.weights)
         questions = road.data.questions[2 * number : 2 * number + 2]
-        state, metrics = learner.step(state, sampler, road.environment, questions, seed=0)
+        state, metrics = take_step(learner, state, sampler, road.environment, questions)
         assert metrics["token_mismatches"] == 0
         assert differ(before, state.weights)
     assert sampler.loaded == [1, 2] and int(state.step) == 4

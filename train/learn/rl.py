@@ -144,6 +144,7 @@ class Learner:
             "weights without a mesh; shard them with models.sharding.param_shardings"
         )
         self.mesh = mesh
+        self.skeleton = skeleton
         self.settings = settings
         self.shape = shape
         self._weight_shardings = jax.tree.map(lambda x: x.sharding, weights)

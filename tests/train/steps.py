@@ -1,0 +1,89 @@
+"""Takes single steps of RL, as `train.rl` does, with any sampler and given questions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from models.trained import Skeleton, apart
+from paravt_jax.method.judge import Judge
+from paravt_jax.method.records import Question
+from train.learn.actor import Actor
+from train.learn.packing import StepShape
+from train.learn.rl import Learner, ScoredBatch
+from train.learn.rl_settings import RLSettings
+from train.learn.rollout_pool import RolloutPool
+from train.learn.update import TrainState
+from train.learn.weight_sync import WeightSync
+from train.rl import rl_step
+
+
+@dataclasses.dataclass
+class Given:
+    """Questions that are given; there are no further ones."""
+
+    questions: Sequence[Question]
+
+    def draw(self, step: int, places: Sequence[int] | None = None) -> Sequence[Question]:
+        assert places is None, "no further questions are given"
+        return self.questions
+
+
+def skeleton_of(road: Any, **mesh: int) -> Skeleton:
+    """The model of a road without its trained weights, on a mesh."""
+    return Skeleton(road.graph, road.base(**mesh), road.environment.features.trained)
+
+
+def road_learner(
+    road: Any, settings: RLSettings | None = None, shape: StepShape | None = None, **mesh: int
+) -> Learner:
+    """A learner of a road's model, by default with its settings."""
+    run = road.run
+    return Learner(
+        skeleton_of(road, **mesh),
+        road.fresh(**mesh),
+        road.model.config,
+        settings or run.rl,
+        shape or run.rl_shape,
+    )
+
+
+def actor_of(learner: Learner, sampler: Any, environment: Any, judge: Judge | None = None) -> Actor:
+    """An actor whose sampler gets the weights of this learner."""
+    skeleton, weights = learner.skeleton, learner.start.weights
+    kept: Any = learner
+    if not hasattr(kept, "sync"):
+        # Made once: it compiles.
+        dtype = skeleton.decoder(apart(weights)[0]).dtype
+        kept.sync = WeightSync(weights, dtype, skeleton.frozen)
+    return Actor(sampler, environment, kept.sync, judge)
+
+
+def take_step(
+    learner: Learner,
+    state: TrainState,
+    sampler: Any,
+    environment: Any,
+    questions: Sequence[Question] | Any,
+    seed: int = 0,
+    pool: RolloutPool | None = None,
+) -> tuple[TrainState, dict[str, float]]:
+    """One step on some questions, or on those of a stream: the new state, and the metrics."""
+    state, _, metrics = take_whole_step(learner, state, sampler, environment, questions, seed, pool)
+    return state, metrics
+
+
+def take_whole_step(
+    learner: Learner,
+    state: TrainState,
+    sampler: Any,
+    environment: Any,
+    questions: Sequence[Question] | Any,
+    seed: int = 0,
+    pool: RolloutPool | None = None,
+) -> tuple[TrainState, ScoredBatch, dict[str, float]]:
+    """The same with the rollouts that were trained."""
+    stream: Any = questions if hasattr(questions, "draw") else Given(questions)
+    actor = actor_of(learner, sampler, environment)
+    return rl_step(state, learner, actor, stream, seed, pool)
