@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -29,6 +29,7 @@ from train.learn.rollouts import (
 from train.learn.update import TrainState
 
 
+@runtime_checkable
 class Questions(Protocol):
     """The questions of training, in an order that the seed fixes."""
 

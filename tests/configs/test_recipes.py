@@ -29,7 +29,8 @@ from paravt_extras.plan.abstract import (
     abstract_reference,
     abstract_rl_gradients,
     abstract_rl_optimizer,
-    abstract_sft_update,
+    abstract_sft_gradients,
+    abstract_sft_optimizer,
 )
 from paravt_extras.slices import Topology
 from paravt_jax.method import tokenizer
@@ -357,15 +358,28 @@ def shapes_of(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
-def check_update(run: Run, update: Abstract) -> None:
-    """An update returns every weight and moment in its shape and type."""
-    state = update.arguments[0]
-    after, metrics = jax.eval_shape(update.program.jitted, *update.program.first, *update.arguments)
-    assert shapes_of(state) == shapes_of(after) and run.model.dtype == "bfloat16"
-    assert (
-        metrics["loss"].shape == metrics["grad_norm"].shape == ()
-        and metrics["loss"].dtype == jnp.float32
-    )
+def results_of(traced: Abstract) -> Any:
+    return jax.eval_shape(traced.program.jitted, *traced.all_arguments)
+
+
+def check_update(gradients: Abstract, optimizer: Abstract) -> None:
+    """Gradients are float32 and add up; the new state has every weight and moment as before."""
+    weights, total, *_ = gradients.arguments
+    after, metrics = results_of(gradients)
+    assert shapes_of(after) == shapes_of(total), "gradients of micro-batches add up"
+    assert {dtype for _, dtype in shapes_of(total)} == {jnp.dtype("float32")}
+    assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
+    state, _ = optimizer.arguments
+    after, norm = results_of(optimizer)
+    assert shapes_of(after) == shapes_of(state) and shapes_of(state.weights) == shapes_of(weights)
+    assert norm.shape == ()
+
+
+def check_sft_update(run: Run) -> None:
+    """The same of the recipe's cold start."""
+    assert run.model.dtype == "bfloat16"
+    mesh = make_mesh()
+    check_update(abstract_sft_gradients(run, mesh), abstract_sft_optimizer(run, mesh))
 
 
 def slice_of(name: str) -> str:
@@ -398,23 +412,9 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     run = fit(RECIPES[name](), Topology(slice_of(name)).available).run
     settings = run.rl
     assert settings is not None
-    gradients, optimizer, reference = (
-        abstract(run, make_mesh())
-        for abstract in (abstract_rl_gradients, abstract_rl_optimizer, abstract_reference)
-    )
-    weights, total, *_ = gradients.arguments
-    after, metrics = jax.eval_shape(
-        gradients.program.jitted, *gradients.program.first, *gradients.arguments
-    )
-    assert shapes_of(after) == shapes_of(total), "gradients of micro-batches add up"
-    assert {dtype for _, dtype in shapes_of(total)} == {jnp.dtype("float32")}
-    assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
-    state, _ = optimizer.arguments
-    after, _ = jax.eval_shape(
-        optimizer.program.jitted, *optimizer.program.first, *optimizer.arguments
-    )
-    assert shapes_of(after) == shapes_of(state) and shapes_of(state.weights) == shapes_of(weights)
-    rows = jax.eval_shape(reference.program.jitted, *reference.program.first, *reference.arguments)
+    mesh = make_mesh()
+    check_update(abstract_rl_gradients(run, mesh), abstract_rl_optimizer(run, mesh))
+    rows = results_of(abstract_reference(run, mesh))
     shape, engine = run.rl_shape, run.engine_sizes
     assert rows.shape == (7 * 8, shape.suffix), "log-probs by rollout, without padding rows"
     longest = shape.limits
@@ -433,7 +433,7 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
 @pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().sft])
 def test_a_cold_start_step_of_a_large_recipe_fits_itself(name):
     run = fit(RECIPES[name](), Topology(slice_of(name)).available).run
-    check_update(run, abstract_sft_update(run, make_mesh()))
+    check_sft_update(run)
 
 
 @pytest.mark.parametrize(
@@ -459,13 +459,8 @@ def test_a_recipe_with_adapters_takes_the_drawn_scenes(name):
 @pytest.mark.slow
 def test_the_steps_of_the_smallest_recipe_with_adapters_fit_themselves():
     run = fit(RECIPES["paravt_2b_lora"](), Topology("v5e:1x1").available).run
-    check_update(run, abstract_sft_update(run, make_mesh()))
-    gradients = abstract_rl_gradients(run, make_mesh())
-    total = gradients.arguments[1]
-    after, _ = jax.eval_shape(
-        gradients.program.jitted, *gradients.program.first, *gradients.arguments
-    )
-    assert shapes_of(after) == shapes_of(total)
+    check_sft_update(run)
+    check_update(abstract_rl_gradients(run, make_mesh()), abstract_rl_optimizer(run, make_mesh()))
 
 
 @pytest.mark.parametrize("size", ["8b", "tiny"])

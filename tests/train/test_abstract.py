@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import pytest
 
 from configs import RECIPES
 from models.sharding import make_mesh
-from paravt_extras.plan.abstract import abstract_rl_step, abstract_sft_update
+from paravt_extras.plan.abstract import abstract_rl_step, abstract_sft_step
 from tests.models.program import FOR_TPU, run
+from tests.train.steps import skeleton_of
+from train.learn.placement import Bank
 from train.learn.rl_batch import lay_out_padding
-from train.learn.sft import SFTBatches
+from train.learn.sft import SFTBatches, make_sft_updater
 from train.settings import change
 
 
 def test_a_recipe_without_the_phase_is_refused():
     run = change(RECIPES["paravt_8b"](), "rl_alone", {"sft": None})
     with pytest.raises(ValueError, match="rl_alone.sft: None"):
-        abstract_sft_update(run, make_mesh())
+        abstract_sft_step(run, make_mesh())
 
 
 def test_arguments_equal_those_of_a_run(road):
@@ -28,28 +31,26 @@ def test_arguments_equal_those_of_a_run(road):
     The plan knows no data: it has room for rows of nothing but visual tokens.
     """
     mesh = make_mesh()
-    environment = road.environment
-    batches = SFTBatches(
-        road.run.sft, road.data, None, 0, environment.protocol, environment.features, mesh
-    )
-    state, _ = batches.start(road.graph, road.fresh())
-    batch, _, _ = next(batches)
-    arguments = abstract_sft_update(road.run, mesh, road.model.config).arguments
-    bank = arguments[1].packed.visual
-    visual = batch.packed.visual
-    assert visual is not None
-    rows, room, *vector = visual.shape
+    batches = SFTBatches(road.run.sft, road.data, None, 0, road.environment, mesh)
+    updater = make_sft_updater(skeleton_of(road), road.fresh(), road.run.sft, batches.room)
+    step = next(batches)
+    planned = abstract_sft_step(road.run, mesh, road.model.config)
+    rows, room, *vector = step.bank.cached.shape
+    bank = planned.bank.cached
     assert (rows, *vector) == (bank.shape[0], *bank.shape[2:]) and 0 < room <= bank.shape[1]
-    known = dataclasses.replace(arguments[1].packed, visual=bank.update(shape=visual.shape))
-    arguments = (arguments[0], dataclasses.replace(arguments[1], packed=known))
-    leaves = zip(jax.tree.leaves((state, batch)), jax.tree.leaves(arguments), strict=True)
-    for real, abstract in leaves:
-        assert (real.shape, real.dtype) == (abstract.shape, abstract.dtype)
-    abstract_state, abstract_batch = arguments
-    real_placed = jax.tree.leaves((state, batch.packed))
-    abstract_placed = jax.tree.leaves((abstract_state, abstract_batch.packed))
-    for real, abstract in zip(real_placed, abstract_placed, strict=True):
-        assert real.sharding == abstract.sharding
+    known = Bank(bank.update(shape=step.bank.cached.shape))
+    require_same(
+        (updater.start, step.bank, step.microbatches[:1], step.batch),
+        (planned.state, known, planned.microbatches, planned.batch),
+    )
+
+
+def require_same(real: Any, planned: Any) -> None:
+    """Equal shapes, types and shardings."""
+    assert jax.tree.structure(real) == jax.tree.structure(planned)
+    for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(planned), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (x.sharding, y.sharding)
 
 
 @pytest.mark.parametrize("subagents", [0.0, 0.5])
@@ -73,17 +74,18 @@ def test_shardings_equal_those_of_placed_arrays():
     """On a mesh of eight devices: an update's batches are placed as the plan says."""
     printed = run(
         """
-        import dataclasses, pathlib
+        import pathlib
         import jax, numpy as np
         from configs import RECIPES
         from models.features import FrameFeatures
         from models.sharding import make_mesh
         from paravt_jax.data import video
-        from train.learn.packed_batch import PackedRows, place_packed
-        from train.learn.placement import place, place_vectors, place_whole
-        from train.learn.placement import make_bank_share
+        from tests.train.test_abstract import require_same
+        from train.learn.conversation_rows import lay_out_rows
+        from train.learn.placement import BankPlacer, VisualRoom, place, place_whole
         from train.learn.rl_batch import lay_out_padding
-        from paravt_extras.plan.abstract import abstract_rl_step, abstract_sft_update
+        from train.learn.sft import SFTBatch
+        from paravt_extras.plan.abstract import abstract_rl_step, abstract_sft_step
         from paravt_extras.plan.programs import planned_config
 
         recipe = RECIPES["paravt_tiny"]()
@@ -92,26 +94,18 @@ def test_shardings_equal_those_of_placed_arrays():
         sizes = shape.microbatches(recipe.rl.microbatch_tokens, 8, step.microbatches[0].pieces)
         features = FrameFeatures(None, config, recipe.frames, pathlib.Path(), source=video)
         padding = lay_out_padding(shape, features, sizes, devices=8)
-        slots = shape.slots(1, 8)
-        rows = [padding.visual[n * slots : (n + 1) * slots] for n in range(8)]
+        bank = BankPlacer(mesh, VisualRoom(shape.slots(1, 8)), None)(padding.visual, ())
         microbatches = tuple(place_whole(part, mesh) for part in padding.microbatches)
-        visual = make_bank_share(mesh)(place_vectors(rows, slots, mesh))
         grpo = place(padding.grpo, mesh)
-        packed = abstract_sft_update(recipe, mesh, config).arguments[1].packed
-        arrays = {
-            field.name: np.zeros(x.shape, x.dtype)
-            for field in dataclasses.fields(packed)
-            if field.name != "visual" and (x := getattr(packed, field.name)) is not None
-        }
-        vectors = [np.zeros((3, *packed.visual.shape[2:]), packed.visual.dtype)] * len(packed.ids)
-        cold = place_packed(PackedRows(**arrays), vectors, packed.visual.shape[1], mesh)
-        real = (visual, microbatches, grpo, cold)
-        planned = (step.visual, step.microbatches, step.batch.grpo, packed)
-        assert jax.tree.structure(real) == jax.tree.structure(planned)
-        for x, y in zip(jax.tree.leaves(real), jax.tree.leaves(planned), strict=True):
-            assert (x.shape, x.dtype) == (y.shape, y.dtype)
-            assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (x.sharding, y.sharding)
-        print(len(jax.tree.leaves(real)), "arrays")
+        require_same((bank, microbatches, grpo), (step.bank, step.microbatches, step.batch.grpo))
+
+        step = abstract_sft_step(recipe, mesh, config)
+        shape = recipe.sft.shape.fitted(recipe.sft.microbatches, 8)
+        own = lay_out_rows([], features, shape, devices=8)
+        bank = BankPlacer(mesh, shape.room(8), None)(own.visual, own.grids)
+        microbatches = tuple(place(part, mesh) for part in own.microbatches[:1])
+        batch = place(SFTBatch(own.mask, np.float32(0)), mesh)
+        require_same((bank, microbatches, batch), (step.bank, step.microbatches, step.batch))
         print("done")
         """,
         XLA_FLAGS="--xla_force_host_platform_device_count=8",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paravt_jax.method.scoring import Rules
-from tests.train.steps import road_learner, take_step
+from tests.train.steps import road_learner, take_whole_step
 from train.data import QuestionStream
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import StepRollouts, draw_budgets, play_step, roll_out
@@ -125,20 +125,12 @@ def test_a_step_learns_from_the_groups_that_replace_others(road, small, upcoming
     learner = road_learner(road, settings, run.rl_shape)
     questions = stream_of(road, settings)
     sampler = small.Picky(road, [upcoming[1].text])
-    shown = []
-    state, metrics = take_step(
-        learner,
-        learner.start,
-        sampler,
-        road.environment,
-        questions.draw(0),
-        0,
-        lambda rollouts, gains: shown.append(rollouts),
-        further=functools.partial(questions.draw, 0),
+    state, batch, metrics = take_whole_step(
+        learner, learner.start, sampler, road.environment, questions
     )
     assert metrics["groups/silent"] == 0 and metrics["groups/replaced"] == 1
     assert metrics["groups/further"] == 1 and metrics["token_mismatches"] == 0
-    assert ids_of(shown[0])[1] == upcoming[3].id
+    assert ids_of(batch.laid_out.rollouts)[1] == upcoming[3].id
     assert int(jax.device_get(state.step)) == 1
 
 

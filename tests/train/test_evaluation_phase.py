@@ -20,7 +20,7 @@ from paravt_jax.method.rewards import RewardSettings
 from rollout.engine.engine import Engine
 from tests.paravt_jax.judge_server import Reply, says, serving
 from train.learn.weight_sync import WeightSync
-from train.phases.actor import Actor
+from train.phases.actor import EngineActor
 
 # An error that is not retried.
 REFUSED = Reply(status=401)
@@ -61,8 +61,8 @@ def evaluated(road, small, monkeypatch):
             sampler.load(weights, version)
             return 0
 
-    def scripted(run, model, environment, judge, weights) -> Actor:
-        return Actor(Script(), NoSync(), road.environment, judge)
+    def scripted(run, parts, environment, judge, weights) -> EngineActor:
+        return EngineActor(Script(), road.environment, NoSync(), judge)
 
     def left_out(*arguments: Any) -> None:
         """A phase that does nothing."""

@@ -16,15 +16,15 @@ from models import peft_folder
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, merge_adapters, split
 from models.sharding import make_mesh, mesh_of, param_shardings
+from models.trained import Skeleton
 from models.weights.hf import load
 from rollout.engine.engine import Engine
-from tests.train.steps import road_learner, take_step
+from tests.train.steps import actor_of, road_learner, take_step
 from train.durable.checkpoint import CheckpointError
 from train.durable.interrupts import Stopped
 from train.durable.metrics import read_metrics
 from train.export import Export, export
-from train.learn.rl import Learner
-from train.learn.sft import SFTBatches
+from train.learn.sft import SFTBatches, make_sft_updater, sft_step
 from train.learn.weight_sync import WeightSync
 from train.run import execute
 
@@ -58,19 +58,11 @@ def cold_start(road, dropout: float = 0.0, seed: int = 0, steps: int = 2, microb
     weights, frozen = (
         jax.device_put(host(state), param_shardings(state, mesh)) for state in (weights, frozen)
     )
-    batches = SFTBatches(
-        settings,
-        road.data,
-        None,
-        seed,
-        road.environment.protocol,
-        road.environment.features,
-        mesh,
-    )
-    state, update = batches.start(graph, weights, frozen)
-    for _ in range(steps):
-        batch, _, _ = next(batches)
-        state, metrics = update(state, batch)
+    batches = SFTBatches(settings, road.data, None, seed, road.environment, mesh)
+    updater = make_sft_updater(Skeleton(graph, frozen), weights, settings, batches.room)
+    state = updater.start
+    for left in reversed(range(steps)):
+        state, _, metrics = sft_step(updater, state, batches, seed, left)
     return host(state.weights), metrics
 
 
@@ -99,13 +91,9 @@ def test_dropout_repeats_with_the_seed_and_differs_between_steps_and_parts(adapt
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def learner_of(road) -> Learner:
-    return road_learner(road)
-
-
 @pytest.mark.slow
 def test_a_step_of_rl_updates_the_adapters(adapted, small):
-    learner = learner_of(adapted)
+    learner = road_learner(adapted)
     assert jax.tree.structure(learner.reference) == jax.tree.structure(adapted.weights)
     state, metrics = take_step(
         learner,
@@ -126,7 +114,7 @@ def test_fresh_adapters_get_the_reward_and_the_kl_of_the_base(adapted, road, sma
     """Their output is the base's, so everything that does not depend on gradients is equal."""
     figures = []
     for found in (road, adapted):
-        learner = learner_of(found)
+        learner = road_learner(found)
         questions = found.data.questions[:2]
         _, metrics = take_step(
             learner, learner.start, small.Script(found), found.environment, questions, seed=0
@@ -197,7 +185,7 @@ def test_the_reference_is_the_base_with_the_adapters_that_rl_starts_from(adapted
         learner = road_learner(road)
         if reference is not None:
             learner.reference = reference
-        learner.sync.load(engine, learner.start.weights, 0, road.environment.features)
+        actor_of(learner, engine, road.environment).load(learner.start.weights, 0)
         questions = road.data.questions[:2]
         state, metrics = take_step(
             learner, learner.start, engine, road.environment, questions, seed=0
@@ -227,7 +215,7 @@ def test_a_number_that_changes_on_its_way_to_the_sampler_is_noticed_in_that_step
             super().load(weights, version)
             self.frozen = base
 
-    learner = learner_of(adapted)
+    learner = road_learner(adapted)
     questions = adapted.data.questions[:2]
     with pytest.raises(ValueError, match="after step 1, the sampler of process 0 has weights"):
         take_step(learner, learner.start, Faulty(adapted), adapted.environment, questions)

@@ -26,6 +26,7 @@ from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.rope import mrope_positions, visual_index
 from models.sharding import make_mesh, param_shardings
 from models.text import TextDecoder
+from models.trained import Skeleton
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
 from paravt_jax.method.records import Author, Segment, Trajectory
@@ -339,8 +340,9 @@ def layouts() -> Layouts:
     mesh = make_mesh()
     optimizer = make_optimizer(OptimizerSettings(), 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
-    update = make_update(graph, optimizer, rl_loss(SETTINGS), state)
-    score = make_logprobs(graph, SETTINGS.temperature, mesh)
+    skeleton = Skeleton(graph)
+    update = make_update(skeleton, optimizer, rl_loss(SETTINGS), state)
+    score = make_logprobs(skeleton, SETTINGS.temperature, mesh)
 
     def loss(weights, arrays, batch, advantages):
         logprobs = slow_logprobs(nnx.merge(graph, weights), arrays)

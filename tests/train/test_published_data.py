@@ -342,7 +342,8 @@ def sft_batches(data, small_model):
             small_model.vision, small_model.config, frames, root, source=reader
         )
         moved = dataclasses.replace(data, root=root)
-        return SFTBatches(settings, moved, reader, 3, rules, features, make_mesh()), features
+        environment = Environment(rules, features)
+        return SFTBatches(settings, moved, reader, 3, environment, make_mesh()), features
 
     return make
 
@@ -355,14 +356,14 @@ def test_steps_of_the_cold_start_are_packed_rows_that_continue_exactly(
         batches, _ = sft_batches(reader, small_world.folder)
         next(batches)
         state = json.loads(json.dumps(batches.get_state()))
-        batch, (packed,), figures = next(batches)
-        assert figures == {"missing": 0}
+        step = next(batches)
+        assert step.metrics["missing"] == 0
         assert late_reads() == 0
-        assert float(batch.tokens) == np.asarray(packed.sampled).sum() > 0
-        assert np.asarray(packed.visual).any()
+        assert float(step.batch.tokens) == np.asarray(step.batch.mask).sum() > 0
+        assert np.asarray(step.bank.cached).any()
         again, _ = sft_batches(reader, small_world.folder)
         again.set_state(state)
-        jax.tree.map(np.testing.assert_array_equal, next(again)[0], batch)
+        jax.tree.map(np.testing.assert_array_equal, next(again), step)
         # Without any files, the error names the folder, and every missing video is noted.
         empty, features = sft_batches(reader, tmp_path)
         empty.set_state(state)

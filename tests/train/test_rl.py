@@ -18,6 +18,7 @@ from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures
 from models.model import abstract_model
 from models.sharding import make_mesh
+from models.trained import Skeleton
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages
 from paravt_jax.method.rewards import Rewards, RewardSettings, published_format
@@ -28,7 +29,7 @@ from rollout.agent.episode import suffix_length
 from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
 from tests.compiled_names import CompiledNames
-from tests.train.steps import road_learner, take_step
+from tests.train.steps import road_learner, take_step, take_whole_step
 from train.learn.batch import prompt_segments
 from train.learn.logprobs import Scores, make_logprobs
 from train.learn.packing import StepShape
@@ -78,9 +79,7 @@ def laid_out(road, rollouts, shape: StepShape | None = None) -> LaidOut:
     """The arrays of rollouts, in micro-batches of one size."""
     shape = road.run.rl_shape if shape is None else shape
     sizes = shape.microbatches(shape.tokens, devices=1, pieces=1)[:1]
-    features, vocabulary = road.environment.features, road.data.vocabulary
-    processes = hosts.process_count()
-    return lay_out(rollouts, features, vocabulary, shape, sizes, (0,), devices=processes)
+    return lay_out(rollouts, road.environment, shape, sizes, (0,), devices=hosts.process_count())
 
 
 def ids_of(step: LaidOut, row: int) -> np.ndarray:
@@ -159,8 +158,8 @@ def test_overlong_trajectories_earn_less(road, small):
 def test_the_reference_is_in_host_memory_in_the_type_of_activations(road, small):
     """Rounding weights to bfloat16 in advance or before each product gives equal log-probs."""
     model = abstract_model(road.model.config, dtype=jnp.bfloat16)
-    graph, weights = nnx.split(model.text)[0], road.fresh()
-    learner = Learner(graph, weights, road.model.config, road.run.rl, road.run.rl_shape, Rules())
+    skeleton, weights = Skeleton(nnx.split(model.text)[0]), road.fresh()
+    learner = Learner(skeleton, weights, road.model.config, road.run.rl, road.run.rl_shape)
     for kept, trained in zip(
         jax.tree.leaves(learner.reference), jax.tree.leaves(learner.start.weights), strict=True
     ):
@@ -170,7 +169,7 @@ def test_the_reference_is_in_host_memory_in_the_type_of_activations(road, small)
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     step = laid_out(road, rollouts)
     arguments = (step.visual, step.microbatches[0])
-    logprobs = make_logprobs(graph, 0.7, make_mesh())
+    logprobs = make_logprobs(skeleton, 0.7, make_mesh())
     on_device = jax.device_put(learner.reference, jax.tree.map(lambda x: x.sharding, weights))
     # Otherwise XLA leaves out the rounding on CPUs.
     exactly: dict[str, str | bool] = {"xla_allow_excess_precision": False}
@@ -191,9 +190,10 @@ def test_the_engine_sleeps_during_the_update(road, small, learner, start, monkey
             seen.append((name, sampler.awake)) or program(*arguments, **options)
         )
 
-    update = {name: watched(name, program) for name, program in learner.update._asdict().items()}
+    updater = learner.updater
+    programs = {name: watched(name, each) for name, each in updater.programs._asdict().items()}
     monkeypatch.setattr(learner, "logprobs", watched("logprobs", learner.logprobs))
-    monkeypatch.setattr(learner, "update", learner.update._replace(**update))
+    monkeypatch.setattr(updater, "programs", updater.programs._replace(**programs))
     take_step(learner, start, sampler, road.environment, road.data.questions[:2])
     assert {name for name, _ in seen} == {"logprobs", "start", "add", "apply"}
     assert not any(awake for _, awake in seen) and sampler.awake
@@ -269,17 +269,11 @@ def test_a_step_depends_on_seed_number_and_questions_only(road, small, learner, 
 
 
 def test_groups_with_an_unreadable_video_are_left_out_and_counted(road, small, learner, start):
-    questions, shown = [lost(road.data.questions[0]), road.data.questions[1]], []
-    _, metrics = take_step(
-        learner,
-        start,
-        small.Script(road),
-        road.environment,
-        questions,
-        0,
-        lambda rollouts, gains: shown.append((rollouts, gains)),
+    questions = [lost(road.data.questions[0]), road.data.questions[1]]
+    _, batch, metrics = take_whole_step(
+        learner, start, small.Script(road), road.environment, questions
     )
-    ((rollouts, gains),) = shown
+    rollouts, gains = batch.laid_out.rollouts, np.asarray(batch.rollouts.advantages)
     assert metrics["groups/unreadable"] == rollouts.unreadable == 1
     assert [e.question.id for group in rollouts.groups for e in group] == [
         road.data.questions[1].id
@@ -328,18 +322,12 @@ def test_silent_groups_are_counted_and_leave_only_the_kl_term(road, small, learn
     class Parrot(small.Script):
         plans = ("guess\n</think><answer>E</answer>",)
 
-    shown = []
-    _, metrics = take_step(
-        learner,
-        start,
-        Parrot(road),
-        road.environment,
-        road.data.questions[:2],
-        0,
-        lambda _, gains: shown.append(gains),
+    _, batch, metrics = take_whole_step(
+        learner, start, Parrot(road), road.environment, road.data.questions[:2]
     )
     assert metrics["groups/silent"] == 1 and metrics["stop/answered"] == 1
-    assert np.abs(shown[0]).max() < 0.2, "the small KL term must not be scaled up"
+    largest = np.abs(np.asarray(batch.rollouts.advantages)).max()
+    assert largest < 0.2, "the small KL term must not be scaled up"
 
 
 def test_the_structure_points_at_the_tags_of_each_row(road, small):
@@ -584,7 +572,7 @@ def test_the_gap_is_that_of_the_current_weights(road, small, shape):
     now = int(versions.max())
     shape = road.run.rl_shape
     sizes = shape.microbatches(shape.tokens, devices=1, pieces=1)[:1]
-    given = (road.environment.features, road.data.vocabulary, shape, sizes, (0,), 1)
+    given = (road.environment, shape, sizes, (0,), 1)
     every, none = (lay_out(rollouts, *given, version=now + later) for later in (0, 1))
     np.testing.assert_array_equal(every.grpo.current, every.grpo.mask)
     assert (every.current, none.current) == (1.0, 0.0)
@@ -663,7 +651,7 @@ def test_every_size_is_compiled_before_the_first_step(road, small, start, update
     compile_ahead(programs)
     names = CompiledNames()
     cut.warm_up(start.weights, road.environment.features)
-    sizes = (cut.logprobs.jitted, cut.update.add.jitted)
+    sizes = (cut.logprobs.jitted, cut.updater.programs.add.jitted)
     compiled = [program._cache_size() for program in sizes]
     assert compiled == [len(cut.sizes), updates * len(cut.sizes)]
     sampler = small.Script(road)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+import train.learn.sft
 from models.features import FrameFeatures
 from models.sharding import make_mesh
 from paravt_jax.data import video
 from paravt_jax.method.protocol import PINNED
+from tests.train.steps import skeleton_of
 from train.data import pack_rows
-from train.learn.sft import SFTBatch, SFTBatches, sft_step, start_sft
+from train.learn.sft import SFTBatches, SFTStep, make_sft_updater, sft_step
+from train.learn.update import TrainState, Updater
 
 
 def batches(road, features=None) -> SFTBatches:
@@ -24,21 +28,56 @@ def batches(road, features=None) -> SFTBatches:
         road.data,
         None,
         road.run.seed,
-        road.environment.protocol,
-        features or road.environment.features,
+        dataclasses.replace(road.environment, features=features or road.environment.features),
         make_mesh(),
     )
 
 
 @pytest.fixture(scope="module")
-def batch(road) -> SFTBatch:
-    return next(batches(road))[0]
-
-
-@pytest.fixture(scope="module")
-def update(road):
+def updater(road) -> Updater:
     """The jitted update, shared by all tests. Each makes a state of its own."""
-    return start_sft(road.graph, road.fresh(), road.image, road.run.sft)[1]
+    room = batches(road).room
+    return make_sft_updater(skeleton_of(road), road.fresh(), road.run.sft, room)
+
+
+@pytest.fixture
+def start(updater) -> TrainState:
+    """A state that an update may donate."""
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), updater.start)
+
+
+@pytest.fixture
+def one_batch(road) -> Any:
+    """The same batch again and again."""
+    return Repeated(batches(road))
+
+
+class Repeated:
+    """The first of some batches, again and again."""
+
+    def __init__(self, source: SFTBatches):
+        self.step = next(source)
+
+    def prepare(self, left: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def __next__(self) -> SFTStep:
+        return self.step
+
+
+def placed_rows(step: SFTStep) -> tuple[np.ndarray, np.ndarray]:
+    """The ids and the mask of a step's rows."""
+    index = np.stack([np.asarray(part.index) for part in step.microbatches])
+    ids = np.stack(
+        [
+            np.asarray(part.ids).reshape(-1)[np.maximum(places, 0)] * (places >= 0)
+            for part, places in zip(step.microbatches, index, strict=True)
+        ]
+    )
+    return ids.sum(0), np.asarray(step.batch.mask)
 
 
 def test_a_step_trains_on_the_responses_of_agents(road):
@@ -55,21 +94,21 @@ def test_a_step_trains_on_the_responses_of_agents(road):
     }
     assert any(PINNED in text for text in said)
     for _ in range(2):
-        packed = next(steps)[0].packed
-        for ids, sampled in zip(np.asarray(packed.ids), np.asarray(packed.sampled), strict=True):
-            assert road.data.vocabulary.decode(ids[sampled]) in said
+        for ids, mask in zip(*placed_rows(next(steps)), strict=True):
+            assert road.data.vocabulary.decode(ids[mask]) in said
 
 
-def test_the_loss_is_a_mean_over_tokens(road, batch, update):
+def test_the_loss_is_a_mean_over_tokens(road, updater, start, one_batch):
     """With weights of zero every token costs log(vocabulary)."""
-    state, _ = start_sft(road.graph, road.fresh(), road.image, road.run.sft)
-    state = dataclasses.replace(state, weights=jax.tree.map(lambda x: x * 0, state.weights))
-    _, figures = update(state, batch)
-    assert float(figures["loss"]) == pytest.approx(
-        np.log(road.model.config.text.vocab_size), rel=1e-5
-    )
-    assert figures["tokens"] == batch.tokens == np.asarray(batch.packed.sampled).sum()
-    assert figures["conversations"] == np.asarray(batch.packed.segments).max(1).sum()
+    state = dataclasses.replace(start, weights=jax.tree.map(lambda x: x * 0, start.weights))
+    _, lengths, figures = sft_step(updater, state, one_batch, 0, 1)
+    assert figures["loss"] == pytest.approx(np.log(road.model.config.text.vocab_size), rel=1e-5)
+    step = next(one_batch)
+    assert figures["tokens"] == step.batch.tokens == np.asarray(step.batch.mask).sum()
+    segments = [np.asarray(part.segments) for part in step.microbatches]
+    assert figures["conversations"] == sum(rows.max(1).sum() for rows in segments)
+    tokens = sum(sum(group.suffixes) for group in lengths)
+    assert tokens == sum((rows > 0).sum() for rows in segments)
 
 
 def test_missing_files_leave_padding_and_are_named(road, tmp_path):
@@ -85,10 +124,10 @@ def test_missing_files_leave_padding_and_are_named(road, tmp_path):
     whole, steps = batches(road), batches(road, features)
     missing = tokens = fewer = 0.0
     while not missing:
-        tokens = float(next(whole)[0].tokens)
-        found, _, figures = next(steps)
-        missing = figures["missing"]
-        fewer = tokens - float(found.tokens)
+        tokens = float(next(whole).batch.tokens)
+        found = next(steps)
+        missing = found.metrics["missing"]
+        fewer = tokens - float(found.batch.tokens)
     assert features.unreadable == {lost: "no such file"} and 0 < fewer < tokens
 
 
@@ -96,15 +135,17 @@ def test_the_order_of_conversations_resumes_exactly(road):
     steps = batches(road)
     next(steps)
     state = json.loads(json.dumps(steps.get_state()))
-    wanted, again = next(steps)[0], batches(road)
+    wanted, again = next(steps), batches(road)
     again.set_state(state)
-    for found, expected in zip(
-        jax.tree.leaves(next(again)[0]), jax.tree.leaves(wanted), strict=True
-    ):
-        np.testing.assert_array_equal(found, expected)
+    require_equal(next(again), wanted)
 
 
-def test_the_next_batches_are_prepared_during_an_update(road, monkeypatch):
+def require_equal(found: Any, wanted: Any) -> None:
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_next_batches_are_prepared_during_an_update(road, updater, monkeypatch):
     """While the devices compute, the next step is laid out, and the frames after it are encoded."""
     frames = dataclasses.replace(road.run.frames, cache_mib=0)
     features = FrameFeatures(
@@ -127,17 +168,24 @@ def test_the_next_batches_are_prepared_during_an_update(road, monkeypatch):
             encoded.append(features.encoded_frames)
             return 0.0
 
-    def update(state, batch):
+    # Updates are only dispatched.
+    def gradients(weights, bank, microbatches, batch, draw):
         encoded.append(features.encoded_frames)
-        for found, expected in zip(
-            jax.tree.leaves(batch), jax.tree.leaves(next(plain)[0]), strict=True
-        ):
-            np.testing.assert_array_equal(found, expected)
-        return state, {"loss": Running()}
+        expected = next(plain)
+        wanted = (expected.bank, expected.microbatches, expected.batch)
+        require_equal((bank, microbatches, batch), wanted)
+        return None, {"loss": [Running()]}
 
+    def to_floats(metrics):
+        return {name: float(parts[0]) for name, parts in metrics.items()}
+
+    monkeypatch.setattr(train.learn.sft, "to_floats", to_floats)
+    monkeypatch.setattr(updater, "gradients", gradients)
+    monkeypatch.setattr(updater, "apply", lambda state, gradients: (state, 1.0))
+    state = TrainState(None, None, np.int32(0))
     for step in range(4):
-        _, _, metrics = sft_step(update, None, steps, left=3 - step)
-        assert metrics == {"loss": 0.0, "missing": 0.0}
+        _, _, metrics = sft_step(updater, state, steps, 0, left=3 - step)
+        assert (metrics["loss"], metrics["missing"]) == (0.0, 0.0)
         assert steps.get_state() == plain.get_state()
     # Frames that were encoded at the start of each update, and at its end.
     starts, ends = encoded[0::2], encoded[1::2]
@@ -147,12 +195,11 @@ def test_the_next_batches_are_prepared_during_an_update(road, monkeypatch):
     assert min(started[:-1]) > 0 and started[-1] == 0, "frames stay on the devices at the end"
 
 
-def test_steps_on_the_same_batch_lower_its_loss(road, batch, update):
-    state, _ = start_sft(road.graph, road.fresh(), road.image, road.run.sft)
-    losses = []
+def test_steps_on_the_same_batch_lower_its_loss(updater, start, one_batch):
+    state, losses = start, []
     for _ in range(4):
-        state, figures = update(state, batch)
-        losses.append(float(figures["loss"]))
+        state, _, figures = sft_step(updater, state, one_batch, 0, 1)
+        losses.append(figures["loss"])
     assert int(state.step) == 4 and losses[-1] < losses[0] - 0.5, losses
 
 

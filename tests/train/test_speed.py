@@ -1,25 +1,13 @@
 """FLOPs and speed of an update, against counts by hand."""
 
-import jax
-import numpy as np
 import pytest
 
 from models.flops import flops_per_token
 from models.qwen3_vl.sizes import tiny
-from models.sharding import make_mesh
 from train.learn import speed
-from train.learn.packed_batch import PackedRows
 from train.learn.packing import GroupLengths
-from train.learn.placement import place
 
 GROUPS = [GroupLengths(5, (4, 2)), GroupLengths(3, (1, 6))]
-
-
-def conversations(segments: list[list[int]]) -> PackedRows:
-    """Packed conversations; only their segments matter here."""
-    numbers = np.array(segments, np.int32)
-    none = np.zeros((len(segments), 0))
-    return PackedRows(none, np.zeros((3, *none.shape)), numbers, none, none)
 
 
 def test_flops_of_an_update_token_by_token():
@@ -57,17 +45,6 @@ def test_a_conversation_is_all_scored():
     wanted = sum(flops_per_token(config, context) for context in range(1, 8))
     flops = speed.update_flops([GroupLengths(0, (7,))], config)
     assert flops == pytest.approx(3 * wanted)
-
-
-@pytest.mark.parametrize("on_a_mesh", [False, True])
-def test_lengths_of_packed_conversations_leave_out_padding(on_a_mesh):
-    batch = conversations([[1, 1, 1, 2, 2, 0, 0], [1, 2, 2, 2, 3, 3, 3], [0] * 7])
-    if on_a_mesh:
-        batch = place(batch, make_mesh())
-        assert isinstance(batch.segments, jax.Array)
-    lengths = speed.conversation_lengths(batch)
-    assert lengths == [GroupLengths(0, (3, 2)), GroupLengths(0, (1, 3, 3)), GroupLengths(0, ())]
-    assert speed.real_tokens(lengths) == 12
 
 
 def test_mfu_is_relative_to_all_devices(monkeypatch):

@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 
 from models.rope import mrope_positions, visual_index
-from models.sharding import make_mesh
 from paravt_jax.method import protocol
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import PINNED, render_call
@@ -21,13 +20,14 @@ from paravt_jax.method.scoring import Rules
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
-from tests.train.steps import road_learner, take_step
+from tests.train.steps import road_learner, skeleton_of, take_step
 from train.learn.batch import Group, Microbatch, build
+from train.learn.conversation_rows import RowsShape, lay_out_rows, render_rows
 from train.learn.logprobs import rollout_logprobs
-from train.learn.packed_batch import PackedShape, build_packed, place_packed, render_rows
 from train.learn.packing import MicrobatchShape, pack
 from train.learn.rollouts import roll_out
-from train.learn.sft import SFTBatch, start_sft
+from train.learn.sft import SFTBatch, make_sft_updater
+from train.learn.update import to_floats
 
 MEANT = (
     "the figures of a step changed: update them only together with a deliberate change of loss, "
@@ -207,16 +207,22 @@ def test_figures_of_cold_start_steps(fixed):
     rows, missing = render_rows([chats[::2], chats[1::2]], fixed.environment.protocol, features)
     assert not missing
     tokens = max(sum(len(t.ids) for t, _ in row) for row in rows)
-    packed, visual = build_packed(rows, features, PackedShape(2, tokens, tokens))
-    packed = place_packed(packed, visual, tokens, make_mesh(1, 1, 1))
-    batches = SFTBatch(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
-    state, update = start_sft(fixed.graph, fixed.fresh(), fixed.image, fixed.run.sft)
-    state, first = update(state, batches)
-    state, second = update(state, batches)
-    assert int(state.step) == 2
-    wanted = {"loss": 6.08554, "grad_norm": 4.91452, "tokens": 156, "conversations": 8}
-    assert figures_of(first, wanted) == pytest.approx(wanted, rel=1e-3), MEANT
-    assert float(second["loss"]) == pytest.approx(5.58258, rel=1e-3), MEANT
+    shape = RowsShape(2, tokens, tokens)
+    own = lay_out_rows(rows, features, shape, devices=1)
+    updater = make_sft_updater(skeleton_of(fixed), fixed.fresh(), fixed.run.sft, shape.room(1))
+    state, figures = updater.start, []
+    batch = SFTBatch(own.mask, np.float32(own.mask.sum()))
+    bank = updater.place_bank(own.visual, own.grids)
+    for step in range(2):
+        gradients, metrics = updater.gradients(
+            state.weights, bank, own.microbatches, batch, (0, step)
+        )
+        state, norm = updater.apply(state, gradients)
+        figures.append(to_floats(metrics | {"grad_norm": [norm]}))
+    assert int(state.step) == 2 and own.mask.sum() == 156
+    wanted = {"loss": 6.08554, "grad_norm": 4.91452}
+    assert figures[0] == pytest.approx(wanted, rel=1e-3), MEANT
+    assert figures[1]["loss"] == pytest.approx(5.58258, rel=1e-3), MEANT
 
 
 @pytest.mark.slow

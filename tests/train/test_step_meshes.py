@@ -10,34 +10,34 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from models.config import TextConfig
+from models.config import ModelConfig, TextConfig
 from models.lora import LoRASettings, add_adapters, split
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl.vision import Qwen3VLVisionTower
 from models.sharding import make_mesh, param_shardings, row_devices
 from models.text import TextDecoder
+from models.trained import Skeleton
 from models.trained_vision import TrainedVision, trained_state
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
-from paravt_jax.method.records import Author, Segment, Trajectory
+from paravt_jax.method.records import Author, Frame, Segment, Trajectory
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.structure import Kind, Structure
 from rollout.engine.settings import Lengths
 from tests.processes import on_eight_devices
 from train.learn.batch import Group, build
+from train.learn.conversation_rows import Rendered, RowsShape, lay_out_rows
 from train.learn.optimizer import OptimizerSettings, make_optimizer
-from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows, place_packed
 from train.learn.packing import StepShape, pack
 from train.learn.placement import (
+    BankPlacer,
+    VisualRoom,
     bank_sharding,
     place,
-    place_bank,
-    place_frames,
     place_whole,
     replicas,
     row_pieces,
@@ -46,8 +46,8 @@ from train.learn.placement import (
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
-from train.learn.sft import SFTBatch, SFTSettings, make_sft_update
-from train.learn.update import init_state, make_update, make_vision_programs
+from train.learn.sft import SFTBatch, SFTSettings, make_sft_updater
+from train.learn.update import init_state, make_update, make_vision_programs, to_floats
 
 # Weights move by up to LEARNING_RATE in the step, and may differ by BOUND.
 LEARNING_RATE = 1e-2
@@ -95,7 +95,7 @@ SHAPE = StepShape(
     subagents=5,
     limits=Lengths(prompt=22, visual=4, response=20, crop_prompt=12, crop_visual=2, report=9),
 )
-ROWS = PackedShape(rows=5, tokens=24, visual=5)
+ROWS = RowsShape(rows=5, tokens=24, visual=5)
 # A large eps: the rounding of a small gradient must not decide the sign of an update.
 ADAM = OptimizerSettings(learning_rate=LEARNING_RATE, eps=1e-2)
 
@@ -129,13 +129,11 @@ def groups() -> list[Group]:
     return mains + [group(rng, 24 + n, 1, 24 + 2 * n) for n in range(5)]
 
 
-def pad(x: np.ndarray, rows: int, length: int) -> np.ndarray:
-    """Append `rows` and `length` zeros."""
-    # Positions have a leading axis of 3.
-    first = 1 if x.ndim == 3 else 0
-    widths = [(0, 0)] * x.ndim
-    widths[first], widths[first + 1] = (0, rows), (0, length)
-    return np.pad(x, widths)
+def config_of(text: TextConfig) -> ModelConfig:
+    """Sizes of a model with this decoder."""
+    published = qwen3_vl("2b")
+    vision = dataclasses.replace(published.vision, out_hidden_size=text.hidden_size)
+    return dataclasses.replace(published, text=text, vision=vision, image_token_id=IMAGE)
 
 
 def rl_batch(settings: RLSettings) -> GRPOBatch:
@@ -200,14 +198,12 @@ def rl_step(
     packed = pack([found.lengths for found in groups()], sizes)
     vectors = np.random.default_rng(3).normal(size=(40, 3, TEXT.hidden_size)).astype(np.float32)
     visual = jax.device_put(vectors, bank_sharding(mesh))
-    published = qwen3_vl("2b")
-    vision = dataclasses.replace(published.vision, out_hidden_size=TEXT.hidden_size)
-    config = dataclasses.replace(published, text=sizes_of, vision=vision, image_token_id=IMAGE)
+    config = config_of(sizes_of)
     batch = place(rl_batch(settings), mesh)
     with jax.set_mesh(mesh):
         advantages, _ = grpo.advantages(batch, settings.grpo, settings.rewards.gamma)
         whole = RLBatch(batch, advantages, grpo.batch_totals(batch))
-    update = make_update(graph, optimizer, rl_loss(settings), state, base)
+    update = make_update(Skeleton(graph, base), optimizer, rl_loss(settings), state)
     total = update.start(state.weights)
     parts: dict[str, list[np.ndarray]] = {}
     for part in packed:
@@ -223,50 +219,56 @@ def rl_step(
     return state, figures
 
 
-def packed_rows(fitted: PackedShape) -> tuple[PackedRows, list[np.ndarray]]:
-    """Three random conversations per row, the second with three frames, and their vectors.
-
-    Rows are padded to `fitted`.
-    """
+def conversations() -> list[list[Rendered]]:
+    """Three random conversations per row, the second with a frame of three visual tokens."""
     rng = np.random.default_rng(2)
-    b, t = ROWS.rows, ROWS.tokens
-    ends = np.cumsum(rng.integers(5, 8, (b, 3)), 1)
-    at = np.arange(t)
-    segments = np.where(at < ends[:, 2:], 1 + (at >= ends[:, :1]) + (at >= ends[:, 1:2]), 0).astype(
-        np.int32
-    )
-    starts = np.concatenate([np.zeros((b, 1), int), ends[:, :2]], 1)[
-        np.arange(b)[:, None], np.maximum(segments - 1, 0)
-    ]
-    ids = rng.integers(0, IMAGE, (b, t), np.int32) * (segments > 0)
-    ids[(segments == 2) & (at - starts > 0) & (at - starts < 4)] = IMAGE
-    positions = ((at - starts) * (segments > 0)).astype(np.int32)
-    arrays = {
-        "ids": ids.astype(np.int32),
-        "positions": np.broadcast_to(positions, (3, b, t)),
-        "segments": segments,
-        "sampled": (at > starts) & (segments > 0) & (ids != IMAGE) & (rng.random((b, t)) < 0.7),
-    }
-    vectors = rng.normal(size=(b, 3, 3, TEXT.hidden_size)).astype(np.float32)
-    nothing = [vectors[0, :0]] * (fitted.rows - b)
-    rows = PackedRows(**{name: pad(x, fitted.rows - b, 0) for name, x in arrays.items()})
-    return rows, [*vectors, *nothing]
+    rows = []
+    for lengths in rng.integers(5, 8, (ROWS.rows, 3)):
+        row = []
+        for number, length in enumerate(lengths):
+            ids = rng.integers(0, IMAGE, length).astype(np.int32)
+            frames, vectors, first = (), None, 1
+            if number == 1:
+                frames, first = (Frame("", 0, 0.0),), 4
+                ids[1:first] = IMAGE
+                vectors = rng.normal(size=(3, 3, TEXT.hidden_size)).astype(np.float32)
+            prompt = Segment(ids[:first], Author.PROMPT, frames=frames)
+            said = Segment(ids[first:], Author.MODEL, np.zeros(length - first, np.float32))
+            row.append(Rendered(Trajectory((prompt, said)), vectors))
+        rows.append(row)
+    return rows
+
+
+class Features:
+    """What the layout of rows asks of `FrameFeatures`."""
+
+    config = config_of(TEXT)
+    vector = (3, TEXT.hidden_size)
+    dtype = np.dtype(np.float32)
+
+    def grid(self, _: Frame) -> tuple[int, int]:
+        return 2, 6
 
 
 def sft_step(
     graph: nnx.GraphDef, weights: Any, frozen: Any, mesh: Any, microbatches: int, remat: Any
-) -> tuple[Any, dict[str, jax.Array]]:
+) -> tuple[Any, dict[str, Any]]:
     settings = SFTSettings(
         1, ROWS.rows, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8
     )
-    optimizer = make_optimizer(ADAM, 1)
-    state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     base = jax.device_put(frozen, param_shardings(frozen, mesh))
-    shape, parts = fitted_rows(ROWS, microbatches, mesh)
-    packed = place_packed(*packed_rows(shape), shape.visual, mesh)
-    batch = SFTBatch(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
-    update = make_sft_update(graph, optimizer, IMAGE, settings, parts, state, base)
-    return update(state, batch)
+    placed = jax.device_put(weights, param_shardings(weights, mesh))
+    devices = row_devices(mesh)
+    shape = ROWS.fitted(microbatches, devices)
+    features: Any = Features()
+    own = lay_out_rows(conversations(), features, shape, devices)
+    updater = make_sft_updater(Skeleton(graph, base), placed, settings, shape.room(devices))
+    rows = tuple(place(part, mesh) for part in own.microbatches)
+    batch = place(SFTBatch(own.mask, np.float32(own.mask.sum())), mesh)
+    bank = updater.place_bank(own.visual, own.grids)
+    gradients, metrics = updater.gradients(updater.start.weights, bank, rows, batch, (0, 0))
+    state, norm = updater.apply(updater.start, gradients)
+    return state, to_floats(metrics | {"grad_norm": [norm]})
 
 
 def compare_vision(hidden: int, intermediate: int, heads: int) -> None:
@@ -296,11 +298,8 @@ def compare_vision(hidden: int, intermediate: int, heads: int) -> None:
             mesh = make_mesh(*shape)
             devices = row_devices(mesh)
             weights = jax.device_put(host, param_shardings(host, mesh))
-            if part == "tower":
-                room = -(-frames // devices)
-                bank = place_frames(cached, grids, vision, room, devices, mesh)
-            else:
-                bank = place_bank(cached, 104 // devices, devices, mesh)
+            room = VisualRoom(104 // devices, -(-frames // devices))
+            bank = BankPlacer(mesh, room, vision)(cached, grids)
             programs = make_vision_programs(vision, mesh, 1, 104)
             vectors = np.asarray(programs.encode(weights, bank)).reshape(cotangent.shape)
             # Each replica has a share of the gradients.

@@ -23,19 +23,25 @@ from models.vision import frame_layout
 from models.weights.hf import load
 from paravt_jax.method.scoring import Rules
 from tests.compiled_names import CompiledNames
-from tests.train.steps import road_learner, take_step
+from tests.train.steps import actor_of, road_learner, skeleton_of, take_step
 from train.durable.interrupts import Stopped
 from train.durable.metrics import read_metrics
 from train.export import Export, export
-from train.learn.rl import Learner, rl_loss
-from train.learn.rl_batch import RLBatch, lay_out
+from train.learn.rl import rl_loss
 from train.learn.rollouts import roll_out
-from train.learn.sft import SFTBatches, sft_loss, sft_step, visual_encoder
+from train.learn.sft import SFTBatches, make_sft_updater, sft_loss, sft_step
 from train.learn.weight_sync import WeightSync
 from train.run import execute
 
 LORA = LoRASettings(rank=4, alpha=8.0)
 PARTS = {"merger": LORA, "tower": None}
+# The programs of an update.
+UPDATE = (
+    "jit(vision_vectors)",
+    "jit(vision_gradients)",
+    "jit(add_gradients)",
+    "jit(apply_gradients)",
+)
 
 
 @pytest.fixture(scope="module", params=PARTS)
@@ -52,11 +58,7 @@ def thawed(request, road, small):
 
 @pytest.fixture(scope="module")
 def learner(thawed):
-    return learner_of(thawed)
-
-
-def learner_of(road) -> Learner:
-    return road_learner(road)
+    return road_learner(thawed)
 
 
 @pytest.fixture
@@ -114,18 +116,10 @@ def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
     rl, features = thawed.run.rl, thawed.environment.features
     questions = thawed.data.questions[:2]
     played = roll_out(small.Script(thawed), thawed.environment, questions, rl, 0, 0, Rules())
-    step = lay_out(
-        played,
-        features,
-        thawed.data.vocabulary,
-        thawed.run.rl_shape,
-        learner.sizes,
-        (0,),
-    )
-    bank, parts, rollouts = learner._place(step)
-    advantages, totals, _ = learner._advantages(rollouts)
-    batch = RLBatch(rollouts, advantages, totals)
-    ours, _ = learner._gradients(thawed.weights, bank, parts, batch, (0, 0, 0))
+    scored = learner.score(learner.lay_out(played, thawed.environment, 0, 0))
+    parts, batch = scored.microbatches, scored.rollouts
+    weights = thawed.fresh()
+    ours, _ = learner.updater.gradients(weights, scored.bank, parts, batch, (0, 0, 0))
 
     frames = [
         frame
@@ -155,7 +149,7 @@ def test_what_the_sampler_sees_is_what_the_update_scores(thawed, learner, start)
     """Also after the first step, under weights that have changed."""
     engine, environment = thawed.engine, thawed.environment
     questions = thawed.data.questions[:2]
-    learner.sync.load(engine, start.weights, 0, environment.features)
+    actor_of(learner, engine, environment).load(start.weights, 0)
     state, first = take_step(learner, start, engine, environment, questions)
     assert first["kl_reference"] == pytest.approx(0, abs=1e-7)
     before = apart(learner.start.weights)[1]
@@ -232,20 +226,16 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
     """The vectors of the batch come from the tower as a whole, at what is cached of each token."""
     features = thawed.environment.features
     settings = dataclasses.replace(thawed.run.sft, rows=1)
-    protocol, mesh = thawed.environment.protocol, make_mesh()
-    batches = SFTBatches(settings, thawed.data, None, 0, protocol, features, mesh)
-    batch, _, _ = next(batches)
-    loss = sft_loss(thawed.image)
-    room = batches._shape.visual
-    encode = visual_encoder(features.trained, room)
-    assert encode is not None
+    batches = SFTBatches(settings, thawed.data, None, 0, thawed.environment, make_mesh(1, 1, 1))
+    step = next(batches)
+    (part,) = step.microbatches
+    loss = sft_loss(settings)
+    updater = make_sft_updater(skeleton_of(thawed), thawed.fresh(), settings, batches.room)
+    weights = updater.start.weights
+    ours, _ = updater.gradients(weights, step.bank, step.microbatches, step.batch, (0, 0))
 
-    def ours(weights):
-        text, vision = apart(weights)
-        return loss(nnx.merge(thawed.graph, text, thawed.frozen), encode(vision, batch))[0]
-
-    cached = np.asarray(batch.packed.visual)[0]
-    count = int((np.asarray(batch.packed.ids) == thawed.image).sum())
+    cached = np.asarray(step.bank.cached)[0]
+    count = int((np.asarray(part.ids) == thawed.image).sum())
     config = thawed.model.config.vision
     frame = thawed.run.largest_frame
     grid = features.grid(thawed.data.questions[0].video)
@@ -260,13 +250,10 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
         else:
             vectors = tower.mergers.of_tokens(jnp.asarray(cached[None, :count]))
         vectors = vectors.reshape(1, -1, *vectors.shape[2:])
-        visual = jnp.pad(vectors, ((0, 0), (0, room - count), (0, 0), (0, 0)))
-        packed = dataclasses.replace(batch.packed, visual=visual, grids=None)
-        shown = dataclasses.replace(batch, packed=packed)
-        return loss(nnx.merge(thawed.graph, text, thawed.frozen), shown)[0]
+        decoder = nnx.merge(thawed.graph, text, thawed.frozen)
+        return loss(decoder, vectors, part, step.batch)[0]
 
-    gradients = [jax.jit(jax.grad(f))(thawed.weights) for f in (ours, theirs)]
-    require_close(*gradients)
+    require_close(ours, jax.jit(jax.grad(theirs))(thawed.weights))
 
 
 # --- programs that are compiled before the first step ---
@@ -274,40 +261,36 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
 
 @pytest.mark.slow
 def test_steps_of_rl_use_programs_that_were_compiled_ahead(thawed, small, start):
-    learner = learner_of(thawed)
+    learner = road_learner(thawed)
     features = fresh_features(thawed, thawed.environment.features.trained)
     environment = dataclasses.replace(thawed.environment, features=features)
     compile_ahead([*learner.lowerings(start, features), *features.lowerings(thawed.data.sizes)])
     names = CompiledNames()
     learner.warm_up(start.weights, features)
     script, questions = small.Script(thawed), thawed.data.questions[:2]
-    learner.sync.load(script, start.weights, 0, features)
+    actor_of(learner, script, environment).load(start.weights, 0)
     for _ in range(2):
         compiled = len(names)
         start, _ = take_step(learner, start, script, environment, questions)
         # As the sampler sees them, under the new weights.
         features(features.overview(questions[0].video, 4))
     assert len(names) == compiled, "the second step compiles"
-    of_learner = {
-        "jit(vision_gradients)",
-        "jit(logprobs)",
-        "jit(add_gradients)",
-        "jit(apply_gradients)",
-    }
-    assert not {"jit(encode_frames)", "jit(vision_vectors)", *of_learner} & set(names), names
+    assert not {"jit(encode_frames)", "jit(logprobs)", *UPDATE} & set(names), names
 
 
 @pytest.mark.slow
 def test_steps_of_the_cold_start_use_programs_that_were_compiled_ahead(thawed):
     features = fresh_features(thawed, thawed.environment.features.trained)
-    protocol = thawed.environment.protocol
-    batches = SFTBatches(thawed.run.sft, thawed.data, None, 0, protocol, features, make_mesh())
-    state, update = batches.start(thawed.graph, thawed.fresh(), thawed.base())
-    compile_ahead(batches.lowerings(update, state))
+    environment = dataclasses.replace(thawed.environment, features=features)
+    settings = thawed.run.sft
+    batches = SFTBatches(settings, thawed.data, None, 0, environment, make_mesh(1, 1, 1))
+    updater = make_sft_updater(skeleton_of(thawed), thawed.fresh(), settings, batches.room)
+    state = updater.start
+    compile_ahead(batches.lowerings(updater, state))
     names = CompiledNames()
     for left in (1, 0):
-        state, _, _ = sft_step(update, state, batches, left)
-    assert not {"jit(encode_frames)", "jit(sft_update)"} & set(names)
+        state, _, _ = sft_step(updater, state, batches, 0, left)
+    assert not {"jit(encode_frames)", *UPDATE} & set(names), names
 
 
 # --- runs ---

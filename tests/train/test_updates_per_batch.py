@@ -15,13 +15,13 @@ from flax import nnx
 
 from models.sharding import make_mesh
 from paravt_jax.method.grpo import GRPOSettings, batch_totals
-from tests.train.steps import road_learner, take_step
+from tests.train.steps import road_learner, take_step, take_whole_step
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.placement import place_vectors
 from train.learn.rl import Learner, rl_loss
-from train.learn.rl_batch import RLBatch, lay_out
+from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
 from train.run import execute
 
@@ -38,9 +38,7 @@ def learner_of(road, updates: int = 2, **changes: Any) -> Learner:
 
 def one_step(road, small, learner: Learner) -> tuple[Any, dict[str, float]]:
     questions = road.data.questions[:2]
-    return take_step(
-        learner, learner.start, small.Script(road), road.environment, questions, seed=0
-    )
+    return take_step(learner, learner.start, small.Script(road), road.environment, questions)
 
 
 def differ(one: Any, other: Any) -> bool:
@@ -102,21 +100,13 @@ def test_the_second_update_continues_the_first(road, small, unclipped):
 @pytest.mark.slow
 def test_the_second_gradient_is_that_of_the_first_updates_weights(road, small, unclipped):
     """Computed again in one piece: ratios to log-probs under the weights before the step."""
-    played = []
     learner = learner_of(road, updates=1)
-    first, metrics = take_step(
-        learner,
-        learner.start,
-        small.Script(road),
-        road.environment,
-        road.data.questions[:2],
-        seed=0,
-        on_rollouts=lambda *found: played.append(found),
+    questions = road.data.questions[:2]
+    first, trained, metrics = take_whole_step(
+        learner, learner.start, small.Script(road), road.environment, questions
     )
-    ((rollouts, advantages),) = played
+    advantages, step = trained.rollouts.advantages, trained.laid_out
     shape, mesh = road.run.rl_shape, make_mesh(1, 1, 1)
-    features, vocabulary = road.environment.features, road.data.vocabulary
-    step = lay_out(rollouts, features, vocabulary, shape, learner.sizes, (0, 0, 0x5A))
     visual = place_vectors([step.visual], shape.slots(1, 1), mesh)
     before: Any = sum(learner.logprobs(road.fresh(), visual, part) for part in step.microbatches)
     # The reference is what the step began with.

@@ -31,6 +31,7 @@ from flax import nnx
 
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
+from models.trained import Skeleton
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.parsing import extract_answer
@@ -570,7 +571,7 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
     # placeholders and ids beyond the vocabulary too.
     graph, weights = nnx.split(small_model.text)
     row = [MicrobatchShape(rows=1, tokens=512)]
-    logprobs = make_logprobs(graph, 2.5, make_mesh())
+    logprobs = make_logprobs(Skeleton(graph), 2.5, make_mesh())
     compared = 0
     agents = [
         *(episode.trajectory for episode in episodes if episode.trajectory.segments),

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from models.flops import flops_per_token
-from models.sharding import make_mesh
+from models.sharding import make_mesh, param_shardings
+from models.trained import Skeleton, split
 from paravt_jax.data import video
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Author, Segment, Trajectory
 from train.learn import speed
-from train.learn.optimizer import OptimizerSettings
-from train.learn.packed_batch import (
-    PackedRows,
-    PackedShape,
+from train.learn.batch import Microbatch
+from train.learn.conversation_rows import (
     Rendered,
-    build_packed,
-    fit_rows,
+    RowsShape,
+    lay_out_rows,
     most_visual,
-    parts_of_rows,
-    place_packed,
     render_rows,
 )
-from train.learn.sft import SFTBatch, SFTSettings, packed_logprobs, sft_loss
+from train.learn.logprobs import make_logprobs
+from train.learn.optimizer import OptimizerSettings
+from train.learn.packing import GroupLengths
+from train.learn.sft import SFTBatch, SFTSettings, make_sft_updater
 
 
 @pytest.fixture(scope="module")
@@ -66,43 +66,69 @@ def rendered(small_world, small_vocabulary, features):
     return found
 
 
-def placed(rows, features, shape: PackedShape) -> PackedRows:
-    """Rows on one device, with their visual vectors."""
-    packed, visual = build_packed(rows, features, shape)
-    return place_packed(packed, visual, shape.visual, make_mesh(1, 1, 1))
+@pytest.fixture(scope="module")
+def model(small_model) -> tuple[Skeleton, Any]:
+    """The model without its weights, and a copy of them."""
+    graph, weights, frozen = split(small_model)
+    return Skeleton(graph, frozen), jax.tree.map(np.asarray, weights)
+
+
+def on_mesh(weights: Any) -> Any:
+    return jax.device_put(weights, param_shardings(weights, make_mesh(1, 1, 1)))
 
 
 @pytest.mark.slow
-def test_packing_changes_no_conversation(small_model, features, rendered):
-    """Log-probs and trained tokens are the same in a shared row and in a row of its own."""
+def test_packing_changes_no_conversation(model, features, rendered):
+    """Log-probs and the mask are the same in a shared row and in a row of its own."""
+    skeleton, weights = model
     row = rendered[0]
     length = sum(len(t.ids) for t, _ in row) + 7
-    shape = PackedShape(rows=4, tokens=length, visual=8)
-    logprobs = jax.jit(
-        lambda batch: packed_logprobs(small_model.text, batch, small_model.config.image_token_id)
-    )
-    on_device = placed([row], features, shape)
-    together = np.asarray(logprobs(on_device))
-    apart = np.asarray(logprobs(placed([[t] for t in row], features, shape)))
-    packed, _ = build_packed([row], features, shape)
-    alone, _ = build_packed([[t] for t in row], features, shape)
+    shape = RowsShape(rows=4, tokens=length, visual=8)
+    score = make_logprobs(skeleton, 1.0, make_mesh(1, 1, 1))
+
+    def scored(rows) -> tuple[Microbatch, np.ndarray, np.ndarray]:
+        own = lay_out_rows(rows, features, shape, devices=1)
+        bank = np.zeros((1, shape.room(1).slots, *features.vector), features.dtype)
+        bank[0, : len(own.visual)] = own.visual
+        (part,) = own.microbatches
+        return part, own.mask, np.asarray(score(on_mesh(weights), bank, part))
+
+    together, mask, logprobs = scored([row])
+    apart, own_mask, alone = scored([[each] for each in row])
     at = 0
     for n, (trajectory, _) in enumerate(row):
-        part = slice(at, at + len(trajectory.ids))
-        own = slice(0, len(trajectory.ids))
-        np.testing.assert_array_equal(packed.sampled[0, part], alone.sampled[n, own])
-        np.testing.assert_array_equal(packed.positions[:, 0, part], alone.positions[:, n, own])
-        np.testing.assert_allclose(together[0, part][1:], apart[n, own][1:], atol=2e-5)
-        assert packed.sampled[0, part].any() and not packed.sampled[0, at]
+        part, own = slice(at, at + len(trajectory.ids)), slice(0, len(trajectory.ids))
+        np.testing.assert_array_equal(mask[0, part], own_mask[n, own])
+        np.testing.assert_array_equal(together.positions[:, 0, part], apart.positions[:, n, own])
+        np.testing.assert_allclose(logprobs[0, part][1:], alone[n, own][1:], atol=2e-5)
+        assert mask[0, part].any() and not mask[0, at]
         at = part.stop
-    loss, figures = sft_loss(small_model.config.image_token_id)(
-        small_model.text, SFTBatch(on_device, jnp.asarray(packed.sampled.sum(), jnp.float32))
-    )
-    assert float(loss) == pytest.approx(-together[packed.sampled].mean(), rel=1e-5)
-    assert (int(figures["tokens"]), int(figures["conversations"])) == (packed.sampled.sum(), 3)
     numbers = [n for n, (t, _) in enumerate(row, 1) for _ in t.ids]
-    assert packed.segments[0].tolist() == numbers + [0] * 7
-    assert not packed.segments[1:].any() and not packed.sampled[1:].any()
+    assert together.segments[0].tolist() == numbers + [0] * 7
+    assert not together.segments[1:].any() and not mask[1:].any()
+
+
+@pytest.mark.slow
+def test_micro_batches_give_the_gradients_of_one(model, features, rendered):
+    """The gradients of rows that are split are those of all rows at once, and so is the loss."""
+    skeleton, weights = model
+    rows = [[each] for each in rendered[0]]
+    tokens = max(len(t.ids) for t, _ in rendered[0])
+    settings = SFTSettings(1, len(rows), OptimizerSettings())
+    found = []
+    for limit in (1, 3):
+        shape = RowsShape(len(rows), tokens, visual=8).fitted(limit, devices=1)
+        assert shape.microbatches == limit
+        own = lay_out_rows(rows, features, shape, devices=1)
+        updater = make_sft_updater(skeleton, on_mesh(weights), settings, shape.room(1))
+        bank = updater.place_bank(own.visual, own.grids)
+        batch = SFTBatch(own.mask, np.float32(own.mask.sum()))
+        parts = own.microbatches
+        gradients, metrics = updater.gradients(updater.start.weights, bank, parts, batch, (0, 0))
+        found.append((gradients, sum(map(float, metrics["loss"]))))
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
+    for ours, theirs in zip(*(jax.tree.leaves(gradients) for gradients, _ in found), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_frames_follow_one_another_and_tool_responses_have_no_loss(features, small_world):
@@ -120,9 +146,12 @@ def test_frames_follow_one_another_and_tool_responses_have_no_loss(features, sma
         )
         row.append(Rendered(Trajectory(segments), features(frames)))
     tokens = sum(len(trajectory.ids) for trajectory, _ in row)
-    batch, (visual,) = build_packed([row], features, PackedShape(rows=1, tokens=tokens, visual=8))
-    np.testing.assert_array_equal(visual, np.concatenate([vectors for _, vectors in row]))
-    assert batch.ids[batch.sampled].tolist() == [6, 7] * 3
+    own = lay_out_rows([row], features, RowsShape(rows=1, tokens=tokens, visual=8), devices=1)
+    np.testing.assert_array_equal(own.visual, np.concatenate([vectors for _, vectors in row]))
+    (part,) = own.microbatches
+    assert part.ids[own.mask].tolist() == [6, 7] * 3
+    slots = part.visual_index[part.ids == image]
+    assert slots.tolist() == list(range(len(own.visual)))
 
 
 def test_rows_that_do_not_fit_are_refused(features, rendered):
@@ -130,17 +159,17 @@ def test_rows_that_do_not_fit_are_refused(features, rendered):
     tokens = sum(len(t.ids) for t, _ in row)
     for shape, words in (
         (
-            PackedShape(1, tokens - 1, 8),
-            rf"packed\.tokens: {tokens} ",
+            RowsShape(1, tokens - 1, 8),
+            rf"rows\.tokens: {tokens} ",
         ),
-        (PackedShape(1, tokens, 5), r"packed\.visual: 6 "),
+        (RowsShape(1, tokens, 5), r"rows\.visual: 6 "),
     ):
         with pytest.raises(ValueError, match=words):
-            build_packed([row], features, shape)
-    with pytest.raises(ValueError, match="packed.rows: 2"):
-        build_packed([row, row], features, PackedShape(1, tokens, 8))
-    with pytest.raises(ValueError, match="PackedShape.rows: 0"):
-        PackedShape(0, 1, 1)
+            lay_out_rows([row], features, shape, devices=1)
+    with pytest.raises(ValueError, match=r"rows\.rows: 2"):
+        lay_out_rows([row, row], features, RowsShape(1, tokens, 8), devices=1)
+    with pytest.raises(ValueError, match=r"RowsShape\.rows: 0"):
+        RowsShape(0, 1, 1)
     with pytest.raises(ValueError, match=r"sft\.rows: 0"):
         SFTSettings(1, 0, OptimizerSettings())
 
@@ -161,18 +190,18 @@ def test_the_room_of_a_row_is_what_its_conversations_show(features, rendered, sm
     assert most_visual([[text]], settings, vision) == 0
 
 
-def test_flops_of_a_packed_row_are_those_of_its_conversations(small_model, features, rendered):
-    """Neither the whole row as one sequence nor padding is counted."""
-    lengths = [len(t.ids) for t, _ in rendered[0]]
-    packed, _ = build_packed(rendered, features, PackedShape(3, sum(lengths) + 9, 8))
+def test_flops_of_a_packed_row_are_those_of_its_conversations(small_model, rendered):
+    """The row does not count as one sequence."""
+    rows = [tuple(len(t.ids) for t, _ in row) for row in rendered]
     alone = sum(
         flops_per_token(small_model.config, seen)
-        for n in (*lengths, len(rendered[1][0].trajectory.ids))
-        for seen in range(1, n + 1)
+        for row in rows
+        for length in row
+        for seen in range(1, length + 1)
     )
-    found = speed.conversation_lengths(packed)
+    found = [GroupLengths(0, row) for row in rows]
     assert speed.update_flops(found, small_model.config) == pytest.approx(3 * alone)
-    assert speed.real_tokens(found) == sum(lengths) + len(rendered[1][0].trajectory.ids)
+    assert speed.real_tokens(found) == sum(map(sum, rows))
 
 
 @pytest.mark.parametrize(
@@ -187,9 +216,10 @@ def test_flops_of_a_packed_row_are_those_of_its_conversations(small_model, featu
     ],
 )
 def test_rows_are_padded_to_divide_over_devices(rows, devices, limit, parts, wanted):
-    shape = PackedShape(rows, 24, 5)
-    assert parts_of_rows(shape, devices, limit) == parts
-    assert fit_rows(shape, devices, parts) == PackedShape(wanted, 24, 5)
+    fitted = RowsShape(rows, 24, 5, frames=2).fitted(limit, devices)
+    assert fitted == RowsShape(wanted, 24, 5, frames=2, microbatches=parts)
+    assert fitted.microbatch.rows * parts == wanted
+    assert fitted.room(devices) == (wanted // devices * 5, wanted // devices * 2)
 
 
 def test_frames_are_encoded_once_and_changed_files_are_missing(
@@ -204,7 +234,7 @@ def test_frames_are_encoded_once_and_changed_files_are_missing(
     rules = Protocol(small_vocabulary, ProtocolSettings())
     ((found,),), missing = render_rows([[chat]], rules, features)
     length = len(found.trajectory.ids)
-    build_packed([[found]], features, PackedShape(1, length, 4))
+    lay_out_rows([[found]], features, RowsShape(1, length, 4), devices=1)
     assert not missing and features.encoded_frames == 4
     same = dataclasses.replace(chat, tokens=length)
     changed = dataclasses.replace(chat, id="1", tokens=length + 1)
