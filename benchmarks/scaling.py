@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import pickle
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,6 @@ import tyro
 from configs import RECIPES
 from models.sharding import MeshProgram, make_mesh
 from paravt_extras.plan.collectives import bytes_sent, find_collectives
-from paravt_jax import wire
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.scoring import Rules
 from paravt_jax.processes import cluster, hosts
@@ -280,7 +280,7 @@ def measure(asked: Scaling, folder: pathlib.Path) -> None:
                 result = updates(road, devices, asked.steps)
                 found.append((f"{name}, {kind}", devices, dataclasses.asdict(result)))
     if hosts.is_first():
-        (folder / RESULT).write_bytes(wire.dumps(found))
+        (folder / RESULT).write_bytes(pickle.dumps(found))
 
 
 # --- all cases ---
@@ -339,7 +339,7 @@ def start(
     finally:
         for process in started:
             process.kill()
-    found = wire.loads((folder / RESULT).read_bytes())
+    found = pickle.loads((folder / RESULT).read_bytes())
     return [(update, count, Updates(**fields)) for update, count, fields in found]
 
 

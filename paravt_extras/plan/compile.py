@@ -4,8 +4,7 @@ The compiler may abort or never finish. In its own process that costs one progra
 plan. Running out of memory is a result, not an error: the compiler says how much is missing and
 which arrays are the largest.
 
-`python -m paravt_extras.plan.compile CASE RESULT` is the command of that process; both are files of
-`wire`.
+`python -m paravt_extras.plan.compile CASE RESULT` is the command of that process; both are pickled.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import functools
 import importlib.metadata
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -24,7 +24,6 @@ import time
 from typing import Any
 
 from paravt_extras.slices import Topology
-from paravt_jax import wire
 from train.settings import Run
 
 OUT_OF_MEMORY = re.compile(
@@ -128,7 +127,7 @@ def compile_case(case: Case, timeout: float) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         case_file = pathlib.Path(folder, "case")
         result_file = pathlib.Path(folder, "result")
-        case_file.write_bytes(wire.dumps(case))
+        case_file.write_bytes(pickle.dumps(case))
         command = [
             sys.executable,
             "-m",
@@ -162,7 +161,7 @@ def compile_case(case: Case, timeout: float) -> Measured:
             return Measured(
                 case.program, error=f"the compiler ended with {done.returncode}: {last}"
             )
-        return Measured(**wire.loads(result_file.read_bytes()))
+        return Measured(**pickle.loads(result_file.read_bytes()))
 
 
 def measure(case: Case) -> Measured:
@@ -299,8 +298,8 @@ def _largest(dump_folder: pathlib.Path) -> tuple[str, ...]:
 
 def main(case_file: str, result_file: str) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    case = wire.loads(pathlib.Path(case_file).read_bytes())
-    pathlib.Path(result_file).write_bytes(wire.dumps(dataclasses.asdict(measure(case))))
+    case = pickle.loads(pathlib.Path(case_file).read_bytes())
+    pathlib.Path(result_file).write_bytes(pickle.dumps(dataclasses.asdict(measure(case))))
 
 
 def _exit_with_parent() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import pickle
 
 import numpy as np
 from jaxtyping import Int64
@@ -37,7 +38,6 @@ from paravt_jax.method.conversations import Clip, Conversation, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import CropCall, FailedCall, Question
 from paravt_jax.method.tools.crop_video import resolve_window
-from paravt_jax.wire import WireError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class LeftOutRow:
 
         Its deadline passed, its file crashed a decoder, or it holds a value that is not JSON.
         """
-        if isinstance(error, WireError):
+        if isinstance(error, pickle.PicklingError):
             return cls(id, source, Reason.BROKEN, str(error))
         reason = Reason.SLOW if isinstance(error, DeadlineError) else Reason.UNREADABLE
         return cls(id, source, reason, str(error))

@@ -20,6 +20,7 @@ import importlib
 import itertools
 import math
 import os
+import pickle
 import queue
 import resource
 import signal
@@ -30,8 +31,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
-
-from paravt_jax import wire
 
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
@@ -52,7 +51,7 @@ class Workers(Generic[_Argument, _Result]):
 
     Args:
         function: What to call: a function of a module, or a `functools.partial` of one. It is sent
-            by name; arguments and results are sent as `wire` writes them.
+            by name; arguments and results are pickled.
         count: Number of processes.
         deadline: Seconds that each call may take. Starting a process does not count.
         memory: Bytes that a process may allocate. A call that needs more fails.
@@ -78,7 +77,7 @@ class Workers(Generic[_Argument, _Result]):
                 f"workers: {count} processes, {deadline} s per call; "
                 "give at least 1 process, and more than 0 s"
             )
-        self._setup = wire.dumps([*_named(function), memory])
+        self._setup = pickle.dumps([*_named(function), memory])
         self._deadline = deadline
         self._memory = memory
         # Priority, number, and the call; None tells a thread to finish. The number keeps the order
@@ -107,8 +106,8 @@ class Workers(Generic[_Argument, _Result]):
 
         Returns:
             A future of the result. It fails with the exception that the function raised, with a
-            `WorkerError`, or with a `WireError` if the argument or the result cannot be sent. It
-            can be cancelled until the call begins.
+            `WorkerError`, or with a `PicklingError` if the argument or the result cannot be
+            sent. It can be cancelled until the call begins.
         """
         future: Future[_Result] = Future()
         with self._submitting:
@@ -156,9 +155,10 @@ class Workers(Generic[_Argument, _Result]):
 
     def _answer(self, number: int, argument: _Argument, future: Future[_Result]) -> None:
         try:
-            message = wire.dumps(argument)
-        except wire.WireError as error:
-            future.set_exception(error)
+            message = pickle.dumps(argument)
+        # Broad because pickle raises errors of several types, and those of the argument's class.
+        except Exception as error:
+            future.set_exception(pickle.PicklingError(f"cannot be sent: {error}"))
             return
         try:
             failed, value = self._call(number, message)
@@ -240,7 +240,7 @@ class _Process:
         self._ready = False
 
     def call(self, argument: bytes, deadline: float) -> tuple[bool, Any]:
-        """Make one call with an argument as `wire` writes it.
+        """Make one call with a pickled argument.
 
         Returns:
             Whether the function raised an exception; and that exception, or else the result.
@@ -256,7 +256,7 @@ class _Process:
             self._calls.send_bytes(argument)
             if not self._results.poll(deadline):
                 raise DeadlineError(f"it took longer than {deadline:g} s")
-            return wire.loads(self._results.recv_bytes())
+            return pickle.loads(self._results.recv_bytes())
         except (EOFError, OSError) as error:
             raise WorkerError(f"its process died ({type(error).__name__})") from error
 
@@ -291,26 +291,49 @@ def _work(calls: Connection, results: Connection) -> None:
     # A scheduler may signal every process of a job. The parent decides when its workers end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    module, name, args, keywords, memory = wire.loads(calls.recv_bytes())
+    module, name, args, keywords, memory = pickle.loads(calls.recv_bytes())
     _limit_memory(memory)
     function = functools.partial(getattr(importlib.import_module(module), name), *args, **keywords)
     # Tell the parent that the imports are done.
     results.send_bytes(b"")
     while True:
         try:
-            argument = wire.loads(calls.recv_bytes())
+            argument = pickle.loads(calls.recv_bytes())
         except EOFError:
             # The parent has ended, or was killed: either closes its end of the pipe.
             return
         # Broad because the exception is the call's result: the parent raises it in the caller.
         try:
-            answer = wire.dumps((False, function(argument)))
+            answer = _pickled(function(argument))
         except Exception as error:
-            answer = wire.dumps((True, error))
+            answer = _failure(error)
         try:
             results.send_bytes(answer)
         except BrokenPipeError:
             return
+
+
+def _pickled(result: Any) -> bytes:
+    """Return the message of a result.
+
+    Raises:
+        PicklingError: It cannot be sent.
+    """
+    try:
+        return pickle.dumps((False, result))
+    except Exception as error:
+        raise pickle.PicklingError(f"cannot be sent: {error}") from error
+
+
+def _failure(error: Exception) -> bytes:
+    """Return the message of an exception; one that cannot be sent becomes a `RuntimeError`."""
+    try:
+        message = pickle.dumps((True, error))
+        # Some classes can be pickled, but not be built again.
+        pickle.loads(message)
+    except Exception:
+        message = pickle.dumps((True, RuntimeError(f"{type(error).__name__}: {error}")))
+    return message
 
 
 if __name__ == "__main__":
