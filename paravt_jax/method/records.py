@@ -148,7 +148,7 @@ class Trajectory:
         self._segments = list(segments)
 
     def __reduce__(self):
-        # For messages between processes (`paravt_jax.wire`).
+        # For messages between processes.
         return Trajectory, (self.segments,)
 
     def append(self, segment: Segment) -> None:

@@ -1,25 +1,20 @@
-"""Connects the processes of a run, and ends them together when one is lost."""
+"""Connects the processes of a run, and ends them when one is lost."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import functools
 import importlib.util
 import os
 import pathlib
 import re
-import signal
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
-from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import LOST, TEMPORARY
@@ -31,7 +26,6 @@ _SAY = 5.0  # seconds until a process says that it waits for the others
 _PATIENCE = 300.0  # seconds; hosts of a slice may start minutes apart
 _MARGIN = 60.0  # seconds after which JAX ends a process that this module did not end
 _SHUTDOWN = 3600  # seconds
-_OWN_END = 5.0  # seconds in which a process may end by an error of its own
 _STDERR = 2  # the file descriptor
 
 
@@ -75,14 +69,13 @@ class HostSettings:
 def connect(
     settings: HostSettings, patience: float = _PATIENCE, late: str = "", file: int = _STDERR
 ) -> None:
-    """Connects to the other processes and returns when all of them have joined.
+    """Connect to the other processes, and return when all of them have joined.
 
     Says on stderr if it has to wait. If they do not all join, it ends this process with the code
     `TEMPORARY`. Call it before anything touches a device: jax fixes its list of devices at first
     use.
 
-    Once they have joined, a process that loses contact with another one ends with the code `LOST`
-    and one line.
+    Once they have joined, JAX aborts a process whose heartbeats fail (SIGABRT, exit status 134).
 
     Args:
         settings: How to find the others.
@@ -96,23 +89,18 @@ def connect(
     # With asynchronous dispatch a CPU runs independent programs at the same time. Collectives of
     # two programs could then start in a different order on each process and deadlock.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # None lets jax detect the value from the cluster's environment.
-    address = settings.coordinator if by_address else None
-    count = settings.count if by_address else None
-    index = settings.index if by_address else None
     wait = f"waiting up to {patience:.0f} s for the other processes; {REMEDY}"
     too_late = late or f"error: hosts: not all processes joined within {patience:.0f} s; {REMEDY}"
     try:
         with (
-            _after(_SAY, lambda: _write(wait, _STDERR)),
+            _after(_SAY, lambda: os.write(_STDERR, f"{wait}\n".encode())),
             _after(patience, lambda: end(TEMPORARY, too_late, file)),
-            _interruptible(),
-            _telling_losses(),
         ):
             jax.distributed.initialize(
-                address,
-                count,
-                index,
+                # None lets jax detect the value from the cluster's environment.
+                settings.coordinator if by_address else None,
+                settings.count if by_address else None,
+                settings.index if by_address else None,
                 initialization_timeout=int(patience + _MARGIN),
                 heartbeat_timeout_seconds=settings.heartbeat,
                 # A process that is done waits for the others, which may still write files.
@@ -132,8 +120,8 @@ def connect(
 
 
 @contextlib.contextmanager
-def _after(seconds: float, act: Callable[[], None]) -> Iterator[None]:
-    """Calls `act` in another thread if the block takes longer."""
+def _after(seconds: float, act: Callable[[], object]) -> Iterator[None]:
+    """Call `act` in another thread if the block takes longer."""
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
@@ -143,36 +131,24 @@ def _after(seconds: float, act: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def _write(text: str, file: int) -> None:
-    # os.write, because another thread may be in the middle of a print and hold its lock.
-    os.write(file, f"{text}\n".encode())
-
-
-_ending = threading.Lock()
-
-
 def end(code: int, text: str, file: int = _STDERR) -> NoReturn:
-    """Prints a text and ends this process at once, from any thread.
+    """Print a text and end this process at once, from any thread.
 
     `finally` blocks and exit handlers do not run: some of them wait for other processes.
     """
-    # Never released. If several threads end the process, the first one prints.
-    _ending.acquire()
     try:
         # Threads of jaxlib log until the process is gone; the text has to be the last line.
-        # OSError: no descriptor is free.
-        with contextlib.suppress(OSError):
-            own = os.dup(file)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
-            file = own
-        _write(text, file)
+        own = os.dup(file)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
+        # os.write, because another thread may be in the middle of a print and hold its lock.
+        os.write(own, f"{text}\n".encode())
     finally:
-        # Also if nobody reads stderr any more.
+        # Also if stderr is closed.
         os._exit(code)
 
 
 def leave(code: int, text: str) -> int:
-    """Prints a text on stderr and ends a program: returns `code`, or exits with it at once.
+    """Print a text on stderr and end a program: return `code`, or exit with it at once.
 
     It exits at once if there are other processes: those may be waiting for this one, which would
     wait for them in jax's exit handler.
@@ -182,75 +158,6 @@ def leave(code: int, text: str) -> int:
         end(code, text)
     print(text, file=sys.stderr)
     return code
-
-
-def _lose(status: object = None) -> None:
-    """Called in a thread of jax's when its heartbeats fail; ends the process."""
-    # If all processes fail alike, the first one to end must not hide the errors of the others.
-    time.sleep(_OWN_END)
-    end(
-        LOST,
-        "error: another process of this run ended or cannot be reached (its heartbeat is missing); "
-        "start all of them again",
-    )
-
-
-@contextlib.contextmanager
-def _telling_losses() -> Iterator[None]:
-    """Inside the block, the client that jax creates ends the process by `_lose`.
-
-    By default it aborts with a C++ stack. jax.distributed does not pass its callback on.
-    """
-    create = _jax.get_distributed_runtime_client
-    _jax.get_distributed_runtime_client = functools.partial(create, missed_heartbeat_callback=_lose)
-    try:
-        yield
-    finally:
-        _jax.get_distributed_runtime_client = create
-    # On systems without this library, jaxlib aborts as by default.
-    with contextlib.suppress(OSError):
-        _catch_bad_casts(ctypes.CDLL("libstdc++.so.6"))
-
-
-_Handler = ctypes.CFUNCTYPE(None)
-_handlers: list[Any] = []  # C++ keeps only their addresses
-
-
-def _catch_bad_casts(library: ctypes.CDLL) -> None:
-    """Makes C++ call `_lose` where jaxlib 0.10 fails to.
-
-    It cannot convert the argument of the callback. It throws std::bad_cast in a thread that catches
-    nothing, and C++ calls its terminate handler.
-    """
-    current_type = library.__cxa_current_exception_type
-    current_type.restype = ctypes.POINTER(ctypes.c_char_p)
-    set_handler = library._ZSt13set_terminatePFvvE
-    set_handler.restype = _Handler
-
-    def terminate() -> None:
-        kind = current_type()
-        # A std::type_info is a table of methods and then the type's name.
-        if kind and kind[1] == b"St8bad_cast":
-            _lose()
-        earlier()
-
-    _handlers.append(_Handler(terminate))
-    earlier = set_handler(_handlers[-1])
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Lets Ctrl-C end the process at once. Python's own handler would run after the block only."""
-    handler = signal.getsignal(signal.SIGINT)
-    main = threading.current_thread() is threading.main_thread()
-    if not main or handler is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def _in_cluster() -> bool:

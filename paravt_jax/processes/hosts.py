@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from paravt_jax import wire
 from paravt_jax.processes.exit_codes import FAILED, exit_code
 
 T = TypeVar("T")
@@ -39,66 +39,61 @@ _waited = 0.0
 
 
 def seconds_waited() -> float:
-    """Seconds that this process has spent here, almost all of them waiting for other processes."""
+    """Return the seconds that this process has spent here, almost all of them waiting."""
     return _waited
 
 
 def process_count() -> int:
-    """Number of processes that have joined this run; does not wait for a device if it is one."""
+    """Return the number of processes of this run; does not wait for a device if it is one."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def process_index() -> int:
-    """Index of this process; does not wait for a device if it is the only one."""
+    """Return the index of this process; does not wait for a device if it is the only one."""
     return jax.process_index() if jax.distributed.is_initialized() else 0
 
 
 def is_first() -> bool:
-    """Whether this process writes the files that a run has once: metrics, records, results."""
+    """Return whether this process writes the files that a run has once: metrics, results."""
     return process_index() == 0
 
 
 def gather(value: T) -> list[T]:
-    """Collects `value` from every process, ordered by process index.
+    """Collect `value` from every process, ordered by process index.
 
-    Values are written as `wire` does and copied through device memory: use it for trajectories and
-    metrics, not for weights.
+    Values are pickled and copied through device memory: use it for trajectories and metrics, not
+    for weights. Pickle is safe enough here: whoever could send a message to this collective is a
+    process of the same job, which runs the same code on behalf of the same user anyway.
     """
     global _waited
     if process_count() == 1:
         return [value]
     start = time.perf_counter()
-    data = np.frombuffer(wire.dumps(value), np.uint8)
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(data)))
     # An all-gather needs one shape on all processes, and XLA compiles each shape once. Padding to a
     # power of two, with a floor, keeps the number of compiled programs small.
-    padded_size = max(_SMALLEST_MESSAGE, 1 << int(sizes.max() - 1).bit_length())
-    padded = np.zeros(padded_size, np.uint8)
+    padded = np.zeros(max(_SMALLEST_MESSAGE, 1 << int(sizes.max() - 1).bit_length()), np.uint8)
     padded[: len(data)] = data
     messages = multihost_utils.process_allgather(padded)
     _waited += time.perf_counter() - start
     return [
-        wire.loads(message[:size].tobytes()) for message, size in zip(messages, sizes, strict=True)
+        pickle.loads(message[:size].tobytes())
+        for message, size in zip(messages, sizes, strict=True)
     ]
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Calls `make` on the first process only and returns its result on every process.
+    """Call `make` on the first process only, and return its result on every process.
 
     Use it for values read from files that only the first process writes.
 
     Raises:
-        HostsError: on the other processes, if `make` fails on the first one. The first process
+        HostsError: On the other processes, if `make` fails on the first one. The first process
             raises the exception itself.
     """
-    made = None
-    error = None
-    if is_first():
-        try:
-            made = make()
-        except Exception as raised:
-            # The failure is sent like a result: the others already wait in gather and would hang.
-            error = raised
+    made, error = _attempt(make) if is_first() else (None, None)
+    # A failure is sent like a result: the others already wait in gather and would hang.
     made, failure = gather((made, _described(error)))[0]
     if error is not None:
         raise error
@@ -107,21 +102,13 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def on_all(make: Callable[[], T]) -> T:
-    """Calls `make` on every process and returns its own result, unless it fails on some process.
+    """Call `make` on every process and return its own result, unless it fails on some process.
 
     Raises:
-        HostsError: on processes where `make` succeeds, if it fails on others. Those raise the
+        HostsError: On processes where `make` succeeds, if it fails on others. Those raise the
             exception itself.
     """
-    if process_count() == 1:
-        return make()
-    made = None
-    error = None
-    try:
-        made = make()
-    except Exception as raised:
-        # Sent like a result: the others wait in gather.
-        error = raised
+    made, error = _attempt(make)
     failures = gather(_described(error))
     if error is not None:
         raise error
@@ -131,31 +118,25 @@ def on_all(make: Callable[[], T]) -> T:
 
 
 def require_same(name: str, value: Any) -> None:
-    """Raises ValueError on every process if `value` differs between processes."""
-    require_same_fields({name: value})
-
-
-def require_same_fields(fields: Mapping[str, Any]) -> None:
-    """Raises ValueError on every process if one of the named values differs between processes."""
-    values = gather(dict(fields))
-    for name, first in values[0].items():
-        for index, other in enumerate(values):
-            if other[name] != first:
-                raise ValueError(
-                    f"{name}: {first!r} on process 0 and {other[name]!r} on process {index}; start "
-                    "every process with the same command (except for hosts.index) and the same code"
-                )
+    """Raise ValueError on every process if `value` differs between processes."""
+    first, *others = gather(value)
+    for index, other in enumerate(others, 1):
+        if other != first:
+            raise ValueError(
+                f"{name}: {first!r} on process 0 and {other!r} on process {index}; start "
+                "every process with the same command (except for hosts.index) and the same code"
+            )
 
 
 @contextlib.contextmanager
 def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None]:
-    """Runs the block on the first process, then on all others, which find the files it wrote.
+    """Run the block on the first process, then on all others, which find the files it wrote.
 
     If the block fails on the first process, it fails on every process.
 
     Args:
-        alike: exception type that the other processes raise exactly as the first one did; it must
-            be sent as it is (see `wire`). For every other exception they raise HostsError.
+        alike: Exception type that the other processes raise exactly as the first one did; it can be
+            pickled. For every other exception they raise HostsError.
     """
     error: BaseException | None = None
     if not is_first():
@@ -176,8 +157,15 @@ def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None
             gather(error if raised_alike else _described(error))
 
 
-# An exception as text and exit code, because not every exception can be sent as it is.
+# An exception as text and exit code, because not every exception can be pickled.
 _Failure = tuple[str, int]
+
+
+def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
 
 
 def _described(error: BaseException | None) -> _Failure | None:
@@ -193,7 +181,7 @@ def _raise_failure(failure: _Failure | None, index: int = 0) -> None:
 
 
 def share_of(count: int) -> slice:
-    """This process's slice of `count` items: contiguous and equal, except that the last run short.
+    """Return this process's slice of `count` items: contiguous and equal, the last ones shorter.
 
     7 items over 2 processes give slice(0, 4) and slice(4, 7).
     """

@@ -88,7 +88,8 @@ def _evaluate(
     # Hosts deal units by their numbers, and `episodes` bounds the size of a unit.
     apart = ("limit", "benchmark", "episodes")
     same = work.identity | {name: getattr(settings, name) for name in apart}
-    hosts.require_same_fields({f"--{name.replace('_', '-')}": same[name] for name in same})
+    for name, value in same.items():
+        hosts.require_same(f"--{name.replace('_', '-')}", value)
     with contextlib.ExitStack() as stack:
         folder = _open(work, stack)
         # Try questions again that were left out: their videos may have been added since.

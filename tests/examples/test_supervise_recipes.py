@@ -112,7 +112,7 @@ def test_a_second_start_watches_the_same_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("codes", "code", "starts"), [("75 70 0", 0, 3), ("75 1", 1, 2), ("137 143", 143, 2)]
+    ("codes", "code", "starts"), [("75 70 134 0", 0, 4), ("75 1", 1, 2), ("137 143", 143, 2)]
 )
 def test_a_command_is_started_again_after_the_codes_that_deserve_it(codes, code, starts, tmp_path):
     (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
