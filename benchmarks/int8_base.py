@@ -23,7 +23,9 @@ from models.sharding import make_mesh
 from models.weights.hf import load
 from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol
-from train.learn.sft import SFTBatch, SFTBatches, packed_logprobs
+from rollout.agent.episode import Environment
+from train.learn.sft import SFTBatches, SFTStep
+from train.learn.update import rollout_logprobs
 from train.prepare import prepare
 from train.settings import change
 
@@ -41,7 +43,7 @@ class Int8Base:
     """Packed rows of demonstrations to score."""
 
 
-def demonstrations(model: VisionLanguageModel, rows: int, folder: pathlib.Path) -> SFTBatch:
+def demonstrations(model: VisionLanguageModel, rows: int, folder: pathlib.Path) -> SFTStep:
     """Packed demonstrations about new videos."""
     fields = {"world.train_videos": 64, "world.seed": SEED, "text.seed": SEED, "sft.rows": rows}
     run = change(paravt_tiny(), "int8_base", fields)
@@ -53,19 +55,22 @@ def demonstrations(model: VisionLanguageModel, rows: int, folder: pathlib.Path) 
         )
     assert run.sft is not None
     features = FrameFeatures(model.vision, model.config, run.frames, data.root, source=video)
-    protocol = Protocol(data.vocabulary, run.protocol)
-    batches = SFTBatches(run.sft, data, None, SEED, protocol, features, make_mesh())
-    return next(batches)[0]
+    environment = Environment(Protocol(data.vocabulary, run.protocol), features)
+    return next(SFTBatches(run.sft, data, None, SEED, environment, make_mesh()))
 
 
-def gaps(model: VisionLanguageModel, batch: SFTBatch) -> np.ndarray:
+def gaps(model: VisionLanguageModel, step: SFTStep) -> np.ndarray:
     """Absolute differences of the log-probs of all trained tokens."""
-    image = model.config.image_token_id
-    score = nnx.jit(lambda text: packed_logprobs(text, batch.packed, image))
+    # A token is in one micro-batch, and 0 in all others.
+    score = nnx.jit(
+        lambda text: sum(
+            rollout_logprobs(text, step.bank.cached, part, 1.0) for part in step.microbatches
+        )
+    )
     before = np.asarray(score(model.text))
     add_adapters(model.text, LoRASettings(int8_base=True), seed=0)
     after = np.asarray(score(model.text))
-    return np.abs(after - before)[np.asarray(batch.packed.sampled)]
+    return np.abs(after - before)[np.asarray(step.batch.mask)]
 
 
 def main() -> None:
@@ -73,8 +78,8 @@ def main() -> None:
     asked = tyro.cli(Int8Base)
     model = load(asked.model)
     with tempfile.TemporaryDirectory() as folder:
-        batch = demonstrations(model, asked.rows, pathlib.Path(folder))
-        found = gaps(model, batch)
+        step = demonstrations(model, asked.rows, pathlib.Path(folder))
+        found = gaps(model, step)
     print(
         f"{len(found):,} tokens: mean gap {found.mean():.5f}, "
         f"99th percentile {np.quantile(found, 0.99):.5f}, largest {found.max():.5f} "

@@ -36,7 +36,6 @@ from paravt_extras.studies.study import over_seeds, require_seeds
 from paravt_extras.summary import Line
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.local_path import require_local
-from paravt_jax.method.scoring import Rules
 from rollout.evaluation.markdown import table as markdown
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory
@@ -125,15 +124,7 @@ def memory(run: Run, data: Data) -> dict[str, float]:
     mesh = make_mesh()
     model, _ = first_model(run, data, mesh)
     parts, weights = take_apart(model, mesh, run.lora, run.seed)
-    learner = Learner(
-        parts.graph,
-        weights,
-        model.config,
-        run.rl,
-        run.rl_shape,
-        Rules(),
-        frozen=parts.frozen,
-    )
+    learner = Learner(parts.skeleton, weights, model.config, run.rl, run.rl_shape)
     update = abstract_rl_gradients(run, mesh, model.config)
     compiled = update.program.lower(*update.arguments).compile().memory_analysis()
     trained = learner.start.weights

@@ -27,7 +27,7 @@ _STRUCTURE = ("tests/paravt_jax/test_structure.py",)
 _REWARDS = ("tests/paravt_jax/test_rewards.py",)
 _TEXT = ("tests/paravt_jax/test_world_text.py",)
 _PACKING = ("tests/paravt_jax/test_packing.py",)
-_PACKED = ("tests/train/test_packed_batch.py",)
+_PACKED = ("tests/train/test_conversation_rows.py",)
 _PLACEMENT = ("tests/train/test_placement.py",)
 _PAGES = ("tests/rollout/engine/test_pages.py",)
 _SAMPLING = ("tests/rollout/engine/test_sampling.py",)
@@ -295,8 +295,10 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "and batch.proximal is None:",
             ":",
         ),
+    },
+    ("train/rl.py", _UPDATES): {
         "version_counts_updates": (
-            "int(state.step) // self.settings.updates_per_batch",
+            "int(state.step) // settings.updates_per_batch",
             "int(state.step)",
         ),
     },
@@ -311,12 +313,17 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "self._most[2 * node]",
         ),
     },
-    ("train/learn/packed_batch.py", _PACKED): {
+    ("train/learn/conversation_rows.py", _PACKED): {
         "conversations_see_one_another": (
             'arrays["segments"][r, part] = segment',
             'arrays["segments"][r, part] = 1',
         ),
-        "later_frames_overwrite": ("([none, *cached])", "([none, *cached[-1:]])"),
+        "later_frames_overwrite": (
+            "vectors += [] if cached is None else [cached]",
+            "vectors = vectors if cached is None else [cached]",
+        ),
+        "every_row_shows_the_first_frames": ("slot += visual", "slot += 0"),
+        "all_tokens_in_every_micro_batch": ("index[:, number] = places", "index[:] = places"),
         "tool_tokens_trained": (
             "[r, part] = trajectory.authors == Author.MODEL",
             "[r, part] = trajectory.authors != Author.PROMPT",
@@ -486,29 +493,27 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "trajectory.authors[first:] != Author.PROMPT",
         ),
     },
-    ("train/learn/step.py", _STEP): {
+    ("train/learn/logprobs.py", _STEP): {
         "a_token_predicts_itself": ("jnp.roll(batch.ids.reshape(-1), -1)", "batch.ids"),
         "logprobs_one_to_the_left": (
             "jnp.maximum(batch.index - 1, 0)",
             "jnp.maximum(batch.index, 0)",
         ),
         "prompts_not_shared": ("shared=batch.shared", "shared=jnp.zeros_like(batch.shared)"),
-        "only_the_last_part_counts": (
-            "total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)",
-            "total = jax.tree.map(lambda a, b: b.astype(a.dtype), total, grads)",
-        ),
-        "only_the_last_part_of_sft_counts": (
-            "return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, new), None",
-            "return jax.tree.map(lambda a, b: b.astype(a.dtype), total, new), None",
-        ),
-        "steps_not_counted": ("state.step + 1", "state.step"),
         "trainer_ignores_the_temperature": (
             "following, temperature, chunk",
             "following, 1.0, chunk",
         ),
+    },
+    ("train/learn/update.py", (*_STEP, *_PACKED)): {
+        "only_the_last_part_counts": (
+            "total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)",
+            "total = jax.tree.map(lambda a, b: b.astype(a.dtype), total, grads)",
+        ),
+        "steps_not_counted": ("state.step + 1", "state.step"),
         "grad_norm_of_the_weights": (
-            "state, grads), optax.global_norm(grads)",
-            "state, grads), optax.global_norm(state.weights)",
+            "optax.global_norm(grads)",
+            "optax.global_norm(state.weights)",
         ),
     },
     ("train/durable/checkpoint.py", _CHECKPOINT): {

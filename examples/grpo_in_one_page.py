@@ -42,14 +42,13 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import run
 from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
 from train.data import Data
-from train.learn.logprobs import make_logprobs, rollout_logprobs
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import StepShape
 from train.learn.placement import place_vectors
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import Rollouts, describe
 from train.learn.sft import SFTBatches, SFTSettings, make_sft_updater, sft_step
-from train.learn.update import init_state, make_update
+from train.learn.update import init_state, make_logprobs, make_update, rollout_logprobs
 
 # Videos of 128 seconds, in four coloured scenes. A digit appears in a scene for 2 to 4 seconds.
 WORLD = videos.WorldSettings(train_videos=600, digit_width=20, digit_height=28, jitter=0)

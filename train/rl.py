@@ -14,7 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from paravt_jax.method.records import Question
-from train.learn.actor import Actor
 from train.learn.rl import Learner, ScoredBatch
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
@@ -27,6 +26,7 @@ from train.learn.rollouts import (
     roll_out,
 )
 from train.learn.update import TrainState
+from train.learn.weight_sync import Actor
 
 
 @runtime_checkable
@@ -97,7 +97,7 @@ def _play(
     pool: RolloutPool | None,
 ) -> StepRollouts:
     """Play and score the episodes of a step; `at` is the seed and the number of the step."""
-    fixed = (settings, *at, actor.judge_of(settings.rewards))
+    fixed = (settings, *at, actor.judge)
     step = at[1]
     further = functools.partial(questions.draw, step)
     assert (pool is None) == (settings.max_staleness == 0), "see `pool`"

@@ -21,7 +21,6 @@ from models.trained_vision import TrainedVision
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
 from train.learn.batch import Microbatch
-from train.learn.logprobs import make_logprobs
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import MicrobatchShape, StepShape
 from train.learn.placement import (
@@ -40,6 +39,7 @@ from train.learn.update import (
     TrainState,
     Update,
     VisionPrograms,
+    make_logprobs,
     make_update,
     make_vision_programs,
     state_shardings,

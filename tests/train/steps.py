@@ -9,13 +9,13 @@ from typing import Any
 from models.trained import Skeleton, apart
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question
-from train.learn.actor import Actor
+from paravt_jax.method.scoring import Rules
 from train.learn.packing import StepShape
 from train.learn.rl import Learner, ScoredBatch
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
 from train.learn.update import TrainState
-from train.learn.weight_sync import WeightSync
+from train.learn.weight_sync import Actor, WeightSync
 from train.rl import rl_step
 
 
@@ -57,7 +57,7 @@ def actor_of(learner: Learner, sampler: Any, environment: Any, judge: Judge | No
         # Made once: it compiles.
         dtype = skeleton.decoder(apart(weights)[0]).dtype
         kept.sync = WeightSync(weights, dtype, skeleton.frozen)
-    return Actor(sampler, environment, kept.sync, judge)
+    return Actor(sampler, environment, kept.sync, judge or Rules())
 
 
 def take_step(

@@ -26,10 +26,10 @@ from train.learn.conversation_rows import (
     most_visual,
     render_rows,
 )
-from train.learn.logprobs import make_logprobs
 from train.learn.optimizer import OptimizerSettings
 from train.learn.packing import GroupLengths
 from train.learn.sft import SFTBatch, SFTSettings, make_sft_updater
+from train.learn.update import make_logprobs
 
 
 @pytest.fixture(scope="module")

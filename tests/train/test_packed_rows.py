@@ -32,14 +32,13 @@ from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
 from paravt_jax.method.records import Author, Segment, Trajectory
 from paravt_jax.method.structure import Kind, pad_structures
 from train.learn.batch import Group, build
-from train.learn.logprobs import make_logprobs
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import MicrobatchShape, pack
 from train.learn.placement import place, place_whole
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
-from train.learn.update import init_state, make_update
+from train.learn.update import init_state, make_logprobs, make_update
 
 IMAGE = 63
 TEXT = TextConfig(

@@ -31,7 +31,6 @@ from rollout.engine.requests import Sample, SampleStop
 from tests.compiled_names import CompiledNames
 from tests.train.steps import road_learner, take_step, take_whole_step
 from train.learn.batch import prompt_segments
-from train.learn.logprobs import Scores, make_logprobs
 from train.learn.packing import StepShape
 from train.learn.rl import Learner
 from train.learn.rl_batch import LaidOut, lay_out
@@ -44,6 +43,7 @@ from train.learn.rollouts import (
     roll_out,
     token_ages,
 )
+from train.learn.update import Scores, make_logprobs
 from train.settings import ModelSettings, change
 
 # Tags that are one token.

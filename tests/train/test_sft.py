@@ -8,6 +8,7 @@ import shutil
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -182,7 +183,7 @@ def test_the_next_batches_are_prepared_during_an_update(road, updater, monkeypat
     monkeypatch.setattr(train.learn.sft, "to_floats", to_floats)
     monkeypatch.setattr(updater, "gradients", gradients)
     monkeypatch.setattr(updater, "apply", lambda state, gradients: (state, 1.0))
-    state = TrainState(None, None, np.int32(0))
+    state = TrainState(None, None, jnp.int32(0))
     for step in range(4):
         _, _, metrics = sft_step(updater, state, steps, 0, left=3 - step)
         assert (metrics["loss"], metrics["missing"]) == (0.0, 0.0)

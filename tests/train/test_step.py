@@ -23,11 +23,10 @@ from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
 from tests.train.steps import road_learner, skeleton_of, take_step
 from train.learn.batch import Group, Microbatch, build
 from train.learn.conversation_rows import RowsShape, lay_out_rows, render_rows
-from train.learn.logprobs import rollout_logprobs
 from train.learn.packing import MicrobatchShape, pack
 from train.learn.rollouts import roll_out
 from train.learn.sft import SFTBatch, make_sft_updater
-from train.learn.update import to_floats
+from train.learn.update import rollout_logprobs, to_floats
 
 MEANT = (
     "the figures of a step changed: update them only together with a deliberate change of loss, "

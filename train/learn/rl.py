@@ -26,7 +26,6 @@ from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
 from rollout.agent.episode import Environment
 from train.learn.batch import Microbatch
-from train.learn.logprobs import make_logprobs, score_rollouts
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import StepShape
 from train.learn.placement import Bank, VisualRoom, place, place_whole, row_pieces
@@ -39,6 +38,8 @@ from train.learn.update import (
     TrainState,
     Updater,
     like,
+    make_logprobs,
+    score_rollouts,
     to_floats,
 )
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
 from models import remat
 from models.remat import Remat
@@ -30,7 +30,7 @@ from paravt_jax.method.grpo import masked_mean
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
 from train.data import Data, pack_rows, row_stream
-from train.learn.batch import Microbatch
+from train.learn.batch import Array, Microbatch
 from train.learn.conversation_rows import (
     Rendered,
     RowsShape,
@@ -39,11 +39,10 @@ from train.learn.conversation_rows import (
     most_visual,
     render_rows,
 )
-from train.learn.logprobs import rollout_logprobs
 from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts, require_horizon
 from train.learn.packing import GroupLengths
 from train.learn.placement import Bank, BankPlacer, VisualRoom, place
-from train.learn.update import Loss, TrainState, Updater, to_floats
+from train.learn.update import Loss, TrainState, Updater, rollout_logprobs, to_floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +117,8 @@ def sft_loss(settings: SFTSettings) -> Loss:
     """Return the loss: the mean negative log-likelihood of the step's trained tokens."""
 
     def loss(
-        text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: SFTBatch
-    ) -> tuple[Float[Array, ""], dict[str, Array]]:
+        text: TextDecoder, visual: Float[jax.Array, "*m c d"], part: Microbatch, batch: SFTBatch
+    ) -> tuple[Float[jax.Array, ""], dict[str, jax.Array]]:
         logprobs = rollout_logprobs(text, visual, part, 1.0, settings.remat, settings.logprob_chunk)
         return -masked_mean(logprobs, batch.mask & (part.index >= 0), batch.tokens), {}
 

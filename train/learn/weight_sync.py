@@ -1,4 +1,4 @@
-"""Moves new weights from the mesh of training to the devices of each process's sampler.
+"""What plays episodes, and how its sampler gets new weights from the mesh of training.
 
 Each host's sampler has all weights, split over its own devices along the axis `tensor`. The weights
 go from device to device, without a copy in host memory. They are cast to the type of the
@@ -8,9 +8,10 @@ and traffic without changing a token.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,10 @@ from models.lora import NOTHING, cast
 from models.sharding import MESH_AXES, RULES, make_mesh, param_shardings
 from models.trained import VISION, apart
 from models.vision import encoding_weights
+from paravt_jax.method.judge import Judge
 from paravt_jax.processes.hosts import gather
+from rollout.agent.episode import Environment
+from rollout.engine.requests import Sampler
 
 
 def host_mesh(mesh: Mesh, per_host: int) -> Mesh:
@@ -216,3 +220,50 @@ class WeightSync:
         devices = sharding.device_set
         parts = [shard.data for shard in x.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+@runtime_checkable
+class TrainedSampler(Sampler, Protocol):
+    """A sampler that gets new weights after each step: the engine, or a script in a test."""
+
+    def sleep(self) -> None:
+        """Free weights and KV cache until the next `load`."""
+        ...
+
+    def load(self, weights: Any, version: int) -> None:
+        """Sample under `weights`, those after `version` steps, from now on."""
+        ...
+
+    def fingerprint(self) -> int:
+        """Return the fingerprint of the weights that are sampled from (`models.fingerprint`)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Actor:
+    """Plays and scores episodes."""
+
+    sampler: TrainedSampler
+    environment: Environment
+    """The protocol, and the frames' features."""
+    sync: WeightSync
+    """Brings weights from the mesh of training to the sampler."""
+    judge: Judge
+    """Scores answers, by rules or by a model."""
+
+    def sleep(self) -> None:
+        """Free the sampler's memory until the next `load`."""
+        self.sampler.sleep()
+
+    def load(self, weights: Any, version: int) -> int:
+        """Load trained weights; samples then report `version`.
+
+        Returns:
+            The fingerprint of all weights.
+
+        Raises:
+            ValueError: The sampler of a process has other weights; raised in all processes.
+        """
+        # Free the old weights first: memory may not hold both.
+        self.sampler.sleep()
+        return self.sync.load(self.sampler, weights, version, self.environment.features)

@@ -10,12 +10,13 @@ from flax import nnx
 from models.features import FrameFeatures
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.scoring import rules_of
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from train.data import Data
-from train.learn.actor import Actor
-from train.learn.weight_sync import WeightSync
+from train.learn.weight_sync import Actor, WeightSync
 from train.phases.model import Parts, drop_weights
 from train.settings import Run
 
@@ -25,7 +26,8 @@ class EngineActor(Actor):
     """An actor of a run, whose sampler is the engine."""
 
     sampler: Engine
-    judge: RemoteJudge | None = None
+    remote: RemoteJudge | None = None
+    """The judge, if it is a model."""
 
 
 def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) -> Environment:
@@ -65,4 +67,5 @@ def open_actor(
     engine = Engine(model, environment.features, run.engine_sizes)
     engine.sleep()
     drop_weights(model)
-    return EngineActor(engine, environment, sync, judge)
+    rewards = run.rl.rewards if run.rl is not None else RewardSettings()
+    return EngineActor(engine, environment, sync, judge or rules_of(rewards), judge)

@@ -187,7 +187,7 @@ def _play_k(
     # Start with an empty cache: results must not depend on where an interrupted evaluation resumed.
     actor.sampler.forget()
     content: dict[str, Any] = {"rows": [], "seconds": [], "episodes": []}
-    if actor.judge is not None:
+    if actor.remote is not None:
         content["judge"] = collections.Counter()
     for setting in [setting for setting in plan.settings if setting.frames == k]:
         context.interrupts.check(
@@ -198,8 +198,8 @@ def _play_k(
         content["rows"].append(row)
         content["seconds"].append(time.monotonic() - start)
         content["episodes"] += lines
-        if actor.judge is not None:
-            for counts in hosts.gather(dataclasses.asdict(actor.judge.counts)):
+        if actor.remote is not None:
+            for counts in hosts.gather(dataclasses.asdict(actor.remote.counts)):
                 content["judge"].update(counts)
         done(len(content["rows"]))
         context.tick()
@@ -219,7 +219,7 @@ def _play(
     protocol = Protocol(vocabulary, run.limits(setting.dispatch))
     scoring = Scoring(
         run.rl.rewards if run.rl else RewardSettings(),
-        actor.judge,
+        actor.remote,
         run.rl.grpo.sequence_anchor if run.rl else 0.0,
     )
     outcomes = play_and_score(

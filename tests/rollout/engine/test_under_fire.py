@@ -59,8 +59,8 @@ from tests.rollout.conftest import Cut, Scripted
 from tests.rollout.engine.fire import GRAMMAR, Fuzzer, watch
 from tests.rollout.engine.reference import assert_nothing_held
 from train.learn.batch import Group, build, mismatches
-from train.learn.logprobs import make_logprobs
 from train.learn.packing import MicrobatchShape, pack
+from train.learn.update import make_logprobs
 
 BATCH = 50  # episodes side by side, all on one video
 LIMITS = (
