@@ -493,7 +493,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "trajectory.authors[first:] != Author.PROMPT",
         ),
     },
-    ("train/learn/logprobs.py", _STEP): {
+    ("train/learn/update.py", _STEP): {
         "a_token_predicts_itself": ("jnp.roll(batch.ids.reshape(-1), -1)", "batch.ids"),
         "logprobs_one_to_the_left": (
             "jnp.maximum(batch.index - 1, 0)",

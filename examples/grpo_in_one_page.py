@@ -98,8 +98,7 @@ def cold_start(model, environment: Environment, data: Data, steps: int, seed: in
     batches = SFTBatches(settings, data, READER, seed, environment, make_mesh())
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, make_mesh()))
-    skeleton = Skeleton(graph)
-    updater = make_sft_updater(skeleton, weights, settings, batches.room)
+    updater = make_sft_updater(skeleton := Skeleton(graph), weights, settings, batches.shape)
     state = updater.start
     for step in range(steps):
         state, _, metrics = sft_step(updater, state, batches, seed, left=steps - 1 - step)

@@ -439,8 +439,7 @@ class _Estimate:
         assert self.run.sft is not None
         shape = self.run.sft.shape.fitted(parts, self.row_devices)
         rows = shape.rows / self.row_devices
-        # The sum over micro-batches, and the gradient of one of them.
-        gradients = 2 * self.weights
+        gradients = self.weights * (2 if parts > 1 else 1)
         # The batch, the next one, and what the tower computes for the one after it.
         visual, frames = rows * shape.visual, rows * shape.visual / self.run.smallest_frame
         vectors = 3 * self._cached(visual, frames) + self._differentiated_vectors(visual / parts)

@@ -21,6 +21,7 @@ from models.trained_vision import TrainedVision
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
 from train.learn.batch import Microbatch
+from train.learn.conversation_rows import RowsShape
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import MicrobatchShape, StepShape
 from train.learn.placement import (
@@ -80,6 +81,8 @@ class AbstractStep(NamedTuple):
     """What else the loss reads: `RLBatch` or `SFTBatch`."""
     update: Update
     """The update's programs: adding gradients, and the step of the optimizer."""
+    accumulates: bool = True
+    """Whether there may be several micro-batches, whose gradients are added up."""
 
 
 def abstract_rl_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> AbstractStep:
@@ -134,9 +137,10 @@ def abstract_sft_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) -
         skeleton,
         state,
         *_frames(run, mesh, config, skeleton.vision, shape.room(devices)),
-        (_placed(_microbatch(shape.microbatch, size), mesh),),
+        (_placed(_conversations(shape), mesh),),
         _placed(batch, mesh),
         make_update(skeleton, optimizer, sft_loss(settings), state),
+        shape.microbatches > 1,
     )
 
 
@@ -183,7 +187,7 @@ def abstract_sft_gradients(run: Run, mesh: Mesh, config: ModelConfig | None = No
 
 def _gradients(step: AbstractStep, mesh: Mesh, size: int = 0) -> Abstract:
     text, _ = apart(step.state.weights)
-    total = sums_of(_differentiated(step), mesh)
+    total = sums_of(_differentiated(step), mesh) if step.accumulates else None
     arguments = (text, total, step.visual, step.microbatches[size], step.batch)
     return Abstract(step.update.add, arguments)
 
@@ -320,6 +324,11 @@ def _microbatch(size: MicrobatchShape, index: tuple[int, int]) -> Microbatch:
         index=_shape(index, jnp.int32),
         pieces=size.pieces,
     )
+
+
+def _conversations(shape: RowsShape) -> Microbatch:
+    rows = _microbatch(shape.microbatch, (shape.rows, shape.tokens))
+    return dataclasses.replace(rows, starts=None, shared=None)
 
 
 def _rollouts(shape: StepShape, stale: bool) -> GRPOBatch:

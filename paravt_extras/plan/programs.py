@@ -372,7 +372,7 @@ def program_names(run: Run) -> tuple[str, ...]:
         names.append("page copy")
         names += [f"decode {width}" for width in engine.row_lengths]
     if run.sft is not None:
-        names.append("SFT update")
+        names += ["SFT update", "SFT optimizer"]
     if run.rl is not None:
         sizes = microbatch_sizes(run)
         if shares_bank(run):

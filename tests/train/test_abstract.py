@@ -32,11 +32,11 @@ def test_arguments_equal_those_of_a_run(road):
     """
     mesh = make_mesh()
     batches = SFTBatches(road.run.sft, road.data, None, 0, road.environment, mesh)
-    updater = make_sft_updater(skeleton_of(road), road.fresh(), road.run.sft, batches.room)
+    updater = make_sft_updater(skeleton_of(road), road.fresh(), road.run.sft, batches.shape)
     step = next(batches)
     planned = abstract_sft_step(road.run, mesh, road.model.config)
     rows, room, *vector = step.bank.cached.shape
-    bank = planned.bank.cached
+    bank: Any = planned.bank.cached
     assert (rows, *vector) == (bank.shape[0], *bank.shape[2:]) and 0 < room <= bank.shape[1]
     known = Bank(bank.update(shape=step.bank.cached.shape))
     require_same(

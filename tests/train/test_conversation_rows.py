@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -120,9 +121,9 @@ def test_micro_batches_give_the_gradients_of_one(model, features, rendered):
         shape = RowsShape(len(rows), tokens, visual=8).fitted(limit, devices=1)
         assert shape.microbatches == limit
         own = lay_out_rows(rows, features, shape, devices=1)
-        updater = make_sft_updater(skeleton, on_mesh(weights), settings, shape.room(1))
+        updater = make_sft_updater(skeleton, on_mesh(weights), settings, shape)
         bank = updater.place_bank(own.visual, own.grids)
-        batch = SFTBatch(own.mask, np.float32(own.mask.sum()))
+        batch = SFTBatch(jnp.asarray(own.mask), jnp.float32(own.mask.sum()))
         parts = own.microbatches
         gradients, metrics = updater.gradients(updater.start.weights, bank, parts, batch, (0, 0))
         found.append((gradients, sum(map(float, metrics["loss"]))))

@@ -59,7 +59,7 @@ def cold_start(road, dropout: float = 0.0, seed: int = 0, steps: int = 2, microb
         jax.device_put(host(state), param_shardings(state, mesh)) for state in (weights, frozen)
     )
     batches = SFTBatches(settings, road.data, None, seed, road.environment, mesh)
-    updater = make_sft_updater(Skeleton(graph, frozen), weights, settings, batches.room)
+    updater = make_sft_updater(Skeleton(graph, frozen), weights, settings, batches.shape)
     state = updater.start
     for left in reversed(range(steps)):
         state, _, metrics = sft_step(updater, state, batches, seed, left)

@@ -36,7 +36,7 @@ PARTS = {
 }
 PROGRAMS = {
     "align": {"align_update"},
-    "sft": {"sft_update", "encode_frames"},
+    "sft": {"add_gradients", "apply_gradients", "encode_frames"},
     "rl": {
         "_prefill",
         "_copy",

@@ -37,8 +37,8 @@ def batches(road, features=None) -> SFTBatches:
 @pytest.fixture(scope="module")
 def updater(road) -> Updater:
     """The jitted update, shared by all tests. Each makes a state of its own."""
-    room = batches(road).room
-    return make_sft_updater(skeleton_of(road), road.fresh(), road.run.sft, room)
+    shape = batches(road).shape
+    return make_sft_updater(skeleton_of(road), road.fresh(), road.run.sft, shape)
 
 
 @pytest.fixture

@@ -208,9 +208,9 @@ def test_figures_of_cold_start_steps(fixed):
     tokens = max(sum(len(t.ids) for t, _ in row) for row in rows)
     shape = RowsShape(2, tokens, tokens)
     own = lay_out_rows(rows, features, shape, devices=1)
-    updater = make_sft_updater(skeleton_of(fixed), fixed.fresh(), fixed.run.sft, shape.room(1))
+    updater = make_sft_updater(skeleton_of(fixed), fixed.fresh(), fixed.run.sft, shape)
     state, figures = updater.start, []
-    batch = SFTBatch(own.mask, np.float32(own.mask.sum()))
+    batch = SFTBatch(jnp.asarray(own.mask), jnp.float32(own.mask.sum()))
     bank = updater.place_bank(own.visual, own.grids)
     for step in range(2):
         gradients, metrics = updater.gradients(

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -262,9 +263,9 @@ def sft_step(
     shape = ROWS.fitted(microbatches, devices)
     features: Any = Features()
     own = lay_out_rows(conversations(), features, shape, devices)
-    updater = make_sft_updater(Skeleton(graph, base), placed, settings, shape.room(devices))
+    updater = make_sft_updater(Skeleton(graph, base), placed, settings, shape)
     rows = tuple(place(part, mesh) for part in own.microbatches)
-    batch = place(SFTBatch(own.mask, np.float32(own.mask.sum())), mesh)
+    batch = place(SFTBatch(jnp.asarray(own.mask), jnp.float32(own.mask.sum())), mesh)
     bank = updater.place_bank(own.visual, own.grids)
     gradients, metrics = updater.gradients(updater.start.weights, bank, rows, batch, (0, 0))
     state, norm = updater.apply(updater.start, gradients)

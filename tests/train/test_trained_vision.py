@@ -230,7 +230,7 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
     step = next(batches)
     (part,) = step.microbatches
     loss = sft_loss(settings)
-    updater = make_sft_updater(skeleton_of(thawed), thawed.fresh(), settings, batches.room)
+    updater = make_sft_updater(skeleton_of(thawed), thawed.fresh(), settings, batches.shape)
     weights = updater.start.weights
     ours, _ = updater.gradients(weights, step.bank, step.microbatches, step.batch, (0, 0))
 
@@ -284,7 +284,7 @@ def test_steps_of_the_cold_start_use_programs_that_were_compiled_ahead(thawed):
     environment = dataclasses.replace(thawed.environment, features=features)
     settings = thawed.run.sft
     batches = SFTBatches(settings, thawed.data, None, 0, environment, make_mesh(1, 1, 1))
-    updater = make_sft_updater(skeleton_of(thawed), thawed.fresh(), settings, batches.room)
+    updater = make_sft_updater(skeleton_of(thawed), thawed.fresh(), settings, batches.shape)
     state = updater.start
     compile_ahead(batches.lowerings(updater, state))
     names = CompiledNames()

@@ -42,8 +42,9 @@ class Microbatch:
     """Packed rows, and where each rollout's tokens are in them.
 
     There are b = rows * pieces arrays of t tokens: a packed row is cut into `pieces`, one per
-    device. `starts` and `shared` count places of the whole row. `visual_index` is the slot of a
-    token's vectors in the step's bank, -1 for text.
+    device. `starts` and `shared` count places of the whole row; they are None if no segment sees
+    another one's tokens, so that any attention kernel can compute the rows. `visual_index` is the
+    slot of a token's vectors in the step's bank, -1 for text.
 
     `index` has the u tokens of each of the step's r rollouts: their places, counted over all rows,
     and -1 for tokens that are not in this micro-batch. A rollout's first token is the last one of
@@ -53,8 +54,8 @@ class Microbatch:
     ids: Int[Array, "b t"]
     positions: Int[Array, "3 b t"]
     segments: Int[Array, "b t"]
-    starts: Int[Array, "b t"]
-    shared: Int[Array, " b"]
+    starts: Int[Array, "b t"] | None
+    shared: Int[Array, " b"] | None
     visual_index: Int[Array, "b t"]
     index: Int[Array, "r u"]
     pieces: int = struct.field(pytree_node=False, default=1)

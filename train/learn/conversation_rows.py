@@ -1,12 +1,11 @@
 """Rows of demonstrations: several conversations per row, which do not attend to each other.
 
 They have the layout of `train.learn.batch`: each conversation is a segment of its own, and nothing
-is shared. To the loss, a row is one rollout:
+is shared, so there are no `starts`. To the loss, a row is one rollout:
 
     row of 12 tokens with two conversations
         ids        a b c d e  p q r s  . . .
         segments   1 1 1 1 1  2 2 2 2  0 0 0    attention stays within a segment
-        starts     0 0 0 0 0  5 5 5 5  0 0 0    where the segment begins
         positions  0 1 2 3 4  0 1 2 3  0 0 0    each conversation starts at 0
         mask       0 0 1 1 1  0 0 1 1  0 0 0    the assistant's tokens have a loss
 
@@ -193,7 +192,6 @@ def lay_out_rows(
             config = features.config
             arrays["ids"][r, part] = trajectory.ids
             arrays["segments"][r, part] = segment
-            arrays["starts"][r, part] = start
             arrays["positions"][:, r, part] = mrope_positions(trajectory.ids, own, config)
             mask[r, part] = trajectory.authors == Author.MODEL
             vectors += [] if cached is None else [cached]
@@ -214,7 +212,7 @@ def lay_out_rows(
 
 def _microbatch(arrays: dict[str, np.ndarray], shape: RowsShape, number: int) -> Microbatch:
     """Return this process's rows of a micro-batch, and where all of its rows are in the step."""
-    own = len(arrays["shared"]) // shape.microbatches
+    own = len(arrays["ids"]) // shape.microbatches
     part = slice(number * own, (number + 1) * own)
     cut: dict[str, Any] = {
         name: x[:, part] if name == "positions" else x[part] for name, x in arrays.items()
@@ -223,7 +221,9 @@ def _microbatch(arrays: dict[str, np.ndarray], shape: RowsShape, number: int) ->
     index = np.full((jax.process_count(), shape.microbatches, own, shape.tokens), -1, np.int32)
     places = np.arange(shape.microbatch.places, dtype=np.int32)
     index[:, number] = places.reshape(jax.process_count(), own, shape.tokens)
-    return Microbatch(**cut, index=index.reshape(shape.rows, shape.tokens))
+    return Microbatch(
+        **cut, starts=None, shared=None, index=index.reshape(shape.rows, shape.tokens)
+    )
 
 
 def _check(

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float
 
 from models import remat
 from models.remat import Remat
-from models.sharding import Lowering, row_devices
+from models.sharding import Lowering, mesh_of, row_devices
 from models.text import TextDecoder
 from models.trained import Skeleton
 from paravt_jax.data.frames import ReadsAhead, VideoError
@@ -30,7 +30,7 @@ from paravt_jax.method.grpo import masked_mean
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
 from train.data import Data, pack_rows, row_stream
-from train.learn.batch import Array, Microbatch
+from train.learn.batch import Microbatch
 from train.learn.conversation_rows import (
     Rendered,
     RowsShape,
@@ -41,7 +41,7 @@ from train.learn.conversation_rows import (
 )
 from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts, require_horizon
 from train.learn.packing import GroupLengths
-from train.learn.placement import Bank, BankPlacer, VisualRoom, place
+from train.learn.placement import Bank, BankPlacer, place
 from train.learn.update import Loss, TrainState, Updater, rollout_logprobs, to_floats
 
 
@@ -117,8 +117,8 @@ def sft_loss(settings: SFTSettings) -> Loss:
     """Return the loss: the mean negative log-likelihood of the step's trained tokens."""
 
     def loss(
-        text: TextDecoder, visual: Float[jax.Array, "*m c d"], part: Microbatch, batch: SFTBatch
-    ) -> tuple[Float[jax.Array, ""], dict[str, jax.Array]]:
+        text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: SFTBatch
+    ) -> tuple[Float[Array, ""], dict[str, Array]]:
         logprobs = rollout_logprobs(text, visual, part, 1.0, settings.remat, settings.logprob_chunk)
         return -masked_mean(logprobs, batch.mask & (part.index >= 0), batch.tokens), {}
 
@@ -126,7 +126,7 @@ def sft_loss(settings: SFTSettings) -> Loss:
 
 
 def make_sft_updater(
-    skeleton: Skeleton, weights: Any, settings: SFTSettings, room: VisualRoom
+    skeleton: Skeleton, weights: Any, settings: SFTSettings, shape: RowsShape
 ) -> Updater:
     """Compile the update of the cold start.
 
@@ -134,10 +134,14 @@ def make_sft_updater(
         skeleton: The model without its trained weights.
         weights: The trained weights to start from. The first update donates them.
         settings: Optimizer, activation checkpointing and the size of the logits' chunks.
-        room: Room for the frames of a step, from `SFTBatches.room`.
+        shape: Sizes of a step, from `SFTBatches.shape`.
     """
     optimizer = make_optimizer(settings.optimizer, settings.steps)
-    return Updater(skeleton, weights, optimizer, sft_loss(settings), room)
+    mesh = mesh_of(weights)
+    assert mesh is not None, "weights without a mesh"
+    room = shape.room(row_devices(mesh))
+    several = shape.microbatches > 1
+    return Updater(skeleton, weights, optimizer, sft_loss(settings), room, accumulates=several)
 
 
 def sft_step(
@@ -204,6 +208,9 @@ class SFTBatches:
         environment: Renders conversations as tokens, and encodes frames.
         mesh: The mesh of training.
 
+    Attributes:
+        shape: Sizes of a step.
+
     Raises:
         ValueError: There is no conversation to train on.
     """
@@ -233,9 +240,8 @@ class SFTBatches:
             frames = max(1, most_frames(data.row(numbers) for numbers in packing.rows))
         shape = dataclasses.replace(settings.shape, visual=visual, frames=frames)
         self._devices = row_devices(mesh)
-        self._shape = shape.fitted(settings.microbatches, self._devices)
-        self.room = self._shape.room(self._devices)
-        self._place_bank = BankPlacer(mesh, self.room, vision)
+        self.shape = shape.fitted(settings.microbatches, self._devices)
+        self._place_bank = BankPlacer(mesh, self.shape.room(self._devices), vision)
 
     def __next__(self) -> SFTStep:
         """Return the next batch."""
@@ -297,7 +303,7 @@ class SFTBatches:
     def _lay_out(
         self, rendered: Sequence[Sequence[Rendered]], missing: dict[str, VideoError]
     ) -> _Prepared:
-        own = lay_out_rows(rendered, self._features, self._shape, self._devices)
+        own = lay_out_rows(rendered, self._features, self.shape, self._devices)
         return _Prepared(
             self._place_bank(own.visual, own.grids),
             tuple(place(part, self._mesh) for part in own.microbatches),
@@ -308,7 +314,7 @@ class SFTBatches:
 
     @property
     def _mask_shape(self) -> tuple[int, int]:
-        return self._shape.rows, self._shape.tokens
+        return self.shape.rows, self.shape.tokens
 
     def _placed(self, mask: Bool[np.ndarray, "r t"]) -> SFTBatch:
         """Return what the loss reads, on the mesh."""

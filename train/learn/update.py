@@ -206,7 +206,8 @@ class Update(NamedTuple):
     the visual vectors, if these are differentiated too."""
     add: MeshProgram
     """`f(weights, gradients, visual, microbatch, batch, draw=...) -> (gradients, metrics)`. The
-    gradients are donated. `draw` decides what adapters drop: seed, step, update and micro-batch."""
+    gradients are donated; None: there are none so far. `draw` decides what adapters drop: seed,
+    step, update and micro-batch."""
     apply: MeshProgram
     """`f(state, gradients) -> (state, grad_norm)`. The state is donated."""
 
@@ -252,7 +253,9 @@ def make_update(
         (value_of_part, metrics), grads = jax.value_and_grad(value, wanted, has_aux=True)(
             weights, visual
         )
-        total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)
+        grads = jax.tree.map(lambda x: x.astype(jnp.float32), grads)
+        # A single micro-batch needs no memory for a sum.
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
         return total, metrics | {"loss": value_of_part}
 
     # Not `add`: the log of compilations names functions, and jnp.add has that name.
@@ -333,6 +336,7 @@ class Updater:
         optimizer: Turns gradients into changes of the weights.
         loss: The loss of a micro-batch.
         room: Room for the frames of a step.
+        accumulates: Whether a step may have several micro-batches, whose gradients are added up.
 
     Attributes:
         start: The state before the first update.
@@ -348,12 +352,14 @@ class Updater:
         optimizer: optax.GradientTransformation,
         loss: Loss,
         room: VisualRoom,
+        accumulates: bool = True,
     ):
         mesh = mesh_of(weights)
         assert mesh is not None, (
             "weights without a mesh; shard them with models.sharding.param_shardings"
         )
         self.mesh = mesh
+        self._accumulates = accumulates
         self.start = init_state(weights, optimizer)
         self.programs = make_update(skeleton, optimizer, loss, self.start)
         self.place_bank = BankPlacer(mesh, room, skeleton.vision)
@@ -389,7 +395,9 @@ class Updater:
         """
         text, vision = apart(weights)
         visual = self.visual(vision, bank)
-        total = self.programs.start(text if self.vision is None else (text, visual))
+        total = None
+        if self._accumulates:
+            total = self.programs.start(text if self.vision is None else (text, visual))
         metrics: MicrobatchMetrics = {}
         for number, part in enumerate(microbatches):
             numbers = np.array((*draw, number), np.uint32)
@@ -432,7 +440,7 @@ class Updater:
             yield functools.partial(self.vision.encode.lower, vision, bank)
         numbers = np.zeros(draw, np.uint32)
         for part, batch in rows:
-            arguments = (text, sums, visual, part, batch)
+            arguments = (text, sums if self._accumulates else None, visual, part, batch)
             yield functools.partial(self.programs.add.lower, *arguments, draw=numbers)
         yield functools.partial(self.programs.apply.lower, state, total)
 

@@ -76,7 +76,7 @@ def _train(
 ) -> Any:
     config = parts.model.config
     batches = SFTBatches(settings, context.data, reader, seed, environment, context.mesh)
-    updater = make_sft_updater(parts.skeleton, weights, settings, batches.room)
+    updater = make_sft_updater(parts.skeleton, weights, settings, batches.shape)
     with context.open_phase(name, settings, environment.features.unreadable) as phase:
         state, cursor = resume(phase, updater.start, parts)
         if cursor is not None:
