@@ -214,9 +214,8 @@ def _microbatch(arrays: dict[str, np.ndarray], shape: RowsShape, number: int) ->
     """Return this process's rows of a micro-batch, and where all of its rows are in the step."""
     own = len(arrays["ids"]) // shape.microbatches
     part = slice(number * own, (number + 1) * own)
-    cut: dict[str, Any] = {
-        name: x[:, part] if name == "positions" else x[part] for name, x in arrays.items()
-    }
+    names = ("ids", "positions", "segments", "visual_index")
+    cut: dict[str, Any] = {name: arrays[name][..., part, :] for name in names}
     # Every process has consecutive rows of the step, and of each micro-batch.
     index = np.full((jax.process_count(), shape.microbatches, own, shape.tokens), -1, np.int32)
     places = np.arange(shape.microbatch.places, dtype=np.int32)
