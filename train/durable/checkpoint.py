@@ -140,6 +140,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"keep = {keep}: give 1 or more, the newest checkpoint is needed."
             )
+        _silence_late_failures()
         self.folder = any_path(folder)
         self._files = checkpoint_files(self.folder)
         self._identity = as_json(identity or {}, "identity")
@@ -554,10 +555,15 @@ def _drop_late_failures(report: Callable[[Any], None], unraisable: Any) -> None:
         report(unraisable)
 
 
-# Of a save that fails, one error is raised here. These are of its other writes.
-sys.unraisablehook = functools.partial(_drop_late_failures, sys.unraisablehook)
-warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host")
-logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
-logging.getLogger("absl").addFilter(_keep_log_record)
-# The same error is raised here.
-logging.getLogger("gcsfs").addFilter(lambda record: not record.exc_info)
+@functools.cache
+def _silence_late_failures() -> None:
+    """Let a failed save report one error, which is raised here, and none of its other writes.
+
+    For the rest of the process: asynchronous writes may fail long after `save` has returned.
+    """
+    sys.unraisablehook = functools.partial(_drop_late_failures, sys.unraisablehook)
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host")
+    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
+    logging.getLogger("absl").addFilter(_keep_log_record)
+    # The same error is raised here.
+    logging.getLogger("gcsfs").addFilter(lambda record: not record.exc_info)
