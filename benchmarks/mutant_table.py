@@ -507,8 +507,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     ("train/learn/update.py", (*_STEP, *_PACKED)): {
         "only_the_last_part_counts": (
-            "total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads)",
-            "total = jax.tree.map(lambda a, b: b.astype(a.dtype), total, grads)",
+            "total = grads if total is None else jax.tree.map(jnp.add, total, grads)",
+            "total = grads",
         ),
         "steps_not_counted": ("state.step + 1", "state.step"),
         "grad_norm_of_the_weights": (

@@ -26,7 +26,7 @@ PARTS = {
     "pages",
     "rewards",
     "sampling",
-    "step",
+    "update",
     "structure",
 }
 
