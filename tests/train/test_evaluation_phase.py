@@ -17,6 +17,7 @@ from paravt_extras.report.page import write_report
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.scoring import rules_of
 from rollout.engine.engine import Engine
 from tests.paravt_jax.judge_server import Reply, says, serving
 from train.learn.weight_sync import WeightSync
@@ -62,7 +63,8 @@ def evaluated(road, small, monkeypatch):
             return 0
 
     def scripted(run, parts, environment, judge, weights) -> EngineActor:
-        return EngineActor(Script(), road.environment, NoSync(), judge)
+        scores = judge or rules_of(run.rl.rewards)
+        return EngineActor(Script(), road.environment, NoSync(), scores, judge)
 
     def left_out(*arguments: Any) -> None:
         """A phase that does nothing."""
