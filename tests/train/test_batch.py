@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,9 +174,9 @@ def test_all_other_places_are_padding(batch):
 
 def test_every_piece_of_a_row_is_a_row_of_the_arrays(road, groups):
     packed = LAYOUTS["pieces"]
-    cut = build(packed, groups, road.model.config, ROLLOUTS, SUFFIX)
+    cut: Any = build(packed, groups, road.model.config, ROLLOUTS, SUFFIX)
     shape = dataclasses.replace(packed.shape, pieces=1)
-    whole = build(packed._replace(shape=shape), groups, road.model.config, ROLLOUTS, SUFFIX)
+    whole: Any = build(packed._replace(shape=shape), groups, road.model.config, ROLLOUTS, SUFFIX)
     assert cut.ids.shape == (8, 256) and cut.positions.shape == (3, 8, 256)
     for name in ("ids", "positions", "segments", "starts", "visual_index"):
         np.testing.assert_array_equal(joined(cut, name), getattr(whole, name))
@@ -201,7 +202,7 @@ def test_the_row_of_the_docstring():
         Group((trajectory([a, b, c, d], [x, y, t, z]), trajectory([a, b, c, d], [u, v])), 0, (), 0),
     ]
     packed = PackedMicrobatch(MicrobatchShape(1, 16), ((Chunk(0, (0,)), Chunk(1, (0, 1))),))
-    batch = build(packed, groups, tiny(100), rollouts=3, suffix=5)
+    batch: Any = build(packed, groups, tiny(100), rollouts=3, suffix=5)
     assert batch.ids[0].tolist() == [a, b, c, d, x, y, t, z, d, u, v, k, l, m, n, 0]
     assert batch.positions[:, 0].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 3, 4, 5, 0, 1, 2, 3, 0]] * 3
     assert batch.starts[0].tolist() == [0] * 3 + [3] * 5 + [8] * 3 + [11] * 4 + [0]
@@ -214,7 +215,7 @@ def test_the_row_of_the_docstring():
 
 def test_a_micro_batch_without_trajectories_is_all_padding(road):
     empty = PackedMicrobatch(MicrobatchShape(2, 256, pieces=2), ())
-    batch = build(empty, [], road.model.config, ROLLOUTS, SUFFIX)
+    batch: Any = build(empty, [], road.model.config, ROLLOUTS, SUFFIX)
     assert batch.ids.shape == (4, 128) and not batch.segments.any() and not batch.shared.any()
     assert (batch.index == -1).all() and batch.index.shape == (ROLLOUTS, SUFFIX)
     assert mismatches([batch], []) == 0

@@ -226,6 +226,7 @@ def _differs(batch: Microbatch, places: np.ndarray, trajectory: Trajectory) -> b
     sampled = [n for n, s in enumerate(segments) if s.author is Author.MODEL and len(s.ids)]
     if not sampled:
         return False
+    assert batch.shared is not None, "rows of rollouts have starts"
     last = sampled[-1]
     # A tool response may follow the last sampled token.
     after = sum(len(segment.ids) for segment in segments[last + 1 :])

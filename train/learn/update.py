@@ -395,7 +395,7 @@ class Updater:
         """
         text, vision = apart(weights)
         visual = self.visual(vision, bank)
-        total = None
+        total: Any = None
         if self._accumulates:
             total = self.programs.start(text if self.vision is None else (text, visual))
         metrics: MicrobatchMetrics = {}
