@@ -30,7 +30,7 @@ PACKAGES = (*CORE, "paravt_extras")
 # What one reads to follow a run, a training step, and the method on one page.
 STARTS = {
     "the command": "train.run",
-    "the RL loop": "train.learn.rl",
+    "the RL loop": "train.rl",
     "the one page": "examples.grpo_in_one_page",
 }
 MOST_PARAMETERS = 6

@@ -30,7 +30,7 @@ from configs.sft import sft_tiny
 from models.lora import LoRASettings
 from models.sharding import make_mesh
 from paravt_extras.fit import total_bytes
-from paravt_extras.plan.abstract import abstract_rl_gradients
+from paravt_extras.plan.abstract import abstract_rl_step
 from paravt_extras.report.discovery import greedy
 from paravt_extras.studies.study import over_seeds, require_seeds
 from paravt_extras.summary import Line
@@ -125,7 +125,7 @@ def memory(run: Run, data: Data) -> dict[str, float]:
     model, _ = first_model(run, data, mesh)
     parts, weights = take_apart(model, mesh, run.lora, run.seed)
     learner = Learner(parts.skeleton, weights, model.config, run.rl, run.rl_shape)
-    update = abstract_rl_gradients(run, mesh, model.config)
+    update = abstract_rl_step(run, mesh, model.config).gradients()
     compiled = update.program.lower(*update.arguments).compile().memory_analysis()
     trained = learner.start.weights
     arrays = {

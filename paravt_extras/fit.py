@@ -442,7 +442,7 @@ class _Estimate:
         gradients = self.weights * (2 if parts > 1 else 1)
         # The batch, the next one, and what the tower computes for the one after it.
         visual, frames = rows * shape.visual, rows * shape.visual / self.run.smallest_frame
-        vectors = 3 * self._cached(visual, frames) + self._differentiated_vectors(visual / parts)
+        vectors = 3 * self._cached(visual, frames) + self._differentiated_vectors(visual)
         activations = self._activations(policy, rows * shape.tokens / parts)
         return self._state("sft") + gradients + vectors + activations
 

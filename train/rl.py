@@ -9,12 +9,15 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import numpy as np
+from jaxtyping import Float
 
 from paravt_jax.method.records import Question
-from train.learn.rl import Learner, ScoredBatch
+from train.learn.packing import GroupLengths
+from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
 from train.learn.rollouts import (
@@ -27,6 +30,16 @@ from train.learn.rollouts import (
 )
 from train.learn.update import TrainState
 from train.learn.weight_sync import Actor
+
+
+class Trained(NamedTuple):
+    """What a step was trained on, in the host's memory."""
+
+    rollouts: Rollouts
+    lengths: tuple[GroupLengths, ...]
+    """Lengths of the trajectories."""
+    advantages: Float[np.ndarray, "r u"]
+    """Of every token; group p has the rows from p * group_size on, then come sub-agents."""
 
 
 @runtime_checkable
@@ -48,7 +61,7 @@ def rl_step(
     questions: Questions,
     seed: int,
     pool: RolloutPool | None = None,
-) -> tuple[TrainState, ScoredBatch, dict[str, float]]:
+) -> tuple[TrainState, Trained, dict[str, float]]:
     """Run one step of PARA-GRPO, and load the new weights into the sampler.
 
     The sampler sleeps after the rollouts until it gets the new weights: the update needs its
@@ -63,7 +76,7 @@ def rl_step(
         pool: Holds the episodes that outlive a step, if and only if `max_staleness` is above 0.
 
     Returns:
-        The new state, the rollouts that were trained, and the step's metrics; times in seconds.
+        The new state, what was trained on, and the step's metrics; times in seconds.
 
     Raises:
         ValueError: No question has a readable video, or a token was sampled under weights that
@@ -82,11 +95,15 @@ def rl_step(
         batch = learner.score(laid_out)
     with spans("update"):
         state, metrics = learner.update(state, batch, seed, step)
+        arrays = batch.laid_out
+        trained = Trained(arrays.rollouts, arrays.lengths, np.asarray(batch.rollouts.advantages))
+        # The sampler takes the memory of the batch, its frames' vectors above all.
+        del batch, laid_out
         fingerprint = actor.load(state.weights, step + 1)
     metrics["weights/fingerprint"] = float(fingerprint)
-    metrics |= describe(sampled.drawn) | sampled.metrics | batch.laid_out.metrics
+    metrics |= describe(sampled.drawn) | sampled.metrics | arrays.metrics
     metrics |= {f"time/{name}": seconds for name, seconds in spans.seconds.items()}
-    return state, batch, metrics
+    return state, trained, metrics
 
 
 def _play(

@@ -66,6 +66,7 @@ class Abstract(NamedTuple):
 class AbstractStep(NamedTuple):
     """What the programs of a step take. Sizes and programs are those that a run uses."""
 
+    mesh: Mesh
     skeleton: Skeleton
     """The model without its trained weights."""
     state: TrainState
@@ -83,6 +84,64 @@ class AbstractStep(NamedTuple):
     """The update's programs: adding gradients, and the step of the optimizer."""
     accumulates: bool = True
     """Whether there may be several micro-batches, whose gradients are added up."""
+
+    def start(self) -> Abstract:
+        """Return gradients of zero, to which those of micro-batches are added."""
+        return Abstract(self.update.start, (self._differentiated,))
+
+    def gradients(self, size: int = 0, later: bool = False) -> Abstract:
+        """Return the gradients of a micro-batch, added to those of others.
+
+        Args:
+            size: number of the micro-batch's size; 0 is the largest.
+            later: of an update of RL after the first one of a step, which reads the log-probs of
+                that one.
+        """
+        text, _ = apart(self.state.weights)
+        total = sums_of(self._differentiated, self.mesh) if self.accumulates else None
+        batch = self.batch
+        if later:
+            batch = dataclasses.replace(batch, proximal=batch.advantages)
+        arguments = (text, total, self.visual, self.microbatches[size], batch)
+        return Abstract(self.update.add, arguments)
+
+    def bank_share(self) -> Abstract:
+        """Return what sends the visual vectors of a step to all replicas."""
+        by_row = jax.ShapeDtypeStruct(
+            self.visual.shape, self.visual.dtype, sharding=NamedSharding(self.mesh, BATCH)
+        )
+        return Abstract(make_bank_share(self.mesh), (by_row,))
+
+    def vision(self) -> Abstract:
+        """Return the gradients of the trained part of the tower, which the run has."""
+        assert self.vision_programs is not None, "no part of the tower is trained"
+        _, vision = apart(self.state.weights)
+        gradients = sums_of(self.visual, self.mesh)
+        return Abstract(self.vision_programs.gradients, (vision, self.bank, gradients))
+
+    def optimizer(self) -> Abstract:
+        """Return the optimizer's step after the gradients."""
+        text, vision = apart(self.state.weights)
+        of_vision = jax.tree.map(lambda x: x.update(dtype=jnp.float32), vision)
+        total = together(sums_of(text, self.mesh), of_vision)
+        return Abstract(self.update.apply, (self.state, total))
+
+    def reference(self, run: Run, size: int = 0) -> Abstract:
+        """Return the reference log-probs of a micro-batch of RL; `size` as in `gradients`."""
+        settings = _phase(run, "rl", run.rl)
+        chunk = settings.logprob_chunk
+        program = make_logprobs(self.skeleton, settings.temperature, self.mesh, chunk)
+        # The reference is stored in the type of the activations, to save memory.
+        dtype = jnp.dtype(run.model.dtype)
+        text, _ = apart(self.state.weights)
+        reference = jax.tree.map(lambda x: x.update(dtype=dtype), text)
+        return Abstract(program, (reference, self.visual, self.microbatches[size]))
+
+    @property
+    def _differentiated(self) -> Any:
+        """What the gradients of a micro-batch are of."""
+        text, _ = apart(self.state.weights)
+        return text if self.vision_programs is None else (text, self.visual)
 
 
 def abstract_rl_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> AbstractStep:
@@ -110,6 +169,7 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) ->
     batch = RLBatch(rollouts, _shape((shape.rows, shape.suffix), jnp.float32), _totals())
     size = (shape.rows, shape.suffix)
     return AbstractStep(
+        mesh,
         skeleton,
         state,
         *_frames(run, mesh, config, skeleton.vision, room),
@@ -134,6 +194,7 @@ def abstract_sft_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) -
     size = (shape.rows, shape.tokens)
     batch = SFTBatch(_shape(size, jnp.bool_), _shape((), jnp.float32))
     return AbstractStep(
+        mesh,
         skeleton,
         state,
         *_frames(run, mesh, config, skeleton.vision, shape.room(devices)),
@@ -159,96 +220,6 @@ def _frames(
 
 def _hosts(mesh: Mesh) -> int:
     return len({device.process_index for device in mesh.devices.flat})
-
-
-def abstract_rl_gradients(
-    run: Run,
-    mesh: Mesh,
-    config: ModelConfig | None = None,
-    size: int = 0,
-    later: bool = False,
-) -> Abstract:
-    """Gradients of a micro-batch, added to those of others; see `abstract_rl_step`.
-
-    Args:
-        size: number of the micro-batch's size; 0 is the largest.
-        later: of an update after the first one of a step, which reads the log-probs of that one.
-    """
-    step = abstract_rl_step(run, mesh, config)
-    if later:
-        step = step._replace(batch=dataclasses.replace(step.batch, proximal=step.batch.advantages))
-    return _gradients(step, mesh, size)
-
-
-def abstract_sft_gradients(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
-    """Return the gradients of a micro-batch of SFT, added to those of others."""
-    return _gradients(abstract_sft_step(run, mesh, config), mesh)
-
-
-def _gradients(step: AbstractStep, mesh: Mesh, size: int = 0) -> Abstract:
-    text, _ = apart(step.state.weights)
-    total = sums_of(_differentiated(step), mesh) if step.accumulates else None
-    arguments = (text, total, step.visual, step.microbatches[size], step.batch)
-    return Abstract(step.update.add, arguments)
-
-
-def abstract_bank_share(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
-    """What sends the visual vectors of a step to all replicas; see `abstract_rl_step`."""
-    vectors = abstract_rl_step(run, mesh, config).visual
-    by_row = jax.ShapeDtypeStruct(vectors.shape, vectors.dtype, sharding=NamedSharding(mesh, BATCH))
-    return Abstract(make_bank_share(mesh), (by_row,))
-
-
-def abstract_rl_vision(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
-    """Gradients of the trained part of the tower, which the run has; see `abstract_rl_step`."""
-    step = abstract_rl_step(run, mesh, config)
-    assert step.vision_programs is not None, f"{run.name} trains no part of the tower"
-    _, vision = apart(step.state.weights)
-    gradients = sums_of(step.visual, mesh)
-    return Abstract(step.vision_programs.gradients, (vision, step.bank, gradients))
-
-
-def _differentiated(step: AbstractStep) -> Any:
-    """What the gradients of a micro-batch are of."""
-    text, _ = apart(step.state.weights)
-    return text if step.vision_programs is None else (text, step.visual)
-
-
-def abstract_rl_start(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
-    """Gradients of zero, to which those of micro-batches are added; see `abstract_rl_step`."""
-    step = abstract_rl_step(run, mesh, config)
-    return Abstract(step.update.start, (_differentiated(step),))
-
-
-def abstract_rl_optimizer(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
-    """Return the optimizer's step after the gradients; see `abstract_rl_step`."""
-    return _optimizer(abstract_rl_step(run, mesh, config), mesh)
-
-
-def abstract_sft_optimizer(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> Abstract:
-    """Return the optimizer's step after the gradients; see `abstract_sft_step`."""
-    return _optimizer(abstract_sft_step(run, mesh, config), mesh)
-
-
-def _optimizer(step: AbstractStep, mesh: Mesh) -> Abstract:
-    text, vision = apart(step.state.weights)
-    of_vision = jax.tree.map(lambda x: x.update(dtype=jnp.float32), vision)
-    total = together(sums_of(text, mesh), of_vision)
-    return Abstract(step.update.apply, (step.state, total))
-
-
-def abstract_reference(
-    run: Run, mesh: Mesh, config: ModelConfig | None = None, size: int = 0
-) -> Abstract:
-    """The reference log-probs of a micro-batch; see `abstract_rl_gradients`."""
-    settings = _phase(run, "rl", run.rl)
-    step = abstract_rl_step(run, mesh, config)
-    program = make_logprobs(step.skeleton, settings.temperature, mesh, settings.logprob_chunk)
-    # The reference is stored in the type of the activations, to save memory.
-    dtype = jnp.dtype(run.model.dtype)
-    text, _ = apart(step.state.weights)
-    reference = jax.tree.map(lambda x: x.update(dtype=dtype), text)
-    return Abstract(program, (reference, step.visual, step.microbatches[size]))
 
 
 def _phase(run: Run, name: str, settings: T | None) -> T:

@@ -26,15 +26,8 @@ from models.trained import apart, split
 from models.vision import encoding_weights, frame_layout
 from paravt_extras.plan.abstract import (
     Abstract,
-    abstract_bank_share,
-    abstract_reference,
-    abstract_rl_gradients,
-    abstract_rl_optimizer,
-    abstract_rl_start,
+    AbstractStep,
     abstract_rl_step,
-    abstract_rl_vision,
-    abstract_sft_gradients,
-    abstract_sft_optimizer,
     abstract_sft_step,
     planned_model,
 )
@@ -93,12 +86,19 @@ class Plan:
         self.one = make_mesh(devices=host)
         # The devices that share a batch of frames.
         self.tower_mesh = tower_mesh(host)
-        state, batch = self._training_arguments()[-1]
+        phases = {"SFT": (run.sft, abstract_sft_step), "RL": (run.rl, abstract_rl_step)}
+        self.steps: dict[str, AbstractStep] = {
+            name: make(run, self.mesh, self.config)
+            for name, (phase, make) in phases.items()
+            if phase
+        }
+        # Of the last phase, which has everything.
+        step = [*self.steps.values()][-1]
         _, tower_weights = self._tower()
         self.residents = {
             "weights": self.weights,
-            "moments": state.optimizer,
-            "batch": batch,
+            "moments": step.state.optimizer,
+            "batch": (step.bank, step.microbatches[0], step.batch),
             "vision tower": tower_weights,
         }
         if run.lora is not None:
@@ -118,77 +118,45 @@ class Plan:
             "vision": self._vision,
             "bank fill": self._fill,
             "page copy": self._copy,
-            "SFT update": self._sft,
-            "SFT optimizer": self._sft_optimizer,
-            "RL bank": self._share,
-            "RL start": self._start,
-            "RL vision": self._rl_vision,
-            "RL optimizer": self._optimizer,
             "weight sync": self._sync,
         }
         family, *words = name.split()
         lengths = [int(word) for word in words if word.isdigit()]
+        if family in self.steps:
+            return self._training(name, self.steps[family], words)
         if family == "prefill":
             return self._prefill(*lengths)
         if family == "reference":
-            return self._reference(*lengths)
-        if name.startswith("RL update"):
-            return self._update(*lengths, later=words[-1] == LATER)
+            reference = self.steps["RL"].reference(self.run, self._size(*lengths))
+            return self._planned(name, reference, ("base", "batch"))
         if family == "decode":
             return self._decode(*lengths)
         return builders[name]()
 
     # --- training ---
 
-    def _training_arguments(self) -> list[tuple[Any, ...]]:
-        """Return (state, batch) of every training phase, in the order of the phases."""
-        phases = ((self.run.sft, abstract_sft_step), (self.run.rl, abstract_rl_step))
-        steps = [make(self.run, self.mesh, self.config) for phase, make in phases if phase]
-        return [(step.state, (step.bank, step.microbatches[0], step.batch)) for step in steps]
-
-    def _sft(self) -> PlannedProgram:
-        update = abstract_sft_gradients(self.run, self.mesh, self.config)
-        return self._training("SFT update", update, ("weights", "base", "batch"))
-
-    def _sft_optimizer(self) -> PlannedProgram:
-        step = abstract_sft_optimizer(self.run, self.mesh, self.config)
-        return self._training("SFT optimizer", step, ("weights", "moments"))
-
-    def _update(self, tokens: int, later: bool) -> PlannedProgram:
-        """Gradients of a micro-batch whose rows have this many tokens."""
-        size = self._size(tokens)
-        update = abstract_rl_gradients(self.run, self.mesh, self.config, size, later)
-        name = update_name(tokens, later)
-        return self._training(name, update, ("weights", "base", "batch"))
-
-    def _share(self) -> PlannedProgram:
-        """The visual vectors of a step, sent to all replicas."""
-        share = abstract_bank_share(self.run, self.mesh, self.config)
-        return self._training("RL bank", share, ("batch",))
-
-    def _start(self) -> PlannedProgram:
-        """Gradients of zero."""
-        return self._training("RL start", abstract_rl_start(self.run, self.mesh, self.config), ())
-
-    def _rl_vision(self) -> PlannedProgram:
-        """The trained part of the tower, forward and back, for all frames of a step."""
-        backward = abstract_rl_vision(self.run, self.mesh, self.config)
-        return self._training("RL vision", backward, ("weights", "batch"))
-
-    def _optimizer(self) -> PlannedProgram:
-        step = abstract_rl_optimizer(self.run, self.mesh, self.config)
-        return self._training("RL optimizer", step, ("weights", "moments"))
-
-    def _reference(self, tokens: int) -> PlannedProgram:
-        size = self._size(tokens)
-        reference = abstract_reference(self.run, self.mesh, self.config, size)
-        return self._training(f"reference {tokens}", reference, ("base", "batch"))
+    def _training(self, name: str, step: AbstractStep, words: list[str]) -> PlannedProgram:
+        """Return a program of SFT or RL: all words of its name but the first."""
+        kind, *rest = words
+        if kind == "update":
+            # Of SFT there is one size.
+            size = self._size(int(rest[0])) if rest else 0
+            update = step.gradients(size, later=rest[-1:] == [LATER])
+            return self._planned(name, update, ("weights", "base", "batch"))
+        made = {
+            "bank": (step.bank_share, ("batch",)),
+            "start": (step.start, ()),
+            "vision": (step.vision, ("weights", "batch")),
+            "optimizer": (step.optimizer, ("weights", "moments")),
+        }
+        make, given = made[kind]
+        return self._planned(name, make(), given)
 
     def _size(self, tokens: int) -> int:
         """The number of the micro-batch's size whose rows have this many tokens."""
         return [size.tokens for size in microbatch_sizes(self.run)].index(tokens)
 
-    def _training(self, name: str, abstract: Abstract, given: tuple[str, ...]) -> PlannedProgram:
+    def _planned(self, name: str, abstract: Abstract, given: tuple[str, ...]) -> PlannedProgram:
         function = abstract.program.jitted
         return PlannedProgram(name, function, abstract.all_arguments, self.mesh, given)
 
@@ -372,7 +340,11 @@ def program_names(run: Run) -> tuple[str, ...]:
         names.append("page copy")
         names += [f"decode {width}" for width in engine.row_lengths]
     if run.sft is not None:
-        names += ["SFT update", "SFT optimizer"]
+        names += ["SFT bank"] if shares_bank(run) else []
+        names += ["SFT start"] if accumulates(run) else []
+        names.append("SFT update")
+        names += ["SFT vision"] if run.train_vision != "none" else []
+        names.append("SFT optimizer")
     if run.rl is not None:
         sizes = microbatch_sizes(run)
         if shares_bank(run):
@@ -387,6 +359,13 @@ def program_names(run: Run) -> tuple[str, ...]:
     if run.plays_episodes:
         names.append("weight sync")
     return tuple(names)
+
+
+def accumulates(run: Run) -> bool:
+    """Whether a step of the cold start has several micro-batches on the run's mesh."""
+    assert run.sft is not None
+    devices = run.mesh.data * run.mesh.fsdp
+    return run.sft.shape.fitted(run.sft.microbatches, devices).microbatches > 1
 
 
 def shares_bank(run: Run) -> bool:

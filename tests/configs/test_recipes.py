@@ -26,11 +26,9 @@ from models.sharding import make_mesh, param_shardings
 from paravt_extras.fit import GIB, fit
 from paravt_extras.plan.abstract import (
     Abstract,
-    abstract_reference,
-    abstract_rl_gradients,
-    abstract_rl_optimizer,
-    abstract_sft_gradients,
-    abstract_sft_optimizer,
+    AbstractStep,
+    abstract_rl_step,
+    abstract_sft_step,
 )
 from paravt_extras.slices import Topology
 from paravt_jax.method import tokenizer
@@ -362,8 +360,9 @@ def results_of(traced: Abstract) -> Any:
     return jax.eval_shape(traced.program.jitted, *traced.all_arguments)
 
 
-def check_update(gradients: Abstract, optimizer: Abstract) -> None:
+def check_update(step: AbstractStep) -> None:
     """Gradients are float32 and add up; the new state has every weight and moment as before."""
+    gradients, optimizer = step.gradients(), step.optimizer()
     weights, total, *_ = gradients.arguments
     after, metrics = results_of(gradients)
     assert total is None or shapes_of(after) == shapes_of(total), "gradients add up"
@@ -373,13 +372,6 @@ def check_update(gradients: Abstract, optimizer: Abstract) -> None:
     after, norm = results_of(optimizer)
     assert shapes_of(after) == shapes_of(state) and shapes_of(state.weights) == shapes_of(weights)
     assert norm.shape == ()
-
-
-def check_sft_update(run: Run) -> None:
-    """The same of the recipe's cold start."""
-    assert run.model.dtype == "bfloat16"
-    mesh = make_mesh()
-    check_update(abstract_sft_gradients(run, mesh), abstract_sft_optimizer(run, mesh))
 
 
 def slice_of(name: str) -> str:
@@ -412,9 +404,9 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     run = fit(RECIPES[name](), Topology(slice_of(name)).available).run
     settings = run.rl
     assert settings is not None
-    mesh = make_mesh()
-    check_update(abstract_rl_gradients(run, mesh), abstract_rl_optimizer(run, mesh))
-    rows = results_of(abstract_reference(run, mesh))
+    step = abstract_rl_step(run, make_mesh())
+    check_update(step)
+    rows = results_of(step.reference(run))
     shape, engine = run.rl_shape, run.engine_sizes
     assert rows.shape == (7 * 8, shape.suffix), "log-probs by rollout, without padding rows"
     longest = shape.limits
@@ -433,7 +425,8 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
 @pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().sft])
 def test_a_cold_start_step_of_a_large_recipe_fits_itself(name):
     run = fit(RECIPES[name](), Topology(slice_of(name)).available).run
-    check_sft_update(run)
+    assert run.model.dtype == "bfloat16"
+    check_update(abstract_sft_step(run, make_mesh()))
 
 
 @pytest.mark.parametrize(
@@ -459,8 +452,8 @@ def test_a_recipe_with_adapters_takes_the_drawn_scenes(name):
 @pytest.mark.slow
 def test_the_steps_of_the_smallest_recipe_with_adapters_fit_themselves():
     run = fit(RECIPES["paravt_2b_lora"](), Topology("v5e:1x1").available).run
-    check_sft_update(run)
-    check_update(abstract_rl_gradients(run, make_mesh()), abstract_rl_optimizer(run, make_mesh()))
+    check_update(abstract_sft_step(run, make_mesh()))
+    check_update(abstract_rl_step(run, make_mesh()))
 
 
 @pytest.mark.parametrize("size", ["8b", "tiny"])

@@ -11,12 +11,12 @@ from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question
 from paravt_jax.method.scoring import Rules
 from train.learn.packing import StepShape
-from train.learn.rl import Learner, ScoredBatch
+from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
 from train.learn.update import TrainState
 from train.learn.weight_sync import Actor, WeightSync
-from train.rl import rl_step
+from train.rl import Trained, rl_step
 
 
 @dataclasses.dataclass
@@ -82,7 +82,7 @@ def take_whole_step(
     questions: Sequence[Question] | Any,
     seed: int = 0,
     pool: RolloutPool | None = None,
-) -> tuple[TrainState, ScoredBatch, dict[str, float]]:
+) -> tuple[TrainState, Trained, dict[str, float]]:
     """The same with the rollouts that were trained."""
     stream: Any = questions if hasattr(questions, "draw") else Given(questions)
     actor = actor_of(learner, sampler, environment)

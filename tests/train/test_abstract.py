@@ -130,7 +130,7 @@ def test_an_update_compiles_for_tpu():
         from configs import RECIPES
         from models.qwen3_vl.sizes import qwen3_vl
         from models.sharding import make_mesh
-        from paravt_extras.plan.abstract import abstract_rl_gradients
+        from paravt_extras.plan.abstract import abstract_rl_step
 
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
         run, config = RECIPES["paravt_8b"](), qwen3_vl("8b")
@@ -145,7 +145,7 @@ def test_an_update_compiles_for_tpu():
         rl = dataclasses.replace(run.rl, grpo=grpo, **changes)
         run = dataclasses.replace(run, protocol=limits, rl=rl)
         mesh = make_mesh(1, 8, 1, devices=devices)
-        program, arguments = abstract_rl_gradients(run, mesh, config)
+        program, arguments = abstract_rl_step(run, mesh, config).gradients()
         batch = arguments[3]
         assert batch.pieces == 8 and batch.ids.shape == (8, 512)
         compiled = program.lower(*arguments).compile()

@@ -125,12 +125,12 @@ def test_a_step_learns_from_the_groups_that_replace_others(road, small, upcoming
     learner = road_learner(road, settings, run.rl_shape)
     questions = stream_of(road, settings)
     sampler = small.Picky(road, [upcoming[1].text])
-    state, batch, metrics = take_whole_step(
+    state, trained, metrics = take_whole_step(
         learner, learner.start, sampler, road.environment, questions
     )
     assert metrics["groups/silent"] == 0 and metrics["groups/replaced"] == 1
     assert metrics["groups/further"] == 1 and metrics["token_mismatches"] == 0
-    assert ids_of(batch.laid_out.rollouts)[1] == upcoming[3].id
+    assert ids_of(trained.rollouts)[1] == upcoming[3].id
     assert int(jax.device_get(state.step)) == 1
 
 

@@ -270,10 +270,10 @@ def test_a_step_depends_on_seed_number_and_questions_only(road, small, learner, 
 
 def test_groups_with_an_unreadable_video_are_left_out_and_counted(road, small, learner, start):
     questions = [lost(road.data.questions[0]), road.data.questions[1]]
-    _, batch, metrics = take_whole_step(
+    _, trained, metrics = take_whole_step(
         learner, start, small.Script(road), road.environment, questions
     )
-    rollouts, gains = batch.laid_out.rollouts, np.asarray(batch.rollouts.advantages)
+    rollouts, gains = trained.rollouts, trained.advantages
     assert metrics["groups/unreadable"] == rollouts.unreadable == 1
     assert [e.question.id for group in rollouts.groups for e in group] == [
         road.data.questions[1].id
@@ -322,11 +322,11 @@ def test_silent_groups_are_counted_and_leave_only_the_kl_term(road, small, learn
     class Parrot(small.Script):
         plans = ("guess\n</think><answer>E</answer>",)
 
-    _, batch, metrics = take_whole_step(
+    _, trained, metrics = take_whole_step(
         learner, start, Parrot(road), road.environment, road.data.questions[:2]
     )
     assert metrics["groups/silent"] == 1 and metrics["stop/answered"] == 1
-    largest = np.abs(np.asarray(batch.rollouts.advantages)).max()
+    largest = np.abs(trained.advantages).max()
     assert largest < 0.2, "the small KL term must not be scaled up"
 
 

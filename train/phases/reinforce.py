@@ -8,8 +8,6 @@ import json
 import time
 from typing import Any
 
-import numpy as np
-
 from models.compile_ahead import compile_ahead
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frame_reader import FrameReader
@@ -20,7 +18,7 @@ from train.data import QuestionStream
 from train.durable.compilations import Compilations
 from train.durable.step_lines import rows_line, say
 from train.durable.stored_records import pack, unpack
-from train.learn.rl import Learner, ScoredBatch
+from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
 from train.learn.rollouts import draw_budgets
@@ -30,7 +28,7 @@ from train.phases.context import Context, as_saved, resume
 from train.phases.evaluation import evaluate_checkpoint
 from train.phases.idle import IdleTime
 from train.phases.model import Parts
-from train.rl import rl_step
+from train.rl import Trained, rl_step
 
 # Programs may still compile in the first steps of a process.
 WARM_UP = 3
@@ -86,11 +84,11 @@ def reinforce(
             if run.evaluation.curve and step > 1 and phase.has_checkpoint(step - 1):
                 evaluate_checkpoint(context, actor, step - 1)
             idle = IdleTime(engine, features, compilations)
-            state, batch, metrics = rl_step(state, learner, actor, questions, run.seed, pool)
+            state, trained, metrics = rl_step(state, learner, actor, questions, run.seed, pool)
             if phase.has_checkpoint(step):
-                _write_transcripts(context, settings, step, batch)
+                _write_transcripts(context, settings, step, trained)
             one_update = metrics["time/update"] / settings.updates_per_batch
-            metrics |= speeds(batch.laid_out.lengths, config, one_update, context.mesh.size)
+            metrics |= speeds(trained.lengths, config, one_update, context.mesh.size)
             warm = step > phase.finished_steps + WARM_UP
             recompilations = compilations.count - compiled_before if warm else 0
             metrics["recompilations"] = float(recompilations)
@@ -114,22 +112,16 @@ def _questions(
     return QuestionStream(context.data, reader, seed + 2, settings.grpo.group_size, budgets)
 
 
-def _write_transcripts(
-    context: Context, settings: RLSettings, step: int, batch: ScoredBatch
-) -> None:
-    """Write one episode per group, for the report."""
-    # Rollout 0 of group p is at p * rows; every process takes part in fetching the advantages.
-    rows = settings.grpo.group_size
-    advantages = np.asarray(batch.rollouts.advantages)
+def _write_transcripts(context: Context, settings: RLSettings, step: int, trained: Trained) -> None:
+    """Write the first episode of each group, for the report."""
     if not hosts.is_first():
         return
     lines = []
-    rollouts = batch.laid_out.rollouts
-    for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True)):
+    groups = zip(trained.rollouts.groups, trained.rollouts.rewards, strict=True)
+    for p, (group, rewards) in enumerate(groups):
         setting = EpisodeSettings(group[0].frames, settings.temperature)
-        shown = transcript(
-            group[0], rewards[0], setting, context.data.vocabulary, advantages[p * rows]
-        )
+        advantages = trained.advantages[p * settings.grpo.group_size]
+        shown = transcript(group[0], rewards[0], setting, context.data.vocabulary, advantages)
         lines.append({"phase": "rl", "step": step} | shown)
     folder = context.folder / "evaluation"
     folder.mkdir(exist_ok=True)
