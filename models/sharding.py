@@ -118,6 +118,13 @@ def mesh_of(weights: Any) -> Mesh | None:
     return None
 
 
+def require_mesh(weights: Any) -> Mesh:
+    """Return the mesh of real or abstract weights, which have one."""
+    mesh = mesh_of(weights)
+    assert mesh is not None, "weights without a mesh; shard them with `param_shardings`"
+    return mesh
+
+
 def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Mesh axes that shard the rows of a batch: in a replica, those of its own rows."""
     return tuple(name for name in ROWS if name not in mesh.manual_axes)

@@ -440,9 +440,12 @@ class _Estimate:
         shape = self.run.sft.shape.fitted(parts, self.row_devices)
         rows = shape.rows / self.row_devices
         gradients = self.weights * (2 if parts > 1 else 1)
-        # The batch, the next one, and what the tower computes for the one after it.
+        # Every replica has the visual vectors of the batch, and of the next one. What the tower
+        # computes for the one after it is spread over all devices.
         visual, frames = rows * shape.visual, rows * shape.visual / self.run.smallest_frame
-        vectors = 3 * self._cached(visual, frames) + self._differentiated_vectors(visual)
+        replicas = self.mesh[0] if self.run.train_vision == "none" else 1
+        vectors = (2 * replicas + 1) * self._cached(visual, frames)
+        vectors += self._differentiated_vectors(visual * self.mesh[0])
         activations = self._activations(policy, rows * shape.tokens / parts)
         return self._state("sft") + gradients + vectors + activations
 

@@ -202,6 +202,9 @@ def lay_out_rows(
         visual = int((index >= 0).sum())
         changed = "prepare the data again: files have changed"
         _check(visual, shape.visual, "visual", changed)
+        held = sum(len(cached) for _, cached in row if cached is not None)
+        # Vectors follow each other without gaps, so a row with others would shift all after it.
+        assert held == visual, f"{held} vectors for {visual} visual tokens"
         if shape.frames:
             _check(len(shown), shape.frames, "frames", changed)
         slot += visual

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, UInt8
 
 from models.config import ModelConfig
 from models.features import FrameFeatures
-from models.sharding import Lowering, MeshProgram, mesh_of, row_devices
+from models.sharding import Lowering, MeshProgram, require_mesh, row_devices
 from models.text import TextDecoder
 from models.trained import Skeleton, apart, in_activations
 from paravt_jax.method import grpo
@@ -140,10 +140,7 @@ class Learner:
         settings: RLSettings,
         shape: StepShape,
     ):
-        mesh = mesh_of(weights)
-        assert mesh is not None, (
-            "weights without a mesh; shard them with models.sharding.param_shardings"
-        )
+        mesh = require_mesh(weights)
         self.mesh = mesh
         self.skeleton = skeleton
         self.settings = settings

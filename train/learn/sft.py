@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from models import remat
 from models.remat import Remat
-from models.sharding import Lowering, mesh_of, row_devices
+from models.sharding import Lowering, require_mesh, row_devices
 from models.text import TextDecoder
 from models.trained import Skeleton
 from paravt_jax.data.frames import ReadsAhead, VideoError
@@ -137,9 +137,7 @@ def make_sft_updater(
         shape: Sizes of a step, from `SFTBatches.shape`.
     """
     optimizer = make_optimizer(settings.optimizer, settings.steps)
-    mesh = mesh_of(weights)
-    assert mesh is not None, "weights without a mesh"
-    room = shape.room(row_devices(mesh))
+    room = shape.room(row_devices(require_mesh(weights)))
     several = shape.microbatches > 1
     return Updater(skeleton, weights, optimizer, sft_loss(settings), room, accumulates=several)
 
@@ -275,7 +273,8 @@ class SFTBatches:
             state: The current state.
         """
         empty = self._lay_out([], {})
-        rows = [(empty.microbatches[0], self._placed(np.zeros(self._mask_shape, bool)))]
+        mask = np.zeros((self.shape.rows, self.shape.tokens), bool)
+        rows = [(empty.microbatches[0], self._placed(mask))]
         yield from updater.lowerings(state, empty.bank, rows, draw=3)
         yield from self._features.lowerings(self._data.sizes)
 
@@ -311,10 +310,6 @@ class SFTBatches:
             tuple(tuple(len(each.trajectory.ids) for each in row) for row in rendered),
             missing,
         )
-
-    @property
-    def _mask_shape(self) -> tuple[int, int]:
-        return self.shape.rows, self.shape.tokens
 
     def _placed(self, mask: Bool[np.ndarray, "r t"]) -> SFTBatch:
         """Return what the loss reads, on the mesh."""

@@ -28,7 +28,15 @@ from jaxtyping import Array, Float, UInt8
 
 from models.lora import drops
 from models.remat import Remat
-from models.sharding import ROWS, Lowering, MeshProgram, constrain, mesh_of, row_devices
+from models.sharding import (
+    ROWS,
+    Lowering,
+    MeshProgram,
+    constrain,
+    mesh_of,
+    require_mesh,
+    row_devices,
+)
 from models.text import TextDecoder
 from models.trained import Skeleton, apart, together
 from models.trained_vision import TrainedVision
@@ -232,8 +240,8 @@ def make_update(
     placed = jax.tree.map(lambda x: sums_sharding(x.sharding, mesh), text)
     wanted: int | tuple[int, ...] = 0
     if vision is not None:
-        assert mesh is not None, "a trained tower without a mesh"
-        placed, wanted = (placed, sums_sharding(bank_sharding(mesh), mesh)), (0, 1)
+        of_bank = bank_sharding(require_mesh(state.weights))
+        placed, wanted = (placed, sums_sharding(of_bank, mesh)), (0, 1)
 
     def zero_gradients(of: Any) -> Any:
         return jax.tree.map(lambda x: jnp.zeros(sums_shape(x.shape, mesh), jnp.float32), of)
@@ -354,10 +362,7 @@ class Updater:
         room: VisualRoom,
         accumulates: bool = True,
     ):
-        mesh = mesh_of(weights)
-        assert mesh is not None, (
-            "weights without a mesh; shard them with models.sharding.param_shardings"
-        )
+        mesh = require_mesh(weights)
         self.mesh = mesh
         self._accumulates = accumulates
         self.start = init_state(weights, optimizer)
