@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
 import pathlib
 import re
@@ -232,6 +234,22 @@ def test_an_error_before_a_save_prevents_it(tmp_path):
         run.steps()
     assert run.written() == [1, 2, 3]
     assert Checkpoints(tmp_path / "rl").latest() is None
+
+
+def test_a_save_that_fails_in_the_background_is_not_noted(tmp_path, monkeypatch):
+    """The history would say that a checkpoint was lost which never existed."""
+    run = Run(tmp_path)
+
+    def full(step: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(run.kept._files, "write_sums", full)
+    with pytest.raises(CheckpointError, match="saving"):
+        run.steps()
+    history = tmp_path / "history.json"
+    noted = json.loads(history.read_text())["steps"] if history.exists() else {}
+    assert Checkpoints(tmp_path / "rl").steps() == [] and noted == {}
+    assert Run(tmp_path).steps() == [1, 2, 3, 4, 5, 6, 7], "it cannot go on"
 
 
 def test_another_runs_checkpoint_is_refused_with_the_difference(tmp_path):

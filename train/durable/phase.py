@@ -249,8 +249,9 @@ class Phase:
         return f"the last checkpoint is {self._step(newest)}"
 
     def _note_saved(self) -> None:
-        """Notes the last save, which is complete."""
-        if self._saved:
+        """Notes the last save, which has ended."""
+        # A save that failed in the background has left no checkpoint.
+        if self._saved and (self._checkpoints.newest_now() or 0) >= self._saved:
             self._history.saved(self.name, self._first, self._saved)
 
     def _step(self, step: int) -> str:
