@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+
+from paravt_jax.processes.exit_codes import LOST
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -21,6 +24,17 @@ class Ended:
     code: int
     out: str
     err: str
+
+
+def lost_others(ended: Ended) -> bool:
+    """Whether a process ended because the others were gone.
+
+    It ends by itself, with a line, if a collective fails first; JAX aborts it if its heartbeats do.
+    """
+    if ended.code == -signal.SIGABRT:
+        return True
+    last = ended.err.strip().splitlines()[-1]
+    return ended.code == LOST and last.startswith("error: another process of this run ended")
 
 
 def free_port() -> int:
