@@ -93,7 +93,7 @@ def test_the_engine_reads_no_file_even_without_a_cache(setting):
     features = setting.features(lambda task: tasks.append(task) or 0.0, cache_mib=0)
     setting.play(features, setting.questions)
     assert len(tasks) == len(set(tasks)) == len(setting.questions) * (1 + len(CALLS))
-    assert not features.cached_frames
+    assert len(features.cache) == 0
 
 
 def test_agents_that_want_the_same_frames_share_one_read(setting):
