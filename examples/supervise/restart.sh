@@ -20,6 +20,8 @@ for ((start = 1; start <= STARTS; start++)); do
     [ -z "$stopped" ] || exit "$code"
     "$@" &
     child=$!
+    # It came before there was a child to tell.
+    [ -z "$stopped" ] || kill -TERM "$child" 2>/dev/null
     # A signal ends `wait`, but not the command.
     while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done
     child=""
