@@ -25,7 +25,7 @@ from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol
 from rollout.agent.episode import Environment
 from train.learn.sft import SFTBatches, SFTStep
-from train.learn.update import rollout_logprobs
+from train.learn.update import score_rollouts
 from train.prepare import prepare
 from train.settings import change
 
@@ -64,7 +64,7 @@ def gaps(model: VisionLanguageModel, step: SFTStep) -> np.ndarray:
     # A token is in one micro-batch, and 0 in all others.
     score = nnx.jit(
         lambda text: sum(
-            rollout_logprobs(text, step.bank.cached, part, 1.0) for part in step.microbatches
+            score_rollouts(text, step.bank.cached, part, 1.0).logprobs for part in step.microbatches
         )
     )
     before = np.asarray(score(model.text))

@@ -48,7 +48,7 @@ from train.learn.placement import place_vectors
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import Rollouts, describe
 from train.learn.sft import SFTBatches, SFTSettings, make_sft_updater, sft_step
-from train.learn.update import init_state, make_logprobs, make_update, rollout_logprobs
+from train.learn.update import init_state, make_logprobs, make_update, score_rollouts
 
 # Videos of 128 seconds, in four coloured scenes. A digit appears in a scene for 2 to 4 seconds.
 WORLD = videos.WorldSettings(train_videos=600, digit_width=20, digit_height=28, jitter=0)
@@ -156,7 +156,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     # GRPO needs an engine, reference weights, and jitted `update`, `logprobs` and `advantages`.
     def loss(decoder, visual, part, batch):
         # A micro-batch has some of the rollouts; the others have -1 in its index.
-        logprobs = rollout_logprobs(decoder, visual, part, TEMPERATURE)
+        logprobs = score_rollouts(decoder, visual, part, TEMPERATURE).logprobs
         here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (part.index >= 0))
         return grpo.paravt_loss(logprobs, batch.advantages, here, GRPO, batch.totals, REWARDS.gamma)
 

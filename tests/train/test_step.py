@@ -26,7 +26,7 @@ from train.learn.conversation_rows import RowsShape, lay_out_rows, render_rows
 from train.learn.packing import MicrobatchShape, pack
 from train.learn.rollouts import roll_out
 from train.learn.sft import SFTBatch, make_sft_updater
-from train.learn.update import rollout_logprobs, to_floats
+from train.learn.update import score_rollouts, to_floats
 
 MEANT = (
     "the figures of a step changed: update them only together with a deliberate change of loss, "
@@ -107,7 +107,7 @@ def test_sharing_a_prompt_changes_neither_values_nor_gradients(road, groups):
 
     def shared(weights):
         text = nnx.merge(road.graph, weights)
-        values = rollout_logprobs(text, visual, packed, 0.7)[row, place]
+        values = score_rollouts(text, visual, packed, 0.7).logprobs[row, place]
         return (values * weight).sum(), values
 
     def plain(weights):
@@ -128,7 +128,7 @@ def test_neither_padding_nor_micro_batches_change_a_logprob(road, groups):
 
     @jax.jit
     def values(weights, part):
-        return rollout_logprobs(nnx.merge(road.graph, weights), visual, part, 1.0)
+        return score_rollouts(nnx.merge(road.graph, weights), visual, part, 1.0).logprobs
 
     def of_all(parts):
         return np.sum([values(road.weights, part) for part in parts], axis=0)

@@ -42,7 +42,7 @@ from train.learn.conversation_rows import (
 from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts, require_horizon
 from train.learn.packing import GroupLengths
 from train.learn.placement import Bank, BankPlacer, place
-from train.learn.update import Loss, TrainState, Updater, rollout_logprobs, to_floats
+from train.learn.update import Loss, TrainState, Updater, score_rollouts, to_floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,9 @@ def sft_loss(settings: SFTSettings) -> Loss:
     def loss(
         text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: SFTBatch
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
-        logprobs = rollout_logprobs(text, visual, part, 1.0, settings.remat, settings.logprob_chunk)
+        logprobs = score_rollouts(
+            text, visual, part, 1.0, settings.remat, settings.logprob_chunk
+        ).logprobs
         return -masked_mean(logprobs, batch.mask & (part.index >= 0), batch.tokens), {}
 
     return loss

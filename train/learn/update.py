@@ -165,18 +165,6 @@ def score_rollouts(
     return Scores(logprobs, routes)
 
 
-def rollout_logprobs(
-    text: TextDecoder,
-    visual: Float[Array, "*m c d"],
-    batch: Microbatch,
-    temperature: float,
-    remat: Remat = "none",
-    chunk: int | None = None,
-) -> Float[Array, "r u"]:
-    """Return the log-probs of `score_rollouts`, which has the same arguments."""
-    return score_rollouts(text, visual, batch, temperature, remat, chunk).logprobs
-
-
 def make_logprobs(
     skeleton: Skeleton, temperature: float, mesh: Mesh, chunk: int | None = None
 ) -> MeshProgram:
@@ -196,7 +184,7 @@ def make_logprobs(
         frozen, weights, visual = arrays
         (rows,) = batch
         text = skeleton.decoder(weights, frozen)
-        return None, {"all": rollout_logprobs(text, visual, rows, temperature, chunk=chunk)}
+        return None, {"all": score_rollouts(text, visual, rows, temperature, chunk=chunk).logprobs}
 
     def logprobs(frozen: Any, weights: Any, visual: jax.Array, batch: Microbatch) -> jax.Array:
         # Added over replicas: a token is in one of them, and 0 in all others.
