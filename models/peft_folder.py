@@ -30,7 +30,7 @@ from models.family import family_of
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, matrices
 from models.model import VisionLanguageModel, abstract_model
-from models.trained_vision import TrainVision, part_of
+from models.trained import TrainVision, part_of
 from models.weights import folder as hf_folder
 from models.weights import hf
 from models.weights.hf_config import from_hf

@@ -2,25 +2,48 @@
 
 The trained weights are one nnx state: those of the text decoder, with its own names, and, if a part
 of the vision tower is trained, that part under `vision`. Optimizer, checkpoints, weight sync,
-export and plans follow it.
+export and plans follow it. The trained part of the tower stands between what is cached of frames
+and visual vectors:
+
+    trained   cached per visual token                    the trained part
+    none      its visual vectors                         (nothing)
+    merger    the states before the mergers              the mergers, DeepStack's included
+    tower     its patches: nothing that is computed      the whole tower
+
+What is cached never depends on trained weights, so it is read from batch to batch. Visual vectors
+are computed from it under the current weights.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
 
 from models import lora
+from models.config import VisionConfig
 from models.lora import NOTHING
 from models.model import VisionLanguageModel
+from models.sharding import ROWS, current_mesh, on_devices
 from models.text import TextDecoder
-from models.trained_vision import TrainedVision, TrainVision, trained_state
-from models.vision import encoding_weights
+from models.vision import Mergers, PatchLayout, VisionTower, cast_variable, encoding_weights
 
 VISION = "vision"
+
+TrainVision = Literal["none", "merger", "tower"]
+"""Which part of the vision tower is trained."""
+
+CHUNK_TOKENS = 1024
+"""Visual tokens whose activations exist at a time; the next ones are computed after them."""
 
 
 class Skeleton(NamedTuple):
@@ -71,3 +94,192 @@ def in_activations(weights: Any, dtype: DTypeLike) -> Any:
     text, vision = apart(weights)
     text = jax.tree.map(lambda x: x.astype(dtype), text)
     return together(text, None if vision is None else encoding_weights(vision, dtype))
+
+
+# --- the trained part of the vision tower ---
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedVision:
+    """The trained part of a vision tower, without its weights."""
+
+    graph: nnx.GraphDef
+    config: VisionConfig
+    frame_tokens: int
+    """Visual tokens of the largest frame."""
+    whole: bool
+    """Whether it is the whole tower. It then reads frames, each of which needs a row of its own."""
+
+    @staticmethod
+    def of(tower: VisionTower, part: TrainVision, frame_tokens: int) -> TrainedVision | None:
+        """The trained part of `tower`; None if it has none."""
+        if part == "none":
+            return None
+        graph = nnx.graphdef(part_of(tower, part))
+        return TrainedVision(graph, tower.config, frame_tokens, part == "tower")
+
+    def trains(self, name: str) -> bool:
+        """Whether a module of the tower, by its name, is trained."""
+        return self.whole or name in ("merger", "deepstack")
+
+    @property
+    def vector(self) -> tuple[int, int]:
+        """The shape of what is cached per visual token."""
+        return cached_shape(self.config, "tower" if self.whole else "merger")
+
+    def in_rows(
+        self, cached: Shaped[np.ndarray, "n 1 w"], grids: Sequence[tuple[int, int]]
+    ) -> Shaped[np.ndarray, "m 1 w"]:
+        """Patches of frames, one after another, with every frame padded to `frame_tokens`.
+
+        Args:
+            cached: Patches of all tokens.
+            grids: Height and width of the frames, in patches.
+        """
+        tokens = [h * w // self.config.spatial_merge_size**2 for h, w in grids]
+        rows = np.zeros((len(grids), self.frame_tokens, *cached.shape[1:]), cached.dtype)
+        for row, frame in zip(rows, np.split(cached, np.cumsum(tokens))[:-1], strict=True):
+            row[: len(frame)] = frame
+        return rows.reshape(-1, *cached.shape[1:])
+
+    def encode(
+        self,
+        weights: Any,
+        cached: Float[Array, "b n c w"],
+        grids: Int[Array, "b f 2"] | None,
+        groups: int,
+        room: int,
+    ) -> Float[Array, "g m levels d"]:
+        """The visual vectors of what is cached, in pieces that are computed again for gradients.
+
+        With a mesh, rows are split over its devices, each of which has all weights.
+
+        Args:
+            weights: The trained weights of the tower.
+            cached: What is cached of b rows of visual tokens; 0 for padding. If the whole tower is
+                trained, a row has f frames of `frame_tokens` tokens each, padded on the right.
+            grids: Height and width of these frames, in patches; 0 for a frame that does not exist.
+            groups: Consecutive rows belong together; their vectors follow each other without gaps.
+            room: The number m of vectors of a group.
+        """
+        encode: Callable[..., Array] = self._frames if self.whole else self._tokens
+        if current_mesh() is not None:
+            # The compiler cannot shard attention kernels. Here each device runs its own.
+            rows = PartitionSpec(ROWS)
+            encode = on_devices(encode, (PartitionSpec(), rows, rows), rows)
+        vectors = encode(weights, cached, grids)
+        if grids is None:
+            return vectors.reshape(groups, room, *vectors.shape[2:])
+        tokens = grids.prod(-1) // self.config.spatial_merge_size**2
+        by_frame = vectors.reshape(groups, -1, self.frame_tokens, *vectors.shape[2:])
+        return jax.vmap(_without_gaps, (0, 0, None))(by_frame, tokens.reshape(groups, -1), room)
+
+    def _tokens(self, weights: Any, cached: Float[Array, "b n c w"], _: None) -> Array:
+        """Merges the states of every token."""
+
+        def merged(weights: Any, states: Float[Array, "n c w"]) -> Float[Array, "n c d"]:
+            return nnx.merge(self.graph, weights).of_tokens(states[None])[0]
+
+        rows = cached.shape[:2]
+        vectors = _in_chunks(merged, CHUNK_TOKENS, weights, cached.reshape(-1, *cached.shape[2:]))
+        return vectors.reshape(*rows, *vectors.shape[1:])
+
+    def _frames(
+        self, weights: Any, cached: Float[Array, "b n 1 w"], grids: Int[Array, "b f 2"]
+    ) -> Array:
+        """Runs the tower on every frame, which only sees itself."""
+        c = self.config
+
+        def encoded(
+            weights: Any, patches: Float[Array, "f p w"], grids: Int[Array, "f 2"]
+        ) -> Float[Array, "f n c d"]:
+            layout = padded_layout(grids, self.frame_tokens, c)
+            return nnx.merge(self.graph, weights)(patches, layout, remat=True)
+
+        b, n = cached.shape[:2]
+        patches = cached.reshape(-1, self.frame_tokens * c.spatial_merge_size**2, c.patch_dim)
+        size = max(1, CHUNK_TOKENS // self.frame_tokens)
+        vectors = _in_chunks(encoded, size, weights, patches, grids.reshape(-1, 2))
+        return vectors.reshape(b, n, *vectors.shape[2:])
+
+
+def cached_shape(config: VisionConfig, part: TrainVision) -> tuple[int, int]:
+    """The shape of what is cached per visual token; see the module's docstring."""
+    joined = config.spatial_merge_size**2
+    return {
+        "none": (1 + config.levels, config.out_hidden_size),
+        "merger": (1 + config.levels, joined * config.hidden_size),
+        "tower": (1, joined * config.patch_dim),
+    }[part]
+
+
+def trained_state(tower: VisionTower, part: TrainVision) -> nnx.State | None:
+    """The weights of a real or abstract tower that are trained, in float32; None for none."""
+    if part == "none":
+        return None
+    state = nnx.state(part_of(tower, part))
+    return nnx.map_state(lambda _, variable: cast_variable(variable, jnp.float32), state)
+
+
+def part_of(tower: VisionTower, part: Literal["merger", "tower"]) -> Mergers | VisionTower:
+    """A part of the tower. Its weights have the names that they have in the tower."""
+    return tower if part == "tower" else tower.mergers
+
+
+def padded_layout(grids: Int[Array, "f 2"], frame_tokens: int, config: VisionConfig) -> PatchLayout:
+    """The layout of rows of `frame_tokens` visual tokens, each a frame and then padding.
+
+    Args:
+        grids: Height and width of the frames, in patches; 0 for a row of padding.
+        frame_tokens: Visual tokens of a row.
+        config: For the merge size.
+    """
+    merge = config.spatial_merge_size
+    # Padding counts as a frame of one patch, so that nothing divides by 0.
+    height, width = jnp.maximum(grids, 1)[:, :, None].transpose(1, 0, 2)
+    token, inner = np.divmod(np.arange(frame_tokens * merge**2)[None], merge**2)
+    in_a_row = jnp.maximum(width // merge, 1)
+    row = token // in_a_row * merge + inner // merge
+    column = token % in_a_row * merge + inner % merge
+    real = token < grids.prod(-1, keepdims=True) // merge**2
+    row, column = jnp.where(real, row, 0), jnp.where(real, column, 0)
+    height, width = jnp.broadcast_to(height, row.shape), jnp.broadcast_to(width, row.shape)
+    return PatchLayout(row, column, height, width, jnp.asarray(real, jnp.int32))
+
+
+def _without_gaps(
+    vectors: Float[Array, "f n c d"], tokens: Int[Array, " f"], room: int
+) -> Float[Array, "m c d"]:
+    """The first `tokens` vectors of each frame, one after another, and then 0."""
+    ends = jnp.cumsum(tokens)
+    place = jnp.arange(room)
+    frame = jnp.minimum(jnp.searchsorted(ends, place, side="right"), len(tokens) - 1)
+    number = frame * vectors.shape[1] + place - (ends - tokens)[frame]
+    flat = vectors.reshape(-1, *vectors.shape[2:])
+    found = flat[jnp.clip(number, 0, len(flat) - 1)]
+    return jnp.where((place < ends[-1])[:, None, None], found, 0)
+
+
+def _in_chunks(function: Callable[..., Array], size: int, weights: Any, *arrays: Array) -> Array:
+    """`function` on `size` rows of arrays after another; 0 for those that are all 0."""
+    count = len(arrays[0])
+    size = min(size, count)
+    chunks = math.ceil(count / size)
+
+    def split(x: Array) -> Array:
+        padding = [(0, chunks * size - count)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
+
+    shape = jax.eval_shape(function, weights, *(x[:size] for x in arrays))
+
+    @jax.checkpoint
+    def run(parts: tuple[Array, ...]) -> Array:
+        # Most steps fill only a part of their room. No patch and no state of a real frame is all 0.
+        return jax.lax.cond(
+            jnp.any(parts[0] != 0),
+            lambda: function(weights, *parts),
+            lambda: jnp.zeros(shape.shape, shape.dtype),
+        )
+
+    found = jax.lax.map(run, tuple(map(split, arrays)))
+    return found.reshape(chunks * size, *shape.shape[1:])[:count]

@@ -33,8 +33,7 @@ from models.lora import LoRASettings
 from models.model import abstract_model
 from models.remat import Remat
 from models.sharding import MESH_AXES, param_shardings
-from models.trained import apart, split
-from models.trained_vision import CHUNK_TOKENS, TrainVision, cached_shape
+from models.trained import CHUNK_TOKENS, TrainVision, apart, cached_shape, split
 from paravt_extras.slices import Devices, known_slices
 from rollout.engine.pages import page_count
 from rollout.engine.programs import CHUNK
@@ -457,7 +456,7 @@ class _Estimate:
         return self.weights + moments * share + self.frozen
 
     def _cached(self, visual: float, frames: float) -> float:
-        """What is cached of frames for an update; see `models.trained_vision`."""
+        """What is cached of frames for an update; see `models.trained`."""
         numbers = math.prod(cached_shape(self.sizes.config.vision, self.run.train_vision))
         if self.run.train_vision == "tower":
             visual = frames * self.run.largest_frame

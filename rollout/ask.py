@@ -45,11 +45,11 @@ from paravt_jax.method.records import (
     Question,
     QuestionKind,
     StopReason,
+    Subtitle,
     ToolCall,
 )
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import score
-from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript

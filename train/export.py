@@ -29,7 +29,7 @@ from models.features import FrameSettings
 from models.lora import LoRASettings, add_adapters, cast, merge_adapters
 from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_fingerprint, save_adapters
-from models.trained_vision import TrainVision, trained_state
+from models.trained import TrainVision, trained_state
 from models.weights.hf import load, save
 from models.weights.hf_config import from_hf
 from paravt_jax.command_name import command_name

@@ -6,30 +6,20 @@ A step depends on its number, the seed, the weights and the questions, and on no
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
-from paravt_jax.method.records import Question
 from train.learn.packing import GroupLengths
 from train.learn.rl import Learner
-from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
-from train.learn.rollouts import (
-    Rollouts,
-    StepRollouts,
-    describe,
-    play_step,
-    require_fresh,
-    roll_out,
-)
+from train.learn.rollouts import Questions, Rollouts, describe, play_step, require_fresh
 from train.learn.update import TrainState
-from train.learn.weight_sync import Actor
+from train.learn.weight_sync import TrainedActor
 
 
 class Trained(NamedTuple):
@@ -42,22 +32,10 @@ class Trained(NamedTuple):
     """Of every token; group p has the rows from p * group_size on, then come sub-agents."""
 
 
-@runtime_checkable
-class Questions(Protocol):
-    """The questions of training, in an order that the seed fixes."""
-
-    def draw(self, step: int, places: Sequence[int] | None = None) -> Sequence[Question]:
-        """Draw a question for each place of a step, or for some of its places.
-
-        Every process gets the same questions.
-        """
-        ...
-
-
 def rl_step(
     state: TrainState,
     learner: Learner,
-    actor: Actor,
+    actor: TrainedActor,
     questions: Questions,
     seed: int,
     pool: RolloutPool | None = None,
@@ -83,10 +61,12 @@ def rl_step(
             `max_staleness` does not allow.
     """
     settings = learner.settings
+    assert (pool is None) == (settings.max_staleness == 0), "see `pool`"
     step = int(state.step) // settings.updates_per_batch
     spans = Spans()
     with spans("rollout"):
-        sampled = _play(actor, questions, settings, (seed, step), pool)
+        play = play_step if pool is None else pool.play_step
+        sampled = play(actor, questions, settings, seed, step)
         actor.sleep()
     require_fresh(sampled.batch, step, settings.max_staleness)
     with spans("data"):
@@ -104,28 +84,6 @@ def rl_step(
     metrics |= describe(sampled.drawn) | sampled.metrics | arrays.metrics
     metrics |= {f"time/{name}": seconds for name, seconds in spans.seconds.items()}
     return state, trained, metrics
-
-
-def _play(
-    actor: Actor,
-    questions: Questions,
-    settings: RLSettings,
-    at: tuple[int, int],
-    pool: RolloutPool | None,
-) -> StepRollouts:
-    """Play and score the episodes of a step; `at` is the seed and the number of the step."""
-    fixed = (settings, *at, actor.judge)
-    step = at[1]
-    further = functools.partial(questions.draw, step)
-    assert (pool is None) == (settings.max_staleness == 0), "see `pool`"
-    if pool is not None:
-        drawn = questions.draw(step)
-        return pool.play_step(actor.sampler, actor.environment, drawn, *fixed, further)
-
-    def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
-        return roll_out(actor.sampler, actor.environment, questions, *fixed, **places)
-
-    return play_step(play_some, questions.draw(step), further, settings)
 
 
 class Spans:

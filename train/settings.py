@@ -13,15 +13,15 @@ from models.config import ModelConfig, VisionConfig
 from models.family import FAMILIES, family
 from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
-from models.trained_vision import TrainVision
+from models.trained import TrainVision
 from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
-from paravt_jax.method.protocol import ProtocolSettings
+from paravt_jax.method.protocol import Lengths, ProtocolSettings
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.processes.cluster import HostSettings
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Dispatch
-from rollout.engine.settings import EngineSizes, Lengths
+from rollout.engine.settings import EngineSizes
 from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.checkpoint import CheckpointSettings

@@ -4,7 +4,7 @@ Overview, crops, sampler and training step all get features here:
 
     videos --VideoFiles--> pixels --FrameEncoder--> features --FeatureCache--> visual vectors
 
-If a part of the tower is trained, what is cached is that part's input (`models.trained_vision`).
+If a part of the tower is trained, what is cached is that part's input (`models.trained`).
 Visual vectors, which samplers read, are computed from it and kept until other weights are loaded.
 """
 
@@ -26,7 +26,7 @@ from models.features.cache import Encoded, FeatureCache, FrameKey, Grid
 from models.features.encoder import FrameEncoder, tower_mesh
 from models.features.reader import FileRead, FrameSettings, Kind, VideoFiles, frame_tokens
 from models.sharding import Lowering
-from models.trained_vision import TrainedVision, cached_shape
+from models.trained import TrainedVision, cached_shape
 from models.vision import VisionTower
 from paravt_jax.data.frames import (
     FrameSource,

@@ -5,7 +5,7 @@
     merger       the tower before its mergers   the mergers
     tower        (patches as they are)          the whole tower
 
-See `models.trained_vision` for what is cached in each case.
+See `models.trained` for what is cached in each case.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from models.features.cache import Encoded, Grid
 from models.features.reader import FrameSettings
 from models.fingerprint import fingerprint
 from models.sharding import Lowering, make_mesh
-from models.trained import VISION
-from models.trained_vision import TrainedVision
+from models.trained import VISION, TrainedVision
 from models.vision import PatchLayout, VisionTower, frame_layout, patchify
 
 

@@ -16,8 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from models.config import ModelConfig
 from models.model import VisionLanguageModel, abstract_model
 from models.sharding import BATCH, MeshProgram, param_shardings, row_devices
-from models.trained import Skeleton, apart, split, together
-from models.trained_vision import TrainedVision
+from models.trained import Skeleton, TrainedVision, apart, split, together
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
 from train.learn.batch import Microbatch

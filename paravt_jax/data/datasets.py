@@ -21,8 +21,7 @@ import tensorflow_datasets as tfds
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
-from paravt_jax.method.records import Caption, Question, QuestionKind
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.records import Caption, Question, QuestionKind, Subtitle
 
 Record = Question | Caption | Conversation
 _AnyRecord = TypeVar("_AnyRecord", Question, Caption, Conversation)

@@ -22,8 +22,7 @@ from paravt_jax.data.lettered import are_shuffled, has_marks, split_options, wit
 from paravt_jax.data.srt import read_srt
 from paravt_jax.data.text_files import read_text
 from paravt_jax.method.accuracy import normalise
-from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.records import Question, QuestionKind, Subtitle
 
 COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles", "evidence")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

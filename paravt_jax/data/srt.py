@@ -16,7 +16,7 @@ import re
 
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.text_files import read_text
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.records import Subtitle
 
 _STAMP = r"(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{1,4}(?:[.,][0-9]{1,6})?)"
 # Some files have a position on the screen after the times.

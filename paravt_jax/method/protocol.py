@@ -57,8 +57,8 @@ from paravt_jax.method.records import (
     Frame,
     Question,
     Segment,
+    Subtitle,
 )
-from paravt_jax.method.subtitles import Subtitle, subtitle_line
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.tool import Tool
@@ -189,6 +189,28 @@ class ProtocolSettings:
         return dataclasses.replace(self, trajectory_tokens=self.trajectory_tokens + most_shown)
 
 
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """The longest sequences of a run, in tokens. Derived from settings, never set by hand."""
+
+    prompt: int
+    """A main agent's prompt: system turn, labelled frames, question."""
+    visual: int
+    """Visual tokens in that prompt."""
+    response: int
+    """Everything after the prompt: responses and tool results."""
+    crop_prompt: int
+    """A sub-agent's prompt."""
+    crop_visual: int
+    """Visual tokens in a sub-agent's prompt."""
+    report: int
+    """A sub-agent's report, and the last token of its prompt, which is decoded with it."""
+    frames: int = 0
+    """Frames in a main agent's prompt."""
+    crop_frames: int = 0
+    """Frames in a sub-agent's prompt."""
+
+
 def _load_tool(name: str) -> Tool:
     """Import and make the tool "MODULE:CLASS"."""
     module, _, class_name = name.partition(":")
@@ -297,7 +319,7 @@ def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording = OU
 
 def subtitle_texts(entries: Sequence[Subtitle]) -> dict[str, str]:
     """The values of `{subtitles}` and `{spoken}` in `Wording.subtitled`."""
-    lines = "".join(f"{subtitle_line(entry)}\n" for entry in entries)
+    lines = "".join(f"{entry.line}\n" for entry in entries)
     return {"subtitles": lines, "spoken": "\n".join(entry.text for entry in entries)}
 
 

@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Float, Float32, Int, Int8, Int32, UInt8
 
-from paravt_jax.method.subtitles import Subtitle
-
 
 class QuestionKind(enum.StrEnum):
     """How a question is answered and scored (REFERENCE 3)."""
@@ -23,6 +21,23 @@ class QuestionKind(enum.StrEnum):
     MULTIPLE_CHOICE = "mcq"
     TEMPORAL_GROUNDING = "tvg"
     OPEN_ENDED = "oe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Subtitle:
+    """An entry of a video's subtitles: text of one or more lines, shown from `start` to `end` in s.
+
+    `paravt_jax.data.srt` reads them from files.
+    """
+
+    start: float
+    end: float
+    text: str
+
+    @property
+    def line(self) -> str:
+        """The entry in the form that agents read: "<12.5 seconds> words"."""
+        return f"<{self.start:.1f} seconds> {' '.join(self.text.split())}"
 
 
 @dataclasses.dataclass(frozen=True)

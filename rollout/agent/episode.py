@@ -35,10 +35,10 @@ from paravt_jax.method.records import (
     Question,
     Segment,
     StopReason,
+    Subtitle,
     Trajectory,
     Turn,
 )
-from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tools.crop_video import resolve_window
 from paravt_jax.method.tools.tool import Look, Video
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, together

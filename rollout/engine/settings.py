@@ -125,25 +125,3 @@ class EngineSizes:
     def bank_tokens(self) -> int:
         """Upper bound on the visual tokens of one call of prefill."""
         return max(self.prefill_rows(length, 0) * length for length in self.prefill_lengths)
-
-
-@dataclasses.dataclass(frozen=True)
-class Lengths:
-    """The longest sequences of a run, in tokens. Derived from settings, never set by hand."""
-
-    prompt: int
-    """A main agent's prompt: system turn, labelled frames, question."""
-    visual: int
-    """Visual tokens in that prompt."""
-    response: int
-    """Everything after the prompt: responses and tool results."""
-    crop_prompt: int
-    """A sub-agent's prompt."""
-    crop_visual: int
-    """Visual tokens in a sub-agent's prompt."""
-    report: int
-    """A sub-agent's report, and the last token of its prompt, which is decoded with it."""
-    frames: int = 0
-    """Frames in a main agent's prompt."""
-    crop_frames: int = 0
-    """Frames in a sub-agent's prompt."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.method.protocol import Lengths, Protocol, ProtocolSettings
 from paravt_jax.method.records import Frame
 from rollout.engine.pages import page_count
-from rollout.engine.settings import EngineSizes, Lengths
+from rollout.engine.settings import EngineSizes
 
 # Prompts of single episodes are rounded up to multiples of this many tokens, so that videos of
 # similar length share programs.

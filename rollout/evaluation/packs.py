@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
 from paravt_jax.method.protocol import subtitle_texts
-from paravt_jax.method.records import QuestionKind
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.records import QuestionKind, Subtitle
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.search_subtitles import SearchSubtitles
 from paravt_jax.method.wording import OUR_WORDING, PLACEHOLDER, Prompt, Wording, fill

@@ -18,9 +18,8 @@ from paravt_jax.data.frames import VideoError, join
 from paravt_jax.data.published import Refused
 from paravt_jax.data.srt import read_srt
 from paravt_jax.method.judge import Judge
-from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
-from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.protocol import Protocol, subtitled_text
+from paravt_jax.method.records import Question, QuestionKind, Subtitle
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Completion, Request, Sampler
@@ -248,7 +247,7 @@ def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> lis
     """
     sizes = []
     for entry in entries:
-        line = protocol.plain(subtitle_line(entry))
+        line = protocol.plain(entry.line)
         sizes.append(len(protocol.vocabulary.encode(line)) + _LINE_BREAK)
     room = max(tokens - _SUBTITLE_HEADING, 0)
     total = len(entries)

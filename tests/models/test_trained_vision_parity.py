@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from models.lora import LoRASettings, add_adapters
 from models.peft_folder import base_fingerprint, save_adapters
 from models.peft_folder import load as load_adapted
-from models.trained_vision import TrainedVision, TrainVision, part_of, trained_state
+from models.trained import TrainedVision, TrainVision, part_of, trained_state
 from models.vision import frame_layout
 from models.weights import hf
 from tests.models import parity_ours

@@ -12,8 +12,7 @@ import pytest
 from paravt_jax.data import datasets
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import ProtocolSettings
-from paravt_jax.method.records import Caption, Question, QuestionKind
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.records import Caption, Question, QuestionKind, Subtitle
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 

@@ -10,8 +10,7 @@ import re
 import pytest
 
 from paravt_jax.data.question_files import COLUMNS, read_questions, require_unique_ids
-from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.records import Question, QuestionKind, Subtitle
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "evaluation.md"
 SRT = "1\n00:00:01,000 --> 00:00:02,500\nHello\n"

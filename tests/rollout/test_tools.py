@@ -19,11 +19,11 @@ from paravt_jax.method.records import (
     CropCall,
     FailedCall,
     StopReason,
+    Subtitle,
     ToolCall,
 )
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import score
-from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.search_subtitles import ENTRIES, SearchSubtitles, best_entries
 from paravt_jax.method.tools.tool import Look, Tool

@@ -26,12 +26,11 @@ from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters
 from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
-from models.trained import split
-from models.trained_vision import TrainedVision, TrainVision
+from models.trained import TrainedVision, TrainVision, split
 from paravt_jax.data import video
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
-from paravt_jax.method.records import CropCall, Question, digest
+from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import Rules
 from paravt_jax.world.text import TextSettings
@@ -48,7 +47,7 @@ from train.durable.metrics import read_metrics
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
-from train.learn.rollouts import Rollouts, draw_budgets, play_step, roll_out
+from train.learn.rollouts import Actor, draw_budgets, play_step
 from train.learn.sft import SFTSettings
 from train.phases.model import model_config
 from train.prepare import prepare
@@ -309,12 +308,7 @@ def resample(road: Road) -> dict[str, Any]:
     budgets = functools.partial(draw_budgets, settings, 0, prompts=settings.prompts)
     questions = QuestionStream(road.data, None, 7, settings.grpo.group_size, budgets)
     sampler = Picky(road, [question.text for question in road.data.questions[::2]])
-
-    def play_some(questions: Sequence[Question], **places: Any) -> Rollouts:
-        return roll_out(sampler, road.environment, questions, settings, 0, 3, Rules(), **places)
-
-    further = functools.partial(questions.draw, 3)
-    played = play_step(play_some, questions.draw(3), further, settings)
+    played = play_step(Actor(sampler, road.environment, Rules()), questions, settings, 0, 3)
     batch = played.batch
     return {
         "questions": [group[0].question.id for group in batch.groups],

@@ -15,7 +15,7 @@ from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
 from train.learn.update import TrainState
-from train.learn.weight_sync import Actor, WeightSync
+from train.learn.weight_sync import TrainedActor, WeightSync
 from train.rl import Trained, rl_step
 
 
@@ -49,7 +49,9 @@ def road_learner(
     )
 
 
-def actor_of(learner: Learner, sampler: Any, environment: Any, judge: Judge | None = None) -> Actor:
+def actor_of(
+    learner: Learner, sampler: Any, environment: Any, judge: Judge | None = None
+) -> TrainedActor:
     """An actor whose sampler gets the weights of this learner."""
     skeleton, weights = learner.skeleton, learner.start.weights
     kept: Any = learner
@@ -57,7 +59,7 @@ def actor_of(learner: Learner, sampler: Any, environment: Any, judge: Judge | No
         # Made once: it compiles.
         dtype = skeleton.decoder(apart(weights)[0]).dtype
         kept.sync = WeightSync(weights, dtype, skeleton.frozen)
-    return Actor(sampler, environment, kept.sync, judge or Rules())
+    return TrainedActor(sampler, environment, judge or Rules(), kept.sync)
 
 
 def take_step(

@@ -15,7 +15,7 @@ from paravt_jax.method.records import Author, Segment, Trajectory
 from paravt_jax.method.scoring import Rules
 from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments
 from train.learn.packing import Chunk, MicrobatchShape, PackedMicrobatch
-from train.learn.rollouts import roll_out
+from train.learn.rollouts import Actor, begin, roll_out
 
 ALL = (0, 1, 2, 3)
 # Two groups of four rollouts, and three sub-agents, which are groups of one.
@@ -47,15 +47,9 @@ SUFFIX = 144
 @pytest.fixture(scope="module")
 def groups(road, small) -> list[Group]:
     """Groups of main agents with one or two turns, and sub-agents."""
-    rollouts = roll_out(
-        small.Script(road),
-        road.environment,
-        road.data.questions[:2],
-        road.run.rl,
-        seed=0,
-        step=1,
-        judge=Rules(),
-    )
+    actor = Actor(small.Script(road), road.environment, Rules())
+    started = begin(road.data.questions[:2], road.run.rl, seed=0, step=1)
+    rollouts = roll_out(actor, started, road.run.rl)
     trajectories = [tuple(episode.trajectory for episode in group) for group in rollouts.groups]
     trajectories += [(agent,) for _, agent in rollouts.subagents[:3]]
     groups = []

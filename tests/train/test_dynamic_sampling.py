@@ -15,7 +15,7 @@ from paravt_jax.method.scoring import Rules
 from tests.train.steps import road_learner, take_whole_step
 from train.data import QuestionStream
 from train.learn.rl_settings import RLSettings
-from train.learn.rollouts import StepRollouts, draw_budgets, play_step, roll_out
+from train.learn.rollouts import Actor, StepRollouts, begin, draw_budgets, play_step, roll_out
 
 PROGRAM = pathlib.Path(__file__).with_name("hosts_program.py")
 STEP = 3
@@ -32,12 +32,11 @@ def stream_of(road, settings: RLSettings) -> QuestionStream:
 
 def play(road, sampler, settings, questions) -> StepRollouts:
     """Play step 3 of a run with the questions that the stream draws next."""
+    return play_step(actor_of(road, sampler), questions, settings, 0, STEP)
 
-    def play_some(questions, **places):
-        return roll_out(sampler, road.environment, questions, settings, 0, STEP, Rules(), **places)
 
-    further = functools.partial(questions.draw, STEP)
-    return play_step(play_some, questions.draw(STEP), further, settings)
+def actor_of(road, sampler) -> Actor:
+    return Actor(sampler, road.environment, Rules())
 
 
 def ids_of(rollouts) -> list[str]:
@@ -96,14 +95,15 @@ def test_silent_groups_remain_when_the_rounds_are_spent(road, small, upcoming):
 def test_a_question_without_a_readable_video_is_replaced(road, small, upcoming):
     settings = settings_of(road, 1)
     questions = stream_of(road, settings)
-    first = list(questions.draw(STEP))
-    first[1] = dataclasses.replace(first[1], video="lost.mp4")
-    sampler = small.Picky(road, [])
 
-    def play_some(questions, **places):
-        return roll_out(sampler, road.environment, questions, settings, 0, STEP, Rules(), **places)
+    class OneLost:
+        def draw(self, step, places=None):
+            drawn = list(questions.draw(step, places))
+            if places is None:
+                drawn[1] = dataclasses.replace(drawn[1], video="lost.mp4")
+            return drawn
 
-    played = play_step(play_some, first, functools.partial(questions.draw, STEP), settings)
+    played = play(road, small.Picky(road, []), settings, OneLost())
     batch = played.batch
     assert batch.places == (0, 1, 2) and batch.unreadable == 1
     assert ids_of(batch) == [upcoming[n].id for n in (0, 3, 2)]
@@ -113,7 +113,8 @@ def test_without_dynamic_sampling_nothing_else_is_drawn(road, small, upcoming):
     settings = settings_of(road, 0)
     sampler = small.Picky(road, [question.text for question in upcoming])
     played = play(road, sampler, settings, stream_of(road, settings))
-    plain = roll_out(sampler, road.environment, upcoming[:3], settings, 0, STEP, Rules())
+    groups = begin(upcoming[:3], settings, 0, STEP)
+    plain = roll_out(actor_of(road, sampler), groups, settings)
     assert tokens_of(played.batch) == tokens_of(plain)
     assert played.metrics == {}
 

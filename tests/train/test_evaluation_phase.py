@@ -64,7 +64,7 @@ def evaluated(road, small, monkeypatch):
 
     def scripted(run, parts, environment, judge, weights) -> EngineActor:
         scores = judge or rules_of(run.rl.rewards)
-        return EngineActor(Script(), road.environment, NoSync(), scores, judge)
+        return EngineActor(Script(), road.environment, scores, NoSync(), judge)
 
     def left_out(*arguments: Any) -> None:
         """A phase that does nothing."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.settings import Lengths
+from paravt_jax.method.protocol import Lengths
 from train.learn.packing import (
     ALIGNMENT,
     MOST_SIZES,

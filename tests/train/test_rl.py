@@ -36,7 +36,9 @@ from train.learn.rl import Learner
 from train.learn.rl_batch import LaidOut, lay_out
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import (
+    Actor,
     Rollouts,
+    begin,
     describe,
     draw_budgets,
     require_fresh,
@@ -70,9 +72,9 @@ def gated(road, *budgets: int) -> RLSettings:
 
 
 def rolled_out(road, sampler, questions, step=1, *budgets):
-    return roll_out(
-        sampler, road.environment, questions, gated(road, *(budgets or (4, 16))), 0, step, Rules()
-    )
+    settings = gated(road, *(budgets or (4, 16)))
+    actor = Actor(sampler, road.environment, Rules())
+    return roll_out(actor, begin(questions, settings, 0, step), settings)
 
 
 def laid_out(road, rollouts, shape: StepShape | None = None) -> LaidOut:
@@ -141,7 +143,8 @@ def test_overlong_trajectories_earn_less(road, small):
     rewards = dataclasses.replace(road.run.rl.rewards, overlong_buffer=buffer)
     settings = dataclasses.replace(gated(road, 4, 16), rewards=rewards)
     questions = road.data.questions[:2]
-    charged = roll_out(small.Script(road), road.environment, questions, settings, 0, 1, Rules())
+    actor = Actor(small.Script(road), road.environment, Rules())
+    charged = roll_out(actor, begin(questions, settings, 0, 1), settings)
     lost = np.subtract(
         [reward.total for group in plain.rewards for reward in group],
         [reward.total for group in charged.rewards for reward in group],

@@ -28,6 +28,7 @@ from train.learn.in_flight import Player
 from train.learn.rl_settings import RLSettings
 from train.learn.rollout_pool import RolloutPool
 from train.learn.rollouts import (
+    Actor,
     StepRollouts,
     begin,
     draw_budgets,
@@ -97,16 +98,8 @@ class Run:
         self.engine.sleep()
         scaled = jax.tree.map(lambda x: x * (1 + step / 8), self.road.weights)
         self.engine.load(scaled, step)
-        played = self.pool.play_step(
-            self.engine,
-            self.road.environment,
-            self.questions.draw(step),
-            self.settings,
-            0,
-            step,
-            Rules(),
-            functools.partial(self.questions.draw, step),
-        )
+        actor = Actor(self.engine, self.road.environment, Rules())
+        played = self.pool.play_step(actor, self.questions, self.settings, 0, step)
         assert self.engine.idle
         self.saved.append((json.dumps(pack(self.pool.state)), self.questions.get_state()))
         return played
@@ -219,18 +212,8 @@ def play_on(road, small, processes: int, monkeypatch) -> list[StepRollouts]:
         played = []
         for step in range(4):
             script.load(None, step)
-            played.append(
-                pools[index].play_step(
-                    script,
-                    road.environment,
-                    questions.draw(step),
-                    settings,
-                    0,
-                    step,
-                    Rules(),
-                    functools.partial(questions.draw, step),
-                )
-            )
+            actor = Actor(script, road.environment, Rules())
+            played.append(pools[index].play_step(actor, questions, settings, 0, step))
         return played
 
     with ThreadPoolExecutor(processes) as threads:
@@ -245,7 +228,7 @@ def test_a_pool_of_two_processes_goes_on_in_one(road, small, monkeypatch):
     settings = settings_of(road, 1)
     script = small.Script(road)
     questions = stream_of(road, settings)
-    groups = begin(questions.draw(0), settings, 0, 0, range(2))
+    groups = begin(questions.draw(0), settings, 0, 0)
     player = Player(road.environment, settings.temperature)
     player.deal(groups, now=0)
     player.play(script, groups, math.inf)
@@ -253,7 +236,7 @@ def test_a_pool_of_two_processes_goes_on_in_one(road, small, monkeypatch):
     for flight in groups[1].flights:
         flight.process = 1
     Player(road.environment, settings.temperature).deal(groups, now=10)
-    rollouts = score(groups, road.environment, settings, Rules())
+    rollouts = score(Actor(script, road.environment, Rules()), groups, settings)
     assert rollouts.players == ((0,) * len(groups[0].flights),) * 2
 
 
@@ -280,7 +263,7 @@ def test_an_episode_whose_video_disappears_ends_as_unreadable(road, stale, monke
     engine = Stopping(road)
     player.play(engine, groups, math.inf)
     player.share(groups)
-    rollouts = score(groups, environment, run.settings, Rules())
+    rollouts = score(Actor(engine, environment, Rules()), groups, run.settings)
     lost = sum(group.question.video == gone for group in groups)
     assert rollouts.unreadable == lost >= 1
     assert len(rollouts.groups) == len(groups) - lost

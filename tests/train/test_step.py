@@ -24,7 +24,7 @@ from tests.train.steps import road_learner, skeleton_of, take_step
 from train.learn.batch import Group, Microbatch, build
 from train.learn.conversation_rows import RowsShape, lay_out_rows, render_rows
 from train.learn.packing import MicrobatchShape, pack
-from train.learn.rollouts import roll_out
+from train.learn.rollouts import Actor, begin, roll_out
 from train.learn.sft import SFTBatch, make_sft_updater
 from train.learn.update import score_rollouts, to_floats
 
@@ -37,15 +37,9 @@ MEANT = (
 @pytest.fixture(scope="module")
 def groups(road, small) -> list[Group]:
     """Two groups of rollouts; the second prompt's visual vectors follow the first's."""
-    rollouts = roll_out(
-        small.Script(road),
-        road.environment,
-        road.data.questions[:2],
-        road.run.rl,
-        seed=0,
-        step=1,
-        judge=Rules(),
-    )
+    actor = Actor(small.Script(road), road.environment, Rules())
+    started = begin(road.data.questions[:2], road.run.rl, seed=0, step=1)
+    rollouts = roll_out(actor, started, road.run.rl)
     features, found, slot = road.environment.features, [], 0
     for n, group in enumerate(rollouts.groups):
         trajectories = tuple(episode.trajectory for episode in group)

@@ -21,14 +21,13 @@ from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl.vision import Qwen3VLVisionTower
 from models.sharding import make_mesh, param_shardings, row_devices
 from models.text import TextDecoder
-from models.trained import Skeleton
-from models.trained_vision import TrainedVision, trained_state
+from models.trained import Skeleton, TrainedVision, trained_state
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
+from paravt_jax.method.protocol import Lengths
 from paravt_jax.method.records import Author, Frame, Segment, Trajectory
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.structure import Kind, Structure
-from rollout.engine.settings import Lengths
 from tests.processes import on_eight_devices
 from train.learn.batch import Group, build
 from train.learn.conversation_rows import Rendered, RowsShape, lay_out_rows

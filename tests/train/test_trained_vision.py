@@ -28,7 +28,7 @@ from train.durable.interrupts import Stopped
 from train.durable.metrics import read_metrics
 from train.export import Export, export
 from train.learn.rl import rl_loss
-from train.learn.rollouts import roll_out
+from train.learn.rollouts import Actor, begin, roll_out
 from train.learn.sft import SFTBatches, make_sft_updater, sft_loss, sft_step
 from train.learn.weight_sync import WeightSync
 from train.run import execute
@@ -115,7 +115,8 @@ def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
     """Here the tower runs in the same function as decoder and loss, frame by frame."""
     rl, features = thawed.run.rl, thawed.environment.features
     questions = thawed.data.questions[:2]
-    played = roll_out(small.Script(thawed), thawed.environment, questions, rl, 0, 0, Rules())
+    actor = Actor(small.Script(thawed), thawed.environment, Rules())
+    played = roll_out(actor, begin(questions, rl, 0, 0), rl)
     scored = learner.score(learner.lay_out(played, thawed.environment, 0, 0))
     parts, batch = scored.microbatches, scored.rollouts
     weights = thawed.fresh()

@@ -21,12 +21,12 @@ from paravt_jax.method.records import (
     QuestionKind,
     Segment,
     StopReason,
+    Subtitle,
     ToolCall,
     Trajectory,
     Turn,
 )
 from paravt_jax.method.rewards import Rewards
-from paravt_jax.method.subtitles import Subtitle
 from rollout.engine.pacing import AgentLog
 from rollout.engine.requests import Sample, SampleStop
 from train.learn.in_flight import EpisodeInFlight, GroupInFlight

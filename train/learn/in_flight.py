@@ -46,9 +46,16 @@ class GroupInFlight:
     """Its place among the prompts of the step in which it began."""
     step: int
     """The step in which it began. Its oldest tokens may have the weights of that step."""
-    start: int
-    """The virtual time at which it began."""
     flights: tuple[EpisodeInFlight, ...]
+    start: int = 0
+    """The virtual time at which it began."""
+
+    @property
+    def episodes(self) -> tuple[Episode, ...]:
+        """The episodes of a group that has ended."""
+        episodes = tuple(flight.episode for flight in self.flights if flight.episode is not None)
+        assert len(episodes) == len(self.flights), "an episode has not ended"
+        return episodes
 
     @property
     def end(self) -> int | None:

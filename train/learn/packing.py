@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rollout.engine.settings import Lengths
+from paravt_jax.method.protocol import Lengths
 
 # Upper bound on the number of sizes. Each is compiled before the first step.
 MOST_SIZES = 4

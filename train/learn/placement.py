@@ -30,7 +30,7 @@ from jaxtyping import Array, Int, Shaped
 
 from models.config import TextConfig
 from models.sharding import MESH_AXES, ROWS, MeshProgram, row_devices
-from models.trained_vision import TrainedVision
+from models.trained import TrainedVision
 from train.learn.batch import Microbatch
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from typing import Literal
 from models import remat
 from models.remat import Remat
 from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.protocol import Lengths
 from paravt_jax.method.rewards import RewardSettings
-from rollout.engine.settings import Lengths
 from train.learn.optimizer import OptimizerSettings, require_counts, require_horizon
 from train.learn.packing import StepShape
 

@@ -15,14 +15,11 @@ that, in the run itself and after a restart, so both compute the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from paravt_jax.method.judge import Judge
-from paravt_jax.method.records import Question, StopReason
-from rollout.agent.episode import Environment
-from rollout.engine.requests import Sampler
+from paravt_jax.method.records import StopReason
 from train.learn.in_flight import (
     EpisodeInFlight,
     GroupInFlight,
@@ -33,6 +30,8 @@ from train.learn.in_flight import (
 )
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import (
+    Actor,
+    Questions,
     Rollouts,
     StepRollouts,
     begin,
@@ -77,42 +76,30 @@ class RolloutPool:
         self._player: Player | None = None
 
     def play_step(
-        self,
-        engine: Sampler,
-        environment: Environment,
-        questions: Sequence[Question],
-        settings: RLSettings,
-        seed: int,
-        step: int,
-        judge: Judge,
-        further: Callable[[Sequence[int]], Sequence[Question]] | None,
+        self, actor: Actor, questions: Questions, settings: RLSettings, seed: int, step: int
     ) -> StepRollouts:
         """Play until the update of `step` can be made, and take its groups.
 
         Args:
-            engine: Samples under the weights after `step` updates. It is idle between steps.
-            environment: The protocol, and the frames' features.
-            questions: A question for each prompt of the step, on every process.
+            actor: Samples under the weights after `step` updates. It is idle between steps.
+            questions: Draws questions for the groups that begin, further ones in the first step,
+                which fills the pool.
             settings: Settings of RL.
             seed: Seed of the run.
             step: Number of the step.
-            judge: Scores answers.
-            further: Draws a question for each of some places of the step. Called in the first step,
-                which fills the pool.
         """
+        environment = actor.environment
         quantum, charge = virtual_times(environment.protocol.settings.trajectory_tokens)
         if self._player is None:
             self._player = Player(environment, settings.temperature, charge)
         clock, number, groups = self.state.clock, self.state.number, [*self.state.groups]
         places = range(settings.prompts)
-        most = capacity(settings.prompts, settings.max_staleness)
         first = 0
-        while len(groups) < most:
-            if first:
-                assert further is not None, "the first step draws further questions"
-                questions = further(places)
-            groups += begin(questions, settings, seed, step, places, first, number, clock)
-            number += len(places)
+        while len(groups) < capacity(settings.prompts, settings.max_staleness):
+            drawn = questions.draw(step, places if first else None)
+            for group in begin(drawn, settings, seed, step, places, first):
+                groups.append(dataclasses.replace(group, number=number, start=clock))
+                number += 1
             first += len(places)
         self._player.deal(groups, clock)
         while True:
@@ -121,11 +108,11 @@ class RolloutPool:
             if taken is not None:
                 break
             clock += quantum
-            self._player.play(engine, groups, clock)
+            self._player.play(actor.sampler, groups, clock)
         flights = [flight for group in groups for flight in group.flights]
         ended = [flight for flight in flights if flight.done and flight.episode is None]
         self._player.share(groups)
-        rollouts = score([groups[n] for n in taken], environment, settings, judge)
+        rollouts = score(actor, [groups[n] for n in taken], settings)
         left = tuple(group for n, group in enumerate(groups) if n not in taken)
         self.state = PoolState(clock, number, left)
         metrics = dict(rollouts.judged) | _staleness(rollouts, step, settings.max_staleness)

@@ -6,8 +6,8 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -90,84 +90,80 @@ def draw_budgets(settings: RLSettings, seed: int, step: int, prompts: int) -> li
     return [int(k) for k in rng.choice(settings.frame_budgets, prompts)]
 
 
+@runtime_checkable
+class Questions(Protocol):
+    """The questions of training, in an order that the seed fixes."""
+
+    def draw(self, step: int, places: Sequence[int] | None = None) -> Sequence[Question]:
+        """Draw a question for each place of a step, or for some of its places.
+
+        Every process gets the same questions.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Actor:
+    """Plays and scores episodes."""
+
+    sampler: Sampler
+    environment: Environment
+    """The protocol, and the frames' features."""
+    judge: Judge
+    """Scores answers, by rules or by a model."""
+
+
 def begin(
     questions: Sequence[Question],
     settings: RLSettings,
     seed: int,
     step: int,
-    places: Sequence[int],
+    places: Sequence[int] | None = None,
     first: int = 0,
-    number: int = 0,
-    start: int = 0,
 ) -> list[GroupInFlight]:
-    """A group of episodes for each question, which are not dealt to processes yet.
+    """Return a group of episodes for each question, which are not dealt to processes yet.
 
     Args:
         questions: The questions, on every process.
         settings: Group size and budgets.
         seed: Seed of the run.
         step: The step in which they begin.
-        places: Each question's place among the prompts of the step, which decides its budget.
+        places: Each question's place among the prompts of the step, which decides its budget. None:
+            all places, in order.
         first: Number of the first question in the step. Seeds of episodes follow from the number.
-        number: Number of the first group in the run.
-        start: The virtual time.
     """
-    budgets = draw_budgets(settings, seed, step, settings.prompts)
+    places = range(len(questions)) if places is None else places
+    budgets = draw_budgets(settings, seed, step, 1 + max(places))
     groups = []
     for n, (place, question) in enumerate(zip(places, questions, strict=True)):
         flights = tuple(
             EpisodeInFlight(seed_of(seed, step, first + n, g))
             for g in range(settings.grpo.group_size)
         )
-        groups.append(
-            GroupInFlight(number + n, question, budgets[place], place, step, start, flights)
-        )
+        groups.append(GroupInFlight(n, question, budgets[place], place, step, flights))
     return groups
 
 
-def roll_out(
-    engine: Sampler,
-    environment: Environment,
-    questions: Sequence[Question],
-    settings: RLSettings,
-    seed: int,
-    step: int,
-    judge: Judge,
-    places: Sequence[int] | None = None,
-    first: int = 0,
-) -> Rollouts:
-    """Play and score a group of episodes on each question. All processes play their share.
+def roll_out(actor: Actor, groups: Sequence[GroupInFlight], settings: RLSettings) -> Rollouts:
+    """Play and score groups of episodes. All processes play their share of them.
 
     Args:
-        engine: Samples the agents' responses.
-        environment: The protocol, and the frames' features.
-        questions: Questions of the whole step, or further ones, on every process.
-        settings: Group size, budgets, temperature and rewards.
-        seed: Seed of the run.
-        step: Number of the step.
-        judge: Scores answers.
-        places: Each question's place among the prompts of the step, which decides its budget. None:
-            all places, in order.
-        first: Number of the first question in the step. Seeds of episodes follow from the number.
+        actor: Plays and scores the episodes.
+        groups: The groups, from `begin`, on every process.
+        settings: Temperature and rewards.
 
     Returns:
         The rollouts of all processes.
     """
-    if places is None:
-        places = range(len(questions))
-        settings = dataclasses.replace(settings, prompts=len(questions))
-    groups = begin(questions, settings, seed, step, places, first)
-    player = Player(environment, settings.temperature)
+    player = Player(actor.environment, settings.temperature)
     player.deal(groups, now=0)
-    player.play(engine, groups, math.inf)
+    player.play(actor.sampler, groups, math.inf)
     player.share(groups)
-    return score(groups, environment, settings, judge)
+    return score(actor, groups, settings)
 
 
-def score(
-    groups: Sequence[GroupInFlight], environment: Environment, settings: RLSettings, judge: Judge
-) -> Rollouts:
-    """The rewards of groups that have ended.
+def score(actor: Actor, groups: Sequence[GroupInFlight], settings: RLSettings) -> Rollouts:
+    """Return groups that have ended, with their rewards.
 
     One process scores all episodes of a group: a judge may score the same answer in two ways, if it
     is asked twice.
@@ -175,30 +171,20 @@ def score(
     readable = [
         group
         for group in groups
-        if all(_episode(flight).stop is not StopReason.UNREADABLE for flight in group.flights)
+        if all(episode.stop is not StopReason.UNREADABLE for episode in group.episodes)
     ]
-    own = [
-        (group.number, member)
-        for group in readable
-        if group.flights[0].process == hosts.process_index()
-        for member in range(len(group.flights))
-    ]
-    episodes = {
-        (group.number, member): _episode(flight)
-        for group in readable
-        for member, flight in enumerate(group.flights)
-    }
-    limit = environment.protocol.settings.trajectory_tokens
-    scored = _scored([episodes[name] for name in own], settings, judge, limit)
-    rewards: dict[tuple[int, int], Rewards] = {}
+    own = [group for group in readable if group.flights[0].process == hosts.process_index()]
+    # A judge is asked about all answers at once.
+    scored = iter(_rewards(actor, [e for group in own for e in group.episodes], settings))
+    by_group = {group.number: tuple(next(scored) for _ in group.flights) for group in own}
+    rewards: dict[int, tuple[Rewards, ...]] = {}
     judged: collections.Counter[str] = collections.Counter()
-    for part, counts in hosts.gather((dict(zip(own, scored, strict=True)), judge.metrics())):
+    for part, counts in hosts.gather((by_group, actor.judge.metrics())):
         rewards |= part
         judged.update(counts)
-    members = range(settings.grpo.group_size)
     return Rollouts(
-        tuple(tuple(episodes[group.number, m] for m in members) for group in readable),
-        tuple(tuple(rewards[group.number, m] for m in members) for group in readable),
+        tuple(group.episodes for group in readable),
+        tuple(rewards[group.number] for group in readable),
         len(groups) - len(readable),
         tuple(group.place for group in readable),
         tuple(tuple(flight.process or 0 for flight in group.flights) for group in readable),
@@ -206,19 +192,12 @@ def score(
     )
 
 
-def _episode(flight: EpisodeInFlight) -> Episode:
-    assert flight.episode is not None, "the episode has not ended"
-    return flight.episode
-
-
 @functools.partial(jax.profiler.annotate_function, name="reward")
-def _scored(
-    episodes: Sequence[Episode], settings: RLSettings, judge: Judge, limit: int
-) -> list[Rewards]:
-    """The rewards of episodes whose trajectories have at most `limit` tokens."""
+def _rewards(actor: Actor, episodes: Sequence[Episode], settings: RLSettings) -> list[Rewards]:
+    limit = actor.environment.protocol.settings.trajectory_tokens
     items = [(episode.question, final_answer(episode.turns)) for episode in episodes]
     rewards = []
-    for episode, r_acc in zip(episodes, judge.scores(items), strict=True):
+    for episode, r_acc in zip(episodes, actor.judge.scores(items), strict=True):
         earned = combine(episode.turns, r_acc, settings.rewards, settings.grpo.sequence_anchor)
         tokens = suffix_length(episode.trajectory)
         rewards.append(subtract_overlong_penalty(earned, tokens, limit, settings.rewards))
@@ -238,10 +217,7 @@ class StepRollouts:
 
 
 def play_step(
-    play: Callable[..., Rollouts],
-    questions: Sequence[Question],
-    further: Callable[[Sequence[int]], Sequence[Question]] | None,
-    settings: RLSettings,
+    actor: Actor, questions: Questions, settings: RLSettings, seed: int, step: int
 ) -> StepRollouts:
     """Play a step's episodes, with dynamic sampling (DAPO, arXiv:2503.14476, section 3.2).
 
@@ -250,37 +226,36 @@ def play_step(
     decide alike, because they see all rewards.
 
     Args:
-        play: `play(questions)` and `play(questions, places=..., first=...)` play as `roll_out`
-            does.
-        questions: The questions of the step.
-        further: Draws a further question for each of some places; needed for dynamic sampling.
+        actor: Samples under the weights after `step` updates.
+        questions: Draws the questions of the step, and further ones.
         settings: Settings of RL.
+        seed: Seed of the run.
+        step: Number of the step.
     """
-    counts: collections.Counter[str] = collections.Counter()
-    batch = drawn = play(questions)
-    counts.update(batch.judged)
-    if settings.dynamic_sampling:
-        assert further is not None, "dynamic sampling draws further questions"
-        open_places = _without_signal(batch, len(questions), settings)
-        counts["groups/replaced"] = len(open_places)
-        counts["groups/further"] = 0
-        for _ in range(settings.dynamic_sampling):
-            if not open_places:
-                break
-            first = len(questions) + counts["groups/further"]
-            fresh = play(further(open_places), places=open_places, first=first)
-            counts.update(fresh.judged)
-            counts["groups/further"] += len(open_places)
-            batch = _replaced(batch, fresh)
-            open_places = _without_signal(batch, len(questions), settings)
-        counts["groups/replaced"] -= len(open_places)
+    drawn = roll_out(actor, begin(questions.draw(step), settings, seed, step), settings)
+    batch, counts = drawn, collections.Counter(drawn.judged)
+    open_places = _without_signal(drawn, settings)
+    silent, further = len(open_places), 0
+    for _ in range(settings.dynamic_sampling):
+        if not open_places:
+            break
+        more = questions.draw(step, open_places)
+        groups = begin(more, settings, seed, step, open_places, settings.prompts + further)
+        fresh = roll_out(actor, groups, settings)
+        counts.update(fresh.judged)
+        further += len(open_places)
+        batch = _replaced(batch, fresh)
+        open_places = _without_signal(batch, settings)
     metrics = {name: float(count) for name, count in counts.items()}
+    if settings.dynamic_sampling:
+        metrics["groups/replaced"] = float(silent - len(open_places))
+        metrics["groups/further"] = float(further)
     return StepRollouts(batch, drawn, metrics)
 
 
-def _without_signal(rollouts: Rollouts, prompts: int, settings: RLSettings) -> list[int]:
-    """The places whose group is silent or missing."""
-    rewards = np.zeros((prompts, settings.grpo.group_size), np.float32)
+def _without_signal(rollouts: Rollouts, settings: RLSettings) -> list[int]:
+    """Return the places whose group is silent or missing."""
+    rewards = np.zeros((settings.prompts, settings.grpo.group_size), np.float32)
     valid = np.zeros(rewards.shape, bool)
     for place, group in zip(rollouts.places, rollouts.rewards, strict=True):
         rewards[place] = [reward.total for reward in group]

@@ -38,8 +38,7 @@ from models.sharding import (
     row_devices,
 )
 from models.text import TextDecoder
-from models.trained import Skeleton, apart, together
-from models.trained_vision import TrainedVision
+from models.trained import Skeleton, TrainedVision, apart, together
 from train.learn.batch import Microbatch
 from train.learn.placement import (
     Bank,

@@ -25,10 +25,9 @@ from models.lora import NOTHING, cast
 from models.sharding import MESH_AXES, RULES, make_mesh, param_shardings
 from models.trained import VISION, apart
 from models.vision import encoding_weights
-from paravt_jax.method.judge import Judge
 from paravt_jax.processes.hosts import gather
-from rollout.agent.episode import Environment
 from rollout.engine.requests import Sampler
+from train.learn.rollouts import Actor
 
 
 def host_mesh(mesh: Mesh, per_host: int) -> Mesh:
@@ -240,16 +239,12 @@ class TrainedSampler(Sampler, Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Actor:
-    """Plays and scores episodes."""
+class TrainedActor(Actor):
+    """An actor whose sampler gets new weights after each step."""
 
     sampler: TrainedSampler
-    environment: Environment
-    """The protocol, and the frames' features."""
     sync: WeightSync
     """Brings weights from the mesh of training to the sampler."""
-    judge: Judge
-    """Scores answers, by rules or by a model."""
 
     def sleep(self) -> None:
         """Free the sampler's memory until the next `load`."""

@@ -16,13 +16,13 @@ from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from train.data import Data
-from train.learn.weight_sync import Actor, WeightSync
+from train.learn.weight_sync import TrainedActor, WeightSync
 from train.phases.model import Parts, drop_weights
 from train.settings import Run
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineActor(Actor):
+class EngineActor(TrainedActor):
     """An actor of a run, whose sampler is the engine."""
 
     sampler: Engine
@@ -68,4 +68,4 @@ def open_actor(
     engine.sleep()
     drop_weights(model)
     rewards = run.rl.rewards if run.rl is not None else RewardSettings()
-    return EngineActor(engine, environment, sync, judge or rules_of(rewards), judge)
+    return EngineActor(engine, environment, judge or rules_of(rewards), sync, judge)

@@ -17,8 +17,7 @@ from models.lora import LoRASettings, add_adapters, cast
 from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_fingerprint
 from models.sharding import param_shardings
-from models.trained import Skeleton, split
-from models.trained_vision import TrainedVision, TrainVision
+from models.trained import Skeleton, TrainedVision, TrainVision, split
 from models.vision import encoding_weights
 from models.weights.hf import load
 from models.weights.hf_config import to_hf

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paravt_jax.method.records import CallStatus, FailedCall, ToolCall
-from paravt_jax.method.subtitles import Subtitle, subtitle_line
+from paravt_jax.method.records import CallStatus, FailedCall, Subtitle, ToolCall
 from paravt_jax.method.tools.tool import Tool, Video
 
 ENTRIES = 8  # upper bound on the entries of one response
@@ -40,7 +39,7 @@ class SearchSubtitles(Tool):
         if not entries:
             return FailedCall("This video has no subtitles.", CallStatus.UNREADABLE)
         found = best_entries(entries, call.arguments["query"])
-        return "\n".join(map(subtitle_line, found)) or "No subtitle holds any of these words."
+        return "\n".join(entry.line for entry in found) or "No subtitle holds any of these words."
 
 
 def best_entries(entries: Sequence[Subtitle], query: str) -> list[Subtitle]:

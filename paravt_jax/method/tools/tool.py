@@ -12,8 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paravt_jax.method.records import Call, CropCall, FailedCall
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.records import Call, CropCall, FailedCall, Subtitle
 
 
 # Not a typing.Protocol: an isinstance check would read the properties, and so open the file.

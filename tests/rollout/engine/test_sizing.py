@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.settings import EngineSizes, Lengths
+from paravt_jax.method.protocol import Lengths
+from rollout.engine.settings import EngineSizes
 from rollout.engine.sizing import MOST_PREFILL, EngineSettings, engine_sizes
 
 tokens = st.integers(1, 40_000)

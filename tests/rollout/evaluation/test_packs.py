@@ -9,8 +9,7 @@ import pytest
 
 from paravt_extras.release import read_release
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
-from paravt_jax.method.records import Frame, Question, QuestionKind
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.records import Frame, Question, QuestionKind, Subtitle
 from paravt_jax.method.wording import OUR_WORDING
 from rollout import evaluate as command
 from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, load

@@ -15,8 +15,7 @@ import pytest
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol, subtitled_text
-from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.records import Question, QuestionKind, Subtitle
 from rollout.agent.episode import Environment
 from rollout.engine.requests import Sample, SampleStop
 from rollout.evaluation.benchmarks import Item, VideoFolder
