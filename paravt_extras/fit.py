@@ -35,10 +35,10 @@ from models.remat import Remat
 from models.sharding import MESH_AXES, param_shardings
 from models.trained import CHUNK_TOKENS, TrainVision, apart, cached_shape, split
 from paravt_extras.slices import Devices, known_slices
+from rollout.engine.memory import decode_bytes, prefill_bytes
 from rollout.engine.pages import page_count
 from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSizes
-from rollout.evaluation.memory import decode_bytes, prefill_bytes
 from train.learn.in_flight import capacity
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import ALIGNMENT

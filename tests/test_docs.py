@@ -173,7 +173,7 @@ def test_own_questions_and_an_entry_of_a_benchmark_work_as_docs_evaluation_says(
     assert (workspace / "evaluations/goal/summary.json").is_file()
     assert names["figures"]["n"] == len(names["questions"]) == 3
     row = {"qid": 1, "video_uid": "v", "question": "Who?", "choices": ["a", "b"]}
-    item = names["BENCHMARKS"]["cgbench"].read(row | {"right_answer": "B"})
+    item = names["CGBENCH"].read(row | {"right_answer": "B"})
     assert (item.question.video, item.question.answer) == ("cg_videos_720p/v.mp4", "B")
 
 

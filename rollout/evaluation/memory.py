@@ -24,7 +24,7 @@ from models.config import ModelConfig
 from models.device_memory import host_memory, reported_memory
 from models.features import FrameSettings, frame_tokens
 from models.model import abstract_model
-from rollout.engine.programs import CHUNK
+from rollout.engine.memory import decode_bytes, prefill_bytes
 from rollout.engine.settings import EngineSizes
 from rollout.evaluation.native_video import most_video_tokens
 from rollout.evaluation.settings import BenchmarkSettings
@@ -192,36 +192,6 @@ def _weights(config: ModelConfig, dtype: str) -> tuple[float, float]:
 def _bytes(module: nnx.Module) -> float:
     leaves = jax.tree.leaves(nnx.state(module))
     return float(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves))
-
-
-def prefill_bytes(
-    config: ModelConfig, sizes: EngineSizes, item: int, token: float, length: int, before: int
-) -> float:
-    """A call that prefills `length` tokens per row after up to `before` cached ones: at most."""
-    text = config.text
-    rows = sizes.prefill_rows(length, before)
-    tokens = rows * length
-    # What a layer computes for all tokens, and hidden states that stay.
-    layer = 3 * text.mlp_width + text.dispatched + 8 * text.hidden_size
-    # The bank of visual vectors, two of them while it is filled, and one level at all tokens.
-    bank = math.ceil(sizes.bank_tokens / CHUNK) * CHUNK
-    vectors = (2 * bank * (1 + config.vision.levels) + tokens) * text.hidden_size * item
-    scores = 2 * rows * min(QUERY_CHUNK, length) * text.num_attention_heads * (length + before) * 4
-    cached = 2 * rows * before * token / text.num_hidden_layers
-    return tokens * (layer * item + 3 * token) + vectors + scores + cached
-
-
-def decode_bytes(
-    config: ModelConfig, sizes: EngineSizes, item: int, token: float, width: int, paged: bool
-) -> float:
-    """A call that decodes rows which read up to `width` tokens: at most."""
-    text = config.text
-    rows = sizes.slots if paged else sizes.rows(width)
-    logits = 4 * rows * text.vocab_size * 4
-    # The pages are gathered and then split into keys and values.
-    copies = 0.0 if paged else 3 * rows * (width + sizes.steps) * token
-    scores = 2 * rows * text.num_attention_heads * (width + sizes.steps) * 4
-    return logits + copies + scores
 
 
 def _frame_sizes(settings: BenchmarkSettings, config: ModelConfig) -> Iterator[int]:

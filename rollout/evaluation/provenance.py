@@ -1,20 +1,15 @@
-"""Where a score comes from: hashes of the weights and questions, the commit, library versions.
+"""Where a score comes from: the hash of the weights, the commit, library versions.
 
-Hashes depend on content alone, so a copied or moved checkpoint keeps its hash.
+The hash depends on content alone, so a copied or moved checkpoint keeps it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.metadata
-import json
 import pathlib
 import subprocess
-from collections.abc import Iterable
 from typing import Any
-
-from rollout.evaluation.benchmarks import Item
 
 _CHUNK_BYTES = 1 << 22
 
@@ -35,18 +30,6 @@ def _file_hash(file: pathlib.Path) -> bytes:
         while chunk := stream.read(_CHUNK_BYTES):
             content.update(chunk)
     return content.digest()
-
-
-def questions_hash(items: Iterable[Item]) -> str:
-    """Hash the questions with their options, answers, subtitles and the names of their videos."""
-    total = hashlib.blake2b(digest_size=16)
-    for item in items:
-        q = item.question
-        fields = [q.id, q.video, q.text, str(q.kind), q.answer, q.options, item.subtitles]
-        if q.subtitles:
-            fields.append([dataclasses.astuple(entry) for entry in q.subtitles])
-        total.update(json.dumps(fields).encode())
-    return total.hexdigest()
 
 
 def commit() -> str | None:

@@ -65,13 +65,6 @@ def report(summary: Line, out: pathlib.Path) -> Iterator[str]:
             f"{title}, {APART[field]} questions alone: {interval} on {found['n']} questions, "
             f"{found['without_answer']} without an answer"
         )
-    for name, found in summary.get("other_readings", {}).items():
-        if found["differ"]:
-            interval = _with_interval(found["score"], found["interval"])
-            yield (
-                f"  as the {name} reads the same answers: {interval}; "
-                f"{found['differ']} of {found['n']} questions differ"
-            )
     if summary["n"]:
         if summary["refused_reports"]:
             yield f"  {summary['refused_reports']} requests of sub-agents were refused"

@@ -29,12 +29,13 @@ from rollout.evaluation.benchmarks import (
     Loaded,
     VideoFolder,
     load,
+    questions_hash,
 )
 from rollout.evaluation.folder import EvaluationFolder, Line, answered
 from rollout.evaluation.packs import PromptPack
 from rollout.evaluation.players import check_prompts, load_player, model_files, open_reader
 from rollout.evaluation.protocols import as_the_pack_plays, open_text_pack
-from rollout.evaluation.provenance import commit, questions_hash, versions, weights_hash
+from rollout.evaluation.provenance import commit, versions, weights_hash
 from rollout.evaluation.replicas import Devices, device_groups, play_all
 from rollout.evaluation.report import PlayProgress, report
 from rollout.evaluation.server_watch import ServerWatch

@@ -27,7 +27,6 @@ from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, shuffled
 from rollout.evaluation.folder import Line
 from rollout.evaluation.packs import PromptPack, own_pack
 from rollout.evaluation.play import LeftOut, Played, Scoring, measures, play_and_score
-from rollout.evaluation.published_readings import other_scores
 from rollout.evaluation.settings import BenchmarkSettings
 
 _SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
@@ -212,8 +211,7 @@ class Player:
         line = transcript(episode, outcome.rewards, self._setting, vocabulary)
         # `video` is the benchmark's path of the video, `file` the path at which it was found.
         places = {"video": video, "file": episode.question.video, "subtitles": subtitles}
-        others: Line = {"other_scores": other_scores(episode.question, episode.turns)}
-        return about | line | measures(outcome) | places | others
+        return about | line | measures(outcome) | places
 
 
 class _Checked:

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float64, Int64
 from scipy import special
-
-Score = Literal["accuracy", "miou"]
-"""Name of a split's mean score. `miou` (grounding) also has recalls at several overlaps."""
 
 _UPPER = 0.975  # the upper end of a two-sided 95 % interval
 _NO_SPREAD = 1e-12

@@ -16,9 +16,9 @@ from rollout.evaluation.benchmarks import title_of
 from rollout.evaluation.folder import FolderError, Line
 from rollout.evaluation.markdown import table as markdown
 from rollout.evaluation.markdown import wrapped
-from rollout.evaluation.paper import COLUMNS, MARKS, TABLE_1, Cell, mean_of_complete
 from rollout.evaluation.published_protocol import differences, prompts
 from rollout.evaluation.summary import APART, not_played, read_summary, rows_of, score_of, scored
+from rollout.evaluation.table_1 import COLUMNS, MARKS, TABLE_1, Cell, mean_of_complete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +40,7 @@ def contents(folders: Sequence[pathlib.Path]) -> dict[str, Any]:
         paper: rows of table 1: group, model, scores and average, and whether it is published.
         runs: rows of the folders. Per split: `score` and `interval` in per cent, `n`, `rows`,
             `left_out` by cause, `calls`, `unread`, `without_answer`, `grounding`, `open_ended`,
-            `other_readings`, `differences` from the published protocol, `prompts`,
-            `made_with`.
+            `differences` from the published protocol, `prompts`, `made_with`.
 
     Raises:
         FolderError: no folder is given, or one has no summary that this version can read.
@@ -55,8 +54,8 @@ def contents(folders: Sequence[pathlib.Path]) -> dict[str, Any]:
             "group": model.group,
             "model": model.name,
             "scores": dict(model.scores),
-            "average": None if model.average is None else model.average.value,
-            "average_published": model.average is not None and model.average.published,
+            "average": model.published_average or mean_of_complete([*model.scores.values()]),
+            "average_published": model.published_average is not None,
         }
         for model in TABLE_1
     ]
@@ -100,11 +99,6 @@ def _entry(summary: Line) -> Line:
     }
     counts = ("calls", "unread", "without_answer", "refused_reports")
     entry |= {name: summary[name] for name in counts if name in summary}
-    readings = summary.get("other_readings", {})
-    entry["other_readings"] = {
-        name: {"score": 100 * found["score"], "differ": found["differ"]}
-        for name, found in readings.items()
-    }
     scorings = {"grounding": "mIoU", "open_ended": identity.get("open_ended", "f1")}
     for field in filter(summary.__contains__, APART):
         found = summary[field]
@@ -214,8 +208,6 @@ def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str
         "calls per question": lambda entry: f"{entry['calls']:.2f}" if "calls" in entry else "",
     }
     counts = set(figures) - {"questions", "95 % interval"}
-    for name in sorted({name for entry in entries if entry for name in _differing(entry)}):
-        figures[f"as read by {name}"] = lambda entry, name=name: _reading(entry, name)
     for field, kind in APART.items():
         for found in (entry[field] for entry in entries if entry and field in entry):
             figures[f"{kind} {found['scoring']}, {found['n']}"] = lambda entry, field=field: (
@@ -239,16 +231,6 @@ def _one_digit(score: float | None) -> str:
 
 def _interval(ends: Sequence[float] | None) -> str:
     return f"{ends[0]:.1f}-{ends[1]:.1f}" if ends else ""
-
-
-def _differing(entry: Line) -> list[str]:
-    """The other readings of the answers that change the score of a question."""
-    return [name for name, found in entry["other_readings"].items() if found["differ"]]
-
-
-def _reading(entry: Line, name: str) -> str:
-    found = entry["other_readings"].get(name)
-    return f"{found['score']:.1f} ({found['differ']})" if found else ""
 
 
 def _remark(run: str, split: str, entry: Line) -> str:
@@ -275,12 +257,6 @@ def _legend(table: dict[str, Any]) -> list[str]:
         "- Unread answers name no option or span. Like questions without an answer, they score 0.",
         "- Rows of counts that are 0 everywhere are left out.",
     ]
-    entries = [entry for run in table["runs"] for entry in run["scores"].values()]
-    if any(map(_differing, entries)):
-        lines.append(
-            "- As read by another evaluator: its score of the same answers, and in brackets the "
-            "number of questions that it scores differently."
-        )
     return lines
 
 

@@ -12,7 +12,6 @@ import pytest
 from paravt_jax.data.srt import parse_srt
 from paravt_jax.method.accuracy import chosen_option, grounding_accuracy, read_range
 from paravt_jax.method.tools.crop_video import read_seconds
-from rollout.evaluation.published_readings import released_letter, released_range
 from tests.golden.excuses import Excuse, check_examples
 from tests.golden.texts import first_pair, floats, lone, named, names, response, standing
 
@@ -410,20 +409,3 @@ def test_parse_srt(records, hold):
 
 def test_excuses_of_subtitles():
     check_examples(read_subtitles, SUBTITLES)
-
-
-# --- the release's own readings, whose scores are printed beside ours ---
-
-
-def test_released_letters_are_the_releases_own(records):
-    table = records("eval_parsing", "extract_letter")
-    assert table
-    assert [released_letter(r["input"]) for r in table] == [r["expected"] for r in table]
-
-
-def test_released_ranges_are_the_releases_own(records):
-    table = records("eval_parsing", "extract_time_from_response")
-    assert table
-    for record in table:
-        found = released_range(record["input"])
-        assert (found and list(found)) == record["expected"], record["input"]

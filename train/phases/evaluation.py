@@ -23,8 +23,8 @@ from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
+from rollout.evaluation.figures import row
 from rollout.evaluation.play import Played, Scoring, play_and_score
-from rollout.evaluation.summary import row
 from train.evaluation_file import read_evaluation_file
 from train.phases.actor import EngineActor
 from train.phases.context import Context

@@ -1,9 +1,8 @@
-"""Readers of published benchmarks, one module each: published files in, questions out."""
+"""Published benchmarks: their files in, questions out."""
 
-from rollout.evaluation.benchmarks.benchmark import Benchmark
-from rollout.evaluation.benchmarks.items import BrokenRow, Item, shuffled
-from rollout.evaluation.benchmarks.splits import BENCHMARKS, Loaded, load, title_of
-from rollout.evaluation.benchmarks.videos import VideoFolder
+from rollout.evaluation.benchmarks.files import VideoFolder
+from rollout.evaluation.benchmarks.items import BrokenRow, Item, questions_hash, shuffled
+from rollout.evaluation.benchmarks.splits import BENCHMARKS, Benchmark, Loaded, load, title_of
 
 __all__ = [
     "BENCHMARKS",
@@ -13,6 +12,7 @@ __all__ = [
     "Loaded",
     "VideoFolder",
     "load",
+    "questions_hash",
     "shuffled",
     "title_of",
 ]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -176,6 +177,18 @@ def shuffled(item: Item, seed: int) -> Item:
     return dataclasses.replace(
         item, question=dataclasses.replace(question, options=options, answer=answer)
     )
+
+
+def questions_hash(items: Iterable[Item]) -> str:
+    """Hash questions with their options, answers, subtitles and the names of their videos."""
+    total = hashlib.blake2b(digest_size=16)
+    for item in items:
+        q = item.question
+        fields = [q.id, q.video, q.text, str(q.kind), q.answer, q.options, item.subtitles]
+        if q.subtitles:
+            fields.append([dataclasses.astuple(entry) for entry in q.subtitles])
+        total.update(json.dumps(fields).encode())
+    return total.hexdigest()
 
 
 def _letter(index: int) -> str:

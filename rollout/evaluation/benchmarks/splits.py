@@ -1,44 +1,300 @@
-"""The list of benchmarks, and `load`, which reads the questions of one.
+"""The benchmarks: where each is published, and how its rows become questions.
 
-To add a benchmark, write a file with its entry (`Benchmark`) beside the others and list it in
-`BENCHMARKS`.
+To add one, write a reader and list its entry (`Benchmark`) in `BENCHMARKS`.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from typing import Literal
 
-from rollout.evaluation.benchmarks.benchmark import Benchmark
-from rollout.evaluation.benchmarks.cgbench import CGBENCH
-from rollout.evaluation.benchmarks.charades import CHARADES
-from rollout.evaluation.benchmarks.items import BrokenRow, Item
-from rollout.evaluation.benchmarks.longvideobench import LONGVIDEOBENCH
-from rollout.evaluation.benchmarks.lvbench import LVBENCH
-from rollout.evaluation.benchmarks.mlvu import MLVU
-from rollout.evaluation.benchmarks.mmvu import MMVU
-from rollout.evaluation.benchmarks.tables import read_rows
-from rollout.evaluation.benchmarks.videomme import VIDEOMME, VIDEOMME_WITH_SUBTITLES
+from paravt_jax.data.lettered import split_options
+from paravt_jax.data.sources import MEDIA_PATTERNS
+from paravt_jax.method.records import Question, QuestionKind
+from rollout.evaluation.benchmarks.files import Row, read_rows
+from rollout.evaluation.benchmarks.items import (
+    BrokenRow,
+    Item,
+    choice,
+    index_answer,
+    letter_answer,
+    optional,
+    optional_task,
+    path_of,
+    plain_options,
+    span_answer,
+    text_of,
+    without_unused,
+    word_answer,
+)
 
-BENCHMARKS: dict[str, Benchmark] = {
-    benchmark.name: benchmark
-    for benchmark in (
-        VIDEOMME,
-        VIDEOMME_WITH_SUBTITLES,
-        LONGVIDEOBENCH,
-        LVBENCH,
-        MLVU,
-        MMVU,
-        CHARADES,
-        CGBENCH,
+_MMVU_VIDEO = re.compile(r"(?:.*/)?(videos/[^/]+/[^/]+)")
+_MLVU_COLUMNS = {"video": "video_name", "question_type": "task_type"}
+# Slices of one zip. The names of the shorter videos of clues begin with "clue_".
+_CGBENCH_VIDEOS = ("video*.zip",)
+
+
+def _unchanged(rows: list[Row]) -> list[Row]:
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """A split of a published benchmark."""
+
+    name: str
+    """Name on the command line and in files."""
+    title: str
+    """Name in reports and tables."""
+    source: str
+    """Hub id of the data set."""
+    patterns: tuple[str, ...]
+    """Patterns of the data set's files, in order of preference. Only the files of the first pattern
+    that matches are read. `*` also matches "/"."""
+    read: Callable[[Row], Item]
+    """Turns a row into a question. Raises BrokenRow if the row cannot be asked or scored."""
+    rows: Callable[[list[Row]], list[Row]] = _unchanged
+    """Turns the rows of the files into one row per question; by default they already are."""
+    media: tuple[str, ...] = MEDIA_PATTERNS
+    """Patterns of the data set's videos, subtitles and archives of them, for `paravt download`."""
+    joined: tuple[str, ...] = ()
+    """Patterns of archives that are slices of one archive; see `find_archives`."""
+    elsewhere: str = ""
+    """Where to get the videos if the data set does not hold them."""
+    score: Literal["accuracy", "miou"] = "accuracy"
+    """Name of the mean score. `miou` (grounding) also has recalls at several overlaps."""
+
+
+# --- readers, one per benchmark ---
+
+
+def _read_videomme(row: Row) -> Item:
+    video = text_of(row, "videoID")
+    text = text_of(row, "question")
+    options = plain_options(row.get("options"))
+    question = choice(
+        id=optional(row, "question_id") or f"{video}/{text}",
+        video=f"data/{video}.mp4",
+        text=text,
+        options=options,
+        answer=letter_answer(row, options),
     )
-}
+    return Item(question, duration=optional(row, "duration"), tasks=optional_task(row, "task_type"))
+
+
+def _read_videomme_with_subtitles(row: Row) -> Item:
+    subtitles = path_of(f"subtitle/{text_of(row, 'videoID')}.srt")
+    return dataclasses.replace(_read_videomme(row), subtitles=subtitles)
+
+
+def _read_longvideobench(row: Row) -> Item:
+    candidates = row.get("candidates") or [row.get(f"option{number}") for number in range(5)]
+    options = plain_options(without_unused(candidates))
+    question = choice(
+        id=text_of(row, "id"),
+        video=f"videos/{text_of(row, 'video_path')}",
+        text=text_of(row, "question"),
+        options=options,
+        answer=index_answer(row, options, "correct_choice"),
+    )
+    return Item(
+        question,
+        duration=optional(row, "duration_group"),
+        tasks=optional_task(row, "question_category"),
+    )
+
+
+def _lvbench_rows(rows: list[Row]) -> list[Row]:
+    """One row per question. The publisher's file has one per video, with its questions in `qa`."""
+    found: list[Row] = []
+    for row in rows:
+        questions = row.get("qa")
+        if not isinstance(questions, list) or not row.get("key"):
+            found.append(row)
+            continue
+        for question in questions:
+            if isinstance(question, dict):
+                found.append({**question, "video_path": f"{row['key']}.mp4"})
+            else:  # the reader finds no question in it, so it counts as a broken row
+                found.append(row)
+    return found
+
+
+def _read_lvbench(row: Row) -> Item:
+    text, options = split_options(text_of(row, "question"))
+    if not options and row.get("options"):  # some copies have them in a column of their own
+        options = plain_options(row["options"])
+    question = choice(
+        id=text_of(row, "uid"),
+        video=text_of(row, "video_path"),
+        text=text,
+        options=options,
+        answer=letter_answer(row, options),
+    )
+    types = row.get("question_type")
+    if isinstance(types, list):
+        return Item(question, tasks=tuple(str(type_) for type_ in types))
+    return Item(question, tasks=optional_task(row, "question_type"))
+
+
+def _mlvu_rows(rows: list[Row]) -> list[Row]:
+    """Rename two columns of the publisher's files, so that they match the table."""
+    return [{_MLVU_COLUMNS.get(name, name): value for name, value in row.items()} for row in rows]
+
+
+def _read_mlvu(row: Row) -> Item:
+    options = plain_options(row.get("candidates"))
+    text, _ = split_options(text_of(row, "question"))  # some questions repeat the options
+    video = text_of(row, "video_name")
+    if text_of(row, "answer") in options:
+        answer = word_answer(row, options)
+    else:
+        answer = letter_answer(row, options)
+    question = choice(f"{video}/{text}", video, text, options, answer)
+    return Item(question, tasks=optional_task(row, "task_type"))
+
+
+def _read_mmvu(row: Row) -> Item:
+    found = _MMVU_VIDEO.fullmatch(text_of(row, "video"))
+    if not found:
+        raise BrokenRow(f"video {row.get('video')!r}: not videos/<subject>/<n>.mp4")
+    video = found[1]
+    id = text_of(row, "id")
+    text = text_of(row, "question")
+    kind = text_of(row, "question_type")
+    # The subject has a column of its own, or is in `metadata`, or is the folder of the video.
+    metadata = row.get("metadata") or {}
+    subject = optional(row, "subject") or (
+        optional(metadata, "subject") if isinstance(metadata, dict) else ""
+    )
+    tasks = (subject or video.split("/")[1], kind)
+    if kind == "open-ended":
+        answer = text_of(row, "answer")
+        question = Question(id, path_of(video), text, QuestionKind.OPEN_ENDED, answer)
+        return Item(question, tasks=tasks)
+    if kind == "multiple-choice":
+        choices = row.get("choices")
+        if not isinstance(choices, dict):
+            raise BrokenRow("options are missing")
+        # Unused letters have empty texts.
+        options = plain_options(without_unused([choices.get(letter) for letter in "ABCDE"]))
+        question = choice(id, video, text, options, letter_answer(row, options))
+        return Item(question, tasks=tasks)
+    raise BrokenRow(f"question_type {kind!r}: neither multiple-choice nor open-ended")
+
+
+def _read_charades(row: Row) -> Item:
+    video = text_of(row, "video")
+    caption = text_of(row, "caption")
+    span = span_answer(row, "timestamp")
+    question = Question(
+        id=f"{video}/{span}/{caption}",
+        video=path_of(f"Charades_v1_480/{video}"),
+        text=f"When does this happen in the video: {caption.rstrip('.')}?",
+        kind=QuestionKind.TEMPORAL_GROUNDING,
+        answer=span,
+    )
+    return Item(question)
+
+
+def _read_cgbench(row: Row) -> Item:
+    """Read a question of its task `long_acc`: multiple choice on the whole video.
+
+    The layout follows the benchmark's own code (github.com/CG-Bench/CG-Bench), which unpacks the
+    videos into `cg_videos_720p`.
+    """
+    options = plain_options(row.get("choices"))
+    question = choice(
+        id=text_of(row, "qid"),
+        video=f"cg_videos_720p/{text_of(row, 'video_uid')}.mp4",
+        text=text_of(row, "question"),
+        options=options,
+        answer=letter_answer(row, options, "right_answer"),
+    )
+    return Item(question, tasks=optional_task(row, "sub_category"))
+
+
+# --- the benchmarks ---
+
+_VIDEOMME = Benchmark(
+    name="videomme",
+    title="VideoMME w/o",
+    source="lmms-lab/Video-MME",
+    patterns=("videomme/test-*.parquet", "*test-*.parquet"),
+    media=("videos_chunked_*.zip", "subtitle.zip"),
+    read=_read_videomme,
+)
+
+_ALL = (
+    _VIDEOMME,
+    dataclasses.replace(
+        _VIDEOMME,
+        name="videomme_wsub",
+        title="VideoMME w/ sub",
+        read=_read_videomme_with_subtitles,
+    ),
+    Benchmark(
+        name="longvideobench",
+        title="LongVideoBench",
+        source="longvideobench/LongVideoBench",
+        patterns=("*validation-*.parquet", "lvb_val.json"),
+        media=("videos.tar*",),
+        read=_read_longvideobench,
+    ),
+    Benchmark(
+        name="lvbench",
+        title="LVBench",
+        source="lmms-lab/LVBench",
+        patterns=("*test-*.parquet", "*train-*.parquet", "*video_info.meta.jsonl"),
+        read=_read_lvbench,
+        rows=_lvbench_rows,
+    ),
+    Benchmark(
+        name="mlvu",
+        title="MLVU",
+        source="sy1998/MLVU_dev",
+        patterns=("*test-*.parquet", "json/[1-7]_*.json", "*/json/[1-7]_*.json"),
+        read=_read_mlvu,
+        rows=_mlvu_rows,
+    ),
+    Benchmark(
+        name="mmvu",
+        title="MMVU",
+        source="yale-nlp/MMVU",
+        patterns=("validation.json", "*validation-*.parquet"),
+        read=_read_mmvu,
+    ),
+    Benchmark(
+        name="charades",
+        title="Charades-STA mIoU",
+        source="lmms-lab/charades_sta",
+        patterns=("*test-*.parquet",),
+        media=(),
+        elsewhere="Charades_v1_480.zip of https://prior.allenai.org/projects/charades",
+        read=_read_charades,
+        score="miou",
+    ),
+    # `cgbench_mini.json` has the 3,000 questions of the leaderboard, `cgbench.json` all 12,129.
+    Benchmark(
+        name="cgbench",
+        title="CG-Bench",
+        source="CG-Bench/CG-Bench",
+        patterns=("cgbench_mini.json", "cgbench.json"),
+        media=_CGBENCH_VIDEOS,
+        joined=_CGBENCH_VIDEOS,
+        read=_read_cgbench,
+    ),
+)
+
+BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in _ALL}
 """Benchmarks by name. The paper's come first, in the order of its table."""
 
 
 def title_of(name: str) -> str:
-    """A benchmark's name in reports and tables; the name itself for a user's own questions."""
+    """Return a benchmark's name in reports; the name itself for a user's own questions."""
     return BENCHMARKS[name].title if name in BENCHMARKS else name
 
 
@@ -67,7 +323,7 @@ def load(name: str, source: str = "") -> Loaded:
     items: list[Item] = []
     seen: collections.Counter[str] = collections.Counter()
     broken: dict[str, str] = {}
-    rows = benchmark.rows(read_rows(source, benchmark.patterns, benchmark.fields))
+    rows = benchmark.rows(read_rows(source, benchmark.patterns))
     for number, row in enumerate(rows):
         try:
             item = dataclasses.replace(benchmark.read(row), row=row)

@@ -11,7 +11,7 @@ from huggingface_hub import errors
 from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.benchmarks import BENCHMARKS, load
-from rollout.evaluation.paper import COLUMNS
+from rollout.evaluation.table_1 import COLUMNS
 from tests.paravt_jax.benchmarks import published
 
 MCQ = QuestionKind.MULTIPLE_CHOICE

@@ -147,16 +147,6 @@ def test_own_questions_come_from_a_file_or_from_python(run, videos, tmp_path):
     assert without_run(from_python) == without_run(summary)
 
 
-def test_the_releases_score_of_the_same_answers_is_printed_if_it_differs(run, tmp_path):
-    _, printed = run()
-    assert "as the release reads" not in printed
-    summary, printed = run(said="x\n</think>\nA or B", out=str(tmp_path / "other"))
-    assert (summary["accuracy"], summary["unread"]) == (0.0, 3)
-    assert summary["other_readings"]["release"]["differ"] == 1
-    assert "as the release reads the same answers: 33.3 [" in printed
-    assert "]; 1 of 3 questions differ" in printed
-
-
 # --- a run against an endpoint ---
 
 

@@ -82,24 +82,6 @@ def test_missing_answers_are_counted_apart_for_open_ended_questions():
     assert found["open_ended"]["without_answer"] == 2
 
 
-def test_other_readings_have_a_score_and_count_the_questions_that_differ():
-    lines = [
-        line("a", 1.0, "v1", other_scores={"release": 1.0}),
-        line("b", 0.0, "v2", other_scores={"release": 1.0}),
-        line("c", 1.0, "v3", other_scores={"release": 0.0, "another": 1.0}),
-        line("d", 1.0, "v4", other_scores={}),
-        line("e", 0.2, "v5", kind="oe", other_scores={}),
-    ]
-    found = summarise(config("mmvu"), iter(lines), 5, {})["other_readings"]
-    assert list(found) == ["another", "release"]
-    assert (found["another"]["n"], found["another"]["differ"]) == (1, 0)
-    release = found["release"]
-    assert (release["n"], release["differ"]) == (3, 2)
-    assert release["score"] == release["ours"] == pytest.approx(2 / 3)
-    low, high = release["interval"]
-    assert 0 < low < 2 / 3 < high < 1
-
-
 def test_unread_answers_and_refused_reports_are_counted():
     lines = [
         line("a", 0.0, unread=True),

@@ -23,6 +23,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.rewards import Rewards
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.scoring import executed_calls, seed_of
+from rollout.evaluation.figures import row
 from rollout.evaluation.native_video import read_video_overview
 from rollout.evaluation.play import (
     EvaluationSettings,
@@ -31,7 +32,6 @@ from rollout.evaluation.play import (
     Scoring,
     play_and_score,
 )
-from rollout.evaluation.summary import row
 from tests.rollout.evaluation.conftest import PLAN
 
 

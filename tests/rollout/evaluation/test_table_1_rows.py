@@ -22,7 +22,7 @@ from paravt_jax.method.wording import Prompt
 from paravt_jax.world.vocabulary import save_tokenizer
 from rollout import evaluate as command
 from rollout.evaluation.folder import read_json
-from rollout.evaluation.paper import TABLE_1
+from rollout.evaluation.table_1 import TABLE_1
 from tests.cut_tokenizer import cut_tokenizer
 from tests.noisy_model import noisy_model
 from tests.paravt_jax.benchmarks import published

@@ -1,0 +1,151 @@
+"""Reads the published tables of benchmarks, and finds their videos."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from paravt_jax.data import foreign
+from paravt_jax.data.sources import from_hub
+
+Row = dict[str, Any]
+
+_MOST_BYTES = 1 << 30
+
+_NUMBERED = re.compile(r"\d{1,4}\.\w+")
+"""Names such as "7.mp4". Every folder of MMVU has them, so a file with such a name may be the wrong
+one even if no other on disk has it."""
+
+_SUFFIXES = (".mp4", ".MP4", ".mkv", ".webm", ".avi", ".mov")
+"""Suffixes of videos. Copies of a benchmark may have another container than its rows say."""
+
+
+def read_rows(source: str, patterns: Sequence[str]) -> list[Row]:
+    """Read the rows of a table (parquet, JSON or JSON lines), file by file in the order of names.
+
+    Columns of parquet files that hold pictures or videos are not read.
+
+    Args:
+        source: one file, a folder laid out like the hub's repository, or a hub id.
+        patterns: patterns of relative paths, in order of preference. Only the files of the first
+            pattern that matches are read; `*` also matches "/".
+
+    Raises:
+        FileNotFoundError: no file matches.
+        ValueError: a file is damaged or holds no rows.
+    """
+    rows: list[Row] = []
+    for file in table_files(source, patterns):
+        rows += _read(file)
+    return rows
+
+
+def table_files(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
+    """The files that `read_rows` reads, fetched from the hub if needed."""
+    path = pathlib.Path(source)
+    if path.is_file():
+        return [path]
+    folder = path if path.is_dir() else _fetch(source, patterns)
+    files = (file for file in folder.rglob("*") if file.is_file())
+    names = sorted(file.relative_to(folder).as_posix() for file in files)
+    for pattern in patterns:
+        found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if found:
+            return [folder / name for name in found]
+    raise FileNotFoundError(
+        f"--data {source}: holds none of {', '.join(patterns)}; "
+        "give the folder of the published files, or the file"
+    )
+
+
+def _fetch(source: str, patterns: Sequence[str]) -> pathlib.Path:
+    try:
+        return from_hub(source, patterns)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--data {error}") from error
+
+
+def _read(file: pathlib.Path) -> list[Row]:
+    try:
+        if file.suffix == ".parquet":
+            return _read_parquet(file)
+        text = foreign.read_bytes(file, _MOST_BYTES).decode()
+        if file.suffix == ".jsonl":
+            # splitlines() would also split at characters that JSON allows inside a text (U+2028).
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        else:
+            rows = json.loads(text)
+    # RecursionError: nested too deeply.
+    except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
+        reason = f"{type(error).__name__}: {foreign.shortened(error, 200)}"
+        raise ValueError(f"{file}: cannot be read ({reason}); fetch it again") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{file}: not a list of rows; give a table as the benchmark publishes it")
+    return rows
+
+
+def _read_parquet(file: pathlib.Path) -> list[Row]:
+    with pq.ParquetFile(file) as table:
+        columns = [field.name for field in table.schema_arrow if "binary" not in str(field.type)]
+        return table.read(columns).to_pylist()
+
+
+class VideoFolder:
+    """A folder of unpacked archives, which may add or drop a folder around the videos."""
+
+    def __init__(self, root: str | os.PathLike):
+        self.root = pathlib.Path(root)
+        if not self.root.is_dir():
+            raise FileNotFoundError(
+                f"--videos {root}: no such folder; "
+                "give the one that the benchmark's archives were unpacked into"
+            )
+
+    def find(self, path: str) -> str | None:
+        """Find a file that a benchmark names.
+
+        Look first at `path` below the root, then at `path` without its leading folders, then for a
+        file of the same name anywhere below the root. A video that is not found may have the suffix
+        of another container, such as .mkv or .MP4 for .mp4.
+
+        Returns:
+            The file's path relative to the root; None if there is no such file, or if several files
+            have the name.
+        """
+        found = self._find(path)
+        stem, suffix = os.path.splitext(path)
+        if found is None and suffix in _SUFFIXES:
+            others = (self._find(stem + other) for other in _SUFFIXES if other != suffix)
+            found = next((place for place in others if place is not None), None)
+        return found
+
+    def _find(self, path: str) -> str | None:
+        parts = path.split("/")
+        for start in range(len(parts)):
+            tail = "/".join(parts[start:])
+            if (self.root / tail).is_file():
+                return tail
+        name = parts[-1]
+        places = self._by_name.get(name, [])
+        if len(places) != 1 or _NUMBERED.fullmatch(name):
+            return None
+        return places[0]
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, list[str]]:
+        """All files below the root, as relative paths by file name."""
+        found: dict[str, list[str]] = {}
+        for folder, _, names in os.walk(self.root):
+            for name in names:
+                place = (pathlib.Path(folder) / name).relative_to(self.root)
+                found.setdefault(name, []).append(place.as_posix())
+        return found
