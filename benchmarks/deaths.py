@@ -55,8 +55,8 @@ from benchmarks.killing import (
     rows_of,
 )
 from benchmarks.run_homes import Home, InStore, OnDisk
+from paravt_jax.data.any_path import require_local
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.local_path import require_local
 
 PROCESSES = 2
 DEVICES = 2

@@ -39,6 +39,7 @@ from models.model import VisionLanguageModel, abstract_model
 from models.rope import mrope_positions, next_position
 from models.vision import patchify
 from models.weights import hf
+from paravt_jax.data.any_path import require_local
 from paravt_jax.data.frames import (
     ReadFrames,
     ReadTask,
@@ -48,7 +49,6 @@ from paravt_jax.data.frames import (
     read_now,
     shown,
 )
-from paravt_jax.data.local_path import require_local
 from paravt_jax.data.sizes import FrameRules
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine

@@ -37,7 +37,7 @@ from models.features import FrameFeatures, FrameSettings
 from models.weights import hf
 from models.weights.folder import local_folder
 from paravt_jax.data import video
-from paravt_jax.data.local_path import require_local
+from paravt_jax.data.any_path import require_local
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, ask, run
 from rollout.engine.settings import EngineSizes

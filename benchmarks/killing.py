@@ -32,7 +32,7 @@ import jax
 import numpy as np
 import tyro
 
-from paravt_jax.data.local_path import require_local
+from paravt_jax.data.any_path import require_local
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import MEASURED, PHASES, read_metrics
 

@@ -34,8 +34,8 @@ from paravt_extras.plan.abstract import abstract_rl_step
 from paravt_extras.report.discovery import greedy
 from paravt_extras.studies.study import over_seeds, require_seeds
 from paravt_extras.summary import Line
+from paravt_jax.data.any_path import require_local
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.local_path import require_local
 from rollout.evaluation.markdown import table as markdown
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory

@@ -44,7 +44,7 @@ from models.rope import mrope_positions, visual_index
 from models.vision import frame_layout
 from models.weights import hf
 from models.weights.hf_config import to_hf
-from paravt_jax.data.local_path import require_local
+from paravt_jax.data.any_path import require_local
 from train.durable.allocator import reuse_freed_memory
 
 JOBS = {"prefill": 3, "decode": 3, "train": 2}

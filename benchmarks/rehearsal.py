@@ -34,7 +34,7 @@ from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import SIZES
 from models.weights.hf import save
 from paravt_extras.stand_in import write_stand_in
-from paravt_jax.data.local_path import require_local
+from paravt_jax.data.any_path import require_local
 from train.durable.metrics import read_metrics
 
 RUN = pathlib.Path("runs/paravt_8b-rehearsal")

@@ -17,8 +17,7 @@ import tempfile
 import filelock
 import jax
 
-from paravt_jax.data.any_path import AnyPath, is_bucket
-from paravt_jax.data.user_folder import user_folder
+from paravt_jax.data.any_path import AnyPath, is_bucket, user_folder
 from paravt_jax.processes import hosts
 
 MOST_BYTES = 4 * 10**9

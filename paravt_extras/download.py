@@ -14,10 +14,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from paravt_extras import data_sets
 from paravt_jax.command_name import command_name
-from paravt_jax.data import hub
+from paravt_jax.data.any_path import require_local
 from paravt_jax.data.archives import Archive, find_archives, mark_of, unpack
-from paravt_jax.data.local_path import require_local
 from paravt_jax.data.stored_settings import lock
 from paravt_jax.progress import Progress, size
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
@@ -55,7 +55,7 @@ class Plan:
         return sum(self.loose.values()) + self.packed + largest
 
 
-def plan_of(benchmark: Benchmark, listing: hub.Listing) -> Plan:
+def plan_of(benchmark: Benchmark, listing: data_sets.Listing) -> Plan:
     """Choose the files of a split.
 
     Raises:
@@ -102,19 +102,19 @@ def download(name: str, folder: pathlib.Path, keep_archives: bool = False) -> No
         OSError: The disk is full, or another process uses the folder.
     """
     benchmark = BENCHMARKS[name]
-    plan = plan_of(benchmark, hub.data_set_files(benchmark.source))
+    plan = plan_of(benchmark, data_sets.data_set_files(benchmark.source))
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         _say(
             f"{name}: {len(plan.loose)} files, {size(sum(plan.loose.values()))}; with its "
             f"archives it takes up to {size(plan.room)} of disk"
         )
-        hub.download(benchmark.source, plan.revision, plan.loose, folder)
+        data_sets.download(benchmark.source, plan.revision, plan.loose, folder)
         for number, archive in enumerate(plan.archives, 1):
             if not mark_of(archive, folder).exists():
                 place = f"{number} of {len(plan.archives)}"
                 _say(f"{name}: archive {place}, {archive.name}, {size(archive.size)}")
-                hub.download(benchmark.source, plan.revision, archive.parts, folder)
+                data_sets.download(benchmark.source, plan.revision, archive.parts, folder)
                 _unpack([archive], folder)
             if not keep_archives:
                 for part in archive.parts:
@@ -157,12 +157,12 @@ def sizes_table(names: Iterable[str]) -> tuple[str, bool]:
     """
     lines = [_row("split", "questions", "videos", "archives", "disk")]
     problems = []
-    listings: dict[str, hub.Listing] = {}
+    listings: dict[str, data_sets.Listing] = {}
     for name in names:
         benchmark = BENCHMARKS[name]
         try:
             if benchmark.source not in listings:
-                listings[benchmark.source] = hub.data_set_files(benchmark.source)
+                listings[benchmark.source] = data_sets.data_set_files(benchmark.source)
             plan = plan_of(benchmark, listings[benchmark.source])
         except (OSError, ValueError) as error:
             lines.append(_row(name, "?", "?", "?", "?"))

@@ -20,7 +20,7 @@ from models.weights.hf import save
 from paravt_extras.fit import choose_mesh
 from paravt_extras.slices import found_devices
 from paravt_extras.stand_in import write_stand_in
-from paravt_jax.data.local_path import require_local
+from paravt_jax.data.any_path import require_local
 from paravt_jax.processes import cluster, hosts
 from train.published_model import copy_tokenizer
 from train.settings import Run, change
@@ -111,7 +111,7 @@ def cut(run: Run) -> Run:
         "run_dir": run.run_dir or f"runs/{name}",
         "model.size": "rehearsal",
         # Rows that are too long for the cut lengths say nothing about the run.
-        "data.max_left_out": 1.0,
+        "max_left_out": 1.0,
     }
     for path, most in _MOST.items():
         section, _, field = path.partition(".")

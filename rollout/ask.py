@@ -30,10 +30,10 @@ from models.model import VisionLanguageModel
 from models.peft_folder import base_folder, load
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
+from paravt_jax.data.any_path import require_local
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError, is_address, without_scheme
-from paravt_jax.data.local_path import require_local
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.srt import read_srt
 from paravt_jax.method import tokenizer

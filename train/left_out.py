@@ -1,9 +1,8 @@
-"""Accounts for the rows of published data that a run does not use, by source and reason."""
+"""Accounts for rows and videos that a run does not use, and stops a run that loses too many."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -11,98 +10,93 @@ from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.preparation import LEFT_OUT, PLAN
-from paravt_jax.data.stored_json import read_json
+from paravt_jax.processes import hosts
+from train.data import Data
+from train.settings import Run
 
-ROWS = "rows.json"
-"""File in a run's folder: per source, its rows and how many are left out for each reason."""
+UNREADABLE = "unreadable_videos.json"
+"""File in a run's folder: why each unreadable video cannot be read, by path."""
 
+_NAMED = 20  # largest number of videos to print by name
 
-@dataclasses.dataclass(frozen=True)
-class SourceRows:
-    """The rows of one source, which is a split of the published files."""
-
-    rows: int
-    left_out: dict[str, int]
-    """Rows that are not used, by reason."""
-
-    @property
-    def unused(self) -> int:
-        return sum(self.left_out.values())
+Counts = dict[str, collections.Counter[str]]
+"""Rows per source, by the reason why they are not used; the others are under `kept`."""
 
 
-def count_rows(
-    summary: Mapping[str, Any], further: Iterable[tuple[str, str]] = ()
-) -> dict[str, SourceRows]:
+class LeftOutError(Exception):
+    """More rows or videos than allowed are left out; the message names them."""
+
+
+def count_rows(summary: Mapping[str, Any], further: Iterable[tuple[str, str]] = ()) -> Counts:
     """Count the rows of each source.
 
     Args:
         summary: The summary of a prepared set.
         further: Source and reason of each prepared row that the run leaves out itself.
     """
-    more: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    sources = {source: collections.Counter(rows) for source, rows in summary["sources"].items()}
     for source, reason in further:
-        more[source][reason] += 1
-    return {
-        source: SourceRows(
-            counts["kept"] + sum(counts["left_out"].values()),
-            counts["left_out"] | more[source],
-        )
-        for source, counts in summary["sources"].items()
-    }
+        sources[source]["kept"] -= 1
+        sources[source][reason] += 1
+    return sources
 
 
-def describe_rows(sources: Mapping[str, SourceRows]) -> str:
+def describe_rows(sources: Counts) -> str:
     """A table in plain text, one line per source."""
     width = max(map(len, ["source", *sources]))
     lines = [f"{'source':{width}}  {'rows':>9}  {'used':>9}  left out"]
-    for source, counts in sources.items():
-        used = counts.rows - counts.unused
-        reasons = f"  {_reasons(counts)}" if counts.unused else ""
-        lines.append(f"{source:{width}}  {counts.rows:>9,}  {used:>9,}{reasons}")
+    for source, rows in sources.items():
+        line = f"{source:{width}}  {rows.total():>9,}  {rows['kept']:>9,}  {_reasons(rows)}"
+        lines.append(line.rstrip())
     return "\n".join(lines)
 
 
-def require_enough(
-    sources: Mapping[str, SourceRows], most: float, folder: str | pathlib.Path
-) -> None:
-    """Check that no source has lost too many rows.
-
-    Args:
-        sources: The counts.
-        most: Largest share of a source's rows that may be left out.
-        folder: Folder of the prepared set.
-
-    Raises:
-        ValueError: A source has lost more. The message is one line.
-    """
+def require_rows(run: Run, sources: Counts) -> None:
+    """Raise LeftOutError if a source has lost a larger share of its rows than allowed."""
     lost = [
-        f"{source} ({counts.unused:,} of {counts.rows:,} rows: {_reasons(counts)})"
-        for source, counts in sources.items()
-        if counts.unused > most * counts.rows
+        f"{source} ({rows.total() - rows['kept']:,} of {rows.total():,} rows: {_reasons(rows)})"
+        for source, rows in sources.items()
+        if rows.total() - rows["kept"] > run.max_left_out * rows.total()
     ]
     if lost:
-        folder = pathlib.Path(folder)
-        raise ValueError(
-            f"data.max_left_out: {most:g}; a larger share is left out of {'; '.join(lost)}. See "
-            f"{folder / LEFT_OUT}; mend or remove these files, delete {folder / PLAN} and prepare "
-            "again, or allow a larger share with --data.max-left-out"
+        assert run.data is not None
+        folder = pathlib.Path(run.data.folder)
+        raise LeftOutError(
+            f"max_left_out: {run.max_left_out:g}; a larger share is left out of {'; '.join(lost)}. "
+            f"See {folder / LEFT_OUT}; mend or remove these files, delete {folder / PLAN} and "
+            "prepare again, or allow a larger share with --max-left-out"
         )
 
 
-def _reasons(counts: SourceRows) -> str:
+def _reasons(rows: collections.Counter[str]) -> str:
     """The most frequent reason comes first."""
-    ordered = sorted(counts.left_out.items(), key=lambda item: -item[1])
-    return ", ".join(f"{count:,} {reason}" for reason, count in ordered)
+    return ", ".join(f"{n:,} {reason}" for reason, n in rows.most_common() if reason != "kept")
 
 
-def write_rows(folder: pathlib.Path, sources: Mapping[str, SourceRows]) -> None:
-    """Write the counts to a run's folder, from where the report reads them."""
-    content = {source: dataclasses.asdict(counts) for source, counts in sources.items()}
-    write_atomically(folder / ROWS, json.dumps(content, indent=1))
+def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, str]) -> None:
+    """Add unreadable videos to `data.unreadable`, and write the list to the run's folder.
 
+    Args:
+        run: `max_left_out` is the limit.
+        folder: The run's folder.
+        data: The data, whose list of unreadable videos is extended.
+        more: Reasons of further videos by path, found while checking or decoding.
 
-def read_rows(folder: pathlib.Path) -> dict[str, Any]:
-    """The counts that `write_rows` wrote, as JSON; empty for a run without published data."""
-    file = folder / ROWS
-    remedy = "delete it, and the report goes without these counts"
-    return read_json(file, dict[str, dict[str, Any]], remedy) if file.exists() else {}
+    Raises:
+        LeftOutError: The list exceeds the allowed share.
+    """
+    known = len(data.unreadable)
+    data.unreadable.update(more)
+    count = len(data.unreadable)
+    if hosts.is_first():
+        write_atomically(folder / UNREADABLE, json.dumps(data.unreadable, indent=1))
+    shown = sorted(data.unreadable.items())[:_NAMED]
+    named = "; ".join(f"{path}: {reason}" for path, reason in shown)
+    if count > known and hosts.is_first():
+        print(f"{count} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}")
+    if count > run.max_left_out * data.videos:
+        remedy = "Replace them" if run.world is None else f"Delete {data.root} to render it again"
+        raise LeftOutError(
+            f"max_left_out: {run.max_left_out:g}; {count} of {data.videos} videos cannot be read: "
+            f"{named}. {remedy}, or allow a larger share with --max-left-out"
+        )

@@ -14,7 +14,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from configs import RECIPES
 from paravt_jax.data import datasets, video
@@ -23,8 +23,8 @@ from paravt_jax.data.earnable import require_in_video
 from paravt_jax.data.file_sums import seal
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import VideoError
-from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
-from paravt_jax.data.published import Reason, Refused, split_of
+from paravt_jax.data.preparation import LEFT_OUT, open_prepared
+from paravt_jax.data.published import Refused, split_of
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.data.stored_json import DamagedFileError, read_json
 from paravt_jax.method import tokenizer
@@ -38,11 +38,17 @@ from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer, world_p
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
-from train.left_out import count_rows, describe_rows, require_enough, write_rows
+from train.left_out import (
+    UNREADABLE,
+    LeftOutError,
+    count_rows,
+    describe_rows,
+    note_unreadable,
+    require_rows,
+)
 from train.published_data import DataSettings, hold_out, prepare_published
 from train.published_model import copy_tokenizer
 from train.settings import Run
-from train.unreadable import UNREADABLE, UnreadableVideosError, note_unreadable
 from train.world_data import prepare_world, require_bounds
 
 CHECKED = "checked_questions.json"
@@ -68,7 +74,7 @@ def prepare(
 
     Raises:
         ValueError: If the recipe has no data, or data that does not fit its settings.
-        UnreadableVideosError: If more videos than `run.unreadable_share` cannot be read.
+        LeftOutError: If a larger share of rows or videos than `run.max_left_out` cannot be used.
         OSError: If another process prepares data in `run.data.folder`.
     """
     if questions is not None or (run.data is not None and run.data.questions):
@@ -87,7 +93,6 @@ def _published(
     run: Run, settings: DataSettings, folder: pathlib.Path, check: Callable[[], None]
 ) -> Data:
     summary = prepare_dataset(run, check)
-    _require_readable(run, settings, summary)
     copy_tokenizer(run.model.path, folder / "tokenizer")
     _require_sealed(folder / "tokenizer")
     prepared = open_prepared(pathlib.Path(settings.folder))
@@ -113,8 +118,10 @@ def _published(
     # SFT alone asks no questions, so their lengths do not matter to it.
     if run.rl is not None or data.heldout:
         data = _without_long_questions(run, data, summary["seconds"].get("most", 0.0))
-    too_long = _too_long(run, data, (*questions, *heldout))
-    _account_for_rows(settings, folder, summary, too_long)
+    sources = count_rows(summary, _too_long(run, data, (*questions, *heldout)))
+    if hosts.is_first():
+        print(describe_rows(sources))
+    require_rows(run, sources)
     return data
 
 
@@ -141,51 +148,22 @@ def _too_long(run: Run, data: Data, questions: Sequence[Question]) -> list[tuple
     return found
 
 
-def _account_for_rows(
-    settings: DataSettings,
-    folder: pathlib.Path,
-    summary: dict[str, Any],
-    too_long: Sequence[tuple[str, str]],
-) -> None:
-    """Prints which rows are left out, checks their share, and notes it in the run's folder."""
-    sources = count_rows(summary, too_long)
-    if hosts.is_first():
-        print(describe_rows(sources))
-    require_enough(sources, settings.max_left_out, settings.folder)
-    if hosts.is_first():
-        write_rows(folder, sources)
-
-
 def _sizes_of(summary: dict[str, Any]) -> tuple[tuple[int, int], ...]:
     """The (height, width) of the videos of a prepared set, the most frequent first."""
     sizes = (name.split("x") for name in summary["sizes"])
     return tuple((int(height), int(width)) for width, height in sizes)
 
 
-def _require_readable(run: Run, settings: DataSettings, summary: dict[str, Any]) -> None:
-    """Raises UnreadableVideosError if too many rows were left out because of their files."""
-    counts = {
-        reason: summary["reasons"].get(reason, 0)
-        for reason in (Reason.MISSING, Reason.UNREADABLE, Reason.SLOW)
-    }
-    unreadable = sum(counts.values())
-    if unreadable > run.unreadable_share * summary["rows"]:
-        folder = pathlib.Path(settings.folder)
-        named = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-        raise UnreadableVideosError(
-            f"{unreadable} of {summary['rows']} rows have files that cannot be read ({named}); "
-            f"see {folder / LEFT_OUT}. Restore the files, delete {folder / PLAN} and prepare "
-            f"again, or allow a larger share than --unreadable-share {run.unreadable_share:g}."
-        )
-
-
 class _Checked(TypedDict):
     """What a run knows about the videos of your own questions."""
 
     digest: str
-    longest: NotRequired[float]
-    sizes: NotRequired[list[list[int]]]
-    unreadable: NotRequired[dict[str, str]]
+    longest: float
+    """Duration of the longest, in seconds."""
+    sizes: list[list[int]]
+    """Their different (height, width), the most frequent first."""
+    unreadable: dict[str, str]
+    """Why videos cannot be read, by path."""
 
 
 def _own_questions(
@@ -206,19 +184,17 @@ def _own_questions(
     digest = _digest(questions)
 
     file = folder / CHECKED  # from an earlier start, or from the first process of this run
-    checked: dict[str, Any] = {"digest": digest}
     if file.exists():
-        checked = read_json(file, _Checked, "restore it from a backup")
-    if checked["digest"] != digest:
-        source = settings.questions or "given from Python"
-        raise ValueError(
-            f"data.questions: {source}; the run in {folder} started with other questions: "
-            "restore them, or choose another --run-dir"
-        )
-    # A new run, or one that an earlier version started.
-    if not {"longest", "sizes", "unreadable"} <= checked.keys():
         # Which questions are left out stays as it was found first.
-        checked = _check_videos(root, questions, settings.processes, check) | checked
+        checked = read_json(file, _Checked, "restore it from a backup")
+        if checked["digest"] != digest:
+            source = settings.questions or "given from Python"
+            raise ValueError(
+                f"data.questions: {source}; the run in {folder} started with other questions: "
+                "restore them, or choose another --run-dir"
+            )
+    else:
+        checked = {"digest": digest, **_check_videos(root, questions, settings.processes, check)}
     unreadable = checked["unreadable"]
     readable = tuple(question for question in questions if question.video not in unreadable)
     training, heldout = hold_out(readable, settings.heldout)
@@ -275,10 +251,7 @@ def _digest(questions: Sequence[Question]) -> str:
 def _check_videos(
     root: pathlib.Path, questions: Sequence[Question], processes: int, check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Returns what a run has to know about its videos.
-
-    That is the reason for each unreadable one, the duration of the longest in seconds, and their
-    different (height, width), the most frequent first.
+    """Return what a run has to know about its videos: the further fields of `_Checked`.
 
     Raises:
         ValueError: Questions ask for spans that are not in their videos. The message names the
@@ -483,9 +456,8 @@ def main(argv: list[str] | None = None) -> int:
         f"{left_out} lists the other rows with reasons"
     )
     try:
-        _require_readable(run, run.data, summary)
-        require_enough(sources, run.data.max_left_out, run.data.folder)
-    except (UnreadableVideosError, ValueError) as error:
+        require_rows(run, sources)
+    except LeftOutError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-import json
 import os
 import pathlib
 from collections.abc import Callable
@@ -15,9 +14,8 @@ from models.config import VisionConfig
 from models.features import FrameSettings
 from models.weights.folder import local_folder
 from paravt_jax.data import preparation, sources
-from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.any_path import require_local
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.local_path import require_local
 from paravt_jax.data.row_reading import Reading
 from paravt_jax.data.stored_settings import lock
 from paravt_jax.data.video import Decoder, require_decoder
@@ -26,7 +24,6 @@ from paravt_jax.method.records import Question
 from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
 
-_SOURCES = "sources.json"  # the sources of a prepared set, as the settings named them
 _LOCK = ".lock"  # held while the set is made
 
 
@@ -52,8 +49,6 @@ class DataSettings:
     """Time limit for preparing a row or reading a file's frames, in seconds."""
     decoder: Decoder = "pyav"
     """Library that decodes frames; the pixels are equal. decord needs local files."""
-    max_left_out: float = 0.5
-    """Largest share of a source's rows that may be left out, for any reason, from 0 to 1."""
     questions: str = ""
     """File of your own questions (JSON or CSV), on videos in `media`; replaces `annotations`."""
 
@@ -66,10 +61,6 @@ class DataSettings:
             value = getattr(self, name)
             if not value > 0:  # true for NaN, too
                 raise ValueError(f"data.{name}: {value}; must be above 0")
-        if not 0 <= self.max_left_out <= 1:
-            raise ValueError(
-                f"data.max_left_out: {self.max_left_out}; must be a share of rows, from 0 to 1"
-            )
         for name in ("annotations", "media"):
             if not getattr(self, name):
                 raise ValueError(
@@ -113,12 +104,22 @@ def prepare_published(
         ValueError: If the folder contains a set that was prepared with other settings.
         OSError: If another process prepares data in the folder.
     """
-    tokenizer = local_folder(model, weights=False)
-    reading = reading_of(settings, limits, frames, vision, tokenizer)
-    summary = find_prepared(settings, reading)
+    reading = Reading(
+        root="",  # known when the media are there
+        tokenizer=str(local_folder(model, weights=False)),
+        limits=_shared_limits(limits),
+        frames=settings.frames,
+        fps=settings.fps,
+        rules=frames.rules(vision),
+        crop_rules=frames.rules(vision, crop=True),
+        annotations=settings.annotations,
+        media=settings.media,
+    )
+    folder = pathlib.Path(settings.folder)
+    # The sources of a finished set are not looked at. They may have been deleted since.
+    summary = preparation.known_summary(folder, reading)
     if summary is not None:
         return summary
-    folder = pathlib.Path(settings.folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         held = lock(folder / _LOCK)
@@ -129,12 +130,12 @@ def prepare_published(
         ) from error
     with held:
         # Another process may have finished the set since the first look.
-        summary = find_prepared(settings, reading)
+        summary = preparation.known_summary(folder, reading)
         return summary or _prepare(settings, reading, check)
 
 
 def _prepare(settings: DataSettings, reading: Reading, check: Callable[[], None]) -> dict[str, Any]:
-    """Fetches the sources and prepares their rows; see `prepare_published`."""
+    """Fetch the sources and prepare their rows; see `prepare_published`."""
     folder = pathlib.Path(settings.folder)
     annotations = sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"])
     tables = preparation.find_tables(annotations)
@@ -142,7 +143,7 @@ def _prepare(settings: DataSettings, reading: Reading, check: Callable[[], None]
         root = sources.media_root(settings.media, folder, _reporting(progress, check))
     reading = dataclasses.replace(reading, root=str(root.resolve()))
     with Progress("prepare rows", "row", shown=hosts.is_first()) as progress:
-        summary = preparation.prepare_rows(
+        return preparation.prepare_rows(
             tables,
             folder,
             reading,
@@ -150,51 +151,10 @@ def _prepare(settings: DataSettings, reading: Reading, check: Callable[[], None]
             deadline=settings.deadline,
             tell=_reporting(progress, check),
         )
-    # Written last: it marks the set as complete for these sources.
-    write_atomically(folder / _SOURCES, _named_sources(settings))
-    return summary
-
-
-def reading_of(
-    settings: DataSettings,
-    limits: ProtocolSettings,
-    frames: FrameSettings,
-    vision: VisionConfig,
-    tokenizer: pathlib.Path,
-) -> Reading:
-    """How rows are read with these settings; without `root`, the folder of the media."""
-    return Reading(
-        root="",
-        tokenizer=str(tokenizer),
-        limits=_shared_limits(limits),
-        frames=settings.frames,
-        fps=settings.fps,
-        rules=frames.rules(vision),
-        crop_rules=frames.rules(vision, crop=True),
-    )
-
-
-def find_prepared(settings: DataSettings, reading: Reading) -> dict[str, Any] | None:
-    """The summary of a finished set of these sources, or None.
-
-    The sources are not looked at. They may have been deleted since.
-
-    Raises:
-        ValueError: The set was prepared with other settings.
-    """
-    folder = pathlib.Path(settings.folder)
-    noted = folder / _SOURCES
-    if not noted.exists() or noted.read_text() != _named_sources(settings):
-        return None
-    return preparation.known_summary(folder, reading)
-
-
-def _named_sources(settings: DataSettings) -> str:
-    return json.dumps({"annotations": settings.annotations, "media": settings.media})
 
 
 def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
-    """Keeps only the limits that affect conversations; the others get their defaults.
+    """Keep only the limits that affect conversations; the others get their defaults.
 
     Recipes that differ in limits of rollouts can then share a prepared set.
     """

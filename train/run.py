@@ -50,6 +50,7 @@ from train.durable.place import Place, open_place
 from train.durable.run_directory import RunDirectoryError
 from train.durable.usage import Usage
 from train.learn.placement import require_even
+from train.left_out import LeftOutError
 from train.out_of_memory import OutOfMemoryError, naming_remedies
 from train.phases.actor import open_actor, open_environment
 from train.phases.align import align
@@ -63,7 +64,6 @@ from train.prepare import prepare
 from train.published_data import open_reader
 from train.published_model import config_of, require_weights
 from train.settings import Run
-from train.unreadable import UnreadableVideosError
 
 
 def begin(run: Run) -> Run:
@@ -94,7 +94,6 @@ def resolved(run: Run) -> dict[str, Any]:
         del settings["data"]["workers"]
         del settings["data"]["deadline"]
         del settings["data"]["decoder"]
-        del settings["data"]["max_left_out"]
     return as_json(settings, "the run's settings")
 
 
@@ -118,7 +117,7 @@ def execute(
     Raises:
         Stopped: If `interrupts` noticed a signal.
         ValueError: If the settings do not fit the data, the weights or the devices.
-        UnreadableVideosError: If too many videos cannot be read.
+        LeftOutError: If too many rows or videos cannot be used.
         OutOfMemoryError: If a device has no memory left; names the settings to lower.
         RunDirectoryError: If the folder belongs to another run.
         CheckpointError: If a checkpoint does not belong to this run.
@@ -330,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
         NotReadyError,
         RunDirectoryError,
         CheckpointError,
-        UnreadableVideosError,
+        LeftOutError,
         OutOfMemoryError,
         hosts.HostsError,
         ValueError,

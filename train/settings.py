@@ -111,8 +111,8 @@ class Run:
     """Steps of each training phase to trace into RUN/profile, such as 3 or 3-5 (docs/speed.md)."""
     seed: int = 0
     """Seed of initial weights, data order and sampling. The small world has its own seeds."""
-    unreadable_share: float = 0.05
-    """Largest share of unreadable videos, from 0 to below 1; with more, the run does not start."""
+    max_left_out: float = 0.1
+    """Largest share of videos, or of a source's rows, that may be left out; else the run ends."""
     engine: EngineSettings = EngineSettings()
     model: ModelSettings = ModelSettings()
     lora: LoRASettings | None = None
@@ -151,11 +151,8 @@ class Run:
                 f"start, cold_started: {self.start!r}, {self.cold_started!r}; both replace the "
                 "cold start: give one of them"
             )
-        if not 0 <= self.unreadable_share < 1:
-            raise ValueError(
-                f"unreadable_share: {self.unreadable_share}; must be a share of videos, "
-                "from 0 to below 1"
-            )
+        if not 0 <= self.max_left_out <= 1:
+            raise ValueError(f"max_left_out: {self.max_left_out}; must be a share, from 0 to 1")
         _check_data(self)
         _check_phases(self)
         require_reached(self.profile, self._steps())

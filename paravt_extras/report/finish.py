@@ -19,7 +19,6 @@ from paravt_extras.report.reward import describe
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.processes import hosts
 from train.durable.step_lines import say
-from train.left_out import read_rows
 from train.settings import Run
 
 # Bound on reading frames of videos for the page of an unfinished run.
@@ -71,9 +70,6 @@ def final_report(
             result: dict[str, Any] = {"name": run.name, "seed": run.seed}
             if run.rl is not None:
                 result["reward"] = describe(run.rl.rewards)
-            rows_of_sources = read_rows(folder)
-            if rows_of_sources:
-                result["data"] = rows_of_sources
             result |= rows | {"curve": read_curve(folder)}
             result["by_temperature"] = read_by_temperature(folder)
             result |= checks(folder) | judged(folder) | {"seconds": seconds} | goodput(folder)

@@ -3,7 +3,7 @@
 It shows key figures before and after RL, what deserves a look, what was learned, whether calls pay
 and the format holds, curves, the evaluation table and about twenty episodes. The page of a run
 without result.json says how far the run is, and shows what there is.
-The sources are config.json, metrics.jsonl, result.json, rows.json, evaluation/ and episodes.jsonl
+The sources are config.json, metrics.jsonl, result.json, evaluation/ and episodes.jsonl
 of the run; any of them may be missing. The page has no scripts and loads nothing, so it opens
 offline in any browser.
 """
@@ -31,7 +31,6 @@ from rollout.report.templates import environment, number
 from train.durable.clock import read_seconds
 from train.durable.metrics import PHASE_TITLES, format_seconds, read_jsonl, read_metrics
 from train.durable.watch import disk_fills, room_for_checkpoint, warnings
-from train.left_out import read_rows
 
 Row = dict[str, Any]
 EPISODES = 21
@@ -153,7 +152,6 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
         phases=_phases(metrics),
         table=_table(result),
         stages=_stages(root, episodes, until),
-        sources=read_rows(root),
         config=json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else "",
     )
     write_atomically(root / "report.html", text)

@@ -21,7 +21,7 @@ from paravt_extras.scenes.write import (
     write_scenes,
 )
 from paravt_jax.command_name import command_name
-from paravt_jax.data.local_path import require_local
+from paravt_jax.data.any_path import require_local
 from paravt_jax.progress import Progress, size
 
 _PROG = command_name("python -m paravt_extras.scenes")

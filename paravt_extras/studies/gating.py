@@ -28,8 +28,8 @@ from paravt_extras.report.discovery import greedy_curve, of_group
 from paravt_extras.report.result import read_result
 from paravt_extras.studies.gating_figure import figure
 from paravt_extras.studies.study import require_seeds, run_study
+from paravt_jax.data.any_path import require_local
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.local_path import require_local
 from train.durable.metrics import format_seconds
 from train.settings import Run, change
 

@@ -28,8 +28,8 @@ from paravt_extras.report.result import read_result
 from paravt_extras.studies.paradox_figure import Result, figure
 from paravt_extras.studies.paradox_tables import claim_tables, show
 from paravt_extras.studies.study import run_study
+from paravt_jax.data.any_path import require_local
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.local_path import require_local
 from paravt_jax.method.rewards import RewardSettings
 from train.durable.metrics import format_seconds, read_metrics
 from train.settings import Run, change

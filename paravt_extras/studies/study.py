@@ -14,9 +14,9 @@ from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import CheckpointError
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.run_directory import RunDirectory, RunDirectoryError
+from train.left_out import LeftOutError
 from train.run import execute, resolved
 from train.settings import Run
-from train.unreadable import UnreadableVideosError
 
 
 def require_seeds(seeds: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ def run_study(runs: Sequence[Run]) -> int:
     except (
         RunDirectoryError,
         CheckpointError,
-        UnreadableVideosError,
+        LeftOutError,
         ValueError,
         OSError,
     ) as error:

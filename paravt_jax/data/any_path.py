@@ -1,4 +1,8 @@
-"""Paths of runs: folders on a disk, or below gs:// addresses of Google Cloud Storage."""
+"""Local paths, and those of runs, which may also be below gs:// addresses of Google Cloud Storage.
+
+`pathlib` would read gs://bucket/run as a folder named "gs:" below the current one, and a command
+would finish with its files on the wrong disk.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,13 @@ import fsspec.config
 from etils import epath
 
 AnyPath = pathlib.Path | epath.Path
-"""A local path, or one below gs://. `pathlib` would turn gs://bucket into the folder "gs:"."""
+"""A local path, or one below gs://."""
 
 _SCHEME = "gs://"
 # gs://BUCKET/FOLDER
-_ADDRESS = re.compile(r"gs://[a-z0-9][a-z0-9._-]+(/[^/\s]+)+/?")
+_FOLDER = re.compile(r"gs://[a-z0-9][a-z0-9._-]+(/[^/\s]+)+/?")
+# One slash, because pathlib.Path collapses two. A single letter before the colon is a drive.
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
@@ -40,13 +46,13 @@ def any_path(path: str | os.PathLike[str]) -> AnyPath:
 def require_folder_or_bucket(field: str, path: str) -> None:
     """Raise ValueError unless `path` is local, or a folder in a bucket whose package is there."""
     if is_bucket(path):
-        if not _ADDRESS.fullmatch(path):
+        if not _FOLDER.fullmatch(path):
             raise ValueError(f"{field}: {path}; give a folder in a bucket, as gs://BUCKET/FOLDER")
         try:
             require_client(path)
         except ModuleNotFoundError as error:
             raise ValueError(f"{field}: {error}") from error
-    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path):
+    elif _ADDRESS.match(path):
         raise ValueError(
             f"{field}: {path} is an address that runs cannot write to; give a local folder, one "
             "that is mounted, or gs://BUCKET/FOLDER"
@@ -60,3 +66,18 @@ def require_client(path: str) -> None:
         raise ModuleNotFoundError(
             f"{path} needs the package gcsfs; install it with pip install -e '.[gcs]'"
         )
+
+
+def require_local(field: str, path: str | os.PathLike[str] | None) -> None:
+    """Raise ValueError, naming `field`, if `path` is an address such as gs://bucket/run."""
+    if path is not None and _ADDRESS.match(os.fspath(path)):
+        raise ValueError(
+            f"{field}: {path} is an address, but this has to be a local path; give a local folder "
+            "or a mounted one, and copy to the bucket afterwards"
+        )
+
+
+def user_folder() -> pathlib.Path:
+    """~/.cache/paravt-jax, or paravt-jax in $XDG_CACHE_HOME if that is set."""
+    parent = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(parent) / "paravt-jax"

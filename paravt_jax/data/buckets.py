@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paravt_jax.data import foreign
+from paravt_jax.data.any_path import user_folder
 from paravt_jax.data.archives import inside
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frames import is_address, without_scheme
 from paravt_jax.data.media_files import open_bucket
 from paravt_jax.data.stored_settings import lock
-from paravt_jax.data.user_folder import user_folder
 
 # Files that readers open first. They are written last, so a folder that has one is complete.
 _LAST = ("config.json", "adapter_config.json")

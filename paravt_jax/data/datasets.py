@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -19,15 +18,11 @@ from typing import Any, TypeVar
 
 import tensorflow_datasets as tfds
 
-from paravt_jax.data.atomic import write_atomically
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.records import Caption, Question, QuestionKind, Subtitle
 
 Record = Question | Caption | Conversation
 _AnyRecord = TypeVar("_AnyRecord", Question, Caption, Conversation)
-
-# Written last: if it exists, the splits are complete.
-_FINGERPRINT = "fingerprint.json"
 
 
 class Records(tfds.core.GeneratorBasedBuilder):
@@ -60,10 +55,10 @@ class Records(tfds.core.GeneratorBasedBuilder):
 
 
 def write_splits(folder: str | os.PathLike, splits: Mapping[str, Iterable[Record]]) -> None:
-    """Write splits to a folder, unless it already contains exactly these records.
+    """Write splits to a folder, in place of those that it holds.
 
-    The records are iterated several times. After an interruption the folder counts as unprepared,
-    and the next call starts over.
+    The records may be iterated several times. After an interruption the folder counts as
+    unprepared.
 
     Raises:
         ValueError: A split is empty.
@@ -74,13 +69,7 @@ def write_splits(folder: str | os.PathLike, splits: Mapping[str, Iterable[Record
             f"datasets: no records in split {', '.join(empty)}; leave it out or give it some"
         )
     folder = pathlib.Path(folder)
-    mark = folder / _FINGERPRINT
-    fingerprint = json.dumps({name: _digest(records) for name, records in splits.items()})
-    # A damaged mark is another one.
-    if mark.exists() and mark.read_bytes() == fingerprint.encode():
-        return
-    # Remove the mark first: without it, the rest of the folder counts as unfinished.
-    mark.unlink(missing_ok=True)
+    _mark(folder).unlink(missing_ok=True)
     shutil.rmtree(folder / Records.name, ignore_errors=True)
     tfds.disable_progress_bar()
     builder = Records(splits, data_dir=str(folder), file_format="array_record")
@@ -89,7 +78,15 @@ def write_splits(folder: str | os.PathLike, splits: Mapping[str, Iterable[Record
         builder.download_and_prepare(
             download_config=tfds.download.DownloadConfig(try_download_gcs=False)
         )
-    write_atomically(mark, fingerprint)
+
+
+def _builder_folder(folder: pathlib.Path) -> pathlib.Path:
+    return folder / Records.name / str(Records.VERSION)
+
+
+def _mark(folder: pathlib.Path) -> pathlib.Path:
+    """The file with which tensorflow-datasets marks a complete folder: it renames it at the end."""
+    return _builder_folder(folder) / "dataset_info.json"
 
 
 class Split(Sequence[_AnyRecord]):
@@ -111,7 +108,7 @@ class Split(Sequence[_AnyRecord]):
 
 def is_prepared(folder: str | os.PathLike) -> bool:
     """Whether `write_splits` has finished in this folder."""
-    return (pathlib.Path(folder) / _FINGERPRINT).exists()
+    return _mark(pathlib.Path(folder)).exists()
 
 
 def open_split(folder: str | os.PathLike, name: str) -> Split:
@@ -123,7 +120,7 @@ def open_split(folder: str | os.PathLike, name: str) -> Split:
     folder = pathlib.Path(folder)
     if not is_prepared(folder):
         raise ValueError(f"datasets: {folder} holds no prepared data; prepare it first")
-    builder = tfds.builder_from_directory(str(folder / Records.name / str(Records.VERSION)))
+    builder = tfds.builder_from_directory(str(_builder_folder(folder)))
     if name not in builder.info.splits:
         names = ", ".join(sorted(builder.info.splits))
         raise ValueError(f"datasets: no split {name!r} in {folder}; there are {names}")
@@ -193,14 +190,6 @@ _DECODERS: dict[str, Callable[[Any], Record]] = {
     "conversation": _conversation,
     "caption": _caption,
 }
-
-
-def _digest(records: Iterable[Record]) -> str:
-    # JSON escapes both separators, so different records never give the same bytes.
-    digest = hashlib.sha256()
-    for record in records:
-        digest.update("\0".join(encode(record)).encode() + b"\n")
-    return digest.hexdigest()
 
 
 def _text(value: bytes | str) -> str:

@@ -6,42 +6,16 @@ answer that names none of its options could be earned, but only by its own words
 
 from __future__ import annotations
 
-import re
 import string
 
+from paravt_jax.data.lettered import split_options
 from paravt_jax.data.published import Reason, Refused
-from paravt_jax.method.accuracy import accuracy, chosen_option, normalise, read_range
+from paravt_jax.method.accuracy import accuracy, chosen_option, read_range
 from paravt_jax.method.records import Question, QuestionKind
 
-# A line with an option: "A. a car", "(A) a car", "A) a car". "A: a car" may be said by a person A.
-_OPTION = re.compile(r"^[^\S\n]*\(?([A-Z])[.)][^\S\n]*(\S.*)$", re.MULTILINE)
 # An answer inside the video that earns less than this has missed the span. Published spans may end
 # a little after their video, because they were measured on another copy of it.
 _LEAST_OVERLAP = 0.5
-
-
-def options_in(text: str) -> list[str]:
-    """The options of a published question, which are lines of its text.
-
-    Returns:
-        Their words in the order of their letters. Empty unless the lines are lettered A, B, ...
-        without a gap, their words differ, and no further option stands inside a line or in a line
-        of another form.
-    """
-    lines = list(_OPTION.finditer(text))
-    letters = "".join(line[1] for line in lines)
-    options = [line[2] for line in lines]
-    if len(lines) < 2 or not string.ascii_uppercase.startswith(letters):
-        return []
-    if len({normalise(option) for option in options}) < len(options):
-        return []
-    following = string.ascii_uppercase[len(letters) :][:1]
-    if following:
-        inside = re.search(rf"(?<!\w){following}[.):]", text)
-        after = re.search(rf"^\W*{following}\b", text[lines[-1].end() :], re.MULTILINE)
-        if inside or after:
-            return []
-    return options
 
 
 def require_earnable(question: Question) -> None:
@@ -49,11 +23,11 @@ def require_earnable(question: Question) -> None:
 
     Raises:
         Refused: The answer names none of the options, or is a reversed or empty span, or no word
-            at all. Options that cannot be read for sure are not checked.
+            at all. Options are lines at the end of the text; others are not checked.
     """
     answer = question.answer
     if question.kind is QuestionKind.MULTIPLE_CHOICE:
-        options = options_in(question.text)
+        _, options = split_options(question.text)
         if options and chosen_option(answer, options) is None:
             letters = ", ".join(string.ascii_uppercase[: len(options)])
             raise Refused(

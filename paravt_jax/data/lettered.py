@@ -10,7 +10,6 @@ from collections.abc import Sequence
 _LETTER = r"\s*(?:\(([A-Za-z])\)|([A-Za-z])[.):])"
 _OPTION = re.compile(_LETTER + r"\s*(.*)", re.DOTALL)
 _LINE = re.compile(_LETTER + r"[ \t]*(.*)")
-_MARKS = re.compile(r"(?<!\w)(?:\(A\)|A[.):])\s*\w.*?(?<!\w)(?:\(B\)|B[.):])\s*\w", re.I | re.S)
 
 
 def without_letters(options: Sequence[str]) -> list[str]:
@@ -19,14 +18,6 @@ def without_letters(options: Sequence[str]) -> list[str]:
     In ("A. Lincoln", "B. Obama", "A. Smith") they belong to the names and stay.
     """
     return _words(options, _OPTION) or list(options)
-
-
-def are_shuffled(options: Sequence[str]) -> bool:
-    """Return whether options carry the letters A, B, C, ... in another order."""
-    matches = [match for match in map(_OPTION.fullmatch, options) if match]
-    letters = "".join((match[1] or match[2]).upper() for match in matches)
-    ordered = "".join(sorted(letters))
-    return ordered == string.ascii_uppercase[: len(options)] and letters != ordered
 
 
 def split_options(text: str) -> tuple[str, tuple[str, ...]]:
@@ -42,11 +33,6 @@ def split_options(text: str) -> tuple[str, tuple[str, ...]]:
         if options:
             return "\n".join(lines[:first]).strip(), tuple(options)
     return text.strip(), ()
-
-
-def has_marks(text: str) -> bool:
-    """Return whether a text has a mark such as "A." and one of B after it, anywhere."""
-    return _MARKS.search(text) is not None
 
 
 def _words(texts: Sequence[str], pattern: re.Pattern[str]) -> list[str]:

@@ -57,7 +57,7 @@ _AHEAD = 64
 _REMEDY = "restore it, or delete the folder and prepare the set again"
 _RECORDS = "records"
 # Part of every plan. Change it whenever the same files give other records.
-_FORMAT = 2
+_FORMAT = 3
 
 
 class _Summary(TypedDict):
@@ -65,7 +65,7 @@ class _Summary(TypedDict):
 
     rows: int
     kept: int
-    reasons: dict[str, int]
+    sources: dict[str, dict[str, int]]
     seconds: dict[str, float]
     sizes: dict[str, int]
 
@@ -115,10 +115,10 @@ def prepare_rows(
     Raises:
         ValueError: `folder` holds another set, or no row can be used.
     """
+    known = known_summary(folder, reading)
+    if known is not None:
+        return known
     plan = _plan(tables, reading)
-    if (folder / PLAN).exists():
-        _require_same(folder, plan)
-        return read_json(folder / SUMMARY, _Summary, _REMEDY)
     # The name depends on the plan, so outcomes of another plan are never used.
     digest = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]
     work = folder / WORK.replace("*", digest)
@@ -129,8 +129,7 @@ def prepare_rows(
         for done in _read_rest(tables, work, pool, ahead=_AHEAD + workers):
             tell(done, total)
 
-    summary = _write_reports(folder, work, [table.split for table in tables])
-    _write_records(folder, work, summary)
+    summary = _store(folder, work, [table.split for table in tables])
     records = [file for file in (folder / _RECORDS).rglob("*") if file.is_file()]
     write_sums(folder, [folder / SUMMARY, folder / LENGTHS, *records])
     # Written last: its existence marks the set as complete.
@@ -150,7 +149,7 @@ class Prepared:
         conversations: The conversations, in the order of the files.
         lengths: Length of each conversation in tokens.
         summary: The result of `prepare_rows`.
-        digest: Fingerprint of the set. It does not depend on the root.
+        digest: Fingerprint of the set. It does not depend on where its sources are.
     """
 
     root: pathlib.Path
@@ -172,7 +171,13 @@ def known_summary(folder: pathlib.Path, reading: Reading) -> dict[str, Any] | No
     plan = _plan([], reading)
     # The source files may be gone, and the videos may have moved.
     del plan["files"], plan["root"]
-    _require_same(folder, plan)
+    found = _read_plan(folder)
+    require_same(
+        f"{folder} holds a set prepared with other settings",
+        {name: found.get(name) for name in plan},
+        plan,
+        "Name another folder, delete this one, or use its settings.",
+    )
     return read_json(folder / SUMMARY, _Summary, _REMEDY)
 
 
@@ -187,7 +192,7 @@ def open_prepared(folder: pathlib.Path) -> Prepared:
         raise FileNotFoundError(
             f"{folder}: holds no prepared set; prepare it first (python -m train.prepare)"
         )
-    plan = read_plan(folder)
+    plan = _read_plan(folder)
     sums = read_sums(folder)
     if sums is None:
         raise DamagedFileError(f"{folder / SUMS}: does not exist; {_REMEDY}")
@@ -197,6 +202,8 @@ def open_prepared(folder: pathlib.Path) -> Prepared:
     summary = read_json(folder / SUMMARY, _Summary, _REMEDY)
     lengths = read_json(folder / LENGTHS, list[int], _REMEDY)
     root = pathlib.Path(plan.pop("root"))
+    # The same set may come from elsewhere.
+    del plan["annotations"], plan["media"]
     digest = hashlib.sha256(json.dumps([plan, summary, lengths]).encode()).hexdigest()
     return Prepared(
         root=root,
@@ -227,26 +234,14 @@ def _plan(tables: Sequence[Table], reading: Reading) -> dict[str, Any]:
     return json.loads(json.dumps(plan))
 
 
-def read_plan(folder: pathlib.Path) -> dict[str, Any]:
-    """Read the stored plan. Raises ValueError if another version of this project wrote it."""
+def _read_plan(folder: pathlib.Path) -> dict[str, Any]:
     plan = read_json(folder / PLAN, dict[str, Any], _REMEDY)
     if plan.get("format") != _FORMAT:
         raise ValueError(
-            f"{folder}: another version prepared this set, which reads the sizes and times of some "
-            "videos differently; name another folder, or delete this one and prepare it again"
+            f"{folder}: another version prepared this set; name another folder, or delete this one "
+            "and prepare it again"
         )
     return plan
-
-
-def _require_same(folder: pathlib.Path, plan: dict[str, Any]) -> None:
-    """Raise ValueError if a field of `plan` differs from the stored plan."""
-    found = read_plan(folder)
-    require_same(
-        f"{folder} holds a set prepared with other settings",
-        {name: value for name, value in found.items() if name in plan},
-        plan,
-        "Name another folder, delete this one, or use its settings.",
-    )
 
 
 def _read_rest(
@@ -329,74 +324,53 @@ class _Records:
                 yield datasets.decode(line["kind"], line["record"])
 
 
-def _write_reports(
-    folder: pathlib.Path, work: pathlib.Path, sources: Sequence[str]
-) -> dict[str, Any]:
-    """Write and return the summary; also write the rows that are left out, and the lengths."""
-    left_out = [line for line in _lines(work) if "reason" in line]
-    records = _Records(work, "conversation")
-    lengths = [record.tokens for record in records if isinstance(record, Conversation)]
-    summary = _summarise(work, left_out, sources) | {"tokens": _range(lengths)}
-    write_atomically(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    write_atomically(folder / LEFT_OUT, "".join(json.dumps(line) + "\n" for line in left_out))
-    write_atomically(folder / LENGTHS, json.dumps(lengths))
-    return summary
+def _store(folder: pathlib.Path, work: pathlib.Path, sources: Sequence[str]) -> dict[str, Any]:
+    """Write the records, the rows that are left out, the lengths, and the summary.
 
-
-def _write_records(folder: pathlib.Path, work: pathlib.Path, summary: dict[str, Any]) -> None:
-    if not summary["kept"]:
-        reasons = [f"{count} {reason}" for reason, count in summary["reasons"].items()]
-        raise ValueError(
-            f"{folder}: none of {summary['rows']} rows can be used "
-            f"({', '.join(reasons) or 'there are no rows'}); see {folder / LEFT_OUT}"
-        )
-    conversations = summary["kinds"].get("conversation", 0)
-    splits = {}
-    if conversations < summary["kept"]:
-        splits["questions"] = _Records(work, "question")
-    if conversations:
-        splits["conversations"] = _Records(work, "conversation")
-    datasets.write_splits(folder / _RECORDS, splits)
-
-
-def _summarise(
-    work: pathlib.Path, left_out: Sequence[dict[str, Any]], sources: Sequence[str]
-) -> dict[str, Any]:
-    """Count rows by source, kind, reason, and size of video (width x height in pixels).
-
-    Durations are in seconds.
+    Returns:
+        The summary. Durations are in seconds, sizes of videos are width x height in pixels, and the
+        rows of each source are counted as `kept` or by the reason why they are left out.
     """
+    by_source = {source: collections.Counter(kept=0) for source in sources}
     kinds: collections.Counter[str] = collections.Counter()
     sizes: collections.Counter[str] = collections.Counter()
-    by_source: collections.Counter[str] = collections.Counter()
     seconds: list[float] = []
+    left_out = []
     for line in _lines(work):
-        if "kind" in line:
-            kinds[line["counted"]] += 1
-            by_source[line["source"]] += 1
-            sizes.update(f"{width}x{height}" for height, width in line["sizes"])
-            seconds += line["seconds"]
-    return {
+        by_source[line["source"]][line.get("reason", "kept")] += 1
+        if "reason" in line:
+            left_out.append(json.dumps(line) + "\n")
+            continue
+        kinds[line["counted"]] += 1
+        sizes.update(f"{width}x{height}" for height, width in line["sizes"])
+        seconds += line["seconds"]
+    write_atomically(folder / LEFT_OUT, "".join(left_out))
+    if not kinds:
+        reasons = sum(by_source.values(), collections.Counter())
+        named = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        raise ValueError(
+            f"{folder}: none of {len(left_out)} rows can be used ({named or 'there are no rows'}); "
+            f"see {folder / LEFT_OUT}"
+        )
+    conversations = _Records(work, "conversation")
+    lengths = [record.tokens for record in conversations if isinstance(record, Conversation)]
+    splits = {"questions": _Records(work, "question"), "conversations": conversations}
+    datasets.write_splits(
+        folder / _RECORDS,
+        {name: records for name, records in splits.items() if any(True for _ in records)},
+    )
+    summary = {
         "rows": kinds.total() + len(left_out),
         "kept": kinds.total(),
-        "left_out": len(left_out),
-        "reasons": _count_reasons(left_out),
-        "sources": {
-            source: {
-                "kept": by_source[source],
-                "left_out": _count_reasons(row for row in left_out if row["source"] == source),
-            }
-            for source in sources
-        },
+        "sources": by_source,
         "kinds": dict(kinds.most_common()),
         "sizes": dict(sizes.most_common()),
         "seconds": _range(seconds),
+        "tokens": _range(lengths),
     }
-
-
-def _count_reasons(rows: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Return how often each reason occurs, the most frequent first."""
-    return dict(collections.Counter(row["reason"] for row in rows).most_common())
+    write_atomically(folder / LENGTHS, json.dumps(lengths))
+    write_atomically(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    return summary
 
 
 def _range(values: Sequence[float]) -> dict[str, float]:

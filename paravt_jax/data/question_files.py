@@ -1,4 +1,4 @@
-"""Reads your own questions from a file: CSV (also with semicolons or tabs), JSON or JSONL.
+"""Reads your own questions from a file: CSV (also with semicolons), a JSON array or JSONL.
 
 The columns `video`, `question` and `answer` are required; `id`, `options`, `kind`, `subtitles` and
 `evidence` are optional. docs/evaluation.md describes them.
@@ -6,7 +6,6 @@ The columns `video`, `question` and `answer` are required; `id`, `options`, `kin
 
 from __future__ import annotations
 
-import collections
 import csv
 import io
 import json
@@ -18,16 +17,14 @@ from typing import Any
 
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
-from paravt_jax.data.lettered import are_shuffled, has_marks, split_options, without_letters
+from paravt_jax.data.lettered import without_letters
 from paravt_jax.data.srt import read_srt
 from paravt_jax.data.text_files import read_text
-from paravt_jax.method.accuracy import normalise
 from paravt_jax.method.records import Question, QuestionKind, Subtitle
 
 COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles", "evidence")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MOST_BYTES = 1 << 30
-_SEPARATOR = re.compile(r'"?sep=([^\s"]|\t)"?[^\S\n]*\n', re.IGNORECASE)
 _BARE_LETTER = re.compile(r"\(?[A-Z][.)]?")
 # Upper bound on the bad rows that an error lists.
 _MAX_NAMED_ROWS = 10
@@ -51,7 +48,7 @@ def read_questions(
     """Read all questions of a file, in the order of the file. Videos are not opened.
 
     Args:
-        file: A .csv, .tsv, .json or .jsonl file.
+        file: A .csv, .json or .jsonl file.
         videos: Folder of the videos. Paths of videos and subtitles are relative to it.
 
     Raises:
@@ -113,57 +110,45 @@ def require_unique_ids(questions: Sequence[Question]) -> None:
 
 
 def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
-    # Excel writes "sep=;" above the header of some tables.
-    mark = _SEPARATOR.match(text)
-    text = text[mark.end() :] if mark else text
-    above = 1 if mark else 0
     header = text.partition("\n")[0]
-    # Where a comma is the decimal mark, spreadsheets write semicolons. No column has any of these.
-    delimiter = mark[1] if mark else max(",;\t", key=header.count)
+    # Where a comma is the decimal mark, spreadsheets write semicolons. No column has either.
+    delimiter = max(",;", key=header.count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
     columns = reader.fieldnames or ()
     if len(set(columns)) < len(columns):
-        yield 1 + above, _BadRow("row", header.strip(), "a column occurs twice: leave one out")
+        yield 1, _BadRow("row", header.strip(), "a column occurs twice: leave one out")
         return
-    while True:
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            # For example, a cell is too long. The start of the next row is then unknown, so stop.
-            rule = f"it cannot be read as CSV ({error}): correct it"
-            yield reader.line_num + 1 + above, _BadRow("row", "", rule)
-            return
-        # DictReader puts cells without a column under None, and None into columns without a cell.
-        if None in row or None in row.values():
-            rule = f"the header has {len(columns)} columns: "
-            rule += f"quote cells with {delimiter!r}" if None in row else "add the empty cells"
-            yield (
-                reader.line_num + above,
-                _BadRow("row", delimiter.join(map(str, row.values())), rule),
-            )
-            continue
-        filled: dict[str, Any] = {name: cell for name, cell in row.items() if cell.strip()}
-        if "options" in filled:
-            # A cell that is not JSON stays text, and `_options` refuses it: it is not a list.
-            filled["options"] = _json(filled["options"])
-        yield reader.line_num + above, filled
+    try:
+        for row in reader:
+            yield reader.line_num, _csv_row(row, delimiter)
+    except csv.Error as error:
+        # For example, a cell is too long. The start of the next row is then unknown.
+        rule = f"it cannot be read as CSV ({error}): correct it"
+        yield reader.line_num + 1, _BadRow("row", "", rule)
+
+
+def _csv_row(row: dict[str, Any], delimiter: str) -> dict[str, Any] | _BadRow:
+    # DictReader puts cells without a column under None, and None into columns without a cell.
+    if None in row or None in row.values():
+        rule = f"its cells are not those of the header: quote cells with {delimiter!r}, add others"
+        return _BadRow("row", delimiter.join(map(str, row.values())), rule)
+    filled: dict[str, Any] = {name: cell for name, cell in row.items() if cell.strip()}
+    if "options" in filled:
+        # A cell that is not JSON stays text, and `_options` refuses it: it is not a list.
+        filled["options"] = _json(filled["options"])
+    return filled
 
 
 def _json_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
     """The rows of an array, numbered from 1, or of JSON lines, numbered by line."""
-    rule = "the file is an array of JSON objects, or has one on each line: correct it"
     if _is_array(text):
         array = _json(text)
         rows = enumerate(array if isinstance(array, list) else [array], 1)
-    elif "\n" in text.strip() and isinstance(_json(text), dict):
-        rule = "one JSON object over several lines: put it into [ ]"
-        rows = [(1, text.strip())]
     else:
         # splitlines() would also split at characters that JSON allows inside a text (U+2028).
         lines = enumerate(text.split("\n"), 1)
         rows = ((number, _json(line)) for number, line in lines if line.strip())
+    rule = "the file is an array of JSON objects, or has one on each line: correct it"
     for number, row in rows:
         if isinstance(row, dict):
             yield number, {name: value for name, value in row.items() if value is not None}
@@ -183,7 +168,7 @@ def _json(text: str) -> Any:
         return text.strip()
 
 
-_READERS = {".csv": _csv_rows, ".tsv": _csv_rows, ".json": _json_rows, ".jsonl": _json_rows}
+_READERS = {".csv": _csv_rows, ".json": _json_rows, ".jsonl": _json_rows}
 
 
 def _question(
@@ -193,24 +178,12 @@ def _question(
         if name not in COLUMNS:
             rule = f"the columns are {', '.join(COLUMNS)}: rename it, or leave it out"
             raise _BadRow("column", name, rule)
-    text = _text(row, "question")
     options = _options(row)
-    # Some files have the options in the text, instead of the column or as well.
-    if row.get("kind", "mcq") == QuestionKind.MULTIPLE_CHOICE:
-        rest, inside = split_options(text)
-        if not options or _normalised(inside) == _normalised(options):
-            text, options = rest, options or inside
-    if "kind" not in row and not options and has_marks(text):
-        rule = (
-            "it has options inside: give them in the column options, or the kind oe if it has none"
-        )
-        raise _BadRow("question", text, rule)
-    _require_different(options)
     kind = _kind(row, options)
     return Question(
         id=_text(row, "id") if "id" in row else str(line),
         video=_path(row, "video"),
-        text=text,
+        text=_text(row, "question"),
         kind=kind,
         answer=_answer(row, kind, options),
         options=options,
@@ -248,24 +221,12 @@ def _options(row: dict[str, Any]) -> tuple[str, ...]:
     if not are_texts or not 2 <= len(options) <= len(_LETTERS):
         rule = f"a JSON list of 2 to {len(_LETTERS)} texts"
         raise _BadRow("options", options, f'{rule}: write ["a car", "a boat"]')
-    if are_shuffled(options):
-        rule = "the letters are not in order, but the prompt writes A, B, ... in this order"
-        raise _BadRow("options", options, f"{rule}: sort the options, or leave the letters out")
     # The prompt writes letters of its own.
-    return tuple(without_letters([option.strip() for option in options]))
-
-
-def _normalised(options: tuple[str, ...]) -> list[str]:
-    """Options as the score compares them. Some, such as "<", have no words."""
-    return [normalise(option) or option for option in options]
-
-
-def _require_different(options: tuple[str, ...]) -> None:
+    options = without_letters([option.strip() for option in options])
     # Punctuation may be all that differs, as in C and C++.
-    written = (" ".join(option.casefold().split()) for option in options)
-    for option, count in collections.Counter(written).most_common(1):
-        if count > 1:
-            raise _BadRow("options", option, "it occurs twice: change one, or leave it out")
+    if len({" ".join(option.casefold().split()) for option in options}) < len(options):
+        raise _BadRow("options", options, "one occurs twice: change it, or leave it out")
+    return tuple(options)
 
 
 def _kind(row: dict[str, Any], options: tuple[str, ...]) -> QuestionKind:

@@ -54,6 +54,10 @@ class Reading:
     """How frames of overviews and pictures are resized."""
     crop_rules: PixelRules = PixelRules()
     """How frames of crops are resized."""
+    annotations: str = ""
+    """Source of the rows, as the settings name it."""
+    media: str = ""
+    """Source of the videos and pictures, as the settings name it."""
 
     def tokens(self, clip: Clip) -> int:
         """Return the number of visual tokens of one frame of the clip."""

@@ -25,7 +25,7 @@ from av.stream import Discard
 from jaxtyping import Int64, UInt8
 from PIL import Image, ImageOps
 
-from paravt_jax.data import index_store, media_files, video_index
+from paravt_jax.data import media_files
 from paravt_jax.data.frames import (
     ReadFrames,
     ReadTask,
@@ -36,6 +36,7 @@ from paravt_jax.data.frames import (
     resize,
     shown,
 )
+from paravt_jax.data.index_store import index_of
 from paravt_jax.data.sizes import FrameRules
 from paravt_jax.data.upright import upright
 from paravt_jax.data.video_index import Run, VideoIndex, decode, video_stream
@@ -70,7 +71,7 @@ def probe(path: str | os.PathLike) -> VideoInfo:
     if is_picture(path):
         height, width, _ = _picture(path).shape
         return VideoInfo(str(path), 1, 0.0, np.zeros(1), width, height)
-    return _index(path).info(path)
+    return index_of(path).info(path)
 
 
 def read(
@@ -108,7 +109,7 @@ def read(
 
     ascending, positions = np.unique(wanted, return_inverse=True)
     numbers = ascending.tolist()
-    index = _index(path)
+    index = index_of(path)
     if numbers[0] < 0 or numbers[-1] >= index.frames:
         raise IndexError(
             f"{path}: frames {numbers[0]} to {numbers[-1]} requested; it has {index.frames}"
@@ -161,15 +162,6 @@ def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
     """Read a picture, rotated as its EXIF data says."""
     with media_files.open_picture(path) as picture:
         return on_white(ImageOps.exif_transpose(picture))
-
-
-def _index(path: str | os.PathLike) -> VideoIndex:
-    identity = media_files.identity(path)
-    index = index_store.find(path, identity)
-    if index is None:
-        index = video_index.build(path)
-        index_store.keep(path, identity, index)
-    return index
 
 
 def _shown(

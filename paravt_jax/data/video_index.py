@@ -99,11 +99,6 @@ class VideoIndex:
         """Number of frames."""
         return len(self.stamps)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes in memory."""
-        return sum(part.nbytes for part in (self.stamps, self.packets, self.keys, self.key_stamps))
-
     def info(self, path: str | os.PathLike) -> VideoInfo:
         """What callers know about the file."""
         times = (self.stamps - self.start) * self.time_base

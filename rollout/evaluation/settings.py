@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from models.features import FrameSettings
-from paravt_jax.data.local_path import require_local
+from paravt_jax.data.any_path import require_local
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.protocol import Prompt, ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings

@@ -78,7 +78,7 @@ def test_an_unknown_recipe_is_answered_with_all_names_and_the_nearest(capsys):
     [
         (["--rl.steps", "x"], ["rl.steps", "x"]),
         (["--rl.stepz", "3"], ["rl.stepz"]),
-        (["--unreadable-share", "2"], ["unreadable_share: 2"]),
+        (["--max-left-out", "2"], ["max_left_out: 2"]),
     ],
 )
 def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
@@ -92,7 +92,7 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("paravt_tiny", {"unreadable_share": 1.0}, r"unreadable_share: 1\.0; "),
+        ("paravt_tiny", {"max_left_out": 1.5}, r"max_left_out: 1\.5; "),
         ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: .*8b"),
         (
             "paravt_tiny",

@@ -62,26 +62,22 @@ def test_encoded_records_keep_their_types():
     assert "subtitles" not in datasets.encode(QUESTION)[1], "sets prepared before stay valid"
 
 
-def test_equal_records_are_written_once_and_others_replace_them(records, tmp_path):
+def test_other_records_replace_those_of_a_folder(records, tmp_path):
     questions = records["questions"]
     datasets.write_splits(tmp_path, {"questions": questions})
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.array_record*")}
-    assert files
-    datasets.write_splits(tmp_path, {"questions": questions})
-    assert {path: path.stat().st_mtime_ns for path in files} == files
     datasets.write_splits(tmp_path, {"questions": questions[:3]})
     assert list(datasets.open_split(tmp_path, "questions")) == questions[:3]
 
 
 def test_an_interrupted_split_is_written_again(records, tmp_path):
     class Interrupted(list):
-        """Can be read twice, for a look and the fingerprint; then it ends after two records."""
+        """Can be read once, for a look; then it ends after two records."""
 
         passes = 0
 
         def __iter__(self):
             self.passes += 1
-            if self.passes <= 2:
+            if self.passes == 1:
                 return super().__iter__()
             return itertools.chain(self[:2], interrupt())
 

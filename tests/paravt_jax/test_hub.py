@@ -9,13 +9,14 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from paravt_extras import data_sets
 from paravt_jax.data import hub
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, exit_code
 
 CALLS = {
     "snapshot": lambda: hub.snapshot("owner/none", ["*.json"]),
-    "download": lambda: hub.download("owner/none", "main", ["a.json"], pathlib.Path("none")),
-    "list": lambda: hub.data_set_files("owner/none"),
+    "download": lambda: data_sets.download("owner/none", "main", ["a.json"], pathlib.Path("none")),
+    "list": lambda: data_sets.data_set_files("owner/none"),
 }
 
 

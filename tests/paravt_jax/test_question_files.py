@@ -99,35 +99,18 @@ BAD = [
     ({"kind": "oe"}, "kind: 'oe'", "options"),
     ({"kind": "tvg", "options": None}, "answer: 'B'", "span"),
     ({"kind": "tvg", "options": None, "answer": [9, 3]}, "answer: '[9, 3]'", "span"),
-    ({"options": ["a car", " A  car", "x"]}, "options: 'a car'", "occurs twice"),
     (
-        {"options": ["B. a car", "A. a boat"], "answer": "B"},
-        "options: \"['B. a car', 'A. a boat']\"",
-        "the letters are not in order",
+        {"options": ["a car", " A  car", "x"]},
+        "options: \"['a car', 'A  car', 'x']\"",
+        "occurs twice",
     ),
-    ({"options": ["A. one", "B. one"], "answer": "A"}, "options: 'one'", "occurs twice"),
+    (
+        {"options": ["A. one", "B. one"], "answer": "A"},
+        "options: \"['one', 'one']\"",
+        "occurs twice",
+    ),
     ({"options": None}, "answer: 'B'", "no options: add them, or the kind oe"),
     ({"options": None, "answer": "(C)"}, "answer: '(C)'", "no options: add them, or the kind oe"),
-    (
-        {"options": None, "question": "Who? A. me B. you", "answer": "me"},
-        "question: 'Who? A. me B. you'",
-        "in the column options, or the kind oe",
-    ),
-    (
-        {"options": None, "question": "(a) me (b) you. Who?", "answer": "(a) me"},
-        "question: '(a) me (b) you. Who?'",
-        "in the column options, or the kind oe",
-    ),
-    (
-        {"options": None, "question": "Who?\nA. me\nB. you\nChoose.", "answer": "me"},
-        "question: 'Who?\\nA. me\\nB. you\\nChoose.'",
-        "in the column options, or the kind oe",
-    ),
-    (
-        {"options": None, "question": "Who?\nA. me\nB. you", "answer": "me"},
-        "answer: 'me'",
-        "from A to B",
-    ),
     ({"subtitles": "gone.srt"}, "subtitles: 'gone.srt'", "no such file"),
     ({"subtitles": "talk.txt"}, "subtitles: 'talk.txt'", ".srt"),
     ({"evidence": [5, 5]}, "evidence: '[5, 5]'", "span"),
@@ -166,24 +149,6 @@ def test_letters_before_options_are_not_asked_twice(written, asked, rows, tmp_pa
     assert (question.options, question.answer) == (asked, "B")
 
 
-def test_options_in_the_text_make_a_choice(rows, tmp_path):
-    row = {"video": "v.mp4", "question": "Who?\n(A) me\n(B) you", "answer": "B"}
-    file = write(tmp_path, [row, row | {"kind": "mcq"}, row | {"kind": "oe"}])
-    *choices, opened = read_questions(file, tmp_path)
-    for choice in choices:
-        assert (choice.kind, choice.text) == (QuestionKind.MULTIPLE_CHOICE, "Who?")
-        assert (choice.options, choice.answer) == (("me", "you"), "B")
-    assert (opened.kind, opened.text) == (QuestionKind.OPEN_ENDED, row["question"])
-
-
-def test_options_in_the_column_and_the_text_are_asked_once(tmp_path):
-    row = {"video": "v.mp4", "question": "Who?\na) Me.\nb) you", "answer": "B"}
-    rows = [row | {"options": ["me", "you"]}, row | {"options": ["him", "her"]}]
-    once, other = read_questions(write(tmp_path, rows), tmp_path)
-    assert (once.text, once.options) == ("Who?", ("me", "you"))
-    assert (other.text, other.options) == (row["question"], ("him", "her"))
-
-
 def test_a_letter_may_be_an_open_answer(tmp_path):
     row = {"video": "v.mp4", "question": "Which letter is on the sign?", "answer": "B"}
     (question,) = read_questions(write(tmp_path, [row | {"kind": "oe"}]), tmp_path)
@@ -216,12 +181,9 @@ def test_lines_of_json_are_read_under_either_name(rows, tmp_path):
     assert len(read_questions(tmp_path / "my.json", tmp_path)) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "delimiter"), [("my.csv", ";"), ("my.csv", "\t"), ("my.tsv", "\t")]
-)
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_tables_of_spreadsheets_are_read(name, delimiter, encoding, tmp_path):
-    file = tmp_path / name
+def test_tables_of_spreadsheets_are_read(encoding, tmp_path):
+    file, delimiter = tmp_path / "my.csv", ";"
     lines = [
         ["video", "question", "options", "answer"],
         ["v.mp4", "Who, or what?", '"[""ein Auto"", ""ein Bär""]"', "B"],
@@ -231,36 +193,14 @@ def test_tables_of_spreadsheets_are_read(name, delimiter, encoding, tmp_path):
     (question,) = read_questions(file, tmp_path)
     assert (question.text, question.options) == ("Who, or what?", ("ein Auto", "ein Bär"))
     file.write_text(text + delimiter.join(["v.mp4", "a", "b", "c", "d"]))
-    with pytest.raises(ValueError, match="4 columns: quote cells with ") as error:
+    with pytest.raises(ValueError, match="line 3: row: .*: quote cells with ") as error:
         read_questions(file, tmp_path)
     assert repr(delimiter) in str(error.value)
 
 
-@pytest.mark.parametrize("mark", ["sep=;\n", "SEP=;\r\n", '"sep=;"\n', "sep=|\n", "sep=\t\n"])
-def test_the_line_of_a_separator_is_skipped(mark, tmp_path):
-    file = tmp_path / "my.csv"
-    delimiter = mark.strip('"\r\n')[-1]
-    file.write_text(mark + "video;question;answer\na.mp4;Who, what?;me\n".replace(";", delimiter))
-    (question,) = read_questions(file, tmp_path)
-    assert (question.id, question.text) == ("3", "Who, what?")
-    file.write_text(file.read_text() + "a.mp4\n")
-    with pytest.raises(ValueError, match="line 4: row: .*3 columns"):
-        read_questions(file, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["my.json", "my.jsonl"])
-def test_one_object_over_several_lines_has_one_remedy(name, rows, tmp_path):
-    (tmp_path / name).write_text(json.dumps(rows[0], indent=2) + "\n")
-    with pytest.raises(ValueError, match=r"line 1: row: .*put it into \[ \]$") as error:
-        read_questions(tmp_path / name, tmp_path)
-    assert str(error.value).count("row:") == 1
-    (tmp_path / name).write_text(json.dumps(rows[0]) + "\n\n")
-    assert len(read_questions(tmp_path / name, tmp_path)) == 1
-
-
 def test_a_csv_row_with_too_few_cells_is_refused(tmp_path):
     (tmp_path / "my.csv").write_text("video,question,answer,kind\na.mp4,Who?,me\n")
-    with pytest.raises(ValueError, match="line 2: row: .*4 columns: add the empty cells"):
+    with pytest.raises(ValueError, match="line 2: row: .*not those of the header"):
         read_questions(tmp_path / "my.csv", tmp_path)
 
 
@@ -282,7 +222,7 @@ def test_every_bad_row_is_named_up_to_ten(rows, tmp_path):
 
 def test_a_csv_row_with_too_many_cells_is_refused(tmp_path):
     (tmp_path / "my.csv").write_text("video,question,answer\na.mp4,Who, what?,me\n")
-    with pytest.raises(ValueError, match="line 2: row: .*3 columns"):
+    with pytest.raises(ValueError, match="line 2: row: .*not those of the header"):
         read_questions(tmp_path / "my.csv", tmp_path)
 
 
@@ -296,7 +236,7 @@ def test_a_cell_that_is_too_long_is_refused_with_its_line(tmp_path):
 def test_files_without_questions_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"my\.csv"):
         read_questions(tmp_path / "my.csv", tmp_path)
-    with pytest.raises(ValueError, match=r"my\.xlsx; .*\.csv, \.tsv, \.json, \.jsonl: save"):
+    with pytest.raises(ValueError, match=r"my\.xlsx; .*\.csv, \.json, \.jsonl: save"):
         read_questions(tmp_path / "my.xlsx", tmp_path)
     for content, said in ((b"", "no rows"), (b"\xff\xfe\n", "UTF-8")):
         (tmp_path / "my.jsonl").write_bytes(content)

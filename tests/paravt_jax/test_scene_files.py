@@ -197,7 +197,7 @@ def test_the_recipes_prepare_every_row(tmp_path, small_vocabulary):
     )
     tokenizer = str(tmp_path / "tokenizer")
     summary = prepare_published(data, run.protocol, run.frames, run.vision, tokenizer)
-    assert (summary["left_out"], summary["kept"]) == (0, 64)
+    assert (summary["rows"], summary["kept"]) == (64, 64)
     assert summary["kinds"]["conversation"] == 16
     prepared = open_prepared(tmp_path / "set")
     for conversation in prepared.conversations:

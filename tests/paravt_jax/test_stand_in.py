@@ -65,7 +65,7 @@ def frames(folder: pathlib.Path, into: pathlib.Path) -> list[np.ndarray]:
 
 def test_no_row_is_left_out_and_every_kind_of_row_is_there(prepared):
     data, summary = prepared
-    assert (summary["left_out"], summary["kept"]) == (0, 288)
+    assert (summary["rows"], summary["kept"]) == (288, 288)
     assert summary["kinds"] == {"conversation": 192, "mcq": 32, "tvg": 32, "oe": 32}
     assert set(summary["sources"]) == {"diverse", "selftrace", "charades", "geminicot", "videor1"}
     calls = [sum(turn.role == "tool" for turn in row.turns) for row in data.conversations]

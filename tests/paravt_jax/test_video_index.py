@@ -305,24 +305,6 @@ def test_where_nothing_can_be_written_indexes_stay_in_memory(tmp_path, monkeypat
     assert len(opens) == 2
 
 
-def test_memory_holds_a_limited_number_of_indexes(tmp_path):
-    index = _index(make(tmp_path / "clip.mp4", count=30))
-    memory = index_store._Memory(3 * index.bytes)
-    for name in "abcd":
-        memory.keep(name, "same", index)
-    assert [memory.find(name, "same") is not None for name in "abcd"] == [False, True, True, True]
-    memory.keep("d", "new", index)
-    assert memory.find("b", "same") is not None
-    assert memory.find("d", "same") is None
-
-
-def _index(path: pathlib.Path):
-    video.probe(path)
-    index = index_store.find(path, media_files.identity(path))
-    assert index is not None
-    return index
-
-
 def test_many_processes_build_one_index(tmp_path, fresh_folder):
     path = make(tmp_path / "clip.mp4", options={"g": "10"})
     expected = plain_decode(path)

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 import pytest
 
 from benchmarks.hub import Hub
+from paravt_extras import data_sets as hub_client
 from paravt_extras import download as command
-from paravt_jax.data import hub as hub_client
 from rollout.evaluation.benchmarks import BENCHMARKS, VideoFolder, load
 from tests.paravt_jax.benchmarks import published
 

@@ -130,7 +130,7 @@ def test_questions_of_a_file_are_split_by_video(recipe, questions, at_home):
 
 def test_a_video_that_cannot_be_read_is_left_out_by_name(recipe, questions, at_home, capsys):
     lost = dataclasses.replace(questions[0], id="lost", video="gone.mp4")
-    run = dataclasses.replace(data_of(recipe, heldout=0), unreadable_share=0.5)
+    run = dataclasses.replace(data_of(recipe, heldout=0), max_left_out=0.5)
     data = prepare(run, at_home / "run", questions=[*questions, lost])
     assert set(data.questions) == set(questions) and list(data.unreadable) == ["gone.mp4"]
     assert "gone.mp4" in capsys.readouterr().out
@@ -163,19 +163,16 @@ def test_all_spans_beyond_their_videos_are_named_up_to_ten(recipe, questions, at
     assert lines[-1] == "and 2 more wrong spans"
 
 
-def test_a_run_of_an_earlier_version_keeps_the_videos_that_it_left_out(recipe, questions, at_home):
-    """Its file does not name sizes. A video that was repaired since would change what it draws."""
+def test_a_repaired_video_stays_left_out(recipe, questions, at_home):
+    """Otherwise the run would draw other questions than before."""
     run = data_of(recipe, heldout=0)
-    data = prepare(run, at_home / "run", questions=questions)
+    prepare(run, at_home / "run", questions=questions)
     lost = questions[0].video
     file = at_home / "run" / CHECKED
-    checked = json.loads(file.read_text()) | {"unreadable": {lost: "cut off"}}
-    del checked["sizes"]
-    file.write_text(json.dumps(checked))
-    run = dataclasses.replace(run, unreadable_share=0.5)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"unreadable": {lost: "cut off"}}))
+    run = dataclasses.replace(run, max_left_out=0.5)
     again = prepare(run, at_home / "run", questions=questions)
-    assert again.sizes == data.sizes
-    assert {*again.questions} == {q for q in data.questions if q.video != lost}
+    assert {*again.questions} == {q for q in questions if q.video != lost}
 
 
 def test_a_run_continues_only_with_the_same_questions(recipe, questions, at_home, monkeypatch):

@@ -47,9 +47,9 @@ from train.durable.checkpoint import CheckpointError
 from train.durable.interrupts import Interrupts
 from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.learn.rl_settings import RLSettings
+from train.left_out import LeftOutError
 from train.run import resolved
 from train.settings import Run, change
-from train.unreadable import UnreadableVideosError
 
 GRPO, ANCHORED, GATED, FULL = ARMS
 KS = (4, 16, 64)
@@ -609,7 +609,7 @@ def test_a_foreign_folder_is_an_error(command, capsys):
 
 
 @pytest.mark.parametrize(
-    "error", [RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError]
+    "error", [RunDirectoryError, CheckpointError, LeftOutError, ValueError, OSError]
 )
 def test_errors_of_a_run_are_errors_of_the_command(error, command, monkeypatch, capsys):
     def refused(run: Run, interrupts: Interrupts) -> None:

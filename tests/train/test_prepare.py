@@ -11,9 +11,9 @@ import pytest
 
 from paravt_jax.data.stored_json import DamagedFileError
 from paravt_jax.method.conversations import render
+from train.left_out import UNREADABLE, LeftOutError
 from train.prepare import prepare
 from train.settings import Run
-from train.unreadable import UNREADABLE, UnreadableVideosError
 from train.world_data import world_records
 
 
@@ -75,7 +75,7 @@ def test_missing_empty_and_truncated_videos_are_left_out_and_named(road, folder,
     (videos / "0001.mp4").write_bytes(b"")
     whole = (videos / "0002.mp4").read_bytes()
     (videos / "0002.mp4").write_bytes(whole[: len(whole) // 2])
-    data = prepare(dataclasses.replace(road.run, unreadable_share=0.5), folder)
+    data = prepare(dataclasses.replace(road.run, max_left_out=0.5), folder)
     bad = {f"train/000{n}.mp4" for n in range(3)}
     assert set(data.unreadable) == bad
     assert json.loads((folder / UNREADABLE).read_text()) == data.unreadable
@@ -95,7 +95,7 @@ def test_a_video_with_a_flipped_bit_is_left_out_and_named(road, folder):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    data = prepare(dataclasses.replace(road.run, unreadable_share=0.5), folder)
+    data = prepare(dataclasses.replace(road.run, max_left_out=0.5), folder)
     assert set(data.unreadable) == {"train/0000.mp4"}
 
 
@@ -113,9 +113,15 @@ def test_records_and_tokenizer_with_a_flipped_bit_are_refused(road, folder, part
 def test_too_many_bad_videos_stop_the_run_and_are_named(road, folder):
     for n in range(2):
         (folder / "videos" / "train" / f"000{n}.mp4").write_bytes(b"")
-    with pytest.raises(UnreadableVideosError) as error:
+    with pytest.raises(LeftOutError) as error:
         prepare(road.run, folder)
-    for part in ("2 of 8", "train/0000.mp4", "train/0001.mp4", "--unreadable-share 0.05"):
+    for part in (
+        "2 of 8",
+        "train/0000.mp4",
+        "train/0001.mp4",
+        "max_left_out: 0.1",
+        "--max-left-out",
+    ):
         assert part in str(error.value)
 
 

@@ -17,7 +17,7 @@ from configs.paravt_8b import paravt_8b
 from configs.sft import sft_8b
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
-from paravt_jax.data import sources, video
+from paravt_jax.data import preparation, sources, video
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask
 from paravt_jax.data.preparation import LEFT_OUT
@@ -31,19 +31,17 @@ from paravt_jax.world.vocabulary import save_tokenizer
 from rollout.agent.episode import Environment
 from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
-from train import published_data
 from train.data import QuestionStream, pack_rows, row_stream
 from train.learn.in_flight import Player
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import begin
 from train.learn.sft import SFTBatches, SFTSettings
-from train.left_out import ROWS
+from train.left_out import LeftOutError
 from train.prepare import main, prepare, prepare_dataset
 from train.published_data import DataSettings, hold_out
 from train.run import resolved
 from train.settings import ModelSettings, change
-from train.unreadable import UnreadableVideosError
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +71,7 @@ def run(files, small_world):
         workers=1,
     )
     model = ModelSettings(path=str(files / "tokenizer"), size="8b")
-    return dataclasses.replace(sft_8b(), data=data, model=model, unreadable_share=0.2)
+    return dataclasses.replace(sft_8b(), data=data, model=model, max_left_out=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -105,37 +103,23 @@ def test_a_set_is_refused_to_a_run_that_reads_it_otherwise(data, run, tmp_path):
         prepare(other_frames, tmp_path)
 
 
-def test_too_many_unreadable_rows_stop_the_run(data, run, tmp_path):
-    with pytest.raises(UnreadableVideosError) as error:
-        prepare(dataclasses.replace(run, unreadable_share=0.01), tmp_path)
-    parts = "1 of 21 rows", "1 missing video", "left_out.jsonl", "--unreadable-share 0.01"
-    for part in parts:
-        assert part in str(error.value)
-
-
-def test_rows_that_are_left_out_are_printed_noted_and_limited(data, run, tmp_path, capsys):
+def test_rows_that_are_left_out_are_printed_and_limited(data, run, tmp_path, capsys):
     shortest_four = sorted(data.lengths)[3]
     recipe = change(run, run.name, {"sft.row_tokens": shortest_four})
     prepare(recipe, tmp_path)
-    noted = {
-        "diverse": {"rows": 13, "left_out": {"missing video": 1}},
-        "charades": {"rows": 8, "left_out": {"longer than sft.row_tokens": 4}},
-    }
-    assert json.loads((tmp_path / ROWS).read_text()) == noted
     assert capsys.readouterr().out.splitlines() == [
         "source         rows       used  left out",
         "diverse          13         12  1 missing video",
         "charades          8          4  4 longer than sft.row_tokens",
     ]
-    strict = change(recipe, run.name, {"data.max_left_out": 0.2})
-    with pytest.raises(ValueError) as error:
+    strict = change(recipe, run.name, {"max_left_out": 0.2})
+    with pytest.raises(LeftOutError) as error:
         prepare(strict, tmp_path / "other")
     assert re.fullmatch(
-        r"data\.max_left_out: 0\.2; a larger share is left out of charades \(4 of 8 rows: 4 longer "
-        r"than sft\.row_tokens\)\. See .*left_out\.jsonl; .*plan\.json .*--data\.max-left-out",
+        r"max_left_out: 0\.2; a larger share is left out of charades \(4 of 8 rows: 4 longer "
+        r"than sft\.row_tokens\)\. See .*left_out\.jsonl; .*plan\.json .*--max-left-out",
         str(error.value),
     )
-    assert not (tmp_path / "other" / ROWS).exists()
 
 
 def test_a_folder_in_which_another_process_prepares_is_refused(data, run, tmp_path, monkeypatch):
@@ -152,7 +136,7 @@ def test_a_folder_in_which_another_process_prepares_is_refused(data, run, tmp_pa
     )
     # The other one finished between the first look and the lock.
     finds = iter([None, {"kept": 1}])
-    monkeypatch.setattr(published_data, "find_prepared", lambda *settings: next(finds))
+    monkeypatch.setattr(preparation, "known_summary", lambda *settings: next(finds))
     assert prepare_dataset(other) == {"kept": 1}
 
 
@@ -391,7 +375,7 @@ def test_settings_of_the_frame_reader_may_change_between_starts(run):
     def with_data(**fields):
         return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
 
-    assert resolved(with_data(workers=7, deadline=9.0, max_left_out=0.1)) == resolved(run)
+    assert resolved(with_data(workers=7, deadline=9.0)) == resolved(run)
     assert resolved(with_data(fps=2.0)) != resolved(run)
 
 
@@ -423,10 +407,8 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
     printed = capsys.readouterr().out
     assert "20 of 21 rows kept" in printed and str(files / "set" / LEFT_OUT) in printed
     assert "diverse          13         12  1 missing video" in printed
-    assert main([*arguments, "--data.max-left-out", "0.05"]) == 1
+    assert main([*arguments, "--max-left-out", "0.05"]) == 1
     assert "diverse (1 of 13 rows: 1 missing video)" in capsys.readouterr().err
-    assert main([*arguments, "--unreadable-share", "0.01"]) == 1
-    assert "1 of 21 rows have files that cannot be read" in capsys.readouterr().err
     assert main([*arguments, "--data.frames", "8"]) == 1
     assert "frames: 4 -> 8" in capsys.readouterr().err
     assert main(["--config=paravt_tiny"]) == 1
@@ -450,8 +432,6 @@ def test_the_large_recipes_start_from_the_published_data():
         ("workers", -1),
         ("fps", 0),
         ("deadline", np.nan),
-        ("max_left_out", 1.1),
-        ("max_left_out", np.nan),
         ("media", ""),
         ("folder", ""),
     ],

@@ -369,7 +369,7 @@ lines = [
     "--config=small --rl.steps x",
     "--config=small --rl.stepz 3",
     "--config=small --sft.save-every 1.5",
-    "--config=small --unreadable-share 1",
+    "--config=small --max-left-out 2",
 ]
 for line in lines:
     try:
@@ -395,7 +395,7 @@ except RuntimeError:
         check=False,
     )
     assert done.stderr.count("code 2") == 5 and "no device" in done.stderr, done.stderr
-    named = "Did you mean small?", "rl.steps", "rl.stepz", "sft.save-every", "unreadable_share: 1"
+    named = "Did you mean small?", "rl.steps", "rl.stepz", "sft.save-every", "max_left_out: 2"
     for part in named:
         assert part in done.stderr
 

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from paravt_jax.data.any_path import AnyPath, any_path, is_bucket
+from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
 from paravt_jax.data.stored_settings import lock
-from paravt_jax.data.user_folder import user_folder
 from paravt_jax.processes import cluster, hosts
 from train.durable import run_directory
 from train.durable.bucket import Bucket, on_each

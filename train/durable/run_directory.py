@@ -196,7 +196,7 @@ def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict
 # and what stays on disk. Results stay the same, up to the rounding that another mesh brings; only
 # dropout of adapters is drawn anew with another number of replicas.
 MAY_CHANGE = (
-    "unreadable_share",
+    "max_left_out",
     "checkpoints",
     "mesh",
     "engine",

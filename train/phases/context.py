@@ -26,9 +26,9 @@ from train.learn.align import AlignSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.learn.update import TrainState
+from train.left_out import note_unreadable
 from train.phases.model import Parts
 from train.settings import Run
-from train.unreadable import note_unreadable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from paravt_jax.data.local_path import require_local
+from paravt_jax.data.any_path import require_local
 
 ADDRESSES = ("gs://bucket/run", "s3://b", "file:///tmp/a", pathlib.Path("gs://bucket/a.json"))
 PATHS = ("", None, "runs/a", "/mnt/gs/run", "a:b/c", "C:/runs", "runs/gs://x", pathlib.Path("a"))
