@@ -304,14 +304,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     ("paravt_jax/data/packing.py", _PACKING): {
         "sample_as_long_as_a_row_left_out": ("if tokens > length:", "if tokens >= length:"),
-        "exact_fit_passed_over": (
-            "node += self._most[node] < tokens",
-            "node += self._most[node] <= tokens",
-        ),
-        "tree_forgets_its_right_side": (
-            "max(self._most[2 * node], self._most[2 * node + 1])",
-            "self._most[2 * node]",
-        ),
+        "exact_fit_passed_over": ("+ 1] >= tokens", "+ 1] > tokens"),
+        "rows_are_never_full": ("free[row] -= tokens", "free[row] -= 0"),
     },
     ("train/learn/conversation_rows.py", _PACKED): {
         "conversations_see_one_another": (

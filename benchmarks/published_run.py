@@ -70,7 +70,7 @@ def published_sft() -> Run:
         sft=SFTSettings(
             steps=2, rows=1, optimizer=ADAM, row_tokens=512, save_every=1, logprob_chunk=256
         ),
-        log=LogSettings(tensorboard=False, episodes=2),
+        log=LogSettings(tensorboard=False),
     )
 
 

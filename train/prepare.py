@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypedDict
 
 from configs import RECIPES
-from paravt_jax.data import datasets, video
+from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.earnable import require_in_video
 from paravt_jax.data.file_sums import seal
@@ -387,23 +387,10 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
         name: tuple(datasets.open_split(folder / "records", name))
         for name in ("questions", "heldout", "conversations", "captions")
     }
-    # Each video once, in the order of the records.
-    paths = dict.fromkeys(
-        datasets.video_of(record) for records in stored.values() for record in records
-    )
-    unreadable: dict[str, str] = {}
-    with Progress("check videos", "video", shown=hosts.is_first()) as progress:
-        for done, path in enumerate(paths, 1):
-            try:
-                video.probe(root / path)
-            except VideoError as error:
-                unreadable[path] = error.reason
-            progress.update(done, len(paths))
-    for line in seal(root):
-        path, _, what = line.partition(": ")
-        # What is read without an error may be another picture.
-        if path in paths:
-            unreadable.setdefault(path, what)
+    paths = {datasets.video_of(record) for records in stored.values() for record in records}
+    # What can be read without an error may still be another picture.
+    damage = dict(line.split(": ", 1) for line in seal(root))
+    unreadable = {path: what for path, what in damage.items() if path in paths}
     readable: dict[str, Any] = {
         name: tuple(record for record in records if datasets.video_of(record) not in unreadable)
         for name, records in stored.items()

@@ -38,9 +38,7 @@ class DataSettings:
     folder: str = "data/paravt"
     """Local folder of the prepared data set."""
     frames: int = 64
-    """Largest number of frames per video in a demonstration."""
-    fps: float = 1.0
-    """Frames per second of a video in a demonstration."""
+    """Largest number of frames per video in a demonstration; up to that, one per second."""
     heldout: int = 64
     """Smallest number of questions to hold out for evaluation. A video is held out as a whole."""
     workers: int = 0
@@ -57,10 +55,8 @@ class DataSettings:
             value = getattr(self, name)
             if value < minimum:
                 raise ValueError(f"data.{name}: {value}; must be {minimum} or more")
-        for name in ("fps", "deadline"):
-            value = getattr(self, name)
-            if not value > 0:  # true for NaN, too
-                raise ValueError(f"data.{name}: {value}; must be above 0")
+        if not self.deadline > 0:  # true for NaN, too
+            raise ValueError(f"data.deadline: {self.deadline}; must be above 0")
         for name in ("annotations", "media"):
             if not getattr(self, name):
                 raise ValueError(
@@ -109,7 +105,6 @@ def prepare_published(
         tokenizer=str(local_folder(model, weights=False)),
         limits=_shared_limits(limits),
         frames=settings.frames,
-        fps=settings.fps,
         rules=frames.rules(vision),
         crop_rules=frames.rules(vision, crop=True),
         annotations=settings.annotations,

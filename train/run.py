@@ -257,7 +257,7 @@ def _open_metrics(
     if not hosts.is_first():
         return SilentMetrics(folder)
     log = run.log
-    return MetricsWriter(folder, log.tensorboard, log.wandb, log.wandb_project, settings)
+    return MetricsWriter(folder, log.tensorboard, bool(log.wandb), log.wandb, settings)
 
 
 def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -81,16 +81,8 @@ class LogSettings:
 
     tensorboard: bool = True
     """Write TensorBoard events."""
-    wandb: bool = False
-    """Log to Weights & Biases; needs `pip install paravt-jax[wandb]`."""
-    wandb_project: str = "paravt-jax"
-    """Name of the Weights & Biases project."""
-    episodes: int = 8
-    """Episodes per evaluation setting to keep for the report."""
-
-    def __post_init__(self):
-        if self.episodes < 0:
-            raise ValueError(f"log.episodes: {self.episodes}; give 0 or more episodes to keep")
+    wandb: str = ""
+    """Project of Weights & Biases to log to; needs `pip install paravt-jax[wandb]`. Empty: none."""
 
 
 @dataclasses.dataclass(frozen=True)

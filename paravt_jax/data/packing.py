@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
@@ -54,48 +56,16 @@ def pack(lengths: Sequence[int], length: int) -> Packing:
         )
     rows: list[list[int]] = []
     left_out: list[int] = []
-    packed_tokens = 0
-    free = _FreeTokens(len(lengths), length)
+    # Free tokens of every row, those without a sample included.
+    free = np.full(len(lengths), length)
     for sample, tokens in enumerate(lengths):
         if tokens > length:
             left_out.append(sample)
             continue
-        row = free.take(tokens)
+        row = int(np.argmax(free[: len(rows) + 1] >= tokens))
         if row == len(rows):
             rows.append([])
         rows[row].append(sample)
-        packed_tokens += tokens
+        free[row] -= tokens
+    packed_tokens = len(rows) * length - int(free[: len(rows)].sum())
     return Packing(tuple(map(tuple, rows)), tuple(left_out), packed_tokens, length)
-
-
-class _FreeTokens:
-    """Free tokens of every row, as a binary tree of maxima.
-
-    The tree finds the first row with enough room in O(log rows). It is stored as a heap:
-
-                1             node 1: the largest free space of all rows
-              /   \\
-             2     3          node n has the children 2n and 2n + 1
-            / \\   / \\
-           4   5 6   7        leaves: one per row, in order
-    """
-
-    def __init__(self, rows: int, length: int):
-        # The next power of two, so that the leaves form one complete level.
-        self._leaves = 1 << max(rows - 1, 0).bit_length()
-        self._most = [length] * (2 * self._leaves)
-
-    def take(self, tokens: int) -> int:
-        """Return the first row with room for `tokens`, and mark them as used."""
-        node = 1
-        while node < self._leaves:
-            # Take the left child, or the right one if no row on the left has enough room.
-            node *= 2
-            node += self._most[node] < tokens
-        row = node - self._leaves
-        self._most[node] -= tokens
-        # Recompute the maxima of the ancestors: this row may have been their largest.
-        while node > 1:
-            node //= 2
-            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
-        return row

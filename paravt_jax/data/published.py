@@ -38,8 +38,6 @@ from paravt_jax.method.tools.crop_video import CropVideo
 
 RL_COLUMNS = ("prompt", "videos", "extra_info")
 SFT_COLUMNS = ("messages",)
-# Fields of extra_info that are read.
-_EXTRA_FIELDS = ("question_type", "answer", "evidence")
 
 # "paravt_sft_videor1_50k" names the split "videor1"; the suffix is its number of rows.
 _FILE_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
@@ -97,11 +95,6 @@ class Refused(Exception):
         self.reason = reason
         self.detail = detail
 
-    # Worker processes get these pickled. By default an exception is unpickled from its message
-    # alone, which this constructor does not accept.
-    def __reduce__(self):
-        return Refused, (self.reason, self.detail)
-
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -156,57 +149,24 @@ def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
     return ValueError(f"{path}: not a readable parquet file ({reason}); download it again")
 
 
-def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refused]:
-    """Yield the rows of a file in order, with the published columns and fields only.
-
-    A row with a value that Python cannot represent is yielded as a `Refused`.
+def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file in order, with the published columns only.
 
     Args:
         table: The file.
         batch: Rows to read at a time.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: The file is damaged, or holds a value that Python cannot, such as a text that is
+            not UTF-8.
     """
-    with pyarrow.parquet.ParquetFile(table.path) as file:
-        columns = _columns_to_read(file.schema_arrow) if table.rl else list(SFT_COLUMNS)
-        batches = file.iter_batches(batch, columns=columns)
-        while True:
-            try:
-                record_batch = next(batches, None)
-            except (pyarrow.ArrowException, OSError) as error:
-                raise _unreadable(table.path, error) from error
-            if record_batch is None:
-                return
-            yield from _python_rows(record_batch)
-
-
-def _columns_to_read(schema: pyarrow.Schema) -> list[str]:
-    """The columns of rl rows. Of an extra_info with fields, only those that are read.
-
-    Other fields may hold dates and the like, which cannot be sent to the process that reads rows.
-    """
-    extra = schema.field("extra_info").type
-    if not pyarrow.types.is_struct(extra):
-        return list(RL_COLUMNS)
-    fields = [name for name in _EXTRA_FIELDS if extra.get_field_index(name) >= 0]
-    return [name for name in RL_COLUMNS if name != "extra_info"] + [
-        f"extra_info.{name}" for name in fields
-    ]
-
-
-def _python_rows(batch: pyarrow.RecordBatch) -> list[dict[str, Any] | Refused]:
-    # Arrow checks neither that texts are UTF-8 nor that dates and times are in Python's range. One
-    # bad value fails the whole batch, so the batch is then converted row by row.
+    columns = list(RL_COLUMNS if table.rl else SFT_COLUMNS)
     try:
-        return batch.to_pylist()
-    except (ValueError, OverflowError) as error:
-        if batch.num_rows == 1:
-            return [Refused(Reason.BROKEN, f"a value cannot be read ({error})")]
-    rows: list[dict[str, Any] | Refused] = []
-    for number in range(batch.num_rows):
-        rows += _python_rows(batch.slice(number, 1))
-    return rows
+        with pyarrow.parquet.ParquetFile(table.path) as file:
+            for record_batch in file.iter_batches(batch, columns=columns):
+                yield from record_batch.to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise _unreadable(table.path, error) from error
 
 
 def local_path(path: Any) -> str:
@@ -566,45 +526,33 @@ def _tool_responses(parts: Sequence[_Part], role: str) -> list[list[_Part]]:
         if role == "user":
             raise Refused(Reason.PROTOCOL, "user turn: a tool response has to come first")
         return [_strip_texts(parts)]
+    files_lead = isinstance(_strip_texts(parts)[0], _File)
     responses: list[list[_Part]] = []
-    # The files before each response, and those after the last one.
-    leading: list[list[_Part]] = [[]]
+    leading: list[_Part] = []
+    first_files = 0
     inside = False
     for piece in _split_at_tags(parts):
         if piece == "<tool_response>":
-            responses.append([])
-            leading.append([])
+            first_files = first_files or len(leading)
+            responses.append(leading)
+            leading = []
             inside = True
         elif piece == "</tool_response>":
             inside = False
         elif inside:
             responses[-1].append(piece)
         elif isinstance(piece, _File):
-            follows = responses and not leading[0]
-            (responses[-1] if follows else leading[-1]).append(piece)
+            (leading if files_lead else responses[-1]).append(piece)
         elif piece.strip():
             raise Refused(
                 Reason.PROTOCOL, "tool turn: something is outside its <tool_response> tags"
             )
-    leading = _assign_leading_files(leading, len(responses))
-    return [
-        _strip_texts([*files, *response])
-        for files, response in zip(leading, responses, strict=True)
-    ]
-
-
-def _assign_leading_files(leading: Sequence[list[_Part]], count: int) -> list[list[_Part]]:
-    """The files before each of `count` responses.
-
-    If all files come first, and there is one for each response, they are assigned in order.
-    """
-    *before, rest = leading
-    first = before[0]
-    if rest or (count > 1 and len(first) > 1 and (any(before[1:]) or len(first) != count)):
+    # Of several files before the first of several responses, some may belong to later ones.
+    if leading or (first_files > 1 and len(responses) > 1):
         raise Refused(
             Reason.PROTOCOL, "tool turn: it is unclear which <tool_response> a file belongs to"
         )
-    return [[file] for file in first] if count > 1 and len(first) == count else before
+    return [_strip_texts(response) for response in responses]
 
 
 def _split_at_tags(parts: Sequence[_Part]) -> Iterator[_Part]:

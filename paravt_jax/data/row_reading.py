@@ -47,9 +47,7 @@ class Reading:
     limits: ProtocolSettings
     """Limits of the protocol, which conversations must keep."""
     frames: int = 64
-    """Upper bound on the frames of a video's overview."""
-    fps: float = 1.0
-    """Frames per second of a video's overview."""
+    """Upper bound on the frames of a video's overview, which has one per second."""
     rules: PixelRules = PixelRules()
     """How frames of overviews and pictures are resized."""
     crop_rules: PixelRules = PixelRules()
@@ -72,7 +70,7 @@ class RowTask:
     id: str
     source: str
     rl: bool
-    columns: dict | Refused
+    columns: dict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +99,6 @@ def read_row(reading: Reading, task: RowTask) -> KeptRow | LeftOutRow:
     """Read one row of a published file, and check that its videos can be decoded."""
     checker = VideoChecker(reading)
     try:
-        if isinstance(task.columns, Refused):
-            raise task.columns
         read = _question if task.rl else _conversation
         record = read(task.columns, task, checker)
     except Refused as refused:
@@ -194,7 +190,7 @@ class VideoChecker:
 
     def _overview(self, info: VideoInfo) -> Int64[np.ndarray, " m"]:
         # The tolerance keeps a duration of 5.0000001 s from asking for a sixth frame.
-        count = max(1, math.ceil(info.duration * self.reading.fps - 1e-6))
+        count = max(1, math.ceil(info.duration - 1e-6))
         return overview_indices(info.frames, min(self.reading.frames, count))
 
     def _window(self, info: VideoInfo, call: CropCall) -> Int64[np.ndarray, " m"]:

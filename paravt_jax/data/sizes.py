@@ -186,7 +186,7 @@ def video_size(
     # transformers rounds the number of frames to whole temporal patches when it compares with the
     # limits, but scales by the exact number.
     rounded = round(frames / temporal) * temporal
-    return _fit(height, width, limits, factor, least_side=0, frames=frames, compared_frames=rounded)
+    return _fit(height, width, limits, factor, least_side=0, frames=(frames, rounded))
 
 
 def _fit(
@@ -195,13 +195,13 @@ def _fit(
     limits: tuple[int, int],
     factor: int,
     least_side: int,
-    frames: int = 1,
-    compared_frames: int = 1,
+    frames: tuple[int, int] = (1, 1),
 ) -> tuple[int, int]:
     """Round both sides to multiples of `factor`, and rescale if the area is outside the limits.
 
-    `compared_frames` enters the comparison with the limits, and `frames` the scale.
+    `frames` are the number of frames for the scale, and that for the comparison with the limits.
     """
+    scaled_frames, compared_frames = frames
     min_pixels, max_pixels = limits
     if min(height, width) < 1:
         raise ValueError(
@@ -220,11 +220,11 @@ def _fit(
     h = max(least_side, round(height / factor) * factor)
     w = max(least_side, round(width / factor) * factor)
     if compared_frames * h * w > max_pixels:
-        beta = math.sqrt(frames * height * width / max_pixels)
+        beta = math.sqrt(scaled_frames * height * width / max_pixels)
         h = max(factor, math.floor(height / beta / factor) * factor)
         w = max(factor, math.floor(width / beta / factor) * factor)
     elif compared_frames * h * w < min_pixels:
-        beta = math.sqrt(min_pixels / (frames * height * width))
+        beta = math.sqrt(min_pixels / (scaled_frames * height * width))
         h = math.ceil(height * beta / factor) * factor
         w = math.ceil(width * beta / factor) * factor
     return h, w

@@ -47,7 +47,7 @@ from rollout.evaluation.settings import BenchmarkSettings
 from train.cli import parse
 from train.durable.checkpoint import CheckpointSettings
 from train.export import Export
-from train.settings import LogSettings, ModelSettings, Run
+from train.settings import ModelSettings, Run
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Without recipes that tests add.
@@ -132,7 +132,6 @@ def test_settings_that_contradict_each_other_are_refused(name, change, message):
         (FrameSettings, "frames.max_pixels", 783),
         (FrameSettings, "frames.whole_frames", -1),
         (FrameSettings, "frames.cache_mib", -1),
-        (LogSettings, "log.episodes", -1),
         (CheckpointSettings, "checkpoints.keep", 0),
         (CheckpointSettings, "checkpoints.best", "loss"),
     ],

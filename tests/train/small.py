@@ -52,7 +52,7 @@ from train.learn.sft import SFTSettings
 from train.phases.model import model_config
 from train.prepare import prepare
 from train.run import main
-from train.settings import LogSettings, Run
+from train.settings import Run
 
 SUFFIX = 144
 
@@ -105,7 +105,6 @@ def small() -> Run:
             format_temperatures=(0.0, 1.0),
             format_rollouts=5,
         ),
-        log=LogSettings(episodes=2),
     )
 
 

@@ -65,7 +65,7 @@ def test_another_version_of_a_package_is_an_error_with_the_command(tmp_path, mon
 
 def test_a_package_that_only_this_run_needs_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    run = change(paravt_tiny(), "logged", {"log": LogSettings(wandb=True)})
+    run = change(paravt_tiny(), "logged", {"log": LogSettings(wandb="paravt")})
     assert "wandb" in found(run, tmp_path)["packages"].found
 
 

@@ -79,8 +79,8 @@ def test_missing_empty_and_truncated_videos_are_left_out_and_named(road, folder,
     bad = {f"train/000{n}.mp4" for n in range(3)}
     assert set(data.unreadable) == bad
     assert json.loads((folder / UNREADABLE).read_text()) == data.unreadable
-    assert data.unreadable["train/0000.mp4"] == "no such file"
-    assert data.unreadable["train/0001.mp4"] == "the file is empty"
+    assert data.unreadable["train/0000.mp4"] == "missing"
+    assert data.unreadable["train/0001.mp4"].startswith("0 bytes instead of")
     for records in (data.questions, data.captions):
         assert records and bad.isdisjoint(record.video for record in records)
     clips = [clip.path for conversation in data.conversations for clip in conversation.clips]

@@ -376,7 +376,7 @@ def test_settings_of_the_frame_reader_may_change_between_starts(run):
         return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
 
     assert resolved(with_data(workers=7, deadline=9.0)) == resolved(run)
-    assert resolved(with_data(fps=2.0)) != resolved(run)
+    assert resolved(with_data(frames=8)) != resolved(run)
 
 
 def test_held_out_questions_are_whole_videos_and_stay_the_same():
@@ -430,7 +430,6 @@ def test_the_large_recipes_start_from_the_published_data():
         ("frames", 0),
         ("heldout", -1),
         ("workers", -1),
-        ("fps", 0),
         ("deadline", np.nan),
         ("media", ""),
         ("folder", ""),

@@ -291,7 +291,7 @@ def test_a_run_without_a_finished_cold_start_is_refused(cold_start, tmp_path) ->
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"sft": 3}, {"sft": {}}, {"protocol": None}, {"data": {"fps": 1}}]
+    "wrong", [{"sft": 3}, {"sft": {}}, {"protocol": None}, {"data": {"frames": 1}}]
 )
 def test_a_damaged_configuration_of_a_cold_start_is_one_line(cold_start, tmp_path, wrong) -> None:
     """Also without a checksum, as earlier versions wrote it."""
@@ -310,7 +310,7 @@ PUBLISHED: dict[str, Any] = SETTINGS | {
     "text": None,
     "align": None,
     "sft": {"steps": 1, "microbatches": 1, "remat": "full"},
-    "data": {"annotations": "a", "media": "m", "frames": 8, "fps": 1.0, "heldout": 4},
+    "data": {"annotations": "a", "media": "m", "frames": 8, "heldout": 4},
 }
 
 
@@ -326,5 +326,5 @@ def test_runs_on_published_data_share_a_cold_start(tmp_path) -> None:
     shared = tmp_path / "warm/checkpoints/sft/1/file"
     assert shared.samefile(source / "checkpoints/sft/1/file"), "checkpoints take no space twice"
     assert not (tmp_path / "warm/tokenizer/file").samefile(source / "tokenizer/file")
-    with pytest.raises(RunDirectoryError, match=r"data\.fps: 1\.0 -> 2\.0"):
-        take_over(source, tmp_path / "no", PUBLISHED | {"data": data | {"fps": 2.0}})
+    with pytest.raises(RunDirectoryError, match=r"data\.frames: 8 -> 4"):
+        take_over(source, tmp_path / "no", PUBLISHED | {"data": data | {"frames": 4}})

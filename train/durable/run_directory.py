@@ -235,7 +235,7 @@ _COLD_START_SETTINGS = (
     "protocol",
 )
 # Fields of `data` that determine the demonstrations.
-_DATA_FIELDS = ("annotations", "media", "frames", "fps")
+_DATA_FIELDS = ("annotations", "media", "frames")
 # Fields of `protocol` that affect rollouts only; demonstrations do not depend on them.
 _ROLLOUT_FIELDS = (
     "pin_think",
@@ -315,7 +315,6 @@ class _Published(TypedDict):
     annotations: Any
     media: Any
     frames: Any
-    fps: Any
 
 
 class _ColdStart(TypedDict):

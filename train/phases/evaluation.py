@@ -31,6 +31,8 @@ from train.phases.context import Context
 
 Rows = list[dict[str, Any]]
 
+_TRANSCRIPTS = 8  # per setting, for the report
+
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
@@ -83,9 +85,7 @@ def evaluate(
         weights_of = ("sft", run.sft.steps if run.sft is not None else 0)
     else:
         weights_of = ("rl", run.rl.steps if run.rl is not None else 0)
-    plan = _Plan(
-        name, f"{name} RL", weights_of, run.evaluation.episode_settings(), run.log.episodes
-    )
+    plan = _Plan(name, f"{name} RL", weights_of, run.evaluation.episode_settings(), _TRANSCRIPTS)
     plans = [plan]
     if run.evaluation.format_temperatures:
         settings = run.evaluation.format_settings()
