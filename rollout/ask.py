@@ -35,7 +35,7 @@ from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError, is_address, without_scheme
 from paravt_jax.data.sizes import PixelRules
-from paravt_jax.data.srt import read_srt
+from paravt_jax.data.text_files import read_srt
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
@@ -159,7 +159,7 @@ class Assistant:
             video: The video file, or the address of one (gs://...).
             question: The question.
             options: Answers to choose from.
-            subtitles: Subtitles to search (`paravt_jax.data.srt.read_srt`), for a protocol
+            subtitles: Subtitles to search (`paravt_jax.data.text_files.read_srt`), for a protocol
                 with the tool search_subtitles.
             frames: Overview frames (K).
             dispatch: How tool calls are carried out; "none" offers no tool.

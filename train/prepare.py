@@ -19,12 +19,11 @@ from typing import Any, TypedDict
 from configs import RECIPES
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.earnable import require_in_video
 from paravt_jax.data.file_sums import seal
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.preparation import LEFT_OUT, open_prepared
-from paravt_jax.data.published import Refused, split_of
+from paravt_jax.data.published import Refused, require_in_video, split_of
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.data.stored_json import DamagedFileError, read_json
 from paravt_jax.method import tokenizer

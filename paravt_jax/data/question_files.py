@@ -18,8 +18,7 @@ from typing import Any
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
 from paravt_jax.data.lettered import without_letters
-from paravt_jax.data.srt import read_srt
-from paravt_jax.data.text_files import read_text
+from paravt_jax.data.text_files import read_srt, read_text
 from paravt_jax.method.records import Question, QuestionKind, Subtitle
 
 COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles", "evidence")

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Int64
 
 from paravt_jax.data import video
-from paravt_jax.data.earnable import require_earnable, require_in_video
 from paravt_jax.data.frames import (
     VideoError,
     VideoInfo,
@@ -26,6 +25,8 @@ from paravt_jax.data.published import (
     Refused,
     read_conversation,
     read_question,
+    require_earnable,
+    require_in_video,
 )
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.workers import DeadlineError

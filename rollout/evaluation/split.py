@@ -12,11 +12,10 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from paravt_jax.data.earnable import require_in_video
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
-from paravt_jax.data.published import Refused
-from paravt_jax.data.srt import read_srt
+from paravt_jax.data.published import Refused, require_in_video
+from paravt_jax.data.text_files import read_srt
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol, subtitled_text
 from paravt_jax.method.records import Question, QuestionKind, Subtitle

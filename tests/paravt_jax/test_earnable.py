@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paravt_jax.data.earnable import require_earnable, require_in_video
-from paravt_jax.data.published import Reason, Refused
+from paravt_jax.data.published import Reason, Refused, require_earnable, require_in_video
 from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.records import Question, QuestionKind
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paravt_jax.data.foreign import ForeignFileError
-from paravt_jax.data.srt import parse_srt, read_srt
+from paravt_jax.data.text_files import parse_srt, read_srt
 from paravt_jax.method.records import Subtitle
 
 HELLO = "1\n00:00:01,500 --> 00:01:02,000\nHello\n"

@@ -154,15 +154,9 @@ def test_a_file_in_the_way_is_an_error(tmp_path: pathlib.Path) -> None:
             RunDirectory(path, CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [({"a": {1: 2}}, "key 1"), ({"a": pathlib.Path("x")}, "JSON")],
-)
-def test_a_configuration_that_json_cannot_hold_is_refused(
-    tmp_path: pathlib.Path, config: dict, words: str
-) -> None:
-    with pytest.raises(TypeError, match=words):
-        RunDirectory(tmp_path / "run", config)
+def test_a_configuration_that_json_cannot_hold_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(TypeError, match="JSON"):
+        RunDirectory(tmp_path / "run", {"a": pathlib.Path("x")})
     assert not (tmp_path / "run").exists()
 
 
