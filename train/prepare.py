@@ -324,18 +324,16 @@ def _without_long_questions(run: Run, data: Data, longest: float) -> Data:
     training = tuple(q for q in data.questions if lengths[q.id] <= limit)
     heldout = tuple(q for q in data.heldout if lengths[q.id] <= limit)
 
-    emptied = None
-    if data.questions and not training and run.rl is not None:
-        emptied = "training", data.questions
-    elif data.heldout and not heldout:
-        emptied = "held-out", data.heldout
-    if emptied is not None:
-        split, questions = emptied
-        shortest = min(lengths[question.id] for question in questions)
-        raise ValueError(
-            f"protocol.text_tokens: {run.protocol.text_tokens}; the system turn takes {system} "
-            f"tokens, and no {split} question fits beside it: give at least {system + shortest}"
-        )
+    for split, before, after, needed in (
+        ("training", data.questions, training, run.rl is not None),
+        ("held-out", data.heldout, heldout, True),
+    ):
+        if needed and before and not after:
+            shortest = min(lengths[question.id] for question in before)
+            raise ValueError(
+                f"protocol.text_tokens: {run.protocol.text_tokens}; the system turn takes {system} "
+                f"tokens, and no {split} question fits beside it: give at least {system + shortest}"
+            )
     too_long = [id for id, length in lengths.items() if length > limit]
     if too_long and hosts.is_first():
         named = ", ".join(f"{id} ({lengths[id]})" for id in too_long[:_NAMED])

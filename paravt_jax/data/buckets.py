@@ -12,7 +12,6 @@ import hashlib
 import os
 import pathlib
 import tempfile
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -140,7 +139,7 @@ def appearing_at(field: str, path: str) -> Iterator[pathlib.Path]:
         FileExistsError: There is something already.
         FileNotFoundError: fsspec does not know the scheme, or there is no such bucket.
         ModuleNotFoundError: The package for the address is missing.
-        ConnectionError: The bucket does not answer, or a file has another size there.
+        ConnectionError: The bucket does not answer.
     """
     if not is_address(path):
         target = pathlib.Path(without_scheme(path))
@@ -150,42 +149,22 @@ def appearing_at(field: str, path: str) -> Iterator[pathlib.Path]:
             )
         yield target
         return
-    _require_new_folder(field, path)
+    system, top = open_bucket(path)
+    with _named_errors(f"{field}: {path}: cannot be read", "check the bucket and the credentials"):
+        present = system.exists(top)
+    if present:
+        raise FileExistsError(
+            f"{field} {path}: exists; name a new folder, or remove this one first"
+        )
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary) / "new"
         yield folder
-        _upload(folder, path)
-
-
-def _require_new_folder(field: str, address: str) -> None:
-    """Refuse an address to which a new folder cannot be written, before work begins."""
-    system, top = open_bucket(address)
-    probe = f"{top.rstrip('/')}/.probe-{uuid.uuid4().hex}"
-    remedy = "check the bucket and the credentials"
-    with _named_errors(f"{field}: {address}: cannot be written to", remedy):
-        present = system.exists(top)
-        if not present:
-            system.pipe_file(probe, b"probe")
-            system.rm_file(probe)
-    if present:
-        raise FileExistsError(
-            f"{field} {address}: exists; name a new folder, or remove this one first"
-        )
-
-
-def _upload(folder: pathlib.Path, address: str) -> None:
-    system, top = open_bucket(address)
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    for file in sorted(files, key=lambda file: (file.name in _LAST, file)):
-        name = file.relative_to(folder).as_posix()
-        target = f"{top.rstrip('/')}/{name}"
+        files = [file for file in folder.rglob("*") if file.is_file()]
         remedy = "check the network, remove what is there, and repeat the command"
-        with _named_errors(f"{address}: {name} cannot be uploaded", remedy):
-            system.put_file(str(file), target)
-            system.invalidate_cache()
-            size = system.info(target)["size"]
-        if size != file.stat().st_size:
-            raise ConnectionError(f"{address}: {name} has {size} bytes there, which is wrong")
+        for file in sorted(files, key=lambda file: (file.name in _LAST, file)):
+            name = file.relative_to(folder).as_posix()
+            with _named_errors(f"{path}: {name} cannot be uploaded", remedy):
+                system.put_file(str(file), f"{top.rstrip('/')}/{name}")
 
 
 @contextlib.contextmanager

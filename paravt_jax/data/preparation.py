@@ -148,7 +148,6 @@ class Prepared:
         questions: The questions, in the order of the files.
         conversations: The conversations, in the order of the files.
         lengths: Length of each conversation in tokens.
-        summary: The result of `prepare_rows`.
         digest: Fingerprint of the set. It does not depend on where its sources are.
     """
 
@@ -156,7 +155,6 @@ class Prepared:
     questions: Sequence[Question]
     conversations: Sequence[Conversation]
     lengths: tuple[int, ...]
-    summary: dict[str, Any]
     digest: str
 
 
@@ -210,7 +208,6 @@ def open_prepared(folder: pathlib.Path) -> Prepared:
         questions=_open_split(folder, "questions", summary["kept"] - len(lengths)),
         conversations=_open_split(folder, "conversations", len(lengths)),
         lengths=tuple(lengths),
-        summary=summary,
         digest=digest,
     )
 

@@ -258,27 +258,12 @@ def _answer(row: dict[str, Any], kind: QuestionKind, options: tuple[str, ...]) -
 
 def _span(value: Any, field: str) -> tuple[float, float]:
     """Read [start, end] in seconds from a list, or from the text of a list."""
-    span: Any = value
-    if isinstance(value, str):
-        try:
-            span = json.loads(value)
-        except (ValueError, RecursionError):
-            span = None
-    if not _is_span(span):
-        rule = "a span of seconds, start before end: write [12.5, 20]"
-        raise _BadRow(field, value, rule)
-    start, end = span
-    return float(start), float(end)
-
-
-def _is_span(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 2:
-        return False
+    span = _json(value) if isinstance(value, str) else value
     # A bool is an int in Python.
-    if any(isinstance(n, bool) or not isinstance(n, int | float) for n in value):
-        return False
-    start, end = value
-    return 0 <= start < end < _MOST_SECONDS
+    numbers = isinstance(span, list) and all(type(time) in (int, float) for time in span)
+    if not numbers or len(span) != 2 or not 0 <= span[0] < span[1] < _MOST_SECONDS:
+        raise _BadRow(field, value, "a span of seconds, start before end: write [12.5, 20]")
+    return float(span[0]), float(span[1])
 
 
 def _subtitles(
