@@ -25,9 +25,8 @@ from typing import Any
 
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.wording import PLACEHOLDER, Prompt
-from rollout.evaluation.native_format import NativeFormat
-from rollout.evaluation.packs import PackError, TextPack
-from rollout.evaluation.protocols import open_text_pack
+from rollout.evaluation.pack_folder import open_pack
+from rollout.evaluation.packs import Pack, PackError
 from rollout.evaluation.published_protocol import PLAY, PLAY_CHARADES
 
 DRIVER = "paravt/eval/driver.py"
@@ -57,26 +56,18 @@ _BENCHMARKS: Mapping[str, Sequence[QuestionKind]] = {
     "charades": (QuestionKind.TEMPORAL_GROUNDING,),
 }
 
-# A call that leaks into code is a call for the release's evaluator, too.
-_LEAKED_CALL = r"<tool_code>\s*crop_video\s*\((.*?)\)\s*</tool_code>"
 # Beside what `rollout.evaluation.published_protocol` finds in the settings.
 _DIFFERENCES = (
     "unreadable calls and those beyond the fifth get an error response",
+    "calls that leak into <tool_code> are not carried out",
     "the forced answer may have as many tokens as a turn",
+    "a native video has at most 64 frames",
 )
-_OF_CHARADES = ("at most 64 frames of a native video",)
 _SUBTITLES = "\0"  # marks where a prompt's subtitles stand, while a question is read
 _REMEDY = "give a checkout of the ParaVT release at commit cf55249"
 
 
-class ReleasePack(TextPack):
-    """The release's texts, played as its evaluator plays."""
-
-    def differences(self, benchmark: str) -> list[str]:
-        return [*_DIFFERENCES, *(_OF_CHARADES if benchmark == "charades" else ())]
-
-
-def open_any_pack(name: str, release: str = "") -> TextPack:
+def open_any_pack(name: str, release: str = "") -> Pack:
     """Open the pack that `--protocol` and `--release` name.
 
     Raises:
@@ -84,10 +75,10 @@ def open_any_pack(name: str, release: str = "") -> TextPack:
     """
     if release and name != "published":
         raise PackError(f"--release {release}: is read by --protocol published only; give both")
-    return read_release(release) if name == "published" else open_text_pack(name)
+    return read_release(release) if name == "published" else open_pack(name)
 
 
-def read_release(checkout: str | os.PathLike) -> ReleasePack:
+def read_release(checkout: str | os.PathLike) -> Pack:
     """Read the texts of a checkout.
 
     Raises:
@@ -105,12 +96,12 @@ def read_release(checkout: str | os.PathLike) -> ReleasePack:
         suffix = _suffix(driver)
         for benchmark, kinds in _BENCHMARKS.items():
             texts |= _question_texts(loaders, benchmark, kinds, suffix)
-        return ReleasePack(
+        return Pack(
             "published",
             texts,
             {"text_first": False, "responses_apart": True},
             {"": PLAY, "charades": PLAY_CHARADES},
-            NativeFormat(call=_LEAKED_CALL),
+            _DIFFERENCES,
         )
     except PackError as error:
         raise PackError(f"--release {checkout}: {error}; {_REMEDY}") from error

@@ -120,7 +120,6 @@ class Environment:
     """What all episodes share: protocol, frames, and the clock (in seconds) of the time limits.
 
     `overview` reads the overview's frames, given the features, a video's name and their number.
-    `canonical` rewrites a main agent's text for models that write calls and answers in other forms.
     """
 
     protocol: Protocol
@@ -129,7 +128,6 @@ class Environment:
     overview: Callable[[FrameFeatures, str, int], Awaitable[ShownFrames]] = (
         FrameFeatures.request_overview
     )
-    canonical: Callable[[str], str] = str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +300,7 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
 
     ids = np.concatenate([protocol.pinned.ids, sample.ids])
     text = protocol.vocabulary.decode(ids).removesuffix("<|im_end|>")
-    return state.environment.canonical(text), sample
+    return text, sample
 
 
 def _tools_offered(state: _EpisodeState) -> bool:

@@ -1,12 +1,10 @@
-"""Prompt packs as folders: one small file per text, and `pack.toml` for the rest.
+"""`--protocol`: opens prompt packs, reads and writes their folders, and plays as they say.
 
-pack.toml                 name, order of turns, settings to play with, how models write
+pack.toml                 name, order of turns, settings to play with
 system.agentic.txt        the text "system.agentic"; a line break at its end is not part of it
 question.mcq.txt
 schemas.crop_video.json   a tool's schema
 charades/question.tvg.txt replaces a text for one benchmark
-
-Texts may also stand in pack.toml, under [texts], so that a small pack is one file.
 """
 
 from __future__ import annotations
@@ -15,13 +13,12 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import tomllib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rollout.evaluation.benchmarks import BENCHMARKS
-from rollout.evaluation.native_format import NativeFormat
-from rollout.evaluation.packs import TURNS, PackError, TextPack, file_of
+from rollout.evaluation.packs import TURNS, Pack, PackError, file_of, own_pack
 from rollout.evaluation.published_protocol import PLAY
 from rollout.evaluation.settings import NOT_IDENTITY, BenchmarkSettings
 
@@ -29,7 +26,7 @@ FORMAT = 1
 """Version of the folder's layout."""
 
 _FILE = "pack.toml"
-_KEYS = ("format", "name", "turns", "play", "read", "texts")
+_KEYS = ("format", "name", "turns", "play")
 _LIKE = "like"  # the key of [play] that begins with the settings of another protocol
 _MOST_BYTES = 1 << 20
 # What is scored and where is no matter of a protocol.
@@ -42,7 +39,21 @@ PLAYED = {
 """Settings that a pack may decide, with their defaults."""
 
 
-def read_pack(folder: str | os.PathLike) -> TextPack:
+def open_pack(name: str) -> Pack:
+    """Open this project's own pack, or the one in a folder.
+
+    Raises:
+        PackError: it cannot be used, or is the release's, which only the command opens.
+    """
+    if name == "published":
+        raise PackError(
+            "--protocol published: only the command `paravt evaluate` opens it; use the command, "
+            "or pass pack="
+        )
+    return own_pack() if name == "own" else read_pack(name)
+
+
+def read_pack(folder: str | os.PathLike) -> Pack:
     """Read a pack.
 
     Raises:
@@ -56,42 +67,76 @@ def read_pack(folder: str | os.PathLike) -> TextPack:
         )
     try:
         about = _read_about(root / _FILE)
-        texts = about["texts"]
-        for name, text in (_read_text(root, file) for file in _files(root)):
-            if name in texts:
-                raise PackError(f"{_FILE}: texts.{name}: is also in {file_of(name)}; remove one")
-            texts[name] = text
-        return TextPack(
-            about.get("name", root.resolve().name),
-            texts,
-            about["turns"],
-            about["play"],
-            about["read"],
-        )
+        texts = dict(_read_text(root, file) for file in _files(root))
+        name = about.get("name", root.resolve().name)
+        return Pack(name, texts, about["turns"], about["play"])
     except PackError as error:
         raise PackError(f"--protocol {folder}: {error}") from error
 
 
-def write_pack(pack: TextPack, folder: str | os.PathLike) -> None:
+def write_pack(pack: Pack, folder: str | os.PathLike) -> None:
     """Write a pack into a new folder.
 
     Raises:
         PackError: there is something at `folder`, or it cannot be written.
     """
     root = pathlib.Path(folder)
+    lines = [f"format = {FORMAT}", f"name = {_toml(root.resolve().name)}", ""]
+    tables: dict[str, Mapping[str, Any]] = {"turns": pack.turns}
+    for benchmark, values in pack.play.items():
+        tables[f"play.{benchmark}" if benchmark else "play"] = values
+    for table, values in tables.items():
+        lines += [f"[{table}]", *(f"{key} = {_toml(x)}" for key, x in values.items()), ""]
     try:
         root.mkdir(parents=True)
         for name, text in pack.texts.items():
             file = root / file_of(name)
             file.parent.mkdir(exist_ok=True)
             file.write_bytes(f"{text}\n".encode())
-        (root / _FILE).write_text(_about(root.resolve().name, pack), encoding="utf-8")
+        (root / _FILE).write_text("\n".join(lines), encoding="utf-8")
     except FileExistsError as error:
         raise PackError(f"--write-protocol {folder}: exists; name a new folder") from error
     except OSError as error:
         raise PackError(
             f"--write-protocol {folder}: cannot be written ({error}); name another folder"
         ) from error
+
+
+def as_the_pack_plays(
+    settings: BenchmarkSettings, pack: Pack, given: Collection[str] = ()
+) -> BenchmarkSettings:
+    """Return the settings with the values that the pack decides.
+
+    Args:
+        settings: the user's settings.
+        pack: the pack.
+        given: fields that the user gave, so that a default value among them is no accident.
+
+    Raises:
+        PackError: the user wants something else than the pack, in a field that is not open.
+    """
+    decided = dict(pack.style(settings.benchmark, settings.prompt))
+    for name, wanted in decided.items():
+        decided[name] = wanted = tuple(wanted) if isinstance(wanted, list) else wanted
+        value = getattr(settings, name)
+        # Models are trained with different prompts, and some families cannot be shown a native
+        # video.
+        is_open = name == "prompt" or (name == "native_video" and not value)
+        if name in given and is_open:
+            decided[name] = value
+        elif value != wanted and (value != PLAYED[name] or name in given):
+            flag = f"--{name.replace('_', '-')}"
+            remedy = "give another protocol"
+            if pack.name == "published":
+                remedy = "write the pack as a folder (--write-protocol) and change [play] there"
+            raise PackError(
+                f"{flag} {value}: --protocol {pack.name} plays with {wanted}; "
+                f"leave {flag} out, or {remedy}"
+            )
+    return dataclasses.replace(settings, **decided)
+
+
+# --- files ---
 
 
 def _files(root: pathlib.Path) -> list[pathlib.Path]:
@@ -133,6 +178,9 @@ def _read(file: pathlib.Path, name: str) -> str:
         raise PackError(f"{name}: cannot be read ({error.strerror}); make it readable") from error
 
 
+# --- pack.toml ---
+
+
 def _read_about(file: pathlib.Path) -> dict[str, Any]:
     try:
         about = tomllib.loads(_read(file, _FILE))
@@ -152,60 +200,7 @@ def _read_about(file: pathlib.Path) -> dict[str, Any]:
             raise PackError(f"{_FILE}: turns.{key}: no such key; give {', '.join(TURNS)}")
         if not isinstance(value, bool):
             raise PackError(f"{_FILE}: turns.{key}: {value!r}; give true or false")
-    play = _table(about, "play")
-    read = _native_format(_table(about, "read"))
-    texts = _read_texts(_table(about, "texts"))
-    return about | {"turns": turns, "play": _read_play(play), "read": read, "texts": texts}
-
-
-def _read_texts(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """The texts of [texts] by name. `system.agentic = ...` is a table in TOML."""
-    texts: dict[str, str] = {}
-    for key, value in table.items():
-        name = prefix + key
-        if isinstance(value, dict):
-            texts |= _read_texts(value, f"{name}.")
-        elif isinstance(value, str):
-            texts[name] = value.removesuffix("\n")
-        else:
-            raise PackError(f"{_FILE}: texts.{name}: {value!r}; give a text")
-    return texts
-
-
-def _native_format(read: dict[str, Any]) -> NativeFormat:
-    ours = dataclasses.asdict(NativeFormat())
-    for key, value in read.items():
-        if key not in ours:
-            raise PackError(f"{_FILE}: read.{key}: no such key; give {', '.join(ours)}")
-        if type(value) is not type(ours[key]):
-            wanted = "a text" if isinstance(ours[key], str) else f"a table, [read.{key}]"
-            raise PackError(f"{_FILE}: read.{key}: {value!r}; give {wanted}")
-    for key, tool in read.get("tools", {}).items():
-        if not isinstance(tool, str):
-            raise PackError(f"{_FILE}: read.tools.{key}: {tool!r}; give the name of a tool")
-    for key, ours in read.get("arguments", {}).items():
-        names = ours if isinstance(ours, list) else [ours]
-        if not names or not all(isinstance(name, str) for name in names):
-            raise PackError(
-                f"{_FILE}: read.arguments.{key}: {ours!r}; give the name of an argument, or a "
-                "list of names"
-            )
-    try:
-        return NativeFormat(**read)
-    except ValueError as error:
-        raise PackError(f"{_FILE}: read.{error}") from error
-
-
-def _toml_key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
-
-
-def _toml(value: Any) -> str:
-    """A number, boolean, text or list in TOML, which writes them as JSON does, but for two points.
-
-    TOML has no pairs of surrogates as escapes, and wants U+007F escaped.
-    """
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")
+    return about | {"turns": turns, "play": _read_play(_table(about, "play"))}
 
 
 def _table(about: dict[str, Any], key: str) -> dict[str, Any]:
@@ -251,15 +246,9 @@ def _checked(place: str, field: str, value: Any) -> Any:
     return value
 
 
-def _about(name: str, pack: TextPack) -> str:
-    lines = [f"format = {FORMAT}", f"name = {_toml(name)}", ""]
-    read = pack.read.settings()
-    tables = {"turns": pack.turns, "read": {k: x for k, x in read.items() if isinstance(x, str)}}
-    tables |= {f"read.{key}": table for key, table in read.items() if isinstance(table, dict)}
-    for benchmark, values in pack.play.items():
-        tables["play" + (f".{benchmark}" if benchmark else "")] = values
-    for table, values in tables.items():
-        lines.append(f"[{table}]")
-        lines += [f"{_toml_key(key)} = {_toml(value)}" for key, value in values.items()]
-        lines.append("")
-    return "\n".join(lines)
+def _toml(value: Any) -> str:
+    """A number, boolean, text or list in TOML, which writes them as JSON does, but for two points.
+
+    TOML has no pairs of surrogates as escapes, and wants U+007F escaped.
+    """
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")

@@ -36,7 +36,7 @@ from rollout.evaluation.memory import (
     worker_count,
 )
 from rollout.evaluation.native_video import read_video_overview, video_tokens
-from rollout.evaluation.packs import PackError, PromptPack, own_pack
+from rollout.evaluation.packs import Pack, PackError, own_pack
 from rollout.evaluation.replicas import Devices, device_groups
 from rollout.evaluation.served import Served, served
 from rollout.evaluation.settings import BenchmarkSettings
@@ -53,7 +53,7 @@ def load_player(
     reader: FrameReader,
     subtitled: bool,
     stack: contextlib.ExitStack,
-    pack: PromptPack | None = None,
+    pack: Pack | None = None,
     devices: Devices = (),
     replicas: int = 1,
 ) -> Player:
@@ -92,7 +92,7 @@ def load_player(
             settings, folder, config, videos, reader, protocol, prompt, crop, devices
         )
     overview = read_video_overview if settings.native_video else FrameFeatures.request_overview
-    environment = Environment(protocol, features, overview=overview, canonical=pack.reads())
+    environment = Environment(protocol, features, overview=overview)
     return Player(sampler, environment, settings, videos, judge, pack)
 
 
@@ -124,7 +124,7 @@ def model_files(settings: BenchmarkSettings, folder: pathlib.Path | None) -> Ser
 
 
 def check_prompts(
-    settings: BenchmarkSettings, files: Served, pack: PromptPack, items: Sequence[Item]
+    settings: BenchmarkSettings, files: Served, pack: Pack, items: Sequence[Item]
 ) -> None:
     """Render a prompt, so that texts that do not work end the run before it has a folder."""
     _check_native_video(settings, files.config)

@@ -32,9 +32,9 @@ from rollout.evaluation.benchmarks import (
     questions_hash,
 )
 from rollout.evaluation.folder import EvaluationFolder, Line, answered
-from rollout.evaluation.packs import PromptPack
+from rollout.evaluation.pack_folder import as_the_pack_plays, open_pack
+from rollout.evaluation.packs import Pack
 from rollout.evaluation.players import check_prompts, load_player, model_files, open_reader
-from rollout.evaluation.protocols import as_the_pack_plays, open_text_pack
 from rollout.evaluation.provenance import commit, versions, weights_hash
 from rollout.evaluation.replicas import Devices, device_groups, play_all
 from rollout.evaluation.report import PlayProgress, report
@@ -49,7 +49,7 @@ def evaluate(
     settings: BenchmarkSettings,
     questions: Sequence[Question] | None = None,
     given: Collection[str] = (),
-    pack: PromptPack | None = None,
+    pack: Pack | None = None,
 ) -> Line:
     """Play all questions that have no result yet, then write and return the summary.
 
@@ -75,13 +75,13 @@ def evaluate(
     # Not checked by the settings themselves: a pack that plays with native videos may be run blind.
     if settings.blind and settings.native_video:
         raise ValueError("--blind, --native-video: a blind run shows no video; give only one")
-    opened = pack or hosts.on_all(lambda: open_text_pack(settings.pack, settings.release))
+    opened = pack or hosts.on_all(lambda: open_pack(settings.pack))
     played = hosts.on_all(lambda: as_the_pack_plays(settings, opened, given))
     return _evaluate(played, opened, questions)
 
 
 def _evaluate(
-    settings: BenchmarkSettings, pack: PromptPack, questions: Sequence[Question] | None
+    settings: BenchmarkSettings, pack: Pack, questions: Sequence[Question] | None
 ) -> Line:
     """`evaluate` with the settings as the pack plays them."""
     # All checks of files come before the model is loaded, which takes minutes.
@@ -116,7 +116,7 @@ class _Work:
     """What is evaluated, once all files have been found."""
 
     settings: BenchmarkSettings
-    pack: PromptPack
+    pack: Pack
     videos: VideoFolder
     loaded: Loaded
     model: pathlib.Path | None
@@ -132,7 +132,7 @@ class _Work:
 
 
 def _prepare(
-    settings: BenchmarkSettings, pack: PromptPack, questions: Sequence[Question] | None
+    settings: BenchmarkSettings, pack: Pack, questions: Sequence[Question] | None
 ) -> _Work:
     """Find the questions, the videos and the model."""
     if not (settings.benchmark or settings.questions or questions):
@@ -171,7 +171,7 @@ def _open(work: _Work, stack: contextlib.ExitStack) -> EvaluationFolder:
     del settings["hosts"]
     details = {
         "name": _name(work.settings),
-        "differences": work.pack.differences(work.settings.benchmark),
+        "differences": work.pack.differences,
         "settings": settings,
         "versions": versions(),
     }

@@ -24,7 +24,7 @@ from rollout.agent.transcript import transcript
 from rollout.engine.requests import Completion, Request, Sampler
 from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, shuffled
 from rollout.evaluation.folder import Line
-from rollout.evaluation.packs import PromptPack, own_pack
+from rollout.evaluation.packs import Pack, own_pack
 from rollout.evaluation.play import LeftOut, Played, Scoring, measures, play_and_score
 from rollout.evaluation.settings import BenchmarkSettings
 
@@ -42,7 +42,7 @@ class Player:
         settings: BenchmarkSettings,
         videos: VideoFolder,
         judge: Judge | None = None,
-        pack: PromptPack | None = None,
+        pack: Pack | None = None,
     ):
         """Prepare to play.
 
@@ -140,7 +140,7 @@ class Player:
         question = dataclasses.replace(item.question, subtitles=tuple(entries))
         settings, protocol = self._settings, self.environment.protocol
         whole = self._pack.question(
-            settings.benchmark, settings.prompt, item, shown, self._videos, protocol.filled
+            settings.benchmark, settings.prompt, item, shown, protocol.filled
         )
         if whole:
             question = dataclasses.replace(question, prompt=whole)

@@ -216,21 +216,6 @@ def test_one_row_that_a_pack_cannot_ask_is_left_out_as_broken(play, tmp_path):
     assert "task_type is missing" in printed
 
 
-def test_a_model_that_writes_calls_and_answers_in_its_own_form_is_read(play, tmp_path):
-    folder = tmp_path / "mine"
-    assert command.main(["--write-protocol", str(folder)]) == 0
-    with (folder / "pack.toml").open("a") as about:
-        about.write("call = '<look>(.*?)</look>'\nanswer = 'it is (.)'\n")
-    turns = ("<look>start=2 end=6</look><look></look>", "</think> I am sure it is A!")
-    argv = ("--frames", "2", "--no-pin-think", "--protocol", str(folder))
-    code, prompts, _ = play(*argv, turns=turns)
-    assert code == 0
-    assert len(prompts) == 3
-    assert "<look>start=2 end=6</look>" in prompts[2]  # as the model wrote it
-    line = json.loads((tmp_path / "out" / "questions.jsonl").read_text())
-    assert (line["read"], line["score"], line["calls"]) == ("A", 1.0, 1)
-
-
 @pytest.mark.slow
 def test_a_small_model_plays_with_every_pack(checkpoint, split, videos, tmp_path, capfd):
     checkout = write_release(tmp_path / "release")

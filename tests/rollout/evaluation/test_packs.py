@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 
 import pytest
@@ -12,19 +11,15 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Frame, Question, QuestionKind, Subtitle
 from paravt_jax.method.wording import OUR_WORDING
 from rollout import evaluate as command
-from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, load
-from rollout.evaluation.native_format import NativeFormat
-from rollout.evaluation.pack_folder import read_pack, write_pack
-from rollout.evaluation.packs import PackError, TextPack, own_pack
-from rollout.evaluation.protocols import as_the_pack_plays
+from rollout.evaluation.benchmarks import BrokenRow, Item, load
+from rollout.evaluation.pack_folder import as_the_pack_plays, read_pack, write_pack
+from rollout.evaluation.packs import Pack, PackError, own_pack
 from rollout.evaluation.published_protocol import PLAY
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
 from tests.paravt_jax.benchmarks import published
 from tests.rollout.evaluation.release_stand_in import write_release
 
-ROOT = pathlib.Path(__file__).parents[3]
-EXAMPLES = sorted(file.parent for file in (ROOT / "examples/packs").glob("*/pack.toml"))
 SAID = (Subtitle(1.0, 2.0, "Hello"), Subtitle(3.0, 4.0, "Good\nbye"))
 
 
@@ -37,7 +32,7 @@ def ours(tmp_path) -> pathlib.Path:
 
 
 @pytest.fixture
-def release(tmp_path) -> TextPack:
+def release(tmp_path) -> Pack:
     return read_release(write_release(tmp_path / "release"))
 
 
@@ -45,27 +40,27 @@ def asked(pack, benchmark, row, tmp_path, prompt="agentic", subtitles=()) -> str
     """The text with which a pack asks the question of a published row."""
     data = published.write_split(benchmark, tmp_path / f"rows-{benchmark}", [row])
     (item,) = load(benchmark, str(data)).items
-    return pack.question(benchmark, prompt, item, subtitles, VideoFolder(tmp_path))
+    return pack.question(benchmark, prompt, item, subtitles)
 
 
 def test_special_tokens_of_a_pack_stay_and_those_of_rows_are_broken(small_vocabulary, tmp_path):
     words = "{row.question} {raw_options} as <think>...</think>"
-    pack = TextPack(
-        "x", own_pack().texts | {"question.mcq": words, "subtitled": "{spoken} {question}"}
+    pack = Pack(
+        "x", {**own_pack().texts} | {"question.mcq": words, "subtitled": "{spoken} {question}"}
     )
     row = published.EXAMPLES["videomme"][0] | {"question": "A <tool_call>?"}
     data = published.write_split("videomme", tmp_path / "rows", [row])
     (item,) = load("videomme", str(data)).items
     protocol = Protocol(small_vocabulary, ProtocolSettings(), pack.wording("videomme", "agentic"))
-    folder, said = VideoFolder(tmp_path), (Subtitle(1.0, 2.0, "</think>"),)
-    text = pack.question("videomme", "agentic", item, said, folder, protocol.filled)
+    said = (Subtitle(1.0, 2.0, "</think>"),)
+    text = pack.question("videomme", "agentic", item, said, protocol.filled)
     assert text.startswith("< /think> A < tool_call>? ")
     assert text.endswith(" as <think>...</think>")
     # Halves of a token do not make a whole one.
     assert protocol.filled("{a}{b}", a="<thi", b="nk>") == "< think>"
     # Without columns of the row, the protocol fills in the template.
     template = {"question.mcq": "{question}{options} as <think>...</think>"}
-    wording = TextPack("x", own_pack().texts | template).wording("", "agentic")
+    wording = Pack("x", {**own_pack().texts} | template).wording("", "agentic")
     asked = Question("q", "v.mp4", "A <tool_call>?", QuestionKind.MULTIPLE_CHOICE, "A", ("x", "y"))
     ids = Protocol(small_vocabulary, ProtocolSettings(), wording).question(asked).ids
     shown = small_vocabulary.decode(ids)
@@ -92,35 +87,10 @@ def test_a_pack_of_every_benchmark_reads_back_as_the_same_words(release, tmp_pat
             assert copy.style(benchmark, prompt) == release.style(benchmark, prompt)
 
 
-def test_a_pack_of_one_file_reads_back_from_many(tmp_path):
-    for folder in EXAMPLES:
-        pack = read_pack(folder)
-        write_pack(pack, tmp_path / folder.name)
-        copy = read_pack(tmp_path / folder.name)
-        assert copy.digest == pack.digest
-        assert copy.read == pack.read
-
-
-def test_a_pack_with_any_characters_reads_back(tmp_path):
-    read = NativeFormat(answer="\U0001f3ac\x7f\n(.*)", tools={"\U0001f50d": "crop_video"})
-    pack = TextPack("x", own_pack().texts, read=read)
-    write_pack(pack, tmp_path / "\U0001f4e6")
-    assert read_pack(tmp_path / "\U0001f4e6").read == read
-
-
-def test_a_pack_like_the_published_one_differs_where_it_says_so():
-    played = read_pack(ROOT / "examples/packs/zoom_tag").style("mlvu", "agentic")
-    changed = {"max_num_frames": 16, "processor_min_pixels": 3136, "frame_times": True}
-    assert played == {**PLAY, **changed}
-
-
-def test_only_a_model_with_calls_of_its_own_needs_no_place_for_tools(ours):
-    (ours / "system.agentic.txt").write_text("Zoom by <zoom>...</zoom>.")
-    with pytest.raises(PackError, match=r"system\.agentic\.txt: lacks \{tools\}"):
-        read_pack(ours)
+def test_a_pack_like_the_published_one_differs_where_it_says_so(ours):
     with (ours / "pack.toml").open("a") as about:
-        about.write("call = '<zoom>(.*?)</zoom>'\n")
-    assert read_pack(ours).wording("", "agentic").system["agentic"] == "Zoom by <zoom>...</zoom>."
+        about.write('[play]\nlike = "published"\nframe_times = true\n')
+    assert read_pack(ours).style("mlvu", "agentic") == {**PLAY, "frame_times": True}
 
 
 def test_the_command_writes_a_pack_once(tmp_path, capsys):
@@ -167,45 +137,23 @@ BROKEN = [
     ("pack.toml", b"format = 1\n[play]\nseed = 1", "play.seed: a pack does not decide this"),
     ("pack.toml", b"format = 1\n[play]\nframes = 'a'", "play.frames: 'a'; give a value such as 64"),
     ("pack.toml", b"format = 1\n[play.mlvu]\nblind = 1", "play.mlvu.blind: 1; give a value"),
-    ("pack.toml", b"format = 1\n[read]\ncall = '('", "read.call: not a regular expression"),
-    ("pack.toml", b"format = 1\n[read]\ncall = 'a'", "read.call: has 0 groups; give one"),
-    (
-        "pack.toml",
-        b"format = 1\n[read]\ncalls = 'a'",
-        "read.calls: no such key; give answer, call, json_answer, json_calls, name_field",
-    ),
-    ("pack.toml", b"format = 1\n[read]\ncall = 1", "read.call: 1; give a text"),
-    (
-        "pack.toml",
-        b"format = 1\n[read]\ntools = 'a'",
-        "read.tools: 'a'; give a table, [read.tools]",
-    ),
-    ("pack.toml", b"format = 1\n[read.tools]\na = 1", "read.tools.a: 1; give the name of a tool"),
-    (
-        "pack.toml",
-        b"format = 1\n[read.arguments]\na = []",
-        "read.arguments.a: []; give the name of an argument, or a list",
-    ),
-    ("pack.toml", b"format = 1\n[read]\njson_calls = 'a..b'", "read.json_calls: 'a..b' has an"),
     ("pack.toml", b"format = 1\n[play]\nlike = 'own'", "play.like: 'own'; give published, or"),
-    ("pack.toml", b"format = 1\n[texts]\nquestion.mcq = 1", "texts.question.mcq: 1; give a text"),
-    ("pack.toml", b"format = 1\n[texts]\noption = 'a'", "texts.option: is also in option.txt"),
     ("answer_now.txt", b"\xff\xfe", "answer_now.txt: is not UTF-8"),
     ("answer_now.txt", b"{question}", "answer_now.txt: {question} is no placeholder of this text"),
     ("option.txt", b"{Letter} {lettre}", "option.txt: {lettre} is no placeholder of this text"),
     ("option.txt", b"<|image_pad|>", "option.txt: has <|image_pad|>, which stands for"),
     ("options.txt", b"", "options.txt: no such text; the texts are system"),
-    ("question.quiz.txt", b"", "question.quiz.txt: no such text; give one of question.mcq"),
+    ("question.quiz.txt", b"", "question.quiz.txt: no such text; the texts are system"),
     ("system.direct.x.txt", b"", "system.direct.x.txt: no such text"),
     ("nobench/option.txt", b"", "nobench/option.txt: 'nobench' is no benchmark"),
     ("notes.doc", b"", "notes.doc: not a text of a pack; rename it to notes.txt"),
-    ("schemas.crop_video.json", b"{", "schemas.crop_video.json: not JSON"),
-    ("schemas.crop_video.json", b"[]", "schemas.crop_video.json: not a JSON object"),
+    ("schemas.crop_video.json", b"{", "schemas.crop_video.json: no schema of a tool"),
+    ("schemas.crop_video.json", b"[]", "schemas.crop_video.json: no schema of a tool"),
     ("schemas.crop_video.json", b'{"type": 1}', "schemas.crop_video.json: no schema of a tool"),
     (
         "schemas.crop_video.json",
         b'{"type": "function", "function": {"name": "crop"}}',
-        "schemas.crop_video.json: function.name: 'crop'; give 'crop_video'",
+        "schemas.crop_video.json: no schema of a tool",
     ),
     ("pack.toml", b"format = 1\n[turns]\ntext_fist = true", "turns.text_fist: no such key; give"),
     ("pack.toml", b"format = 1\n[play.mlvv]\nframes = 2", "play.mlvv: no such benchmark; give one"),
@@ -299,13 +247,13 @@ def test_every_benchmark_keeps_its_own_words_and_options(release, tmp_path, benc
     assert agentic == f"{text} Its file is {'1.mp4' if benchmark == 'mmvu' else 'a.mp4'}"
 
 
-def test_a_row_without_a_column_of_the_question_is_broken(release, tmp_path):
+def test_a_row_without_a_column_of_the_question_is_broken(release):
     kind = QuestionKind.MULTIPLE_CHOICE
     item = Item(Question("q", "v.mp4", "How many?", kind, "A", ("one", "two")))
     with pytest.raises(BrokenRow, match="question is missing"):
-        release.question("videomme", "agentic", item, (), VideoFolder(tmp_path))
+        release.question("videomme", "agentic", item, ())
     with pytest.raises(BrokenRow, match="no wording for questions of kind mcq"):
-        release.question("charades", "agentic", item, (), VideoFolder(tmp_path))
+        release.question("charades", "agentic", item, ())
 
 
 def test_the_release_has_its_own_system_turn_tool_and_requests(release, small_vocabulary):
@@ -373,26 +321,6 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
         read_release(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        ("<tool_code>crop_video(start_time=2, end_time=6.5)</tool_code>", ("2", "6.5")),
-        ("<tool_code> crop_video(start='2', end=\"6.5\") </tool_code>", ("2", "6.5")),
-        ('<tool_code>crop_video({"start_time": 2, "end_time": 6.5})</tool_code>', (2, 6.5)),
-        ("<tool_code>print(1)</tool_code>", None),
-        ("<tool_code>crop_video()</tool_code>", None),
-    ],
-)
-def test_the_release_reads_calls_that_leak_into_code(release, text, arguments):
-    found = release.reads()(f"a {text} b")
-    if arguments is None:
-        assert found == f"a {text} b"
-    else:
-        call = json.loads(found.partition("<tool_call>")[2].partition("</tool_call>")[0])
-        assert call["name"] == "crop_video"
-        assert (call["arguments"]["start_time"], call["arguments"]["end_time"]) == arguments
-
-
 def test_the_release_plays_as_its_evaluator(release):
     settings = BenchmarkSettings("m", "charades")
     played = as_the_pack_plays(settings, release)
@@ -445,16 +373,9 @@ def test_a_release_without_its_protocol_is_refused(tmp_path, capsys):
     assert "--release somewhere: is read by --protocol published only" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"pack": "published"},
-        {"release": "checkout"},
-    ],
-)
-def test_evaluate_refuses_packs_that_only_the_command_opens(asked):
-    with pytest.raises(PackError, match="the command `paravt evaluate` opens .* or pass pack="):
-        evaluate(BenchmarkSettings("model", **asked))
+def test_evaluate_refuses_the_pack_that_only_the_command_opens():
+    with pytest.raises(PackError, match="only the command `paravt evaluate` .* or pass pack="):
+        evaluate(BenchmarkSettings("model", pack="published"))
 
 
 def test_missing_videos_have_a_remedy_that_is_a_command():

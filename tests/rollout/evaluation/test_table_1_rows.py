@@ -1,8 +1,7 @@
-"""The thirteen open rows of table 1, each by its one command, on stand-ins.
+"""Open rows of table 1, each by its one command, on stand-ins.
 
-Weights are small random models of each row's family, the release's texts are made up, and the packs
-are the examples. What the server says are responses in each row's form, written for these tests: no
-published model wrote them.
+Weights are small random models of each row's family, and the release's texts are made up. What the
+server says was written for these tests: no published model wrote it.
 """
 
 from __future__ import annotations
@@ -10,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import shutil
 
 import pytest
 
 from models.family import family
 from models.weights.hf import save
+from paravt_extras.release import read_release
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall
 from paravt_jax.method.wording import Prompt
 from paravt_jax.world.vocabulary import save_tokenizer
 from rollout import evaluate as command
 from rollout.evaluation.folder import read_json
+from rollout.evaluation.pack_folder import write_pack
 from rollout.evaluation.table_1 import TABLE_1
 from tests.cut_tokenizer import cut_tokenizer
 from tests.noisy_model import noisy_model
@@ -30,7 +30,6 @@ from tests.paravt_jax.judge_server import Received, Reply, serving
 from tests.rollout.evaluation.release_stand_in import write_release
 
 ROOT = pathlib.Path(__file__).parents[3]
-PACKS = ROOT / "examples" / "packs"
 THINK = "<think>It may be on the table.</think>"
 
 
@@ -45,8 +44,7 @@ class Baseline:
     prompt: Prompt | None = None
     """What `--prompt` has to be; None: what the protocol chooses for each split."""
     pack: str = ""
-    """The folder of `examples/packs` with the form in which the model writes, if the release leaves
-    the prompt to its users."""
+    """Name of a pack with the wording of the model, if the release leaves it to its users."""
 
     def arguments(self, release: str, packs: str) -> list[str]:
         """The arguments of `rollout.evaluate` in which the row differs from others.
@@ -71,49 +69,14 @@ BASELINES = {
     "Video-Thinker-7B": Baseline("ShijianW01/Video-Thinker-7B", "qwen2_5_vl", "reasoning"),
     "Qwen3-VL-8B": Baseline("Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl", "agentic"),
     "Conan-7B": Baseline("RUBBISHLIKE/Conan-7B", "qwen2_5_vl", "agentic"),
-    "LongVT-RFT-7B": Baseline("longvideotool/LongVT-RFT", "qwen2_5_vl", pack="tool_call"),
-    "SAGE-7B": Baseline("allenai/SAGE-MM-Qwen2.5-VL-7B-SFT_RL", "qwen2_5_vl", pack="json_agent"),
-    "VideoZoomer-7B": Baseline("zsgvivo/videozoomer", "qwen2_5_vl", pack="zoom_tag"),
+    "LongVT-RFT-7B": Baseline("longvideotool/LongVT-RFT", "qwen2_5_vl", pack="longvt"),
     "ParaVT-8B": Baseline("ParaVT/ParaVT-8B", "qwen3_vl"),
 }
 """The open rows of table 1 by name. Families follow from the models' base models."""
 
-# By pack ("" is the release): a response that calls, and one that answers. Two windows are called.
-CALLS = {
-    "": f"{THINK}{render_call(CropCall(2, 10))}{render_call(CropCall(20, 24))}",
-    "tool_call": f"{THINK}\n{render_call(CropCall(2, 10))}\n{render_call(CropCall(20, 24))}",
-    "zoom_tag": f'{THINK}<video_zoom> {{"segment": [2.0, 10.0], "fps": 0.25}} </video_zoom>\n'
-    '<video_zoom>{"segment": [20, 24], "fps": 0.25}</video_zoom>',
-    "json_agent": "<json>\n"
-    + json.dumps(
-        {
-            "final_answer": None,
-            "recommended_tools": {
-                "needed": True,
-                "tool_calls": [
-                    {
-                        "rationale": "It is there.",
-                        "name": "extract_parts_from_timestamp",
-                        "arguments": {"timestamp_start": start, "timestamp_end": end},
-                    }
-                    for start, end in (("00:00:02", "00:00:10"), ("00:00:20", "00:00:24"))
-                ],
-            },
-        },
-        indent=2,
-    )
-    + "\n</json>",
-    "clip_tag": "<score>00:00:03: 5</score>"
-    f"{THINK}<clip>00:00:02-00:00:10, 00:00:20-00:00:24</clip><answer></answer>",
-}
-ANSWERS = {
-    "": f"{THINK}<answer>A</answer>",
-    "think_answer": f"{THINK}\n<answer>A</answer>",
-    "tool_call": f"{THINK}\n<answer>A</answer>",
-    "zoom_tag": rf"{THINK}<answer>\boxed{{A}}</answer>",
-    "json_agent": '```json\n{"final_answer": "A", "recommended_tools": {"tool_calls": []}}\n```',
-    "clip_tag": f"<score></score>{THINK}<clip></clip><answer>A</answer>",
-}
+# Two windows are called.
+CALLS = f"{THINK}{render_call(CropCall(2, 10))}{render_call(CropCall(20, 24))}"
+ANSWER = f"{THINK}<answer>A</answer>"
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +104,8 @@ def workspace(checkpoint, older, tmp_path, monkeypatch) -> pathlib.Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(folders[row.family])
     write_release(tmp_path / "release")
-    shutil.copytree(PACKS, tmp_path / "packs")
+    (tmp_path / "packs").mkdir()
+    write_pack(read_release(tmp_path / "release"), tmp_path / "packs/longvt")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -197,9 +161,8 @@ def brought_back(received: list[Received], said: list[str]) -> list[tuple[str, i
 
 def test_the_rows_are_the_open_ones_of_table_1():
     rows = {model.name for model in TABLE_1 if model.group != "proprietary"}
-    assert set(BASELINES) == rows
+    assert rows - set(BASELINES) == {"SAGE-7B", "VideoZoomer-7B"}
     assert len(rows) == 13
-    assert {row.pack for row in BASELINES.values() if row.pack} < set(ANSWERS)
 
 
 def test_the_page_has_the_weights_and_flags_of_every_row():
@@ -218,10 +181,8 @@ def test_the_page_has_the_weights_and_flags_of_every_row():
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_row_is_played_by_its_command_on_a_server(serve, name):
     row = BASELINES[name]
-    said = [ANSWERS[row.pack]]
     calls = row.prompt in ("agentic", None)
-    if calls:
-        said.insert(0, CALLS[row.pack])
+    said = [CALLS, ANSWER] if calls else [ANSWER]
     line, received = serve(said, *row.arguments("release", "packs"))
     assert line["score"] == 1.0
     assert line["calls"] == (2 if calls else 0)
@@ -232,7 +193,7 @@ def test_a_row_is_played_by_its_command_on_a_server(serve, name):
 @pytest.mark.slow
 def test_a_row_of_an_older_family_is_played_by_the_engine(play):
     """`test_pack_runs` does so with the newer family."""
-    row = BASELINES["VideoZoomer-7B"].arguments("release", "packs")
+    row = BASELINES["LongVT-RFT-7B"].arguments("release", "packs")
     line = play(*row, "--episodes", "1")
     assert len(line["turns"]) >= 1
 
@@ -244,7 +205,7 @@ def test_a_row_of_an_older_family_is_played_by_the_engine(play):
 def test_grounding_has_the_prompt_of_its_row(serve, name, prompt, tmp_path):
     data = published.write_split("charades", tmp_path / "rows", [published.charades("w0.mp4")])
     row = BASELINES[name].arguments("release", "packs")
-    said = [CALLS[""], "The event happens in the 24.3 - 30.4 seconds."]
+    said = [CALLS, "The event happens in the 24.3 - 30.4 seconds."]
     line, received = serve(said, "--benchmark", "charades", *row, data=data)
     system, asked, *_ = received[0].body["messages"]
     assert system["content"].startswith(prompt)
@@ -273,51 +234,3 @@ def test_a_native_video_for_an_older_family_is_refused_before_there_is_a_folder(
     assert command.main([*argv, "--out", "out"]) == 2
     assert "give --no-native-video, so that frames are shown as images" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-# --- the forms ---
-
-
-def small_frames(pack: pathlib.Path) -> None:
-    """Let a pack play with few and small frames, which takes a moment."""
-    file = pack / "pack.toml"
-    like = 'like = "published"'
-    small = f"{like}\nframes = 4\nmin_pixels = 784\nmax_pixels = 50176\n"
-    file.write_text(file.read_text().replace(like, small))
-
-
-@pytest.mark.parametrize("name", sorted(ANSWERS.keys() - {""}))
-def test_a_form_is_played_on_a_server(serve, workspace, name):
-    small_frames(workspace / "packs" / name)
-    said = [ANSWERS[name]]
-    if name in CALLS:
-        said.insert(0, CALLS[name])
-    line, received = serve(said, "--model", "Video-R1/Video-R1-7B", "--protocol", f"packs/{name}")
-    assert line["score"] == 1.0
-    assert line["calls"] == (2 if name in CALLS else 0)
-    back = brought_back(received, said)
-    pictures = [count for _, count in back]
-    if name == "zoom_tag":  # a frame every four seconds
-        assert pictures == [2, 1]
-    elif name in CALLS:  # as often as the video has one
-        assert pictures == [4, 2]
-    assert all("frames" in text for text, _ in back)
-
-
-BROKEN = {
-    "zoom_tag": '<video_zoom>{"segment": [2</video_zoom>',
-    "json_agent": '{"recommended_tools": {"tool_calls": [{"name": "web_search"}]}}',
-    "clip_tag": "<clip>the end</clip>",
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_call_that_cannot_be_read_gets_an_error_and_the_next_one_counts(serve, workspace, name):
-    small_frames(workspace / "packs" / name)
-    said = [BROKEN[name], CALLS[name], ANSWERS[name]]
-    line, received = serve(said, "--model", "Video-R1/Video-R1-7B", "--protocol", f"packs/{name}")
-    assert line["score"] == 1.0
-    (error, pictures), *others = brought_back(received, said)
-    assert "error: " in error
-    assert pictures == 0
-    assert len(others) == 2
