@@ -30,7 +30,8 @@ from paravt_jax.world.text import PIECES
 from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts, save_tokenizer
 from rollout.evaluation.ahead import ReadAhead
 from rollout.evaluation.benchmarks import Item, VideoFolder
-from rollout.evaluation.players import load_player, open_reader
+from rollout.evaluation.packs import own_pack
+from rollout.evaluation.players import Setup, load_player, open_reader
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.sharing import Deal, Peers, units_of
 
@@ -82,8 +83,9 @@ def measure(folder: pathlib.Path, videos: int, rounds: int, seconds: int) -> lis
     found = VideoFolder(folder)
     ratios: list[float] = []
     with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(open_reader(settings, folder / "model"))
-        player = load_player(settings, folder / "model", found, reader, False, stack)
+        setup = Setup(settings, own_pack(), found, folder / "model")
+        reader = stack.enter_context(open_reader(setup))
+        player = load_player(setup, reader, False, stack)
         for number in range(rounds + 1):
             taken: dict[bool, float] = {}
             # The first way of a round alternates.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 import os
 import sys
 import weakref
@@ -61,6 +60,7 @@ from rollout.report.episode_card import episode_page
 
 _QUESTION_TOKENS = 512  # room for the question and its options
 _MAX_ENGINES = 2  # engines kept at once; each has a KV cache on the device
+_GREEDY = EpisodeSettings(frames=64, temperature=0.0)
 _FRAMES = FrameSettings(admission="counted")  # the same question has the same answer
 
 
@@ -75,7 +75,8 @@ class Assistant:
     Encoded frames and the last engines, with their compiled programs, are kept for later questions.
 
     >>> assistant = Assistant.load("runs/paravt_tiny/model")
-    >>> assistant.ask("clip.mp4", "Which digit appears at 8 s?", frames=16).answer
+    >>> settings = EpisodeSettings(frames=16, temperature=0.0)
+    >>> assistant.ask("clip.mp4", "Which digit appears at 8 s?", settings).answer
 
     Args:
         model: The model.
@@ -117,7 +118,6 @@ class Assistant:
         *,
         mesh: Mesh | None = None,
         dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike = jnp.float32,
     ) -> Assistant:
         """Load weights and tokenizer.
 
@@ -127,13 +127,12 @@ class Assistant:
             frames: See `Assistant`.
             reader: See `Assistant`.
             mesh: See `models.peft_folder.load`, also for the errors.
-            dtype: Type of activations.
-            param_dtype: Type of weights.
+            dtype: Type of weights and activations.
         """
         gpu.require_type("dtype", dtype)
         folder = local_folder(source)
         return cls(
-            load(folder, mesh=mesh, dtype=dtype, param_dtype=param_dtype),
+            load(folder, mesh=mesh, dtype=dtype, param_dtype=dtype),
             tokenizer.load(base_folder(folder)),
             protocol,
             frames,
@@ -144,28 +143,23 @@ class Assistant:
         self,
         video: str | os.PathLike,
         question: str,
+        settings: EpisodeSettings = _GREEDY,
         *,
         options: tuple[str, ...] = (),
         subtitles: Sequence[Subtitle] = (),
-        frames: int = 64,
-        dispatch: Dispatch = "parallel",
-        temperature: float = 0.0,
         seed: int = 0,
-        seconds: float = math.inf,
     ) -> Episode:
         """Answer a question about a video.
 
         Args:
             video: The video file, or the address of one (gs://...).
             question: The question.
+            settings: Overview frames (K), temperature, dispatch and time limits. A time limit
+                includes compilation if these sizes are new.
             options: Answers to choose from.
             subtitles: Subtitles to search (`paravt_jax.data.text_files.read_srt`), for a protocol
                 with the tool search_subtitles.
-            frames: Overview frames (K).
-            dispatch: How tool calls are carried out; "none" offers no tool.
-            temperature: Sampling temperature; 0 is greedy.
             seed: Seed of the sampling; it has no effect at temperature 0.
-            seconds: Time limit, which includes compilation if these sizes are new.
 
         Returns:
             The episode. `answer` is None if there is no answer, and `stop` then says why; `turns`
@@ -173,9 +167,8 @@ class Assistant:
 
         Raises:
             VideoError: The video cannot be read.
-            ValueError: The question is empty or too long, or another argument is out of range.
+            ValueError: The question is empty or too long.
         """
-        settings = EpisodeSettings(frames, temperature, dispatch, seconds)
         _require_words(question)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
         # The user may name any file, unlike a data set. Videos are named by their path below "/".
@@ -188,7 +181,7 @@ class Assistant:
                 "ask in fewer words"
             )
         features = self.environment.features
-        shown = min(frames, features.info(asked.video).frames)
+        shown = min(settings.frames, features.info(asked.video).frames)
         engine = self._engine(asked.video, shown)
         (episode,) = run(engine, [play(self.environment, asked, settings, seed)])
         if episode.stop is StopReason.UNREADABLE:
@@ -298,18 +291,15 @@ def _answer(asked: AskSettings, reader: FrameReader) -> None:
         ProtocolSettings(tools=tools),
         reader=reader,
         dtype=asked.dtype,
-        param_dtype=asked.dtype,
     )
     # Nothing else is printed until the episode has ended.
     print("answering; the first answer compiles programs, which can take minutes", file=sys.stderr)
     episode = assistant.ask(
         asked.video if is_address(asked.video) else Path(asked.video).absolute(),
         asked.question,
+        settings,
         options=asked.option,
         subtitles=subtitles,
-        frames=asked.frames,
-        dispatch=asked.dispatch,
-        temperature=asked.temperature,
         seed=asked.seed,
     )
     print("\n".join(describe(episode)), flush=True)

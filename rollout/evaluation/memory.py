@@ -8,12 +8,9 @@ and pixels; on a CPU both count together.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +60,8 @@ def plan_memory(
     settings: BenchmarkSettings,
     config: ModelConfig,
     sizes: EngineSizes,
-    paged: bool,
     replicas: int = 1,
+    paged: bool | None = None,
 ) -> MemoryPlan:
     """Bytes that an evaluation with the engine needs at most.
 
@@ -72,9 +69,11 @@ def plan_memory(
         settings: the evaluation.
         config: the model's sizes.
         sizes: the engine's sizes.
-        paged: whether decoding works on the pages of the KV cache, as on TPU.
         replicas: number of replicas that share the host.
+        paged: whether decoding works on the pages of the KV cache; None: as on these devices.
     """
+    if paged is None:
+        paged = platform() == "tpu"
     item = jnp.dtype(settings.dtype).itemsize
     text = config.text
     shards = settings.tensor
@@ -105,84 +104,36 @@ def plan_memory(
     )
 
 
-def require_room(
-    settings: BenchmarkSettings,
-    plan: Callable[[BenchmarkSettings], MemoryPlan],
-    replicas: int = 1,
-) -> None:
+def require_room(settings: BenchmarkSettings, plan: MemoryPlan, replicas: int = 1) -> None:
     """Check that the evaluation fits on the devices of this process.
 
     Args:
         settings: the evaluation.
-        plan: plans an evaluation with other settings.
+        plan: its memory.
         replicas: number of replicas that share the host.
 
     Raises:
-        ValueError: it does not fit; the message names settings with which it would.
+        ValueError: it does not fit.
     """
     device = jax.local_devices()[0]
     limit = reported_memory(device)
     on_cpu = device.platform == "cpu"
     host = host_memory()
-
-    def needed(changed: BenchmarkSettings) -> float:
-        planned = plan(changed)
-        # Bytes in excess of what there is: of the device, or of the host.
-        in_host = replicas * settings.tensor * planned.device if on_cpu else 0
-        excess = sum(planned.host.values()) + in_host - host
-        if limit is not None:
-            excess = max(excess, planned.device - limit)
-        return excess
-
-    if needed(settings) <= 0:
+    host_needs = sum(plan.host.values())
+    in_host = replicas * settings.tensor * plan.device if on_cpu else 0
+    if host_needs + in_host <= host and (limit is None or plan.device <= limit):
         return
-    planned = plan(settings)
-    found = next((change for change in _changes(settings) if needed(change[1]) <= 0), None)
-    remedy = "use --dtype bfloat16, --tensor over more devices, or a larger device"
-    if found is not None:
-        remedy = f"{found[0]} would fit"
     there = f"{host / GIB:.1f} GiB of the host"
     if limit is not None and not on_cpu:
         there = f"{limit / GIB:.1f} GiB per device and {there}"
     raise ValueError(
         f"--episodes {settings.episodes}, --frames {settings.frames}, --max-pixels "
-        f"{settings.max_pixels}: the evaluation needs up to {planned.device / GIB:.1f} GiB per "
-        f"device ({planned.describe()}) and {sum(planned.host.values()) / GIB:.1f} GiB of the "
-        f"host, and there are {there}; {remedy}"
+        f"{settings.max_pixels}: the evaluation needs up to {plan.device / GIB:.1f} GiB per "
+        f"device ({plan.describe()}) and {host_needs / GIB:.1f} GiB of the host, and there are "
+        f"{there}; lower them in this order, use --dtype bfloat16, or --tensor over more devices"
     )
 
 
-def _changes(settings: BenchmarkSettings) -> Iterator[tuple[str, BenchmarkSettings]]:
-    """Smaller settings, those that change least of what is measured first, each with its flags."""
-    episodes = list(_halves(settings.episodes, 1))
-    smaller: list[dict[str, Any]] = [{"episodes": count} for count in episodes]
-    if settings.cache_tokens:
-        smaller += [{"cache_tokens": count} for count in _halves(settings.cache_tokens, 1024)]
-    alone = {"episodes": 1} if episodes else {}
-    pixels = list(_halves(settings.max_pixels, settings.min_pixels))
-    frames = list(_halves(settings.frames, 1))
-    smaller += [alone | {"max_pixels": count} for count in pixels]
-    smaller += [alone | {"frames": count} for count in frames]
-    smaller += [
-        alone | {"max_pixels": area, "frames": count}
-        for area, count in itertools.product(pixels, frames)
-    ]
-    for changes in smaller:
-        flags = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in changes.items())
-        try:
-            yield flags, dataclasses.replace(settings, **changes)
-        except ValueError:
-            continue  # for instance, fewer frames than a native video has
-
-
-def _halves(value: int, least: int) -> Iterator[int]:
-    while value // 2 >= least:
-        value //= 2
-        yield value
-
-
-# The search for settings that fit plans many times.
-@functools.cache
 def _weights(config: ModelConfig, dtype: str) -> tuple[float, float]:
     """Bytes of the decoder and of the vision tower."""
     model = abstract_model(config, dtype=dtype, param_dtype=dtype)
@@ -262,8 +213,3 @@ def _host(
 
 def _factor(config: ModelConfig) -> int:
     return config.vision.patch_size * config.vision.spatial_merge_size
-
-
-def planned_paged() -> bool:
-    """Whether the engine decodes on pages on this process's devices."""
-    return platform() == "tpu"

@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from paravt_jax.method.accuracy import is_read
@@ -144,39 +144,51 @@ class LeftOut:
     """What happened, for people."""
 
 
-def play_and_score(
-    sampler: Sampler,
+EpisodeAgent = Coroutine[Any, Any, Episode | LeftOut]
+"""An episode that is played when it is awaited."""
+
+
+def episodes(
     environment: Environment,
     questions: Iterable[Question | LeftOut],
     setting: EpisodeSettings,
-    scoring: Scoring,
     seed: int,
     samples: int = 1,
-    side_by_side: int | None = None,
-) -> Iterator[tuple[int, Played | LeftOut]]:
-    """Play every question `samples` times under one setting and score the episodes.
+) -> Iterator[EpisodeAgent]:
+    """Yield the episodes to play: every question `samples` times under one setting.
 
     Args:
-        sampler: the engine, or anything else that answers requests.
         environment: the protocol and the frame features.
         questions: the questions. A `LeftOut` among them is passed through.
         setting: overview budget, dispatch and temperature.
-        scoring: how answers are read and scored.
         seed: combined with the question's id and the sample's number into the episode's seed.
         samples: episodes per question.
-        side_by_side: number of episodes played at once; None plays all at once. A question is taken
+    """
+    for question in questions:
+        for sample in range(samples):
+            yield _play(environment, question, setting, seed, sample)
+
+
+def play_and_score(
+    sampler: Sampler,
+    agents: Iterable[EpisodeAgent],
+    scoring: Scoring,
+    side_by_side: int | None = None,
+) -> Iterator[tuple[int, Played | LeftOut]]:
+    """Play `episodes` and score them.
+
+    Args:
+        sampler: the engine, or anything else that answers requests.
+        agents: the episodes.
+        scoring: how answers are read and scored.
+        side_by_side: number of episodes played at once; None plays all at once. An episode is taken
             from the iterable when there is room for it.
 
     Yields:
-        (number, outcome), where sample s of question q has the number q * samples + s. With
-        `side_by_side`, outcomes come as soon as they are done. Without it they come at the end, in
-        order, and a judge gets all answers in one batch.
+        (number, outcome), with the number of the episode in `agents`. With `side_by_side`, outcomes
+        come as soon as they are done. Without it they come at the end, in order, and a judge gets
+        all answers in one batch.
     """
-    agents = (
-        _play(environment, question, setting, seed, sample)
-        for question in questions
-        for sample in range(samples)
-    )
     waiting: list[tuple[int, Episode | LeftOut]] = []
     with contextlib.closing(as_done(sampler, agents, side_by_side or sys.maxsize)) as finished:
         for batch in finished:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from models import gpu
 from models.config import ModelConfig, TextConfig, VisionConfig
 from models.features import FrameFeatures, frame_tokens
+from models.model import VisionLanguageModel
 from models.peft_folder import base_folder
 from models.peft_folder import load as load_model
 from models.sharding import make_mesh
@@ -25,18 +26,11 @@ from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.endpoint import EndpointSampler, FrameImages
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
-from rollout.engine.requests import Sampler
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
 from rollout.evaluation.benchmarks import Item, VideoFolder
-from rollout.evaluation.memory import (
-    MemoryPlan,
-    plan_memory,
-    planned_paged,
-    require_room,
-    worker_count,
-)
+from rollout.evaluation.memory import plan_memory, require_room, worker_count
 from rollout.evaluation.native_video import read_video_overview, video_tokens
-from rollout.evaluation.packs import Pack, PackError, own_pack
+from rollout.evaluation.packs import Pack, PackError
 from rollout.evaluation.replicas import Devices, device_groups
 from rollout.evaluation.served import Served, served
 from rollout.evaluation.settings import BenchmarkSettings
@@ -46,24 +40,40 @@ from rollout.evaluation.split import Player
 _LATEST_FRAME = 99_999.9
 
 
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """An evaluation once its files have been found."""
+
+    settings: BenchmarkSettings
+    pack: Pack
+    videos: VideoFolder
+    model: pathlib.Path | None
+    """Folder of the model; None if it is only served."""
+
+
 def load_player(
-    settings: BenchmarkSettings,
-    folder: pathlib.Path | None,
-    videos: VideoFolder,
+    setup: Setup,
     reader: FrameReader,
     subtitled: bool,
     stack: contextlib.ExitStack,
-    pack: Pack | None = None,
     devices: Devices = (),
     replicas: int = 1,
 ) -> Player:
-    """Load the model or connect to the endpoint. `stack` closes the connections.
+    """Load the model, or connect to the endpoint.
 
-    Without a pack, this project's wording is used. Without a folder, the settings name an endpoint.
-    Without `devices`, the model goes to the first ones. `replicas` share the host's memory and the
-    requests that a judge may get at once.
+    Args:
+        setup: the evaluation.
+        reader: reads the videos.
+        subtitled: whether some prompts show subtitles.
+        stack: closes the connections.
+        devices: the devices of the model; empty: the first ones.
+        replicas: number of players that share the host's memory and the requests that a judge may
+            get at once.
+
+    Raises:
+        ValueError: the model does not fit the settings or the devices.
     """
-    pack = pack or own_pack()
+    settings = setup.settings
     judge = None
     rewards = settings.rewards()
     if rewards.judge:
@@ -71,36 +81,37 @@ def load_player(
         share = max(1, rewards.judge.concurrency // replicas)
         shared = dataclasses.replace(rewards.judge, concurrency=share)
         judge = stack.enter_context(contextlib.closing(RemoteJudge(shared)))
-    files = model_files(settings, folder)
-    config, vocabulary = files.config, files.vocabulary
+    files = model_files(settings, setup.model)
+    config = files.config
     _check_native_video(settings, config)
     settings = files.scaled(settings)
-    wording = pack.wording(settings.benchmark, settings.prompt)
-    protocol, prompt, crop = _protocol(settings, vocabulary, config.vision, subtitled, wording)
-    if settings.endpoint or folder is None:
-        features, sampler = _endpoint(settings, files, videos, reader, stack)
+    wording = setup.pack.wording(settings.benchmark, settings.prompt)
+    protocol, prompt, crop = _protocol(
+        settings, files.vocabulary, config.vision, subtitled, wording
+    )
+    root = setup.videos.root
+    if settings.endpoint or setup.model is None:
+        features = FrameImages(config, settings.pixels(), root, source=reader)
+        sampler = stack.enter_context(contextlib.closing(_endpoint(settings, files, features)))
     else:
-
-        def planned(changed: BenchmarkSettings) -> MemoryPlan:
-            lengths = _protocol(changed, vocabulary, config.vision, subtitled, wording)
-            return _planned(changed, config, *lengths, replicas)
-
         _require_tensor(settings.tensor, config.text)
         _require_cache(settings, protocol, prompt, crop)
-        require_room(settings, planned, replicas)
-        features, sampler = _engine(
-            settings, folder, config, videos, reader, protocol, prompt, crop, devices
+        sizes = sizes_for_single_episodes(
+            protocol, prompt, crop, settings.episodes, settings.cache_tokens
         )
+        require_room(settings, plan_memory(settings, config, sizes, replicas), replicas)
+        model = _load_model(settings, setup.model, config, devices)
+        features = FrameFeatures(model.vision, config, settings.pixels(), root, source=reader)
+        sampler = Engine(model, features, sizes)
     overview = read_video_overview if settings.native_video else FrameFeatures.request_overview
     environment = Environment(protocol, features, overview=overview)
-    return Player(sampler, environment, settings, videos, judge, pack)
+    return Player(sampler, environment, settings, setup.videos, judge, setup.pack)
 
 
-def open_reader(
-    settings: BenchmarkSettings, folder: pathlib.Path | None, replicas: int = 1
-) -> FrameReader:
+def open_reader(setup: Setup, replicas: int = 1) -> FrameReader:
     """Open the processes that read videos for all replicas of a host; the caller closes them."""
-    vision = model_files(settings, folder).config.vision
+    settings = setup.settings
+    vision = model_files(settings, setup.model).config.vision
     pixels = settings.pixels()
     return FrameReader(
         ReaderSettings(
@@ -115,7 +126,7 @@ def open_reader(
 
 
 def model_files(settings: BenchmarkSettings, folder: pathlib.Path | None) -> Served:
-    """Sizes and tokenizer of the model. An endpoint needs neither."""
+    """Read sizes and tokenizer of the model. An endpoint needs neither."""
     base = None if folder is None else base_folder(folder, weights=not settings.endpoint)
     if settings.endpoint or base is None:
         return served(base)
@@ -201,58 +212,21 @@ def _require_tensor(tensor: int, text: TextConfig) -> None:
         )
 
 
-def _planned(
-    settings: BenchmarkSettings,
-    config: ModelConfig,
-    protocol: Protocol,
-    prompt: int,
-    crop: int,
-    replicas: int,
-) -> MemoryPlan:
-    """The memory that the engine needs for prompts of `prompt` and `crop` tokens."""
-    sizes = sizes_for_single_episodes(
-        protocol, prompt, crop, settings.episodes, settings.cache_tokens
-    )
-    return plan_memory(settings, config, sizes, planned_paged(), replicas)
-
-
-def _endpoint(
-    settings: BenchmarkSettings,
-    files: Served,
-    videos: VideoFolder,
-    reader: FrameReader,
-    stack: contextlib.ExitStack,
-) -> tuple[FrameImages, Sampler]:
+def _endpoint(settings: BenchmarkSettings, files: Served, images: FrameImages) -> EndpointSampler:
     """A sampler that sends requests to the endpoint, with frames as images."""
-    images = FrameImages(files.config, settings.pixels(), videos.root, source=reader)
     server = ServerSettings(
         settings.endpoint, timeout=settings.request_seconds, concurrency=settings.concurrency
     )
-    sampler = EndpointSampler(
+    return EndpointSampler(
         server, settings.endpoint_model, files.vocabulary, images, files.ids_per_token
     )
-    return images, stack.enter_context(contextlib.closing(sampler))
 
 
-def _engine(
-    settings: BenchmarkSettings,
-    folder: pathlib.Path,
-    config: ModelConfig,
-    videos: VideoFolder,
-    reader: FrameReader,
-    protocol: Protocol,
-    overview: int,
-    crop: int,
-    devices: Devices,
-) -> tuple[FrameFeatures, Sampler]:
-    """The engine with the model in `folder`, sized for prompts of `overview` and `crop` tokens."""
+def _load_model(
+    settings: BenchmarkSettings, folder: pathlib.Path, config: ModelConfig, devices: Devices
+) -> VisionLanguageModel:
     gpu.require_type("dtype", settings.dtype)
     mesh = None
     if settings.tensor > 1:
         mesh = make_mesh(1, 1, settings.tensor, devices or device_groups(settings.tensor)[0])
-    model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
-    features = FrameFeatures(model.vision, config, settings.pixels(), videos.root, source=reader)
-    sizes = sizes_for_single_episodes(
-        protocol, overview, crop, settings.episodes, settings.cache_tokens
-    )
-    return features, Engine(model, features, sizes)
+    return load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)

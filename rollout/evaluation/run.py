@@ -34,7 +34,13 @@ from rollout.evaluation.benchmarks import (
 from rollout.evaluation.folder import EvaluationFolder, Line, answered
 from rollout.evaluation.pack_folder import as_the_pack_plays, open_pack
 from rollout.evaluation.packs import Pack
-from rollout.evaluation.players import check_prompts, load_player, model_files, open_reader
+from rollout.evaluation.players import (
+    Setup,
+    check_prompts,
+    load_player,
+    model_files,
+    open_reader,
+)
 from rollout.evaluation.provenance import commit, versions, weights_hash
 from rollout.evaluation.replicas import Devices, device_groups, play_all
 from rollout.evaluation.report import PlayProgress, report
@@ -112,15 +118,10 @@ def _evaluate(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class _Work(Setup):
     """What is evaluated, once all files have been found."""
 
-    settings: BenchmarkSettings
-    pack: Pack
-    videos: VideoFolder
     loaded: Loaded
-    model: pathlib.Path | None
-    """Folder of the model, if it is known."""
     out: pathlib.Path
     identity: Line
 
@@ -162,7 +163,7 @@ def _prepare(
         # Limits count tokens. With the engine, the hash of the model covers its tokenizer.
         **({"tokenizer": files.tokenizer} if settings.endpoint else {}),
     }
-    return _Work(settings, pack, videos, loaded, model, out, identity)
+    return _Work(settings, pack, videos, model, loaded, out, identity)
 
 
 def _open(work: _Work, stack: contextlib.ExitStack) -> EvaluationFolder:
@@ -262,11 +263,10 @@ def _load_players(
     stack: contextlib.ExitStack,
 ) -> list[Player]:
     """One player per group of devices."""
-    given = (work.settings, work.model, work.videos, reader, subtitled, stack, work.pack)
     players = []
     for devices in groups:
         with jax.default_device(devices[0]) if len(groups) > 1 else contextlib.nullcontext():
-            players.append(load_player(*given, devices, len(groups)))
+            players.append(load_player(work, reader, subtitled, stack, devices, len(groups)))
     return players
 
 
@@ -287,7 +287,7 @@ def _play(work: _Work, items: Sequence[Item], folder: EvaluationFolder, proven: 
     subtitled = any(item.subtitles or item.question.subtitles for item in items)
     with contextlib.ExitStack() as stack:
         groups = hosts.on_all(lambda: [()] if settings.endpoint else device_groups(settings.tensor))
-        reader = stack.enter_context(open_reader(settings, work.model, len(groups)))
+        reader = stack.enter_context(open_reader(work, len(groups)))
         players = hosts.on_all(lambda: _load_players(work, reader, subtitled, groups, stack))
         peers = meet(work.out)
         deal = Deal(units_of(items, settings.episodes), peers)

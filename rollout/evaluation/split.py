@@ -25,7 +25,7 @@ from rollout.engine.requests import Completion, Request, Sampler
 from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, shuffled
 from rollout.evaluation.folder import Line
 from rollout.evaluation.packs import Pack, own_pack
-from rollout.evaluation.play import LeftOut, Played, Scoring, measures, play_and_score
+from rollout.evaluation.play import LeftOut, Played, Scoring, episodes, measures, play_and_score
 from rollout.evaluation.settings import BenchmarkSettings
 
 _SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
@@ -114,15 +114,9 @@ class Player:
 
         `check` is called before every step of the sampler.
         """
-        return play_and_score(
-            _Checked(self._sampler, check),
-            self.environment,
-            questions,
-            self._setting,
-            self._scoring,
-            self._settings.seed,
-            side_by_side=self._settings.episodes,
-        )
+        agents = episodes(self.environment, questions, self._setting, self._settings.seed)
+        sampler = _Checked(self._sampler, check)
+        return play_and_score(sampler, agents, self._scoring, self._settings.episodes)
 
     def _prepared(self, item: Item) -> tuple[Question, int | None]:
         """The question as it is asked, and the number of subtitle lines that its prompt shows.

@@ -10,6 +10,7 @@ import pytest
 from models.family import FAMILIES, family
 from models.weights.hf import load
 from paravt_jax.method import tokenizer
+from rollout.agent.episode import EpisodeSettings
 from rollout.ask import Assistant
 from train.durable.metrics import read_metrics
 from train.run import execute
@@ -59,4 +60,4 @@ def test_a_run_goes_through_all_phases(small, tmp_path, name, recipe):
     assistant = Assistant(model, tokenizer.load(folder / "model"), run.protocol)
     video = next((folder / "videos").rglob("*.mp4"))
     question = "What is the number in the scene that starts at 8 s?"
-    assert assistant.ask(video, question, frames=4).turns
+    assert assistant.ask(video, question, EpisodeSettings(4, 0.0)).turns

@@ -30,6 +30,7 @@ from paravt_jax.method import tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts, save_tokenizer
+from rollout.agent.episode import EpisodeSettings
 from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics
@@ -181,7 +182,7 @@ def test_the_trained_model_answers_questions(finished, small):
     assistant = Assistant(model, tokenizer.load(finished / "model"), small.small().protocol)
     video = next((finished / "videos").rglob("*.mp4"))
     question = "What is the number in the scene that starts at 8 s?"
-    assert assistant.ask(video, question, frames=4).turns
+    assert assistant.ask(video, question, EpisodeSettings(4, 0.0)).turns
 
 
 # --- train.export ---

@@ -24,7 +24,7 @@ from paravt_jax.progress import Progress
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
 from rollout.evaluation.figures import row
-from rollout.evaluation.play import Played, Scoring, play_and_score
+from rollout.evaluation.play import Played, Scoring, episodes, play_and_score
 from train.evaluation_file import read_evaluation_file
 from train.phases.actor import EngineActor
 from train.phases.context import Context
@@ -222,15 +222,10 @@ def _play(
         actor.remote,
         run.rl.grpo.sequence_anchor if run.rl else 0.0,
     )
-    outcomes = play_and_score(
-        actor.sampler,
-        dataclasses.replace(actor.environment, protocol=protocol),
-        questions[hosts.share_of(len(questions))],
-        setting,
-        scoring,
-        run.seed,
-        samples,
-    )
+    environment = dataclasses.replace(actor.environment, protocol=protocol)
+    own_questions = questions[hosts.share_of(len(questions))]
+    agents = episodes(environment, own_questions, setting, run.seed, samples)
+    outcomes = play_and_score(actor.sampler, agents, scoring)
     own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
     played = [outcome for part in hosts.gather(own) for outcome in part]
     # The report shows only episodes with parallel dispatch.

@@ -14,6 +14,7 @@ from models.lora import LoRASettings, add_adapters, merge_adapters
 from models.weights import hf
 from paravt_jax.method.protocol import ProtocolSettings
 from rollout import evaluate as command
+from rollout.agent.episode import EpisodeSettings
 from rollout.ask import Assistant
 from rollout.evaluation.folder import read_json
 
@@ -44,7 +45,7 @@ def test_an_answer_is_that_of_the_merged_model(saved, videos):
     tokens = {}
     for name, folder in saved.items():
         assistant = Assistant.load(folder, PROTOCOL)
-        episode = assistant.ask(video, "What is shown?", frames=2)
+        episode = assistant.ask(video, "What is shown?", EpisodeSettings(2, 0.0))
         tokens[name] = list(episode.trajectory.ids)
     assert tokens["adapter"] == tokens["merged"] != tokens["base"]
 

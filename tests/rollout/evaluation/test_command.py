@@ -36,8 +36,8 @@ def run(checkpoint, split, videos, player, monkeypatch, capfd, tmp_path):
     """run(**settings) evaluates with a scripted sampler; returns summary and printed text."""
 
     def evaluate(records=None, said=ANSWER, **fields):
-        def scripted_player(settings, *_):
-            return player([said], blind=settings.blind)
+        def scripted_player(setup, *_):
+            return player([said], blind=setup.settings.blind)
 
         monkeypatch.setattr(evaluation, "load_player", scripted_player)
         defaults: dict[str, Any] = {

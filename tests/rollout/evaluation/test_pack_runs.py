@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from models.features import FrameFeatures
-from paravt_jax.data import video
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall
 from rollout import evaluate as command
@@ -32,13 +30,7 @@ def play(checkpoint, split, videos, scripted, small_model, monkeypatch, tmp_path
     def run(*argv: str, turns=(LOOK, ANSWER)) -> tuple[int, list[str], str]:
         sampler = scripted(turns)
 
-        def engine(settings, folder, config, where, *rest):
-            features = FrameFeatures(
-                small_model.vision, config, settings.pixels(), where.root, source=video
-            )
-            return features, sampler
-
-        monkeypatch.setattr(players, "_engine", engine)
+        monkeypatch.setattr(players, "Engine", lambda *_: sampler)
         places = {"--model": checkpoint, "--data": split, "--videos": videos}
         defaults = {name: str(place) for name, place in places.items() if name not in argv}
         defaults |= {"--benchmark": "videomme"} if "--benchmark" not in argv else {}

@@ -30,6 +30,7 @@ from rollout.evaluation.play import (
     LeftOut,
     Played,
     Scoring,
+    episodes,
     play_and_score,
 )
 from tests.rollout.evaluation.conftest import PLAN
@@ -37,7 +38,8 @@ from tests.rollout.evaluation.conftest import PLAN
 
 def evaluate(sampler, environment, questions, setting, seed=0, samples=1):
     """The row, the episodes that it sums up, and the questions that were left out."""
-    done = play_and_score(sampler, environment, questions, setting, Scoring(), seed, samples)
+    agents = episodes(environment, questions, setting, seed, samples)
+    done = play_and_score(sampler, agents, Scoring())
     outcomes = [outcome for _, outcome in done]
     played = [outcome for outcome in outcomes if isinstance(outcome, Played)]
     left_out = [outcome for outcome in outcomes if isinstance(outcome, LeftOut)]
@@ -200,9 +202,11 @@ def test_a_native_video_is_judged_by_the_rules_of_videos(
     monkeypatch.setattr(features, "tokens", only_videos)
     environment = dataclasses.replace(small_environment, overview=read_video_overview)
     setting = EpisodeSettings(4, 0.7, "none")
-    played = play_and_score(oracle(), environment, small_questions[:1], setting, Scoring(), 3)
+    agents = episodes(environment, small_questions[:1], setting, 3)
+    played = play_and_score(oracle(), agents, Scoring())
     assert [type(outcome) for _, outcome in played] == [Played]
-    played = play_and_score(oracle(), small_environment, small_questions[:1], setting, Scoring(), 3)
+    agents = episodes(small_environment, small_questions[:1], setting, 3)
+    played = play_and_score(oracle(), agents, Scoring())
     left = LeftOut(small_questions[0], "unreadable", "too thin for pictures")
     assert [outcome for _, outcome in played] == [left]
 
@@ -210,11 +214,11 @@ def test_a_native_video_is_judged_by_the_rules_of_videos(
 def test_episodes_side_by_side_equal_those_played_at_once(
     oracle, small_environment, small_questions
 ):
-    arguments = (small_environment, small_questions, EpisodeSettings(4, 0.7), Scoring(), 3, 2)
-    in_order = list(play_and_score(oracle(), *arguments))
+    asked = (small_environment, small_questions, EpisodeSettings(4, 0.7), 3, 2)
+    in_order = list(play_and_score(oracle(), episodes(*asked), Scoring()))
     assert [number for number, _ in in_order] == list(range(2 * len(small_questions)))
     sampler = oracle()
-    as_done = dict(play_and_score(sampler, *arguments, side_by_side=2))
+    as_done = dict(play_and_score(sampler, episodes(*asked), Scoring(), 2))
     assert max(len(wave) for wave in sampler.waves) == 2 < len(in_order)
     for number, one in in_order:
         other = as_done[number]

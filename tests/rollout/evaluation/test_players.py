@@ -9,6 +9,7 @@ import pytest
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.evaluation import players
 from rollout.evaluation.benchmarks import VideoFolder
+from rollout.evaluation.packs import own_pack
 from rollout.evaluation.settings import BenchmarkSettings
 
 
@@ -32,7 +33,7 @@ def test_replicas_share_the_requests_that_a_judge_may_get_at_once(
         judge_model="j",
     )
     with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(players.open_reader(settings, None, replicas))
-        videos = VideoFolder(tmp_path)
-        players.load_player(settings, None, videos, reader, False, stack, replicas=replicas)
+        setup = players.Setup(settings, own_pack(), VideoFolder(tmp_path), None)
+        reader = stack.enter_context(players.open_reader(setup, replicas))
+        players.load_player(setup, reader, False, stack, replicas=replicas)
     assert [judge.concurrency for judge in opened] == [most]
