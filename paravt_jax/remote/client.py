@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import datetime
-import email.utils
 import functools
 import json
 import os
 import random
 import re
 import threading
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
@@ -30,11 +27,10 @@ from paravt_jax.method.server import ServerSettings
 
 # Upper bound on the bytes of a reply. A longer one is no chat completion and only fills memory.
 _BODY_LIMIT = 4 << 20
-# Upper bound on a wait that a server asks for; a longer one is as good as this.
-_WAIT_BOUND = 1e9
 # Upper bound on the characters that are kept of a server's own message.
 _MESSAGE_LIMIT = 300
 _HTML_TAG = re.compile("<[^<>]*>")
+_SECONDS = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
 Answer = TypeVar("Answer")
 
@@ -46,31 +42,11 @@ class Choice:
     text: str | None
     """None if the reply has none. Parts of a text are joined."""
     finish_reason: Any
-    """The server's value, unchecked; so are the next two."""
+    """The server's value, unchecked; so is the next one."""
     stop_reason: Any
     """The stop string that ended the text, if the server reports it (vLLM and SGLang do)."""
-    calls: Sequence[Any] = ()
-    """Tool calls, each with `name` and `arguments` if it is well formed."""
     thought: str = ""
     """Reasoning."""
-    refusal: str = ""
-    """What the model says in place of an answer."""
-
-    @property
-    def lacks_text(self) -> str:
-        """Return in words what the reply has instead of a text, or "" if it has a text.
-
-        An empty text counts as one, unless the reply has a refusal, reasoning or calls instead.
-        """
-        if self.text and not self.text.isspace():
-            return ""
-        if self.refusal:
-            return "the model refuses to answer"
-        if self.thought:
-            return "the reply is nothing but reasoning"
-        if self.calls:
-            return "the reply is nothing but a call of a tool"
-        return "the reply has no text" if self.text is None else ""
 
 
 class UnusableReply(Exception):
@@ -223,7 +199,8 @@ class Client:
         self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
     ) -> Answer | Failure:
         """One request. Redirects are not followed, so that the key goes to the endpoint only."""
-        # Uncompressed, because a few compressed bytes can expand to gigabytes.
+        # Uncompressed, because a few compressed bytes can expand to gigabytes. If a server
+        # compresses all the same, the limit counts what the small pieces expand to.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
@@ -234,7 +211,7 @@ class Client:
                 asyncio.timeout(timeout),
                 self._http.stream("POST", self._url, content=content, headers=headers) as response,
             ):
-                async for piece in response.aiter_raw():
+                async for piece in response.aiter_bytes():
                     body += piece
                     if len(body) > _BODY_LIMIT:
                         return Failure("nonsense", f"the reply is longer than {_BODY_LIMIT} bytes")
@@ -243,7 +220,6 @@ class Client:
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.
             return Failure("unreachable", f"the connection failed ({type(error).__name__})")
-        body = _uncompressed(body, response.headers.get("Content-Encoding", ""))
         if not response.is_success:
             return self._http_failure(response, _server_message(body, key))
         choice = _choice(body)
@@ -261,7 +237,7 @@ class Client:
         status = response.status_code
         # 408 (timeout), 429 (too many requests) and server errors may be temporary.
         again = status in (408, 429) or status >= 500
-        wait = retry_after(response.headers.get("Retry-After"), response.headers.get("Date"))
+        wait = retry_after(response.headers.get("Retry-After"))
         limit = self._settings.wait_limit
         if again and wait > limit:
             again = False
@@ -277,63 +253,29 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _uncompressed(body: bytes, encoding: str) -> bytes:
-    """The body of a server or proxy that compresses although the request asks it not to.
-
-    At most `_BODY_LIMIT` bytes. A body that cannot be decompressed is returned as it is.
-    """
-    if encoding.lower() not in ("gzip", "x-gzip", "deflate"):
-        return body
-    try:
-        return zlib.decompressobj(wbits=zlib.MAX_WBITS | 32).decompress(body, _BODY_LIMIT)
-    except zlib.error:
-        return body
-
-
 def _choice(body: bytes) -> Choice | None:
     """The first choice of a chat completion; None if the body is something else."""
     try:
         choice = json.loads(body)["choices"][0]
         message = choice["message"]
-        content = message.get("content")
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         return Choice(
-            _joined(content),
+            _joined(message.get("content")),
             choice.get("finish_reason"),
             choice.get("stop_reason"),
-            _calls(message),
-            _joined(reasoning) or _joined(content, "thinking") or "",
-            _joined(message.get("refusal")) or _joined(content, "refusal") or "",
+            _joined(reasoning) or "",
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _joined(content: Any, kind: str = "text") -> str | None:
-    """Return the text of a message's content, or None if it has none of this kind.
-
-    Args:
-        content: A text, or a list of parts. The texts of the parts are joined.
-        kind: The type of the parts to read. A part has its content under the name of its type, as
-            in {"type": "thinking", "thinking": ...}. A plain text is of the kind "text".
-    """
-    if isinstance(content, str) and kind == "text":
-        return content
+def _joined(content: Any) -> str | None:
+    """A content's text: as it is, or joined from its parts; None if it has none."""
     if not isinstance(content, list):
-        return None
-    parts = [part for part in content if isinstance(part, dict) and part.get("type") == kind]
-    texts = [text for part in parts if (text := _joined(part.get(kind))) is not None]
+        return content if isinstance(content, str) else None
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
     return "".join(texts) if texts else None
-
-
-def _calls(message: dict[str, Any]) -> tuple[Any, ...]:
-    """The tool calls of a message."""
-    calls = message.get("tool_calls") or []
-    calls = calls if isinstance(calls, list) else [calls]
-    functions = [call.get("function") if isinstance(call, dict) else call for call in calls]
-    # The form of calls before there could be several.
-    older = message.get("function_call")
-    return (*functions, older) if older else tuple(functions)
 
 
 def _server_message(body: bytes, key: str | None) -> str:
@@ -361,28 +303,6 @@ def _message(body: bytes) -> str:
     return " ".join(printable.split())
 
 
-def retry_after(header: str | None, date: str | None = None) -> float:
-    """Return the seconds that a Retry-After header asks to wait; 0 if it is missing or unreadable.
-
-    Args:
-        header: The Retry-After header: seconds or a date.
-        date: The Date header of the same reply. A date in `header` is compared with it, because the
-            local clock may differ from the server's. If it is missing, the result is 0.
-    """
-    if not header:
-        return 0.0
-    if re.fullmatch(r"\d+(?:\.\d+)?", header, re.ASCII):
-        return min(float(header), _WAIT_BOUND)
-    until = _date(header)
-    now = _date(date or "")
-    if not until or not now:
-        return 0.0
-    return max(0.0, (until - now).total_seconds())
-
-
-def _date(text: str) -> datetime.datetime | None:
-    try:
-        found = email.utils.parsedate_to_datetime(text)
-    except (ValueError, OverflowError):
-        return None
-    return found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
+def retry_after(header: str | None) -> float:
+    """Return the seconds that a Retry-After header asks to wait; 0 if it is none or a date."""
+    return float(header) if header and _SECONDS.fullmatch(header) else 0.0

@@ -125,7 +125,7 @@ def read_score(text: str) -> float | None:
 def _score(choice: Choice) -> float:
     score = read_score(choice.text or "")
     if score is None:
-        raise UnusableReply(choice.lacks_text or "the reply is none of 0, 0.5, 1")
+        raise UnusableReply("the reply is none of 0, 0.5, 1")
     return score
 
 

@@ -2,9 +2,9 @@
 
 A request is sent as chat messages that the published template renders to the request's own text.
 The text of the reply is converted to ids. The server does its own tokenization and log-probs are
-unknown (NaN), so this is for evaluation, not for training. A server may take reasoning and tool
-calls out of the text; they are written into it again, so that the rest of the program sees the text
-as the model wrote it.
+unknown (NaN), so this is for evaluation, not for training. A server may take reasoning out of the
+text; it is written into it again, so that the rest of the program sees the text as the model wrote
+it.
 
 Failures are values. If the server refuses a request for its content, the sample has
 `SampleStop.REFUSED`. If it cannot be reached, or sends no usable reply in all attempts, the sample
@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -34,7 +33,6 @@ from models.features import FrameFeatures, FrameSettings
 from models.features.cache import Encoded
 from models.features.encoder import FrameEncoder
 from paravt_jax.data.frames import FrameSource, VideoError
-from paravt_jax.method.parsing import extract_answer, find_calls
 from paravt_jax.method.records import Frame, digest
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
@@ -62,8 +60,8 @@ _REMEDIES: dict[int | str, str] = {
     ),
 }
 _PARSER_REMEDY = (
-    "serve the model without a parser for tool calls or reasoning, because a parser removes them "
-    "from the text"
+    "ask another model if this one refuses, or serve it without a parser for tool calls or "
+    "reasoning, because a parser removes them from the text"
 )
 # How servers say that a reply was cut at its token limit.
 _CUT = (
@@ -85,8 +83,6 @@ _BROKEN = (
     "timeout",
     "insufficient_system_resource",
 )
-# What a request that pins the opening of the response ends with.
-_THINK = "<think>\n"
 _MOMENT = 0.05  # seconds that a step waits at most
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -244,7 +240,7 @@ class EndpointSampler:
 def _read(choice: Choice, begun: bool) -> _Completion:
     """Return the completion in a successful reply.
 
-    Calls and reasoning that the server took out of the text are written into it again.
+    Reasoning that the server took out of the text is written into it again.
 
     Args:
         choice: The reply.
@@ -256,20 +252,21 @@ def _read(choice: Choice, begun: bool) -> _Completion:
     if choice.finish_reason is None:
         raise UnusableReply("the reply is not a complete chat completion")
     reason = str(choice.finish_reason).lower()
+    shown = f"(finish_reason {choice.finish_reason!r})"
+    if reason == "content_filter":
+        return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
+    if reason in _BROKEN:
+        what = f"the server did not finish the reply {shown}"
+        raise UnusableReply(what, _REMEDIES["http_errors"])
+    text = choice.text or ""
+    # A model may end its turn at once ("").
+    may_be_empty = choice.text is not None and not choice.thought and reason in ("stop", *_CUT)
+    if not text.strip() and not may_be_empty:
+        raise UnusableReply(f"the reply has no text {shown}", _PARSER_REMEDY)
     # Some servers also return text that the model wrote after the end of its turn.
-    response, end, _ = (choice.text or "").partition("<|im_end|>")
-    if not _has_answer_or_call(response, begun):
-        if reason == "content_filter":
-            return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
-        if reason in _BROKEN:
-            what = f"the server did not finish the reply (finish_reason {choice.finish_reason!r})"
-            raise UnusableReply(what, _REMEDIES["http_errors"])
-    if choice.calls:
-        response = _with_calls(response, choice.calls)
-    else:
-        _require_text(choice, reason)
+    response, end, _ = text.partition("<|im_end|>")
     if choice.thought and "</think>" not in response:
-        opening = "" if begun else _THINK
+        opening = "" if begun else "<think>\n"
         response = f"{opening}{choice.thought}\n</think>\n{response}"
     stop_string = choice.stop_reason
     if not end and reason in _CUT:
@@ -278,69 +275,6 @@ def _read(choice: Choice, begun: bool) -> _Completion:
         return response + "<|im_end|>", SampleStop.STOP_ID, ""
     # A stop string is part of the response, but some servers leave it out of the text.
     return response.removesuffix(stop_string) + stop_string, SampleStop.STOP_ID, ""
-
-
-def _has_answer_or_call(text: str, begun: bool) -> bool:
-    """Return whether a text has a closed answer block or a closed call.
-
-    Args:
-        text: The text of a reply.
-        begun: Whether the request ends with `<think>`, which the text then continues.
-    """
-    whole = _THINK + text if begun else text
-    return extract_answer(whole) is not None or _closed_calls(text) > 0
-
-
-def _closed_calls(text: str) -> int:
-    """Return the number of calls in a text that are closed by `</tool_call>`."""
-    return sum(body is not None for _, body in find_calls(text))
-
-
-def _require_text(choice: Choice, reason: str) -> None:
-    """Raise UnusableReply unless the reply has a text. A model may end its turn at once ("")."""
-    what = choice.lacks_text
-    if not what and not (choice.text or "").strip() and reason not in ("stop", *_CUT):
-        what = "the reply has no text"
-    if what:
-        remedy = "ask it again, or ask another model" if choice.refusal else _PARSER_REMEDY
-        raise UnusableReply(f"{what} (finish_reason {choice.finish_reason!r})", remedy)
-
-
-def _with_calls(text: str, functions: Sequence[Any]) -> str:
-    """Return a text that contains the structured calls of its reply.
-
-    If at least as many calls are closed in the text, the server left them there, and the text is
-    returned as it is. Otherwise the text is cut at its first `<tool_call>`, if it has one, and the
-    structured calls are appended.
-
-    Args:
-        text: The text of the reply.
-        functions: The structured calls, as in `Choice.calls`.
-    """
-    if _closed_calls(text) >= len(functions):
-        return text
-    before, _, _ = text.partition("<tool_call>")
-    calls = [f"<tool_call>\n{_call(function)}\n</tool_call>" for function in functions]
-    return "\n".join([before.rstrip(), *calls]).lstrip()
-
-
-def _call(function: Any) -> str:
-    """Return the JSON text of a structured call, without the tags around it.
-
-    A malformed call is written as it is. `parse_calls` then reports to the model what is wrong.
-    """
-    found: dict[str, Any] = function if isinstance(function, dict) else {}
-    name = found.get("name")
-    arguments = found.get("arguments")
-    written = arguments if isinstance(arguments, str) else ""
-    try:
-        read = json.loads(written, strict=False) if written else arguments
-        text = json.dumps({"name": name, "arguments": read}, ensure_ascii=False)
-    # RecursionError: nested too deeply.
-    except (ValueError, RecursionError):
-        text = f'{{"name": "{name}", "arguments": {written}}}'
-    # Escaped, so that a tag in an argument does not end the block of the call.
-    return text.replace("<", "\\u003c")
 
 
 def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> list[dict[str, Any]]:

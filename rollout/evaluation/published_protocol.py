@@ -37,31 +37,18 @@ Frames go through qwen_vl_utils, JPEG, and the processor of the server, whose sm
 PLAY_CHARADES: Mapping[str, Any] = {"prompt": "agentic-minimal", "native_video": True}
 """What differs for Charades-STA."""
 
-_WORDS = {
-    "frames": "{0} overview frames instead of {1}",
-    "native_video": "a native video: {0} instead of {1}",
-    "frame_times": "times before frames",
-    "snap": "sizes not snapped to {1}",
-    "jpeg": "JPEG quality {0} instead of {1}",
-    "processor_min_pixels": "no second enlargement of frames below {1:,} pixels",
-    "dispatch": "dispatch {0} instead of {1}",
-    "tools": "tools {0} instead of {1}",
-    "max_num_frames": "num_frames in calls",
-    "temperature": "temperature {0:g} instead of greedy",
-    "turn_tokens": "{0:,} tokens per turn instead of {1:,}",
-    "question_tokens": "questions of up to {0:,} tokens instead of {1:,}",
-    "max_tool_turns": "{0} turns with tools instead of {1}",
-    "max_calls": "{0} calls per turn instead of {1}",
-    "pin_think": "responses begin with <think>",
-    "blind": "no frames (blind)",
-    "shuffle": "options shuffled",
-}
-"""Phrases for a setting with another value, {0}, than the published one, {1}."""
-
-_WORDS_OF_0 = {"jpeg": "no JPEG instead of quality {1}"}
-"""Phrases for the value 0, where it needs one of its own."""
-
-_OF_FRAMES = ("frames", "native_video", "frame_times", "snap", "jpeg", "processor_min_pixels")
+_OF_FRAMES = (
+    "frames",
+    "native_video",
+    "frame_times",
+    "min_pixels",
+    "max_pixels",
+    "crop_min_pixels",
+    "crop_max_pixels",
+    "snap",
+    "jpeg",
+    "processor_min_pixels",
+)
 """Settings that mean nothing in a blind run."""
 
 
@@ -80,25 +67,16 @@ def differences(identity: Mapping[str, Any]) -> list[str]:
             lacks are passed over.
     """
     charades = identity["benchmark"] == "charades"
+    # The table names the prompt anyway.
     published = {**PLAY, **(PLAY_CHARADES if charades else {})}
-    blind = identity.get("blind", False)
+    published.pop("prompt", None)
+    if identity.get("blind", False):
+        published = {name: value for name, value in published.items() if name not in _OF_FRAMES}
     found = []
-    for kind, prefix in () if blind else (("overview frames", ""), ("crops", "crop_")):
-        own, wanted = _limits(identity, prefix), _limits(published, prefix)
-        if own not in ("", wanted):
-            found.append(f"{kind} of {own} instead of {wanted}")
-    for field, words in _WORDS.items():
-        if blind and field in _OF_FRAMES:
-            continue
-        value = identity.get(field, published[field])
-        if value != published[field]:
-            words = words if value else _WORDS_OF_0.get(field, words)
-            found.append(words.format(value, published[field]))
+    for name, wanted in published.items():
+        value = identity.get(name, wanted)
+        if name.startswith("crop_"):  # 0 stands for the limit of overview frames
+            value = value or identity.get(name.removeprefix("crop_"), wanted)
+        if value != wanted:
+            found.append(f"{name} {value} instead of {wanted}")
     return found
-
-
-def _limits(settings: Mapping[str, Any], prefix: str) -> str:
-    """The sizes of the overview's frames, or with a prefix those of crops; "" if not stated."""
-    names = ("min_pixels", "max_pixels")
-    low, high = (settings.get(prefix + name) or settings.get(name) for name in names)
-    return f"{low:,} to {high:,} pixels" if low and high else ""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import email.utils
 import gzip
 import json
 import logging
@@ -34,7 +33,6 @@ from paravt_jax.remote.client import (
 from tests.paravt_jax.judge_server import Reply, says, serving
 
 SECRET = "sk-17-secret"
-DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 # Seconds; longer than any pause of a busy machine.
 STALL = 60.0
 
@@ -146,11 +144,10 @@ def test_a_completion_has_its_text_and_why_it_ended():
 
 
 def test_a_completion_has_what_the_server_took_out_of_its_text():
-    call = {"name": "crop_video", "arguments": "{}"}
-    beside = {"tool_calls": [{"function": call}], "reasoning": "hm", "refusal": "no"}
+    beside = {"reasoning": "hm"}
     with serving(lambda *_: says("", beside)) as server:
         found = Client(quick(server.endpoint)).ask({}, lambda choice: choice).result(STALL)
-    assert found == Choice("", None, None, (call,), "hm", "no")
+    assert found == Choice("", None, None, "hm")
 
 
 NONSENSE = {
@@ -331,7 +328,7 @@ def test_a_wait_that_the_server_asks_for_is_jittered_too():
     assert times[1] - times[0] >= 0.5
 
 
-@pytest.mark.parametrize("asked, shown", [("86400", "86,400"), ("9" * 400, "1,000,000,000")])
+@pytest.mark.parametrize("asked, shown", [("86400", "86,400"), ("9" * 400, "inf")])
 def test_a_server_that_asks_for_more_time_than_the_limit_is_not_asked_again(asked, shown):
     quota = Reply(b'{"error": "no quota"}', 429, (("Retry-After", asked),))
     asked_once = ask([quota, says("1")])
@@ -352,13 +349,6 @@ def test_a_few_bytes_that_expand_to_gigabytes_are_refused():
     bomb = gzip.compress(says("1" * 50_000_000).body)
     reply = Reply(bomb, headers=(("Content-Encoding", "gzip"),))
     assert failed([reply]).kind == "nonsense"
-
-
-def test_the_server_may_ask_for_time_until_a_date():
-    until = email.utils.formatdate(time.time() + 2, usegmt=True)
-    times = ask([Reply(status=503, headers=(("Retry-After", until),)), says("1")]).times
-    # Dates have no fractions of a second, so two seconds may become one.
-    assert 0.9 <= times[1] - times[0] < STALL
 
 
 # Many at once.
@@ -499,24 +489,10 @@ def test_an_address_that_cannot_be_asked_is_refused_with_an_example(address):
         ("-1", 0),
         ("nan", 0),
         ("inf", 0),
-        ("9" * 400, 1e9),
-        # A date says nothing without the server's own date.
-        (DATE, 0),
+        ("9" * 400, math.inf),
+        ("Wed, 21 Oct 2026 07:28:00 GMT", 0),
         ("soon", 0),
     ],
 )
 def test_retry_after_in_seconds(header, seconds):
     assert retry_after(header) == seconds
-
-
-@pytest.mark.parametrize(
-    ("date", "seconds"),
-    [
-        ("Wed, 21 Oct 2026 07:27:48 GMT", 12),
-        ("Wed, 21 Oct 2026 09:27:48 +0200", 12),
-        ("Wed, 21 Oct 2026 07:28:01 GMT", 0),
-        ("today", 0),
-    ],
-)
-def test_retry_after_as_a_date_counts_from_the_servers_own_date(date, seconds):
-    assert retry_after(DATE, date) == seconds

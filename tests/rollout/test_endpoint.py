@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import json
 import re
@@ -272,148 +271,14 @@ def test_a_sub_agent_without_a_reply_ends_the_episode(ask):
     assert len(server.received) == 1 + 1 + 2
 
 
-CROPS = ('{"start_time": 0, "end_time": 16}', '{"start_time": 96, "end_time": 112}')
-STRUCTURED = {
-    "empty": parsed("tool_calls", content="", tool_calls=calling(*CROPS)),
-    "null": parsed("tool_calls", content=None, tool_calls=calling(*CROPS)),
-    "no content": parsed("stop", tool_calls=calling(*CROPS)),
-    "blank": parsed("stop", content="\n\n", tool_calls=calling(*CROPS)),
-    "no parts": parsed("tool_calls", content=[], tool_calls=calling(*CROPS)),
-    "objects": parsed("tool_calls", content="", tool_calls=calling(*map(json.loads, CROPS))),
-    "past the end": parsed("stop", content="\n<|im_end|>\n", tool_calls=calling(*CROPS)),
-    "both": parsed("tool_calls", content=PLAN, tool_calls=calling(*CROPS)),
-    "both, one structured": parsed("tool_calls", content=PLAN, tool_calls=calling(CROPS[0])),
-    "half a call": parsed(
-        "tool_calls", content='look\n</think>\n<tool_call>\n{"na', tool_calls=calling(*CROPS)
-    ),
-    "one of two": parsed(
-        "tool_calls",
-        content="look\n</think>\n" + render_call(CropCall(0, 16)),
-        tool_calls=calling(*CROPS),
-    ),
-}
-
-
-@pytest.mark.parametrize("reply", STRUCTURED.values(), ids=STRUCTURED)
-def test_structured_calls_are_carried_out(ask, reply):
-    """An empty text beside them is no answer."""
-    episode, server = ask(lambda n, received: course(n, received) if n else reply)
-    assert episode.answer == "seven"
-    assert [outcome.call for outcome in episode.turns[0].calls] == [
-        CropCall(0, 16),
-        CropCall(96, 112),
-    ]
-    assert [outcome.status for outcome in episode.turns[0].calls] == [CallStatus.EXECUTED] * 2
-    assert len(server.received) == 4
-    said = server.received[-1].body["messages"][2]
-    assert said["role"] == "assistant"
-    assert said["content"].count("<tool_call>\n{") == 2
-
-
-def test_one_call_in_the_older_form_is_carried_out(ask):
-    call = {"name": "crop_video", "arguments": CROPS[0]}
-    reply = parsed("function_call", content=None, function_call=call)
-    episode, _ = ask(lambda n, received: course(n, received) if n else reply)
-    assert [outcome.call for outcome in episode.turns[0].calls] == [CropCall(0, 16)]
-
-
-THOUGHTS = {
-    "in the text": {"content": "I need a crop.\n</think>"},
-    "reasoning_content": {"content": "", "reasoning_content": "I need a crop."},
-    "reasoning": {"content": None, "reasoning": "I need a crop."},
-    "a part": {
-        "content": [{"type": "thinking", "thinking": [{"type": "text", "text": "I need a crop."}]}]
-    },
-}
-
-
-@pytest.mark.parametrize("message", THOUGHTS.values(), ids=THOUGHTS)
-def test_the_thought_stands_before_a_structured_call(ask, message):
-    reply = parsed("tool_calls", **message, tool_calls=calling(CROPS[0]))
-    episode, _ = ask(lambda n, received: course(n, received) if n else reply)
-    assert episode.turns[0].text == (
-        "<think>\nI need a crop.\n</think>\n"
-        '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n'
-        "</tool_call>"
-    )
-    assert format_compliant(episode.turns)
-
-
-def test_without_a_pinned_opening_the_thought_gets_its_own(images, small_vocabulary):
-    reply = parsed(content="", reasoning="I need a crop.", tool_calls=calling("{}"))
-    with serving(lambda *_: reply) as server:
-        sampler = EndpointSampler(ServerSettings(server.endpoint), "m", small_vocabulary, images)
-        request = prompted(small_vocabulary)
-        request = dataclasses.replace(request, sampling=Sampling(256))
-        sampler.submit(request)
-        while not (completions := sampler.step()):
-            pass
-        sampler.close()
-    ((_, (sample,)),) = completions
-    text = small_vocabulary.decode(sample.ids)
-    assert text.startswith("<think>\nI need a crop.\n</think>\n<tool_call>\n")
-    assert sample.stop is SampleStop.STOP_ID
-
-
-def test_the_arguments_of_a_structured_call_keep_their_letters(ask):
-    arguments = '{"start_time": 0, "end_time": 16, "why": "größer <b> \\u6570 \\ud83d"}'
-    reply = parsed("tool_calls", content="", tool_calls=calling(arguments))
-    episode, _ = ask(lambda n, received: course(n, received) if n else reply)
-    assert '"größer \\u003cb> 数 \ufffd"' in episode.turns[0].text
-
-
-def test_a_structured_call_that_is_longer_than_a_turn_is_a_truncated_turn(ask):
-    reply = parsed("tool_calls", content="", tool_calls=calling("[" * 5000))
-    episode, _ = ask(lambda number, received: reply)
-    assert episode.stop is StopReason.TRUNCATED
-    assert episode.turns[0].truncated
-    assert "</tool_call>" not in episode.turns[0].text
-
-
-MALFORMED = {
-    "no JSON": ('{"start_time": 0, "end', "crop_video", "not valid JSON"),
-    "no object": ("[0, 16]", "crop_video", "The arguments of the tool"),
-    "nothing": (None, "crop_video", "The arguments of the tool"),
-    "no name": ("{}", None, "names no tool"),
-    "unknown": ("{}", "run_shell", "no such tool"),
-    "tags": ('"</tool_call><answer>seven</answer>"', "crop_video", "The arguments of the tool"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "name", "why"), MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_structured_call_is_one_that_the_model_is_told_of(ask, arguments, name, why):
-    reply = parsed("tool_calls", content="", tool_calls=calling(arguments, name=name))
-    episode, _ = ask(lambda n, received: course(n, received) if n else reply)
-    (outcome,) = episode.turns[0].calls
-    assert outcome.call is None
-    assert why in outcome.response
-    assert episode.answer == "seven", "from the second turn"
-    assert len(episode.turns) == 2
-
-
-def test_calls_that_are_no_objects_are_malformed(ask):
-    for tool_calls in (["crop_video"], [None], [{"function": 3}], {"name": "crop_video"}):
-        reply = parsed("tool_calls", content="", tool_calls=tool_calls)
-        episode, _ = ask(lambda n, received, reply=reply: course(n, received) if n else reply)
-        assert [outcome.call for outcome in episode.turns[0].calls] == [None]
-        assert episode.answer == "seven"
-
-
-WITHOUT_TEXT = {
-    "reasoning_content": ({"reasoning_content": "I see."}, "nothing but reasoning"),
-    "reasoning": ({"reasoning": "I see."}, "nothing but reasoning"),
-    "refusal": ({"refusal": "I cannot help."}, r"the model refuses .*I cannot help.*ask it again"),
-}
-
-
 @pytest.mark.parametrize("content", ["", "\n", None, []])
-@pytest.mark.parametrize(("fields", "why"), WITHOUT_TEXT.values(), ids=WITHOUT_TEXT)
-def test_a_reply_without_a_text_is_a_failed_request_and_no_wrong_answer(ask, content, fields, why):
-    reply = parsed(content=content, **fields)
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_a_reply_without_a_text_is_a_failed_request_and_no_wrong_answer(ask, content, field):
+    reply = parsed(content=content, **{field: "I see."})
     episode, server = ask(lambda number, received: reply, attempts=2)
     assert episode.stop is StopReason.FAILED
-    assert re.search(why, episode.reason)
-    assert "proxy" not in episode.reason
+    assert "the reply has no text (finish_reason 'stop')" in episode.reason
+    assert "without a parser" in episode.reason
     assert "\n" not in episode.reason
     assert len(server.received) == 2
 
@@ -439,27 +304,13 @@ def test_a_model_may_end_its_turn_at_once(ask):
 
 def test_the_parts_of_a_text_are_joined(ask):
     parts = [{"type": "text", "text": ANSWER[:20]}, {"type": "text", "text": ANSWER[20:]}]
-    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "not shown"}]}
-    episode, _ = ask(lambda number, received: parsed(content=[thinking, *parts]))
+    image = {"type": "image"}
+    episode, _ = ask(lambda number, received: parsed(content=[image, *parts]))
     assert episode.answer == "seven"
-    assert "not shown" not in episode.turns[0].text, "the text has a thought of its own"
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"content": "<answer>seven</answer>", "reasoning_content": "I see seven."},
-        {
-            "content": [
-                {"type": "thinking", "thinking": "I see "},
-                {"type": "thinking", "thinking": [{"type": "text", "text": "seven."}]},
-                {"type": "text", "text": "<answer>seven</answer>"},
-            ]
-        },
-    ],
-    ids=["reasoning_content", "a part"],
-)
-def test_the_thought_stands_before_an_answer(ask, message):
+def test_the_thought_stands_before_an_answer(ask):
+    message = {"content": "<answer>seven</answer>", "reasoning_content": "I see seven."}
     episode, _ = ask(lambda number, received: parsed(**message))
     assert episode.turns[0].text == ("<think>\nI see seven.\n</think>\n<answer>seven</answer>")
     assert episode.answer == "seven"
@@ -497,20 +348,6 @@ def test_a_reply_that_its_server_broke_off_is_a_failed_request(ask, text, finish
     assert f"did not finish the reply (finish_reason '{finish}')" in episode.reason
     assert "look into the server's log" in episode.reason
     assert len(server.received) == 2
-
-
-@pytest.mark.parametrize("finish", [*BROKEN, "content_filter"])
-def test_a_complete_text_counts_although_its_server_reports_an_error(ask, finish):
-    def answer(number, received) -> Reply:
-        reply = course(number, received)
-        if received.body["messages"][0]["role"] == "user":
-            return reply
-        return Reply(reply.body.replace(b'"stop"', json.dumps(finish).encode()))
-
-    episode, _ = ask(answer)
-    assert episode.stop is StopReason.ANSWERED
-    assert episode.answer == "seven"
-    assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED] * 2
 
 
 @pytest.mark.parametrize("finish", ["LENGTH", "max_tokens", "MAX_TOKENS", "model_length"])
