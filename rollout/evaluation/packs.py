@@ -211,10 +211,6 @@ class Pack:
     def style(self, benchmark: str, prompt: Prompt) -> Mapping[str, Any]:
         """Return how the pack plays: values of `BenchmarkSettings` by field."""
         values = {**self.play.get("", {}), **self.play.get(benchmark, {})}
-        asked = (text for name, text in self._texts(benchmark).items() if name[:9] == "question.")
-        if any(_reads_row(found) for text in asked for found in PLACEHOLDER.findall(text)):
-            # Options of the published row keep their order, whatever the right answer becomes.
-            values = {"shuffle": False} | values
         if prompt in SINGLE_TURN:  # a baseline's prompt; it offers no tool to dispatch
             values = {k: v for k, v in values.items() if k not in ("prompt", "dispatch")}
         return values

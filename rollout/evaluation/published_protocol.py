@@ -12,7 +12,6 @@ PLAY: Mapping[str, Any] = {
     "tools": ["crop_video"],
     "temperature": 0.0,
     "blind": False,
-    "shuffle": False,
     "max_tool_turns": 3,
     "max_calls": 5,
     "turn_tokens": 2048,

@@ -84,11 +84,9 @@ class BenchmarkSettings:
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     seed: int = 0
-    """Seed of sampling above temperature 0, and of shuffled options."""
+    """Seed of sampling above temperature 0."""
     blind: bool = False
     """Show no frames and offer no tool, to see how much the questions give away by themselves."""
-    shuffle: bool = False
-    """Shuffle the options of each question, to see whether the position of an answer matters."""
     max_tool_turns: int = 3
     """Number of turns in which tools may be called."""
     max_calls: int = 5
@@ -214,8 +212,6 @@ class BenchmarkSettings:
             raise ValueError(
                 f"--dispatch {self.dispatch}: a blind run offers no tool; leave --dispatch out"
             )
-        if self.shuffle and self.benchmark and BENCHMARKS[self.benchmark].score == "miou":
-            raise ValueError(f"--shuffle: {self.benchmark} has no options; leave it out")
 
     def _check_servers(self) -> None:
         if not (self.model or self.endpoint):

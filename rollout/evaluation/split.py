@@ -1,7 +1,7 @@
 """Plays the items of a split and yields one line per finished question.
 
-`Player` wraps `play_and_score`: it finds the video of each item, prepares the question (shuffled
-options, subtitles) and turns the outcome into a line. A question that is left out gets a line with
+`Player` wraps `play_and_score`: it finds the video of each item, prepares the question (its
+subtitles) and turns the outcome into a line. A question that is left out gets a line with
 the reason.
 """
 
@@ -22,7 +22,7 @@ from paravt_jax.method.records import Question, QuestionKind, Subtitle
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Completion, Request, Sampler
-from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, shuffled
+from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder
 from rollout.evaluation.folder import Line
 from rollout.evaluation.packs import Pack, own_pack
 from rollout.evaluation.play import LeftOut, Played, Scoring, episodes, measures, play_and_score
@@ -123,8 +123,6 @@ class Player:
 
         The number is None if the video has no subtitles.
         """
-        if self._settings.shuffle:
-            item = shuffled(item, self._settings.seed)
         entries: Sequence[Subtitle] = item.question.subtitles
         path = self._videos.find(item.subtitles) if item.subtitles else None
         if path is not None:

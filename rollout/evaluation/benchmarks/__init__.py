@@ -1,7 +1,7 @@
 """Published benchmarks: their files in, questions out."""
 
 from rollout.evaluation.benchmarks.files import VideoFolder
-from rollout.evaluation.benchmarks.items import BrokenRow, Item, questions_hash, shuffled
+from rollout.evaluation.benchmarks.items import BrokenRow, Item, questions_hash
 from rollout.evaluation.benchmarks.splits import BENCHMARKS, Benchmark, Loaded, load, title_of
 
 __all__ = [
@@ -13,6 +13,5 @@ __all__ = [
     "VideoFolder",
     "load",
     "questions_hash",
-    "shuffled",
     "title_of",
 ]

@@ -16,8 +16,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-import numpy as np
-
 from paravt_jax.data.lettered import without_letters
 from paravt_jax.method.records import Question, QuestionKind
 
@@ -153,30 +151,6 @@ def _is_span(value: Any) -> TypeGuard[Sequence[float]]:
 def choice(id: str, video: str, text: str, options: Sequence[str], answer: str) -> Question:
     """Make a multiple-choice question; `answer` is a letter."""
     return Question(id, path_of(video), text, QuestionKind.MULTIPLE_CHOICE, answer, tuple(options))
-
-
-def shuffled(item: Item, seed: int) -> Item:
-    """Shuffle the options of a question and update the letter of the right answer.
-
-    The order depends only on the seed and the question's id. A question without options is returned
-    as it is.
-    """
-    question = item.question
-    if not question.options:
-        return item
-    digest = hashlib.blake2b(f"{seed}\0{question.id}".encode(), digest_size=8).digest()
-    rng = np.random.default_rng(int.from_bytes(digest, "little"))
-    # order[new index] = old index
-    order = rng.permutation(len(question.options)).tolist()
-    letters = [_letter(index) for index in range(len(order))]
-    # A user's own question may have the text of an option as its answer, which stays right.
-    answer = question.answer
-    if answer in letters:
-        answer = letters[order.index(letters.index(answer))]
-    options = tuple(question.options[index] for index in order)
-    return dataclasses.replace(
-        item, question=dataclasses.replace(question, options=options, answer=answer)
-    )
 
 
 def questions_hash(items: Iterable[Item]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paravt_jax.data.lettered import split_options
-from paravt_jax.method.records import Question, QuestionKind
-from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, shuffled
+from rollout.evaluation.benchmarks import BrokenRow, VideoFolder
 from rollout.evaluation.benchmarks.items import plain_options, without_unused
 
 
@@ -54,33 +53,6 @@ def test_unused_options_are_dropped_only_at_the_end(unused):
     # Without the gap, index 2 and letter C would name no option, or another one.
     with pytest.raises(BrokenRow, match="missing before the last one"):
         without_unused(["one", unused, "two"])
-
-
-def item(n: int, id: str = "q") -> Item:
-    words = tuple(f"word {i}" for i in range(n))
-    question = Question(id, "v.mp4", "Which?", QuestionKind.MULTIPLE_CHOICE, "B", words)
-    return Item(question, "short", ("t",))
-
-
-def test_shuffling_moves_the_letter_with_its_option():
-    orders = set()
-    for n in range(40):
-        question = shuffled(item(4, f"q{n}"), seed=1).question
-        assert question.options[ord(question.answer) - ord("A")] == "word 1"
-        assert sorted(question.options) == list(item(4).question.options)
-        orders.add(question.options)
-    # Of 24.
-    assert len(orders) > 10
-
-
-def test_the_seed_decides_the_shuffling():
-    assert shuffled(item(4), 1) == shuffled(item(4), 1)
-    assert any(shuffled(item(4), seed) != shuffled(item(4), 1) for seed in range(2, 6))
-
-
-def test_a_question_without_options_is_not_shuffled():
-    plain = Item(Question("q", "v.mp4", "When?", QuestionKind.TEMPORAL_GROUNDING, "[1, 2]"))
-    assert shuffled(plain, 3) is plain
 
 
 def test_videos_are_found_where_archives_put_them(tmp_path):

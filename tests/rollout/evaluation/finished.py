@@ -42,7 +42,6 @@ def config(benchmark="videomme", name="mine", **fields):
         "prompt": "agentic",
         "temperature": 0.0,
         "blind": False,
-        "shuffle": False,
         "weights": "w0",
     }
     return {"identity": identity | fields, "name": name, "commits": ["c0"]}

@@ -434,7 +434,6 @@ MISTAKES = [
         ["--open-ended", "judge", "--judge-model", "m", "--judge", "http://h/v1?key=1"],
         "--judge: the address",
     ),
-    (["--benchmark", "charades", "--shuffle"], "--shuffle: charades"),
     (["--temperature", "-1"], "temperature = -1"),
     (["--episodes", "0"], "--episodes 0"),
     (["--request-seconds", "0"], "--request-seconds 0.0: give seconds above 0"),

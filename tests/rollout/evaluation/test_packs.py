@@ -339,7 +339,6 @@ def test_the_release_plays_as_its_evaluator(release):
     [
         ({"frames": 8}, (), "--frames 8: --protocol published plays with 64"),
         ({"max_pixels": 50_176}, ("max_pixels",), "--max-pixels 50176: --protocol published"),
-        ({"shuffle": True}, (), "--shuffle True: --protocol published plays with False"),
         ({"dispatch": "parallel"}, (), "--dispatch parallel: --protocol published"),
     ],
 )
@@ -357,14 +356,6 @@ def test_the_prompt_and_images_instead_of_a_native_video_may_be_chosen(release):
     assert (played.prompt, played.native_video) == ("agentic-minimal", True)
     chosen = as_the_pack_plays(settings, release, {"prompt", "native_video"})
     assert (chosen.prompt, chosen.native_video) == ("agentic", False)
-
-
-def test_options_of_the_published_row_are_not_shuffled(ours):
-    shuffled = BenchmarkSettings("m", "mlvu", shuffle=True)
-    assert as_the_pack_plays(shuffled, read_pack(ours)).shuffle
-    (ours / "question.mcq.txt").write_text("{question}{raw_options}")
-    with pytest.raises(PackError, match="--shuffle True"):
-        as_the_pack_plays(shuffled, read_pack(ours))
 
 
 def test_a_release_without_its_protocol_is_refused(tmp_path, capsys):

@@ -129,17 +129,6 @@ def test_a_blind_run_opens_no_file_and_offers_no_tool(player, items):
     assert (unplayable["overview"], unplayable["dispatch"], unplayable["k"]) == ([], "none", 0)
 
 
-def test_shuffled_options_keep_the_score_of_an_answer_in_words(player, items):
-    plain = by_id(player([answer("Two.")]).lines(items[:3]))
-    moved = by_id(player([answer("Two.")], shuffle=True, seed=4).lines(items[:3]))
-    options = {id: line["question"]["options"] for id, line in plain.items()}
-    moved_options = {id: line["question"]["options"] for id, line in moved.items()}
-    assert options != moved_options
-    for id in plain:
-        assert plain[id]["score"] == moved[id]["score"]
-        assert sorted(options[id]) == sorted(moved_options[id])
-
-
 def test_subtitles_are_shown_before_the_question(player, items):
     with_subtitles = [
         Item(item.question, subtitles=f"subtitle/{item.question.video[5:-4]}.srt")
