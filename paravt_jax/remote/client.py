@@ -127,7 +127,6 @@ class Client:
         body: dict[str, Any],
         read: Callable[[Choice], Answer],
         deadline: float | None = None,
-        failures: list[Failure] | None = None,
     ) -> Future[Answer | Failure]:
         """Request a chat completion, without waiting for it.
 
@@ -137,14 +136,11 @@ class Client:
                 be quick. If it raises `UnusableReply` the attempt fails; any other exception is
                 raised by the future.
             deadline: Seconds for all attempts together, counted from the start of the first one.
-            failures: A list that collects the failed attempts as they happen.
 
         Returns:
             A future of the answer, or of the last attempt's failure. Cancel it to end the request.
         """
-        content = json.dumps(body).encode()
-        failures = [] if failures is None else failures
-        answer = self._ask(content, self.key(), read, deadline, failures)
+        answer = self._ask(json.dumps(body).encode(), self.key(), read, deadline)
         return asyncio.run_coroutine_threadsafe(answer, _event_loop())
 
     def close(self) -> None:
@@ -157,22 +153,17 @@ class Client:
         key: str | None,
         read: Callable[[Choice], Answer],
         deadline: float | None,
-        failures: list[Failure],
     ) -> Answer | Failure:
         # Time in the queue does not count towards the deadline.
         async with self._slots:
             try:
                 async with asyncio.timeout(deadline):
-                    return await self._attempts(content, key, read, failures)
+                    return await self._attempts(content, key, read)
             except TimeoutError:
                 return Failure("deadline", f"no answer within {deadline} s", again=False)
 
     async def _attempts(
-        self,
-        content: bytes,
-        key: str | None,
-        read: Callable[[Choice], Answer],
-        failures: list[Failure],
+        self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
     ) -> Answer | Failure:
         """Attempt until one succeeds, with random pauses whose bound doubles each time.
 
@@ -186,8 +177,6 @@ class Client:
             outcome = await self._attempt(content, key, read)
             if not isinstance(outcome, Failure):
                 return outcome
-            # Recorded now, because the caller may cancel this request before it ends.
-            failures.append(outcome)
             attempts_left -= 1
             if not outcome.again or not attempts_left:
                 return outcome

@@ -7,6 +7,7 @@ servers do not guarantee equal scores for equal answers.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -61,7 +62,7 @@ class JudgeCounts:
     """Outcomes of one batch.
 
     asked == answered + fell_back
-    asked + retried == answered + timed_out + unreachable + http_errors + nonsense + late
+    fell_back == timed_out + unreachable + http_errors + nonsense + late
     """
 
     asked: int = 0
@@ -70,16 +71,14 @@ class JudgeCounts:
     """Answers that the judge scored."""
     fell_back: int = 0
     """Answers that were scored by F1 instead."""
-    retried: int = 0
-    """Failed requests with another attempt to follow."""
     timed_out: int = 0
-    """Requests that took longer than `timeout`."""
+    """Answers whose last request took longer than `timeout`."""
     unreachable: int = 0
-    """Requests whose connection failed or broke."""
+    """Answers whose last connection failed or broke."""
     http_errors: int = 0
-    """Requests that the server refused with an HTTP status."""
+    """Answers that the server refused with an HTTP status."""
     nonsense: int = 0
-    """Replies other than 0, 0.5 and 1."""
+    """Answers whose last reply was none of 0, 0.5 and 1."""
     late: int = 0
     """Answers without a score after `time_limit`."""
 
@@ -191,16 +190,15 @@ class RemoteJudge:
     def _judge(self, asked: Sequence[tuple[Question, str]]) -> list[float | None]:
         """Request all scores concurrently. None for an answer without a score."""
         settings = self.settings
-        failures = [list[Failure]() for _ in asked]
         futures = [
-            self._client.ask(request(settings, question, answer), _score, failures=failed)
-            for (question, answer), failed in zip(asked, failures, strict=True)
+            self._client.ask(request(settings, question, answer), _score)
+            for question, answer in asked
         ]
         done, late = concurrent.futures.wait(futures, settings.time_limit)
         for future in late:
             future.cancel()
         found = [future.result() if future in done else None for future in futures]
-        self.counts = _count(found, failures)
+        self.counts = _count(found)
         for outcome in found:
             if isinstance(outcome, Failure):
                 remedy = _REMEDIES.get(outcome.status, _REMEDIES[outcome.kind])
@@ -220,21 +218,10 @@ class RemoteJudge:
         )
 
 
-def _count(
-    found: Sequence[float | Failure | None], failures: Sequence[Sequence[Failure]]
-) -> JudgeCounts:
-    """Count the outcomes of a batch (None: late) and the failed attempts of each answer."""
-    counts = JudgeCounts(asked=len(found))
-    for outcome, failed in zip(found, failures, strict=True):
-        # A copy, because the event loop may still add to a late answer's list.
-        kinds = [failure.kind for failure in failed]
-        counts.timed_out += kinds.count("timed_out")
-        counts.unreachable += kinds.count("unreachable")
-        counts.http_errors += kinds.count("http_errors")
-        counts.nonsense += kinds.count("nonsense")
-        # Every failed attempt counts as retried, except the last one of a final failure.
-        counts.retried += len(kinds) - isinstance(outcome, Failure)
-        counts.answered += isinstance(outcome, float)
-        counts.late += outcome is None
-    counts.fell_back = counts.asked - counts.answered
-    return counts
+def _count(found: Sequence[float | Failure | None]) -> JudgeCounts:
+    """Count the outcomes of a batch (None: late)."""
+    kinds = collections.Counter(
+        outcome.kind if isinstance(outcome, Failure) else "late" if outcome is None else "answered"
+        for outcome in found
+    )
+    return JudgeCounts(asked=len(found), fell_back=len(found) - kinds["answered"], **kinds)
