@@ -28,10 +28,10 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world.text import PIECES
 from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts, save_tokenizer
-from rollout.evaluation.ahead import ReadAhead
 from rollout.evaluation.benchmarks import Item, VideoFolder
 from rollout.evaluation.packs import own_pack
 from rollout.evaluation.players import Setup, load_player, open_reader
+from rollout.evaluation.replicas import ReadAhead
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.sharing import Deal, Peers, units_of
 

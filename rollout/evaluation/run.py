@@ -22,7 +22,6 @@ from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
-from rollout.evaluation.ahead import ReadAhead
 from rollout.evaluation.benchmarks import (
     BENCHMARKS,
     Item,
@@ -42,9 +41,9 @@ from rollout.evaluation.players import (
     open_reader,
 )
 from rollout.evaluation.provenance import commit, versions, weights_hash
-from rollout.evaluation.replicas import Devices, device_groups, play_all
+from rollout.evaluation.replicas import Devices, ReadAhead, device_groups, play_all
 from rollout.evaluation.report import PlayProgress, report
-from rollout.evaluation.server_watch import ServerWatch
+from rollout.evaluation.served import ServerWatch
 from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.sharing import Deal, forget_meetings, meet, units_of
 from rollout.evaluation.split import Player

@@ -9,8 +9,8 @@ import pytest
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError
 from paravt_jax.method.records import Question, QuestionKind
-from rollout.evaluation.ahead import ReadAhead
 from rollout.evaluation.benchmarks import Item, VideoFolder
+from rollout.evaluation.replicas import ReadAhead
 from rollout.evaluation.sharing import Deal, Peers, units_of
 
 

@@ -177,8 +177,12 @@ def test_the_page_has_the_weights_and_flags_of_every_row():
     assert written.keys() == BASELINES.keys()
 
 
+# The first of those that differ in more than the weights.
+DIFFERENT = {(row.family, row.prompt, row.pack): name for name, row in [*BASELINES.items()][::-1]}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", sorted(DIFFERENT.values()))
 def test_a_row_is_played_by_its_command_on_a_server(serve, name):
     row = BASELINES[name]
     calls = row.prompt in ("agentic", None)
