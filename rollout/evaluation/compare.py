@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import pathlib
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,18 +106,13 @@ def _by_kind(ids: Sequence[str], played: dict[str, Line]) -> dict[str, list[str]
 
 def _is_same(first: Line, second: Line) -> bool:
     """Whether two lines are about the same question, video and answer."""
-    if _asked(first) != _asked(second):
-        return False
+    fields = ["options", "answer"]
     # Subtitles come before the text, as many as a run has room for.
-    subtitled = first["subtitles"] or second["subtitles"]
-    return bool(subtitled) or first["question"]["text"] == second["question"]["text"]
-
-
-def _asked(line: Line) -> tuple[Any, ...]:
-    """What a line is about, without the text: equal for shuffled options."""
-    options, answer = line["question"]["options"], line["question"]["answer"]
-    right = dict(zip(string.ascii_uppercase, options, strict=False)).get(answer, answer)
-    return line["video"], line["kind"], sorted(options), right
+    if not (first["subtitles"] or second["subtitles"]):
+        fields.append("text")
+    same_video = (first["video"], first["kind"]) == (second["video"], second["kind"])
+    asked = (first["question"], second["question"])
+    return same_video and all(asked[0][field] == asked[1][field] for field in fields)
 
 
 def _paired(

@@ -93,8 +93,12 @@ class Player:
                 yield self._with_file(question, shown is not None)
             video = ""
 
+        agents = episodes(self.environment, questions(), self._setting, self._settings.seed)
+        sampler = _Checked(self._sampler, check)
         last = time.monotonic()
-        for number, outcome in self.outcomes(questions(), check):
+        for number, outcome in play_and_score(
+            sampler, agents, self._scoring, self._settings.episodes
+        ):
             item, shown = taken.pop(number)
             line = self._line(item, outcome, shown)
             now = time.monotonic()
@@ -107,17 +111,6 @@ class Player:
                     del open_questions[name]
                     self.environment.features.forget(self._videos.find(name) or name)
 
-    def outcomes(
-        self, questions: Iterable[Question | LeftOut], check: Callable[[], None] = lambda: None
-    ) -> Iterator[tuple[int, Played | LeftOut]]:
-        """Play questions side by side, and yield (number, outcome) as they finish.
-
-        `check` is called before every step of the sampler.
-        """
-        agents = episodes(self.environment, questions, self._setting, self._settings.seed)
-        sampler = _Checked(self._sampler, check)
-        return play_and_score(sampler, agents, self._scoring, self._settings.episodes)
-
     def _prepared(self, item: Item) -> tuple[Question, int | None]:
         """The question as it is asked, and the number of subtitle lines that its prompt shows.
 
@@ -128,9 +121,9 @@ class Player:
         if path is not None:
             entries = self._read_subtitles(path)
         subtitled = path is not None or bool(entries)
-        shown = self._fitting(entries) if subtitled else []
-        question = dataclasses.replace(item.question, subtitles=tuple(entries))
         settings, protocol = self._settings, self.environment.protocol
+        shown = fitting(entries, protocol, settings.subtitle_tokens) if subtitled else []
+        question = dataclasses.replace(item.question, subtitles=tuple(entries))
         whole = self._pack.question(
             settings.benchmark, settings.prompt, item, shown, protocol.filled
         )
@@ -147,10 +140,7 @@ class Player:
         except (OSError, VideoError, ForeignFileError) as error:
             raise BrokenRow(f"its subtitles: {error}") from error
 
-    def _fitting(self, entries: Sequence[Subtitle]) -> list[Subtitle]:
-        return fitting(entries, self.environment.protocol, self._settings.subtitle_tokens)
-
-    def too_long(self, question: Question, subtitled: bool = False) -> LeftOut | None:
+    def _too_long(self, question: Question, subtitled: bool) -> LeftOut | None:
         """Why a question is left out, if it has more tokens than there is room for."""
         room = self._settings.question_tokens
         if subtitled:
@@ -163,7 +153,7 @@ class Player:
 
     def _with_file(self, question: Question, subtitled: bool) -> Question | LeftOut:
         """The question with the path of its video's file, or the reason why it cannot be asked."""
-        long = self.too_long(question, subtitled)
+        long = self._too_long(question, subtitled)
         if long:
             return long
         if self._settings.blind:
