@@ -199,7 +199,7 @@ def checkpoints_of(folder: pathlib.Path) -> Iterator[tuple[str, int, dict[str, b
         for step in checkpoints.steps():
             record = json.loads((checkpoints.folder / str(step) / "meta" / "metadata").read_text())
             template = {name: _leaf(text) for name, text in record["leaves"].items()}
-            found = checkpoints.restore_part(template, step)
+            found, _, _ = checkpoints.restore(template, step, part=True)
             yield phase, step, {name: np.asarray(leaf).tobytes() for name, leaf in found.items()}
         checkpoints.close()
 

@@ -279,7 +279,7 @@ def _load(
 
 def _restore(checkpoints: Checkpoints, template: T, step: int) -> T:
     """Reads the leaves that `template` names, and refuses those of a run that diverged."""
-    restored = checkpoints.restore_part(template, step)
+    restored, _, _ = checkpoints.restore(template, step, part=True)
     destroyed = not_finite(restored)
     if destroyed:
         raise ValueError(

@@ -47,7 +47,7 @@ def _write(run_dir: str) -> str:
         page = write_report(folder)
         if not is_bucket(run_dir):
             return str(page)
-        Bucket(run_dir).write_from(page.name, page)
+        Bucket(run_dir).upload([page.name], folder)
         return f"{run_dir.rstrip('/')}/{page.name}"
 
 

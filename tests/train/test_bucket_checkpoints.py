@@ -58,7 +58,7 @@ def test_a_part_is_restored_onto_other_devices(store):
     saved(folder, 1).close()
     placed = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
     wanted = {"w": jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=placed)}
-    part = Checkpoints(folder, read_only=True).restore_part(wanted, 1)
+    part, _, _ = Checkpoints(folder, read_only=True).restore(wanted, 1, part=True)
     assert same(part, {"w": state_of(1)["w"]})
     assert part["w"].sharding == placed
 
@@ -88,14 +88,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(store, capsy
     assert "warning: damaged checkpoints in gs://bucket/" in capsys.readouterr().err
     assert again.steps() == [1]
     assert same(again.restore(state_of(0))[0], state_of(1))
-    assert store.names(f"{folder}/2/damaged.txt")
-    # What was set aside stays until the step is saved again.
-    again.close()
-    again = Checkpoints(f"gs://bucket/{folder}", keep=3)
-    assert store.names(f"{folder}/2/state/")
+    assert not store.names(f"{folder}/2/")
     again.save(2, state_of(2), {})
     again.close()
-    assert not store.names(f"{folder}/2/damaged.txt")
+    assert store.names(f"{folder}/2.damaged/state/"), "what was set aside stays"
     assert same(Checkpoints(f"gs://bucket/{folder}").restore(state_of(0), 2)[0], state_of(2))
 
 
@@ -123,7 +119,10 @@ def test_what_a_killed_save_left_is_removed(store):
     assert Checkpoints(f"gs://bucket/{folder}", read_only=True).steps() == [1]
     again = Checkpoints(f"gs://bucket/{folder}")
     assert again.steps() == [1]
+    again.save(3, state_of(3), {})
     assert not store.names(f"{folder}/2/")
+    again.save(2, state_of(2), {})
+    assert same(again.restore(state_of(0), 2)[0], state_of(2))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from flax import nnx
 from paravt_jax.data.file_sums import SUMS, find_damage
 from paravt_jax.processes import hosts
 from train.durable import checkpoint_files
-from train.durable.checkpoint import CheckpointError, Checkpoints
+from train.durable.checkpoint import CheckpointError, Checkpoints, SaveError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -158,7 +158,7 @@ def test_a_part_is_read_without_the_rest(tmp_path: pathlib.Path) -> None:
     for array in (tmp_path / "4" / "state").rglob("*"):
         assert not array.is_symlink()
     reader = Checkpoints(tmp_path, read_only=True)
-    part = reader.restore_part({"text": state["text"]}, 4)
+    part, _, _ = reader.restore({"text": state["text"]}, 4, part=True)
     assert (part["text"]["w"] == state["text"]["w"]).all()
     cases = [
         ({"text": {"v": jnp.ones(1)}}, r'text\.v: \(absent\) -> "float32\[1\]"'),
@@ -166,8 +166,8 @@ def test_a_part_is_read_without_the_rest(tmp_path: pathlib.Path) -> None:
     ]
     for part, words in cases:
         with pytest.raises(CheckpointError, match=f"\n  {words}"):
-            reader.restore_part(part, 4)
-    with pytest.raises(CheckpointError, match="no checkpoint 3; .* 4"):
+            reader.restore(part, 4, part=True)
+    with pytest.raises(CheckpointError, match="no complete checkpoint 3; .* 4"):
         reader.restore({"w": jnp.ones(1)}, 3)
 
 
@@ -234,29 +234,12 @@ def test_a_checkpoint_is_restored_on_other_meshes_and_numbers_of_devices(
     assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 
-def test_steps_must_grow(tmp_path: pathlib.Path) -> None:
+def test_a_step_is_saved_once(tmp_path: pathlib.Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, {"w": jnp.ones(2)}, {})
-    for step in (2, 3):
-        with pytest.raises(CheckpointError, match=f"checkpoint {step} .* 3"):
-            checkpoints.save(step, {"w": jnp.zeros(2)}, {})
+    with pytest.raises(SaveError, match="3 already exists"):
+        checkpoints.save(3, {"w": jnp.zeros(2)}, {})
     assert (checkpoints.restore({"w": jnp.zeros(2)})[0]["w"] == 1).all()
-
-
-@pytest.mark.parametrize(
-    ("leaf", "words"),
-    [
-        (3, "n.0 is 3, a int"),
-        (np.float32(1), "a float32"),
-        (jnp.zeros((0, 4)), r"n.0 has shape \(0, 4\)"),
-    ],
-)
-def test_a_leaf_that_cannot_be_restored_exactly_is_refused(
-    tmp_path: pathlib.Path, leaf: object, words: str
-) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        Checkpoints(tmp_path).save(1, {"n": [leaf]}, {})
-    assert Checkpoints(tmp_path).latest() is None
 
 
 @pytest.mark.parametrize(
@@ -299,14 +282,10 @@ def test_restoring_from_an_empty_folder_is_an_error(tmp_path: pathlib.Path) -> N
         Checkpoints(tmp_path).restore({"w": jnp.zeros(2)})
 
 
-def test_a_folder_that_cannot_be_used_and_keeping_nothing_are_errors(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="file cannot be used"):
-        Checkpoints(tmp_path / "file")
-    with pytest.raises(CheckpointError, match="keep = 0"):
-        Checkpoints(tmp_path, keep=0)
+    with pytest.raises(CheckpointError, match="file/rl cannot be used"):
+        Checkpoints(tmp_path / "file" / "rl")
 
 
 # --- damage ---
@@ -361,7 +340,7 @@ def test_a_flipped_bit_in_what_orbax_does_not_need_changes_nothing(tmp_path):
             assert restored(tmp_path) == 2, file
 
 
-@pytest.mark.parametrize("wrong", ["cut off", "deleted", "without state", "empty sums"])
+@pytest.mark.parametrize("wrong", ["cut off", "deleted", "without state", "empty sums", "no sums"])
 def test_a_damaged_checkpoint_is_renamed_with_one_line_and_training_goes_on(
     tmp_path, capsys, wrong
 ):
@@ -373,6 +352,8 @@ def test_a_damaged_checkpoint_is_renamed_with_one_line_and_training_goes_on(
         largest.unlink()
     elif wrong == "without state":
         shutil.rmtree(tmp_path / "2" / "state")
+    elif wrong == "no sums":
+        (tmp_path / "2" / SUMS).unlink()
     else:
         (tmp_path / "2" / SUMS).write_text("3")
     checkpoints = Checkpoints(tmp_path)
@@ -449,36 +430,13 @@ def test_a_reader_refuses_a_damaged_checkpoint_and_renames_nothing(tmp_path):
     two_checkpoints(tmp_path)
     flip(tmp_path / "2" / "meta" / "metadata", 0.5)
     reader = Checkpoints(tmp_path, read_only=True)
-    for read in (reader.meta, lambda: reader.restore_part({"w": jnp.zeros(600, int)}, 2)):
+    for read in (reader.meta, lambda: reader.restore({"w": jnp.zeros(600, int)}, 2)):
         with pytest.raises(
             CheckpointError, match="2 cannot be read .*meta.*: checksum.*resume from"
         ):
             read()
     assert reader.steps() == [1, 2]
     assert reader.meta(1) == {"step": 1}
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_sums_and_is_used_with_a_note(tmp_path, capsys):
-    two_checkpoints(tmp_path)
-    (tmp_path / "2" / SUMS).unlink()
-    assert restored(tmp_path) == 2
-    assert re.search(r"2: not verified: it has no sums\.json", capsys.readouterr().err)
-    # Without sums, orbax finds some damages.
-    for file in (tmp_path / "2" / "state").rglob("*"):
-        if file.is_file():
-            file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="2 cannot be read.*checkpoint 1"):
-        restored(tmp_path)
-
-
-@pytest.mark.parametrize("record", [[], {}, 3, {"leaves": {}, "meta": [], "identity": {}}])
-def test_a_record_with_other_content_is_one_line(tmp_path, record):
-    two_checkpoints(tmp_path)
-    (tmp_path / "2" / SUMS).unlink()
-    (tmp_path / "2" / "meta" / "metadata").write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/2 cannot be read.* meta: ") as error:
-        restored(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -543,7 +501,11 @@ def test_a_kill_while_saving_leaves_the_newest_complete_checkpoint(tmp_path: pat
         assert step > last
         assert meta == {"step": step}
         assert all((leaf == step).all() for leaf in jax.tree.leaves(state))
-        assert not list(tmp_path.glob("*tmp*"))
+        # Orbax removes what is unfinished in the background, before the next save.
+        deadline = time.monotonic() + 60
+        while list(tmp_path.glob("*tmp*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         last = step
     assert unfinished, "no kill interrupted a save, so the test showed nothing"
 

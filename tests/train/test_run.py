@@ -203,7 +203,8 @@ def test_a_checkpoint_is_exported_bit_for_bit(finished, tmp_path, phase, step, n
     model = load(tmp_path / "model")
     weights = {"text": nnx.state(model.text), "vision": nnx.state(model.vision)}
     checkpoints = Checkpoints(finished / "checkpoints" / phase, read_only=True)
-    jax.tree.map(np.testing.assert_array_equal, weights, checkpoints.restore_part(weights, number))
+    saved, _, _ = checkpoints.restore(weights, number, part=True)
+    jax.tree.map(np.testing.assert_array_equal, weights, saved)
 
 
 def test_the_last_checkpoint_is_exported_as_the_runs_model(finished, tmp_path):
@@ -259,12 +260,13 @@ def test_a_checkpoint_with_destroyed_weights_is_not_exported(
     finished, tmp_path, capsys, monkeypatch
 ):
     """An earlier version may have saved them."""
-    read = Checkpoints.restore_part
+    read = Checkpoints.restore
 
-    def destroyed(*arguments):
-        return jax.tree.map(lambda leaf: leaf * np.nan, read(*arguments))
+    def destroyed(*arguments, **options):
+        state, meta, step = read(*arguments, **options)
+        return jax.tree.map(lambda leaf: leaf * np.nan, state), meta, step
 
-    monkeypatch.setattr(Checkpoints, "restore_part", destroyed)
+    monkeypatch.setattr(Checkpoints, "restore", destroyed)
     assert exported(finished, "rl", "6", tmp_path / "new") == 1
     message = capsys.readouterr().err
     assert re.search(

@@ -1,8 +1,7 @@
 """Objects below one address of Google Cloud Storage, such as gs://bucket/runs/mine.
 
 A write replaces an object as a whole, and every later read or listing sees it. There is no rename,
-no append and no lock, but a write can demand that the object has a certain generation, a number
-that grows with each write. Reads and writes are verified by the store's checksums.
+no append and no lock. Reads and writes are verified by the store's checksums.
 
 Requests that fail for a moment are repeated with growing pauses, for up to `PATIENCE` seconds.
 """
@@ -12,22 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from paravt_jax.data.any_path import require_client
+from paravt_jax.data.stored_json import DamagedFileError
 from paravt_jax.processes.exit_codes import TEMPORARY
 
 PATIENCE = 300.0
 """Seconds after which a request that fails again and again ends the run."""
-ABSENT = 0
-"""The generation of an object that does not exist."""
 
-_THREADS = 8
 _REQUEST = 60.0  # seconds until a server without an answer counts as failed
-
-T = TypeVar("T")
 
 
 class BucketError(OSError):
@@ -41,19 +35,7 @@ class OutageError(BucketError):
 
 
 class ChangedError(BucketError):
-    """The object has another generation than the write demanded."""
-
-
-class DamagedObjectError(BucketError):
-    """The content of an object does not have its checksum."""
-
-
-class Stored(NamedTuple):
-    """An object as the store lists it."""
-
-    bytes: int
-    crc32c: str
-    """Its checksum, CRC-32C in base64, which the store computed when it received the object."""
+    """An object has another generation than the request demanded."""
 
 
 class Bucket:
@@ -61,124 +43,104 @@ class Bucket:
 
     Args:
         address: gs://BUCKET/FOLDER.
-        patience: Seconds for which failed requests are repeated; None: `PATIENCE`.
+
+    Attributes:
+        options: How requests are repeated: keyword arguments of Google's methods.
 
     Raises:
         BucketError: There are no credentials.
         ModuleNotFoundError: The package for it is missing.
     """
 
-    def __init__(self, address: str | os.PathLike[str], patience: float | None = None):
+    def __init__(self, address: str | os.PathLike[str]):
         self.address = os.fspath(address).rstrip("/")
         require_client(self.address)
         # An extra, and slow to import.
         from google.cloud import storage
         from google.cloud.storage.retry import DEFAULT_RETRY
 
-        name, _, prefix = self.address.removeprefix("gs://").partition("/")
-        self._prefix = f"{prefix}/"
-        patience = PATIENCE if patience is None else patience
-        self._options: dict[str, Any] = {
-            "retry": DEFAULT_RETRY.with_timeout(patience),
-            "timeout": min(_REQUEST, patience),
+        name, _, folder = self.address.removeprefix("gs://").partition("/")
+        self._prefix = f"{folder}/"
+        self.options: dict[str, Any] = {
+            "retry": DEFAULT_RETRY.with_timeout(PATIENCE),
+            "timeout": min(_REQUEST, PATIENCE),
         }
-        with self._in_one_line(""):
+        with self.in_one_line():
             # Any: Google's packages have wrong types.
             self._bucket: Any = storage.Client().bucket(name)
 
-    def list(self, prefix: str = "") -> dict[str, Stored]:
-        """All objects whose names begin with `prefix`, in the order of their names."""
-        with self._in_one_line(prefix):
-            found = self._bucket.list_blobs(prefix=self._prefix + prefix, **self._options)
+    def blob(self, name: str) -> Any:
+        """Return Google's `Blob` of an object, which may not exist."""
+        return self._bucket.blob(self._prefix + name)
+
+    def list(self) -> dict[str, Any]:
+        """Return all objects as Google's `Blob`s, by name and in the order of their names."""
+        with self.in_one_line():
+            found = self._bucket.list_blobs(prefix=self._prefix, **self.options)
             # A name with a slash at its end stands for a folder that a person made.
             return {
-                blob.name.removeprefix(self._prefix): Stored(int(blob.size), blob.crc32c)
+                blob.name.removeprefix(self._prefix): blob
                 for blob in found
                 if not blob.name.endswith("/")
             }
 
-    def read(self, name: str) -> tuple[bytes, int]:
-        """The content of an object, and its generation.
+    def read(self, name: str) -> bytes:
+        """Return the content of an object.
 
         Raises:
             FileNotFoundError: There is none.
+            DamagedFileError: It does not have its checksum.
         """
-        while True:
-            with self._in_one_line(name):
-                blob = self._bucket.get_blob(self._prefix + name, **self._options)
-            if blob is None:
-                raise FileNotFoundError(f"{self.address}/{name}: no such object")
-            generation = int(blob.generation)
-            # Otherwise the content could be that of a newer generation.
-            options = self._options | {"if_generation_match": generation}
-            with contextlib.suppress(ChangedError), self._in_one_line(name):
-                return blob.download_as_bytes(**options), generation
+        with self.in_one_line(name):
+            return self.blob(name).download_as_bytes(**self.options)
 
-    def read_to(self, name: str, file: str | os.PathLike[str]) -> None:
-        """Write the content of an object to a local file, which appears when it is complete."""
-        unfinished = f"{os.fspath(file)}.tmp"
-        with self._in_one_line(name):
-            self._blob(name).download_to_filename(unfinished, **self._options)
-        os.replace(unfinished, file)
+    def write(self, name: str, content: str) -> None:
+        """Replace the content of an object."""
+        with self.in_one_line(name):
+            self.blob(name).upload_from_string(content, **self.options)
 
-    def verify(self, name: str) -> None:
-        """Read an object, and compare its content with the store's checksum.
+    def download(self, names: Sequence[str], folder: pathlib.Path) -> None:
+        """Write objects to local files of the same names, whose folders exist. See `read`."""
+        self._download({name: str(folder / name) for name in names})
 
-        Raises:
-            FileNotFoundError: There is none.
-            DamagedObjectError: They differ.
-        """
-        with self._in_one_line(name), open(os.devnull, "wb") as nowhere:
-            self._blob(name).download_to_file(nowhere, **self._options)
+    def verify(self, names: Sequence[str]) -> None:
+        """Read objects, and compare their content with their checksums. See `read`."""
+        with open(os.devnull, "wb") as nowhere:
+            self._download(dict.fromkeys(names, nowhere))
 
-    def write(self, name: str, content: str | bytes, generation: int | None = None) -> int:
-        """Replace the content of an object; returns its new generation.
+    def upload(self, names: Sequence[str], folder: pathlib.Path) -> None:
+        """Replace the content of objects by that of local files of the same names."""
+        from google.cloud.storage import transfer_manager
 
-        Args:
-            name: The object.
-            content: Its new content.
-            generation: Write only if this is its generation (`ABSENT`: if there is none).
+        # Google's function adds to its options.
+        results = transfer_manager.upload_many(
+            [(str(folder / name), self.blob(name)) for name in names],
+            upload_kwargs=dict(self.options),
+            worker_type=transfer_manager.THREAD,
+        )
+        self._require_done(names, results)
 
-        Raises:
-            ChangedError: It has another generation.
-        """
-        blob = self._blob(name)
-        options = self._options | {"if_generation_match": generation}
-        with self._in_one_line(name):
-            blob.upload_from_string(content, content_type="application/octet-stream", **options)
-        return int(blob.generation or ABSENT)
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects, if they exist."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), self.in_one_line(name):
+                self.blob(name).delete(**self.options)
 
-    def write_from(self, name: str, file: pathlib.Path) -> None:
-        """Replace the content of an object by that of a local file."""
-        with self._in_one_line(name):
-            self._blob(name).upload_from_filename(file, **self._options)
-
-    def copy(self, name: str, source: Bucket, source_name: str) -> None:
-        """Copy an object of another address within the store."""
-        blob = source._blob(source_name)
-        with self._in_one_line(name):
-            token, _, _ = self._blob(name).rewrite(blob, **self._options)
-            while token is not None:
-                token, _, _ = self._blob(name).rewrite(blob, token=token, **self._options)
-
-    def delete(self, name: str, generation: int | None = None) -> None:
-        """Delete an object, if it exists and has the generation.
-
-        Raises:
-            ChangedError: It has another generation.
-        """
-        options = self._options | {"if_generation_match": generation}
-        with contextlib.suppress(FileNotFoundError), self._in_one_line(name):
-            self._blob(name).delete(**options)
-
-    def _blob(self, name: str) -> Any:
-        return self._bucket.blob(self._prefix + name)
+    def copy(self, source: Bucket, last: str) -> None:
+        """Copy all objects of another address within the store, the one named `last` at the end."""
+        for name in sorted(source.list(), key=lambda name: name == last):
+            token = None
+            with self.in_one_line(name):
+                while True:
+                    copied = self.blob(name).rewrite(source.blob(name), token, **self.options)
+                    token = copied[0]
+                    if token is None:
+                        break
 
     @contextlib.contextmanager
-    def _in_one_line(self, name: str) -> Iterator[None]:
-        """Turn errors of Google's packages into those of this module."""
-        import requests
-        from google.api_core import exceptions
+    def in_one_line(self, name: str = "") -> Iterator[None]:
+        """Turn the errors of Google's packages, which have many types, into one line."""
+        from google.api_core.exceptions import GoogleAPICallError, NotFound, PreconditionFailed
         from google.auth.exceptions import GoogleAuthError
         from google.cloud.storage.exceptions import DataCorruption
 
@@ -186,39 +148,42 @@ class Bucket:
         bucket = self.address.removeprefix("gs://").partition("/")[0]
         try:
             yield
-        except exceptions.PreconditionFailed as error:
-            raise ChangedError(f"{where}: another process has written it") from error
-        except exceptions.NotFound as error:
+        except NotFound as error:
             raise FileNotFoundError(
                 f"{where}: no such object, or there is no bucket {bucket}"
             ) from error
-        except exceptions.Forbidden as error:
-            raise BucketError(
-                f"{where}: no permission ({_cause(error)}); these credentials need the role "
-                f"roles/storage.objectUser and storage.buckets.get on {bucket}"
-            ) from error
-        except (GoogleAuthError, exceptions.Unauthorized) as error:
-            raise BucketError(
-                f"{where}: no credentials; run gcloud auth application-default "
-                "login, or give the virtual machine a service account"
-            ) from error
+        except PreconditionFailed as error:
+            raise ChangedError(f"{where}: another process has written it") from error
         except DataCorruption as error:
-            raise DamagedObjectError(f"{where}: damaged: its checksum is wrong") from error
-        except (exceptions.GoogleAPIError, requests.RequestException) as error:
+            raise DamagedFileError(f"{where}: damaged: its checksum is wrong") from error
+        except Exception as error:
+            cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            refused = isinstance(error, GoogleAPICallError) and error.code in (401, 403)
+            if refused or isinstance(error, GoogleAuthError):
+                raise BucketError(
+                    f"{where}: no permission ({cause}); run gcloud auth application-default login, "
+                    "or give these credentials the role roles/storage.objectUser and "
+                    f"storage.buckets.get on {bucket}"
+                ) from error
             raise OutageError(
-                f"{where}: the store cannot be reached ({_cause(error)}); the same command "
-                "continues from the last checkpoint"
+                f"{where}: the store cannot be reached ({cause}); the same command continues from "
+                "the last checkpoint"
             ) from error
 
+    def _download(self, targets: dict[str, Any]) -> None:
+        """Read objects into files: local paths, or open files, by name."""
+        from google.cloud.storage import transfer_manager
 
-def on_each(work: Callable[[T], object], items: Iterable[T]) -> None:
-    """Call `work` on several items at a time. Raises the first error."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(work, items):
-            pass
+        results = transfer_manager.download_many(
+            [(self.blob(name), target) for name, target in targets.items()],
+            download_kwargs=dict(self.options),
+            worker_type=transfer_manager.THREAD,
+        )
+        self._require_done(list(targets), results)
 
-
-def _cause(error: Exception) -> str:
-    """The error in one line of at most 200 characters."""
-    line = " ".join(f"{type(error).__name__}: {error}".split())
-    return line if len(line) <= 200 else f"{line[:200]} ..."
+    def _require_done(self, names: Sequence[str], results: list[Any]) -> None:
+        """Raise the first error among what Google's `transfer_manager` returned."""
+        for name, result in zip(names, results, strict=True):
+            with self.in_one_line(name):
+                if isinstance(result, Exception):
+                    raise result

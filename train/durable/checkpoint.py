@@ -7,7 +7,7 @@ Orbax writes a checkpoint into a temporary folder and renames it when it is comp
     checkpoints/rl/80.damaged                   set aside, because a file changed after the save
 
 So after a kill, or on a full disk, the newest numbered folder is always a complete checkpoint. In a
-bucket, objects mark what is complete or damaged (`train.durable.checkpoint_files`).
+bucket, a checkpoint is complete when it has commit_success.txt, which Orbax writes last.
 
 Each holds the checksums of its files, sums.json, written before the rename. The arrays' own format
 cannot do this: orbax 0.12 writes zarr3 with a CRC of the index alone, so a flipped bit of an array
@@ -16,30 +16,34 @@ is read without an error. The sums cover files as they are stored, so they hold 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import sys
 import time
-import warnings
-from collections.abc import Callable
-from typing import Any, Literal, NoReturn, TypedDict, TypeVar, get_args
+from collections.abc import Iterator
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
-from paravt_jax.data.any_path import any_path
-from paravt_jax.data.file_sums import SUMS
-from paravt_jax.data.stored_json import DamagedFileError, mismatch
+from paravt_jax.data.any_path import any_path, is_bucket
+from paravt_jax.data.stored_json import DamagedFileError
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import TEMPORARY
-from train.durable.bucket import BucketError
-from train.durable.checkpoint_files import checkpoint_files
+from train.durable.bucket import Bucket, BucketError
+from train.durable.checkpoint_files import (
+    checkpoint_damage,
+    set_aside,
+    write_checkpoint_sums,
+)
 from train.durable.step_lines import say
 
 T = TypeVar("T")
@@ -61,14 +65,6 @@ class SaveError(CheckpointError):
     """A checkpoint could not be written. Often a disk is full or a store does not answer."""
 
     exit_code = TEMPORARY
-
-
-class _Record(TypedDict):
-    """The JSON of a checkpoint."""
-
-    leaves: dict[str, str]
-    meta: dict[str, Any]
-    identity: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,11 +117,12 @@ class Checkpoints:
         read_only: changes nothing in `folder`, not even what another process is writing there.
 
     Attributes:
-        seconds: how long the last save took, until it was complete; None before the first one ends,
+        folder: Its folder.
+        seconds: How long the last save took, until it was complete; None before the first one ends,
             and in all processes but the first one.
 
     Raises:
-        CheckpointError: `keep` is below 1, the folder cannot be used, or no checkpoint is sound.
+        CheckpointError: The folder cannot be used, or no checkpoint is sound.
     """
 
     def __init__(
@@ -136,38 +133,38 @@ class Checkpoints:
         identity: dict[str, Any] | None = None,
         read_only: bool = False,
     ) -> None:
-        if keep < 1:
-            raise CheckpointError(
-                f"keep = {keep}: give 1 or more, the newest checkpoint is needed."
-            )
-        _silence_late_failures()
+        _quiet_orbax()
         self.folder = any_path(folder)
-        self._files = checkpoint_files(self.folder)
         self._identity = as_json(identity or {}, "identity")
         # By default, BestN would keep every checkpoint that has no score.
         best_one = policies.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
-        self._options = ocp.CheckpointManagerOptions(
+        options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best_one]),
             best_fn=_score,
             # Also where `save` waits for the writing: only asynchronous saves have a callback.
             async_options=ocp.AsyncOptions(
                 barrier_sync_fn=_wait_for_others, post_finalization_callback=self._write_sums
             ),
+            cleanup_tmp_directories=True,
+            # Scores are read when damaged checkpoints are out of the way.
+            lightweight_initialize=True,
             read_only=read_only,
             create=not read_only,
-            # Orbax sets this for a read-only manager anyway, but with a warning.
-            save_interval_steps=0 if read_only else 1,
         )
         self._asynchronous = asynchronous
         # The step that is being saved.
         self._saving = 0
         self._began = 0.0
         self.seconds: float | None = None
-        # Steps that were verified, or have no sums.
         self._verified: set[int] = set()
+        with self._named_errors():
+            self._manager = ocp.CheckpointManager(
+                self.folder, options=options, item_names=(_STATE, _META)
+            )
         if not read_only:
             self._set_damaged_aside()
-        self._manager = self._open()
+        with self._named_errors():
+            self._manager.reload()
 
     def save(
         self, step: int, state: PyTree, meta: dict[str, Any], score: float | None = None
@@ -175,38 +172,32 @@ class Checkpoints:
         """Writes checkpoint `step`. If it fails, earlier checkpoints stay and a retry is possible.
 
         Args:
-            step: number of the checkpoint, above that of the latest one.
+            step: number of the checkpoint; it does not exist yet.
             state: tree of jax or NumPy arrays, typed random keys included.
             meta: anything JSON can hold.
             score: makes the checkpoint a candidate for the best; of equal scores the newest wins.
 
         Raises:
-            CheckpointError: the step does not grow, or a leaf would not come back bit for bit.
             SaveError: writing failed.
             TypeError: `meta` is not JSON.
         """
-        latest = self.latest()
-        if latest is not None and step <= latest:
-            raise CheckpointError(
-                f"checkpoint {step} does not follow {latest}, the latest in {self.folder}: save a "
-                "higher step."
-            )
         leaves = _named_leaves(state)
-        for name, leaf in leaves.items():
-            _check_leaf(name, leaf)
         record = {
             "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
             "meta": as_json(meta, "meta"),
             "identity": self._identity,
         }
         items = ocp.args.Composite(
-            state=ocp.args.StandardSave(leaves), meta=ocp.args.JsonSave(record)
+            state=ocp.args.PyTreeSave(leaves), meta=ocp.args.JsonSave(record)
         )
         metrics = None if score is None else {_SCORE: score}
+        # The background still writes the sums of the step before.
+        self.wait()
         self._saving = step
         self._began = time.monotonic()
         try:
-            self._manager.save(step, args=items, metrics=metrics)
+            # Otherwise a step below the latest one would be left out without an error.
+            self._manager.save(step, args=items, metrics=metrics, force=True)
         except Exception as error:
             self._recover(error)
         if not self._asynchronous:
@@ -237,7 +228,9 @@ class Checkpoints:
         """Reads only the `meta` of checkpoint `step`, by default the latest."""
         return self._record(self._existing(step))["meta"]
 
-    def restore(self, template: T, step: int | None = None) -> tuple[T, dict[str, Any], int]:
+    def restore(
+        self, template: T, step: int | None = None, part: bool = False
+    ) -> tuple[T, dict[str, Any], int]:
         """Reads a checkpoint onto this run's devices, whatever devices it was saved from.
 
         Args:
@@ -245,6 +238,8 @@ class Checkpoints:
                 `jax.ShapeDtypeStruct`s: shape and dtype must match, and the array is placed by the
                 leaf's sharding (without one: on the first device). NumPy leaves stay NumPy.
             step: the checkpoint to read, by default the latest.
+            part: whether the template may lack leaves, and the checkpoint may have another
+                identity; only the leaves of the template are read.
 
         Returns:
             (state, meta, step).
@@ -257,39 +252,25 @@ class Checkpoints:
         record = self._record(step)
         wanted = _named_leaves(template)
         folder = self.folder / str(step)
-        self._require_same(f"{folder} is another run's", record["identity"], self._identity)
+        stored = record["leaves"]
+        if part:
+            stored = {name: leaf for name, leaf in stored.items() if name in wanted}
+        else:
+            self._require_same(f"{folder} is another run's", record["identity"], self._identity)
         described = {name: _describe(leaf) for name, leaf in wanted.items()}
-        self._require_same(f"{folder} holds a state with other leaves", record["leaves"], described)
+        self._require_same(f"{folder} holds a state with other leaves", stored, described)
         placed = {name: _placed(leaf) for name, leaf in wanted.items()}
-        try:
-            restored = self._manager.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(placed))
-            )
-        except Exception as error:
-            raise self._unreadable(step, error) from error
-        leaves = [restored[_STATE][name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(template), leaves), record["meta"], step
-
-    def restore_part(self, template: T, step: int) -> T:
-        """Reads only the leaves of checkpoint `step` that `template` names; see `restore`."""
-        wanted = _named_leaves(template)
-        stored = self._record(step)["leaves"]
-        saved = {name: stored[name] for name in stored if name in wanted}
-        described = {name: _describe(leaf) for name, leaf in wanted.items()}
-        self._require_same(f"{self.folder / str(step)} lacks requested leaves", saved, described)
-        placed = {name: _placed(leaf) for name, leaf in wanted.items()}
-        shardings = {
-            name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in placed.items()
-        }
         arguments = ocp.args.PyTreeRestore(
-            item=placed, restore_args=shardings, partial_restore=True
+            item=placed,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(placed),
+            partial_restore=part,
         )
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                restored = reader.restore(self.folder / str(step) / _STATE, args=arguments)
+            items = self._manager.restore(step, args=ocp.args.Composite(state=arguments))
         except Exception as error:
             raise self._unreadable(step, error) from error
-        return jax.tree.unflatten(jax.tree.structure(template), [restored[name] for name in wanted])
+        leaves = [items[_STATE][name] for name in wanted]
+        return jax.tree.unflatten(jax.tree.structure(template), leaves), record["meta"], step
 
     def _require_same(self, what: str, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
         remedy = "Use the code and settings that wrote it, or another run directory."
@@ -307,33 +288,23 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
-    def _open(self) -> ocp.CheckpointManager:
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Name the folder in errors of Orbax, which lists it."""
+        if is_bucket(self.folder):
+            with Bucket(self.folder).in_one_line():
+                yield
+            return
         try:
-            if not self._options.read_only:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                # The first process cleans up before any process opens the manager below. Orbax
-                # would do it in a background thread, possibly after the next save has begun.
-                with hosts.one_after_another():
-                    if hosts.is_first():
-                        self._files.clear_unfinished()
-            manager = ocp.CheckpointManager(
-                self.folder, options=self._options, item_names=(_STATE, _META)
-            )
-        except OSError as error:
+            yield
+        except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint folder {self.folder} cannot be used: {error}."
+                f"the checkpoint folder {self.folder} cannot be used: {_cause(error)}."
             ) from error
-        except ValueError as error:
-            raise CheckpointError(
-                f"the score of a checkpoint in {self.folder} cannot be read (STEP/metrics/metrics: "
-                f"{error}): delete the checkpoint whose file is damaged."
-            ) from error
-        return manager
 
     def _recover(self, error: Exception) -> NoReturn:
-        """Removes what a failed save wrote, so that another can be tried, and raises the error."""
+        """Raises the error of a failed save, after which another can be tried."""
         if jax.process_count() > 1:
-            # Reopening below is a collective call, and the other processes are not making it.
             # A JaxRuntimeError may mean that one of them is gone: `cluster` reports that.
             if isinstance(error, jax.errors.JaxRuntimeError):
                 raise error
@@ -344,48 +315,43 @@ class Checkpoints:
                 f"saving a checkpoint in {self.folder} failed ({_cause(error)}); start all "
                 "processes again."
             ) from error
-        # The old manager counts the failed step as saved. A new one lists what is on disk.
-        self._manager = self._open()
+        with self._named_errors():
+            # A full disk gets its room back at once.
+            for unfinished in epath.Path(self.folder).glob("*.orbax-checkpoint-tmp*"):
+                unfinished.rmtree(missing_ok=True)
+            # The manager counts the failed step as saved until it lists the folder again.
+            self._manager.reload()
         latest = self._manager.latest_step()
         kept = f"checkpoint {latest} is intact" if latest is not None else "there is no earlier one"
-        free = self._files.free()
-        room = (
-            ""
-            if free is None
-            else f"{free / 2**20:.0f} MiB are free there: make room if the disk is full, then "
-        )
         raise SaveError(
-            f"saving a checkpoint in {self.folder} failed ({_cause(error)}); {kept}. "
-            f"{room}start the same command again."
+            f"saving a checkpoint in {self.folder} failed ({_cause(error)}); {kept}; make room "
+            "if the disk is full, and start the same command again."
         ) from error
 
     def _existing(self, step: int | None) -> int:
         """`step`, by default the latest; an error if there is no such checkpoint."""
         steps = self.steps()
-        if not steps:
-            raise CheckpointError(f"{self.folder} holds no complete checkpoint.")
-        if step is not None and step not in steps:
+        if step is None and steps:
+            return steps[-1]
+        if step not in steps:
             raise CheckpointError(
-                f"{self.folder} holds no checkpoint {step}; it holds {', '.join(map(str, steps))}."
+                f"{self.folder} holds no complete checkpoint {step or ''}; it holds "
+                f"{', '.join(map(str, steps)) or 'none'}."
             )
-        return steps[-1] if step is None else step
+        return step
 
     def _record(self, step: int) -> dict[str, Any]:
         """Verifies a checkpoint, and reads the JSON that `save` stored: leaves, meta, identity."""
         self._require_sound(step)
         arguments = ocp.args.Composite(meta=ocp.args.JsonRestore())
         try:
-            record = self._manager.restore(step, args=arguments)[_META]
+            return self._manager.restore(step, args=arguments)[_META]
         except Exception as error:
             raise self._unreadable(step, error) from error
-        wrong = mismatch(record, _Record)
-        if wrong:
-            raise self._unreadable(step, ValueError(f"{_META}: {wrong}"))
-        return record
 
     def _write_sums(self) -> None:
         """Orbax calls this on the first process when all files are written, before it commits."""
-        self._files.write_sums(self._saving)
+        write_checkpoint_sums(self.folder, self._saving)
         self.seconds = time.monotonic() - self._began
 
     def _set_damaged_aside(self) -> None:
@@ -395,7 +361,8 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         sound = None
-        for step in hosts.from_first(self._files.steps):
+        # On a shared disk, other processes may see a new checkpoint later.
+        for step in hosts.from_first(lambda: sorted(self._manager.all_steps(), reverse=True)):
             damage = self._damage(step, whole=sound is None)
             if damage:
                 damaged[step] = damage
@@ -412,15 +379,15 @@ class Checkpoints:
             )
         with hosts.one_after_another():
             if hosts.is_first():
-                for step, damage in damaged.items():
-                    self._files.set_aside(step, damage)
+                for step in damaged:
+                    set_aside(self.folder, step)
                 say(
-                    f"warning: damaged checkpoints in {self.folder}: {named}; they are "
-                    f"{self._files.aside}, and {sound} is used"
+                    f"warning: damaged checkpoints in {self.folder}: {named}; they are renamed to "
+                    f"NUMBER.damaged, and {sound} is used"
                 )
 
     def _damage(self, step: int, whole: bool = True) -> str:
-        """The first thing that is wrong with a checkpoint; "" if it is sound or has no sums.
+        """The first thing that is wrong with a checkpoint; "" if it is sound.
 
         Every process reads a part of the files, and all return the same.
 
@@ -434,17 +401,13 @@ class Checkpoints:
             return read[hosts.process_index() :: hosts.process_count()]
 
         try:
-            damage = self._files.damage(step, mine)
+            damage = checkpoint_damage(self.folder, step, mine)
         except BucketError:
             # A store that cannot be reached says nothing about the checkpoint.
             raise
         except (DamagedFileError, OSError) as error:
             damage = [str(error)]
-        if damage is None and whole and hosts.is_first():
-            folder = self.folder / str(step)
-            say(f"{folder}: not verified: it has no {SUMS}, as in earlier versions")
-        everywhere = [text for part in hosts.gather(damage or []) for text in part]
-        return everywhere[0] if everywhere else ""
+        return next((text for part in hosts.gather(damage) for text in part), "")
 
     def _require_sound(self, step: int) -> None:
         if step in self._verified:
@@ -474,30 +437,12 @@ def _named_leaves(tree: PyTree) -> dict[str, Any]:
     Paths do not depend on the Python classes of the tree's nodes, so a checkpoint survives a change
     of those classes.
     """
-    leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if name in leaves:
-            raise CheckpointError(
-                f"two leaves of the state are called {name}: rename one, checkpoints store leaves "
-                "by path."
-            )
-        leaves[name] = leaf
-    return leaves
-
-
-def _check_leaf(name: str, leaf: Any) -> None:
-    """Refuses leaves that would not come back bit for bit."""
-    if not isinstance(leaf, jax.Array | np.ndarray):
-        raise CheckpointError(
-            f"state leaf {name} is {leaf!r}, a {type(leaf).__name__}: store only arrays in the "
-            "state, and other values in meta."
-        )
-    if leaf.size == 0:
-        raise CheckpointError(
-            f"state leaf {name} has shape {leaf.shape}, without elements, which orbax cannot "
-            "store: leave it out."
-        )
+    leaves = [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+    assert len(dict(leaves)) == len(leaves), "two leaves of the state have the same path"
+    return dict(leaves)
 
 
 def _describe(leaf: Any) -> str:
@@ -531,39 +476,16 @@ def _cause(error: Exception) -> str:
     return line if len(line) <= 300 else f"{line[:100]} ... {line[-190:]}"
 
 
-def _keep_log_record(record: logging.LogRecord) -> bool:
-    """Drops two kinds of orbax's log records.
-
-    One is a traceback from each of its threads; the same error is raised here once. The other are
-    warnings about options that this module sets on purpose.
-    """
-    expected = str(record.msg).startswith(
-        ("Given directory is read only", "Requested `tracked_metric`")
-    )
-    from_orbax = "orbax" in record.pathname
-    return not (from_orbax and (record.exc_info or expected))
-
-
-def _drop_late_failures(report: Callable[[Any], None], unraisable: Any) -> None:
-    """Reports errors that Python cannot raise, without those of writes after a failed one.
-
-    At the first failure, orbax closes the event loop. Writes that fail later cannot report it there
-    any more, and each would print a traceback.
-    """
-    of_write = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
-    if not of_write:
-        report(unraisable)
-
-
 @functools.cache
-def _silence_late_failures() -> None:
-    """Let a failed save report one error, which is raised here, and none of its other writes.
+def _quiet_orbax() -> None:
+    """Drop what Orbax logs about failed saves, which are raised here, and about options set here.
 
     For the rest of the process: asynchronous writes may fail long after `save` has returned.
     """
-    sys.unraisablehook = functools.partial(_drop_late_failures, sys.unraisablehook)
-    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host")
-    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
-    logging.getLogger("absl").addFilter(_keep_log_record)
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname or record.levelno > logging.ERROR
+
+    logging.getLogger("absl").addFilter(keep)
     # The same error is raised here.
     logging.getLogger("gcsfs").addFilter(lambda record: not record.exc_info)

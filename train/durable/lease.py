@@ -1,24 +1,23 @@
 """Exclusive use of a run in a bucket, where there are no locks.
 
 The holder writes an object and renews it. Every write demands the generation that the object had
-before, so of two processes only one succeeds. A process that finds the object watches it: if it is
-not renewed for `LENGTH` seconds, the holder is dead or cut off, and the process takes over. It
-measures with its own clock, so clocks of hosts need not agree. A holder that was cut off learns of
-this at its next renewal, and its run ends.
+before, a number that grows with each write, so of two processes only one succeeds. A process that
+finds the object watches it: if it is not renewed for `LENGTH` seconds, the holder is dead or cut
+off, and the process takes over. It measures with its own clock, so clocks of hosts need not agree.
+A holder that was cut off learns of this at its next renewal, and its run ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
 import time
 import uuid
+from typing import Any
 
-from paravt_jax.data.stored_json import DamagedFileError, parse_json
-from train.durable.bucket import ABSENT, Bucket, BucketError, ChangedError
+from train.durable.bucket import Bucket, ChangedError
 from train.durable.run_directory import RunDirectoryError
 from train.durable.step_lines import say
 
@@ -27,8 +26,9 @@ LENGTH = 60.0
 EVERY = 15.0
 """Seconds between two renewals."""
 
-NAME = "in-use.json"
+NAME = "in-use.txt"
 _LOOK = 2.0  # seconds between two looks at somebody else's lease
+_ABSENT = 0  # the generation of an object that does not exist
 
 
 class LeaseError(RunDirectoryError):
@@ -40,33 +40,27 @@ class Lease:
 
     Args:
         bucket: The run.
-        owner: Names what the kernel allows only one process to hold at a time, such as a locked
-            folder. If the object was written by the same owner, that process is dead.
 
     Raises:
         LeaseError: Another process renews the lease.
         BucketError: The bucket cannot be written to.
     """
 
-    def __init__(self, bucket: Bucket, owner: str):
+    def __init__(self, bucket: Bucket):
         self._bucket = bucket
-        # A renewal that takes longer would be too late.
-        self._renewing = Bucket(bucket.address, patience=EVERY)
-        self._content = json.dumps(
-            {
-                "holder": f"process {os.getpid()} on {socket.gethostname()}",
-                "owner": owner,
-                "id": uuid.uuid4().hex,
-            }
-        )
-        self._generation = self._acquire(owner)
-        self._renewed = time.monotonic()
-        self._lost = ""
+        # The id tells processes of equal containers apart.
+        self._content = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex}"
+        self._generation = _ABSENT
+        self._renewed = 0.0
+        while not self._write():
+            holder, self._generation = self._read()
+            if self._generation != _ABSENT:
+                self._wait(holder.partition(",")[0])
+        self._lost = False
         # Renewals of the thread and of `require` must not meet.
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._renew_until_closed, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._renew_until_closed, daemon=True).start()
 
     def require(self) -> None:
         """Raise LeaseError if another process has taken over.
@@ -76,22 +70,25 @@ class Lease:
         """
         # A process that was frozen or cut off may not have noticed yet.
         if time.monotonic() - self._renewed > LENGTH - EVERY:
-            self._renew(self._bucket)
+            self._renew()
         if self._lost:
+            holder = self._read()[0].partition(",")[0]
             raise LeaseError(
-                f"--run-dir {self._bucket.address} was taken over by {self._lost}, because this "
-                f"process could not renew its lease for {LENGTH:.0f} s; let that one go on"
+                f"--run-dir {self._bucket.address} was taken over by "
+                f"{holder or 'a process that has ended'}, because this one could not renew its "
+                f"lease for {LENGTH:.0f} s; let that one go on"
             )
 
     def close(self) -> None:
-        """Gives the lease back."""
+        """Give the lease back."""
         self._closing.set()
-        self._thread.join()
-        if not self._lost:
-            # ChangedError: taken over since the last renewal.
+        with self._lock:
+            if self._lost:
+                return
             try:
-                self._renewing.delete(NAME, self._generation)
-            except BucketError as error:
+                with self._bucket.in_one_line(NAME):
+                    self._bucket.blob(NAME).delete(**self._if_unchanged())
+            except OSError as error:
                 say(f"warning: {error}; the next start waits up to {LENGTH:.0f} s")
 
     def __enter__(self) -> Lease:
@@ -100,26 +97,7 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _acquire(self, owner: str) -> int:
-        generation = ABSENT
-        while True:
-            try:
-                return self._bucket.write(NAME, self._content, generation)
-            except ChangedError:
-                pass
-            try:
-                content, generation = self._bucket.read(NAME)
-            except FileNotFoundError:
-                generation = ABSENT
-                continue
-            if content == self._content.encode():
-                # The answer to the write was lost, and the write was repeated.
-                return generation
-            found = self._parsed(content)
-            if found["owner"] != owner:
-                self._wait(found["holder"], generation)
-
-    def _wait(self, holder: str, generation: int) -> None:
+    def _wait(self, holder: str) -> None:
         """Return when a lease is given back, or was not renewed for `LENGTH` seconds.
 
         Raises:
@@ -133,11 +111,11 @@ class Lease:
         end = time.monotonic() + LENGTH
         while time.monotonic() < end:
             time.sleep(_LOOK)
-            try:
-                _, now = self._bucket.read(NAME)
-            except FileNotFoundError:
+            _, generation = self._read()
+            if generation == _ABSENT:
+                self._generation = _ABSENT
                 return
-            if now != generation:
+            if generation != self._generation:
                 raise LeaseError(
                     f"--run-dir {address} is in use by {holder}: wait for it, stop it, or give "
                     "another --run-dir."
@@ -147,34 +125,38 @@ class Lease:
         while not self._lost and not self._closing.wait(EVERY):
             # Perhaps the store can be reached the next time.
             with contextlib.suppress(OSError):
-                self._renew(self._renewing)
+                self._renew()
 
-    def _renew(self, bucket: Bucket) -> None:
+    def _renew(self) -> None:
         """Renew the lease, or notice that it is lost."""
         with self._lock:
-            try:
-                self._generation = bucket.write(NAME, self._content, self._generation)
-            except ChangedError:
-                self._look_who_changed_it(bucket)
-            self._renewed = time.monotonic()
+            if not self._closing.is_set():
+                self._lost = not self._write()
 
-    def _look_who_changed_it(self, bucket: Bucket) -> None:
+    def _write(self) -> bool:
+        """Write the lease if it has the expected generation; return whether it is ours then."""
+        blob = self._bucket.blob(NAME)
         try:
-            content, generation = bucket.read(NAME)
-        except FileNotFoundError:
-            self._lost = "a process that has ended, or somebody who deleted the lease"
-            return
-        if content == self._content.encode():
-            # The answer to a renewal was lost, and the renewal was repeated.
+            with self._bucket.in_one_line(NAME):
+                blob.upload_from_string(self._content, **self._if_unchanged())
+            self._generation = int(blob.generation)
+        except ChangedError:
+            # Perhaps only the answer to a write was lost, and the write was repeated.
+            content, generation = self._read()
+            if content != self._content:
+                return False
             self._generation = generation
-        else:
-            self._lost = self._parsed(content)["holder"]
+        self._renewed = time.monotonic()
+        return True
 
-    def _parsed(self, content: bytes) -> dict[str, str]:
-        where = f"{self._bucket.address}/{NAME}"
-        try:
-            found = parse_json(content, where, dict[str, str], "delete it if no process uses it")
-            return {"holder": found["holder"], "owner": found["owner"]}
-        except (DamagedFileError, KeyError):
-            # It ages like any other.
-            return {"holder": "an unknown process", "owner": ""}
+    def _if_unchanged(self) -> dict[str, Any]:
+        """Options of a request that fails with ChangedError if another process came between."""
+        return self._bucket.options | {"if_generation_match": self._generation}
+
+    def _read(self) -> tuple[str, int]:
+        """Return content and generation of the lease; "" and `_ABSENT` if there is none."""
+        blob = self._bucket.blob(NAME)
+        with contextlib.suppress(FileNotFoundError), self._bucket.in_one_line(NAME):
+            blob.reload(**self._bucket.options)
+            return blob.download_as_text(**self._bucket.options), int(blob.generation)
+        return "", _ABSENT
