@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from paravt_jax.data.any_path import require_client
@@ -21,6 +22,7 @@ from paravt_jax.processes.exit_codes import TEMPORARY
 PATIENCE = 300.0
 """Seconds after which a request that fails again and again ends the run."""
 
+_THREADS = 8
 _REQUEST = 60.0  # seconds until a server without an answer counts as failed
 
 
@@ -99,43 +101,44 @@ class Bucket:
         with self.in_one_line(name):
             self.blob(name).upload_from_string(content, **self.options)
 
-    def download(self, names: Sequence[str], folder: pathlib.Path) -> None:
+    def download(self, names: Iterable[str], folder: pathlib.Path) -> None:
         """Write objects to local files of the same names, whose folders exist. See `read`."""
-        self._download({name: str(folder / name) for name in names})
+        self._on_each(
+            names,
+            lambda name: self.blob(name).download_to_filename(folder / name, **self.options),
+        )
 
-    def verify(self, names: Sequence[str]) -> None:
+    def verify(self, names: Iterable[str]) -> None:
         """Read objects, and compare their content with their checksums. See `read`."""
         with open(os.devnull, "wb") as nowhere:
-            self._download(dict.fromkeys(names, nowhere))
+            self._on_each(
+                names, lambda name: self.blob(name).download_to_file(nowhere, **self.options)
+            )
 
-    def upload(self, names: Sequence[str], folder: pathlib.Path) -> None:
+    def upload(self, names: Iterable[str], folder: pathlib.Path) -> None:
         """Replace the content of objects by that of local files of the same names."""
-        from google.cloud.storage import transfer_manager
-
-        # Google's function adds to its options.
-        results = transfer_manager.upload_many(
-            [(str(folder / name), self.blob(name)) for name in names],
-            upload_kwargs=dict(self.options),
-            worker_type=transfer_manager.THREAD,
+        self._on_each(
+            names, lambda name: self.blob(name).upload_from_filename(folder / name, **self.options)
         )
-        self._require_done(names, results)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, if they exist."""
-        for name in names:
-            with contextlib.suppress(FileNotFoundError), self.in_one_line(name):
-                self.blob(name).delete(**self.options)
+        blobs = [self.blob(name) for name in names]
+        with self.in_one_line():
+            self._bucket.delete_blobs(blobs, on_error=lambda blob: None, **self.options)
 
     def copy(self, source: Bucket, last: str) -> None:
         """Copy all objects of another address within the store, the one named `last` at the end."""
-        for name in sorted(source.list(), key=lambda name: name == last):
-            token = None
-            with self.in_one_line(name):
-                while True:
-                    copied = self.blob(name).rewrite(source.blob(name), token, **self.options)
-                    token = copied[0]
-                    if token is None:
-                        break
+
+        def copy(name: str) -> None:
+            original = source.blob(name)
+            token, _, _ = self.blob(name).rewrite(original, **self.options)
+            while token is not None:
+                token, _, _ = self.blob(name).rewrite(original, token, **self.options)
+
+        names = source.list().keys()
+        self._on_each(names - {last}, copy)
+        self._on_each(names & {last}, copy)
 
     @contextlib.contextmanager
     def in_one_line(self, name: str = "") -> Iterator[None]:
@@ -170,20 +173,13 @@ class Bucket:
                 "the last checkpoint"
             ) from error
 
-    def _download(self, targets: dict[str, Any]) -> None:
-        """Read objects into files: local paths, or open files, by name."""
-        from google.cloud.storage import transfer_manager
+    def _on_each(self, names: Iterable[str], work: Callable[[str], object]) -> None:
+        """Call `work` with several names at a time; raise the first error."""
 
-        results = transfer_manager.download_many(
-            [(self.blob(name), target) for name, target in targets.items()],
-            download_kwargs=dict(self.options),
-            worker_type=transfer_manager.THREAD,
-        )
-        self._require_done(list(targets), results)
-
-    def _require_done(self, names: Sequence[str], results: list[Any]) -> None:
-        """Raise the first error among what Google's `transfer_manager` returned."""
-        for name, result in zip(names, results, strict=True):
+        def work_on(name: str) -> None:
             with self.in_one_line(name):
-                if isinstance(result, Exception):
-                    raise result
+                work(name)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(work_on, names):
+                pass

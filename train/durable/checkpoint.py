@@ -382,8 +382,8 @@ class Checkpoints:
                 for step in damaged:
                     set_aside(self.folder, step)
                 say(
-                    f"warning: damaged checkpoints in {self.folder}: {named}; they are renamed to "
-                    f"NUMBER.damaged, and {sound} is used"
+                    f"warning: damaged checkpoints in {self.folder}: {named}; they are set aside, "
+                    f"and {sound} is used"
                 )
 
     def _damage(self, step: int, whole: bool = True) -> str:

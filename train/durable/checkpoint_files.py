@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import pathlib
+import shutil
 from collections.abc import Callable
-
-from etils import epath
 
 from paravt_jax.data.any_path import AnyPath, is_bucket
 from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
@@ -77,7 +76,10 @@ def _stored_sums(bucket: Bucket) -> dict[str, str]:
 
 
 def set_aside(folder: AnyPath, step: int) -> None:
-    """Rename a damaged checkpoint, so that it is not read."""
-    aside = epath.Path(folder) / f"{step}.damaged"
-    aside.rmtree(missing_ok=True)
-    epath.Path(folder / str(step)).rename(aside)
+    """Rename a damaged checkpoint, or make it unfinished in a bucket, which has no rename."""
+    if is_bucket(folder):
+        Bucket(folder / str(step)).delete([COMMITTED])
+        return
+    aside = pathlib.Path(folder) / f"{step}.damaged"
+    shutil.rmtree(aside, ignore_errors=True)
+    (pathlib.Path(folder) / str(step)).rename(aside)

@@ -16,7 +16,6 @@ import hashlib
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
@@ -130,12 +129,7 @@ class Place:
         self.require_usable(config)
         self._files.pull()
 
-    def _push_at_end(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _push_at_end(self, kind: type[BaseException] | None, *_: object) -> None:
         """Push what was written since the last save, unless the run failed."""
         if kind is None or issubclass(kind, Stopped):
             self.push()
