@@ -23,7 +23,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import jax
@@ -478,7 +478,7 @@ def _cause(error: Exception) -> str:
 
 @functools.cache
 def _quiet_orbax() -> None:
-    """Drop what Orbax logs about failed saves, which are raised here, and about options set here.
+    """Drop what Orbax says about failed saves, which are raised here, and about options set here.
 
     For the rest of the process: asynchronous writes may fail long after `save` has returned.
     """
@@ -486,6 +486,12 @@ def _quiet_orbax() -> None:
     def keep(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname or record.levelno > logging.ERROR
 
+    def report(unraisable: Any, before: Callable[[Any], object] = sys.unraisablehook) -> None:
+        # At the first failure Orbax closes its event loop, and later ones cannot be told to it.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
     logging.getLogger("absl").addFilter(keep)
     # The same error is raised here.
     logging.getLogger("gcsfs").addFilter(lambda record: not record.exc_info)
+    sys.unraisablehook = report
