@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from paravt_jax.processes import hosts
+from train.durable import checkpoint
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.history import History
 from train.durable.interrupts import Interrupts, Stopped
@@ -240,11 +241,11 @@ def test_a_save_that_fails_in_the_background_is_not_noted(tmp_path, monkeypatch)
     """The history would say that a checkpoint was lost which never existed."""
     run = Run(tmp_path)
 
-    def full(step: int) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
-    monkeypatch.setattr(run.kept._files, "write_sums", full)
-    with pytest.raises(CheckpointError, match="saving"):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="saving"):
+        patch.setattr(checkpoint, "write_checkpoint_sums", full)
         run.steps()
     history = tmp_path / "history.json"
     noted = json.loads(history.read_text())["steps"] if history.exists() else {}
