@@ -33,7 +33,7 @@ PATTERNS = ("*.zip", "*.tar", "*.tar.gz", "*.tgz", "*.zip.*", "*.tar.*", "*.tgz.
 _WHOLE = re.compile(r".+\.(?:zip|tar|tar\.gz|tgz)", re.IGNORECASE)
 # The end of a part's name: .001, .part00, .part.aa, -aa ...
 _PART = re.compile(
-    r"(?P<whole>.+\.(?:zip|tar|tar\.gz|tgz))[._-]?(?:part)?[._-]?(?P<part>\d{1,4}|[a-z]{2,3})",
+    r"(?P<whole>.+\.(?:zip|tar|tar\.gz|tgz))[._-]?(?:part)?[._-]?(?:\d{1,4}|[a-z]{2,3})",
     re.IGNORECASE,
 )
 _MARKS = ".unpacked"
@@ -69,13 +69,9 @@ def find_archives(sizes: Mapping[str, int], joined: Sequence[str] = ()) -> list[
         sizes: Bytes of the files by relative path.
         joined: Patterns of files that are parts although their names do not say so. All files that
             match one pattern make one archive, in the order of the numbers in their names.
-
-    Raises:
-        ArchiveError: A part is missing.
     """
     found: list[tuple[str, list[str]]] = []
     slices: dict[str, list[str]] = {}
-    numbered: dict[str, dict[str, str]] = {}
     for name in sorted(sizes, key=_natural):
         pattern = next((pattern for pattern in joined if fnmatchcase(name, pattern)), None)
         part = _PART.fullmatch(name)
@@ -84,11 +80,8 @@ def find_archives(sizes: Mapping[str, int], joined: Sequence[str] = ()) -> list[
         elif _WHOLE.fullmatch(name):
             found.append((name, [name]))
         elif part is not None:
-            numbered.setdefault(part["whole"], {})[part["part"].lower()] = name
+            slices.setdefault(part["whole"], []).append(name)
     found += slices.items()
-    for whole, parts in numbered.items():
-        _require_all_parts(whole, list(parts))
-        found.append((whole, list(parts.values())))
     return [
         Archive(name, tuple(parts), sum(sizes[part] for part in parts))
         for name, parts in sorted(found, key=lambda named: _natural(named[1][0]))
@@ -99,26 +92,6 @@ def _natural(name: str) -> tuple[list[str | int], str]:
     """Return a key that sorts 2 before 10."""
     pieces = re.split(r"(\d+)", name)
     return [int(piece) if n % 2 else piece for n, piece in enumerate(pieces)], name
-
-
-def _require_all_parts(whole: str, parts: Sequence[str]) -> None:
-    """Refuse gaps. A missing last part is noticed when the archive is read."""
-    numbers = [_number(part) for part in parts]
-    first = 1 if parts[0].isdigit() and numbers[0] == 1 else 0
-    if numbers != list(range(first, first + len(numbers))):
-        raise ArchiveError(
-            f"{whole}: of its parts only {', '.join(parts)} are there; "
-            "download the missing ones, too"
-        )
-
-
-def _number(part: str) -> int:
-    if part.isdigit():
-        return int(part)
-    number = 0
-    for letter in part:
-        number = number * 26 + ord(letter) - ord("a")
-    return number
 
 
 def mark_of(archive: Archive, root: pathlib.Path) -> pathlib.Path:

@@ -13,7 +13,6 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from paravt_jax.data import foreign
 from paravt_jax.data.any_path import user_folder
@@ -25,26 +24,6 @@ from paravt_jax.data.stored_settings import lock
 
 # Files that readers open first. They are written last, so a folder that has one is complete.
 _LAST = ("config.json", "adapter_config.json")
-
-
-def list_files(address: str) -> dict[str, int]:
-    """Return the bytes of the files below an address, by relative name.
-
-    Raises:
-        FileNotFoundError: There is no such folder, or it has no files.
-        ConnectionError: It does not answer. The messages name the remedy.
-        ModuleNotFoundError: This kind of bucket needs another package.
-    """
-    system, top = open_bucket(address)
-    with _named_errors(f"{address}: cannot be listed", "check the path and the credentials"):
-        system.invalidate_cache()
-        # With `detail` this is a dict of file information by path.
-        found: Any = system.find(top, detail=True)
-    if not found:
-        raise FileNotFoundError(f"{address}: no such folder, or an empty one; check the path")
-    return {
-        os.path.relpath(path, top.rstrip("/")): info["size"] for path, info in sorted(found.items())
-    }
 
 
 def fetch_files(
@@ -64,9 +43,13 @@ def fetch_files(
     Raises:
         FileNotFoundError: The address cannot be listed, or has no such files.
         ModuleNotFoundError: Its scheme needs another package.
-        ConnectionError: A file cannot be fetched.
+        ConnectionError: A file cannot be fetched, or the address does not answer.
     """
-    listed = [name for name in list_files(address) if depth is None or name.count("/") <= depth]
+    system, top = open_bucket(address)
+    with _named_errors(f"{address}: cannot be listed", "check the path and the credentials"):
+        system.invalidate_cache()
+        found = [os.path.relpath(path, top.rstrip("/")) for path in sorted(system.find(top))]
+    listed = [name for name in found if depth is None or name.count("/") <= depth]
     names = [n for n in listed if any(fnmatch.fnmatch(n.lower(), pattern) for pattern in patterns)]
     if not names:
         raise FileNotFoundError(

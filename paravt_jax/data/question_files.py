@@ -7,12 +7,13 @@ The columns `video`, `question` and `answer` are required; `id`, `options`, `kin
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paravt_jax.data.foreign import ForeignFileError
@@ -30,8 +31,7 @@ _MAX_NAMED_ROWS = 10
 # More than 30 years. An int of JSON may be too large for a float.
 _MOST_SECONDS = 1e9
 
-# Subtitles by path. Questions about the same video share one tuple.
-_SubtitleCache = dict[str, tuple[Subtitle, ...]]
+_ReadSubtitles = Callable[[str], tuple[Subtitle, ...]]
 
 
 class _BadRow(Exception):
@@ -67,7 +67,8 @@ def read_questions(
     except ForeignFileError as error:
         raise ValueError(f"questions: {error}") from error
 
-    subtitles: _SubtitleCache = {}
+    # Questions about the same video share one tuple.
+    read_subtitles = functools.cache(functools.partial(_subtitles, pathlib.Path(videos)))
     questions: list[Question] = []
     errors: list[str] = []
     line_of_id: dict[str, int] = {}
@@ -76,7 +77,7 @@ def read_questions(
         try:
             if isinstance(row, _BadRow):
                 raise row
-            question = _question(row, line, pathlib.Path(videos), subtitles)
+            question = _question(row, line, read_subtitles)
             if question.id in line_of_id:
                 rule = f"{unit} {line_of_id[question.id]} has the same id: change one"
                 raise _BadRow("id", question.id, rule)
@@ -170,9 +171,7 @@ def _json(text: str) -> Any:
 _READERS = {".csv": _csv_rows, ".json": _json_rows, ".jsonl": _json_rows}
 
 
-def _question(
-    row: dict[str, Any], line: int, root: pathlib.Path, subtitles: _SubtitleCache
-) -> Question:
+def _question(row: dict[str, Any], line: int, read_subtitles: _ReadSubtitles) -> Question:
     for name in row:
         if name not in COLUMNS:
             rule = f"the columns are {', '.join(COLUMNS)}: rename it, or leave it out"
@@ -186,7 +185,7 @@ def _question(
         kind=kind,
         answer=_answer(row, kind, options),
         options=options,
-        subtitles=_subtitles(row, root, subtitles) if "subtitles" in row else (),
+        subtitles=read_subtitles(_path(row, "subtitles")) if "subtitles" in row else (),
         evidence=_span(row["evidence"], "evidence") if "evidence" in row else None,
     )
 
@@ -266,13 +265,8 @@ def _span(value: Any, field: str) -> tuple[float, float]:
     return float(span[0]), float(span[1])
 
 
-def _subtitles(
-    row: dict[str, Any], root: pathlib.Path, cache: _SubtitleCache
-) -> tuple[Subtitle, ...]:
-    """Read the subtitle file of a row, unless it is in the cache."""
-    path = _path(row, "subtitles")
-    if path in cache:
-        return cache[path]
+def _subtitles(root: pathlib.Path, path: str) -> tuple[Subtitle, ...]:
+    """Read a subtitle file below a folder."""
     if not path.endswith(".srt"):
         raise _BadRow("subtitles", path, "a SubRip file (.srt): convert it, or leave it out")
     try:
@@ -284,5 +278,4 @@ def _subtitles(
         raise _BadRow("subtitles", path, str(error)) from None
     if not entries:
         raise _BadRow("subtitles", path, "it has no entries: correct it, or leave it out")
-    cache[path] = tuple(entries)
-    return cache[path]
+    return tuple(entries)
