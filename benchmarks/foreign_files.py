@@ -53,7 +53,7 @@ from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError
 from paravt_jax.data.published import open_table, read_rows
 from paravt_jax.data.question_files import read_questions
-from paravt_jax.data.row_reading import KeptRow, Reading, RowTask, read_row
+from paravt_jax.data.row_reading import Reading, RowTask, read_row
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.server import ServerSettings
@@ -238,7 +238,6 @@ def rows(place: Place) -> Kind:
         for file in sorted((place.folder / "published" / "annotations").glob("*.parquet"))
         for table in [open_table(file)]
         for row in read_rows(table)
-        if isinstance(row, dict)
     ]
     vocabulary = place.folder / "tokenizer"
     reading = Reading(str(place.inside), str(vocabulary), ProtocolSettings())
@@ -259,7 +258,7 @@ def rows(place: Place) -> Kind:
     def read(case: tuple[bool, dict[str, Any]]) -> str:
         rl, row = case
         found = workers.submit(RowTask("case:0", "case", rl, row)).result()
-        return "kept" if isinstance(found, KeptRow) else f"left out ({found.reason})"
+        return f"left out ({found.reason})" if found.record is None else "kept"
 
     return Kind(make, read, workers.close)
 

@@ -32,9 +32,8 @@ from paravt_jax.data.datasets import Record
 from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
 from paravt_jax.data.published import Table, open_table, read_rows
 from paravt_jax.data.row_reading import (
-    KeptRow,
-    LeftOutRow,
     Reading,
+    ReadRow,
     RowTask,
     read_row,
     unread_row,
@@ -293,10 +292,10 @@ def _submitted(
     yield from waiting
 
 
-def _as_line(row: KeptRow | LeftOutRow) -> dict[str, Any]:
+def _as_line(row: ReadRow) -> dict[str, Any]:
     """Return an outcome as JSON. A kept row has the fields `kind` and `record` of its record."""
-    if isinstance(row, LeftOutRow):
-        return dataclasses.asdict(row)
+    if row.record is None:
+        return {name: getattr(row, name) for name in ("id", "source", "reason", "detail")}
     kind, record = datasets.encode(row.record)
     counted = row.record.kind if isinstance(row.record, Question) else kind
     facts = {"source": row.source, "counted": counted, "seconds": row.seconds, "sizes": row.sizes}

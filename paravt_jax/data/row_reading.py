@@ -75,45 +75,40 @@ class RowTask:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptRow:
-    """A row that is used for training."""
-
-    source: str
-    record: Question | Conversation
-    seconds: tuple[float, ...]
-    """Durations of its videos."""
-    sizes: tuple[tuple[int, int], ...]
-    """(height, width) of its videos and pictures, in pixels."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LeftOutRow:
-    """A row that is not used for training, and why."""
+class ReadRow:
+    """A row that is used for training, or the reason why it is not."""
 
     id: str
     source: str
-    reason: str
-    detail: str
+    record: Question | Conversation | None = None
+    """None: the row is left out."""
+    seconds: tuple[float, ...] = ()
+    """Durations of its videos."""
+    sizes: tuple[tuple[int, int], ...] = ()
+    """(height, width) of its videos and pictures, in pixels."""
+    reason: str = ""
+    detail: str = ""
 
 
-def read_row(reading: Reading, task: RowTask) -> KeptRow | LeftOutRow:
+def read_row(reading: Reading, task: RowTask) -> ReadRow:
     """Read one row of a published file, and check that its videos can be decoded."""
     checker = VideoChecker(reading)
     try:
         read = _question if task.rl else _conversation
         record = read(task.columns, task, checker)
     except Refused as refused:
-        return LeftOutRow(task.id, task.source, refused.reason, refused.detail)
+        return ReadRow(task.id, task.source, reason=refused.reason, detail=refused.detail)
     except VideoError as error:
         reason = Reason.MISSING if error.reason == "no such file" else Reason.UNREADABLE
-        return LeftOutRow(task.id, task.source, reason, str(error))
-    return KeptRow(task.source, record, tuple(checker.seconds), tuple(checker.sizes))
+        return ReadRow(task.id, task.source, reason=reason, detail=str(error))
+    seconds = tuple(checker.seconds.values())
+    return ReadRow(task.id, task.source, record, seconds, tuple(checker.sizes.values()))
 
 
-def unread_row(task: RowTask, error: Exception) -> LeftOutRow:
+def unread_row(task: RowTask, error: Exception) -> ReadRow:
     """Return a row that no worker could finish: it took too long, or crashed its process."""
     reason = Reason.SLOW if isinstance(error, DeadlineError) else Reason.UNREADABLE
-    return LeftOutRow(task.id, task.source, reason, str(error))
+    return ReadRow(task.id, task.source, reason=reason, detail=str(error))
 
 
 def _question(row: dict, task: RowTask, checker: VideoChecker) -> Question:
@@ -121,7 +116,7 @@ def _question(row: dict, task: RowTask, checker: VideoChecker) -> Question:
     require_earnable(question)
     checker(question.video, False, None)
     # A picture has no duration.
-    require_in_video(question, max(checker.seconds, default=0.0))
+    require_in_video(question, checker.seconds.get(question.video, 0.0))
     return question
 
 
@@ -137,18 +132,10 @@ class VideoChecker:
 
     def __init__(self, reading: Reading):
         self.reading = reading
-        self._durations: dict[str, float] = {}
-        self._sizes: dict[str, tuple[int, int]] = {}
-
-    @property
-    def seconds(self) -> list[float]:
-        """Durations of all videos so far, without repetitions."""
-        return list(self._durations.values())
-
-    @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """(height, width) of all videos and pictures so far, without repetitions."""
-        return list(self._sizes.values())
+        self.seconds: dict[str, float] = {}
+        """Durations of all videos so far, by path."""
+        self.sizes: dict[str, tuple[int, int]] = {}
+        """(height, width) of all videos and pictures so far, by path."""
 
     def __call__(self, path: str, picture: bool, call: CropCall | None) -> Clip:
         """Choose the frames to show of a file.
@@ -169,7 +156,7 @@ class VideoChecker:
         if still:
             indices = np.zeros(1, np.int64)
         else:
-            self._durations[path] = info.duration
+            self.seconds[path] = info.duration
             indices = self._overview(info) if call is None else self._window(info, call)
             _require_decodable(file, int(indices[0]), int(indices[-1]))
         times = tuple(round(float(info.times[i]), 3) for i in indices)
@@ -186,7 +173,7 @@ class VideoChecker:
             self.reading.tokens(clip)
         except ValueError as error:
             raise Refused(Reason.UNREADABLE, f"{path}: {error}") from error
-        self._sizes[path] = (info.height, info.width)
+        self.sizes[path] = (info.height, info.width)
         return clip
 
     def _overview(self, info: VideoInfo) -> Int64[np.ndarray, " m"]:
