@@ -131,18 +131,7 @@ def open_split(folder: str | os.PathLike, name: str) -> Split:
 
 def encode(record: Record) -> tuple[str, str]:
     """Return the kind of a record and its JSON text."""
-    return type(record).__name__.lower(), json.dumps(_as_dict(record))
-
-
-def _as_dict(record: Record) -> dict[str, Any]:
-    """The fields of a record. Fields that few records have are left out where they are empty."""
-    rare = ("subtitles", "evidence", "crop")
-    return dataclasses.asdict(
-        record,
-        dict_factory=lambda fields: {
-            name: value for name, value in fields if name not in rare or value
-        },
-    )
+    return type(record).__name__.lower(), json.dumps(dataclasses.asdict(record))
 
 
 def decode(kind: str, text: str) -> Record:
@@ -156,11 +145,11 @@ def video_of(record: Record) -> str:
 
 
 def _question(stored: dict) -> Question:
-    evidence = stored.get("evidence")
+    evidence = stored["evidence"]
     parsed: dict[str, Any] = {
         "kind": QuestionKind(stored["kind"]),
         "options": tuple(stored["options"]),
-        "subtitles": tuple(Subtitle(**entry) for entry in stored.get("subtitles", ())),
+        "subtitles": tuple(Subtitle(**entry) for entry in stored["subtitles"]),
         "evidence": None if evidence is None else tuple(evidence),
     }
     return Question(**(stored | parsed))

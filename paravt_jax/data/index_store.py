@@ -20,7 +20,7 @@ from paravt_jax.data.media_files import identity, permanent_name
 from paravt_jax.data.video_index import VideoIndex
 
 # Part of every digest. Change it whenever an index has other contents for the same file.
-_VERSION = b"3"
+_VERSION = b"4"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 # Upper bound on indexes in memory, per process. A clip of a minute takes 24 KiB, a film 2 MiB.
 _MOST_IN_MEMORY = 256

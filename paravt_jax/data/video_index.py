@@ -42,6 +42,8 @@ _OPENING = 32
 _JUMP_BACK = 0.1
 _JUMP_AHEAD = 10.0
 _ABSURD = 30 * 3600.0
+# Fields of an index that rise from frame to frame.
+_ARRAYS = ("stamps", "packets", "keys", "key_stamps")
 # Pictures beside the video, not parts of it.
 _COVERS = Disposition.attached_pic | Disposition.timed_thumbnails
 
@@ -162,37 +164,21 @@ class VideoIndex:
 
     def to_bytes(self) -> bytes:
         """The index in few bytes: most differences between neighbours are equal."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {name: np.diff(values[name], prepend=0) for name in _ARRAYS}
         file = io.BytesIO()
-        scalars = [self.time_base, self.last_duration, *self.size, self.exact_in_decord]
-        np.savez_compressed(
-            file,
-            scalars=np.array(scalars, np.float64),
-            start=np.int64(self.start),
-            orientation=np.array(self.orientation, bool),
-            stamps=np.diff(self.stamps, prepend=0),
-            packets=np.diff(self.packets, prepend=0),
-            keys=np.diff(self.keys, prepend=0),
-            key_stamps=np.diff(self.key_stamps, prepend=0),
-        )
+        np.savez_compressed(file, **values)
         return file.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> VideoIndex:
         """The inverse of `to_bytes`."""
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            time_base, duration, width, height, exact = file["scalars"].tolist()
-            return cls(
-                stamps=np.cumsum(file["stamps"]),
-                start=int(file["start"]),
-                packets=np.cumsum(file["packets"]),
-                keys=np.cumsum(file["keys"]),
-                key_stamps=np.cumsum(file["key_stamps"]),
-                time_base=time_base,
-                last_duration=int(duration),
-                size=(int(width), int(height)),
-                orientation=Orientation(*file["orientation"].tolist()),
-                exact_in_decord=bool(exact),
-            )
+            values = {name: file[name].tolist() for name in file.files if name not in _ARRAYS}
+            values |= {name: np.cumsum(file[name]) for name in _ARRAYS}
+        values["size"] = tuple(values["size"])
+        values["orientation"] = Orientation(*values["orientation"])
+        return cls(**values)
 
 
 def video_stream(path: str | os.PathLike, container: InputContainer) -> av.VideoStream:

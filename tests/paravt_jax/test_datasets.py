@@ -59,7 +59,6 @@ def test_encoded_records_keep_their_types():
     question = datasets.decode(*datasets.encode(QUESTION))
     assert isinstance(question, Question)
     assert isinstance(question.kind, QuestionKind)
-    assert "subtitles" not in datasets.encode(QUESTION)[1], "sets prepared before stay valid"
 
 
 def test_other_records_replace_those_of_a_folder(records, tmp_path):
