@@ -29,8 +29,9 @@ from paravt_jax.data.stored_json import DamagedFileError, read_json
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
+from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
-from paravt_jax.processes.exit_codes import FAILED, exit_code
+from paravt_jax.processes.exit_codes import exit_code
 from paravt_jax.progress import Progress
 from paravt_jax.world.videos import WorldSettings
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer, world_pieces
@@ -92,8 +93,7 @@ def _published(
     run: Run, settings: DataSettings, folder: pathlib.Path, check: Callable[[], None]
 ) -> Data:
     summary = prepare_dataset(run, check)
-    copy_tokenizer(run.model.path, folder / "tokenizer")
-    _require_sealed(folder / "tokenizer")
+    vocabulary = _copied_vocabulary(run, folder)
     prepared = open_prepared(pathlib.Path(settings.folder))
     questions, heldout = hold_out(tuple(prepared.questions), settings.heldout)
     # Unreadable videos that an earlier start of this run came across while decoding.
@@ -104,7 +104,7 @@ def _published(
         unreadable = read_json(noted, dict[str, str], remedy)
     data = Data(
         root=prepared.root,
-        vocabulary=tokenizer.load(folder / "tokenizer"),
+        vocabulary=vocabulary,
         questions=questions,
         heldout=heldout,
         conversations=prepared.conversations,
@@ -198,11 +198,9 @@ def _own_questions(
     readable = tuple(question for question in questions if question.video not in unreadable)
     training, heldout = hold_out(readable, settings.heldout)
 
-    copy_tokenizer(run.model.path, folder / "tokenizer")
-    _require_sealed(folder / "tokenizer")
     data = Data(
         root=root,
-        vocabulary=tokenizer.load(folder / "tokenizer"),
+        vocabulary=_copied_vocabulary(run, folder),
         questions=training,
         heldout=heldout,
         videos=len({question.video for question in questions}),
@@ -404,6 +402,13 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
     return data
 
 
+def _copied_vocabulary(run: Run, folder: pathlib.Path) -> Vocabulary:
+    """Return the vocabulary of the run's model, whose tokenizer is copied to the run's folder."""
+    copy_tokenizer(run.model.path, folder / "tokenizer")
+    _require_sealed(folder / "tokenizer")
+    return tokenizer.load(folder / "tokenizer")
+
+
 def _require_sealed(folder: pathlib.Path) -> None:
     """Note the checksums of a folder that a run has made, or verify its files.
 
@@ -424,26 +429,21 @@ def main(argv: list[str] | None = None) -> int:
         run.require_no_rehearsal()
         run = run.beginning()
         summary = prepare_dataset(run)
+        assert run.data is not None
+        sources = count_rows(summary)
+        print(json.dumps(summary, indent=1))
+        print(describe_rows(sources))
+        print(
+            f"{summary['kept']} of {summary['rows']} rows kept; "
+            f"{pathlib.Path(run.data.folder) / LEFT_OUT} lists the other rows with reasons"
+        )
+        require_rows(run, sources)
     except KeyboardInterrupt:
         print("\nstopped; the same command continues", file=sys.stderr)
         return 130
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (LeftOutError, ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
-    assert run.data is not None
-    sources = count_rows(summary)
-    print(json.dumps(summary, indent=1))
-    print(describe_rows(sources))
-    left_out = pathlib.Path(run.data.folder) / LEFT_OUT
-    print(
-        f"{summary['kept']} of {summary['rows']} rows kept; "
-        f"{left_out} lists the other rows with reasons"
-    )
-    try:
-        require_rows(run, sources)
-    except LeftOutError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
     return 0
 
 
