@@ -99,7 +99,7 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
             f"{len(left_out)} conversations are left out because they are longer than "
             f"sft.row_tokens ({row_tokens}): {', '.join(shown)}"
         )
-    return dataclasses.replace(packing, rows=rows, left_out=left_out)
+    return Packing(rows, left_out)
 
 
 def row_stream(

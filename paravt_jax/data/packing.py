@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclasses.dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """Which samples share a row.
 
     Attributes:
         rows: The sample numbers of each row, in order.
         left_out: Numbers of the samples that are longer than a row.
-        tokens: Total number of tokens in all rows, without padding.
-        length: Tokens per row.
     """
 
     rows: tuple[tuple[int, ...], ...]
     left_out: tuple[int, ...]
-    tokens: int
-    length: int
-
-    @property
-    def padding(self) -> float:
-        """Fraction of padding among the tokens of all rows; 0 if there are none."""
-        if not self.rows:
-            return 0.0
-        return 1.0 - self.tokens / (len(self.rows) * self.length)
 
 
 def pack(lengths: Sequence[int], length: int) -> Packing:
@@ -67,5 +55,4 @@ def pack(lengths: Sequence[int], length: int) -> Packing:
             rows.append([])
         rows[row].append(sample)
         free[row] -= tokens
-    packed_tokens = len(rows) * length - int(free[: len(rows)].sum())
-    return Packing(tuple(map(tuple, rows)), tuple(left_out), packed_tokens, length)
+    return Packing(tuple(map(tuple, rows)), tuple(left_out))
