@@ -314,20 +314,13 @@ def _span(question: Question) -> tuple[float, float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Message:
-    """A message as in the file."""
-
-    role: str
-    parts: list[_Part]
-
-
-@dataclasses.dataclass(frozen=True)
 class _Turn:
-    """A turn as in an episode. `call` is the call that a tool turn responds to."""
+    """A message of the file, or a turn of an episode."""
 
     role: str
     parts: list[_Part]
     call: CropCall | None = None
+    """The call that a tool turn of an episode responds to."""
 
 
 def read_conversation(
@@ -385,14 +378,14 @@ def _main_video(turns: Sequence[_Turn]) -> str | None:
     return None
 
 
-def _offers_tools(messages: Sequence[_Message], turns: Sequence[_Turn]) -> bool:
+def _offers_tools(messages: Sequence[_Turn], turns: Sequence[_Turn]) -> bool:
     """Whether the prompt names the tool, or a tool is used."""
     prompts = [message for message in messages if message.role in ("system", "user")]
     texts = [part for message in prompts for part in message.parts if isinstance(part, str)]
     return "crop_video" in " ".join(texts) or any(turn.role == "tool" for turn in turns)
 
 
-def _read_messages(messages: Any) -> tuple[list[_Message], list[str]]:
+def _read_messages(messages: Any) -> tuple[list[_Turn], list[str]]:
     """Read roles, texts and files. File paths in texts become the names that the model uses.
 
     Returns:
@@ -404,7 +397,7 @@ def _read_messages(messages: Any) -> tuple[list[_Message], list[str]]:
     videos = _numbered(VIDEO_NAME, [file.path for file in files if not file.picture])
     names = pictures | videos
     renamed = [
-        _Message(
+        _Turn(
             message.role,
             [_hide_paths(part, names) if isinstance(part, str) else part for part in message.parts],
         )
@@ -420,7 +413,7 @@ def _numbered(name: str, paths: Sequence[str]) -> dict[str, str]:
     return dict(zip(dict.fromkeys(paths), names, strict=False))
 
 
-def _read_message(message: Any) -> _Message:
+def _read_message(message: Any) -> _Turn:
     role = _field(message, "role")
     content = _field(message, "content")
     if role not in ("system", "user", "assistant", "tool"):
@@ -437,10 +430,10 @@ def _read_message(message: Any) -> _Message:
             parts.append(_File(path, _MEDIA[kind]))
         else:
             raise Refused(Reason.BROKEN, f"the {role}'s content contains a {kind!r}")
-    return _Message(role, parts)
+    return _Turn(role, parts)
 
 
-def _split_message(message: _Message) -> list[_Message]:
+def _split_message(message: _Turn) -> list[_Turn]:
     """Split an assistant's message with tool responses inside into the turns of an episode.
 
     The responses, with the files next to them, become user turns, as some splits write them. A
@@ -451,7 +444,7 @@ def _split_message(message: _Message) -> list[_Message]:
     complete = len(tags) % 2 == 0 and tags == list(_RESPONSE_TAGS) * (len(tags) // 2)
     if message.role != "assistant" or not tags or not complete:
         return [message]
-    turns: list[_Message] = []
+    turns: list[_Turn] = []
     inside = False
     for piece in pieces:
         if inside or isinstance(piece, _File) or piece in _RESPONSE_TAGS:
@@ -461,7 +454,7 @@ def _split_message(message: _Message) -> list[_Message]:
         else:
             continue
         if not turns or turns[-1].role != role:
-            turns.append(_Message(role, []))
+            turns.append(_Turn(role, []))
         turns[-1].parts.append(piece)
         if piece in _RESPONSE_TAGS:
             inside = piece == _RESPONSE_TAGS[0]
@@ -469,7 +462,7 @@ def _split_message(message: _Message) -> list[_Message]:
 
 
 def _arrange(
-    messages: Sequence[_Message], limits: ProtocolSettings, other_files: Sequence[str]
+    messages: Sequence[_Turn], limits: ProtocolSettings, other_files: Sequence[str]
 ) -> list[_Turn]:
     """Arrange messages as the turns of an episode.
 

@@ -50,12 +50,9 @@ class Workers(Generic[_Argument, _Result]):
     Args:
         function: What to call: a function of a module, or a `functools.partial` of one. It,
             arguments and results are pickled.
-        count: Number of processes.
-        deadline: Seconds that each call may take. Starting a process does not count.
+        count: Number of processes, at least 1.
+        deadline: Seconds that each call may take, above 0. Starting a process does not count.
         memory: Bytes that a process may allocate. A call that needs more fails.
-
-    Raises:
-        ValueError: `count` is below 1, or `deadline` is not positive.
 
     Example:
         >>> with Workers(os.path.getsize, count=2, deadline=10) as workers:
@@ -70,11 +67,6 @@ class Workers(Generic[_Argument, _Result]):
         deadline: float,
         memory: int = 4 << 30,
     ):
-        if count < 1 or not deadline > 0:
-            raise ValueError(
-                f"workers: {count} processes, {deadline} s per call; "
-                "give at least 1 process, and more than 0 s"
-            )
         self._setup = pickle.dumps((function, memory))
         self._deadline = deadline
         self._memory = memory
@@ -103,9 +95,8 @@ class Workers(Generic[_Argument, _Result]):
             priority: Waiting calls with a smaller number are made first, equal ones in order.
 
         Returns:
-            A future of the result. It fails with the exception that the function raised, with a
-            `WorkerError`, or with what pickle raises if the argument cannot be sent. It can be
-            cancelled until the call begins.
+            A future of the result. It fails with the exception that the function raised, or with a
+            `WorkerError`. It can be cancelled until the call begins.
         """
         future: Future[_Result] = Future()
         with self._submitting:
@@ -152,16 +143,11 @@ class Workers(Generic[_Argument, _Result]):
         self._release(number)
 
     def _answer(self, number: int, argument: _Argument, future: Future[_Result]) -> None:
-        # Broad because classes may raise anything when they are pickled.
         try:
-            message = pickle.dumps(argument)
-        except Exception as error:
-            future.set_exception(error)
-            return
-        try:
-            failed, value = self._call(number, message)
+            failed, value = self._call(number, pickle.dumps(argument))
         # Broad because an exception that escapes would end this thread, and callers would wait for
-        # ever for this future and for all that are still in the queue.
+        # ever for this future and for all that are still in the queue. Classes may raise anything
+        # when they are pickled.
         except Exception as error:
             # The process may be dead or in the middle of a message. The next call gets a new one.
             self._release(number)
