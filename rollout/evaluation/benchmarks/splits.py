@@ -166,11 +166,11 @@ def _read_mmvu(row: Row) -> Item:
     text = text_of(row, "question")
     kind = text_of(row, "question_type")
     # The subject has a column of its own, or is in `metadata`, or is the folder of the video.
-    metadata = row.get("metadata") or {}
-    subject = optional(row, "subject") or (
-        optional(metadata, "subject") if isinstance(metadata, dict) else ""
-    )
-    tasks = (subject or video.split("/")[1], kind)
+    metadata = row.get("metadata")
+    if not isinstance(metadata, dict):
+        metadata = {}
+    subject = optional(row, "subject") or optional(metadata, "subject") or video.split("/")[1]
+    tasks = (subject, kind)
     if kind == "open-ended":
         answer = text_of(row, "answer")
         question = Question(id, path_of(video), text, QuestionKind.OPEN_ENDED, answer)
