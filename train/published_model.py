@@ -24,7 +24,7 @@ from paravt_jax.data.stored_settings import require_same
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
-from rollout.evaluation.provenance import weights_hash
+from rollout.evaluation.weights_hash import weights_hash
 from train.settings import ModelSettings
 
 

@@ -6,9 +6,11 @@ lines, the last one with an answer counts.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import pathlib
+import subprocess
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
@@ -193,6 +195,42 @@ def read_json(file: pathlib.Path) -> Line:
         raise FolderError(
             f"{file}: is damaged ({error}); delete its folder and evaluate again"
         ) from error
+
+
+# --- what config.json says of the code ---
+
+
+def commit() -> str | None:
+    """The commit of this code, followed by "+" if tracked files have changed since.
+
+    None if the code is not in a git checkout.
+    """
+    here = pathlib.Path(__file__).parent
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(here), *args],
+                capture_output=True,
+                text=True,
+                timeout=20,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "HEAD")
+    if not head:
+        return None
+    # Untracked files, such as the results of runs, are not part of the code.
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return head + "+" if changed else head
+
+
+def versions() -> dict[str, Any]:
+    """Versions of the libraries that affect answers."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "flax", "av", "tokenizers")}
 
 
 def _as_text(content: Line) -> str:

@@ -30,7 +30,7 @@ from rollout.evaluation.benchmarks import (
     load,
     questions_hash,
 )
-from rollout.evaluation.folder import EvaluationFolder, Line, answered
+from rollout.evaluation.folder import EvaluationFolder, Line, answered, commit, versions
 from rollout.evaluation.pack_folder import as_the_pack_plays, open_pack
 from rollout.evaluation.packs import Pack
 from rollout.evaluation.players import (
@@ -40,7 +40,6 @@ from rollout.evaluation.players import (
     model_files,
     open_reader,
 )
-from rollout.evaluation.provenance import commit, versions, weights_hash
 from rollout.evaluation.replicas import Devices, ReadAhead, device_groups, play_all
 from rollout.evaluation.report import PlayProgress, report
 from rollout.evaluation.served import ServerWatch
@@ -48,6 +47,7 @@ from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.sharing import Deal, forget_meetings, meet, units_of
 from rollout.evaluation.split import Player
 from rollout.evaluation.summary import summarise
+from rollout.evaluation.weights_hash import weights_hash
 
 
 def evaluate(
