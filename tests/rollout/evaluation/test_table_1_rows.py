@@ -195,8 +195,18 @@ def test_a_row_is_played_by_its_command_on_a_server(serve, name):
 
 
 @pytest.mark.slow
-def test_a_row_of_an_older_family_is_played_by_the_engine(play):
-    """`test_pack_runs` does so with the newer family."""
+def test_a_row_of_an_older_family_is_played_by_the_engine(play, workspace):
+    """With few and small frames; `test_pack_runs` plays published ones with the newer family."""
+    file = workspace / "packs/longvt/pack.toml"
+    about = file.read_text()
+    for line, small in (
+        ("frames = 64", "frames = 4"),
+        ("min_pixels = 100352", "min_pixels = 784"),
+        ("max_pixels = 602112", "max_pixels = 50176"),
+    ):
+        assert f"\n{line}\n" in about
+        about = about.replace(f"\n{line}\n", f"\n{small}\n")
+    file.write_text(about)
     row = BASELINES["LongVT-RFT-7B"].arguments("release", "packs")
     line = play(*row, "--episodes", "1")
     assert len(line["turns"]) >= 1
