@@ -12,23 +12,18 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import re
 import sys
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from paravt_jax.method.accuracy import is_read
 from paravt_jax.method.judge import Judge
-from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
 from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer
 from paravt_jax.method.scoring import score_all
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.scoring import calls_by_turn, overview_shows_answer, seed_of
 from rollout.engine.requests import Sampler, as_done
-
-# Models that were not trained on the tags also write <ANSWER> or < answer >.
-_LOOSE_TAG = re.compile(rf"<\s*/?\s*(?:{'|'.join(BLOCKS)})\s*>", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +110,9 @@ class Scoring:
     rewards: RewardSettings = RewardSettings()
     judge: Judge | None = None
     anchor_weight: float = 0.5
-    blocks_only: bool = True
-    """Accept only answers in an answer block, as in training. If False, `final_text` reads them."""
-
-    def read(self, turns: Sequence[Turn]) -> str | None:
-        """The answer to score; None if there is none."""
-        return final_answer(turns) if self.blocks_only else final_text(turns)
+    read: Callable[[Sequence[Turn]], str | None] = final_answer
+    """Finds the answer to score; None if there is none. By default only in an answer block, as in
+    training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,24 +246,3 @@ def measures(played: Played) -> dict[str, Any]:
         "refused_reports": statuses.count(CallStatus.REFUSED),
         "stop": str(episode.stop),
     }
-
-
-def final_text(turns: Sequence[Turn]) -> str | None:
-    """Read the answer of a model that may not have learned to write answer blocks.
-
-    Returns:
-        The answer block of the last turn. Without a block, the text after the turn's thought. None
-        if there is neither, if the turn was cut off or contains a call, or if the thought was never
-        closed.
-    """
-    if not turns or turns[-1].truncated:
-        return None
-    text = turns[-1].text
-    block = extract_answer(text)
-    if block is not None:
-        return block
-    # The opening of a thought may belong to the prompt.
-    rest = first_think(text)[1] if "<think>" in text else text.rpartition("</think>")[2]
-    if rest is None or find_calls(text):
-        return None
-    return _LOOSE_TAG.sub("", rest).strip() or None

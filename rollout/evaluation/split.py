@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -17,8 +18,9 @@ from paravt_jax.data.frames import VideoError, join
 from paravt_jax.data.published import Refused, require_in_video
 from paravt_jax.data.text_files import read_srt
 from paravt_jax.method.judge import Judge
+from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
 from paravt_jax.method.protocol import Protocol, subtitled_text
-from paravt_jax.method.records import Question, QuestionKind, Subtitle
+from paravt_jax.method.records import Question, QuestionKind, Subtitle, Turn
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Completion, Request, Sampler
@@ -30,6 +32,10 @@ from rollout.evaluation.settings import BenchmarkSettings
 
 _SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
 _LINE_BREAK = 2  # tokens allowed for the end of a line: joined text may split differently there
+
+
+# Models that were not trained on the tags also write <ANSWER> or < answer >.
+_LOOSE_TAG = re.compile(rf"<\s*/?\s*(?:{'|'.join(BLOCKS)})\s*>", re.IGNORECASE)
 
 
 class Player:
@@ -60,7 +66,7 @@ class Player:
         self._videos = videos
         self._pack = pack or own_pack()
         self._setting = settings.episode_settings()
-        self._scoring = Scoring(settings.rewards(), judge, blocks_only=False)
+        self._scoring = Scoring(settings.rewards(), judge, read=final_text)
 
     def lines(
         self, items: Iterable[Item], check: Callable[[], None] = lambda: None
@@ -243,3 +249,24 @@ def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> lis
 def _spread(total: int, count: int) -> list[int]:
     """`count` indices below `total` at even distances."""
     return [i * total // count for i in range(count)]
+
+
+def final_text(turns: Sequence[Turn]) -> str | None:
+    """Read the answer of a model that may not have learned to write answer blocks.
+
+    Returns:
+        The answer block of the last turn. Without a block, the text after the turn's thought. None
+        if there is neither, if the turn was cut off or contains a call, or if the thought was never
+        closed.
+    """
+    if not turns or turns[-1].truncated:
+        return None
+    text = turns[-1].text
+    block = extract_answer(text)
+    if block is not None:
+        return block
+    # The opening of a thought may belong to the prompt.
+    rest = first_think(text)[1] if "<think>" in text else text.rpartition("</think>")[2]
+    if rest is None or find_calls(text):
+        return None
+    return _LOOSE_TAG.sub("", rest).strip() or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paravt_jax.method.records import Turn
-from rollout.evaluation.play import final_text
+from rollout.evaluation.split import final_text
 
 
 @pytest.mark.parametrize(

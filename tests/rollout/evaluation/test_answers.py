@@ -25,7 +25,7 @@ from paravt_jax.method.accuracy import (
     read_range,
 )
 from paravt_jax.method.records import Question, QuestionKind, Turn
-from rollout.evaluation.play import final_text
+from rollout.evaluation.split import final_text
 from rollout.evaluation.table_1 import COLUMNS
 
 ANSWERS: list[dict[str, Any]] = [
