@@ -100,8 +100,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "mask = batch.mask\n    groups,",
         ),
         "credit_over_the_batch": (
-            'batch.anchor_rewards, batch.valid, Normalisation("group", "group")',
-            'batch.anchor_rewards, batch.valid, Normalisation("batch", "batch")',
+            'in_groups = NORMALISATIONS["group"]',
+            'in_groups = NORMALISATIONS["batch"]',
         ),
     },
     (f"{_METHOD}/grpo/anchor.py", _GRPO): {
@@ -149,7 +149,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "anchor_weighed_by_the_proximal": (
             "weight = behaviour_weight(logprobs, batch.behaviour",
-            "weight = behaviour_weight(logprobs if proximal is None else proximal, batch.behaviour",
+            "weight = behaviour_weight("
+            "logprobs if batch.proximal is None else batch.proximal, batch.behaviour",
         ),
         "cap_excludes_itself": ("jnp.where(weight <= cap,", "jnp.where(weight < cap,"),
         "capped_tokens_count_once": (
@@ -161,8 +162,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "return jnp.where(weight <= cap, weight, 0.0)",
         ),
         "gradient_through_the_proximal": (
-            "proximal = jax.lax.stop_gradient(proximal if given else logprobs)",
-            "proximal = proximal if given else logprobs",
+            "proximal = jax.lax.stop_gradient(batch.proximal if later else logprobs)",
+            "proximal = batch.proximal if later else logprobs",
         ),
         "sequence_mean_over_padding": (
             "x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1)",
@@ -292,8 +293,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     ("train/learn/rl.py", _UPDATES): {
         "proximal_of_the_latest_update": (
-            "and batch.proximal is None:",
-            ":",
+            "settings.updates_per_batch > 1 and first:",
+            "settings.updates_per_batch > 1:",
         ),
     },
     ("train/rl.py", _UPDATES): {

@@ -100,7 +100,7 @@ class AbstractStep(NamedTuple):
         total = sums_of(self._differentiated, self.mesh) if self.accumulates else None
         batch = self.batch
         if later:
-            batch = dataclasses.replace(batch, proximal=batch.advantages)
+            batch = batch.later(batch.advantages)
         arguments = (text, total, self.visual, self.microbatches[size], batch)
         return Abstract(self.update.add, arguments)
 

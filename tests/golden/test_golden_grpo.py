@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,13 @@ import pytest
 
 from models.text import TextDecoder
 from paravt_jax.method import grpo
-from paravt_jax.method.grpo import GRPOBatch, GRPOSettings, Normalisation
+from paravt_jax.method.grpo import (
+    NORMALISATIONS,
+    GRPOBatch,
+    GRPOSettings,
+    Normalisation,
+    NormalisationName,
+)
 from paravt_jax.method.structure import Structure
 from tests.golden.formulas import (
     Arrays,
@@ -32,6 +38,7 @@ from tests.golden.formulas import (
     published_loss,
     released,
 )
+from tests.token_batch import token_batch
 
 REASONS = {
     "leftover": "The batch is not whole groups. The release divides the remainder by epsilon; "
@@ -71,6 +78,12 @@ def normalisation(config: Config | None) -> Normalisation:
     return Normalisation(
         config["mean_level"] or "none", config["std_level"] or "none", config["mean_leave1out"]
     )
+
+
+def named(config: Config | None) -> NormalisationName:
+    """The name of a normalisation in the settings."""
+    (name,) = (name for name, how in NORMALISATIONS.items() if how == normalisation(config))
+    return cast(NormalisationName, name)
 
 
 # --- normalisation ---
@@ -184,8 +197,8 @@ def as_batch(config: Config, arrays: Arrays) -> tuple[GRPOBatch, GRPOSettings]:
         reward_bias=-config["reward_bias"],
         reward_scaling=config["reward_scaling"],
         reward_clip=config["reward_clip"],
-        reward_normalisation=normalisation(config["reward_norm"]),
-        advantage_normalisation=normalisation(config["adv_norm"]),
+        reward_normalisation=named(config["reward_norm"]),
+        advantage_normalisation=named(config["adv_norm"]),
         kl_kind=config["kl_estimator"],
         kl_coefficient=config["kl_ctl"],
         epsilon=(config["adv_norm"] or config["reward_norm"])["eps"],
@@ -273,10 +286,11 @@ def our_loss(config: Config, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.A
     if config.get("use_decoupled_loss", True):
         proximal = jnp.asarray(in_rows(arrays["in_prox_logp"], ends))
     credit = jnp.asarray(in_rows(arrays["in_advantages"], ends))
-    mask = jnp.asarray(in_rows(arrays["in_loss_mask"] > 0, ends))
+    mask = in_rows(arrays["in_loss_mask"] > 0, ends)
+    batch = token_batch(behaviour, mask, proximal)
 
     def loss(x):
-        return grpo.policy_loss(x, proximal, behaviour, credit, mask, settings)
+        return grpo.policy_loss(x, credit, batch, settings)
 
     logprobs = jnp.asarray(in_rows(arrays["in_logprobs"], ends))
     loss_and_gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -382,16 +396,9 @@ def bigram_loss(
     def loss(w: jax.Array, rows: np.ndarray, tokens: jax.Array) -> jax.Array:
         table = jax.nn.log_softmax(w / config["temperature"], axis=-1)
         logprobs = table[ids[rows][:, :-1], ids[rows][:, 1:]]
-        value, _ = grpo.policy_loss(
-            jnp.pad(logprobs, ((0, 0), (1, 0))),  # a first token has no log-prob
-            proximal[rows],
-            behaviour[rows],
-            credit[rows],
-            batch.mask[rows],
-            settings,
-            tokens,
-        )
-        return value
+        logprobs = jnp.pad(logprobs, ((0, 0), (1, 0)))  # a first token has no log-prob
+        some = token_batch(behaviour[rows], batch.mask[rows], proximal[rows])
+        return grpo.policy_loss(logprobs, credit[rows], some, settings, tokens)[0]
 
     return loss
 

@@ -20,7 +20,7 @@ from models.model import abstract_model
 from models.sharding import make_mesh
 from models.trained import Skeleton
 from paravt_jax.data.frames import VideoError
-from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages
+from paravt_jax.method.grpo import GRPOSettings, advantages
 from paravt_jax.method.rewards import Rewards, RewardSettings, published_format
 from paravt_jax.method.scoring import Rules
 from paravt_jax.method.structure import Kind
@@ -457,7 +457,7 @@ def test_subagents_have_their_tokens_and_their_episodes_advantage(road, small, s
         group_size=4,
         kl_coefficient=0.0,
         anchor="none",
-        advantage_normalisation=Normalisation("none", "none"),
+        advantage_normalisation="none",
     )
     gains, _ = advantages(jax.tree.map(jnp.asarray, batch), settings)
     for n, (episode, _) in enumerate(agents):
@@ -743,7 +743,7 @@ def test_gamma_of_the_rewards_reaches_the_loss(road, small, monkeypatch):
         road.run.rl, rewards=dataclasses.replace(road.run.rl.rewards, gamma=0.125)
     )
     step = laid_out(road, rolled_out(road, small.Script(road), road.data.questions[:2]))
-    batch = types.SimpleNamespace(advantages=None, grpo=step.grpo, totals=None, proximal=None)
+    batch = types.SimpleNamespace(advantages=None, grpo=step.grpo, totals=None)
     loss = train.learn.rl.rl_loss(settings)
     loss(cast(Any, None), cast(Any, step.visual), step.microbatches[0], cast(Any, batch))
     assert given[0][5] == 0.125

@@ -82,19 +82,15 @@ def rl_loss(settings: RLSettings) -> Loss:
             text, visual, part, settings.temperature, settings.remat, settings.logprob_chunk
         )
         here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (part.index >= 0))
+        gamma = settings.rewards.gamma
         value, metrics = grpo.paravt_loss(
-            logprobs,
-            batch.advantages,
-            here,
-            settings.grpo,
-            batch.totals,
-            settings.rewards.gamma,
-            batch.proximal,
+            logprobs, batch.advantages, here, settings.grpo, batch.totals, gamma
         )
-        if settings.updates_per_batch > 1 and batch.proximal is None:
+        first = here.proximal is None
+        if settings.updates_per_batch > 1 and first:
             metrics[_LOGPROBS] = jax.lax.stop_gradient(logprobs)
         # Later updates have other weights than the sampler.
-        if batch.proximal is None and routes is not None:
+        if routes is not None and first:
             metrics["routing_gap"] = _routing_gap(routes, here, batch.totals)
         return value, metrics
 
@@ -275,8 +271,7 @@ class Learner:
         bank, microbatches, first = self._padding(features)[1:4]
         batches = [first]
         if self.settings.updates_per_batch > 1:
-            proximal = like(first.advantages, self._whole)
-            batches.append(dataclasses.replace(first, proximal=proximal))
+            batches.append(first.later(like(first.advantages, self._whole)))
         rows = [(part, batch) for part in microbatches for batch in batches]
         yield from self.updater.lowerings(state, bank, rows, draw=4)
         _, vision = apart(state.weights)
@@ -319,7 +314,7 @@ class Learner:
             return batch
         # A token is in one micro-batch, and 0 in all others.
         proximal = functools.reduce(jnp.add, metrics.pop(_LOGPROBS))
-        return dataclasses.replace(batch, proximal=jax.device_put(proximal, self._whole))
+        return batch.later(jax.device_put(proximal, self._whole))
 
     def _to_host(self, weights: Any, dtype: Any) -> Any:
         """Return a copy of the weights in `dtype`, in the host's memory."""

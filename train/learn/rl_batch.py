@@ -11,6 +11,7 @@ each process provides those of some prompts that it played.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -54,8 +55,10 @@ class RLBatch:
     grpo: GRPOBatch
     advantages: Float[Array, "r u"]
     totals: Totals
-    proximal: Float[Array, "r u"] | None = None
-    """Log-probs at the start of the step; None in its first update, where they are the current."""
+
+    def later(self, proximal: Float[Array, "r u"]) -> RLBatch:
+        """Return the batch of later updates, given the log-probs at the start of the step."""
+        return dataclasses.replace(self, grpo=dataclasses.replace(self.grpo, proximal=proximal))
 
 
 class LaidOut(NamedTuple):

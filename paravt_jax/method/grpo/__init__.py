@@ -42,14 +42,22 @@ from paravt_jax.method.grpo.loss import (
     paravt_loss,
     policy_loss,
 )
-from paravt_jax.method.grpo.settings import Anchor, GRPOSettings, Normalisation
+from paravt_jax.method.grpo.settings import (
+    NORMALISATIONS,
+    Anchor,
+    GRPOSettings,
+    Normalisation,
+    NormalisationName,
+)
 
 __all__ = [
+    "NORMALISATIONS",
     "Anchor",
     "GRPOBatch",
     "GRPOSettings",
     "Metrics",
     "Normalisation",
+    "NormalisationName",
     "Totals",
     "advantages",
     "anchor_credit",

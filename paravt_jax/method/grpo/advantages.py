@@ -6,15 +6,19 @@ They are computed once per step, without gradient. Arrays have b rows of t token
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from paravt_jax.method.grpo.anchor import anchor_credit
 from paravt_jax.method.grpo.batch import GRPOBatch, Metrics, masked_mean
-from paravt_jax.method.grpo.settings import GRPOSettings, KLKind, Level, Normalisation
+from paravt_jax.method.grpo.settings import (
+    NORMALISATIONS,
+    GRPOSettings,
+    KLKind,
+    Level,
+    Normalisation,
+)
 
 
 def shape_rewards(rewards: Float[Array, "p g"], settings: GRPOSettings) -> Float[Array, "p g"]:
@@ -170,7 +174,7 @@ def normalise_tokens(
     normed = jnp.where(
         varied(rewards, batch.valid, how.std),
         normalise(values, members, how, epsilon),
-        normalise(values, members, dataclasses.replace(how, std="none")),
+        normalise(values, members, how._replace(std="none")),
     )
     # A token belongs to one group and is 0 in all others.
     return normed.sum(0).reshape(mask.shape)
@@ -198,15 +202,16 @@ def advantages(
         )
     mask = batch.trained
     shaped = shape_rewards(batch.rewards, settings)
-    normed = normalise(shaped, batch.valid, settings.reward_normalisation, settings.epsilon)
+    of_rewards = NORMALISATIONS[settings.reward_normalisation]
+    of_tokens = NORMALISATIONS[settings.advantage_normalisation]
+    normed = normalise(shaped, batch.valid, of_rewards, settings.epsilon)
     kl = kl_penalty(batch.behaviour, batch.reference, settings.kl_kind)
     raw = token_advantages(batch.of_rows(normed), kl, mask, settings.kl_coefficient)
-    out = normalise_tokens(raw, normed, batch, settings.advantage_normalisation, settings.epsilon)
+    out = normalise_tokens(raw, normed, batch, of_tokens, settings.epsilon)
     # After the normalisation, which would otherwise spread the credit over all tokens.
     if settings.anchor == "credit":
-        credit = normalise(
-            batch.anchor_rewards, batch.valid, Normalisation("group", "group"), settings.epsilon
-        )
+        in_groups = NORMALISATIONS["group"]
+        credit = normalise(batch.anchor_rewards, batch.valid, in_groups, settings.epsilon)
         out = anchor_credit(out, credit, batch, settings.anchor_weight, gamma)
     # Silent groups have equal rewards: their advantages consist of the KL penalty only.
     silent = masked_mean(1.0 - has_signal(batch.rewards, batch.valid, settings), batch.valid.any(1))

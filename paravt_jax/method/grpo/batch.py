@@ -46,6 +46,9 @@ class GRPOBatch:
     """False for rollouts that do not count."""
     compliant: Bool[Array, "p g"]
     """`Rewards.compliant`: rollouts whose tags the anchor `likelihood` rewards."""
+    proximal: Float[Array, "b t"] | None = None
+    """Log-probs under the proximal policy, the weights at the start of the step; None in its first
+    update, where they are the current ones."""
     current: Bool[Array, "b t"] | None = None
     """Tokens that the weights of the update drew; None: all of them. For the gaps between sampler
     and trainer only."""
@@ -73,8 +76,9 @@ class GRPOBatch:
             "valid": (p, g),
             "compliant": (p, g),
         }
-        if self.current is not None:
-            expected["current"] = (b, t)
+        for name in ("proximal", "current"):
+            if getattr(self, name) is not None:
+                expected[name] = (b, t)
         if self.routes is not None:
             expected["routes"] = (b, t, self.routes.shape[-1])
         shapes = {name: getattr(self, name).shape for name in expected}

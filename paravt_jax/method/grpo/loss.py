@@ -18,39 +18,35 @@ from paravt_jax.method.grpo.settings import GRPOSettings
 
 def policy_loss(
     logprobs: Float[Array, "b t"],
-    proximal: Float[Array, "b t"] | None,
-    behaviour: Float[Array, "b t"],
     advantages: Float[Array, "b t"],
-    mask: Bool[Array, "b t"],
+    batch: GRPOBatch,
     settings: GRPOSettings,
     tokens: Float[Array, ""] | None = None,
-    current: Bool[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Decoupled PPO (REFERENCE 3, step 4).
 
-    The ratio is taken against the proximal policy (the weights at the start of the batch) and
+    The ratio is taken against the proximal policy (the weights at the start of the step) and
     clipped. Each token's loss is weighted by its probability under the proximal policy divided by
     that under the sampling weights. No gradient flows through the proximal policy or the weight.
+    In the first update of a step, the proximal policy is the current one: the ratio is 1, and no
+    clip acts.
 
     Args:
         logprobs: Log-probs under the current policy.
-        proximal: Log-probs under the proximal policy. None in the first update of a batch, where it
-            is the current policy: the ratio is 1, and no clip acts.
-        behaviour: Log-probs under the weights that sampled.
         advantages: Advantages of all tokens.
-        mask: Tokens to train on.
+        batch: The tokens to train on, with log-probs of the proximal policy and the sampler.
         settings: The kind of ratio, its clips, and the cap of the weight.
-        tokens: Denominator of the loss; the number of masked tokens by default. Capped tokens
+        tokens: Denominator of the loss; the number of trained tokens by default. Capped tokens
             count in it, although their loss is 0.
-        current: Tokens that the proximal policy drew; None: all of them.
 
     Returns:
         The loss, and metrics: the share of capped tokens, |proximal - behaviour| summed over
-        `current` and divided by `tokens`, and the mean and largest weight after the cap; with
-        `proximal` also those of `_ratio_metrics`.
+        `batch.current` and divided by `tokens`, and the mean and largest weight after the cap;
+        after the first update also those of `_ratio_metrics`.
     """
-    given = proximal is not None
-    proximal = jax.lax.stop_gradient(proximal if given else logprobs)
+    mask = batch.trained
+    later = batch.proximal is not None
+    proximal = jax.lax.stop_gradient(batch.proximal if later else logprobs)
     # Log-probs outside the mask may be NaN. They are replaced before exp: a NaN that `where`
     # discards afterwards would still make the gradient NaN.
     log_ratio = jnp.where(mask, logprobs - proximal, 0.0)
@@ -61,16 +57,16 @@ def policy_loss(
         advantages = _row_means(advantages, mask)
     ratio = jnp.exp(log_ratio)
     loss = clipped_loss(ratio, advantages, settings)
-    weight = behaviour_weight(proximal, behaviour, mask, settings)
+    weight = behaviour_weight(proximal, batch.behaviour, mask, settings)
     tokens = mask.sum(dtype=jnp.float32) if tokens is None else tokens
-    compared = mask if current is None else mask & current
+    compared = mask if batch.current is None else mask & batch.current
     metrics = {
         "capped_fraction": masked_mean((weight == 0).astype(jnp.float32), mask, tokens),
-        "behaviour_gap": masked_mean(jnp.abs(proximal - behaviour), compared, tokens),
+        "behaviour_gap": masked_mean(jnp.abs(proximal - batch.behaviour), compared, tokens),
         "behaviour_weight": masked_mean(weight, mask, tokens),
         "behaviour_weight_max": jnp.where(mask, weight, 0.0).max(),
     }
-    if given:
+    if later:
         metrics |= _ratio_metrics(ratio, advantages, mask, settings, tokens)
     return masked_mean(loss * weight, mask, tokens), metrics
 
@@ -165,7 +161,6 @@ def paravt_loss(
     settings: GRPOSettings,
     totals: Totals | None = None,
     gamma: float = 0.3,
-    proximal: Float[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """The whole loss of a batch: policy loss, and the anchor `likelihood` if the recipe uses it.
 
@@ -178,23 +173,12 @@ def paravt_loss(
             to those of the whole (of `ratio_max`, the largest counts). By default, `batch` is the
             whole batch.
         gamma: `RewardSettings.gamma`, the penalty for violations under `likelihood`.
-        proximal: Log-probs at the start of the batch; None in the first update of a batch, where
-            they are the current ones.
 
     Returns:
         The loss, and metrics with the loss among them.
     """
     totals = batch_totals(batch) if totals is None else totals
-    loss, metrics = policy_loss(
-        logprobs,
-        proximal,
-        batch.behaviour,
-        advantages,
-        batch.trained,
-        settings,
-        totals.tokens,
-        batch.current,
-    )
+    loss, metrics = policy_loss(logprobs, advantages, batch, settings, totals.tokens)
     if settings.anchor == "likelihood":
         # No ratio here: the weight corrects from the sampling weights to the current ones at once.
         weight = behaviour_weight(logprobs, batch.behaviour, batch.trained, settings)

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
 
 Anchor = Literal["likelihood", "credit", "sequence", "none"]
 Level = Literal["group", "batch", "none"]
 KLKind = Literal["k1", "k2", "k3"]
 Ratio = Literal["token", "sequence"]
+NormalisationName = Literal["group", "group-mean", "leave-one-out", "group-batch", "batch", "none"]
 
 
-def _require_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{field}: {value!r} is unknown; choose one of {', '.join(choices)}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Normalisation:
+class Normalisation(NamedTuple):
     """How values are normalised: (x - mean) / (std + epsilon). `none` omits the mean or the std."""
 
-    mean: Level = "group"
+    mean: Level
     """Values that share a mean."""
-    std: Level = "group"
+    std: Level
     """Values that share a standard deviation."""
     leave_one_out: bool = False
     """Compare each value with the mean of the others."""
 
-    def __post_init__(self):
-        for name in ("mean", "std"):
-            _require_one_of(f"Normalisation.{name}", getattr(self, name), get_args(Level))
-        if self.leave_one_out and self.mean == "none":
-            raise ValueError(
-                "Normalisation.leave_one_out: True with mean 'none'; "
-                "set mean to 'group' or 'batch', or leave_one_out to False"
-            )
+
+NORMALISATIONS: Mapping[str, Normalisation] = MappingProxyType(
+    {
+        "group": Normalisation("group", "group"),
+        "group-mean": Normalisation("group", "none"),
+        "leave-one-out": Normalisation("group", "none", leave_one_out=True),
+        "group-batch": Normalisation("group", "batch"),
+        "batch": Normalisation("batch", "batch"),
+        "none": Normalisation("none", "none"),
+    }
+)
+"""The normalisations that a recipe can name. `group-mean` is Dr. GRPO's, `leave-one-out` RLOO's;
+`group-batch` subtracts each group's mean and divides by the standard deviation of the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +61,13 @@ class GRPOSettings:
     # The bound 20 is reached at R = 2.2, although rewards go up to 2.8 (REFERENCE 4, 14).
     reward_clip: float | None = 20.0
     """Bound on scaled rewards in both directions, None for no bound."""
-    reward_normalisation: Normalisation = Normalisation("group", "group")
-    """Normalisation of scaled rewards. Dr. GRPO uses `std="none"`, RLOO `leave_one_out`."""
+    reward_normalisation: NormalisationName = "group"
+    """Normalisation of scaled rewards. Dr. GRPO uses `group-mean`, RLOO `leave-one-out`."""
     kl_coefficient: float = 0.01
     """Weight of the KL to the reference policy, subtracted from the reward of each token."""
     kl_kind: KLKind = "k1"
     """Estimator of that KL from one sample: d, d^2 / 2, or exp(-d) - 1 + d."""
-    advantage_normalisation: Normalisation = Normalisation("batch", "batch")
+    advantage_normalisation: NormalisationName = "batch"
     """Normalisation of token advantages, over all generated tokens of the batch by default."""
     # Dividing by the batch's std gives every update full size, even if one group alone decides it.
     min_signal: float = 0.0
@@ -121,8 +123,18 @@ class GRPOSettings:
             raise ValueError(
                 f"GRPOSettings.reward_bias: {self.reward_bias}; give a finite number, such as 0.2"
             )
-        for name, choices in (("kl_kind", KLKind), ("ratio", Ratio), ("anchor", Anchor)):
-            _require_one_of(f"GRPOSettings.{name}", getattr(self, name), get_args(choices))
+        for name, choices in {
+            "reward_normalisation": NormalisationName,
+            "advantage_normalisation": NormalisationName,
+            "kl_kind": KLKind,
+            "ratio": Ratio,
+            "anchor": Anchor,
+        }.items():
+            value, known = getattr(self, name), get_args(choices)
+            if value not in known:
+                raise ValueError(
+                    f"GRPOSettings.{name}: {value!r} is unknown; choose one of {', '.join(known)}"
+                )
         if self.ratio == "sequence" and self.anchor == "credit":
             raise ValueError(
                 "GRPOSettings.anchor: 'credit' with ratio 'sequence', which would average the "
