@@ -41,6 +41,7 @@ from models.flops import flops_per_token, vision_flops
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.rope import mrope_positions, visual_index
+from models.text import VisualBank
 from models.vision import frame_layout
 from models.weights import hf
 from models.weights.hf_config import to_hf
@@ -252,7 +253,7 @@ def _our_prefill(model: Any, case: Case) -> Callable[[], Any]:
         model = nnx.merge(graph, weights)
         visual = model.vision(patches, layout)
         visual = visual.reshape(1, -1, *visual.shape[2:])  # the frames of the only row
-        hidden, kv = model.text(ids, positions, visual=visual, visual_index=index)
+        hidden, kv = model.text(ids, positions, visual=VisualBank(visual, index))
         return model.text.logits(hidden[:, -1]), kv
 
     def run():

@@ -42,10 +42,19 @@ _EPISODE = ("tests/rollout/test_episode.py", "tests/rollout/engine/test_under_fi
 
 _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     ("paravt_jax/world/text.py", _TEXT): {
-        "hindsight": ("answer = _guess(question, scene, habits)", 'answer = f" {_digit(scene)}"'),
-        "guess_among_the_right": ("habits.choice(question.options)", "question.answer"),
+        "hindsight": (
+            "answer = self._guess()",
+            'answer = f" {_digit(self.scene)}"',
+        ),
+        "guess_among_the_right": (
+            "self.habits.choice(self.question.options)",
+            "self.question.answer",
+        ),
         "calls_without_tools": ("if looks and tools:", "if looks:"),
-        "always_both_halves": ("habits.random() >= settings.both", "habits.random() > 1"),
+        "always_both_halves": (
+            "self.habits.random() >= self.settings.both",
+            "self.habits.random() > 1",
+        ),
     },
     (f"{_METHOD}/grpo/advantages.py", _GRPO): {
         "guard_ignored": ("out = scale * out", "out = out"),
@@ -162,8 +171,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "return jnp.where(weight <= cap, weight, 0.0)",
         ),
         "gradient_through_the_proximal": (
-            "proximal = jax.lax.stop_gradient(batch.proximal if later else logprobs)",
-            "proximal = batch.proximal if later else logprobs",
+            "    proximal = jax.lax.stop_gradient(proximal)\n",
+            "",
         ),
         "sequence_mean_over_padding": (
             "x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1)",
@@ -494,7 +503,10 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "jnp.maximum(batch.index - 1, 0)",
             "jnp.maximum(batch.index, 0)",
         ),
-        "prompts_not_shared": ("shared=batch.shared", "shared=jnp.zeros_like(batch.shared)"),
+        "prompts_not_shared": (
+            "batch.layout,",
+            "batch.replace(shared=jnp.zeros_like(batch.shared)).layout,",
+        ),
         "trainer_ignores_the_temperature": (
             "following, temperature, chunk",
             "following, 1.0, chunk",

@@ -67,9 +67,7 @@ def published_sft() -> Run:
             text_tokens=396,
         ),
         engine=EngineSettings(slots=4, cache_tokens=4096),
-        sft=SFTSettings(
-            steps=2, rows=1, optimizer=ADAM, row_tokens=512, save_every=1, logprob_chunk=256
-        ),
+        sft=SFTSettings(steps=2, rows=1, optimizer=ADAM, row_tokens=512, save_every=1),
         log=LogSettings(tensorboard=False),
     )
 
@@ -89,7 +87,6 @@ def published_rl() -> Run:
         rewards=RewardSettings(format_cap=False),
         frame_budgets=(2, 4),
         save_every=1,
-        logprob_chunk=64,
     )
     evaluation = EvaluationSettings(
         questions=2, samples=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)

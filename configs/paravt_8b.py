@@ -50,7 +50,6 @@ def paravt_8b() -> Run:
             optimizer=OptimizerSettings(learning_rate=2e-5, schedule="cosine", warmup=0.05),
             remat="auto",
             microbatches=0,
-            logprob_chunk=512,
         ),
         # Before and after RL, on held-out questions. `rollout.evaluate` plays the paper's splits.
         evaluation=EvaluationSettings(
@@ -63,6 +62,5 @@ def paravt_8b() -> Run:
             rewards=RewardSettings(format_cap=False),
             remat="auto",
             microbatch_tokens=0,
-            logprob_chunk=512,
         ),
     )

@@ -47,7 +47,6 @@ def paravt_tiny() -> Run:
             optimizer=OptimizerSettings(
                 "muon",
                 learning_rate=3e-3,
-                muon_learning_rate=0.02,
                 schedule="cosine",
                 warmup=0.02,
                 weight_decay=0.0,

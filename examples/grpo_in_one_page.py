@@ -43,7 +43,7 @@ from rollout.engine.requests import run
 from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
 from train.data import Data
 from train.learn.optimizer import OptimizerSettings, make_optimizer
-from train.learn.packing import StepShape
+from train.learn.packing import StepRoom, StepShape
 from train.learn.placement import place_vectors
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import Rollouts, describe
@@ -171,12 +171,12 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     logprobs = make_logprobs(skeleton, TEMPERATURE, mesh)
     advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
     shape = StepShape(PROMPTS, GROUP, subagents=0, limits=longest)
-    row_sizes = shape.microbatches(most=2048, devices=1, pieces=1)
+    room = StepRoom(shape, shape.microbatches(most=2048, devices=1, pieces=1))
     history = []
     for step in range(steps):
         rollouts = roll_out(engine, environment, next(question_batches), step, seed)
         # Packed rows of the sampled tokens, and their log-probs under the reference weights.
-        laid_out = lay_out(rollouts, environment, shape, row_sizes, (seed, step))
+        laid_out = lay_out(rollouts, environment, room, (seed, step))
         bank = place_vectors([laid_out.visual], shape.slots(1, 1), mesh)
         # A token is in one micro-batch, and 0 in all others.
         by_reference = sum(logprobs(reference, bank, part) for part in laid_out.microbatches)

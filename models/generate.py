@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,11 @@ from models.model import Inputs, VisionLanguageModel
 from models.packing import PackedPatches, deal_rows, pack_patches
 from models.rope import next_position
 from models.sharding import MeshProgram, mesh_of
-from models.text import KV, TextDecoder
+from models.text import KV, TextDecoder, VisualBank
 from models.vision import PatchLayout
 
+# Lengths are padded to multiples of this, in tokens.
+BUCKET = 256
 # Smallest row of the tower, in visual tokens. Smaller frames share a row.
 _MIN_ROW = 256
 
@@ -36,7 +39,6 @@ def generate(
     stop_ids: Sequence[int],
     temperature: float = 0.0,
     seed: int = 0,
-    bucket: int = 256,
 ) -> Int32[np.ndarray, " n"]:
     """Samples the tokens that follow a prompt.
 
@@ -49,7 +51,6 @@ def generate(
         stop_ids: generation stops after one of these.
         temperature: sampling temperature; 0 takes the likeliest token.
         seed: seed of the sampling; unused at temperature 0.
-        bucket: lengths are padded to multiples of this, in tokens.
 
     Returns:
         The new token ids, including the stop id if there was one.
@@ -70,24 +71,20 @@ def generate(
         # which reads the appended -1.
         index = np.append(packed.tokens, -1)[index]
     length = len(inputs.ids)
-    padding = ((0, 0), (0, -length % bucket))
+    padding = ((0, 0), (0, -length % BUCKET))
     ids = np.pad(inputs.ids[None], padding).astype(np.int32)
     index = np.pad(index[None], padding, constant_values=-1).astype(np.int32)
     positions = np.pad(inputs.positions, padding)[:, None]
     mesh = mesh_of(nnx.state(model))
     prefill, decode = MeshProgram(_prefill, mesh), MeshProgram(_decode, mesh)
-    logits, kv = prefill(*nnx.split(model), ids, positions, index, seen, np.int32(length))
+    prompt = _Prompt(ids, positions, index, seen, np.int32(length))
+    logits, kv = prefill(*nnx.split(model), prompt)
     counts = np.array([length, next_position(inputs.positions), new_tokens], np.int32)
-    found, count = decode(
-        *nnx.split(model.text),
-        logits,
-        kv,
-        counts,
-        np.asarray(stop_ids, np.int32),
-        np.float32(temperature),
-        jax.random.key(seed),
-        room=new_tokens + -new_tokens % bucket,
+    sampling = _Sampling(
+        np.asarray(stop_ids, np.int32), np.float32(temperature), jax.random.key(seed)
     )
+    room = new_tokens + -new_tokens % BUCKET
+    found, count = decode(*nnx.split(model.text), (logits, kv), counts, sampling, room=room)
     return np.asarray(found)[: int(count)]
 
 
@@ -105,29 +102,40 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
+class _Prompt(NamedTuple):
+    """A prompt, padded on the right, where no token of the prompt sees the padding."""
+
+    ids: Int[Array | np.ndarray, "1 t"]
+    positions: Int[Array | np.ndarray, "3 1 t"]
+    index: Int[Array | np.ndarray, "1 t"]
+    """Each token's place in the tower's rows; -1 for text."""
+    seen: tuple[Float[Array | np.ndarray, "b p c"], PatchLayout] | None
+    """Patches of the frames, and their layout; None without frames."""
+    length: Int[Array | np.ndarray, ""] | np.int32
+    """Tokens without padding."""
+
+
+class _Sampling(NamedTuple):
+    """How new tokens are drawn, and the ids that end a response."""
+
+    stops: Int[Array | np.ndarray, " s"]
+    temperature: Float[Array | np.ndarray, ""] | np.float32
+    key: jax.Array
+
+
 @functools.partial(jax.jit, static_argnames="graph")
 def _prefill(
-    graph: nnx.GraphDef[VisionLanguageModel],
-    weights: nnx.State,
-    ids: Int[Array, "1 t"],
-    positions: Int[Array, "3 1 t"],
-    index: Int[Array, "1 t"],
-    seen: tuple[Float[Array, "b p c"], PatchLayout] | None,
-    length: Int[Array, ""],
+    graph: nnx.GraphDef[VisionLanguageModel], weights: nnx.State, prompt: _Prompt
 ) -> tuple[Float[Array, "1 v"], KV]:
-    """Scores of the first new token, and the prompt's keys and values.
-
-    Padding is on the right, where no token of the prompt sees it.
-    """
+    """Scores of the first new token, and the prompt's keys and values."""
     model = nnx.merge(graph, weights)
+    ids, positions, index, seen, length = prompt
     visual = None
     if seen is not None:
         # [b, q, levels, d] -> [1, b * q, levels, d]: one bank for the one sequence.
         features = model.vision(*seen)
-        visual = features.reshape(1, -1, *features.shape[2:])
-    hidden, kv = model.text(
-        ids, positions, visual=visual, visual_index=None if visual is None else index
-    )
+        visual = VisualBank(features.reshape(1, -1, *features.shape[2:]), index)
+    hidden, kv = model.text(ids, positions, visual=visual)
     return model.text.logits(hidden[:, length - 1]), kv
 
 
@@ -135,20 +143,19 @@ def _prefill(
 def _decode(
     graph: nnx.GraphDef[TextDecoder],
     weights: nnx.State,
-    logits: Float[Array, "1 v"],
-    kv: KV,
+    prefilled: tuple[Float[Array, "1 v"], KV],
     counts: Int[Array, "3"],
-    stops: Int[Array, " s"],
-    temperature: Float[Array, ""],
-    key: jax.Array,
-    *,
+    sampling: _Sampling,
     room: int,
 ) -> tuple[Int[Array, " room"], Int[Array, ""]]:
     """New token ids and their number.
 
-    `counts` holds the prompt's length, the position after it, and the limit of new tokens.
+    `prefilled` is the result of `_prefill`. `counts` holds the prompt's length, the position after
+    it, and the limit of new tokens.
     """
     text = nnx.merge(graph, weights)
+    logits, kv = prefilled
+    stops, temperature, key = sampling
     length, position, limit = counts
     layers = text.decode_layers()
     prompt = DenseCache.prefilled(kv, jnp.arange(kv.k.shape[2])[None] < length, room)

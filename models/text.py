@@ -19,9 +19,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key, UInt8
+from jaxtyping import Array, Float, Int, Key, UInt8
 
-from models.attention import DenseCache, PagedCache, attend, platform
+from models.attention import DenseCache, PagedCache, RowLayout, attend, platform
 from models.config import TextConfig
 from models.experts import Experts
 from models.layers import constant, normal, product, rms_norm
@@ -51,7 +51,7 @@ class VisualBank(NamedTuple):
     replaces the token's embedding; level 1 + i is added after decoder layer i (DeepStack).
     """
 
-    vectors: Float[Array | np.ndarray, "n m c d"]
+    vectors: Float[Array | np.ndarray, "n m c d"]  # c = 1 + DeepStack levels
     index: Int[Array | np.ndarray, "b t"]  # into the m vectors; -1 where the token is text
 
     def embed(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
@@ -271,15 +271,9 @@ class TextDecoder(nnx.Module):
         self,
         ids: Int[Array | np.ndarray, "b t"],
         positions: Int[Array | np.ndarray, "3 b t"],
-        *,
-        segment_ids: Int[Array | np.ndarray, "b t"] | None = None,
-        visual: Float[Array | np.ndarray, "n m c d"] | None = None,
-        visual_index: Int[Array | np.ndarray, "b t"] | None = None,
+        layout: RowLayout | None = None,
+        visual: VisualBank | None = None,
         prefix: KV | Callable[[Int[Array, ""]], KV] | None = None,
-        prefix_mask: Bool[Array | np.ndarray, "b s"] | None = None,
-        starts: Int[Array | np.ndarray, "b t"] | None = None,
-        shared: Int[Array | np.ndarray, " b"] | None = None,
-        pieces: int = 1,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "b t d"], KV, UInt8[Array, "l b t"] | None]:
         """Runs the decoder over whole sequences.
@@ -289,19 +283,11 @@ class TextDecoder(nnx.Module):
         Args:
             ids: token ids.
             positions: time, height and width of every token (`rope.mrope_positions`).
-            segment_ids: tokens attend causally to tokens of the same segment; 0 is padding. None:
-                every row is one segment.
-            visual: banks of m visual vectors, one per row or one for all rows; c = 1 + DeepStack
-                levels.
-            visual_index: the vector in the bank that each token takes, -1 for text.
+            layout: what each token sees; None: itself and earlier tokens of its row.
+            visual: visual vectors and the tokens that take them; None: all tokens are text.
             prefix: keys and values of s tokens before each row. Each row is then one segment. A
                 function from a layer's number to its keys and values reads only one layer at a
                 time.
-            prefix_mask: which prefix positions are valid; None: all.
-            starts: packed rows (`attention.attend`): the place where the token's own segment, or
-                prompt, begins.
-            shared: packed rows: number of leading places that hold prompts.
-            pieces: number of consecutive rows that form one sequence.
             remat: what is kept for the backward pass.
 
         Returns:
@@ -309,16 +295,8 @@ class TextDecoder(nnx.Module):
             experts also the marks of the tokens' experts in each layer (`models.experts`).
 
         Raises:
-            ValueError: only one of `visual` and `visual_index` is given, or the arguments of a
-                packed row contradict each other (`attention.attend`).
+            ValueError: the layout contradicts itself or the prefix.
         """
-        if (visual is None) != (visual_index is None):
-            raise ValueError(
-                "visual, visual_index: given together or not at all; pass both, or neither for text"
-            )
-        bank = None
-        if visual is not None and visual_index is not None:
-            bank = VisualBank(visual, visual_index)
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions, self.config)
         # Hidden states kept between layers are sharded over `tensor` too. Inside a layer, the
@@ -336,25 +314,14 @@ class TextDecoder(nnx.Module):
             x = checkpoint_name(constrain(x, *between), LAYER_INPUT)
             x = constrain(x, ROWS)
             q, k, v = block.project(x, angles)
-            attended = attend(
-                q,
-                k,
-                v,
-                segment_ids=segment_ids,
-                prefix=past,
-                prefix_mask=prefix_mask,
-                starts=starts,
-                shared=shared,
-                pieces=pieces,
-            )
-            x, routes = block.finish(x, attended)
-            if bank is not None:
-                x = bank.add_level(x, number + 1)
+            x, routes = block.finish(x, attend(q, k, v, layout, past))
+            if visual is not None:
+                x = visual.add_level(x, number + 1)
             return constrain(constrain(x, ROWS), *between), (KV(k, v), routes)
 
         x = self._embed_rows(ids)
-        if bank is not None:
-            x = bank.embed(x)
+        if visual is not None:
+            x = visual.embed(x)
         layers = jnp.arange(self.config.num_hidden_layers)
         key = self.dropout_key
         keys = None if key is None else jax.random.split(key, len(layers))

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
-from models.attention import attend
+from models.attention import RowLayout, attend
 from models.config import VisionConfig
 from models.layers import LayerNorm, Linear, RMSNorm
 from models.rope import merge_order, rotate, vision_angles
@@ -156,7 +156,7 @@ class VisionBlock(nnx.Module):
         q, k, v = jnp.moveaxis(qkv, 2, 0)
         q = rotate(q, angles)
         k = rotate(k, angles)
-        attended = attend(q, k, v, causal=False, segment_ids=segments)
+        attended = attend(q, k, v, RowLayout(segments=segments, causal=False))
         x = x + self.out(attended.reshape(b, p, d))
         return x + self.mlp(self.norm2(x))
 

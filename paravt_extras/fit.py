@@ -553,8 +553,7 @@ class _Estimate:
     @property
     def _paged(self) -> bool:
         """Whether the engine decodes on pages, without copies of them."""
-        paged = self.run.engine.paged
-        return self.devices.tpu if paged is None else paged
+        return self.devices.tpu
 
     def _engine(self, slots: int) -> EngineSizes:
         """Sizes of an engine whose cache, if it is open, holds a single rollout at its longest."""

@@ -14,8 +14,8 @@ from train.settings import Run
 _MARK = "RESOURCE_EXHAUSTED"
 # Fields whose size halves or doubles. A resumed run may change all of them.
 _HALVED = {
-    "cold start": ("sft.logprob_chunk",),
-    "PARA-GRPO": ("rl.microbatch_tokens", "rl.logprob_chunk"),
+    "cold start": (),
+    "PARA-GRPO": ("rl.microbatch_tokens",),
     "rollouts": ("engine.cache_tokens", "engine.slots", "engine.read_tokens"),
 }
 _POLICIES = {"cold start": "sft.remat", "PARA-GRPO": "rl.remat"}

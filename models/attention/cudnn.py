@@ -9,9 +9,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from models.attention.target import Masks
+from models.attention.target import RowLayout
 
 
 def supports(
@@ -32,18 +33,16 @@ def attend(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
-    *,
-    causal: bool,
     prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]] | None,
-    masks: Masks,
+    layout: RowLayout,
     implementation: Literal["cudnn", "xla"],
 ) -> Float[Array, "b t n h"]:
     """`attention.attend` on this kernel, which has no packed rows."""
-    mask = None
-    if masks.segments is not None:
-        mask = masks.segments[:, :, None] == masks.segments[:, None]
+    mask, causal = None, layout.causal
+    if layout.segments is not None:
+        mask = layout.segments[:, :, None] == layout.segments[:, None]
     if prefix is not None:
-        mask = _prefix_mask(q, prefix, masks.prefix, mask)
+        mask = _prefix_mask(q, prefix, layout.prefix_mask, mask)
         # The mask is causal already. The kernel's own would count from the first prefix position.
         causal = False
         k = jnp.concatenate([prefix[0], k], axis=1)
@@ -61,7 +60,7 @@ def attend(
 def _prefix_mask(
     q: Float[Array, "b t n h"],
     prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]],
-    prefix_mask: Bool[Array, "b s"] | None,
+    prefix_mask: Bool[Array | np.ndarray, "b s"] | None,
     same_segment: Bool[Array, "b t t"] | None,
 ) -> Bool[Array, "b t s_plus_t"]:
     """Which of [prefix, own row] each query sees."""

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from models.attention.target import SAVED, Masks, pad_rows, visible_tiles
+from models.attention.target import SAVED, RowLayout, pad_rows, visible_tiles
 
 # Size of a tile, in queries and in keys; shorter rows have smaller ones.
 TILE = 512
@@ -64,10 +64,8 @@ def attend(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
-    *,
-    causal: bool,
     prefix: None,
-    masks: Masks,
+    layout: RowLayout,
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
     """`attention.attend` of packed rows, which are causal and have no prefix."""
@@ -76,7 +74,10 @@ def attend(
     tile = min(TILE, -(-t // LANES) * LANES)
 
     pad = functools.partial(pad_rows, tile=tile)
-    schedule = _schedule(Masks(pad(masks.segments), None, pad(masks.starts), masks.shared), tile)
+    padded = RowLayout(
+        segments=pad(layout.segments), starts=pad(layout.starts), shared=layout.shared
+    )
+    schedule = _schedule(padded, tile)
     # [b, t, n, h] -> [k, r, b * t, h], and [b, t, k, h] -> [k, b * t, h]
     queries = pad(q * h**-0.5).reshape(-1, kv, n // kv, h).transpose(1, 2, 0, 3)
     keys, values = (pad(x).reshape(-1, kv, h).swapaxes(0, 1) for x in (k, v))
@@ -84,8 +85,8 @@ def attend(
     return out.transpose(2, 0, 1, 3).reshape(b, -1, n, h)[:, :t]
 
 
-def _schedule(masks: Masks, tile: int) -> _Schedule:
-    segments, _, starts, shared = masks
+def _schedule(layout: RowLayout, tile: int) -> _Schedule:
+    segments, starts, shared = layout.segments, layout.starts, layout.shared
     assert segments is not None and starts is not None and shared is not None
     b, t = segments.shape
     place = jnp.arange(b * t).reshape(b, t)
@@ -97,7 +98,7 @@ def _schedule(masks: Masks, tile: int) -> _Schedule:
         jnp.where(place - first < shared[:, None], segments, 0),
         place,
     )
-    seen = visible_tiles(masks, tile, tile)
+    seen = visible_tiles(layout, tile, tile)
     number = jnp.arange(b * (t // tile)).reshape(b, -1)
     queries = jnp.broadcast_to(number[:, :, None], seen.shape)
     keys = jnp.broadcast_to(number[:, None], seen.shape)

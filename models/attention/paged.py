@@ -68,9 +68,9 @@ class PagedCache(NamedTuple):
         use_kernel = platform() == "tpu" and supports(self.pages, devices)
         token = functools.partial(_attend_token, kernel=use_kernel)
         if on_mesh and k.shape[1] % devices == 0:
-            specs = (_POOL, _WHOLE, _WHOLE, _WHOLE, _HEADS, _HEADS, _HEADS)
+            specs = ((_POOL, _WHOLE, _WHOLE), _WHOLE, _HEADS, _HEADS, _HEADS)
             token = jax.shard_map(token, in_specs=specs, out_specs=(_HEADS, _POOL), check_vma=False)
-        attended, pages = token(self.pages, self.tables, self.lengths, layer, q, k, v)
+        attended, pages = token((self.pages, self.tables, self.lengths), layer, q, k, v)
         return attended, self._replace(pages=pages)
 
     def advance(self, active: Bool[Array | np.ndarray, " b"]) -> PagedCache:
@@ -93,9 +93,7 @@ def supports(pages: Float[Array | jax.ShapeDtypeStruct, "l P u c h"], devices: i
 
 
 def _attend_token(
-    pages: Float[Array, "l P u c h"],
-    tables: Int[Array, "b m"],
-    lengths: Int[Array, " b"],
+    cache: tuple[Float[Array, "l P u c h"], Int[Array, "b m"], Int[Array, " b"]],
     layer: int | Int[Array, ""],
     q: Float[Array, "b n h"],
     k: Float[Array, "b k h"],
@@ -103,7 +101,11 @@ def _attend_token(
     *,
     kernel: bool,
 ) -> tuple[Float[Array, "b n h"], Float[Array, "l P u c h"]]:
-    """On one device: writes keys and values, then attends to them and to all earlier ones."""
+    """On one device: writes keys and values, then attends to them and to all earlier ones.
+
+    The cache is given as pages, tables and lengths.
+    """
+    pages, tables, lengths = cache
     b, m = tables.shape
     _, count, u, c, h = pages.shape
     # A row without room looks beyond its table and gets the page number `count`. There is no such

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from models.attention.target import SAVED, Masks
+from models.attention.target import SAVED, RowLayout
 
 # Tiles are a multiple of this, in positions.
 LANES = 128
@@ -33,41 +33,24 @@ def attend(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
-    *,
-    causal: bool,
     prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]] | None,
-    masks: Masks,
+    layout: RowLayout,
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` on this kernel, which has no packed rows."""
-    segments = jnp.ones(q.shape[:2], jnp.int32) if masks.segments is None else masks.segments
-    if prefix is None:
-        # A prefix of length 0 for every row.
-        prefix = (k[:, :0], v[:, :0])
-    valid = jnp.ones(prefix[0].shape[:2], bool) if masks.prefix is None else masks.prefix
-    q = q * q.shape[-1] ** -0.5
-    return _attend_behind(q, k, v, segments, *prefix, valid, causal=causal, interpret=interpret)
+    """`attention.attend` on this kernel, which has no packed rows.
 
-
-def _attend_behind(
-    q: Float[Array, "b t n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k h"],
-    segments: Int[Array, "b t"],
-    prefix_k: Float[Array, "b s k h"],
-    prefix_v: Float[Array, "b s k h"],
-    valid: Bool[Array, "b s"],
-    *,
-    causal: bool,
-    interpret: bool,
-) -> Float[Array, "b t n h"]:
-    """Rows behind a prefix of their own: queries [row], keys [prefix, row]."""
-    t, n = q.shape[1:3]
-    s = valid.shape[1]
+    The kernel's queries are the row, its keys the prefix and the row.
+    """
+    b, t, n, h = q.shape
+    segments = jnp.ones((b, t), jnp.int32) if layout.segments is None else layout.segments
+    # Without a prefix: one of length 0.
+    prefix_k, prefix_v = (k[:, :0], v[:, :0]) if prefix is None else prefix
+    s = prefix_k.shape[1]
+    valid = jnp.ones((b, s), bool) if layout.prefix_mask is None else layout.prefix_mask
     tile_q = _tile(t)
     tile_k = _tile(s + t)
 
-    def sequence(*parts: Array, tile: int, fill: int = 0) -> Array:
+    def sequence(*parts: Any, tile: int, fill: int = 0) -> Array:
         """Joins parts along positions, [b, sum of lengths, ...], and pads to whole tiles."""
         whole = jnp.concatenate(parts, axis=1)
         padding = [(0, 0), (0, -whole.shape[1] % tile)] + [(0, 0)] * (whole.ndim - 2)
@@ -80,7 +63,7 @@ def _attend_behind(
     )
     shape = (ids.q.shape[1], ids.kv.shape[1])
     # The queries are the last of the keys.
-    one = mask_lib.CausalMask(shape, offset=s) if causal else mask_lib.FullMask(shape)
+    one = mask_lib.CausalMask(shape, offset=s) if layout.causal else mask_lib.FullMask(shape)
     mask = mask_lib.MultiHeadMask([one] * n)
     tiles = splash.BlockSizes(
         block_q=tile_q,
@@ -94,7 +77,7 @@ def _attend_behind(
         mask, block_sizes=tiles, residual_checkpoint_name=SAVED, interpret=interpret
     )
     heads = [
-        sequence(q, tile=tile_q),
+        sequence(q * h**-0.5, tile=tile_q),
         sequence(prefix_k, k, tile=tile_k),
         sequence(prefix_v, v, tile=tile_k),
     ]

@@ -12,6 +12,7 @@ back again afterwards. A kernel therefore sees the sequences that it would see o
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from models.attention.target import Masks
+from models.attention.target import RowLayout
 from models.sharding import BATCH, current_mesh, on_devices, row_axes, row_devices
 
 Kernel = Callable[..., Float[Array, "b t n h"]]
@@ -49,11 +50,10 @@ def attend(
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
     prefix: Prefix | None,
-    masks: Masks,
-    pieces: int,
+    layout: RowLayout,
 ) -> Float[Array, "b t n h"]:
-    """Runs `kernel` on every device of the current mesh; `pieces` as in `attention.attend`."""
-    mesh = current_mesh()
+    """Runs `kernel` on every device of the current mesh."""
+    mesh, pieces = current_mesh(), layout.pieces
     assert mesh is not None
     # If kv heads do not divide over `tensor`, the smallest number of copies of each that does.
     copies = math.lcm(k.shape[2], mesh.shape["tensor"]) // k.shape[2]
@@ -62,12 +62,12 @@ def attend(
     # blocks[i]: the row devices that hold the pieces of sequence i, in order.
     blocks = [[*range(first, first + pieces)] for first in range(0, row_devices(mesh), pieces)]
 
-    def local(q, k, v, prefix, masks):
+    def local(q, k, v, prefix, layout):
         if pieces > 1:
-            return _attend_in_pieces(kernel, q, k, v, masks, row_axes(mesh), blocks)
-        return kernel(q, k, v, prefix=prefix, masks=masks)
+            return _attend_in_pieces(kernel, (q, k, v), layout, row_axes(mesh), blocks)
+        return kernel(q, k, v, prefix, layout)
 
-    arrays = (q, k, v, prefix, masks)
+    arrays = (q, k, v, prefix, layout)
     # [rows, positions, heads, head_dim], [rows, positions] and [rows]
     heads = PartitionSpec(*BATCH, None, "tensor")
     specs = jax.tree.map(lambda x: heads if x.ndim == 4 else BATCH, arrays)
@@ -80,45 +80,44 @@ def join(
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
     prefix: Prefix | None,
-    masks: Masks,
-    pieces: int,
+    layout: RowLayout,
 ) -> Float[Array, "b t n h"]:
     """Runs `kernel` without a mesh: the pieces of a sequence are joined."""
+    pieces = layout.pieces
 
     def whole(arrays: Any) -> Any:
         """[sequences * pieces, t, ...] -> [sequences, pieces * t, ...]"""
         return jax.tree.map(lambda x: x.reshape(len(x) // pieces, -1, *x.shape[2:]), arrays)
 
     if pieces == 1:
-        return kernel(q, k, v, prefix=prefix, masks=masks)
-    queries, k, v, segments, starts = whole((q, k, v, masks.segments, masks.starts))
-    shared = None if masks.shared is None else masks.shared[::pieces]
-    masks = Masks(segments, None, starts, shared)
-    return kernel(queries, k, v, prefix=None, masks=masks).reshape(q.shape)
+        return kernel(q, k, v, prefix, layout)
+    queries, k, v, segments, starts = whole((q, k, v, layout.segments, layout.starts))
+    shared = None if layout.shared is None else layout.shared[::pieces]
+    joined = dataclasses.replace(layout, segments=segments, starts=starts, shared=shared, pieces=1)
+    return kernel(queries, k, v, None, joined).reshape(q.shape)
 
 
 def _attend_in_pieces(
     kernel: Kernel,
-    q: Float[Array, "1 t n h"],
-    k: Float[Array, "1 t k h"],
-    v: Float[Array, "1 t k h"],
-    masks: Masks,
+    qkv: tuple[Float[Array, "1 t n h"], Float[Array, "1 t k h"], Float[Array, "1 t k h"]],
+    layout: RowLayout,
     rows: tuple[str, ...],
     blocks: list[list[int]],
 ) -> Float[Array, "1 t n h"]:
     """Attention of this device's piece to its whole sequence."""
-    pieces = len(blocks[0])
+    q, k, v = qkv
+    pieces = layout.pieces
     t = q.shape[1]
     heads = q.shape[2]
     kv_heads = k.shape[2]
     segments, starts = jax.tree.map(
-        lambda x: _gather(x, rows, blocks), (masks.segments, masks.starts)
+        lambda x: _gather(x, rows, blocks), (layout.segments, layout.starts)
     )
-    masks = Masks(segments, None, starts, masks.shared)
+    layout = dataclasses.replace(layout, segments=segments, starts=starts, pieces=1)
     if heads % pieces or (kv_heads % pieces and pieces % kv_heads):
         # Heads do not divide: every device computes the whole sequence, and keeps its own piece.
         q, k, v = (_gather(x, rows, blocks) for x in (q, k, v))
-        out = kernel(q, k, v, prefix=None, masks=masks)
+        out = kernel(q, k, v, None, layout)
         # This device's number among those of its sequence, which are consecutive.
         number = jax.lax.axis_index(rows) % pieces
         return jax.lax.dynamic_slice_in_dim(out, number * t, t, 1)
@@ -132,7 +131,7 @@ def _attend_in_pieces(
         v = jnp.repeat(v, pieces // kv_heads, axis=2)
     # [1, t, n, h] -> [1, pieces * t, n / pieces, h], and back.
     q, k, v = (exchange(x, 2, 1) for x in (q, k, v))
-    return exchange(kernel(q, k, v, prefix=None, masks=masks), 1, 2)
+    return exchange(kernel(q, k, v, None, layout), 1, 2)
 
 
 def _gather(x: Array, rows: tuple[str, ...], blocks: list[list[int]]) -> Array:

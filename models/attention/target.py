@@ -1,11 +1,13 @@
-"""Shared by all kernels: masks, tiles of packed rows, the platform, what attention saves."""
+"""Shared by all kernels: the layout of rows, visible tiles, the platform, what attention saves."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import struct
 from jaxtyping import Array, Bool, Int
 
 # `checkpoint_name` of outputs and log-sum-exps. If a remat policy saves this name, the backward
@@ -13,13 +15,65 @@ from jaxtyping import Array, Bool, Int
 SAVED = "attention"
 
 
-class Masks(NamedTuple):
-    """What hides keys besides causality; None: nothing does. `attention.attend` explains each."""
+# Annotations are not checked, because JAX also builds this tree with specs as leaves.
+@no_type_check
+@struct.dataclass
+class RowLayout:
+    """What each token of a batch of rows sees. By default, itself and earlier tokens of its row.
 
-    segments: Int[Array, "b t"] | None = None
-    prefix: Bool[Array, "b s"] | None = None
-    starts: Int[Array, "b t"] | None = None
-    shared: Int[Array, " b"] | None = None
+    A packed row (`starts` and `shared`) holds prompts, and then segments that continue them. Here
+    groups 1 and 2 have a prompt each, and group 1 has two segments:
+
+        place        0 1   2     3 4   5     6
+        segments     1 1   2     1 1   1     2
+        starts       0 0   2     3 3   5     6
+        shared       3
+
+        0            # .   .     . .   .     .
+        1            # #   .     . .   .     .
+        2            . .   #     . .   .     .
+        3            # #   .     # .   .     .
+        4            # #   .     # #   .     .
+        5            # #   .     . .   #     .
+        6            . .   #     . .   .     #
+
+    The query at place q sees the key at place k if their segments are equal, k <= q, and
+    k >= starts[q] or k < shared.
+    """
+
+    segments: Int[Array | np.ndarray, "b t"] | None = None
+    """A token sees tokens of the same segment; None: of its whole row. Behind a prefix a row is one
+    segment, where 0 is padding and any other number is valid."""
+    prefix_mask: Bool[Array | np.ndarray, "b s"] | None = None
+    """Which positions of the prefix are valid; None: all."""
+    starts: Int[Array | np.ndarray, "b t"] | None = None
+    """Packed rows: the place where the token's own segment, or prompt, begins. Places count from
+    the beginning of the row, or of its first piece."""
+    shared: Int[Array | np.ndarray, " b"] | None = None
+    """Packed rows: number of leading places that hold prompts. All pieces of a row repeat it."""
+    pieces: int = struct.field(pytree_node=False, default=1)
+    """Number of consecutive rows that form one sequence, each on a device of its own."""
+    causal: bool = struct.field(pytree_node=False, default=True)
+    """Whether a token sees no later tokens."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether segments of a row share prompts."""
+        return self.starts is not None or self.shared is not None
+
+    def check(self, prefix: bool) -> None:
+        """Raise ValueError for fields that contradict each other, or a prefix."""
+        if prefix and (not self.causal or self.pieces > 1):
+            raise ValueError(
+                f"causal = {self.causal}, pieces = {self.pieces}: a prefix comes before whole "
+                "rows; leave causal True and pieces 1, or put the prefix into the rows"
+            )
+        missing = self.starts is None or self.shared is None or self.segments is None
+        if self.packed and (missing or prefix or not self.causal):
+            raise ValueError(
+                "starts, shared: packed rows need both and segments, are causal and have no "
+                "prefix; pass all three, leave causal True, and put the prefix into the rows"
+            )
 
 
 def platform() -> str:
@@ -37,20 +91,20 @@ def pad_rows(x: Any, tile: int) -> Array:
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % tile)] + [(0, 0)] * (x.ndim - 2))
 
 
-def visible_tiles(masks: Masks, queries: int, keys: int) -> Bool[Array, "b i j"]:
+def visible_tiles(layout: RowLayout, queries: int, keys: int) -> Bool[Array, "b i j"]:
     """Which tiles of packed rows, of `queries` queries x `keys` keys, may hold a visible pair.
 
     The length of a row is a multiple of both sizes. Prompts count by the lowest and highest number
     of the groups in a tile, so the result is exact if groups are numbered in their order. The tile
     of a query's own place always counts: every query, padding too, has at least one key.
     """
-    segments, _, starts, shared = masks
+    segments, starts, shared = layout.segments, layout.starts, layout.shared
     assert segments is not None and starts is not None and shared is not None
     b, t = segments.shape
     valid = segments != 0
     prompt = valid & (jnp.arange(t)[None] < shared[:, None])
 
-    def ends(x: Array, counted: Array, size: int) -> tuple[Array, Array]:
+    def ends(x: Any, counted: Array, size: int) -> tuple[Array, Array]:
         """Smallest and largest x per tile, of the places that are counted."""
         smallest = jnp.where(counted, x, jnp.iinfo(jnp.int32).max).reshape(b, -1, size).min(-1)
         return smallest, jnp.where(counted, x, -1).reshape(b, -1, size).max(-1)

@@ -14,16 +14,20 @@ h head_dim.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention.target import SAVED, Masks, pad_rows, visible_tiles
+from models.attention.target import SAVED, RowLayout, pad_rows, visible_tiles
 
+# Queries of a chunk.
+QUERY_CHUNK = 128
 # Upper bound on the spans of whole chunks, each a loop, that causal attention compiles to.
 SPANS = 8
 # Largest tile of a packed row, in queries and in keys: on CPU, 128 takes longer (docs/speed.md).
@@ -39,6 +43,17 @@ class _Keys(NamedTuple):
     v: Float[Array, "b k t h"]
     prefix_k: Float[Array, "b k s h"] | None
     prefix_v: Float[Array, "b k s h"] | None
+
+
+class _Queries(NamedTuple):
+    """Queries, and what the backward pass knows of each."""
+
+    q: Float[Array, "b k t r h"]
+    logsumexp: Float[Array, "b k t r"]
+    d_out: Float[Array, "b k t r h"]
+    """Gradient of the output."""
+    delta: Float[Array, "b k t r"]
+    """Product of the output and its gradient."""
 
 
 class _Partial(NamedTuple):
@@ -57,20 +72,20 @@ def attend(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k h"],
-    *,
-    causal: bool,
     prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]] | None,
-    masks: Masks,
-    chunk: int,
+    layout: RowLayout,
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` in chunks of `chunk` queries."""
+    """`attention.attend` in chunks of `QUERY_CHUNK` queries."""
     b, t, n, h = q.shape
     kv = k.shape[2]
-    if masks.starts is not None:
+    chunk = QUERY_CHUNK
+    if layout.packed:
         # Whole tiles.
         chunk = min(chunk, TILE)
-        q, k, v, *places = (pad_rows(x, chunk) for x in (q, k, v, masks.segments, masks.starts))
-        masks = Masks(places[0], None, places[1], masks.shared)
+        q, k, v, segments, starts = (
+            pad_rows(x, chunk) for x in (q, k, v, layout.segments, layout.starts)
+        )
+        layout = dataclasses.replace(layout, segments=segments, starts=starts)
     # [b, t, n, h] -> [b, k, t, r, h]. Heads come before positions, and the queries of a kv head are
     # neighbours, so that each (row, kv head) is one plain matmul.
     queries = (q * h**-0.5).reshape(b, -1, kv, n // kv, h).transpose(0, 2, 1, 3, 4)
@@ -79,58 +94,59 @@ def attend(
         prefix_k = prefix[0].transpose(0, 2, 1, 3)
         prefix_v = prefix[1].transpose(0, 2, 1, 3)
     keys = _Keys(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), prefix_k, prefix_v)
-    out: Any = _attend(queries, keys, masks, causal, chunk)
+    out: Any = _attend(queries, keys, layout, chunk)
     return out.transpose(0, 2, 1, 3, 4).reshape(b, -1, n, h)[:, :t]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attend(
-    q: Float[Array, "b k t r h"], keys: _Keys, masks: Masks, causal: bool, chunk: int
+    q: Float[Array, "b k t r h"], keys: _Keys, layout: RowLayout, chunk: int
 ) -> Float[Array, "b k t r h"]:
-    return _forward(q, keys, masks, causal, chunk)[0]
+    return _forward(q, keys, layout, chunk)[0]
 
 
-def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: Masks, causal: bool, chunk: int):
+def _forward(q: Float[Array, "b k t r h"], keys: _Keys, layout: RowLayout, chunk: int):
     def step(done, start, span: _Span):
         out, logsumexp = done
         part = _cut(q, start, span.size)
-        scores = _own_scores(part, keys.k[:, :, : span.end], masks, causal, start)
+        scores = _own_scores(part, keys.k[:, :, : span.end], layout, start)
         found = _weigh(scores, keys.v[:, :, : span.end])
         if keys.prefix_k is not None and keys.prefix_v is not None:
-            scores = _prefix_scores(part, keys.prefix_k, masks.prefix)
+            scores = _prefix_scores(part, keys.prefix_k, layout.prefix_mask)
             found = _merge(found, _weigh(scores, keys.prefix_v))
         chunk_out = (found.values / found.weights[..., None]).astype(q.dtype)
         chunk_logsumexp = found.top + jnp.log(found.weights)
         return _put(out, chunk_out, start), _put(logsumexp, chunk_logsumexp, start)
 
-    if masks.starts is not None:
-        out, logsumexp = _forward_packed(q, keys, masks, chunk)
+    if layout.packed:
+        out, logsumexp = _forward_packed(q, keys, layout, chunk)
     else:
         empty = (jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:-1], jnp.float32))
-        out, logsumexp = _over_chunks(step, empty, q.shape[2], causal, chunk)
+        out, logsumexp = _over_chunks(step, empty, q.shape[2], layout.causal, chunk)
     out = checkpoint_name(out, SAVED)
-    return out, (q, keys, masks, out, checkpoint_name(logsumexp, SAVED))
+    return out, (q, keys, layout, out, checkpoint_name(logsumexp, SAVED))
 
 
-def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"]):
-    q, keys, masks, out, logsumexp = saved
+def _backward(chunk: int, saved, d_out: Float[Array, "b k t r h"]):
+    q, keys, layout, out, logsumexp = saved
     # The gradient of a score is weight * (d_out . v - delta), where delta = d_out . out.
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    queries = _Queries(q, logsumexp, d_out, delta)
 
     def step(done, start, span: _Span):
         d_q, d_keys = done
-        parts = [_cut(x, start, span.size) for x in (q, logsumexp, d_out, delta)]
+        parts = jax.tree.map(lambda x: _cut(x, start, span.size), queries)
         k = keys.k[:, :, : span.end]
         v = keys.v[:, :, : span.end]
-        scores = _own_scores(parts[0], k, masks, causal, start)
-        d_part, d_k, d_v = _grads(parts[0], k, v, scores, *parts[1:])
+        scores = _own_scores(parts.q, k, layout, start)
+        d_part, d_k, d_v = _grads(parts, k, v, scores)
         # Keys are seen by several chunks, so their gradients add up.
         d_k = _put(d_keys.k, d_keys.k[:, :, : span.end] + d_k, 0)
         d_v = _put(d_keys.v, d_keys.v[:, :, : span.end] + d_v, 0)
         d_prefix = (None, None)
         if keys.prefix_k is not None:
-            scores = _prefix_scores(parts[0], keys.prefix_k, masks.prefix)
-            more, *d_prefix = _grads(parts[0], keys.prefix_k, keys.prefix_v, scores, *parts[1:])
+            scores = _prefix_scores(parts.q, keys.prefix_k, layout.prefix_mask)
+            more, *d_prefix = _grads(parts, keys.prefix_k, keys.prefix_v, scores)
             d_part = d_part + more
             d_prefix = [d_keys.prefix_k + d_prefix[0], d_keys.prefix_v + d_prefix[1]]
         return _put(d_q, d_part.astype(q.dtype), start), _Keys(d_k, d_v, *d_prefix)
@@ -138,26 +154,26 @@ def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"])
     # Sums over chunks stay in float32 until the end.
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys)
     empty = (jnp.zeros(q.shape, q.dtype), sums)
-    if masks.starts is not None:
-        d_q, d_keys = _backward_packed((q, logsumexp, d_out, delta), keys, masks, chunk)
+    if layout.packed:
+        d_q, d_keys = _backward_packed(queries, keys, layout, chunk)
     else:
-        d_q, d_keys = _over_chunks(step, empty, q.shape[2], causal, chunk)
+        d_q, d_keys = _over_chunks(step, empty, q.shape[2], layout.causal, chunk)
     return d_q, jax.tree.map(lambda d, x: d.astype(x.dtype), d_keys, keys), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _forward_packed(q: Float[Array, "b k t r h"], keys: _Keys, masks: Masks, tile: int):
+def _forward_packed(q: Float[Array, "b k t r h"], keys: _Keys, layout: RowLayout, tile: int):
     """Outputs and log-sum-exps of packed rows; `tile` divides their length."""
-    first_keys, count = _tiles_to_visit(masks, tile)
+    first_keys, count = _tiles_to_visit(layout, tile)
 
     def step(done, query):
         part = _cut(q, query, tile)
 
         def add_tile(i, found):
             key = first_keys[query // tile, i]
-            scores = _tile_scores(part, keys.k, masks, query, key)
+            scores = _tile_scores(part, keys.k, layout, query, key)
             return _merge(found, _weigh(scores, _cut(keys.v, key, tile)))
 
         values = jnp.zeros(part.shape, jnp.float32)
@@ -171,33 +187,33 @@ def _forward_packed(q: Float[Array, "b k t r h"], keys: _Keys, masks: Masks, til
     return jax.lax.scan(step, empty, jnp.arange(0, q.shape[2], tile))[0]
 
 
-def _backward_packed(of_queries: tuple[Array, ...], keys: _Keys, masks: Masks, tile: int):
-    """Gradients of queries, keys and values; the first of `of_queries` are the queries."""
-    first_keys, count = _tiles_to_visit(masks, tile)
+def _backward_packed(queries: _Queries, keys: _Keys, layout: RowLayout, tile: int):
+    """Gradients of queries, keys and values."""
+    first_keys, count = _tiles_to_visit(layout, tile)
 
     def step(done, query):
-        q, *rest = (_cut(x, query, tile) for x in of_queries)
+        parts = jax.tree.map(lambda x: _cut(x, query, tile), queries)
 
         def add_tile(i, sums):
             key = first_keys[query // tile, i]
             k, v = (_cut(x, key, tile) for x in keys[:2])
-            grads = _grads(q, k, v, _tile_scores(q, keys.k, masks, query, key), *rest)
+            grads = _grads(parts, k, v, _tile_scores(parts.q, keys.k, layout, query, key))
             d_k, d_v = (_put(sums[i], _cut(sums[i], key, tile) + grads[i], key) for i in (1, 2))
             return sums[0] + grads[0], d_k, d_v
 
-        start = (jnp.zeros(q.shape, jnp.float32), *done[1:])
+        start = (jnp.zeros(parts.q.shape, jnp.float32), *done[1:])
         d_part, *d_keys = jax.lax.fori_loop(0, count[query // tile], add_tile, start)
-        return (_put(done[0], d_part.astype(q.dtype), query), *d_keys), None
+        return (_put(done[0], d_part.astype(parts.q.dtype), query), *d_keys), None
 
     zeros = jnp.zeros(keys.k.shape, jnp.float32)
-    empty = (jnp.zeros_like(of_queries[0]), zeros, zeros)
+    empty = (jnp.zeros_like(queries.q), zeros, zeros)
     d_q, d_k, d_v = jax.lax.scan(step, empty, jnp.arange(0, zeros.shape[2], tile))[0]
     return d_q, _Keys(d_k, d_v, None, None)
 
 
-def _tiles_to_visit(masks: Masks, tile: int) -> tuple[Int[Array, "i j"], Int[Array, " i"]]:
+def _tiles_to_visit(layout: RowLayout, tile: int) -> tuple[Int[Array, "i j"], Int[Array, " i"]]:
     """First keys of the tiles that each chunk of queries sees, and how many of them count."""
-    seen = visible_tiles(masks, tile, tile).any(axis=0)
+    seen = visible_tiles(layout, tile, tile).any(axis=0)
     # A stable sort puts the visible tiles first, in their order.
     return jnp.argsort(~seen, axis=1, stable=True) * tile, jnp.sum(seen, axis=1)
 
@@ -205,19 +221,19 @@ def _tiles_to_visit(masks: Masks, tile: int) -> tuple[Int[Array, "i j"], Int[Arr
 def _tile_scores(
     q: Float[Array, "b k c r h"],
     k: Float[Array, "b k t h"],
-    masks: Masks,
+    layout: RowLayout,
     query: Int[Array, ""],
     key: Int[Array, ""],
 ) -> Float[Array, "b k c r s"]:
     """Scores of the queries from place `query` against a tile of keys from place `key`."""
-    assert masks.segments is not None and masks.starts is not None and masks.shared is not None
+    assert layout.segments is not None and layout.starts is not None and layout.shared is not None
     tile = q.shape[2]
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=tile, axis=1)
     place = key + jnp.arange(tile)[None, None]
-    seen = cut(masks.segments, query)[:, :, None] == cut(masks.segments, key)[:, None]
+    seen = cut(layout.segments, query)[:, :, None] == cut(layout.segments, key)[:, None]
     seen &= place <= query + jnp.arange(tile)[None, :, None]
-    own = place >= cut(masks.starts, query)[:, :, None]
-    seen &= own | (place < masks.shared[:, None, None])
+    own = place >= cut(layout.starts, query)[:, :, None]
+    seen &= own | (place < layout.shared[:, None, None])
     return jnp.where(seen[:, None, :, None], _scores(q, _cut(k, key, tile)), MASKED)
 
 
@@ -295,28 +311,29 @@ def _put(
 def _own_scores(
     q: Float[Array, "b k c r h"],
     k: Float[Array, "b k s h"],
-    masks: Masks,
-    causal: bool,
+    layout: RowLayout,
     start: int | Int[Array, ""],
 ) -> Float[Array, "b k c r s"]:
     """Scores of the queries from position `start` against the first s keys of their row."""
     c = q.shape[2]
     s = k.shape[2]
     scores = _scores(q, k)
-    if causal:
+    if layout.causal:
         # [c, s] -> [1, 1, c, 1, s]
         earlier = start + jnp.arange(c)[:, None] >= jnp.arange(s)[None, :]
         scores = jnp.where(earlier[None, None, :, None], scores, MASKED)
-    if masks.segments is not None:
-        own = jax.lax.dynamic_slice_in_dim(masks.segments, start, c, axis=1)
-        seen = own[:, :, None] == masks.segments[:, None, :s]
+    if layout.segments is not None:
+        own = jax.lax.dynamic_slice_in_dim(layout.segments, start, c, axis=1)
+        seen = own[:, :, None] == layout.segments[:, None, :s]
         # [b, c, s] -> [b, 1, c, 1, s]
         scores = jnp.where(seen[:, None, :, None], scores, MASKED)
     return scores
 
 
 def _prefix_scores(
-    q: Float[Array, "b k c r h"], k: Float[Array, "b k s h"], valid: Bool[Array, "b s"] | None
+    q: Float[Array, "b k c r h"],
+    k: Float[Array, "b k s h"],
+    valid: Bool[Array | np.ndarray, "b s"] | None,
 ) -> Float[Array, "b k c r s"]:
     scores = _scores(q, k)
     if valid is None:
@@ -340,15 +357,13 @@ def _merge(a: _Partial, b: _Partial) -> _Partial:
 
 
 def _grads(
-    q: Float[Array, "b k c r h"],
+    queries: _Queries,
     k: Float[Array, "b k s h"],
     v: Float[Array, "b k s h"],
     scores: Float[Array, "b k c r s"],
-    logsumexp: Float[Array, "b k c r"],
-    d_out: Float[Array, "b k c r h"],
-    delta: Float[Array, "b k c r"],
 ) -> tuple[Float[Array, "b k c r h"], Float[Array, "b k s h"], Float[Array, "b k s h"]]:
     """Gradients of queries, keys and values through one set of scores, float32."""
+    q, logsumexp, d_out, delta = queries
     weights = jnp.exp(scores - logsumexp[..., None])
     d_v = _collect(weights.astype(d_out.dtype), d_out)
     d_scores = (weights * (_scores(d_out, v) - delta[..., None])).astype(q.dtype)

@@ -128,8 +128,7 @@ class AbstractStep(NamedTuple):
     def reference(self, run: Run, size: int = 0) -> Abstract:
         """Return the reference log-probs of a micro-batch of RL; `size` as in `gradients`."""
         settings = _phase(run, "rl", run.rl)
-        chunk = settings.logprob_chunk
-        program = make_logprobs(self.skeleton, settings.temperature, self.mesh, chunk)
+        program = make_logprobs(self.skeleton, settings.temperature, self.mesh)
         # The reference is stored in the type of the activations, to save memory.
         dtype = jnp.dtype(run.model.dtype)
         text, _ = apart(self.state.weights)

@@ -151,7 +151,9 @@ def main_conversations(
             # of a conversation, but must not change the questions.
             asked = [_question(video, scene, kind, rng) for scene, kind in chosen]
             for question, (scene, _) in zip(asked, chosen, strict=True):
-                yield _main(video, question, scene, int(budget), settings, rng, habits)
+                about = video.scenes[scene]
+                demonstration = _Demonstration(video, question, about, settings, rng, habits)
+                yield demonstration.write(int(budget))
 
 
 def window_conversations(
@@ -252,38 +254,109 @@ class _Sighting:
         return question.kind is QuestionKind.MULTIPLE_CHOICE or self.span is not None
 
 
-def _main(
-    video: WorldVideo,
-    question: Question,
-    scene_number: int,
-    budget: int,
-    settings: TextSettings,
-    rng: np.random.Generator,
-    habits: np.random.Generator,
-) -> Conversation:
-    """Write one conversation.
+@dataclasses.dataclass(frozen=True)
+class _Demonstration:
+    """A conversation about a scene: what it is about, and what draws it.
 
     `habits` draws whether tools are offered, which halves are cropped, and guesses. It is separate
     from `rng`, so that these settings do not shift the other draws.
     """
-    scene = video.scenes[scene_number]
-    indices = overview_indices(FRAMES, budget)
-    times = (STEP * indices).tolist()
-    seen = _seen_in_overview(question, scene, times, settings)
-    look = settings.look
-    if seen is not None and seen.answers(question):
-        look = settings.look_when_shown
-    looks = rng.random() < look
-    tools = habits.random() >= settings.toolless
-    overview = _describe_overview(video, times, scene)
-    if looks and tools:
-        turns = _answer_by_crops(video, question, scene, overview, seen, settings, rng, habits)
-    else:
-        opening = f"{overview}\nI see"
-        turns = (_conclude(question, scene, opening, seen, settings, rng, habits),)
-    text = protocol.question_text(question).removeprefix("\n")
-    asked = ChatTurn("user", (_clip(video, indices), text))
-    return Conversation(f"{question.id}/{budget}", video.split, tools, (asked, *turns))
+
+    video: WorldVideo
+    question: Question
+    scene: Scene
+    settings: TextSettings
+    rng: np.random.Generator
+    habits: np.random.Generator
+
+    def write(self, budget: int) -> Conversation:
+        """Write the conversation of an agent that sees `budget` overview frames."""
+        video, question, settings = self.video, self.question, self.settings
+        indices = overview_indices(FRAMES, budget)
+        times = (STEP * indices).tolist()
+        seen = _seen_in_overview(question, self.scene, times, settings)
+        look = settings.look
+        if seen is not None and seen.answers(question):
+            look = settings.look_when_shown
+        looks = self.rng.random() < look
+        tools = self.habits.random() >= settings.toolless
+        overview = _describe_overview(video, times, self.scene)
+        if looks and tools:
+            turns = self._answer_by_crops(overview, seen)
+        else:
+            turns = (self._conclude(f"{overview}\nI see", seen),)
+        text = protocol.question_text(question).removeprefix("\n")
+        asked = ChatTurn("user", (_clip(video, indices), text))
+        return Conversation(f"{question.id}/{budget}", video.split, tools, (asked, *turns))
+
+    def _answer_by_crops(self, overview: str, seen: _Sighting | None) -> tuple[ChatTurn, ...]:
+        """Write calls for one half of the scene or both, their reports, and the answer.
+
+        A leaked call gets no report, so the conversation ends there. Calls for both halves are in
+        one turn, or one follows the other until a report shows the digit. If no report shows it,
+        the answer is what the overview showed (`seen`), or a guess.
+        """
+        starts = list(range(self.scene.start, self.scene.end, WINDOW))
+        if self.habits.random() >= self.settings.both:
+            starts = [int(self.habits.choice(starts))]
+        if self.rng.random() < self.settings.leak:
+            # No parser accepts this syntax, so the conversation ends without a report.
+            calls = "\n".join(
+                f"<tool_code>print(crop_video(start_time={start}, end_time={start + WINDOW}))"
+                "</tool_code>"
+                for start in starts
+            )
+            return (_main_turn(f"{overview}\nlook closer\n{self._close_think()}{calls}"),)
+        crops_by_turn = [starts]
+        if self.rng.random() < self.settings.one_by_one:
+            crops_by_turn = [[start] for start in starts]
+        turns: list[ChatTurn] = []
+        found = None
+        for crops in crops_by_turn:
+            calls = "\n".join(protocol.render_call(CropCall(s, s + WINDOW)) for s in crops)
+            prefix = overview if not turns else ""
+            think = f"{prefix}\nlook closer\n{self._close_think()}"
+            turns.append(_main_turn(think + calls))
+            turns += [ChatTurn("tool", (_report(self.video, start),)) for start in crops]
+            # A digit stays within one window, so a crop shows all of it or nothing.
+            if crops[0] <= self.scene.first < crops[-1] + WINDOW:
+                found = _Sighting(_digit(self.scene), (self.scene.first, self.scene.last))
+                break
+        opening = "the crops show"
+        if found is None and seen is not None and seen.answers(self.question):
+            opening, found = "\nI see", seen
+        turns.append(self._conclude(opening, found))
+        return tuple(turns)
+
+    def _conclude(self, opening: str, seen: _Sighting | None) -> ChatTurn:
+        """Write the last turn: what was seen, then the answer, or a guess if that is not enough."""
+        finding = " nothing"
+        if seen is not None:
+            finding = f" {seen.digit}"
+            if seen.span is not None:
+                finding += f" from {seen.span[0]} to {seen.span[1]}"
+        if seen is None or not seen.answers(self.question):
+            answer = self._guess()
+        elif self.question.kind is QuestionKind.MULTIPLE_CHOICE:
+            answer = f" {seen.digit}"
+        else:
+            assert seen.span is not None
+            answer = _span(*seen.span)
+        think = f"{opening}{finding}\n{self._close_think()}"
+        if self.rng.random() >= self.settings.untagged:
+            answer = answer.join(_ANSWER_TAGS)
+        return _main_turn(think + answer)
+
+    def _guess(self) -> str:
+        """Draw any of the options, or a span of 4 seconds in the scene."""
+        if self.question.kind is QuestionKind.MULTIPLE_CHOICE:
+            return f" {self.habits.choice(self.question.options)}"
+        length = 4
+        first = int(self.habits.choice(range(self.scene.start, self.scene.end - length, STEP)))
+        return _span(first, first + length)
+
+    def _close_think(self) -> str:
+        return "" if self.rng.random() < self.settings.unclosed else "</think>\n"
 
 
 def _seen_in_overview(
@@ -316,96 +389,6 @@ def _describe_overview(video: WorldVideo, times: Sequence[int], target: Scene) -
         visible = any(scene.shows(time) for time in times)
         lines.append(f"{scene.start} {scene.colour} {_digit(scene) if visible else '-'}")
     return ", ".join(lines) + "\ntarget " + lines[video.scenes.index(target)]
-
-
-def _answer_by_crops(
-    video: WorldVideo,
-    question: Question,
-    scene: Scene,
-    overview: str,
-    seen: _Sighting | None,
-    settings: TextSettings,
-    rng: np.random.Generator,
-    habits: np.random.Generator,
-) -> tuple[ChatTurn, ...]:
-    """Write calls for one half of the scene or both, their reports, and the answer.
-
-    A leaked call gets no report, so the conversation ends there.
-    Calls for both halves are in one turn, or one follows the other until a report shows the digit.
-    If no report shows it, the answer is what the overview showed (`seen`), or a guess.
-    """
-    starts = list(range(scene.start, scene.end, WINDOW))
-    if habits.random() >= settings.both:
-        starts = [int(habits.choice(starts))]
-    if rng.random() < settings.leak:
-        # No parser accepts this syntax, so the conversation ends without a report.
-        calls = "\n".join(
-            f"<tool_code>print(crop_video(start_time={start}, end_time={start + WINDOW}))"
-            "</tool_code>"
-            for start in starts
-        )
-        return (_main_turn(f"{overview}\nlook closer\n{_close_think(settings, rng)}{calls}"),)
-    crops_by_turn = [starts]
-    if rng.random() < settings.one_by_one:
-        crops_by_turn = [[start] for start in starts]
-    turns: list[ChatTurn] = []
-    found = None
-    for crops in crops_by_turn:
-        calls = "\n".join(protocol.render_call(CropCall(s, s + WINDOW)) for s in crops)
-        prefix = overview if not turns else ""
-        think = f"{prefix}\nlook closer\n{_close_think(settings, rng)}"
-        turns.append(_main_turn(think + calls))
-        turns += [ChatTurn("tool", (_report(video, start),)) for start in crops]
-        # A digit stays within one window, so a crop shows all of it or nothing.
-        if crops[0] <= scene.first < crops[-1] + WINDOW:
-            found = _Sighting(_digit(scene), (scene.first, scene.last))
-            break
-    opening = "the crops show"
-    if found is None and seen is not None and seen.answers(question):
-        opening, found = "\nI see", seen
-    turns.append(_conclude(question, scene, opening, found, settings, rng, habits))
-    return tuple(turns)
-
-
-def _conclude(
-    question: Question,
-    scene: Scene,
-    opening: str,
-    seen: _Sighting | None,
-    settings: TextSettings,
-    rng: np.random.Generator,
-    habits: np.random.Generator,
-) -> ChatTurn:
-    """Write the last turn: what was seen, then the answer, or a guess if that is not enough."""
-    finding = " nothing"
-    if seen is not None:
-        finding = f" {seen.digit}"
-        if seen.span is not None:
-            finding += f" from {seen.span[0]} to {seen.span[1]}"
-    if seen is None or not seen.answers(question):
-        answer = _guess(question, scene, habits)
-    elif question.kind is QuestionKind.MULTIPLE_CHOICE:
-        answer = f" {seen.digit}"
-    else:
-        assert seen.span is not None
-        answer = _span(*seen.span)
-    think = f"{opening}{finding}\n{_close_think(settings, rng)}"
-    if rng.random() >= settings.untagged:
-        answer = answer.join(_ANSWER_TAGS)
-    return _main_turn(think + answer)
-
-
-def _guess(question: Question, scene: Scene, habits: np.random.Generator) -> str:
-    """Draw any of the options, or a span of 4 seconds in the scene."""
-    if question.kind is QuestionKind.MULTIPLE_CHOICE:
-        return f" {habits.choice(question.options)}"
-    length = 4
-    first = int(habits.choice(range(scene.start, scene.end - length, STEP)))
-    return _span(first, first + length)
-
-
-def _close_think(settings: TextSettings, rng: np.random.Generator) -> str:
-    return "" if rng.random() < settings.unclosed else "</think>\n"
 
 
 def _report(video: WorldVideo, start: int) -> str:

@@ -42,6 +42,26 @@ class Layout(NamedTuple):
     row_length: int
 
 
+class LayoutSizes(NamedTuple):
+    """Sizes of the decoding programs. Lengths are in tokens, ascending."""
+
+    slots: int
+    """Rows of a program."""
+    rows_per_prefix: int
+    """Rows of a block."""
+    page: int
+    """Tokens per page."""
+    prefix_lengths: tuple[int, ...]
+    """Compiled lengths of prefixes; empty if nothing may be shared."""
+    row_lengths: tuple[int, ...]
+    """Compiled lengths of rows."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return self.slots // self.rows_per_prefix
+
+
 class _Group(NamedTuple):
     """Sequences that share a prefix, and that prefix."""
 
@@ -53,12 +73,7 @@ def choose_layout(
     paths: Sequence[Serials],
     lengths: Sequence[int],
     loaded: dict[int, list[Serials]],
-    *,
-    slots: int,
-    rows_per_prefix: int,
-    page: int,
-    prefix_lengths: Sequence[int],
-    row_lengths: Sequence[int],
+    sizes: LayoutSizes,
 ) -> Layout:
     """The layout that reads the fewest tokens per step.
 
@@ -66,30 +81,24 @@ def choose_layout(
         paths: the full pages that each sequence begins with, for at most `slots` sequences.
         lengths: tokens of each sequence.
         loaded: for each prefix length, the prefixes in the buffers of the blocks.
-        slots: rows of the program.
-        rows_per_prefix: rows of a block.
-        page: tokens per page.
-        prefix_lengths: compiled lengths of prefixes; empty if nothing may be shared.
-        row_lengths: compiled lengths of rows.
+        sizes: sizes of the programs.
     """
-    blocks = slots // rows_per_prefix
+    blocks, page = sizes.blocks, sizes.page
     choices: list[tuple[int, int, int, list[_Group]]] = []
-    for prefix_length in (0, *prefix_lengths):
+    for prefix_length in (0, *sizes.prefix_lengths):
         groups: list[_Group] = []
         if prefix_length:
             cut = [path[: prefix_length // page] for path in paths]
-            groups = _groups(cut, rows_per_prefix, loaded.get(prefix_length, []))[:blocks]
+            groups = _groups(cut, sizes.rows_per_prefix, loaded.get(prefix_length, []))[:blocks]
         shared = {n: len(group.prefix) * page for group in groups for n in group.members}
         longest = max((tokens - shared.get(n, 0) for n, tokens in enumerate(lengths)), default=0)
-        row_length = next(length for length in row_lengths if length >= longest)
+        row_length = next(length for length in sizes.row_lengths if length >= longest)
         # Tokens read per step, padding included.
-        cost = blocks * prefix_length + slots * row_length
+        cost = blocks * prefix_length + sizes.slots * row_length
         choices.append((cost, prefix_length, row_length, groups))
     # With equal costs, the shorter prefix wins.
     _, prefix_length, row_length, groups = min(choices, key=lambda choice: choice[:2])
-    rows, prefixes = _place(
-        groups, len(paths), loaded.get(prefix_length, []), slots, rows_per_prefix
-    )
+    rows, prefixes = _place(groups, len(paths), loaded.get(prefix_length, []), sizes)
     return Layout(rows, prefixes, prefix_length, row_length)
 
 
@@ -138,20 +147,19 @@ def _place(
     groups: Sequence[_Group],
     count: int,
     loaded: Sequence[Serials],
-    slots: int,
-    rows_per_prefix: int,
+    sizes: LayoutSizes,
 ) -> tuple[tuple[int | None, ...], tuple[Serials, ...]]:
     """Place groups into blocks, then all other sequences into the remaining rows.
 
     A group goes to the block whose buffer holds its prefix, if there is one. Returns the `rows` and
     `prefixes` of a `Layout`.
     """
-    rows: list[int | None] = [None] * slots
-    prefixes: list[Serials] = [()] * (slots // rows_per_prefix)
+    rows: list[int | None] = [None] * sizes.slots
+    prefixes: list[Serials] = [()] * sizes.blocks
     free_blocks = list(range(len(prefixes)))
 
     def put(group: _Group, block: int) -> None:
-        first = block * rows_per_prefix
+        first = block * sizes.rows_per_prefix
         prefixes[block] = group.prefix
         rows[first : first + len(group.members)] = group.members
 

@@ -29,11 +29,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from models.attention import DenseCache, PagedCache, Shared
+from models.attention import DenseCache, PagedCache, RowLayout, Shared
 from models.lora import split
 from models.model import VisionLanguageModel
 from models.sharding import MeshProgram, mesh_of
-from models.text import KV, TextDecoder
+from models.text import KV, TextDecoder, VisualBank
 from rollout.engine.pages import page_count
 from rollout.engine.sampling import Choices, sample
 
@@ -265,6 +265,10 @@ class Programs:
         before = pages_before * self.page
         mask = jnp.arange(before)[None, :] < pieces.before[:, None]
 
+        visual = None
+        if bank is not None and pieces.index is not None:
+            visual = VisualBank(bank[None], pieces.index)
+
         # The decoder asks for one layer at a time. For all layers at once, the gathered keys and
         # values of all rows would take several times the memory of the pool.
         def read_before(layer: Int[Array, ""]) -> KV:
@@ -275,11 +279,11 @@ class Programs:
         _, kv = text(
             pieces.ids,
             pieces.positions,
-            segment_ids=valid.astype(jnp.int32),
-            visual=None if bank is None else bank[None],
-            visual_index=pieces.index,
+            layout=RowLayout(
+                segments=valid.astype(jnp.int32), prefix_mask=mask if before else None
+            ),
+            visual=visual,
             prefix=read_before if before else None,
-            prefix_mask=mask if before else None,
         )
         return self._write(pool, kv, pieces.tables, pieces.before, pieces.lengths)
 

@@ -29,7 +29,7 @@ from jaxtyping import Int, UInt8
 from models.attention import platform
 from models.model import VisionLanguageModel
 from models.sharding import Lowering
-from rollout.engine.layout import Layout, Serials, choose_layout
+from rollout.engine.layout import Layout, LayoutSizes, Serials, choose_layout
 from rollout.engine.pages import Node
 from rollout.engine.programs import (
     CHUNK,
@@ -222,11 +222,13 @@ class ModelRunner:
             paths,
             [sequence.computed for sequence in sequences],
             self._loaded,
-            slots=rows or settings.slots,
-            rows_per_prefix=settings.rows_per_prefix,
-            page=settings.page,
-            prefix_lengths=() if rows or self._paged else settings.prefix_lengths,
-            row_lengths=settings.row_lengths,
+            LayoutSizes(
+                rows or settings.slots,
+                settings.rows_per_prefix,
+                settings.page,
+                () if rows or self._paged else settings.prefix_lengths,
+                settings.row_lengths,
+            ),
         )
 
     def _prefill(

@@ -42,8 +42,6 @@ class EngineSettings:
     """Unshared cached tokens read per call, over all rows; longer sequences get fewer rows."""
     steps: int = 16
     """Tokens decoded per call, between scheduling decisions."""
-    paged: bool | None = None
-    """Decode on the KV cache's pages instead of copying them to dense arrays. None: on TPU."""
 
     def __post_init__(self):
         for name in ("page", "prefill_tokens", "read_tokens", "steps"):
@@ -123,7 +121,6 @@ def engine_sizes(
         prefill_tokens=max(min(prompt, piece), settings.prefill_tokens),
         read_tokens=max(slots * row_lengths[0], settings.read_tokens),
         steps=settings.steps,
-        paged=settings.paged,
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
-from models.attention import DenseCache, attend
+from models.attention import DenseCache, RowLayout, attend
 from models.config import ModelConfig
 from models.model import VisionLanguageModel
 from models.packing import packed_layout
@@ -30,7 +30,7 @@ from models.rope import (
     vision_angles,
     visual_index,
 )
-from models.text import KV, DecoderLayer
+from models.text import KV, DecoderLayer, VisualBank
 from models.weights import hf
 from tests.models.parity import IMAGE, NEW_TOKENS, VIDEO, Results, Sample, is_text
 
@@ -75,14 +75,10 @@ def forward(model: VisionLanguageModel, batch: dict[str, Any]) -> Outputs:
     if "patches" in batch:
         features = model.vision(batch["patches"], batch["layout"])
         visual = jnp.broadcast_to(features, (len(batch["ids"]), *features.shape[1:]))
-    index = batch.get("visual_index")
-    hidden, kv = model.text(
-        batch["ids"],
-        batch["positions"],
-        segment_ids=batch["segment_ids"],
-        visual=visual,
-        visual_index=index,
-    )
+    if visual is not None:
+        visual = VisualBank(visual, batch["visual_index"])
+    rows = RowLayout(batch["segment_ids"])
+    hidden, kv = model.text(batch["ids"], batch["positions"], layout=rows, visual=visual)
     return hidden, kv, features
 
 
@@ -118,7 +114,7 @@ def module_outputs(
     hidden, kv, features = outputs
 
     def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
-        return layer.finish(x, attend(*layer.project(x, angles), segment_ids=segments))[0]
+        return layer.finish(x, attend(*layer.project(x, angles), RowLayout(segments)))[0]
 
     def heads(layer: DecoderLayer, x: jax.Array) -> dict[str, jax.Array]:
         if layer.q_norm is None:

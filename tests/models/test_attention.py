@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from models.attention import QUERY_CHUNK, DenseCache, Shared, attend, choose, splash
+from models.attention import DenseCache, RowLayout, Shared, attend, choose, splash, xla
 from models.sharding import MESH_AXES
 from tests.models.program import FOR_TPU, run
 
 rng = np.random.default_rng(0)
 
 
-def textbook(q, k, v, prefix=None, *, causal=True, segment_ids=None, prefix_mask=None):
+def textbook(q, k, v, prefix=None, *, causal=True, segments=None, prefix_mask=None):
     """Softmax over all keys at once, heads repeated."""
     b, t, n, h = q.shape
     kv = k.shape[2]
-    segments = jnp.ones((b, t), int) if segment_ids is None else segment_ids
+    segments = jnp.ones((b, t), int) if segments is None else segments
     if prefix is not None:
         segments = segments != 0
     seen = segments[:, :, None] == segments[:, None]
@@ -47,14 +47,14 @@ def textbook(q, k, v, prefix=None, *, causal=True, segment_ids=None, prefix_mask
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), v)
 
 
-def case(b, t, n, kv, h, *, s=0, **options):
-    """Arrays (q, k, v, prefix), and options of `attend`."""
+def case(b, t, n, kv, h, *, s=0, **fields):
+    """Arrays (q, k, v, prefix), and the fields of a layout."""
 
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
     prefix = (draw(b, s, kv, h), draw(b, s, kv, h)) if s else None
-    return (draw(b, t, n, h), draw(b, t, kv, h), draw(b, t, kv, h), prefix), options
+    return (draw(b, t, n, h), draw(b, t, kv, h), draw(b, t, kv, h), prefix), fields
 
 
 def ids(*rows):
@@ -66,14 +66,14 @@ def ids(*rows):
 CASES = {
     "causal": case(2, 150, 4, 2, 64),
     "bidirectional": case(1, 134, 2, 2, 72, causal=False),
-    "packed": case(1, 150, 4, 1, 128, segment_ids=ids([(3, 40), (1, 70), (2, 30), (0, 10)])),
+    "packed": case(1, 150, 4, 1, 128, segments=ids([(3, 40), (1, 70), (2, 30), (0, 10)])),
     "packed frames": case(
-        1, 140, 2, 2, 72, causal=False, segment_ids=ids([(1, 60), (2, 60), (0, 20)])
+        1, 140, 2, 2, 72, causal=False, segments=ids([(1, 60), (2, 60), (0, 20)])
     ),
     "one row behind a prefix": case(1, 20, 2, 2, 64, s=130),
     "rows behind prefixes": case(
         6, 50, 4, 2, 128, s=90,
-        segment_ids=ids(
+        segments=ids(
             [(0, 9), (1, 41)], [(1, 50)], [(1, 12), (0, 38)],
             [(5, 20), (7, 20), (0, 10)], [(0, 49), (1, 1)], [(1, 50)],
         ),
@@ -103,13 +103,13 @@ def small_tiles(monkeypatch):
 def test_equals_the_textbook(small_tiles, name, implementation):
     arrays, options = CASES[name]
     valid = np.ones(arrays[0].shape[:2], bool)
-    if "segment_ids" in options:
-        valid = options["segment_ids"] != 0
+    if "segments" in options:
+        valid = options["segments"] != 0
     valid = valid[..., None, None]
     weight = rng.normal(size=arrays[0].shape) * valid
 
     def ours(q, k, v, prefix):
-        return attend(q, k, v, prefix=prefix, implementation=implementation, **options)
+        return attend(q, k, v, RowLayout(**options), prefix, implementation)
 
     found = results(ours, arrays, weight)
     expected = results(functools.partial(textbook, **options), arrays, weight)
@@ -124,12 +124,12 @@ def test_equals_the_textbook(small_tiles, name, implementation):
 @pytest.mark.parametrize("implementation", ["xla", "splash", "cudnn"])
 def test_bfloat16_stays_near_float32(small_tiles, implementation):
     arrays, options = CASES["rows behind prefixes"]
-    valid = (options["segment_ids"] != 0)[..., None, None]
+    valid = (options["segments"] != 0)[..., None, None]
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays)
     weight = rng.normal(size=arrays[0].shape) * valid
 
     def ours(q, k, v, prefix):
-        return attend(q, k, v, prefix=prefix, implementation=implementation, **options)
+        return attend(q, k, v, RowLayout(**options), prefix, implementation)
 
     def in_float32(x):
         is_per_query = x.shape == valid.shape[:2] + x.shape[2:]
@@ -165,16 +165,17 @@ def test_under_scan_and_remat(small_tiles, implementation):
 @pytest.mark.parametrize(
     ("arrays", "options"),
     [
-        case(4, 29, 2, 1, 8, s=5, segment_ids=ids(*[[(1, 27), (0, 2)]] * 4)),
-        case(1, 29, 2, 2, 8, causal=False, segment_ids=ids([(1, 10), (2, 17), (0, 2)])),
+        case(4, 29, 2, 1, 8, s=5, segments=ids(*[[(1, 27), (0, 2)]] * 4)),
+        case(1, 29, 2, 2, 8, causal=False, segments=ids([(1, 10), (2, 17), (0, 2)])),
     ],
 )
-def test_query_chunks_change_nothing(arrays, options, chunk):
+def test_query_chunks_change_nothing(monkeypatch, arrays, options, chunk):
     """With loops over chunks, with single chunks, and with one chunk for all."""
-    weight = rng.normal(size=arrays[0].shape) * (options["segment_ids"] != 0)[..., None, None]
+    monkeypatch.setattr(xla, "QUERY_CHUNK", chunk)
+    weight = rng.normal(size=arrays[0].shape) * (options["segments"] != 0)[..., None, None]
 
     def ours(q, k, v, prefix):
-        return attend(q, k, v, prefix=prefix, chunk=chunk, implementation="xla", **options)
+        return attend(q, k, v, RowLayout(**options), prefix, "xla")
 
     found = results(ours, arrays, weight)
     expected = results(functools.partial(textbook, **options), arrays, weight)
@@ -189,7 +190,7 @@ def whole_pass(options, backward):
     """Attention in XLA, forward only or with gradients."""
 
     def forward(q, k, v, prefix):
-        return attend(q, k, v, prefix=prefix, implementation="xla", **options)
+        return attend(q, k, v, RowLayout(**options), prefix, "xla")
 
     if not backward:
         return forward
@@ -214,7 +215,7 @@ def test_one_chunk_of_scores_is_held_at_a_time(arrays, options, backward):
     compiled = jax.jit(whole_pass(options, backward)).lower(*arrays).compile()
     b, t, n, _ = arrays[0].shape
     keys = t + (0 if arrays[3] is None else arrays[3][0].shape[1])
-    scores = 4 * b * n * QUERY_CHUNK * keys
+    scores = 4 * b * n * xla.QUERY_CHUNK * keys
     memory = compiled.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < (3.5 if backward else 2.5) * scores
 
@@ -276,7 +277,7 @@ def test_one_token_against_a_dense_cache_equals_the_last_of_a_row(shared):
     if shared:
         given = {"prefix": tuple(x.repeat(2, 0) for x in prefix), "prefix_mask": seen}
     ids = np.concatenate([own, np.ones((4, 1), bool)], 1).astype(np.int32)
-    expected = jax.jit(textbook)(q, k, v, segment_ids=ids, **given)[:, -1]
+    expected = jax.jit(textbook)(q, k, v, segments=ids, **given)[:, -1]
     cache = dense_cache(k[:, :6], v[:, :6], own, 3, *((prefix, seen) if shared else ()))
     found, after = one_token(cache, q[:, -1], k[:, -1], v[:, -1], np.ones(4, bool))
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -310,7 +311,7 @@ def test_rows_of_a_dense_cache_keep_the_tokens_they_advanced_with():
         new_k = jnp.where(fed, k[:, column], NOISE)
         new_v = jnp.where(fed, v[:, column], NOISE)
         found, cache = one_token(cache, q[:, column], new_k, new_v, advancing)
-        expected = whole(q, k, v, repeated, segment_ids=held, prefix_mask=seen)[:, column]
+        expected = whole(q, k, v, repeated, segments=held, prefix_mask=seen)[:, column]
         np.testing.assert_allclose(
             found[advancing], expected[advancing], atol=1e-5, err_msg=str(step)
         )
@@ -364,9 +365,9 @@ def test_the_platform_of_the_mesh_chooses_the_kernel(platform, kernel):
 def test_a_prefix_without_causality_or_of_pieces_is_refused():
     (q, k, v, prefix), _ = case(2, 4, 2, 1, 8, s=3)
     with pytest.raises(ValueError, match="causal = False"):
-        attend(q, k, v, causal=False, prefix=prefix)
+        attend(q, k, v, RowLayout(causal=False), prefix)
     with pytest.raises(ValueError, match="pieces = 2"):
-        attend(q, k, v, prefix=prefix, pieces=2)
+        attend(q, k, v, RowLayout(pieces=2), prefix)
 
 
 @pytest.mark.slow
@@ -376,8 +377,7 @@ def test_eight_devices_equal_one():
         """
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import NamedSharding, PartitionSpec
-        from models.attention import splash
-        from models.attention import attend
+        from models.attention import RowLayout, attend, splash
         from models.sharding import BATCH, make_mesh
 
         splash.BLOCK = 128
@@ -389,10 +389,7 @@ def test_eight_devices_equal_one():
 
         def loss(arrays, masks):
             q, k, v, prefix = arrays
-            out = attend(
-                q, k, v,
-                segment_ids=masks[0], prefix=prefix, prefix_mask=masks[1], implementation="splash",
-            )
+            out = attend(q, k, v, RowLayout(*masks), prefix, "splash")
             return ((out * masks[0][..., None, None]) ** 2).sum()
 
         one = jax.jit(jax.value_and_grad(loss))(arrays, masks)
@@ -429,14 +426,14 @@ def test_sequences_in_pieces_equal_whole_ones():
         """
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import NamedSharding
-        from models.attention import attend
+        from models.attention import RowLayout, attend
         from models.sharding import BATCH, make_mesh
 
         rng = np.random.default_rng(0)
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
 
         def loss(arrays, segments, pieces):
-            out = attend(*arrays, segment_ids=segments, pieces=pieces)
+            out = attend(*arrays, layout=RowLayout(segments, pieces=pieces))
             return ((out * segments[..., None, None]) ** 3).sum()
 
         run = jax.jit(jax.value_and_grad(loss), static_argnums=2)
@@ -477,6 +474,7 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel(prefix):
         from jax.experimental import topologies
         from jax.sharding import AxisType, Mesh, NamedSharding
         from models.config import TextConfig
+        from models.attention import RowLayout
         from models.text import KV, TextDecoder
         from models.sharding import BATCH, MESH_AXES, param_shardings
 
@@ -492,11 +490,12 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel(prefix):
         rows = NamedSharding(mesh, BATCH)
         array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
         b, t, s = 8, 640, {prefix}
-        batch = dict(ids=array(jnp.int32, b, t), segment_ids=array(jnp.int32, b, t))
+        batch = dict(ids=array(jnp.int32, b, t), layout=RowLayout(array(jnp.int32, b, t)))
         if s:
             by_row = NamedSharding(mesh, jax.P(None, *BATCH))
             past = jax.ShapeDtypeStruct((2, b, s, 2, 128), jnp.bfloat16, sharding=by_row)
-            batch |= dict(prefix=KV(past, past), prefix_mask=array(jnp.bool, b, s))
+            layout = RowLayout(array(jnp.int32, b, t), array(jnp.bool, b, s))
+            batch |= dict(prefix=KV(past, past), layout=layout)
 
         def loss(state, batch):
             positions = jnp.broadcast_to(jnp.arange(t), (3, b, t))

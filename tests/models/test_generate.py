@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import models.generate
+from models.attention import RowLayout
 from models.generate import generate
 from models.model import Inputs, VisionLanguageModel
 from models.rope import mrope_positions, visual_index
+from models.text import VisualBank
 from models.vision import frame_layout
 from train.durable.compilations import Compilations
 
@@ -55,8 +58,8 @@ def sample(model: VisionLanguageModel, *parts: int | tuple[int, int, int], seed:
 
 @nnx.jit
 def last_logits(text, ids, positions, segments, visual, index, length) -> jax.Array:
-    given = {} if visual is None else {"visual": visual, "visual_index": index}
-    hidden, _ = text(ids, positions, segment_ids=segments, **given)
+    bank = None if visual is None else VisualBank(visual, index)
+    hidden, _ = text(ids, positions, layout=RowLayout(segments), visual=bank)
     return text.logits(hidden[:, length - 1])
 
 
@@ -93,22 +96,24 @@ def greedy(model: VisionLanguageModel, inputs: Inputs, count: int) -> list[int]:
     [(9,), (2, IMAGE, 1, VIDEO, 5), (1, LARGE, 2, LARGE, 3)],
     ids=["text", "image and video", "images of a row each"],
 )
-def test_tokens_equal_those_of_whole_forward_passes(model, parts):
+def test_tokens_equal_those_of_whole_forward_passes(model, monkeypatch, parts):
     inputs = sample(model, *parts)
     expected = greedy(model, inputs, NEW)
     assert len(set(expected)) > 3
     # The amount of padding changes nothing.
     for bucket in (16, 48):
-        found = generate(model, inputs, new_tokens=NEW, stop_ids=[], bucket=bucket)
+        monkeypatch.setattr(models.generate, "BUCKET", bucket)
+        found = generate(model, inputs, new_tokens=NEW, stop_ids=[])
         assert found.dtype == np.int32 and found.tolist() == expected
     if inputs.grids:
         other = inputs._replace(patches=-inputs.patches)
-        assert generate(model, other, new_tokens=NEW, stop_ids=[], bucket=16).tolist() != expected
+        assert generate(model, other, new_tokens=NEW, stop_ids=[]).tolist() != expected
 
 
-def test_it_ends_with_the_first_stop_id(model):
+def test_it_ends_with_the_first_stop_id(model, monkeypatch):
+    monkeypatch.setattr(models.generate, "BUCKET", 16)
     inputs = sample(model, 4, IMAGE, 3)
-    run = functools.partial(generate, model, inputs, bucket=16)
+    run = functools.partial(generate, model, inputs)
     whole = run(new_tokens=NEW, stop_ids=[]).tolist()
     stop = whole[5]
     first = whole.index(stop)
@@ -120,9 +125,10 @@ def test_it_ends_with_the_first_stop_id(model):
 
 
 @pytest.mark.slow
-def test_a_temperature_draws_by_the_seed_from_the_softmax(model):
+def test_a_temperature_draws_by_the_seed_from_the_softmax(model, monkeypatch):
+    monkeypatch.setattr(models.generate, "BUCKET", 16)
     inputs = sample(model, 9)
-    run = functools.partial(generate, model, inputs, stop_ids=[], bucket=16)
+    run = functools.partial(generate, model, inputs, stop_ids=[])
     draws = [run(new_tokens=NEW, temperature=1.0, seed=seed).tolist() for seed in (3, 3, 4)]
     assert draws[0] == draws[1] != draws[2]
     assert run(new_tokens=NEW, temperature=1e-6, seed=3).tolist() == run(new_tokens=NEW).tolist()
@@ -136,8 +142,9 @@ def test_a_temperature_draws_by_the_seed_from_the_softmax(model):
     assert abs(frequency[top] - expected[top]) < 4 * (expected[top] / 400) ** 0.5
 
 
-def test_samples_of_similar_size_share_their_programs(model):
-    run = functools.partial(generate, nnx.clone(model), bucket=64)
+def test_samples_of_similar_size_share_their_programs(model, monkeypatch):
+    monkeypatch.setattr(models.generate, "BUCKET", 64)
+    run = functools.partial(generate, nnx.clone(model))
     compiled = Compilations()
     run(sample(model, 4, IMAGE, 3), new_tokens=3, stop_ids=[0])
     assert compiled.count == 2

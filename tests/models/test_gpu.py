@@ -12,7 +12,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from models.attention import attend
+from models.attention import RowLayout, attend
 from models.gpu import require_type, reserve_memory
 from models.sharding import MESH_AXES
 
@@ -70,11 +70,11 @@ def arrays(dtype) -> list[jax.ShapeDtypeStruct]:
 
 
 def behind_a_cache(q, k, v, past_k, past_v, mask, segments):
-    return attend(q, k, v, segment_ids=segments, prefix=(past_k, past_v), prefix_mask=mask)
+    return attend(q, k, v, RowLayout(segments, mask), (past_k, past_v))
 
 
 def packed_conversations(q, k, v, past_k, past_v, mask, segments):
-    return attend(q, k, v, segment_ids=segments)
+    return attend(q, k, v, RowLayout(segments))
 
 
 @pytest.mark.parametrize("function", [behind_a_cache, packed_conversations])

@@ -31,6 +31,7 @@ from models.packing import packed_layout
 from models.processor import Processor
 from models.qwen3_vl.sizes import tiny
 from models.sharding import make_mesh
+from models.text import VisualBank
 from models.weights import folder as hf_folder
 from models.weights import hf, hf_layout, tensor_file
 from models.weights.hf_config import to_hf
@@ -624,9 +625,8 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     layout = packed_layout(inputs.grids, len(inputs.patches), config.vision)
     features = model.vision(jnp.asarray(inputs.patches[None]), layout)
     sample = jnp.asarray(inputs.ids[None]), jnp.asarray(inputs.positions[:, None])
-    hidden, _ = model.text(
-        *sample, visual=features, visual_index=jnp.asarray(inputs.visual_index[None])
-    )
+    bank = VisualBank(features, jnp.asarray(inputs.visual_index[None]))
+    hidden, _ = model.text(*sample, visual=bank)
     assert np.abs(expected - blind).max() > 0.01, "the image counts"
     np.testing.assert_allclose(model.text.logits(hidden)[0], expected, atol=2e-5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 
-from models.attention import DenseCache
+from models.attention import DenseCache, RowLayout
 from models.model import VisionLanguageModel, abstract_model
 from models.packing import packed_layout
 from models.qwen3_vl.sizes import tiny
 from models.remat import check
+from models.text import VisualBank
 from models.vision import frame_layout
 
 CONFIG = tiny(97)
@@ -53,8 +55,7 @@ def visual_batch() -> dict:
     return {
         "ids": ids,
         "positions": positions,
-        "visual": rng.normal(size=(2, 3, 2, 128)).astype(np.float32),
-        "visual_index": index,
+        "visual": VisualBank(rng.normal(size=(2, 3, 2, 128)).astype(np.float32), index),
     }
 
 
@@ -146,9 +147,10 @@ def test_a_layout_of_other_patches_is_refused(model):
 def test_every_visual_level_and_position_axis_counts(model, visual_batch):
     hidden = np.asarray(run(model.text, visual_batch)[0])
     for level in range(2):
-        visual = visual_batch["visual"].copy()
+        visual = visual_batch["visual"].vectors.copy()
         visual[:, :, level] += 1
-        other, _ = run(model.text, visual_batch | {"visual": visual})
+        bank = visual_batch["visual"]._replace(vectors=visual)
+        other, _ = run(model.text, visual_batch | {"visual": bank})
         changed = np.abs(np.asarray(other) - hidden).max(-1)
         # The first visual token of row 0 is token 3.
         assert (changed[0, :3] == 0).all() and (changed[0, 3:] > 0).all()
@@ -161,18 +163,20 @@ def test_every_visual_level_and_position_axis_counts(model, visual_batch):
 
 def test_suffixes_behind_a_prefix_equal_whole_rows(model, visual_batch):
     p, s, g, t = 2, 24, 3, 9
+    bank = visual_batch["visual"]
     lengths = np.array([24, 17])
     rng = np.random.default_rng(1)
     suffix = rng.integers(0, 97, (p * g, t))
     valid = np.arange(s) < lengths[:, None]
-    _, prefix = run(model.text, visual_batch | {"segment_ids": valid.astype(np.int32)})
+    _, prefix = run(model.text, visual_batch | {"layout": RowLayout(valid.astype(np.int32))})
     # Three suffixes of each prompt.
     prefix = jax.tree.map(lambda x: jnp.repeat(x, g, axis=1), prefix)
     valid = np.repeat(valid, g, axis=0)
     start = np.repeat(lengths + 2, g)[:, None] + np.arange(t)
     positions = np.broadcast_to(start, (3, p * g, t))
+    layout = RowLayout(prefix_mask=valid)
     hidden, kv = run(
-        model.text, {"ids": suffix, "positions": positions, "prefix": prefix, "prefix_mask": valid}
+        model.text, {"ids": suffix, "positions": positions, "prefix": prefix, "layout": layout}
     )
     for row in range(p * g):
         r, n = row // g, lengths[row // g]
@@ -182,8 +186,9 @@ def test_suffixes_behind_a_prefix_equal_whole_rows(model, visual_batch):
             "positions": np.concatenate(
                 [visual_batch["positions"][:, r : r + 1, :n], positions[:, row : row + 1]], 2
             ),
-            "visual": visual_batch["visual"][r : r + 1],
-            "visual_index": np.concatenate([visual_batch["visual_index"][r : r + 1, :n], text], 1),
+            "visual": VisualBank(
+                bank.vectors[r : r + 1], np.concatenate([bank.index[r : r + 1, :n], text], 1)
+            ),
         }
         whole, whole_kv = run(model.text, batch)
         close(hidden[row], whole[0, n:])
@@ -215,6 +220,8 @@ def test_gradients_through_a_prefix_equal_those_of_whole_rows(model):
 def test_packed_segments_equal_each_alone(model, visual_batch):
     """Two sequences with visual vectors, a text and some padding share a row."""
     rng = np.random.default_rng(3)
+    bank = visual_batch["visual"]
+    visual_batch = visual_batch | {"visual_index": bank.index}
     words = {
         "ids": rng.integers(0, 97, (1, 9)),
         "positions": spots(0, 9, 1),
@@ -231,11 +238,15 @@ def test_packed_segments_equal_each_alone(model, visual_batch):
         "visual_index": np.full((1, 3), -1),
     }
     parts += [words, padding]
-    packed = {name: np.concatenate([part[name] for part in parts], -1) for name in per_row}
-    packed["visual_index"][:, 24:48] += 3 * (packed["visual_index"][:, 24:48] >= 0)
-    packed["visual"] = visual_batch["visual"].reshape(1, 6, 2, 128)
-    packed["segment_ids"] = np.repeat([1, 2, 3, 0], [24, 24, 9, 3])[None]
+    packed: dict[str, Any] = {
+        name: np.concatenate([part[name] for part in parts], -1) for name in per_row
+    }
+    index = packed.pop("visual_index")
+    index[:, 24:48] += 3 * (index[:, 24:48] >= 0)
+    packed["visual"] = VisualBank(bank.vectors.reshape(1, 6, 2, 128), index)
+    packed["layout"] = RowLayout(np.repeat([1, 2, 3, 0], [24, 24, 9, 3])[None])
     hidden, _ = run(model.text, packed)
+    del visual_batch["visual_index"]
     rows, _ = run(model.text, visual_batch)
     alone, _ = run(model.text, {"ids": words["ids"], "positions": words["positions"]})
     close(hidden[0, :24], rows[0])
@@ -336,11 +347,6 @@ def test_chunked_logprobs_never_hold_the_whole_vocabulary_axis(model):
     assert "[2,64,97]" not in chunked and "[8,2,8,97]" not in chunked
 
 
-def test_visual_without_index_is_refused(model, visual_batch):
-    with pytest.raises(ValueError, match="visual, visual_index"):
-        model.text(visual_batch["ids"], visual_batch["positions"], visual=visual_batch["visual"])
-
-
 @pytest.mark.slow
 def test_bfloat16_stays_near_float32(model, visual_batch):
     """From patches to logits and loss, with weights of either type."""
@@ -350,7 +356,8 @@ def test_bfloat16_stays_near_float32(model, visual_batch):
 
     @nnx.jit
     def logits_and_loss(model):
-        hidden, _ = model.text(**visual_batch | {"visual": model.vision(patches, layout)})
+        bank = visual_batch["visual"]._replace(vectors=model.vision(patches, layout))
+        hidden, _ = model.text(**visual_batch | {"visual": bank})
         targets = visual_batch["ids"][:, 1:]
         logprobs = model.text.token_logprobs(hidden[:, :-1], targets, 1.0)
         return model.text.logits(hidden), -logprobs.mean()

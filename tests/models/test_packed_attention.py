@@ -10,6 +10,7 @@ What these tests guard:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -18,16 +19,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.attention import attend, choose, flash
-from models.attention.target import Masks, visible_tiles
+from models.attention import RowLayout, attend, choose, flash, xla
+from models.attention.target import visible_tiles
 from models.config import TextConfig
-from models.text import TextDecoder
+from models.text import TextDecoder, VisualBank
 from tests.models.program import FOR_TPU, run
 
 
-def explicit(q, k, v, segment_ids, starts, shared):
+def explicit(q, k, v, layout):
     """Softmax over all keys at once under the mask of the rule, heads repeated."""
     t, n, h = q.shape[1:]
+    segment_ids, starts, shared = layout.segments, layout.starts, layout.shared
     place = np.arange(t)
     seen = segment_ids[:, :, None] == segment_ids[:, None, :]
     seen &= (place[:, None] >= place[None, :])[None]
@@ -41,7 +43,7 @@ def explicit(q, k, v, segment_ids, starts, shared):
 
 
 def packed_rows(t, *rows):
-    """Segment ids, starts and shared of packed rows of t places.
+    """The layout of packed rows of t places.
 
     A row is (prompts, segments), both lists of (group, length).
     """
@@ -55,7 +57,7 @@ def packed_rows(t, *rows):
             place += length
         assert place <= t
     shared = [sum(length for _, length in prompts) for prompts, _ in rows]
-    return {"segment_ids": segment_ids, "starts": starts, "shared": np.array(shared, np.int32)}
+    return RowLayout(segment_ids, starts=starts, shared=np.array(shared, np.int32))
 
 
 def random_row(rng, t):
@@ -102,12 +104,13 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize(
     ("implementation", "chunk"), [("xla", 1), ("xla", 8), ("xla", 64), ("flash", 128)]
 )
-def test_packed_rows_equal_the_explicit_mask(small_tiles, implementation, chunk):
+def test_packed_rows_equal_the_explicit_mask(small_tiles, monkeypatch, implementation, chunk):
+    monkeypatch.setattr(xla, "QUERY_CHUNK", chunk)
     rng = np.random.default_rng(0)
     qkv = arrays(rng, 2, 300, 4, 2, 16)
-    weight = rng.normal(size=qkv[0].shape) * (TWO_ROWS["segment_ids"] != 0)[..., None, None]
-    ours = functools.partial(attend, chunk=chunk, implementation=implementation, **TWO_ROWS)
-    expected = results(functools.partial(explicit, **TWO_ROWS), qkv, weight)
+    weight = rng.normal(size=qkv[0].shape) * (TWO_ROWS.segments != 0)[..., None, None]
+    ours = functools.partial(attend, layout=TWO_ROWS, implementation=implementation)
+    expected = results(functools.partial(explicit, layout=TWO_ROWS), qkv, weight)
     for a, b in zip(results(ours, qkv, weight), expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
 
@@ -119,11 +122,11 @@ def test_bfloat16_in_full_tiles_stays_near_float32():
     packing = packed_rows(t, ([(1, 300), (2, 100)], [(1, 150), (2, 40), (1, 250), (3, 30)]))
     rng = np.random.default_rng(6)
     low = [x.astype(jnp.bfloat16) for x in arrays(rng, 1, t, 4, 2, 128)]
-    valid = (packing["segment_ids"] != 0)[..., None, None]
+    valid = (packing.segments != 0)[..., None, None]
     weight = rng.normal(size=low[0].shape) * valid
-    ours = functools.partial(attend, implementation="flash", **packing)
+    ours = functools.partial(attend, layout=packing, implementation="flash")
     exact = results(
-        functools.partial(explicit, **packing), [x.astype(jnp.float32) for x in low], weight
+        functools.partial(explicit, layout=packing), [x.astype(jnp.float32) for x in low], weight
     )
     for a, b in zip(results(ours, low, weight), exact, strict=True):
         found, wanted = np.asarray(a, np.float32), np.asarray(b)
@@ -131,25 +134,29 @@ def test_bfloat16_in_full_tiles_stays_near_float32():
 
 
 @pytest.mark.parametrize(("implementation", "t", "trials"), [("xla", 97, 12), ("flash", 400, 4)])
-def test_random_packed_rows_equal_the_explicit_mask(small_tiles, implementation, t, trials):
+def test_random_packed_rows_equal_the_explicit_mask(
+    small_tiles, monkeypatch, implementation, t, trials
+):
+    monkeypatch.setattr(xla, "QUERY_CHUNK", 16)
     rng = np.random.default_rng(1)
 
     @jax.jit
     def both(qkv, weight, packing):
-        ours = functools.partial(attend, chunk=16, implementation=implementation, **packing)
-        theirs = functools.partial(explicit, **packing)
+        ours = functools.partial(attend, layout=packing, implementation=implementation)
+        theirs = functools.partial(explicit, layout=packing)
         return [results(function, qkv, weight) for function in (ours, theirs)]
 
     for trial in range(trials):
         packing = packed_rows(t, *(random_row(rng, t) for _ in range(2)))
         qkv = arrays(rng, 2, t, 2, 1, 8)
-        valid = (packing["segment_ids"] != 0)[..., None, None]
+        valid = (packing.segments != 0)[..., None, None]
         found, expected = both(qkv, rng.normal(size=qkv[0].shape) * valid, packing)
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4, err_msg=str(trial))
 
 
-def visible_pairs(segment_ids, starts, shared):
+def visible_pairs(layout):
+    segment_ids, starts, shared = layout.segments, layout.starts, layout.shared
     place = np.arange(segment_ids.shape[1])
     seen = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids != 0)[:, None]
     seen &= (place >= starts[:, :, None]) | (place < shared[:, None, None])
@@ -175,15 +182,9 @@ def test_a_visible_pair_lies_in_a_tile_that_counts(sizes):
     rng = np.random.default_rng(4)
     for trial in range(20):
         packing = packed_rows(96, *(random_row(rng, 96) for _ in range(2)))
-        tiles = visible_tiles(Masks(prefix=None, **masks(packing)), *sizes)
-        missed = any_pair(visible_pairs(**packing), *sizes) & ~np.asarray(tiles)
+        tiles = visible_tiles(jax.tree.map(jnp.asarray, packing), *sizes)
+        missed = any_pair(visible_pairs(packing), *sizes) & ~np.asarray(tiles)
         assert not missed.any(), trial
-
-
-def masks(packing):
-    """A packing under the names of `Masks`, as JAX arrays."""
-    names = {"segment_ids": "segments", "starts": "starts", "shared": "shared"}
-    return {names[name]: jnp.asarray(x) for name, x in packing.items()}
 
 
 def test_few_tiles_are_computed_in_vain_at_log_normal_lengths():
@@ -191,9 +192,9 @@ def test_few_tiles_are_computed_in_vain_at_log_normal_lengths():
     rng = np.random.default_rng(5)
     t, tile = 4096, 64
     packing = log_normal_row(rng, t, groups=4, rollouts=8, mean=80)
-    tiles = np.asarray(visible_tiles(Masks(prefix=None, **masks(packing)), tile, tile))
-    needed = any_pair(visible_pairs(**packing), tile, tile)
-    padding = (packing["segment_ids"] == 0).reshape(-1, tile).all(axis=1).sum()
+    tiles = np.asarray(visible_tiles(jax.tree.map(jnp.asarray, packing), tile, tile))
+    needed = any_pair(visible_pairs(packing), tile, tile)
+    padding = (packing.segments == 0).reshape(-1, tile).all(axis=1).sum()
     # Tiles of padding only have one tile each, so that no query is without a key.
     assert tiles.sum() - padding <= 1.02 * needed.sum()
     assert tiles.sum() < 0.25 * (t // tile) ** 2 / 2
@@ -234,24 +235,25 @@ def test_a_rollout_in_a_packed_row_gets_what_it_gets_alone():
     def rows(x):
         return jnp.asarray(x).reshape(2, t // 2)
 
-    packed, _ = nnx.jit(TextDecoder.__call__, static_argnames="pieces")(
+    layout = RowLayout(
+        rows(packing.segments),
+        starts=rows(packing.starts),
+        shared=np.repeat(np.asarray(packing.shared), 2),
+        pieces=2,
+    )
+    packed, _ = nnx.jit(TextDecoder.__call__)(
         text,
         rows(ids),
         jnp.broadcast_to(rows(positions), (3, 2, t // 2)),
-        segment_ids=rows(packing["segment_ids"]),
-        visual=visual,
-        visual_index=rows(index),
-        starts=rows(packing["starts"]),
-        shared=packing["shared"].repeat(2),
-        pieces=2,
+        layout=layout,
+        visual=VisualBank(visual, rows(index)),
     )
     packed = packed.reshape(t, -1)
     for place, places in alone.items():
         row, _ = text(
             jnp.asarray(ids[places])[None],
             jnp.broadcast_to(jnp.asarray(positions[places]), (3, 1, len(places))),
-            visual=visual,
-            visual_index=jnp.asarray(index[places])[None],
+            visual=VisualBank(visual, jnp.asarray(index[places])[None]),
         )
         np.testing.assert_allclose(packed[places], row[0], atol=2e-5, err_msg=str(place))
 
@@ -263,8 +265,8 @@ def test_one_bank_for_all_rows_equals_a_bank_per_row():
     index = jnp.asarray(rng.integers(-1, 4, (3, 6)))
     bank = jnp.asarray(rng.normal(size=(1, 4, 2, 32)), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(6), (3, 3, 6))
-    one, _ = text(ids, positions, visual=bank, visual_index=index)
-    three, _ = text(ids, positions, visual=bank.repeat(3, 0), visual_index=index)
+    one, _ = text(ids, positions, visual=VisualBank(bank, index))
+    three, _ = text(ids, positions, visual=VisualBank(bank.repeat(3, 0), index))
     np.testing.assert_array_equal(one, three)
 
 
@@ -274,29 +276,30 @@ def test_the_kernel_of_packed_rows_fits_the_platform(platform, packed):
     assert choose(platform, q, k, packed=True) == packed
 
 
-@pytest.mark.parametrize("missing", ["starts", "shared", "segment_ids"])
+@pytest.mark.parametrize("missing", ["starts", "shared", "segments"])
 def test_part_of_a_packing_is_refused(missing):
     qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
-    options = {**TWO_ROWS, missing: None}
+    layout = dataclasses.replace(TWO_ROWS, **{missing: None})
     with pytest.raises(ValueError, match="starts, shared: packed rows need both"):
-        attend(*qkv, **options)
+        attend(*qkv, layout=layout)
 
 
 def test_a_packing_with_a_prefix_or_without_causality_is_refused():
     qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
-    for options in ({"causal": False}, {"prefix": tuple(qkv[1:])}):
+    both_ways = dataclasses.replace(TWO_ROWS, causal=False)
+    for layout, prefix in ((both_ways, None), (TWO_ROWS, (qkv[1], qkv[2]))):
         with pytest.raises(ValueError, match="starts, shared: packed rows need both"):
-            attend(*qkv, **TWO_ROWS, **options)
+            attend(*qkv, layout=layout, prefix=prefix)
 
 
 def test_a_named_kernel_of_other_rows_is_refused():
     qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
     with pytest.raises(ValueError, match="implementation = 'cudnn'"):
-        attend(*qkv, **TWO_ROWS, implementation="cudnn")
+        attend(*qkv, layout=TWO_ROWS, implementation="cudnn")
     with pytest.raises(ValueError, match="implementation = 'splash'"):
-        attend(*qkv, **TWO_ROWS, implementation="splash")
+        attend(*qkv, layout=TWO_ROWS, implementation="splash")
     with pytest.raises(ValueError, match="implementation = 'flash'"):
-        attend(*qkv, implementation="flash")
+        attend(*qkv[:3], layout=None, implementation="flash")
 
 
 @pytest.mark.slow
@@ -311,7 +314,7 @@ def test_a_packed_row_over_16_devices_compiles_for_tpu(topology, length):
         import jax, jax.numpy as jnp, numpy as np
         from jax.experimental import topologies
         from jax.sharding import AxisType, Mesh, NamedSharding
-        from models.attention import attend
+        from models.attention import RowLayout, attend
         from models.sharding import BATCH, MESH_AXES
 
         devices = topologies.get_topology_desc(platform="tpu", topology_name="{topology}").devices
@@ -325,13 +328,14 @@ def test_a_packed_row_over_16_devices_compiles_for_tpu(topology, length):
         q, k = (array(jnp.bfloat16, 16, t, heads, 128) for heads in (32, 8))
         places = array(jnp.int32, 16, t)
 
-        def loss(qkv, segment_ids, starts, shared):
-            packing = dict(segment_ids=segment_ids, starts=starts, shared=shared)
-            return attend(*qkv, **packing, pieces=16).astype(jnp.float32).sum()
+        def loss(qkv, layout):
+            return attend(*qkv, layout=layout).astype(jnp.float32).sum()
 
         with jax.set_mesh(mesh):
             step = jax.jit(jax.value_and_grad(loss))
-            lowered = step.lower((q, k, k), places, places, array(jnp.int32, 16))
+            shared = array(jnp.int32, 16)
+            layout = RowLayout(places, starts=places, shared=shared, pieces=16)
+            lowered = step.lower((q, k, k), layout)
             for kernel in ("forward", "d_queries", "d_keys"):
                 assert "packed_attention_" + kernel in lowered.as_text()
             lowered.compile()
@@ -348,16 +352,18 @@ def test_packed_rows_in_pieces_equal_whole_ones():
         """
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import NamedSharding
-        from models.attention import attend
+        import dataclasses
+        from models.attention import attend, xla
         from models.sharding import BATCH, make_mesh
         from tests.models.test_packed_attention import packed_rows, random_row
 
+        xla.QUERY_CHUNK = 8
         rng = np.random.default_rng(0)
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
 
         def loss(qkv, packing, pieces):
-            out = attend(*qkv, **packing, pieces=pieces, chunk=8)
-            valid = (packing["segment_ids"] != 0)[..., None, None]
+            out = attend(*qkv, layout=dataclasses.replace(packing, pieces=pieces))
+            valid = (packing.segments != 0)[..., None, None]
             return (out * valid * jnp.arange(1, 9)[None, None, None]).sum()
 
         run = jax.jit(jax.value_and_grad(loss), static_argnums=2)

@@ -27,7 +27,7 @@ from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl_moe.family import Qwen3VLMoeConfig
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
-from models.text import KV, TextDecoder
+from models.text import KV, TextDecoder, VisualBank
 from tests.collectives import bytes_sent, find_collectives
 
 
@@ -235,7 +235,7 @@ def loss(
 ) -> tuple[jax.Array, tuple[jax.Array, KV]]:
     visual = model.vision(batch["patches"], batch["layout"])
     prompts, prefix = model.text(
-        batch["prompts"], spots(0, 12, 8), visual=visual, visual_index=batch["index"]
+        batch["prompts"], spots(0, 12, 8), visual=VisualBank(visual, batch["index"])
     )
     hidden, _ = model.text(batch["ids"], spots(12, 18, 8), prefix=prefix, remat="full")
     logprobs = model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2)
@@ -297,7 +297,7 @@ def check_that_generate_finds_the_mesh(config: ModelConfig) -> None:
     patches = np.zeros((0, config.vision.patch_dim), np.float32)
     inputs = Inputs(ids, np.tile(ids, (3, 1)), np.full(9, -1, np.int32), patches, [])
     one, many = (
-        generate(nnx.merge(graph, weights), inputs, new_tokens=8, stop_ids=[], bucket=16)
+        generate(nnx.merge(graph, weights), inputs, new_tokens=8, stop_ids=[])
         for weights in (state, placed)
     )
     np.testing.assert_array_equal(many, one)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.attention import DenseCache, Shared
+from models.attention import DenseCache, RowLayout, Shared
 from models.model import abstract_model
 from models.qwen3_vl.sizes import tiny
 from models.text import TextDecoder
@@ -33,8 +33,10 @@ def test_decoding_with_unstacked_layers_equals_a_whole_pass(text):
     repeated = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=1), prefix)
     seen = jnp.repeat(seen, 2, axis=0)
     # A scan over the stacked layers.
-    expected, whole = text(ids, spots(5, 11, 4), prefix=repeated, prefix_mask=seen)
-    _, kv = text(ids[:, :4], spots(5, 9, 4), prefix=repeated, prefix_mask=seen)
+    expected, whole = text(
+        ids, spots(5, 11, 4), layout=RowLayout(prefix_mask=seen), prefix=repeated
+    )
+    _, kv = text(ids[:, :4], spots(5, 9, 4), layout=RowLayout(prefix_mask=seen), prefix=repeated)
     shared = Shared.of(prefix, seen)
     layers = text.decode_layers()
     assert layers is not None and len(layers) == 3

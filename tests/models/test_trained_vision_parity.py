@@ -15,9 +15,11 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from models.attention import RowLayout
 from models.lora import LoRASettings, add_adapters
 from models.peft_folder import base_fingerprint, save_adapters
 from models.peft_folder import load as load_adapted
+from models.text import VisualBank
 from models.trained import TrainedVision, TrainVision, part_of, trained_state
 from models.vision import frame_layout
 from models.weights import hf
@@ -105,9 +107,11 @@ def test_gradients_of_the_trained_part_are_those_of_transformers(pair, part, tmp
         hidden, _ = model.text(
             batch["ids"],
             batch["positions"],
-            segment_ids=segments,
-            visual=jnp.broadcast_to(vectors, (len(segments), *vectors.shape[1:])),
-            visual_index=batch["visual_index"],
+            layout=RowLayout(segments),
+            visual=VisualBank(
+                jnp.broadcast_to(vectors, (len(segments), *vectors.shape[1:])),
+                batch["visual_index"],
+            ),
         )
         logprobs = model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 1.0)
         return -(logprobs * both).sum() / both.sum()

@@ -13,6 +13,7 @@ from models.sharding import make_mesh
 from paravt_extras.plan.abstract import abstract_rl_step, abstract_sft_step
 from tests.models.program import FOR_TPU, run
 from tests.train.steps import skeleton_of
+from train.learn.packing import StepRoom
 from train.learn.placement import Bank
 from train.learn.rl_batch import lay_out_padding
 from train.learn.sft import SFTBatches, make_sft_updater
@@ -59,7 +60,7 @@ def test_arguments_equal_those_of_an_rl_step(road, subagents):
     rl = dataclasses.replace(road.run.rl, subagents_per_rollout=subagents)
     run = dataclasses.replace(road.run, rl=rl)
     sizes = run.rl_shape.microbatches(rl.microbatch_tokens, devices=1, pieces=1)
-    laid_out = lay_out_padding(run.rl_shape, road.environment.features, sizes)
+    laid_out = lay_out_padding(StepRoom(run.rl_shape, sizes), road.environment.features)
     # One device of one process: nothing is padded to the number of devices.
     step = abstract_rl_step(run, make_mesh(1, 1, 1), road.model.config)
     real = (laid_out.microbatches, laid_out.visual[None], laid_out.grpo)
@@ -83,6 +84,7 @@ def test_shardings_equal_those_of_placed_arrays():
         from tests.train.test_abstract import require_same
         from train.learn.conversation_rows import lay_out_rows
         from train.learn.placement import BankPlacer, VisualRoom, place, place_whole
+        from train.learn.packing import StepRoom
         from train.learn.rl_batch import lay_out_padding
         from train.learn.sft import SFTBatch
         from paravt_extras.plan.abstract import abstract_rl_step, abstract_sft_step
@@ -93,7 +95,7 @@ def test_shardings_equal_those_of_placed_arrays():
         step, shape = abstract_rl_step(recipe, mesh, config), recipe.rl_shape
         sizes = shape.microbatches(recipe.rl.microbatch_tokens, 8, step.microbatches[0].pieces)
         features = FrameFeatures(None, config, recipe.frames, pathlib.Path(), source=video)
-        padding = lay_out_padding(shape, features, sizes, devices=8)
+        padding = lay_out_padding(StepRoom(shape, sizes, 8), features)
         bank = BankPlacer(mesh, VisualRoom(shape.slots(1, 8)), None)(padding.visual, ())
         microbatches = tuple(place_whole(part, mesh) for part in padding.microbatches)
         grpo = place(padding.grpo, mesh)

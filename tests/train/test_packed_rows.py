@@ -21,11 +21,12 @@ from flax import nnx
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from models.attention import RowLayout
 from models.config import TextConfig
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.rope import mrope_positions, visual_index
 from models.sharding import make_mesh, param_shardings
-from models.text import TextDecoder
+from models.text import TextDecoder, VisualBank
 from models.trained import Skeleton
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
@@ -68,7 +69,6 @@ SETTINGS = RLSettings(
     steps=1,
     grpo=GRPOSettings(group_size=3, anchor="likelihood", reward_clip=None, behaviour_cap=None),
     temperature=0.8,
-    logprob_chunk=48,
 )
 
 # The most of each, so that the slow layout compiles once.
@@ -308,9 +308,8 @@ def slow_logprobs(text: TextDecoder, arrays: dict[str, jax.Array]) -> jax.Array:
     hidden, _ = text(
         arrays["ids"],
         arrays["positions"],
-        segment_ids=arrays["segments"],
-        visual=arrays["visual"],
-        visual_index=arrays["visual_index"],
+        layout=RowLayout(arrays["segments"]),
+        visual=VisualBank(arrays["visual"], arrays["visual_index"]),
     )
     scored = text.token_logprobs(hidden[:, :-1], arrays["ids"][:, 1:], SETTINGS.temperature)
     # The log-prob of the token at place i is the one at place i - 1.

@@ -167,7 +167,7 @@ def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp
     message = (
         "the loss of PARA-GRPO 5/7 is not finite; the last finite checkpoint is PARA-GRPO 3/7, and "
         "the same command computes the same again: lower --rl.optimizer.learning-rate "
-        "(with Muon, .muon-learning-rate, too) in another --run-dir"
+        "in another --run-dir"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Run(tmp_path).steps(loss=lambda step: float("nan") if step == 5 else 1.0)

@@ -31,7 +31,7 @@ from rollout.engine.requests import Sample, SampleStop
 from tests.compiled_names import CompiledNames
 from tests.train.steps import road_learner, take_step, take_whole_step
 from train.learn.batch import prompt_segments
-from train.learn.packing import StepShape
+from train.learn.packing import StepRoom, StepShape
 from train.learn.rl import Learner
 from train.learn.rl_batch import LaidOut, lay_out
 from train.learn.rl_settings import RLSettings
@@ -81,7 +81,8 @@ def laid_out(road, rollouts, shape: StepShape | None = None) -> LaidOut:
     """The arrays of rollouts, in micro-batches of one size."""
     shape = road.run.rl_shape if shape is None else shape
     sizes = shape.microbatches(shape.tokens, devices=1, pieces=1)[:1]
-    return lay_out(rollouts, road.environment, shape, sizes, (0,), devices=hosts.process_count())
+    room = StepRoom(shape, sizes, hosts.process_count())
+    return lay_out(rollouts, road.environment, room, (0,))
 
 
 def ids_of(step: LaidOut, row: int) -> np.ndarray:
@@ -575,7 +576,7 @@ def test_the_gap_is_that_of_the_current_weights(road, small, shape):
     now = int(versions.max())
     shape = road.run.rl_shape
     sizes = shape.microbatches(shape.tokens, devices=1, pieces=1)[:1]
-    given = (road.environment, shape, sizes, (0,), 1)
+    given = (road.environment, StepRoom(shape, sizes), (0,))
     every, none = (lay_out(rollouts, *given, version=now + later) for later in (0, 1))
     np.testing.assert_array_equal(every.grpo.current, every.grpo.mask)
     assert (every.current, none.current) == (1.0, 0.0)
@@ -647,16 +648,16 @@ def test_micro_batches_change_nothing(road, small, both, start):
 def test_every_size_is_compiled_before_the_first_step(road, small, start, updates):
     """Steps that need other sizes later compile nothing; later updates have their own programs."""
     cut = anchored_learner(road, microbatch_tokens=600, updates_per_batch=updates)
-    assert len(cut.sizes) > 1
+    assert len(cut.room.sizes) > 1
     programs = list(cut.lowerings(start, road.environment.features))
     # The reference, the updates, and the optimizer.
-    assert len(programs) == (1 + updates) * len(cut.sizes) + 1
+    assert len(programs) == (1 + updates) * len(cut.room.sizes) + 1
     compile_ahead(programs)
     names = CompiledNames()
     cut.warm_up(start.weights, road.environment.features)
     sizes = (cut.logprobs.jitted, cut.updater.programs.add.jitted)
     compiled = [program._cache_size() for program in sizes]
-    assert compiled == [len(cut.sizes), updates * len(cut.sizes)]
+    assert compiled == [len(cut.room.sizes), updates * len(cut.room.sizes)]
     sampler = small.Script(road)
     one, other = road.data.questions[:2]
     for questions in ((one, other), (lost(one), other)):

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models.attention import RowLayout
 from models.rope import mrope_positions, visual_index
+from models.text import VisualBank
 from paravt_jax.method import protocol
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import PINNED, render_call
@@ -81,9 +83,8 @@ def alone(road, groups) -> dict:
     return {
         "ids": ids,
         "positions": positions,
-        "segment_ids": segments,
-        "visual": vectors,
-        "visual_index": visual_index(jnp.asarray(ids), road.image),
+        "layout": RowLayout(segments),
+        "visual": VisualBank(vectors, visual_index(jnp.asarray(ids), road.image)),
     }
 
 

@@ -5,8 +5,10 @@ The test runs this file as a program with eight fake devices.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,6 +31,8 @@ from paravt_jax.method.records import Author, Frame, Segment, Trajectory
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.structure import Kind, Structure
 from tests.processes import on_eight_devices
+from train.learn import optimizer as optimizers
+from train.learn import update as updates
 from train.learn.batch import Group, build
 from train.learn.conversation_rows import Rendered, RowsShape, lay_out_rows
 from train.learn.optimizer import OptimizerSettings, make_optimizer
@@ -97,7 +101,7 @@ SHAPE = StepShape(
 )
 ROWS = RowsShape(rows=5, tokens=24, visual=5)
 # A large eps: the rounding of a small gradient must not decide the sign of an update.
-ADAM = OptimizerSettings(learning_rate=LEARNING_RATE, eps=1e-2)
+ADAM = OptimizerSettings(learning_rate=LEARNING_RATE)
 
 
 def group(rng: np.random.Generator, rollout: int, members: int, slot: int) -> Group:
@@ -170,6 +174,17 @@ def rl_batch(settings: RLSettings) -> GRPOBatch:
     return GRPOBatch(structure=structure, **fields)
 
 
+@contextlib.contextmanager
+def in_chunks() -> Iterator[None]:
+    """Logits in chunks of 8 tokens, and an eps with which AdamW does not magnify rounding."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(updates, "LARGE_VOCABULARY", 0)
+        patch.setattr(updates, "LOGPROB_CHUNK", 8)
+        patch.setattr(optimizers, "EPS", 1e-2)
+        yield
+
+
+@in_chunks()
 def rl_step(
     graph: nnx.GraphDef,
     weights: Any,
@@ -187,7 +202,6 @@ def rl_step(
         rewards=RewardSettings(format_cap=False),
         frame_budgets=(4,),
         remat=remat,
-        logprob_chunk=8,
     )
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
@@ -250,12 +264,11 @@ class Features:
         return 2, 6
 
 
+@in_chunks()
 def sft_step(
     graph: nnx.GraphDef, weights: Any, frozen: Any, mesh: Any, microbatches: int, remat: Any
 ) -> tuple[Any, dict[str, Any]]:
-    settings = SFTSettings(
-        1, ROWS.rows, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8
-    )
+    settings = SFTSettings(1, ROWS.rows, ADAM, microbatches=microbatches, remat=remat)
     base = jax.device_put(frozen, param_shardings(frozen, mesh))
     placed = jax.device_put(weights, param_shardings(weights, mesh))
     devices = row_devices(mesh)

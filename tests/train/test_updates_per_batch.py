@@ -106,14 +106,13 @@ def test_the_second_gradient_is_that_of_the_first_updates_weights(road, small, u
         learner, learner.start, small.Script(road), road.environment, questions
     )
     shape, mesh = road.run.rl_shape, make_mesh(1, 1, 1)
-    step = lay_out(trained.rollouts, road.environment, shape, learner.sizes, (0, 0, 0x5A))
+    step = lay_out(trained.rollouts, road.environment, learner.room, (0, 0, 0x5A))
     visual = place_vectors([step.visual], shape.slots(1, 1), mesh)
     before: Any = sum(learner.logprobs(road.fresh(), visual, part) for part in step.microbatches)
     # The reference is what the step began with.
     played_again = dataclasses.replace(step.grpo, reference=before)
-    batch = RLBatch(
-        played_again, jnp.asarray(trained.advantages), batch_totals(played_again), before
-    )
+    advantages = jnp.asarray(trained.advantages)
+    batch = RLBatch(played_again, advantages, batch_totals(played_again)).later(before)
     batch, parts = jax.tree.map(jnp.asarray, (batch, step.microbatches))
     settings = learner_of(road, clip=0.99, upper_clip=99.0).settings
     loss = rl_loss(settings)

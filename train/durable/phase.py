@@ -307,7 +307,7 @@ class Phase:
         rates = "--align.learning-rate"
         if self.name != "align":
             section = "rl" if self.name == "rl" else "sft"
-            rates = f"--{section}.optimizer.learning-rate (with Muon, .muon-learning-rate, too)"
+            rates = f"--{section}.optimizer.learning-rate"
         folder = self._checkpoints.folder.parent
         has_cold_start = self.name == "rl" and (folder / "sft").exists()
         kept = f"; --start {folder.parent} keeps the cold start" if has_cold_start else ""

@@ -203,10 +203,8 @@ MAY_CHANGE = (
     "fitted",
     "sft.microbatches",
     "sft.remat",
-    "sft.logprob_chunk",
     "rl.microbatch_tokens",
     "rl.remat",
-    "rl.logprob_chunk",
 )
 
 

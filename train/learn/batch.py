@@ -11,7 +11,7 @@ token of its prompt on, or a trajectory whose prompt nothing else in the row sha
         shared         3                                            places with shared prompts
 
 A token sees earlier tokens of its group that are in its own segment or in the shared prompts
-(`models.attention.attend`). The last prompt token belongs to the rollouts because its output
+(`models.attention.RowLayout`). The last prompt token belongs to the rollouts because its output
 predicts their first sampled token.
 """
 
@@ -26,6 +26,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Int
 
+from models.attention import RowLayout
 from models.config import ModelConfig
 from models.rope import mrope_positions, next_position, visual_index
 from paravt_jax.method.records import Author, Segment, Trajectory, digest
@@ -59,6 +60,11 @@ class Microbatch:
     visual_index: Int[Array, "b t"]
     index: Int[Array, "r u"]
     pieces: int = struct.field(pytree_node=False, default=1)
+
+    @property
+    def layout(self) -> RowLayout:
+        """What each token of the rows sees."""
+        return RowLayout(self.segments, starts=self.starts, shared=self.shared, pieces=self.pieces)
 
 
 class Group(NamedTuple):
@@ -235,7 +241,7 @@ def _differs(batch: Microbatch, places: np.ndarray, trajectory: Trajectory) -> b
     ids, numbers, starts = (
         np.asarray(x).reshape(-1, tokens)[row] for x in (batch.ids, batch.segments, batch.starts)
     )
-    # The rule of `models.attention.attend`.
+    # The rule of `models.attention.RowLayout`.
     keys = np.arange(tokens)
     own = keys >= starts[place]
     shared = keys < batch.shared[row * batch.pieces]

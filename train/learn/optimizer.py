@@ -12,6 +12,10 @@ import optax.contrib
 
 # As published; AdamW's decay rates are the usual ones, 0.9 and 0.999.
 _MAX_GRAD_NORM = 1.0
+# Added to denominators: the root of AdamW's second moment, and Muon's norm.
+EPS = 1e-8
+# Muon moves every matrix by as much as its learning rate says, so it takes a larger one than AdamW.
+_MUON_FACTOR = 20 / 3
 # Of AdamW's second moment beside Muon, whose runs are short.
 _MUON_B2 = 0.95
 
@@ -23,9 +27,7 @@ class OptimizerSettings:
     name: Literal["adamw", "muon"] = "adamw"
     """adamw: AdamW for all weights. muon: Muon for the matrices of layers, AdamW for the rest."""
     learning_rate: float = 2e-6
-    """Peak learning rate of AdamW."""
-    muon_learning_rate: float = 0.02
-    """Peak learning rate of Muon. Used with name = muon only."""
+    """Peak learning rate of AdamW. That of Muon is 20/3 of it."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or cosine decay to zero at the last step."""
     warmup: float = 0.0
@@ -34,8 +36,6 @@ class OptimizerSettings:
     """Updates of warm-up and schedule, at least those of the run; 0: the same."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
-    eps: float = 1e-8
-    """Added to denominators: the root of AdamW's second moment, and Muon's norm."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of AdamW's first moment and Muon's momentum. The second moment has the weights' type."""
 
@@ -57,10 +57,11 @@ class OptimizerSettings:
                 f"OptimizerSettings.horizon: {self.horizon} with schedule {self.schedule!r} and "
                 f"warmup {self.warmup}; give it with a cosine or a warm-up, 0 otherwise"
             )
-        for name in ("learning_rate", "muon_learning_rate", "eps"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"OptimizerSettings.{name}: {value}; give a finite number above 0")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"OptimizerSettings.learning_rate: {self.learning_rate}; "
+                "give a finite number above 0"
+            )
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(
                 f"OptimizerSettings.weight_decay: {self.weight_decay}; "
@@ -114,7 +115,7 @@ def _schedule(settings: OptimizerSettings, steps: int, peak: float) -> optax.Sch
 def _adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
     return optax.adamw(
         _schedule(settings, steps, settings.learning_rate),
-        eps=settings.eps,
+        eps=EPS,
         mu_dtype=settings.moment_dtype,
         weight_decay=settings.weight_decay,
     )
@@ -122,9 +123,9 @@ def _adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformat
 
 def _muon(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
     return optax.contrib.muon(
-        _schedule(settings, steps, settings.muon_learning_rate),
+        _schedule(settings, steps, _MUON_FACTOR * settings.learning_rate),
         weight_decay=settings.weight_decay,
-        eps=settings.eps,
+        eps=EPS,
         mu_dtype=settings.moment_dtype,
         adam_b2=_MUON_B2,
         adam_weight_decay=settings.weight_decay,

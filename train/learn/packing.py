@@ -140,6 +140,17 @@ class StepShape:
         return microbatch_shapes(most, self.trajectory, self.tokens, devices, pieces)
 
 
+class StepRoom(NamedTuple):
+    """What the arrays of a step have room for."""
+
+    shape: StepShape
+    """Upper bounds on the rollouts."""
+    sizes: tuple[MicrobatchShape, ...]
+    """The sizes of micro-batches, from `StepShape.microbatches`."""
+    devices: int = 1
+    """Devices of all processes, over which visual vectors are spread."""
+
+
 def microbatch_shapes(
     most: int, longest_tokens: int, total: int, devices: int = 1, pieces: int = 1
 ) -> tuple[MicrobatchShape, ...]:

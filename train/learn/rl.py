@@ -27,7 +27,7 @@ from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
 from rollout.agent.episode import Environment
 from train.learn.batch import Microbatch
 from train.learn.optimizer import make_optimizer
-from train.learn.packing import StepShape
+from train.learn.packing import StepRoom, StepShape
 from train.learn.placement import Bank, VisualRoom, place, place_whole, row_pieces
 from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
@@ -78,9 +78,7 @@ def rl_loss(settings: RLSettings) -> Loss:
     def loss(
         text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: RLBatch
     ) -> tuple[Float[Array, ""], Metrics]:
-        logprobs, routes = score_rollouts(
-            text, visual, part, settings.temperature, settings.remat, settings.logprob_chunk
-        )
+        logprobs, routes = score_rollouts(text, visual, part, settings.temperature, settings.remat)
         here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (part.index >= 0))
         gamma = settings.rewards.gamma
         value, metrics = grpo.paravt_loss(
@@ -125,7 +123,7 @@ class Learner:
     Attributes:
         start: The state before the first update.
         reference: The reference weights, in the host's memory.
-        sizes: The sizes of micro-batches, the largest first.
+        room: Upper bounds on a step, and the sizes of its micro-batches, the largest first.
     """
 
     def __init__(
@@ -140,20 +138,17 @@ class Learner:
         self.mesh = mesh
         self.skeleton = skeleton
         self.settings = settings
-        self.shape = shape
         self._weight_shardings = jax.tree.map(lambda x: x.sharding, weights)
         self.reference = self._to_host(weights, skeleton.decoder(apart(weights)[0]).dtype)
         optimizer = make_optimizer(settings.optimizer, settings.updates)
-        self._devices = row_devices(mesh)
-        processes = jax.process_count()
-        room = VisualRoom(
-            shape.slots(processes, self._devices), shape.frames(processes, self._devices)
-        )
-        self.updater = Updater(skeleton, weights, optimizer, rl_loss(settings), room)
+        devices, processes = row_devices(mesh), jax.process_count()
+        visual = VisualRoom(shape.slots(processes, devices), shape.frames(processes, devices))
+        self.updater = Updater(skeleton, weights, optimizer, rl_loss(settings), visual)
         self.start = self.updater.start
         pieces = row_pieces(config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
-        self.sizes = shape.microbatches(settings.microbatch_tokens, self._devices, pieces)
-        self.logprobs = make_logprobs(skeleton, settings.temperature, mesh, settings.logprob_chunk)
+        sizes = shape.microbatches(settings.microbatch_tokens, devices, pieces)
+        self.room = StepRoom(shape, sizes, devices)
+        self.logprobs = make_logprobs(skeleton, settings.temperature, mesh)
         # Short arrays, which every device has as a whole.
         self._whole = NamedSharding(mesh, PartitionSpec())
 
@@ -178,16 +173,9 @@ class Learner:
         """
         laid_out = None
         if rollouts.groups:
-            laid_out = lay_out(
-                rollouts,
-                environment,
-                self.shape,
-                self.sizes,
-                # 0x5A sets the draw of sub-agents apart from others with the same seed and step.
-                (seed, step, 0x5A),
-                self._devices,
-                step if self.settings.max_staleness else None,
-            )
+            # 0x5A sets the draw of sub-agents apart from others with the same seed and step.
+            draw, version = (seed, step, 0x5A), step if self.settings.max_staleness else None
+            laid_out = lay_out(rollouts, environment, self.room, draw, version)
         if laid_out is None or not laid_out.rollouts.groups:
             raise ValueError(
                 f"rl: step {step} has no question with a readable video; check the data root"
@@ -296,7 +284,7 @@ class Learner:
     def _padding(self, features: FrameFeatures) -> ScoredBatch:
         """Return a step without rollouts, with an empty micro-batch of every size."""
         stale = self.settings.max_staleness > 0
-        empty = lay_out_padding(self.shape, features, self.sizes, self._devices, stale)
+        empty = lay_out_padding(self.room, features, stale)
         return self._with_advantages(self._place(empty))
 
     def _place(self, laid_out: LaidOut) -> StepBatch:

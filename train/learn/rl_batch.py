@@ -32,8 +32,8 @@ from rollout.agent.episode import Environment, split_prompt
 from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments
 from train.learn.packing import (
     GroupLengths,
-    MicrobatchShape,
     PackedMicrobatch,
+    StepRoom,
     StepShape,
     pack,
 )
@@ -104,10 +104,8 @@ class _Prompt(NamedTuple):
 def lay_out(
     rollouts: Rollouts,
     environment: Environment,
-    shape: StepShape,
-    sizes: Sequence[MicrobatchShape],
+    room: StepRoom,
     seed: Sequence[int],
-    devices: int = 1,
     version: int | None = None,
 ) -> LaidOut:
     """Lay out a step. If there are more sub-agents than rows, those to train are drawn at random.
@@ -116,10 +114,8 @@ def lay_out(
         rollouts: Rollouts of all processes.
         environment: Encodes the frames of this process's prompts. Its vocabulary gives the bytes
             of each token, from which struct(o) is parsed.
-        shape: Upper bounds on the step.
-        sizes: The sizes of micro-batches, from `StepShape.microbatches`.
+        room: Upper bounds on the step, and the sizes of its micro-batches.
         seed: Seed of the draw of sub-agents; the same on every process.
-        devices: Devices of all processes, over which visual vectors are spread.
         version: Version of the weights that are updated; None: they drew all tokens.
 
     Raises:
@@ -127,6 +123,7 @@ def lay_out(
             row, or the visual tokens of a process exceed its slots.
     """
     features, vocabulary = environment.features, environment.protocol.vocabulary
+    shape, sizes, devices = room
     processes = hosts.process_count()
     mains = _main_prompts(rollouts, shape, processes)
     if len(mains) > shape.groups:
@@ -137,10 +134,10 @@ def lay_out(
     gone = [number for number in range(len(mains)) if number not in grids]
     if gone:
         rest = rollouts.without(gone)
-        return lay_out(rest, environment, shape, sizes, seed, devices, version)
+        return lay_out(rest, environment, room, seed, version)
     readable = sorted(grids)
-    room = shape.slots(processes, devices) * (devices // processes)
-    slots = _slots(prompts, grids, features, room)
+    own_slots = shape.slots(processes, devices) * (devices // processes)
+    slots = _slots(prompts, grids, features, own_slots)
     none = np.zeros((0, *features.vector), features.dtype)
     visual = np.concatenate([none, *(x for _, x in sorted(vectors.items()) if x is not None)])
     own_grids = tuple(grid for number in sorted(vectors) for grid in grids[number])
@@ -165,26 +162,21 @@ def lay_out(
     return LaidOut(microbatches, visual, own_grids, batch, lengths, rollouts, current, metrics)
 
 
-def lay_out_padding(
-    shape: StepShape,
-    features: FrameFeatures,
-    sizes: Sequence[MicrobatchShape],
-    devices: int = 1,
-    stale: bool = False,
-) -> LaidOut:
+def lay_out_padding(room: StepRoom, features: FrameFeatures, stale: bool = False) -> LaidOut:
     """A step without rollouts, with one micro-batch of every size; the arguments of `lay_out`.
 
     `stale` says whether older weights may have drawn some tokens.
     """
+    shape, sizes, devices = room
     processes = hosts.process_count()
-    room = shape.slots(processes, devices) * (devices // processes)
+    slots = shape.slots(processes, devices) * (devices // processes)
     grids: tuple[tuple[int, int], ...] = ()
     if features.trained is not None and features.trained.whole:
         # Frames of the greatest length.
         merge, tokens = features.config.vision.spatial_merge_size, features.trained.frame_tokens
         frames = shape.frames(processes, devices) * (devices // processes)
-        grids, room = ((merge, merge * tokens),) * frames, frames * tokens
-    visual = np.zeros((room, *features.vector), features.dtype)
+        grids, slots = ((merge, merge * tokens),) * frames, frames * tokens
+    visual = np.zeros((slots, *features.vector), features.dtype)
     microbatches = tuple(
         build(PackedMicrobatch(size, ()), [], features.config, shape.rows, shape.suffix)
         for size in sizes

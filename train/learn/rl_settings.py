@@ -48,8 +48,6 @@ class RLSettings:
     """Also train a copy of the cold start (`sft`) by as many further steps, and evaluate it."""
     remat: Remat = "none"
     """Activation checkpointing: what is kept of each layer for the backward pass."""
-    logprob_chunk: int | None = None
-    """Tokens whose logits over the vocabulary exist at a time; None: all tokens at once."""
 
     def __post_init__(self):
         require_counts(
@@ -81,11 +79,6 @@ class RLSettings:
             raise ValueError(
                 f"rl.temperature: {self.temperature}; RL learns from sampled rollouts: "
                 "give a finite number above 0"
-            )
-        if self.logprob_chunk is not None and self.logprob_chunk < 1:
-            raise ValueError(
-                f"rl.logprob_chunk: {self.logprob_chunk}; give a whole number of at least 1, "
-                "or None for all tokens at once"
             )
         if not self.frame_budgets or min(self.frame_budgets) < 1:
             raise ValueError(

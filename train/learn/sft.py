@@ -62,8 +62,6 @@ class SFTSettings:
     """Upper bound on gradient-accumulation steps, a row each; 0: chosen for the devices."""
     remat: Remat = "none"
     """Activation checkpointing: what is kept of each layer for the backward pass."""
-    logprob_chunk: int | None = None
-    """Tokens whose logits over the vocabulary exist at a time; None: all tokens at once."""
 
     def __post_init__(self):
         require_counts(
@@ -76,11 +74,6 @@ class SFTSettings:
         require_counts("sft", minimum=0, microbatches=self.microbatches)
         require_horizon("sft.optimizer", self.optimizer, self.steps)
         remat.check("sft.remat", self.remat)
-        if self.logprob_chunk is not None and self.logprob_chunk < 1:
-            raise ValueError(
-                f"sft.logprob_chunk: {self.logprob_chunk}; give a whole number of at least 1, "
-                "or None for all tokens at once"
-            )
 
     @property
     def shape(self) -> RowsShape:
@@ -119,9 +112,7 @@ def sft_loss(settings: SFTSettings) -> Loss:
     def loss(
         text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: SFTBatch
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
-        logprobs = score_rollouts(
-            text, visual, part, 1.0, settings.remat, settings.logprob_chunk
-        ).logprobs
+        logprobs = score_rollouts(text, visual, part, 1.0, settings.remat).logprobs
         return -masked_mean(logprobs, batch.mask & (part.index >= 0), batch.tokens), {}
 
     return loss

@@ -37,7 +37,7 @@ from models.sharding import (
     require_mesh,
     row_devices,
 )
-from models.text import TextDecoder
+from models.text import TextDecoder, VisualBank
 from models.trained import Skeleton, TrainedVision, apart, together
 from train.learn.batch import Microbatch
 from train.learn.placement import (
@@ -51,6 +51,10 @@ from train.learn.placement import (
     sums_shape,
     sums_sharding,
 )
+
+# Over a vocabulary of more than this, the logits of so many tokens of a row exist at a time.
+LARGE_VOCABULARY = 2**15
+LOGPROB_CHUNK = 512
 
 
 # Annotations are not checked, because JAX also builds this tree with shardings as leaves.
@@ -124,7 +128,6 @@ def score_rollouts(
     batch: Microbatch,
     temperature: float,
     remat: Remat = "none",
-    chunk: int | None = None,
 ) -> Scores:
     """Score each token of the rollouts in a micro-batch.
 
@@ -134,7 +137,6 @@ def score_rollouts(
         batch: Packed rows, and the places of the rollouts' tokens in them.
         temperature: The temperature at which the rollouts were sampled.
         remat: Activation checkpointing policy.
-        chunk: Tokens per piece of a row whose logits exist at a time; None: all.
     """
     # Vectors come split by slot, but any token may need any slot. Split by their width instead:
     # every device then looks up its part of all vectors.
@@ -142,17 +144,14 @@ def score_rollouts(
     hidden, _, marks = text.forward(
         batch.ids,
         batch.positions,
-        segment_ids=batch.segments,
-        starts=batch.starts,
-        shared=batch.shared,
-        visual=bank,
-        visual_index=batch.visual_index,
-        pieces=batch.pieces,
+        batch.layout,
+        VisualBank(bank, batch.visual_index),
         remat=remat,
     )
     # The output at place i predicts the token at place i + 1, which may be in the next piece.
     # What follows a segment's last token is another segment's first: its log-prob is not used.
     following = jnp.roll(batch.ids.reshape(-1), -1).reshape(batch.ids.shape)
+    chunk = LOGPROB_CHUNK if text.config.vocab_size > LARGE_VOCABULARY else None
     predicted = text.token_logprobs(hidden, following, temperature, chunk).reshape(-1)
     places = jnp.maximum(batch.index - 1, 0)
     first = jnp.arange(batch.index.shape[1])[None] == 0
@@ -164,16 +163,13 @@ def score_rollouts(
     return Scores(logprobs, routes)
 
 
-def make_logprobs(
-    skeleton: Skeleton, temperature: float, mesh: Mesh, chunk: int | None = None
-) -> MeshProgram:
+def make_logprobs(skeleton: Skeleton, temperature: float, mesh: Mesh) -> MeshProgram:
     """Compile the log-probs of a micro-batch under given weights, without gradients.
 
     Args:
         skeleton: The model without its trained weights.
         temperature: See `score_rollouts`.
         mesh: The mesh of weights and batch.
-        chunk: See `score_rollouts`.
 
     Returns:
         `f(weights, visual, Microbatch) -> float32[r, u]`.
@@ -183,7 +179,7 @@ def make_logprobs(
         frozen, weights, visual = arrays
         (rows,) = batch
         text = skeleton.decoder(weights, frozen)
-        return None, {"all": score_rollouts(text, visual, rows, temperature, chunk=chunk).logprobs}
+        return None, {"all": score_rollouts(text, visual, rows, temperature).logprobs}
 
     def logprobs(frozen: Any, weights: Any, visual: jax.Array, batch: Microbatch) -> jax.Array:
         # Added over replicas: a token is in one of them, and 0 in all others.

@@ -54,7 +54,6 @@ def control(
         warmup=0.0,
         horizon=0,
         learning_rate=sft.optimizer.learning_rate / 10,
-        muon_learning_rate=sft.optimizer.muon_learning_rate / 10,
     )
     settings = dataclasses.replace(sft, steps=rl.steps, optimizer=optimizer)
     # The update donates its input.

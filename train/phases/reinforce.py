@@ -74,7 +74,7 @@ def reinforce(
             # Before the engine takes its memory.
             learner.warm_up(state.weights, features)
             if hosts.is_first():
-                lengths = [shape.tokens for shape in learner.sizes]
+                lengths = [shape.tokens for shape in learner.room.sizes]
                 say(rows_line("rl", lengths, time.monotonic() - start))
             actor.load(state.weights, phase.finished_steps)
             engine.warm_up()

@@ -45,8 +45,8 @@ def policy_loss(
         after the first update also those of `_ratio_metrics`.
     """
     mask = batch.trained
-    later = batch.proximal is not None
-    proximal = jax.lax.stop_gradient(batch.proximal if later else logprobs)
+    proximal = logprobs if batch.proximal is None else batch.proximal
+    proximal = jax.lax.stop_gradient(proximal)
     # Log-probs outside the mask may be NaN. They are replaced before exp: a NaN that `where`
     # discards afterwards would still make the gradient NaN.
     log_ratio = jnp.where(mask, logprobs - proximal, 0.0)
@@ -66,7 +66,7 @@ def policy_loss(
         "behaviour_weight": masked_mean(weight, mask, tokens),
         "behaviour_weight_max": jnp.where(mask, weight, 0.0).max(),
     }
-    if later:
+    if batch.proximal is not None:
         metrics |= _ratio_metrics(ratio, advantages, mask, settings, tokens)
     return masked_mean(loss * weight, mask, tokens), metrics
 

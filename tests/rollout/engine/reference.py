@@ -15,12 +15,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from models.attention import RowLayout
 from models.config import ModelConfig
 from models.features import FrameFeatures, FrameSettings
 from models.features.reader import VideoFiles
 from models.model import VisionLanguageModel
 from models.rope import mrope_positions, next_position
-from models.text import KV
+from models.text import KV, VisualBank
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame, digest
@@ -192,9 +193,8 @@ class Reference:
         batch = {
             "ids": ids,
             "positions": positions,
-            "segment_ids": segments,
-            "visual": visual,
-            "visual_index": index,
+            "layout": RowLayout(segments),
+            "visual": VisualBank(visual, index),
         }
         return self._forward(self.weights[version], batch, np.int32(total - 1))
 

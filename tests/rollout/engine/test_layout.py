@@ -11,7 +11,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.layout import Layout, Serials, choose_layout
+from rollout.engine.layout import Layout, LayoutSizes, Serials, choose_layout
 
 PAGE = 4
 
@@ -29,16 +29,10 @@ class Case:
     row_lengths: tuple[int, ...]
 
     def layout(self) -> Layout:
-        return choose_layout(
-            self.paths,
-            self.lengths,
-            self.loaded,
-            slots=self.slots,
-            rows_per_prefix=self.rows_per_prefix,
-            page=PAGE,
-            prefix_lengths=self.prefix_lengths,
-            row_lengths=self.row_lengths,
+        sizes = LayoutSizes(
+            self.slots, self.rows_per_prefix, PAGE, self.prefix_lengths, self.row_lengths
         )
+        return choose_layout(self.paths, self.lengths, self.loaded, sizes)
 
     @property
     def blocks(self) -> int:
