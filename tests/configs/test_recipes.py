@@ -32,7 +32,8 @@ from paravt_extras.plan.abstract import (
 )
 from paravt_extras.slices import Topology
 from paravt_jax.method import tokenizer
-from paravt_jax.method.grpo import Anchor, GRPOSettings
+from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.grpo.settings import Anchor
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.tokenizer import Vocabulary

@@ -22,12 +22,12 @@ import pytest
 from models.text import TextDecoder
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import (
-    NORMALISATIONS,
     GRPOBatch,
     GRPOSettings,
-    Normalisation,
-    NormalisationName,
 )
+from paravt_jax.method.grpo.advantages import kl_penalty, normalise
+from paravt_jax.method.grpo.loss import policy_loss
+from paravt_jax.method.grpo.settings import NORMALISATIONS, Normalisation, NormalisationName
 from paravt_jax.method.structure import Structure
 from tests.golden.formulas import (
     Arrays,
@@ -116,7 +116,7 @@ def test_normalization(cases, seen):
             rows = groups * config["group_size"]
         x, mask, y = x[:rows], mask[:rows], y[:rows]
         shape = (groups, -1)
-        got = grpo.normalise(
+        got = normalise(
             jnp.asarray(x).reshape(shape),
             jnp.asarray(mask).reshape(shape),
             normalisation(config),
@@ -136,7 +136,7 @@ def test_kl_estimator(cases, seen):
     for name, (config, arrays) in cases("kl_estimator").items():
         seen(None)
         clamp = 10.0 if config["apply_clamp"] else None
-        got = grpo.kl_penalty(
+        got = kl_penalty(
             jnp.asarray(arrays["log_probs"]),
             jnp.asarray(arrays["log_probs_base"]),
             config["kl_estimator"],
@@ -290,7 +290,7 @@ def our_loss(config: Config, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.A
     batch = token_batch(behaviour, mask, proximal)
 
     def loss(x):
-        return grpo.policy_loss(x, credit, batch, settings)
+        return policy_loss(x, credit, batch, settings)
 
     logprobs = jnp.asarray(in_rows(arrays["in_logprobs"], ends))
     loss_and_gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
@@ -398,7 +398,7 @@ def bigram_loss(
         logprobs = table[ids[rows][:, :-1], ids[rows][:, 1:]]
         logprobs = jnp.pad(logprobs, ((0, 0), (1, 0)))  # a first token has no log-prob
         some = token_batch(behaviour[rows], batch.mask[rows], proximal[rows])
-        return grpo.policy_loss(logprobs, credit[rows], some, settings, tokens)[0]
+        return policy_loss(logprobs, credit[rows], some, settings, tokens)[0]
 
     return loss
 

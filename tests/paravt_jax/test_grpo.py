@@ -11,7 +11,24 @@ import numpy as np
 import pytest
 
 from paravt_jax.method import grpo
-from paravt_jax.method.grpo import Anchor, GRPOBatch, GRPOSettings, Normalisation
+from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
+from paravt_jax.method.grpo.advantages import (
+    kl_penalty,
+    normalise,
+    normalise_tokens,
+    shape_rewards,
+    token_advantages,
+    varied,
+)
+from paravt_jax.method.grpo.anchor import (
+    structural_tokens,
+    structural_weights,
+    tag_counts,
+    tag_likelihood,
+)
+from paravt_jax.method.grpo.batch import masked_sum
+from paravt_jax.method.grpo.loss import behaviour_weight, policy_loss
+from paravt_jax.method.grpo.settings import Anchor, Normalisation
 from paravt_jax.method.structure import TAGS, Kind, Structure
 from tests.token_batch import token_batch
 
@@ -79,10 +96,10 @@ def test_shape_rewards():
     rewards = jnp.array([[-2.8, 0.2, 1.2, 2.2, 2.8]])
     # The clip makes 2.8 as good as 2.2 (REFERENCE 4, 14).
     np.testing.assert_allclose(
-        grpo.shape_rewards(rewards, GRPOSettings()), [[-20, 0, 10, 20, 20]], rtol=1e-6
+        shape_rewards(rewards, GRPOSettings()), [[-20, 0, 10, 20, 20]], rtol=1e-6
     )
     np.testing.assert_allclose(
-        grpo.shape_rewards(rewards, GRPOSettings(reward_clip=None)),
+        shape_rewards(rewards, GRPOSettings(reward_clip=None)),
         [[-30, 0, 10, 20, 26]],
         rtol=1e-6,
     )
@@ -99,30 +116,30 @@ def test_a_reward_that_reaches_the_clip_counts_as_clipped():
 
 
 def test_normalise_in_group():
-    normed = grpo.normalise(jnp.array([[1.0, 2.0, 3.0, 6.0]]), jnp.ones((1, 4), bool), IN_GROUPS)
+    normed = normalise(jnp.array([[1.0, 2.0, 3.0, 6.0]]), jnp.ones((1, 4), bool), IN_GROUPS)
     np.testing.assert_allclose(
         normed[0], (np.array([1, 2, 3, 6]) - 3) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4
     )
 
 
 def test_epsilon_is_added_to_the_deviation():
-    normed = grpo.normalise(jnp.array([[1.0, 3.0]]), jnp.ones((1, 2), bool), IN_GROUPS, epsilon=0.5)
+    normed = normalise(jnp.array([[1.0, 3.0]]), jnp.ones((1, 2), bool), IN_GROUPS, epsilon=0.5)
     np.testing.assert_allclose(normed[0], np.array([-1, 1]) / (np.sqrt(2) + 0.5), rtol=1e-6)
 
 
 def test_a_group_of_equal_rewards_is_silent():
     values = jnp.full((1, 8), 0.1) * 10 / 3
     everyone = jnp.ones((1, 8), bool)
-    assert not grpo.varied(values, everyone).any()
-    assert (grpo.normalise(values, everyone, IN_GROUPS) == 0).all()
+    assert not varied(values, everyone).any()
+    assert (normalise(values, everyone, IN_GROUPS) == 0).all()
 
 
 def test_invalid_rollouts_do_not_count():
     valid = jnp.array([[True, True, True, False], [True, False, False, False], [False] * 4])
     rewards = jnp.array([[1.0, 2.0, 3.0, 1e9], [1.0, 2.0, 3.0, 4.0], [jnp.nan] * 4])
-    normed = grpo.normalise(rewards, valid, IN_GROUPS)
+    normed = normalise(rewards, valid, IN_GROUPS)
     np.testing.assert_allclose(normed[0], [-1, 0, 1, 0], atol=1e-4)
-    assert grpo.varied(rewards, valid)[:, 0].tolist() == [True, False, False]
+    assert varied(rewards, valid)[:, 0].tolist() == [True, False, False]
     assert (normed[1:] == 0).all()
 
 
@@ -132,23 +149,23 @@ def test_invalid_rollouts_do_not_count():
 def test_kl_estimators():
     d = jnp.array([[0.5, -20.0]])
     zero = jnp.zeros_like(d)
-    np.testing.assert_allclose(grpo.kl_penalty(d, zero, "k1"), [[0.5, -10]], rtol=1e-6)
-    np.testing.assert_allclose(grpo.kl_penalty(d, zero, "k2"), [[0.125, 10]], rtol=1e-6)
+    np.testing.assert_allclose(kl_penalty(d, zero, "k1"), [[0.5, -10]], rtol=1e-6)
+    np.testing.assert_allclose(kl_penalty(d, zero, "k2"), [[0.125, 10]], rtol=1e-6)
     np.testing.assert_allclose(
-        grpo.kl_penalty(d, zero, "k3", None)[0, 0], np.exp(-0.5) - 1 + 0.5, rtol=1e-5
+        kl_penalty(d, zero, "k3", None)[0, 0], np.exp(-0.5) - 1 + 0.5, rtol=1e-5
     )
 
 
 def test_token_advantages_by_hand():
     mask = jnp.array([[0, 1, 1, 0, 1, 0]], bool)
     kl = jnp.array([[jnp.nan, 1.0, 2.0, jnp.nan, 4.0, jnp.nan]])
-    got = grpo.token_advantages(jnp.array([10.0]), kl, mask, 0.5)
+    got = token_advantages(jnp.array([10.0]), kl, mask, 0.5)
     np.testing.assert_allclose(got, [[0, 6.5, 7, 0, 8, 0]])
 
 
 def test_a_rollout_that_ends_in_tool_tokens_keeps_its_reward():
     """In the release it vanishes there (REFERENCE 4, 6)."""
-    open_ended = grpo.token_advantages(
+    open_ended = token_advantages(
         jnp.ones(1), jnp.zeros((1, 4)), jnp.array([[1, 1, 0, 0]], bool), 0.01
     )
     assert open_ended.tolist() == [[1, 1, 0, 0]]
@@ -167,7 +184,7 @@ def test_normalise_tokens(how):
     batch = make_batch()
     credit = np.random.default_rng(3).normal(size=batch.mask.shape).astype(np.float32)
     credit[~np.asarray(batch.mask)] = np.nan
-    got = grpo.normalise_tokens(jnp.asarray(credit), batch.rewards, batch, how)
+    got = normalise_tokens(jnp.asarray(credit), batch.rewards, batch, how)
     groups = credit.reshape(3, -1)
     mean = np.nanmean(groups, 1, keepdims=True) if how.mean == "group" else np.nanmean(credit)
     left = groups - mean
@@ -181,7 +198,7 @@ def test_normalise_tokens(how):
 
 def test_normalise_against_the_others():
     """RLOO: each value less the mean of the others; nothing is divided by."""
-    normed = grpo.normalise(
+    normed = normalise(
         jnp.array([[1.0, 2.0, 6.0]]),
         jnp.ones((1, 3), bool),
         Normalisation("group", "none", leave_one_out=True),
@@ -191,7 +208,7 @@ def test_normalise_against_the_others():
 
 def test_equal_rewards_in_a_group_count_if_the_mean_is_over_the_batch():
     rewards = jnp.array([[1.0, 1.0], [3.0, 3.0]])
-    normed = grpo.normalise(rewards, jnp.ones((2, 2), bool), Normalisation("batch", "batch"))
+    normed = normalise(rewards, jnp.ones((2, 2), bool), Normalisation("batch", "batch"))
     assert (normed[0] < 0).all()
     assert (normed[1] > 0).all()
 
@@ -201,10 +218,8 @@ def test_a_batch_without_signal_is_not_blown_up():
     batch = make_batch(rewards=np.ones((3, 4)))
     credit, metrics = advantages(batch, SETTINGS)
     assert metrics["silent_groups"] == 1
-    kl = grpo.kl_penalty(batch.behaviour, batch.reference)
-    penalty = np.asarray(
-        grpo.token_advantages(jnp.zeros(12), kl, batch.mask, SETTINGS.kl_coefficient)
-    )
+    kl = kl_penalty(batch.behaviour, batch.reference)
+    penalty = np.asarray(token_advantages(jnp.zeros(12), kl, batch.mask, SETTINGS.kl_coefficient))
     np.testing.assert_allclose(
         credit, np.where(batch.mask, penalty - penalty[np.asarray(batch.mask)].mean(), 0), atol=1e-6
     )
@@ -267,7 +282,7 @@ def test_credit_reaches_structural_tokens_alone():
     batch = make_batch()
     plain, _ = advantages(batch, SETTINGS)
     credit, _ = advantages(batch, dataclasses.replace(SETTINGS, anchor="credit", anchor_weight=0.5))
-    normed = grpo.normalise(batch.anchor_rewards, batch.valid, IN_GROUPS)
+    normed = normalise(batch.anchor_rewards, batch.valid, IN_GROUPS)
     expected = np.zeros(batch.mask.shape)
     for row, col in np.argwhere(batch.structure.valid):
         at = int(batch.structure.positions[row, col])
@@ -286,7 +301,7 @@ def test_a_token_named_twice_gets_both():
         jnp.array([[Kind.CALL_OPEN, Kind.VIOLATION, 0]]),
         jnp.array([[True, True, False]]),
     )
-    got = grpo.structural_weights(structure, jnp.array([[0.25, -1.0, 9.0]]), 4)
+    got = structural_weights(structure, jnp.array([[0.25, -1.0, 9.0]]), 4)
     assert got.tolist() == [[0, 0, -0.75, 0]]
 
 
@@ -322,7 +337,7 @@ def test_gamma_weighs_violations_alone_and_a_stale_token_above_the_cap_counts_fo
     settings = dataclasses.replace(SETTINGS, anchor="likelihood")
     logprobs = current_logprobs(batch)
     (credit, _) = advantages(batch, settings)
-    tags, violations = (np.asarray(mask) for mask in grpo.structural_tokens(batch))
+    tags, violations = (np.asarray(mask) for mask in structural_tokens(batch))
 
     def gradient(gamma: float, batch: GRPOBatch = batch) -> np.ndarray:
         return np.asarray(
@@ -384,10 +399,10 @@ def test_every_recipe_has_the_likelihood_of_the_tags_that_were_sampled(anchor):
 
 def test_the_likelihood_of_tags_has_no_gradient():
     batch = make_batch()
-    totals = grpo.tag_counts(batch)
+    totals = tag_counts(batch)
 
     def value(logprobs):
-        return grpo.tag_likelihood(logprobs, batch, totals)["tags/probability"]
+        return tag_likelihood(logprobs, batch, totals)["tags/probability"]
 
     assert not np.any(jax.grad(value)(current_logprobs(batch)))
 
@@ -421,7 +436,7 @@ def test_policy_loss_by_hand():
     behaviour = proximal - jnp.log(jnp.array([[1.0, 1.0, 2.0, 6.0]]))
     batch = token_batch(behaviour, mask, proximal)
     advantages = jnp.array([[1.0, 1.0, -1.0, 1.0]])
-    loss, metrics = grpo.policy_loss(logprobs, advantages, batch, GRPOSettings())
+    loss, metrics = policy_loss(logprobs, advantages, batch, GRPOSettings())
     assert float(loss) == pytest.approx((-1.2 - 0.5 + 2 * 1.5 + 0) / 4, rel=1e-5)
     assert float(metrics["capped_fraction"]) == 0.25
 
@@ -461,7 +476,7 @@ def test_trajectories_of_mixed_versions_are_weighted_token_by_token(first_update
     batch = token_batch(behaviour, mask, None if first_update else proximal)
 
     def loss_of(logprobs):
-        return grpo.policy_loss(logprobs, jnp.asarray(advantages), batch, settings)
+        return policy_loss(logprobs, jnp.asarray(advantages), batch, settings)
 
     (loss, metrics), found = jax.value_and_grad(loss_of, has_aux=True)(jnp.asarray(current))
     count = mask.sum()
@@ -479,7 +494,7 @@ def test_a_weight_that_equals_the_cap_is_kept():
     behaviour = jnp.array([[-2.0, -2.001, -1.999]])
     mask = jnp.ones((1, 3), bool)
     capped = dataclasses.replace(SETTINGS, behaviour_cap=1.0)
-    equal, above, below = grpo.behaviour_weight(proximal, behaviour, mask, capped)[0]
+    equal, above, below = behaviour_weight(proximal, behaviour, mask, capped)[0]
     assert equal == 1
     assert above == 0
     assert 0.99 < below < 1
@@ -488,7 +503,7 @@ def test_a_weight_that_equals_the_cap_is_kept():
 def test_a_token_five_times_as_likely_is_kept_and_a_little_more_is_not():
     proximal = jnp.log(jnp.array([[4.999, 5.02]]) / 100)
     behaviour = jnp.log(jnp.full((1, 2), 1 / 100))
-    weight = grpo.behaviour_weight(proximal, behaviour, jnp.ones((1, 2), bool), GRPOSettings())
+    weight = behaviour_weight(proximal, behaviour, jnp.ones((1, 2), bool), GRPOSettings())
     np.testing.assert_allclose(weight, [[4.999, 0]], rtol=1e-4)
 
 
@@ -500,7 +515,7 @@ def loss_at(ratios, advantages, mask=None, **changes):
     advantages = jnp.broadcast_to(jnp.array(advantages), proximal.shape)
     settings = GRPOSettings(**changes)
     batch = token_batch(proximal, mask, proximal)
-    loss, metrics = grpo.policy_loss(logprobs, advantages, batch, settings)
+    loss, metrics = policy_loss(logprobs, advantages, batch, settings)
     return float(loss), {name: float(value) for name, value in metrics.items()}
 
 
@@ -608,7 +623,7 @@ def test_a_sequence_ratio_averages_over_a_rollout_from_the_first_update_on():
 def test_values_outside_a_mask_reach_neither_a_sum_nor_its_gradient():
     x = jnp.array([1.0, jnp.nan, jnp.inf])
     mask = jnp.array([True, False, False])
-    value, gradient = jax.value_and_grad(grpo.masked_sum)(x, mask)
+    value, gradient = jax.value_and_grad(masked_sum)(x, mask)
     assert value == 1
     assert gradient.tolist() == [1, 0, 0]
 
@@ -645,7 +660,7 @@ def test_gradient_by_differences(variant):
 
     @jax.jit
     def loss(x):
-        return grpo.policy_loss(x, credit, batch, settings)[0]
+        return policy_loss(x, credit, batch, settings)[0]
 
     gradient = np.asarray(jax.grad(loss)(logprobs))
     assert np.isfinite(gradient).all()
@@ -780,7 +795,7 @@ def test_the_gradient_of_old_rollouts_is_that_of_fresh_ones():
         behaviour = jax.nn.log_softmax(drawn_by)[None]
         credit = values[None] * jnp.exp(behaviour)
         batch = token_batch(behaviour, jnp.ones((1, 5), bool), logprobs)
-        return grpo.policy_loss(logprobs, credit, batch, settings)[0]
+        return policy_loss(logprobs, credit, batch, settings)[0]
 
     stale = jax.grad(loss)(logits, older)
     fresh = jax.grad(loss)(logits, logits)
