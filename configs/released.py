@@ -34,7 +34,7 @@ def paravt_8b_released() -> Run:
             "frames.processor_min_pixels": 65_536,
             "protocol.trajectory_tokens": 24_576,
             "sft.rows": 32,
-            "sft.optimizer.horizon": 1500,
+            "sft.horizon": 1500,
             "rl.grpo": GRPOSettings(),
             "rl.rewards": RewardSettings(),
             "rl.max_staleness": 2,

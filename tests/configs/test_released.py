@@ -13,7 +13,6 @@ from configs.paravt_8b import paravt_8b
 from configs.released import paravt_8b_released, sft_8b_released
 from paravt_extras.fit import fit
 from paravt_extras.slices import Topology
-from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.settings import change
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "method.md"
@@ -65,7 +64,7 @@ def test_the_cold_start_stops_a_third_into_its_cosine():
     settings = sft_8b_released().sft
     assert settings is not None and (settings.rows, settings.steps) == (32, 500)
     assert settings.steps % settings.save_every == 0
-    assert settings.optimizer.horizon == 3 * settings.steps
+    assert settings.horizon == 3 * settings.steps
     assert sft_8b_released().rl is None
 
 
@@ -86,12 +85,3 @@ def test_the_named_slices_are_the_smallest_that_fit(recipe, row):
 def test_more_steps_are_an_option():
     longer = change(paravt_8b_released(), "longer", {"rl.steps": 700}).rl
     assert longer is not None and longer.steps == 700
-
-
-def test_a_schedule_that_ends_before_the_run_is_refused():
-    settings = OptimizerSettings(schedule="cosine", horizon=100)
-    make_optimizer(settings, 100)
-    with pytest.raises(ValueError, match="horizon: 100, which ends before the 101 updates"):
-        make_optimizer(settings, 101)
-    with pytest.raises(ValueError, match="horizon: 100 with schedule 'constant'"):
-        OptimizerSettings(horizon=100)

@@ -855,7 +855,6 @@ def test_contradicting_settings_are_refused():
     [
         ("group_size", 1),
         ("behaviour_cap", -1.0),
-        ("epsilon", 0.0),
         ("reward_bias", float("nan")),
         ("kl_coefficient", float("inf")),
         ("ratio", "word"),

@@ -19,6 +19,7 @@ from paravt_jax.data import video
 from paravt_jax.method.protocol import PINNED
 from tests.train.steps import skeleton_of
 from train.data import pack_rows
+from train.learn.optimizer import make_optimizer
 from train.learn.sft import SFTBatches, SFTStep, make_sft_updater, sft_step
 from train.learn.update import TrainState, Updater
 
@@ -205,9 +206,30 @@ def test_steps_on_the_same_batch_lower_its_loss(updater, start, one_batch):
 
 
 def test_a_schedule_that_ends_before_the_last_step_is_refused(road):
-    schedule = dataclasses.replace(road.run.sft.optimizer, schedule="cosine", horizon=7)
-    with pytest.raises(ValueError, match=r"sft\.optimizer\.horizon: 7, .* the 8 updates"):
-        dataclasses.replace(road.run.sft, steps=8, optimizer=schedule)
+    schedule = dataclasses.replace(road.run.sft.optimizer, schedule="cosine")
+    with pytest.raises(ValueError, match=r"sft\.horizon: 7, .* the 8 updates"):
+        dataclasses.replace(road.run.sft, steps=8, horizon=7, optimizer=schedule)
+
+
+@pytest.mark.parametrize(("horizon", "updates"), [(0, 8), (24, 24)])
+def test_the_schedule_takes_as_many_updates_as_the_horizon(road, monkeypatch, horizon, updates):
+    asked = []
+
+    def recorded(settings, steps):
+        asked.append(steps)
+        return make_optimizer(settings, steps)
+
+    monkeypatch.setattr(train.learn.sft, "make_optimizer", recorded)
+    schedule = dataclasses.replace(road.run.sft.optimizer, schedule="cosine")
+    settings = dataclasses.replace(road.run.sft, steps=8, horizon=horizon, optimizer=schedule)
+    make_sft_updater(skeleton_of(road), road.fresh(), settings, batches(road).shape)
+    assert asked == [updates]
+
+
+def test_a_horizon_of_a_constant_rate_is_refused(road):
+    constant = dataclasses.replace(road.run.sft.optimizer, schedule="constant", warmup=0.0)
+    with pytest.raises(ValueError, match=r"sft\.horizon: 100 with a constant learning rate"):
+        dataclasses.replace(road.run.sft, steps=8, horizon=100, optimizer=constant)
 
 
 def test_counts_below_one_are_refused(road):

@@ -208,14 +208,6 @@ def test_a_clip_that_cannot_act_is_refused(grpo):
     RLSettings(steps=2, grpo=grpo, updates_per_batch=2)
 
 
-def test_a_schedule_that_ends_before_the_last_update_is_refused():
-    """Before anything is computed, and so before the cold start."""
-    schedule = OptimizerSettings(schedule="cosine", horizon=4)
-    assert RLSettings(steps=2, updates_per_batch=2, optimizer=schedule).updates == 4
-    with pytest.raises(ValueError, match=r"rl\.optimizer\.horizon: 4, .* the 6 updates"):
-        RLSettings(steps=3, updates_per_batch=2, optimizer=schedule)
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_a_batch_has_at_least_one_update():
     with pytest.raises(ValueError, match=r"rl\.updates_per_batch: 0"):

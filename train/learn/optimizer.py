@@ -32,8 +32,6 @@ class OptimizerSettings:
     """Learning rate after the warm-up: constant, or cosine decay to zero at the last step."""
     warmup: float = 0.0
     """Share of the steps over which the learning rate rises linearly from zero."""
-    horizon: int = 0
-    """Updates of warm-up and schedule, at least those of the run; 0: the same."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -52,11 +50,6 @@ class OptimizerSettings:
                     f"OptimizerSettings.{name}: {value!r} is unknown; "
                     f"choose one of {', '.join(known)}"
                 )
-        if self.horizon < 0 or (self.horizon and self.schedule == "constant" and not self.warmup):
-            raise ValueError(
-                f"OptimizerSettings.horizon: {self.horizon} with schedule {self.schedule!r} and "
-                f"warmup {self.warmup}; give it with a cosine or a warm-up, 0 otherwise"
-            )
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(
                 f"OptimizerSettings.learning_rate: {self.learning_rate}; "
@@ -82,19 +75,11 @@ def require_counts(section: str, minimum: int = 1, **counts: int) -> None:
             )
 
 
-def require_horizon(section: str, settings: OptimizerSettings, updates: int) -> None:
-    """Raise ValueError for a horizon that ends before the updates of the run."""
-    if 0 < settings.horizon < updates:
-        raise ValueError(
-            f"{section}.horizon: {settings.horizon}, which ends before the {updates} updates of "
-            "the run; give at least as many, or 0"
-        )
-
-
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
-    """The optimizer for `steps` updates. It clips gradients by their global norm first."""
-    require_horizon("OptimizerSettings", settings, steps)
-    steps = settings.horizon or steps
+    """Return the optimizer whose schedule takes `steps` updates.
+
+    It clips gradients by their global norm first.
+    """
     clip = optax.clip_by_global_norm(_MAX_GRAD_NORM)
     make = _adamw if settings.name == "adamw" else _muon
     return optax.chain(clip, make(settings, steps))

@@ -11,7 +11,7 @@ from models.remat import Remat
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Lengths
 from paravt_jax.method.rewards import RewardSettings
-from train.learn.optimizer import OptimizerSettings, require_counts, require_horizon
+from train.learn.optimizer import OptimizerSettings, require_counts
 from train.learn.packing import StepShape
 
 
@@ -85,7 +85,6 @@ class RLSettings:
                 f"rl.frame_budgets: {self.frame_budgets}; give at least one number of frames, "
                 "each 1 or more"
             )
-        require_horizon("rl.optimizer", self.optimizer, self.updates)
         if self.updates_per_batch == 1:
             _require_no_clips(self.grpo)
         if not 0 <= self.subagents_per_rollout < math.inf:

@@ -39,7 +39,7 @@ from train.learn.conversation_rows import (
     most_visual,
     render_rows,
 )
-from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts, require_horizon
+from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts
 from train.learn.packing import GroupLengths
 from train.learn.placement import Bank, BankPlacer, place
 from train.learn.update import Loss, TrainState, Updater, score_rollouts, to_floats
@@ -54,6 +54,8 @@ class SFTSettings:
     rows: int
     """Packed rows per update."""
     optimizer: OptimizerSettings
+    horizon: int = 0
+    """Updates that warm-up and schedule take, at least `steps`; 0: as many."""
     row_tokens: int = 8192
     """Length of a packed row in tokens. Longer conversations are left out."""
     save_every: int = 100
@@ -72,7 +74,16 @@ class SFTSettings:
             save_every=self.save_every,
         )
         require_counts("sft", minimum=0, microbatches=self.microbatches)
-        require_horizon("sft.optimizer", self.optimizer, self.steps)
+        if self.horizon < 0 or 0 < self.horizon < self.steps:
+            raise ValueError(
+                f"sft.horizon: {self.horizon}, which ends before the {self.steps} updates of the "
+                "run; give at least as many, or 0"
+            )
+        if self.horizon and self.optimizer.schedule == "constant" and not self.optimizer.warmup:
+            raise ValueError(
+                f"sft.horizon: {self.horizon} with a constant learning rate and no warm-up, on "
+                "which it would have no effect; give 0"
+            )
         remat.check("sft.remat", self.remat)
 
     @property
@@ -126,10 +137,10 @@ def make_sft_updater(
     Args:
         skeleton: The model without its trained weights.
         weights: The trained weights to start from. The first update donates them.
-        settings: Optimizer, activation checkpointing and the size of the logits' chunks.
+        settings: Optimizer and activation checkpointing.
         shape: Sizes of a step, from `SFTBatches.shape`.
     """
-    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    optimizer = make_optimizer(settings.optimizer, settings.horizon or settings.steps)
     room = shape.room(row_devices(require_mesh(weights)))
     several = shape.microbatches > 1
     return Updater(skeleton, weights, optimizer, sft_loss(settings), room, accumulates=several)

@@ -52,10 +52,9 @@ def control(
         sft.optimizer,
         schedule="constant",
         warmup=0.0,
-        horizon=0,
         learning_rate=sft.optimizer.learning_rate / 10,
     )
-    settings = dataclasses.replace(sft, steps=rl.steps, optimizer=optimizer)
+    settings = dataclasses.replace(sft, steps=rl.steps, horizon=0, optimizer=optimizer)
     # The update donates its input.
     copy = jax.tree.map(jnp.copy, weights)
     # Draw the rows in another order than the cold start did.

@@ -20,6 +20,9 @@ from paravt_jax.method.grpo.settings import (
     Normalisation,
 )
 
+# Added to standard deviations.
+EPSILON = 1e-5
+
 
 def shape_rewards(rewards: Float[Array, "p g"], settings: GRPOSettings) -> Float[Array, "p g"]:
     """clip((R - bias) * scaling, -clip, clip) (REFERENCE 3, step 1)."""
@@ -52,7 +55,7 @@ def has_signal(
 
 
 def normalise(
-    x: Float[Array, "p n"], mask: Bool[Array, "p n"], how: Normalisation, epsilon: float = 1e-5
+    x: Float[Array, "p n"], mask: Bool[Array, "p n"], how: Normalisation, epsilon: float = EPSILON
 ) -> Float[Array, "p n"]:
     """(x - mean) / (std + epsilon) of the masked values, and 0 elsewhere.
 
@@ -146,7 +149,7 @@ def normalise_tokens(
     rewards: Float[Array, "p g"],
     batch: GRPOBatch,
     how: Normalisation,
-    epsilon: float = 1e-5,
+    epsilon: float = EPSILON,
 ) -> Float[Array, "b t"]:
     """`normalise` over the trained tokens of the batch, or of each group.
 
@@ -181,7 +184,7 @@ def normalise_tokens(
 
 
 def advantages(
-    batch: GRPOBatch, settings: GRPOSettings, gamma: float = 0.3
+    batch: GRPOBatch, settings: GRPOSettings, gamma: float = 0.3, epsilon: float = EPSILON
 ) -> tuple[Float[Array, "b t"], Metrics]:
     """Compute the advantage of every token of a batch.
 
@@ -189,6 +192,7 @@ def advantages(
         batch: Log-probs, rewards and structural tokens.
         settings: The recipe's variant of GRPO.
         gamma: `RewardSettings.gamma`, the penalty for violations under the anchor `credit`.
+        epsilon: Added to standard deviations.
 
     Returns:
         Advantages, 0 outside the trained tokens, and metrics of the step.
@@ -204,14 +208,14 @@ def advantages(
     shaped = shape_rewards(batch.rewards, settings)
     of_rewards = NORMALISATIONS[settings.reward_normalisation]
     of_tokens = NORMALISATIONS[settings.advantage_normalisation]
-    normed = normalise(shaped, batch.valid, of_rewards, settings.epsilon)
+    normed = normalise(shaped, batch.valid, of_rewards, epsilon)
     kl = kl_penalty(batch.behaviour, batch.reference, settings.kl_kind)
     raw = token_advantages(batch.of_rows(normed), kl, mask, settings.kl_coefficient)
-    out = normalise_tokens(raw, normed, batch, of_tokens, settings.epsilon)
+    out = normalise_tokens(raw, normed, batch, of_tokens, epsilon)
     # After the normalisation, which would otherwise spread the credit over all tokens.
     if settings.anchor == "credit":
         in_groups = NORMALISATIONS["group"]
-        credit = normalise(batch.anchor_rewards, batch.valid, in_groups, settings.epsilon)
+        credit = normalise(batch.anchor_rewards, batch.valid, in_groups, epsilon)
         out = anchor_credit(out, credit, batch, settings.anchor_weight, gamma)
     # Silent groups have equal rewards: their advantages consist of the KL penalty only.
     silent = masked_mean(1.0 - has_signal(batch.rewards, batch.valid, settings), batch.valid.any(1))

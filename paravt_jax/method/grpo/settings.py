@@ -84,8 +84,6 @@ class GRPOSettings:
     # The importance weight is exp(proximal - behaviour log-prob).
     behaviour_cap: float | None = 5.0
     """Tokens with a larger importance weight are left out of the loss. None for no bound."""
-    epsilon: float = 1e-5
-    """Added to standard deviations."""
     anchor: Anchor = "sequence"
     """Where R_anchor acts: objective, advantages of struct(o), sequence reward, or nowhere."""
     anchor_weight: float = 0.5
@@ -97,7 +95,7 @@ class GRPOSettings:
                 f"GRPOSettings.group_size: {self.group_size} is too small to compare rollouts; "
                 "give at least 2"
             )
-        for name in ("reward_scaling", "reward_clip", "behaviour_cap", "epsilon"):
+        for name in ("reward_scaling", "reward_clip", "behaviour_cap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"GRPOSettings.{name}: {value}; give a finite number above 0")
