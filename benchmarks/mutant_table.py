@@ -183,8 +183,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "loss + settings.anchor_weight * likelihood",
         ),
         "invalid_rows_in_the_loss": (
-            "advantages,\n        batch.trained,\n",
-            "advantages,\n        batch.mask,\n",
+            "    mask = batch.trained\n    proximal",
+            "    mask = batch.mask\n    proximal",
         ),
         "parts_divide_by_their_own_tokens": (
             "masked_mean(loss * weight, mask, tokens), metrics",
