@@ -54,7 +54,7 @@ from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, ask, run
 from rollout.engine.settings import EngineSizes
-from train.durable.compilations import Compilations
+from train.durable.usage import Compilations
 
 GIB = 2**30
 # The sampled tokens of a rollout: turns and summaries, in the order of their requests.

@@ -232,7 +232,7 @@ def _execute(run: Run) -> None:
     def engine(*_: Any) -> ScriptedEngine:
         return ScriptedEngine(tokenizer.load(pathlib.Path(run.run_dir) / "tokenizer"))
 
-    with mock.patch("train.phases.actor.Engine", engine):
+    with mock.patch("train.actor.Engine", engine):
         train.run.execute(run)
 
 

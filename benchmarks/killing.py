@@ -99,7 +99,7 @@ def in_flight(cold_start: pathlib.Path, max_staleness: int) -> list[str]:
 def command(folder: pathlib.Path, arguments: Sequence[str]) -> list[str]:
     small = [sys.executable, str(PROGRAM), "--config=small", "--run-dir", str(folder)]
     # A clean stop saves its step here, however busy the machine is.
-    return [*small, *SHORT, "--checkpoints.grace", "600", *arguments]
+    return [*small, *SHORT, *arguments]
 
 
 def environment(compiled: pathlib.Path) -> dict[str, str]:

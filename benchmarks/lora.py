@@ -43,7 +43,7 @@ from train.durable.checkpoint import Checkpoints
 from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
-from train.phases.model import first_model, take_apart
+from train.model import first_model, take_apart
 from train.prepare import prepare
 from train.run import execute, resolved
 from train.settings import Run, change
@@ -122,8 +122,8 @@ def memory(run: Run, data: Data) -> dict[str, float]:
     """
     assert run.rl is not None
     mesh = make_mesh()
-    model, _ = first_model(run, data, mesh)
-    parts, weights = take_apart(model, mesh, run.lora, run.seed)
+    model, origin = first_model(run, data, mesh)
+    parts, weights = take_apart(model, run, mesh, origin)
     learner = Learner(parts.skeleton, weights, model.config, run.rl, run.rl_shape)
     update = abstract_rl_step(run, mesh, model.config).gradients()
     compiled = update.program.lower(*update.arguments).compile().memory_analysis()

@@ -38,7 +38,7 @@ from paravt_jax.data.question_files import read_questions
 from paravt_jax.method import tokenizer
 from paravt_jax.processes import hosts
 from paravt_jax.processes.cluster import has_tpu_chips
-from paravt_jax.processes.exit_codes import FAILED, TEMPORARY
+from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, USER_ERRORS, UserError
 from paravt_jax.progress import size
 from train.durable.place import Place, require_cold_start
 from train.learn.optimizer import make_optimizer
@@ -60,7 +60,7 @@ class Finding:
     """error: the run would stop. warning: the run gets it by itself, or goes on without it."""
 
 
-class NotReadyError(RuntimeError):
+class NotReadyError(UserError):
     """A run cannot start."""
 
     def __init__(self, errors: Sequence[Finding]):
@@ -97,7 +97,7 @@ def check(run: Run, settings: dict[str, Any], place: Place, topology: str = "") 
     for item, look in items.items():
         try:
             findings += look()
-        except (ValueError, OSError, RuntimeError) as error:
+        except (*USER_ERRORS, RuntimeError) as error:
             findings.append(Finding(item, " ".join(str(error).split()), problem="error"))
     # Hosts that agree are shown once.
     of_all = hosts.gather(findings)

@@ -50,6 +50,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import score
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.processes.exit_codes import USER_ERRORS
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
@@ -257,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = _parse(sys.argv[1:] if argv is None else argv, prog)
         with open_reader() as reader:
             _answer(asked, reader)
-    except (OSError, ModuleNotFoundError, ValueError, VideoError) as error:
+    except USER_ERRORS as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     return 0

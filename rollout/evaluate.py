@@ -18,14 +18,10 @@ import tyro
 from models import gpu
 from paravt_extras.release import open_any_pack
 from paravt_jax.command_name import command_name
-from paravt_jax.data.frames import VideoError
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.exit_codes import FAILED, LOST, USAGE, exit_code
-from paravt_jax.processes.hosts import HostsError
-from rollout.agent.endpoint import EndpointError
+from paravt_jax.processes.exit_codes import FAILED, LOST, USAGE, USER_ERRORS, exit_code
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.compare import compare, comparison_text
-from rollout.evaluation.folder import FolderError
 from rollout.evaluation.pack_folder import write_pack
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
@@ -69,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command continues with the next question", file=sys.stderr)
         return 130
-    except (OSError, FolderError, EndpointError, ValueError, VideoError, HostsError) as error:
+    except USER_ERRORS as error:
         code = exit_code(error)
         return cluster.leave(USAGE if code == FAILED else code, f"{_PROG}: {error}")
     except Exception as error:

@@ -46,7 +46,6 @@ SIDE_PATHS = (
     "rollout.evaluation",
     "rollout.report",
     "train.durable.checkpoint",
-    "train.phases",
     "train.published_data",
     EXTRAS,
 )

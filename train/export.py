@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import tyro
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from models.config import ModelConfig, VisionConfig
 from models.family import family_of
@@ -29,18 +30,22 @@ from models.features import FrameSettings
 from models.lora import LoRASettings, add_adapters, cast, merge_adapters
 from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_fingerprint, save_adapters
-from models.trained import TrainVision, trained_state
+from models.sharding import require_mesh
+from models.trained import TrainVision, apart, trained_state
 from models.weights.hf import load, save
 from models.weights.hf_config import from_hf
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import any_path, require_folder_or_bucket
 from paravt_jax.data.buckets import appearing_at
 from paravt_jax.method import tokenizer
-from paravt_jax.processes.exit_codes import exit_code
-from train.durable.checkpoint import CheckpointError, Checkpoints
+from paravt_jax.processes import hosts
+from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
+from train.durable.checkpoint import Checkpoints
 from train.durable.finite import not_finite
 from train.durable.place import small_files
-from train.durable.run_directory import READABLE, RunDirectoryError, read_config
+from train.durable.run_directory import READABLE, read_config
+from train.model import Parts
+from train.settings import Run
 
 T = TypeVar("T")
 
@@ -151,6 +156,36 @@ def _export(command: Export, folder: pathlib.Path, target: pathlib.Path) -> None
     # The trained part of the tower was in float32.
     nnx.update(model.vision, cast(nnx.state(model.vision), meta["param_dtype"]))
     write_model(model, folder / "tokenizer", FrameSettings(**meta["settings"]["frames"]), target)
+
+
+def export_run(run: Run, folder: pathlib.Path, parts: Parts, weights: Any) -> None:
+    """Write the trained model of a run to `model`, and its adapters to `adapter`, unless it exists.
+
+    Adapters of random weights are not written: they have no base to name.
+
+    Args:
+        run: The settings.
+        folder: The run's folder.
+        parts: The model without its trained weights.
+        weights: The trained weights.
+    """
+    if hosts.from_first((folder / "model").exists):
+        return
+    # All processes take part, because the weights are sharded over all of them.
+    model = parts.model
+    text, vision = apart(weights)
+    whole = NamedSharding(require_mesh(weights), PartitionSpec())
+    nnx.update(model.text, text, parts.frozen)
+    if vision is not None:
+        nnx.update(model.vision, vision)
+    digest = parts.origin.content.get("base_fingerprint")
+    adapter = folder / "adapter"
+    if run.lora is not None and digest is not None and not hosts.from_first(adapter.exists):
+        base, part = run.model.path, run.train_vision
+        save_adapters(model, run.lora, adapter, base=base, base_digest=digest, train_vision=part)
+    merge_adapters(model.text)
+    nnx.update(model.vision, jax.device_put(parts.tower_with(vision), whole))
+    write_model(model, folder / "tokenizer", run.frames, folder / "model")
 
 
 def write_model(
@@ -354,13 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(Export, args=argv, prog=command_name("python -m train.export"))
     try:
         export(command)
-    except (
-        CheckpointError,
-        RunDirectoryError,
-        ValueError,
-        OSError,
-        ModuleNotFoundError,
-    ) as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
     print(f"written: {command.to}")

@@ -11,6 +11,7 @@ from typing import Any
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.preparation import LEFT_OUT, PLAN
 from paravt_jax.processes import hosts
+from paravt_jax.processes.exit_codes import UserError
 from train.data import Data
 from train.settings import Run
 
@@ -23,7 +24,7 @@ Counts = dict[str, collections.Counter[str]]
 """Rows per source, by the reason why they are not used; the others are under `kept`."""
 
 
-class LeftOutError(Exception):
+class LeftOutError(UserError):
     """More rows or videos than allowed are left out; the message names them."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from paravt_jax.processes.exit_codes import UserError
 from train.settings import Run
 
 _MARK = "RESOURCE_EXHAUSTED"
@@ -32,7 +33,7 @@ _DEFINING = (
 )
 
 
-class OutOfMemoryError(RuntimeError):
+class OutOfMemoryError(UserError):
     """A device has no memory left; the message names the settings to lower."""
 
 

@@ -1,4 +1,4 @@
-"""PARA-GRPO, step by step: play episodes, lay out a batch, update, load the new weights.
+"""PARA-GRPO, step by step: play episodes, lay out a batch, update, load the new weights, save.
 
 A step depends on its number, the seed, the weights and the questions, and on nothing else.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -30,6 +30,104 @@ class Trained(NamedTuple):
     """Lengths of the trajectories."""
     advantages: Float[np.ndarray, "r u"]
     """Of every token; group p has the rows from p * group_size on, then come sub-agents."""
+
+
+@runtime_checkable
+class QuestionStream(Questions, Protocol):
+    """Questions whose position can be saved."""
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state from which `set_state` resumes with the question that comes next."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Resume at `state`."""
+        ...
+
+
+@runtime_checkable
+class Saver(Protocol):
+    """What the loop needs of `train.durable.saver.Saver`, which describes it."""
+
+    finished_steps: int
+
+    @property
+    def left(self) -> range: ...
+
+    def steps(self) -> Iterator[int]: ...
+
+    def restore(self, start: TrainState) -> tuple[TrainState, Any]: ...
+
+    def is_regular(self, step: int) -> bool: ...
+
+    def done(
+        self,
+        step: int,
+        state: TrainState,
+        metrics: dict[str, float],
+        cursor: Any,
+        lengths: Sequence[GroupLengths],
+    ) -> None: ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Looks at a run at its regular checkpoints."""
+
+    def show(self, step: int, trained: Trained) -> None:
+        """Write what a step was trained on, before the step is saved."""
+        ...
+
+    def evaluate_step(self, step: int) -> None:
+        """Play held-out questions with the actor's weights, those after a step."""
+        ...
+
+
+def train_rl(
+    learner: Learner,
+    actor: TrainedActor,
+    questions: QuestionStream,
+    saver: Saver,
+    observer: Observer,
+    seed: int,
+) -> Any:
+    """Train with PARA-GRPO, from the newest checkpoint if there is one.
+
+    Args:
+        learner: Updates the weights.
+        actor: Plays and scores episodes.
+        questions: The questions of all steps.
+        saver: Restores and saves the state, and stops the run when that is asked for.
+        observer: Looks at the run at its regular checkpoints.
+        seed: Seed of the run.
+
+    Returns:
+        The weights after the last step.
+    """
+    settings = learner.settings
+    pool = RolloutPool() if settings.max_staleness else None
+    state, cursor = saver.restore(learner.start)
+    if cursor is not None:
+        asked, carried = cursor
+        questions.set_state(asked)
+        if pool is not None:
+            pool.state = carried
+    if saver.left:
+        actor.begin(learner, state, saver.finished_steps)
+        # A run may have been stopped between a checkpoint and its evaluation.
+        if saver.finished_steps and saver.is_regular(saver.finished_steps):
+            observer.evaluate_step(saver.finished_steps)
+    for step in saver.steps():
+        state, trained, metrics = rl_step(state, learner, actor, questions, seed, pool)
+        if saver.is_regular(step):
+            observer.show(step, trained)
+        carried = None if pool is None else pool.state
+        cursor = (questions.get_state(), carried)
+        saver.done(step, state, metrics, cursor, trained.lengths * settings.updates_per_batch)
+        if saver.is_regular(step) and step < settings.steps:
+            observer.evaluate_step(step)
+    actor.sleep()
+    return state.weights
 
 
 def rl_step(

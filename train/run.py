@@ -19,13 +19,17 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs import RECIPES
 from models import gpu
 from models.compile_cache import use_cache
+from models.model import VisionLanguageModel
 from models.sharding import make_mesh
-from paravt_extras.check import NotReadyError, as_text, check, require_ready
+from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
 from paravt_extras.rehearsal import rehearsal
 from paravt_extras.report.finish import final_report, interim_report
@@ -36,34 +40,38 @@ from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.stored_settings import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.exit_codes import LOST, exit_code
+from paravt_jax.processes.exit_codes import LOST, USER_ERRORS, exit_code
 from paravt_jax.remote.judge import RemoteJudge
+from train.actor import open_actor, open_environment
 from train.cli import parse
-from train.data import Data
+from train.data import Data, QuestionStream
 from train.durable.allocator import reuse_freed_memory
-from train.durable.checkpoint import CheckpointError
+from train.durable.checkpoint import CheckpointSettings
 from train.durable.clock import Clock, in_words
 from train.durable.history import History
+from train.durable.home import Home
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, SilentMetrics
 from train.durable.place import Place, open_place
-from train.durable.run_directory import RunDirectoryError
+from train.durable.profile import parse_steps
+from train.durable.saver import Origin, open_saver
 from train.durable.usage import Usage
+from train.evaluations import Evaluator
+from train.export import export_run
+from train.learn.align import CaptionedFrames, align
 from train.learn.placement import require_even
-from train.left_out import LeftOutError
-from train.out_of_memory import OutOfMemoryError, naming_remedies
-from train.phases.actor import open_actor, open_environment
-from train.phases.align import align
-from train.phases.cold_start import cold_start, control
-from train.phases.context import Context
-from train.phases.evaluation import evaluate, evaluate_control
-from train.phases.export import export
-from train.phases.model import first_model, require_targets, take_apart
-from train.phases.reinforce import reinforce
+from train.learn.rl import Learner
+from train.learn.rollouts import draw_budgets
+from train.learn.sft import SFTBatches, SFTSettings
+from train.left_out import note_unreadable
+from train.model import first_model, require_targets, take_apart
+from train.out_of_memory import naming_remedies
 from train.prepare import prepare
 from train.published_data import open_reader
 from train.published_model import config_of, require_weights
+from train.rl import train_rl
 from train.settings import Run
+from train.sft import control_settings, train_sft
 
 
 def begin(run: Run) -> Run:
@@ -129,77 +137,151 @@ def _execute(
     run: Run, interrupts: Interrupts, questions: Sequence[Question] | None = None
 ) -> pathlib.Path:
     """Run every unfinished phase with settings from `begin`; see `execute`."""
-    settings = resolved(run)
+    config = resolved(run)
     fitted = fit(run, found_devices())
     run = fitted.run
-    settings |= {"fitted": fitted.chosen}
-    place = _place(run)
-    folder = place.folder
-    mesh = _check(run, settings)
+    config |= {"fitted": fitted.chosen}
+    mesh = _check(run, config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(naming_remedies(run))
-        judge = None
-        if run.rl is not None and run.rl.rewards.judge is not None:
-            judge = stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
-        history = _claim(run, place, settings, stack)
-        use_cache(place.programs)
-        data = _prepare(run, place, interrupts, questions)
-        if run.rl is not None:
-            data = data.of_kinds(run.rl.kinds)
-        clock = stack.enter_context(Clock(folder / "seconds.json"))
-        history.begin()
-        metrics = _open_metrics(run, folder, settings)
-        stack.enter_context(contextlib.closing(metrics))
-
+        judge = _open_judge(run, stack)
+        home, data = _open_home(run, config, interrupts, questions, stack)
         model, origin = first_model(run, data, mesh)
-        context = Context(
-            run=run,
-            settings=settings,
-            place=place,
-            data=data,
-            mesh=mesh,
-            origin=origin,
-            param_dtype=model.text.embedding[...].dtype.name,
-            metrics=metrics,
-            interrupts=interrupts,
-            history=history,
-            tick=clock.save,
-            usage=Usage(clock),
-            after_save=functools.partial(interim_report, folder, data.root),
-        )
-        align(context, model)
-
-        parts, weights = take_apart(
-            model, mesh, run.lora, run.seed, run.train_vision, run.largest_frame
-        )
-        context = dataclasses.replace(context, origin=origin | parts.base)
-        reader = open_reader(run.data, run.frames, model.config.vision)
-        stack.enter_context(contextlib.closing(reader))
-        environment = open_environment(run, data, parts, reader)
-        actor = open_actor(run, parts, environment, judge, weights)
+        _align(run, home, data, model, mesh, origin)
 
         # Training donates its input weights: their memory is reused, and only the weights that a
         # phase returns are still valid.
+        parts, weights = take_apart(model, run, mesh, origin)
+        reader = open_reader(run.data, run.frames, model.config.vision)
+        stack.enter_context(contextlib.closing(reader))
+        environment = open_environment(run, data, parts, reader)
+        home = _checking(run, home, data, environment.features.unreadable)
+        home.usage.trains(model.config, mesh.size)
+        actor = None
+        if run.plays_episodes:
+            actor = open_actor(run, data, parts, environment, judge, weights)
+        evaluator = Evaluator(run, home, data, actor)
         # The frames of the small world stay in memory, so nothing is read ahead of time.
         ahead = None if run.data is None else reader
-        weights = cold_start(context, parts, environment, ahead, weights)
-        rows = {"before": evaluate(context, actor, weights, "before")}
-        rows["control"] = evaluate_control(
-            context, actor, lambda: control(context, parts, environment, ahead, weights)
-        )
-        weights = reinforce(context, parts, actor, ahead, weights)
-        rows["after"] = evaluate(context, actor, weights, "after")
-        export(context, parts, weights)
-        return final_report(run, folder, data.root, rows, clock.total)
+
+        def supervise(name: str, settings: SFTSettings, weights: Any, seed: int) -> Any:
+            batches = SFTBatches(settings, data, ahead, seed, environment, mesh)
+            with open_saver(name, settings, home, parts.origin, parts) as saver:
+                return train_sft(parts, weights, batches, saver)
+
+        if run.sft is not None:
+            weights = supervise("sft", run.sft, weights, run.seed)
+        rows = {"before": evaluator.evaluate(weights, "before"), "control": []}
+        if evaluator.has_control:
+            trained = None
+            if not evaluator.is_control_finished:
+                copy = jax.tree.map(jnp.copy, weights)
+                # Draws the rows in another order than the cold start did.
+                trained = supervise("control", control_settings(run), copy, run.seed + 1)
+            rows["control"] = evaluator.evaluate_control(trained)
+            del trained  # RL needs the memory.
+        if run.rl is not None:
+            assert actor is not None, "a run with RL plays episodes"
+            learner = Learner(parts.skeleton, weights, model.config, run.rl, run.rl_shape)
+            # Draws the same budgets as the steps will, so that the right frames are read ahead.
+            budgets = functools.partial(draw_budgets, run.rl, run.seed, prompts=run.rl.prompts)
+            # Another seed than for conversations, so that the two orders are independent.
+            stream = QuestionStream(data, ahead, run.seed + 2, run.rl.grpo.group_size, budgets)
+            home.usage.watch(actor.sampler, environment.features)
+            with open_saver("rl", run.rl, home, parts.origin, parts) as saver:
+                weights = train_rl(learner, actor, stream, saver, evaluator, run.seed)
+            del learner
+        rows["after"] = evaluator.evaluate(weights, "after")
+        export_run(run, home.folder, parts, weights)
+        return final_report(run, home.folder, data.root, rows, home.usage.clock.total)
+
+
+def _open_home(
+    run: Run,
+    config: dict[str, Any],
+    interrupts: Interrupts,
+    questions: Sequence[Question] | None,
+    stack: contextlib.ExitStack,
+) -> tuple[Home, Data]:
+    """Lock the run until `stack` closes, and prepare its data."""
+    place = _place(run)
+    history = _claim(run, place, config, stack)
+    use_cache(place.programs)
+    data = _prepare(run, place, interrupts, questions)
+    # Now something is made that belongs to these settings.
+    clock = stack.enter_context(Clock(place.folder / "seconds.json"))
+    history.begin()
+    home = Home(
+        place=place,
+        config=config,
+        metrics=stack.enter_context(contextlib.closing(_open_metrics(run, place, config))),
+        history=history,
+        usage=Usage(clock),
+        interrupts=interrupts,
+        checkpoints=_checkpoint_settings(run),
+        profile=parse_steps(run.profile),
+        report=functools.partial(interim_report, place.folder, data.root),
+    )
+    return home, data
+
+
+def _align(
+    run: Run, home: Home, data: Data, model: VisionLanguageModel, mesh: Mesh, origin: Origin
+) -> None:
+    """Teach the fresh vision tower of a tiny model to see."""
+    if run.align is None:
+        return
+    rules = run.frames.rules(model.config.vision)
+    captioned = CaptionedFrames(data.captions, data.vocabulary, data.root, rules)
+    # The tiny model is replicated: every process trains the whole model.
+    whole = NamedSharding(mesh, PartitionSpec())
+    nnx.update(model, jax.device_put(nnx.state(model), whole))
+    home = _checking(run, home, data, captioned.unreadable)
+    with open_saver("align", run.align, home, origin) as saver:
+        align(model, captioned, run.align, run.seed, saver)
+
+
+def _open_judge(run: Run, stack: contextlib.ExitStack) -> RemoteJudge | None:
+    """The model that scores open-ended answers, if there is one."""
+    if run.rl is None or run.rl.rewards.judge is None:
+        return None
+    return stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
+
+
+def _checkpoint_settings(run: Run) -> CheckpointSettings:
+    """Those of the run; a run that trains adapters alone saves each step, as they are small."""
+    adapters_alone = run.lora is not None and run.train_vision == "none"
+    every = run.checkpoints.every or int(adapters_alone)
+    return dataclasses.replace(run.checkpoints, every=every)
+
+
+def _checking(run: Run, home: Home, data: Data, unreadable: dict[str, str]) -> Home:
+    """The home of a phase that saves nothing once too many videos have become unreadable.
+
+    Args:
+        run: The settings.
+        home: The run.
+        data: Its list of unreadable videos is extended.
+        unreadable: Videos that this process could not decode, each with the reason; it grows.
+    """
+
+    def check() -> None:
+        # Processes decode different videos, so each may know of other unreadable ones.
+        everywhere: dict[str, str] = {}
+        for found in hosts.gather(unreadable):
+            everywhere |= found
+        note_unreadable(run, home.folder, data, everywhere)
+
+    return dataclasses.replace(home, check=check)
 
 
 def _place(run: Run) -> Place:
     return open_place(run.run_dir or f"runs/{run.name}")
 
 
-def _check(run: Run, settings: dict[str, Any]) -> Mesh:
+def _check(run: Run, config: dict[str, Any]) -> Mesh:
     """Builds the mesh and checks the model's files, before any work on the data."""
-    hosts.require_same("the run's settings", settings)
+    hosts.require_same("the run's settings", config)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     require_even(mesh)
     gpu.require_type("model.dtype", run.model.dtype)
@@ -210,9 +292,7 @@ def _check(run: Run, settings: dict[str, Any]) -> Mesh:
     return mesh
 
 
-def _claim(
-    run: Run, place: Place, settings: dict[str, Any], stack: contextlib.ExitStack
-) -> History:
+def _claim(run: Run, place: Place, config: dict[str, Any], stack: contextlib.ExitStack) -> History:
     """Locks the run until `stack` closes, and copies what `run.start` provides.
 
     Returns:
@@ -221,7 +301,7 @@ def _claim(
     # One lock serves all processes of a run, so only the first one takes it.
     with hosts.one_after_another():
         if hosts.is_first():
-            place.claim(settings, run.start, stack)
+            place.claim(config, run.start, stack)
         place.pull()
         history = History(place.folder, place.push)
     place.require_shared()
@@ -248,16 +328,13 @@ def _prepare(
         place.push()
     if run.data is not None:
         hosts.require_same(f"data.folder: {run.data.folder}, the prepared set", data.digest)
-    return data
+    return data if run.rl is None else data.of_kinds(run.rl.kinds)
 
 
-def _open_metrics(
-    run: Run, folder: pathlib.Path, settings: dict[str, Any]
-) -> MetricsWriter | SilentMetrics:
+def _open_metrics(run: Run, place: Place, config: dict[str, Any]) -> MetricsWriter:
     if not hosts.is_first():
-        return SilentMetrics(folder)
-    log = run.log
-    return MetricsWriter(folder, log.tensorboard, bool(log.wandb), log.wandb, settings)
+        return SilentMetrics(place.folder)
+    return MetricsWriter(place.folder, run.log.tensorboard, run.log.wandb, config)
 
 
 def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -318,24 +395,14 @@ def main(argv: list[str] | None = None) -> int:
             return _show(begin(run), options.topology)
         # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(run.hosts)
-        with Interrupts(run.checkpoints.grace) as interrupts, cluster.ending_with_the_others():
+        with Interrupts() as interrupts, cluster.ending_with_the_others():
             run = begin(run)
             require_ready(run, resolved(run), _place(run))
             report = _execute(run, interrupts)
     except Stopped as stop:
         print(f"\n{stop}; the same command continues from there", file=sys.stderr)
         return stop.code
-    except (
-        NotReadyError,
-        RunDirectoryError,
-        CheckpointError,
-        LeftOutError,
-        OutOfMemoryError,
-        hosts.HostsError,
-        ValueError,
-        OSError,
-        ModuleNotFoundError,
-    ) as error:
+    except USER_ERRORS as error:
         return cluster.leave(exit_code(error), f"error: {_in_words(error, run)}")
     except Exception as error:
         traceback.print_exc()

@@ -4,7 +4,7 @@
 #
 #   CLUSTER=tpus ZONE=us-west4-a PROJECT=mine TYPE=v5litepod-16 IMAGE=REGISTRY/paravt STORAGE=share \
 #       examples/supervise/xpk.sh paravt-8b env HF_HOME=/share/hub paravt run --config=paravt_8b \
-#       --run-dir /share/paravt_8b --data.folder /share/paravt --checkpoints.grace 40
+#       --run-dir /share/paravt_8b --data.folder /share/paravt
 #
 # STORAGE is a volume that `xpk storage attach` has made known, mounted at /share. It holds the run, the
 # data and the downloads: what is in a pod is lost when the pod ends. IMAGE is a container that has the

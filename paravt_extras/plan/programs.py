@@ -37,7 +37,7 @@ from rollout.engine.sampling import Choices
 from train.learn.packing import MicrobatchShape
 from train.learn.placement import row_pieces
 from train.learn.weight_sync import host_mesh, make_sync, sampler_devices, stay
-from train.phases.model import model_config
+from train.model import model_config
 from train.settings import Run
 
 # The first words of programs that run while the engine is awake, each on the devices of one host.

@@ -17,9 +17,10 @@ from PIL import Image
 
 from paravt_jax.data import foreign
 from paravt_jax.data.sizes import FrameRules
+from paravt_jax.processes.exit_codes import UserError
 
 
-class VideoError(Exception):
+class VideoError(UserError):
     """A video cannot be read: it is missing, empty, truncated, undecodable or has no pictures."""
 
     def __init__(self, path: str | os.PathLike, reason: str):

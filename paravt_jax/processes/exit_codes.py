@@ -1,4 +1,7 @@
-"""Exit codes of the commands. `examples/supervise` decides by them what to start again."""
+"""How commands end: errors that a user can mend, and exit codes.
+
+`examples/supervise` decides by the codes what to start again.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,14 @@ LOST = 70
 """Contact with another process was lost, or the program failed in an unforeseen way."""
 TEMPORARY = 75
 """A full disk, a store or network that does not answer, or a process that did not start in time."""
+
+
+class UserError(Exception):
+    """An error that a user can mend: its message names what is wrong, and what to do."""
+
+
+USER_ERRORS = (UserError, ValueError, OSError, ModuleNotFoundError)
+"""What a command prints in one line. Any other exception is a fault of the program."""
 
 _TEMPORARY_ERRNOS = frozenset(
     {

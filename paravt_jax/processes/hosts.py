@@ -17,12 +17,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from paravt_jax.processes.exit_codes import FAILED, exit_code
+from paravt_jax.processes.exit_codes import FAILED, UserError, exit_code
 
 T = TypeVar("T")
 
 
-class HostsError(RuntimeError):
+class HostsError(UserError):
     """Another process of the run failed. This one ends with the same exit code."""
 
     def __init__(self, message: str, code: int = FAILED):

@@ -36,6 +36,7 @@ from paravt_jax.data.frames import FrameSource, VideoError
 from paravt_jax.method.records import Frame, digest
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.processes.exit_codes import UserError
 from paravt_jax.remote.client import Choice, Client, Failure, UnusableReply
 from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling
 
@@ -91,7 +92,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _Completion = tuple[str, SampleStop, str]
 
 
-class EndpointError(RuntimeError):
+class EndpointError(UserError):
     """The endpoint cannot be used for a run; the message says why."""
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import lock, require_same
+from paravt_jax.processes.exit_codes import UserError
 
 Line = dict[str, Any]
 
@@ -23,7 +24,7 @@ _LONG_FIELDS = frozenset(("turns", "overview", "question"))
 """Fields with the transcript: most of a line's bytes, and not needed for any figure."""
 
 
-class FolderError(RuntimeError):
+class FolderError(UserError):
     """The folder cannot be used for this evaluation; the message says why and what to do."""
 
 

@@ -17,7 +17,7 @@ from models.features import FrameFeatures, FrameSettings
 from models.sharding import abstract, make_mesh
 from paravt_jax.data import video
 from paravt_jax.world import videos as world
-from train.durable.compilations import Compilations
+from train.durable.usage import Compilations
 
 
 @pytest.mark.parametrize("placed", [False, True])

@@ -23,7 +23,7 @@ from paravt_jax.method.records import Frame
 from paravt_jax.world.videos import FRAMES, STEP
 from tests.clips import LOSSLESS, call, turned
 from tests.models.program import run
-from train.durable.compilations import Compilations
+from train.durable.usage import Compilations
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from models.model import Inputs, VisionLanguageModel
 from models.rope import mrope_positions, visual_index
 from models.text import VisualBank
 from models.vision import frame_layout
-from train.durable.compilations import Compilations
+from train.durable.usage import Compilations
 
 IMAGE, VIDEO = (1, 2, 4), (3, 4, 2)
 # Two of them take two rows of the tower.

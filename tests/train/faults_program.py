@@ -27,11 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import train.run
 from models.sharding import make_mesh
 from paravt_jax.processes import hosts
-from train.durable.checkpoint import Checkpoints
-from train.durable.history import History
+from tests.train.homes import Steps, open_home, open_phase
 from train.durable.interrupts import Interrupts
-from train.durable.metrics import MetricsWriter, SilentMetrics
-from train.durable.phase import Phase, Saves
 
 STEPS = 1000
 SHORT = 6
@@ -122,17 +119,10 @@ def steps(
         values = np.random.default_rng(value).random((ARRAYS, *shape), np.float32)
         return {f"w{index}": jax.device_put(row, sharding) for index, row in enumerate(values)}
 
-    first = hosts.is_first()
-    with Phase(
-        name="rl",
-        steps=STEPS if fault == name else SHORT,
-        saves=Saves(Checkpoints(folder / "rl", asynchronous=True), every=2, meta={}),
-        metrics=MetricsWriter(folder, tensorboard=False) if first else SilentMetrics(folder),
-        interrupts=interrupts,
-        history=History(folder),
-    ) as phase:
-        phase.resume(state(0))
-        for step in phase.left:
+    home = open_home(folder, interrupts=interrupts)
+    with open_phase("rl", home, Steps(STEPS if fault == name else SHORT, 2)) as saver:
+        saver.restore(state(0))
+        for step in saver.steps():
             if step == BAD_STEP and hosts.process_index() == who and not happened.exists():
                 happened.touch()
                 happen(fault, wire)
@@ -140,7 +130,7 @@ def steps(
             after = state(step)
             if fault == "destroyed" and step > BAD_STEP and hosts.process_index() == who:
                 after["w1"] = destroyed(after["w1"])
-            phase.done(step, {"loss": 1.0}, after, step)
+            saver.done(step, after, {"loss": 1.0}, step)
             time.sleep(0.05)
     return folder / "report.html"
 

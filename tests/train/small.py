@@ -49,7 +49,7 @@ from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Actor, draw_budgets, play_step
 from train.learn.sft import SFTSettings
-from train.phases.model import model_config
+from train.model import model_config
 from train.prepare import prepare
 from train.run import main
 from train.settings import Run

@@ -18,9 +18,9 @@ from models.features import FrameSettings
 from models.model import VisionLanguageModel
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method.records import Caption
-from train.durable.compilations import Compilations
-from train.durable.phase import Phase
-from train.learn.align import AlignSettings, align
+from train.durable.saver import Saver
+from train.durable.usage import Compilations
+from train.learn.align import AlignSettings, CaptionedFrames, align
 
 RULES = FrameSettings().rules(family().tiny(1).vision)
 SETTINGS = AlignSettings(steps=30, batch=32)
@@ -39,41 +39,44 @@ def weights_of(module) -> dict[str, np.ndarray]:
     }
 
 
-class FakePhase(Phase):
-    """A phase without a disk. `kept` is the last save; another FakePhase can resume from it."""
+class FakeSaver(Saver):
+    """A saver without a disk. `kept` is the last save; another FakeSaver can resume from it."""
 
     def __init__(
         self, steps: int, kept: tuple[int, Any, Any] = (0, None, None), until: int | None = None
     ):
         self.finished_steps = kept[0]
-        self.steps = until or steps
+        self.last = until or steps
         self.kept = kept
         self.until = until
         self.told: list[dict[str, float]] = []
 
-    def each(self) -> Iterator[int]:
+    @property
+    def left(self) -> range:
+        return range(self.finished_steps + 1, self.last + 1)
+
+    def steps(self) -> Iterator[int]:
         return iter(self.left)
 
-    def resume(self, start: Any) -> tuple[Any, Any]:
+    def restore(self, start: Any) -> tuple[Any, Any]:
         _, state, cursor = self.kept
         return (start if state is None else state), cursor
 
-    def done(self, step, figures, state, cursor) -> None:
+    def done(self, step, state, metrics, cursor) -> None:
         assert step == self.finished_steps + len(self.told) + 1
-        assert figures["time/step"] > 0
+        assert metrics["time/step"] > 0
         # Times differ from run to run.
-        self.told.append({name: figures[name] for name in ("loss", "accuracy")})
+        self.told.append({name: metrics[name] for name in ("loss", "accuracy")})
         self.kept = step, jax.tree.map(jnp.copy, state), cursor
 
 
 def run(
-    road, model, settings, captions=None, phase: FakePhase | None = None
+    road, model, settings, captions=None, saver: FakeSaver | None = None
 ) -> list[dict[str, float]]:
-    data, phase = road.data, phase or FakePhase(settings.steps)
-    align(
-        model, captions or data.captions, data.vocabulary, data.root, RULES, settings, 0, phase, {}
-    )
-    return phase.told
+    data, saver = road.data, saver or FakeSaver(settings.steps)
+    captioned = CaptionedFrames(captions or data.captions, data.vocabulary, data.root, RULES)
+    align(model, captioned, settings, 0, saver)
+    return saver.told
 
 
 @pytest.mark.slow
@@ -87,13 +90,13 @@ def test_frames_are_named_and_only_tower_and_embedding_change(road):
     assert {name.split("/")[0] for name in changed} == {"vision", "text"}
     assert all(name.startswith(("vision/", "text/embedding")) for name in changed)
     # A run that is interrupted and resumed gives the same tower.
-    cut = FakePhase(SETTINGS.steps, until=11)
-    told = run(road, fresh(road), SETTINGS, phase=cut)
+    cut = FakeSaver(SETTINGS.steps, until=11)
+    told = run(road, fresh(road), SETTINGS, saver=cut)
     again = fresh(road)
     step, state, cursor = cut.kept
     # The cursor is stored as JSON.
-    rest = FakePhase(SETTINGS.steps, (step, state, json.loads(json.dumps(cursor))))
-    assert told + run(road, again, SETTINGS, phase=rest) == figures
+    rest = FakeSaver(SETTINGS.steps, (step, state, json.loads(json.dumps(cursor))))
+    assert told + run(road, again, SETTINGS, saver=rest) == figures
     assert len(rest.told) == SETTINGS.steps - 11
     for name, value in weights_of(again).items():
         np.testing.assert_array_equal(value, after[name])
@@ -104,7 +107,7 @@ def test_frames_are_named_and_only_tower_and_embedding_change(road):
         ended,
         SETTINGS,
         captions=[Caption("no.mp4", 0.0, ("red",))],
-        phase=FakePhase(SETTINGS.steps, rest.kept),
+        saver=FakeSaver(SETTINGS.steps, rest.kept),
     )
     for name, value in weights_of(ended).items():
         np.testing.assert_array_equal(value, after[name])
@@ -117,13 +120,13 @@ def test_the_update_is_compiled_once(road):
     nnx.update(model, jax.device_put(nnx.state(model), shardings))
     counts = []
 
-    class Counting(FakePhase):
+    class Counting(FakeSaver):
         def done(self, *step) -> None:
             counts.append(compilations.count)
             super().done(*step)
             counts.append(compilations.count)
 
-    run(road, model, SETTINGS, phase=Counting(3))
+    run(road, model, SETTINGS, saver=Counting(3))
     assert counts[2] == counts[1] and counts[4] == counts[3]
 
 
@@ -148,8 +151,9 @@ def test_a_damaged_video_is_left_out(road, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / good.video).write_bytes((road.data.root / good.video).read_bytes())
     (tmp_path / "bad.mp4").write_bytes(b"no video")
-    data, phase, bad = road.data, FakePhase(SETTINGS.steps), dict[str, str]()
+    saver = FakeSaver(SETTINGS.steps)
     captions = [good, Caption("bad.mp4", 0.0, ("red",))]
-    align(fresh(road), captions, data.vocabulary, tmp_path, RULES, SETTINGS, 0, phase, bad)
-    assert list(bad) == ["bad.mp4"] and bad["bad.mp4"]
-    assert phase.told[-1]["accuracy"] == 1, "one frame with two words is soon memorised"
+    captioned = CaptionedFrames(captions, road.data.vocabulary, tmp_path, RULES)
+    align(fresh(road), captioned, SETTINGS, 0, saver)
+    assert list(captioned.unreadable) == ["bad.mp4"] and captioned.unreadable["bad.mp4"]
+    assert saver.told[-1]["accuracy"] == 1, "one frame with two words is soon memorised"

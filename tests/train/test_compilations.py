@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.durable.compilations import Compilations
+from train.durable.usage import Compilations
 
 
 def test_every_new_shape_counts_and_nothing_else():

@@ -18,10 +18,10 @@ from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import rules_of
-from rollout.engine.engine import Engine
+from rollout.engine.engine import Engine, EngineCounts
 from tests.paravt_jax.judge_server import Reply, says, serving
+from train.actor import EngineActor
 from train.learn.weight_sync import WeightSync
-from train.phases.actor import EngineActor
 
 # An error that is not retried.
 REFUSED = Reply(status=401)
@@ -43,6 +43,7 @@ def evaluated(road, small, monkeypatch):
         """Stands for an engine whose weights never change."""
 
         version = 0
+        counts = EngineCounts()
 
         def __init__(self):
             small.Script.__init__(self, road)
@@ -62,9 +63,9 @@ def evaluated(road, small, monkeypatch):
             sampler.load(weights, version)
             return 0
 
-    def scripted(run, parts, environment, judge, weights) -> EngineActor:
+    def scripted(run, data, parts, environment, judge, weights) -> EngineActor:
         scores = judge or rules_of(run.rl.rewards)
-        return EngineActor(Script(), road.environment, scores, NoSync(), judge)
+        return EngineActor(Script(), road.environment, scores, NoSync(), remote=judge)
 
     def left_out(*arguments: Any) -> None:
         """A phase that does nothing."""
@@ -82,7 +83,7 @@ def evaluated(road, small, monkeypatch):
         train.run, "prepare", lambda *_: dataclasses.replace(road.data, heldout=heldout)
     )
     monkeypatch.setattr(train.run, "open_actor", scripted)
-    for phase in ("align", "cold_start", "reinforce", "export"):
+    for phase in ("align", "train_sft", "train_rl", "export_run"):
         monkeypatch.setattr(train.run, phase, left_out)
     return evaluate
 

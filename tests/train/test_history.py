@@ -12,12 +12,12 @@ import pytest
 
 from paravt_jax.data.stored_json import DamagedFileError
 from tests.damaged import damaged_versions, flipped
+from tests.train.homes import Steps, open_home
 from train.durable.checkpoint import Checkpoints
 from train.durable.history import HISTORY, History
-from train.durable.interrupts import Interrupts
-from train.durable.metrics import MetricsWriter, read_metrics
-from train.durable.phase import Phase, Saves
+from train.durable.metrics import read_metrics
 from train.durable.run_directory import RunDirectoryError
+from train.durable.saver import Saver
 
 
 def train(folder: pathlib.Path, name: str, steps: int) -> int:
@@ -25,27 +25,18 @@ def train(folder: pathlib.Path, name: str, steps: int) -> int:
 
     A file is made from the weights of each step, and a result at the end.
     """
-    history = History(folder)
-    history.begin()
-    phase = Phase(
-        name=name,
-        steps=steps,
-        saves=Saves(
-            Checkpoints(folder / "checkpoints" / name, asynchronous=True), every=2, meta={}
-        ),
-        metrics=MetricsWriter(folder, tensorboard=False),
-        interrupts=Interrupts(),
-        history=history,
-    )
-    with phase:
-        phase.resume({"n": jnp.zeros(())})
-        for step in phase.left:
+    home = open_home(folder)
+    home.history.begin()
+    kept = Checkpoints(folder / "checkpoints" / name, asynchronous=True)
+    with Saver(name, Steps(steps, 2), home, kept, {}) as saver:
+        saver.restore({"n": jnp.zeros(())})
+        for step in saver.steps():
             file = folder / f"{name}-{step}.json"
             file.write_text("{}")
-            history.made(file, name, step)
-            phase.done(step, {"loss": 1.0}, {"n": jnp.full((), step, float)}, {})
+            home.history.made(file, name, step)
+            saver.done(step, {"n": jnp.full((), step, float)}, {"loss": 1.0}, {})
     (folder / "result.json").write_text("{}")
-    return phase.finished_steps
+    return saver.finished_steps
 
 
 def names(folder: pathlib.Path) -> set[str]:

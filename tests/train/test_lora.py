@@ -293,7 +293,7 @@ def test_checkpoints_hold_adapters_and_optimizer_only(finished):
 @pytest.mark.slow
 def test_a_checkpoint_refuses_another_base(small, finished, monkeypatch):
     """Whether the base changed is seen before a step: here it is another one from the start."""
-    import train.phases.model as model
+    import train.model as model
 
     monkeypatch.setattr(model, "fingerprint", lambda *_: 0x1234)
     with pytest.raises(CheckpointError, match="base: .*00001234"):

@@ -114,7 +114,7 @@ def test_tensorboard_gets_the_finite_figures_and_a_resumed_run_shows_one_history
 def test_missing_wandb_is_an_error_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ModuleNotFoundError, match="pip install"):
-        MetricsWriter(tmp_path, wandb=True)
+        MetricsWriter(tmp_path, wandb="p")
 
 
 def test_wandb_gets_config_figures_and_the_same_run_after_a_resume(tmp_path, monkeypatch):
@@ -130,9 +130,7 @@ def test_wandb_gets_config_figures_and_the_same_run_after_a_resume(tmp_path, mon
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for _ in range(2):
-        writer = MetricsWriter(
-            tmp_path, tensorboard=False, wandb=True, wandb_project="p", config={"seed": 1}
-        )
+        writer = MetricsWriter(tmp_path, tensorboard=False, wandb="p", config={"seed": 1})
         writer.write("rl", 4, {"loss": 0.5, "kl": math.nan})
         writer.close()
     assert logged == [{"rl/loss": 0.5, "rl/step": 4}, "end"] * 2

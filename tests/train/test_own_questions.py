@@ -23,7 +23,7 @@ from paravt_jax.world.videos import WorldSettings, render
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer, world_pieces
 from rollout.evaluation.play import EvaluationSettings
 from tests.compiled_names import CompiledNames
-from train.phases.model import model_config
+from train.model import model_config
 from train.prepare import CHECKED, prepare, prepare_dataset
 from train.published_data import DataSettings
 from train.run import execute

@@ -17,7 +17,7 @@ from models.sharding import make_mesh, param_shardings
 from paravt_jax.method import tokenizer
 from paravt_jax.world.vocabulary import save_tokenizer
 from train.export import write_model
-from train.phases.model import first_model
+from train.model import first_model
 from train.published_model import check_vocabulary, config_of, copy_tokenizer, fingerprint
 from train.settings import ModelSettings
 
@@ -104,7 +104,7 @@ def test_a_run_starts_from_the_weights_of_a_folder_sharded_over_its_mesh(base, r
     run = dataclasses.replace(road.run, model=ModelSettings(path=str(base)), align=None)
     model, origin = first_model(run, road.data, make_mesh())
     assert model.config == road.model.config
-    assert origin["weights"] == fingerprint(str(base))
+    assert origin.content["weights"] == fingerprint(str(base))
     weights = nnx.state(model, nnx.Param)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {np.dtype(np.float32)}
     jax.tree.map(np.testing.assert_array_equal, weights, nnx.state(road.model, nnx.Param))

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import train.phases.actor
-import train.phases.reinforce
+import train.actor
 import train.run
 from benchmarks.killing import check_end, checkpoints_of, rows_of
 from paravt_jax.method.protocol import render_call
@@ -94,9 +93,9 @@ def test_a_stopped_run_ends_bit_for_bit_like_an_uninterrupted_one(
 ):
     """It stops after the second step. Sub-agents are trained, too."""
     engine = functools.partial(Calling, small_vocabulary)
-    monkeypatch.setattr(train.phases.actor, "Engine", engine)
+    monkeypatch.setattr(train.actor, "Engine", engine)
     monkeypatch.setattr(train.run, "prepare", prepare_without_heldout)
-    monkeypatch.setattr(train.phases.reinforce, "compile_ahead", lambda *_, **__: None)
+    monkeypatch.setattr(train.actor, "compile_ahead", lambda *_, **__: None)
     run = small.with_subagents(change(getattr(small, recipe)(), recipe, SHORT), 2)
     whole, stopped = (
         dataclasses.replace(run, run_dir=str(tmp_path / name)) for name in ("whole", "stopped")

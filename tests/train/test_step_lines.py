@@ -69,7 +69,7 @@ class Printed:
         self.seconds = seconds
         self.capsys = capsys
         earlier = [self.row(step) for step in range(1, first)]
-        self.lines = StepLines("sft", steps, 10, earlier, folder, lambda: self.now)
+        self.lines = StepLines("sft", steps, earlier, folder, lambda: self.now)
 
     def row(self, step: int) -> dict[str, Any]:
         return SFT | {"step": step, "wall": step * self.seconds, "time/step": self.seconds}
@@ -102,11 +102,6 @@ def test_long_steps_have_a_line_each_with_the_time_left(tmp_path, capsys):
         "30 s left",
         "MFU 38.1 %",
     ]
-
-
-def test_a_resumed_phase_uses_the_times_of_its_earlier_steps(tmp_path, capsys):
-    [line] = Printed(tmp_path, capsys, steps=8, seconds=30.0, first=6).add(6)
-    assert line.endswith("1 min 00 s left")
 
 
 @pytest.mark.parametrize("first", [1, 6])

@@ -22,7 +22,6 @@ import functools
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn, TypeVar, get_args
 
@@ -37,7 +36,7 @@ from paravt_jax.data.any_path import any_path, is_bucket
 from paravt_jax.data.stored_json import DamagedFileError
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.exit_codes import TEMPORARY
+from paravt_jax.processes.exit_codes import TEMPORARY, UserError
 from train.durable.bucket import Bucket, BucketError
 from train.durable.checkpoint_files import (
     checkpoint_damage,
@@ -57,7 +56,7 @@ _SCORE = "score"
 Best = Literal["accuracy", "compliance", "reward/total", "none"]
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint could not be written or read."""
 
 
@@ -77,8 +76,6 @@ class CheckpointSettings:
     """Metric, averaged between checkpoints, that picks the best RL checkpoint to keep; or none."""
     every: int = 0
     """Steps between extra saves for restarts only. 0: every step with adapters, else none."""
-    grace: float = 25.0
-    """Seconds from SIGTERM to the end: the step is saved if that fits, by the last save's time."""
 
     def __post_init__(self):
         if self.keep < 1:
@@ -89,8 +86,6 @@ class CheckpointSettings:
             raise ValueError(
                 f"checkpoints.every: {self.every}; give 1 or more steps, or 0 for the default"
             )
-        if not self.grace > 0:
-            raise ValueError(f"checkpoints.grace: {self.grace:g}; give more than 0 seconds")
         if self.best not in get_args(Best):
             raise ValueError(
                 f"checkpoints.best: {self.best!r}; give one of {', '.join(get_args(Best))}"
@@ -154,8 +149,6 @@ class Checkpoints:
         self._asynchronous = asynchronous
         # The step that is being saved.
         self._saving = 0
-        self._began = 0.0
-        self.seconds: float | None = None
         self._verified: set[int] = set()
         with self._named_errors():
             self._manager = ocp.CheckpointManager(
@@ -194,7 +187,6 @@ class Checkpoints:
         # The background still writes the sums of the step before.
         self.wait()
         self._saving = step
-        self._began = time.monotonic()
         try:
             # Otherwise a step below the latest one would be left out without an error.
             self._manager.save(step, args=items, metrics=metrics, force=True)
@@ -352,7 +344,6 @@ class Checkpoints:
     def _write_sums(self) -> None:
         """Orbax calls this on the first process when all files are written, before it commits."""
         write_checkpoint_sums(self.folder, self._saving)
-        self.seconds = time.monotonic() - self._began
 
     def _set_damaged_aside(self) -> None:
         """Sets damaged checkpoints aside that are newer than the last sound one.

@@ -4,23 +4,17 @@ The signal handler only sets a flag, and the training loop checks the flag betwe
 exception from the handler would be unsafe: it could surface on any line, even one that holds a lock
 or runs a callback that swallows exceptions. A second signal ends the process at once. The files are
 then in the same state as after SIGKILL, from which a run also resumes.
-
-After SIGTERM the machine may be taken within seconds, and a step may take minutes. A thread
-therefore ends the process with a line when its time is over, whatever the main thread is doing.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from paravt_jax.processes import cluster, hosts
+from paravt_jax.processes import hosts
 
 _ASKED = b"\nstopping after the current step; signal again to stop at once\n"
 # Some launchers signal a process and then its process group. A second signal within this many
@@ -49,23 +43,12 @@ class Interrupts:
     """Context manager that records SIGINT and SIGTERM and restores the old handlers on exit.
 
     Without entering it, no signal is recorded and every check passes.
-
-    Args:
-        grace: Seconds after SIGTERM in which the process has to end; None: as many as it needs.
-
-    Attributes:
-        kept: Returns what is saved, for the line of a process that ends because its time is over.
-            Called in another thread.
     """
 
-    def __init__(self, grace: float | None = None) -> None:
-        self.kept: Callable[[], str] = lambda: "what is finished is kept"
-        self._grace = grace
+    def __init__(self) -> None:
         # Signal number and time of the first signal.
         self._first_signal: tuple[int, float] | None = None
         self._old_handlers: dict[signal.Signals, Any] = {}
-        self._terminated: float | None = None
-        self._wake: socket.socket | None = None
 
     def asked(self) -> int | None:
         """The number of the signal that this process received, or None."""
@@ -84,12 +67,6 @@ class Interrupts:
             if number is not None:
                 return number
         return None
-
-    def seconds_left(self) -> float | None:
-        """Seconds until this process must have ended; None without a SIGTERM or a limit."""
-        if self._grace is None or self._terminated is None:
-            return None
-        return self._terminated + self._grace - time.monotonic()
 
     def check(self, kept: str) -> None:
         """Raises Stopped on all processes if any of them received a signal.
@@ -110,53 +87,14 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._old_handlers[number] = signal.signal(number, self._on_signal)
-        if self._grace is not None:
-            self._wake, asleep = socket.socketpair()
-            self._wake.setblocking(False)
-            # The interpreter writes the numbers of signals here at once. Handlers run only when the
-            # main thread is back from a program of XLA.
-            signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._watch, args=(asleep, self._grace), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._wake is not None:
-            signal.set_wakeup_fd(-1)
-            self._wake.close()
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
-    def _watch(self, asleep: socket.socket, grace: float) -> None:
-        """Ends the process `grace` seconds after SIGTERM, unless `__exit__` comes first."""
-        with asleep:
-            while self._terminated is None:
-                received = asleep.recv(1)
-                if not received:
-                    return
-                if received[0] == signal.SIGTERM:
-                    self._terminated = time.monotonic()
-            while (left := self._terminated + grace - time.monotonic()) > 0:
-                asleep.settimeout(left)
-                try:
-                    if not asleep.recv(1):
-                        return
-                except TimeoutError:
-                    break
-        try:
-            kept = self.kept()
-        # Broad because this thread must end the process.
-        except Exception as error:
-            kept = f"what is saved cannot be listed ({error})"
-        cluster.end(
-            128 + signal.SIGTERM,
-            f"stopped by SIGTERM before the current step had ended, after {grace:g} s; {kept}; "
-            "the same command continues from there",
-        )
-
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGTERM and self._terminated is None:
-            self._terminated = now
         if self._first_signal is None:
             self._first_signal = (number, now)
             # os.write, because the signal may have interrupted a print, which is not reentrant.

@@ -92,8 +92,7 @@ class MetricsWriter:
     Args:
         run_dir: receives metrics.jsonl and, per phase, TensorBoard events in tensorboard/PHASE.
         tensorboard: whether to write TensorBoard events.
-        wandb: whether to send metrics to Weights & Biases.
-        wandb_project: project name there.
+        wandb: project of Weights & Biases to send metrics to; "": none.
         config: settings shown beside the curves there.
 
     Raises:
@@ -104,8 +103,7 @@ class MetricsWriter:
         self,
         run_dir: str | os.PathLike[str],
         tensorboard: bool = True,
-        wandb: bool = False,
-        wandb_project: str = "paravt-jax",
+        wandb: str = "",
         config: Mapping[str, Any] | None = None,
     ):
         self._dir = pathlib.Path(run_dir)
@@ -114,7 +112,7 @@ class MetricsWriter:
         self._tensorboard = tensorboard
         # By phase; opened at the phase's first write.
         self._events: dict[str, tensorboardX.SummaryWriter] = {}
-        self._wandb = _open_wandb(self._dir, wandb_project, config or {}) if wandb else None
+        self._wandb = _open_wandb(self._dir, wandb, config or {}) if wandb else None
         if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             # Drop an incomplete last line now. The next line would otherwise be appended to it.
             self._rewrite(read_metrics(self.path))

@@ -60,7 +60,7 @@ class Profiler:
 
     Args:
         folder: RUN/profile/PHASE.
-        steps: The steps.
+        steps: The steps; none are traced if it is empty.
     """
 
     def __init__(self, folder: pathlib.Path, steps: range):

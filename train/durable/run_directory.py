@@ -15,19 +15,20 @@ from paravt_jax.data.stored_json import (
     write_checked_json,
 )
 from paravt_jax.data.stored_settings import as_json, holder_of, lock, require_same
+from paravt_jax.processes.exit_codes import UserError
 
 _LOCK = ".lock"
 _CONFIG = "config.json"
 # Left by a process that was killed while it wrote config.json.
 _UNFINISHED = "config.json.tmp"
 
-FORMAT = 9
+FORMAT = 10
 """Version of a run's files. Raise it when this code cannot resume older runs."""
-READABLE = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+READABLE = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
 """Formats whose checkpoints can be exported. The first runs stored no number; they are format 1."""
 
 
-class RunDirectoryError(RuntimeError):
+class RunDirectoryError(UserError):
     """The folder cannot be used for this run."""
 
 

@@ -8,6 +8,7 @@ A terminal and a log file get the same plain lines.
 
 from __future__ import annotations
 
+import collections
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +16,15 @@ from typing import Any
 
 from paravt_jax.data.any_path import AnyPath
 from train.durable.metrics import PHASE_TITLES, format_seconds
-from train.durable.time_left import expected_step, time_left
 from train.durable.watch import Watch, disk_fills, room_for_checkpoint, step_seconds
 
 Row = dict[str, Any]
 
 EVERY = 1.0
 """Seconds between two lines at least, so that logs of short steps stay readable."""
+
+RECENT = 20
+"""Steps whose mean is the expected time of the next ones."""
 
 _FIGURES = {
     "reward/total": "reward {:.2f}",
@@ -81,7 +84,6 @@ class StepLines:
     Args:
         phase: Name of the phase.
         steps: Number of its steps.
-        save_every: Steps between its checkpoints.
         earlier: Lines of metrics.jsonl of its steps in earlier processes.
         checkpoints: Folder of its checkpoints.
         clock: Seconds since some moment.
@@ -91,16 +93,15 @@ class StepLines:
         self,
         phase: str,
         steps: int,
-        save_every: int,
         earlier: Sequence[Row],
         checkpoints: AnyPath,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._phase = phase
         self._steps = steps
-        self._save_every = save_every
-        self._rows = list(earlier)
         self._first = earlier[-1]["step"] + 1 if earlier else 1
+        # Unix times at which the last steps of this process ended.
+        self._ends: collections.deque[float] = collections.deque(maxlen=RECENT + 1)
         self._checkpoints = checkpoints
         self._clock = clock
         self._printed: float | None = None
@@ -116,7 +117,7 @@ class StepLines:
 
     def add(self, row: Row) -> None:
         """Print what there is to say about the step with this line of metrics.jsonl."""
-        self._rows.append(row)
+        self._ends.append(row["wall"])
         for warning in self._watch.add(row):
             say(f"warning: {warning}")
         now = self._clock()
@@ -124,10 +125,21 @@ class StepLines:
         if not is_due and row["step"] != self._steps:
             return
         self._printed = now
-        step = expected_step(self._rows, self._first, self._save_every)
-        say(step_line(row, self._steps, time_left(self._steps - row["step"], step)))
-        if row["step"] < self._steps:
+        left = self._steps - row["step"]
+        say(step_line(row, self._steps, self._time_left(left)))
+        if left:
             self._watch_disk()
+
+    def _time_left(self, steps: int) -> str:
+        """The time left of the phase in words; "" if nothing is left, or nothing tells it yet.
+
+        A step takes from its end to the end of the next one, with saves and evaluations between.
+        The first step of a process compiles, so it does not count.
+        """
+        if not steps or len(self._ends) < 2:
+            return ""
+        usual = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return f"{format_seconds(max(0.0, steps * usual))} left"
 
     def _watch_disk(self) -> None:
         """Warn once if the next checkpoint does not fit, and again after it did fit."""

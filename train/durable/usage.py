@@ -9,32 +9,109 @@ time between two starts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from models.config import ModelConfig
 from models.device_memory import used_memory
+from models.features import FrameFeatures
 from paravt_jax.processes import hosts
+from rollout.engine.engine import Engine
 from train.durable.clock import Clock
-from train.durable.compilations import Compilations
+from train.learn.packing import GroupLengths
+from train.learn.speed import speeds
 
 _WAITING = ("idle/files", "idle/hosts")
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Compilations:
+    """Number and seconds of the compilations of this process since this was created.
+
+    A program that is loaded from disk (`models.compile_cache`) counts as well.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == _COMPILED:
+            self.count += 1
+            self.seconds += duration_secs
+
+
+class Waiting:
+    """Seconds of a step in which hosts waited, by what they waited for.
+
+    - `files`: nothing to sample while files were read;
+    - `hosts`: for other hosts, for example for their last rollouts;
+    - `tail`: decoding while rows were empty, by their share of the most that were busy in the step;
+    - `compile`: compilation.
+    """
+
+    def __init__(self, engine: Engine, features: FrameFeatures, compilations: Compilations):
+        self._engine = engine
+        self._features = features
+        self._compilations = compilations
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._before = self._seconds()
+        self._compiled = self._compilations.count
+
+    def metrics(self, warm: bool) -> dict[str, float]:
+        """Return means over hosts, and the most of any host if there are several.
+
+        All hosts call this.
+
+        Args:
+            warm: Whether a program that was compiled in this step counts as `recompilations`.
+        """
+        own = {name: end - self._before[name] for name, end in self._seconds().items()}
+        everyone = hosts.gather(own)
+        compiled = self._compilations.count - self._compiled
+        found = {"recompilations": float(compiled if warm else 0)}
+        for name in own:
+            seconds = [host[name] for host in everyone]
+            found[f"idle/{name}"] = sum(seconds) / len(seconds)
+            if len(seconds) > 1:
+                found[f"idle/{name}_max"] = max(seconds)
+        return found
+
+    def _seconds(self) -> dict[str, float]:
+        return {
+            "files": self._features.waited,
+            "hosts": hosts.seconds_waited(),
+            "tail": self._engine.counts.tail_seconds,
+            "compile": self._compilations.seconds,
+        }
 
 
 class Usage:
-    """The metrics of a step that are the same in every phase.
+    """The metrics of a step that are measured alike in every phase.
 
-    Args:
+    Attributes:
         clock: The run's clock.
     """
 
+    WARM_UP = 3
+    """Steps of a process in which programs may still compile."""
+
     def __init__(self, clock: Clock):
-        self._clock = clock
+        self.clock = clock
         self._compilations = Compilations()
         self._programs = 0
         self._compiled = 0.0
         self._counted = 0.0
+        self._waiting: Waiting | None = None
+        self._steps = 0
+        self._trained: tuple[ModelConfig, int] | None = None
 
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Count the steps of earlier phases and processes.
@@ -45,22 +122,47 @@ class Usage:
         # Earlier versions did not record it.
         self._counted = sum(row.get("goodput/seconds", 0.0) for row in rows)
 
-    def metrics(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Memory, compiling since the step before, and goodput. All processes call this.
+    def trains(self, config: ModelConfig, devices: int) -> None:
+        """Measure from now on the speed of updates of a model on a number of devices."""
+        self._trained = (config, devices)
+
+    def watch(self, engine: Engine, features: FrameFeatures) -> None:
+        """Measure from now on where steps wait, and what compiles after the first ones."""
+        self._waiting = Waiting(engine, features, self._compilations)
+        self._steps = 0
+
+    def begin(self) -> None:
+        """Begin a step. An evaluation since the last one is not part of it."""
+        if self._waiting is not None:
+            self._waiting.begin()
+
+    def metrics(
+        self, figures: Mapping[str, float], lengths: Sequence[GroupLengths] = ()
+    ) -> dict[str, float]:
+        """Return speed, memory, compiling, waiting and goodput of a step. All processes call this.
 
         Args:
             figures: The other metrics of the step.
+            lengths: Lengths of the sequences of its updates.
         """
+        measured = _memory()
+        if self._trained is not None and lengths:
+            config, devices = self._trained
+            seconds = figures.get("time/update", figures.get("time/step", math.inf))
+            measured |= speeds(lengths, config, seconds, devices)
+        if self._waiting is not None:
+            self._steps += 1
+            measured |= self._waiting.metrics(warm=self._steps > self.WARM_UP)
         compiled = self._compilations.seconds - self._compiled
         programs = self._compilations.count - self._programs
         self._compiled, self._programs = self._compilations.seconds, self._compilations.count
-        counted = counted_seconds(figures, compiled)
+        counted = counted_seconds({**figures, **measured}, compiled)
         self._counted += counted
-        return _memory() | {
+        return measured | {
             "compile/seconds": compiled,
             "compile/programs": float(programs),
             "goodput/seconds": counted,
-            "goodput/share": self._counted / self._clock.since_began,
+            "goodput/share": self._counted / self.clock.since_began,
         }
 
 

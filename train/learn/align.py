@@ -28,7 +28,7 @@ from paravt_jax.data.frames import VideoError, shown
 from paravt_jax.data.sizes import FrameRules
 from paravt_jax.method.records import Caption
 from paravt_jax.method.tokenizer import Vocabulary
-from train.durable.phase import Phase
+from train.durable.saver import Saver
 from train.learn.optimizer import require_counts
 from train.learn.update import init_state
 
@@ -54,46 +54,83 @@ class AlignSettings:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class CaptionedFrames:
+    """Frames of videos, each with words that describe it."""
+
+    captions: Sequence[Caption]
+    vocabulary: Vocabulary
+    """Has each of these words as a single token."""
+    root: Path
+    """Directory of the videos."""
+    rules: FrameRules
+    """How frames are resized."""
+    unreadable: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Videos that `load` could not decode, each with the reason. Their captions are left out."""
+
+    def load(self) -> tuple[UInt8[np.ndarray, "m h w 3"], Int[np.ndarray, "m k"]]:
+        """Decode the frames.
+
+        Returns:
+            The pixels, and the token ids of each frame's words, padded with -1 on the right.
+
+        Raises:
+            ValueError: A word is not a single token, or the videos differ in size.
+        """
+        by_video: dict[str, list[Caption]] = {}
+        for caption in self.captions:
+            by_video.setdefault(caption.video, []).append(caption)
+        pixels = []
+        words = []
+        for name, group in by_video.items():
+            path = self.root / name
+            try:
+                times = video.probe(path).times
+                numbers = np.searchsorted(times, [caption.time for caption in group])
+                frames = [shown(frame, self.rules) for frame in video.read(path, numbers)]
+                pixels.append(np.stack(frames))
+            except VideoError as error:
+                self.unreadable[name] = error.reason
+                continue
+            words += [_word_ids(caption, self.vocabulary) for caption in group]
+        sizes = {frames.shape[1:3] for frames in pixels}
+        if len(sizes) != 1:
+            raise ValueError(f"captions: frames of sizes {sorted(sizes)}; alignment needs one size")
+        width = max(map(len, words))
+        padded = [ids + [-1] * (width - len(ids)) for ids in words]
+        return np.concatenate(pixels), np.array(padded, np.int32)
+
+
 def align(
     model: VisionLanguageModel,
-    captions: Sequence[Caption],
-    vocabulary: Vocabulary,
-    root: Path,
-    rules: FrameRules,
+    captioned: CaptionedFrames,
     settings: AlignSettings,
     seed: int,
-    phase: Phase,
-    unreadable: dict[str, str],
+    saver: Saver,
 ) -> None:
-    """Train `model.vision` and the word embedding in place, from the step where `phase` stopped.
+    """Train `model.vision` and the word embedding in place, from the newest checkpoint if any.
 
     No video is opened if no step is left.
 
     Args:
         model: Changed in place.
-        captions: Frames, each with words that describe it.
-        vocabulary: Has each of these words as a single token.
-        root: Directory of the videos.
-        rules: How their frames are resized.
+        captioned: What it learns from.
         settings: Settings of the phase.
         seed: Seed of the order of frames.
-        phase: Restores and saves; gets the metrics `loss` and `accuracy` of each step.
-        unreadable: Videos that cannot be decoded are added, each with the reason. Their captions
-            are left out.
+        saver: Restores and saves; gets the metrics `loss` and `accuracy` of each step.
 
     Raises:
-        ValueError: A word is not a single token, or the videos differ in size.
+        ValueError: See `CaptionedFrames.load`.
     """
     schedule = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
     optimizer = optax.adamw(schedule, weight_decay=0.0)
     first_state = init_state(nnx.state((model.vision, model.text.embedding)), optimizer).optimizer
-    saved, rng_state = phase.resume(_as_saved(model, first_state))
+    saved, rng_state = saver.restore(_as_saved(model, first_state))
     nnx.update(model.vision, saved["vision"])
     nnx.update(model.text, saved["text"])
-    if not phase.left:
+    if not saver.left:
         return
-    pixels, words, errors = _load(captions, vocabulary, root, rules)
-    unreadable |= errors
+    pixels, words = captioned.load()
     graph, weights = nnx.split((model.vision, model.text.embedding))
     vision = model.config.vision
     grid = (pixels.shape[1] // vision.patch_size, pixels.shape[2] // vision.patch_size)
@@ -104,7 +141,7 @@ def align(
     rng = np.random.default_rng(seed)
     if rng_state is not None:
         rng.bit_generator.state = rng_state
-    for step in phase.each():
+    for step in saver.steps():
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation("data"):
             chosen = rng.integers(len(pixels), size=settings.batch)
@@ -114,8 +151,7 @@ def align(
             nnx.update((model.vision, model.text.embedding), weights)
             metrics = {"loss": float(loss), "accuracy": float(accuracy)}
         metrics["time/step"] = time.perf_counter() - start
-        cursor = dict(rng.bit_generator.state)
-        phase.done(step, metrics, _as_saved(model, state), cursor)
+        saver.done(step, _as_saved(model, state), metrics, dict(rng.bit_generator.state))
 
 
 def _as_saved(model: VisionLanguageModel, optimizer_state: Any) -> dict[str, Any]:
@@ -164,38 +200,6 @@ def _make_update(
         return optax.apply_updates(weights, changes), state, value, accuracy
 
     return align_update
-
-
-def _load(
-    captions: Sequence[Caption], vocabulary: Vocabulary, root: Path, rules: FrameRules
-) -> tuple[UInt8[np.ndarray, "m h w 3"], Int[np.ndarray, "m k"], dict[str, str]]:
-    """The captions' frames, the token ids of their words, and the videos that cannot be decoded.
-
-    Ids are padded with -1 on the right.
-    """
-    unreadable: dict[str, str] = {}
-    by_video: dict[str, list[Caption]] = {}
-    for caption in captions:
-        by_video.setdefault(caption.video, []).append(caption)
-    pixels = []
-    words = []
-    for name, group in by_video.items():
-        path = root / name
-        try:
-            times = video.probe(path).times
-            numbers = np.searchsorted(times, [caption.time for caption in group])
-            frames = [shown(frame, rules) for frame in video.read(path, numbers)]
-            pixels.append(np.stack(frames))
-        except VideoError as error:
-            unreadable[name] = error.reason
-            continue
-        words += [_word_ids(caption, vocabulary) for caption in group]
-    sizes = {frames.shape[1:3] for frames in pixels}
-    if len(sizes) != 1:
-        raise ValueError(f"captions: frames of sizes {sorted(sizes)}; alignment needs one size")
-    width = max(map(len, words))
-    padded = [ids + [-1] * (width - len(ids)) for ids in words]
-    return np.concatenate(pixels), np.array(padded, np.int32), unreadable
 
 
 def _word_ids(caption: Caption, vocabulary: Vocabulary) -> list[int]:

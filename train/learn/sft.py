@@ -211,6 +211,8 @@ class SFTBatches:
         mesh: The mesh of training.
 
     Attributes:
+        settings: Settings of the cold start.
+        seed: Decides the order of conversations.
         shape: Sizes of a step.
 
     Raises:
@@ -226,6 +228,8 @@ class SFTBatches:
         environment: Environment,
         mesh: Mesh,
     ):
+        self.settings = settings
+        self.seed = seed
         self._data = data
         self._mesh = mesh
         self._protocol = environment.protocol

@@ -27,7 +27,9 @@ from models.trained import VISION, apart
 from models.vision import encoding_weights
 from paravt_jax.processes.hosts import gather
 from rollout.engine.requests import Sampler
+from train.learn.rl import Learner
 from train.learn.rollouts import Actor
+from train.learn.update import TrainState
 
 
 def host_mesh(mesh: Mesh, per_host: int) -> Mesh:
@@ -245,6 +247,17 @@ class TrainedActor(Actor):
     sampler: TrainedSampler
     sync: WeightSync
     """Brings weights from the mesh of training to the sampler."""
+
+    def begin(self, learner: Learner, state: TrainState, step: int) -> None:
+        """Load the weights of `state`, those after `step` steps, before the first episodes.
+
+        Args:
+            learner: Trains the weights. An actor may compile its programs and the learner's before
+                its sampler takes memory.
+            state: The state of training.
+            step: Number of finished steps.
+        """
+        self.load(state.weights, step)
 
     def sleep(self) -> None:
         """Free the sampler's memory until the next `load`."""

@@ -40,7 +40,7 @@ from rollout.engine.sampling import Choices
 from rollout.engine.settings import EngineSizes
 from tests.compiled_names import CompiledNames
 from tests.rollout.engine.reference import assert_nothing_held
-from train.durable.compilations import Compilations
+from train.durable.usage import Compilations
 
 SETTINGS = EngineSizes(
     row_lengths=(64, 136),

@@ -13,27 +13,36 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models.config import ModelConfig
 from models.features import tower_mesh
 from models.fingerprint import fingerprint
-from models.lora import LoRASettings, add_adapters, cast
+from models.lora import add_adapters, cast
 from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_fingerprint
 from models.sharding import param_shardings
-from models.trained import Skeleton, TrainedVision, TrainVision, split
+from models.trained import Skeleton, TrainedVision, apart, split, together
 from models.vision import encoding_weights
 from models.weights.hf import load
 from models.weights.hf_config import to_hf
 from paravt_jax.method.tokenizer import Vocabulary
 from train import published_model
 from train.data import Data
+from train.durable.saver import Origin
+from train.learn.update import TrainState
 from train.published_model import check_vocabulary, config_of, on_host
 from train.settings import Run
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A model without its trained weights, which are passed from phase to phase."""
+    """A model without its trained weights, which are passed from phase to phase.
+
+    It is the form in which a checkpoint stores the state of SFT or RL: trained weights and the
+    optimizer. If the whole decoder is trained, the whole tower is stored beside it: together they
+    are the model. Adapters belong to a base that is elsewhere, and whose fingerprint is part of the
+    run's origin. Beside them are the weights of the tower that are trained, if any.
+    """
 
     model: VisionLanguageModel
     """The vision tower is on this process's devices. The decoder has shapes only."""
+    origin: Origin
     skeleton: Skeleton
     """The decoder's structure, its frozen weights on the mesh, and what is trained of the tower."""
     tower: Any
@@ -51,22 +60,6 @@ class Parts:
         """The part of the tower that is trained; None: none is."""
         return self.skeleton.vision
 
-    @property
-    def base(self) -> dict[str, str]:
-        """The fingerprint of the frozen weights; empty if the whole decoder is trained.
-
-        It is part of a run's starting point: adapters make sense with their own base only, and
-        mergers with the blocks below them.
-        """
-        if not jax.tree.leaves(self.frozen):
-            return {}
-        states = [self.frozen]
-        if self.vision is not None:
-            trains = self.vision.trains
-            blocks = {name: x for name, x in self.tower.raw_mapping.items() if not trains(name)}
-            states.append(nnx.State(blocks))
-        return {"base": f"{fingerprint(*states):08x}"}
-
     def tower_with(self, vision: Any) -> nnx.State:
         """The tower with some weights of its trained part, rounded to the type of the others."""
         if vision is None:
@@ -74,7 +67,20 @@ class Parts:
         dtype = jax.tree.leaves(self.tower)[0].dtype
         return nnx.merge_state(self.tower, cast(vision, dtype))
 
-    def trained_of(self, tower: Any) -> nnx.State | None:
+    def as_saved(self, state: TrainState) -> dict[str, Any]:
+        """Return the arrays that a checkpoint stores."""
+        text, vision = apart(state.weights)
+        saved = {"text": text, "optimizer": state.optimizer, "step": state.step}
+        if not jax.tree.leaves(self.frozen):
+            return {"vision": self.tower_with(vision), **saved}
+        return saved if vision is None else {"vision": vision, **saved}
+
+    def as_trained(self, saved: dict[str, Any]) -> TrainState:
+        """Return the state of which a checkpoint stores the arrays `saved`."""
+        weights = together(saved["text"], self._trained_of(saved.get("vision")))
+        return TrainState(weights, saved["optimizer"], saved["step"])
+
+    def _trained_of(self, tower: Any) -> nnx.State | None:
         """The trained part of a state of the tower, the inverse of `tower_with`."""
         if self.vision is None:
             return None
@@ -82,12 +88,11 @@ class Parts:
         return nnx.State({name: x for name, x in tower.raw_mapping.items() if trains(name)})
 
 
-def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, dict[str, Any]]:
+def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, Origin]:
     """Load or initialise the model that a run begins with.
 
     Returns:
-        The model, and the run's starting point by content: vocabulary, sizes of the model, and
-        digests of published data and weights. Checkpoints from another starting point are refused.
+        The model, and the run's starting point.
     """
     dtype = jnp.dtype(run.model.dtype)
     path = run.model.path
@@ -97,16 +102,17 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, 
         check_vocabulary(config, data.vocabulary, path)
     else:
         config = model_config(run, data.vocabulary)
-    origin = {"vocabulary": vocabulary, "model": to_hf(config)}
+    content = {"vocabulary": vocabulary, "model": to_hf(config)}
     if data.digest:
-        origin["data"] = data.digest
-    if not path:
-        return VisionLanguageModel(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin
-    model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=run.param_dtype)
-    origin["weights"] = published_model.fingerprint(path)
-    if run.lora is not None:
-        origin["base_fingerprint"] = base_fingerprint(model)
-    return model, origin
+        content["data"] = data.digest
+    if path:
+        model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=run.param_dtype)
+        content["weights"] = published_model.fingerprint(path)
+        if run.lora is not None:
+            content["base_fingerprint"] = base_fingerprint(model)
+    else:
+        model = VisionLanguageModel(config, rngs=nnx.Rngs(run.seed), dtype=dtype)
+    return model, Origin(content, model.text.embedding[...].dtype.name)
 
 
 def require_targets(run: Run) -> None:
@@ -127,26 +133,19 @@ def model_config(run: Run, vocabulary: Vocabulary) -> ModelConfig:
 
 
 def take_apart(
-    model: VisionLanguageModel,
-    mesh: Mesh,
-    lora: LoRASettings | None = None,
-    seed: int = 0,
-    train_vision: TrainVision = "none",
-    frame_tokens: int = 0,
+    model: VisionLanguageModel, run: Run, mesh: Mesh, origin: Origin
 ) -> tuple[Parts, Any]:
     """Split `model` into frozen parts and trained weights, which are sharded over `mesh`.
 
     Args:
         model: Loses the decoder's weights and keeps their shapes.
+        run: Says what is trained: adapters (drawn by its seed), and a part of the vision tower.
         mesh: The mesh of training.
-        lora: Adapters to add and to train; None: the whole decoder is trained.
-        seed: Draws the adapters.
-        train_vision: The part of the vision tower that is trained.
-        frame_tokens: Visual tokens of the largest frame.
+        origin: What the run starts from.
     """
-    if lora is not None:
-        add_adapters(model.text, lora, seed)
-    graph, weights, rest = split(model, train_vision)
+    if run.lora is not None:
+        add_adapters(model.text, run.lora, run.seed)
+    graph, weights, rest = split(model, run.train_vision)
     weights = jax.device_put(weights, param_shardings(weights, mesh))
     # In the type of the activations, to which they would be rounded in every product.
     rest = cast(rest, model.text.dtype)
@@ -158,8 +157,24 @@ def take_apart(
     on_devices = jax.device_put(encoding_weights(tower, model.vision.dtype), everywhere)
     nnx.update(model.vision, on_devices)
     drop_weights(model)
-    vision = TrainedVision.of(model.vision, train_vision, frame_tokens)
-    return Parts(model, Skeleton(graph, rest, vision), tower), weights
+    vision = TrainedVision.of(model.vision, run.train_vision, run.largest_frame)
+    content = origin.content | _base(rest, tower, vision)
+    origin = dataclasses.replace(origin, content=content)
+    return Parts(model, origin, Skeleton(graph, rest, vision), tower), weights
+
+
+def _base(frozen: Any, tower: nnx.State, vision: TrainedVision | None) -> dict[str, str]:
+    """The fingerprint of the frozen weights; empty if the whole decoder is trained.
+
+    Adapters make sense with their own base only, and mergers with the blocks below them.
+    """
+    if not jax.tree.leaves(frozen):
+        return {}
+    states = [frozen]
+    if vision is not None:
+        blocks = {name: x for name, x in tower.raw_mapping.items() if not vision.trains(name)}
+        states.append(nnx.State(blocks))
+    return {"base": f"{fingerprint(*states):08x}"}
 
 
 def drop_weights(model: VisionLanguageModel) -> None:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
+from collections.abc import Iterable
 from typing import Any
 
 from flax import nnx
 
+from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures
+from models.sharding import Lowering
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import rules_of
+from paravt_jax.processes import hosts
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from train.data import Data
+from train.durable.step_lines import rows_line, say
+from train.learn.rl import Learner
+from train.learn.update import TrainState
 from train.learn.weight_sync import TrainedActor, WeightSync
-from train.phases.model import Parts, drop_weights
+from train.model import Parts, drop_weights
 from train.settings import Run
 
 
@@ -26,8 +35,29 @@ class EngineActor(TrainedActor):
     """An actor of a run, whose sampler is the engine."""
 
     sampler: Engine
+    sizes: tuple[tuple[int, int], ...] = ()
+    """(height, width) of the videos, in pixels."""
     remote: RemoteJudge | None = None
     """The judge, if it is a model."""
+
+    def compile(self, further: Iterable[Lowering] = ()) -> None:
+        """Compile `further` programs, and those of the sampler and of the vision tower."""
+        features = self.environment.features
+        own = itertools.chain(self.sampler.lowerings(), features.lowerings(self.sizes))
+        compile_ahead(itertools.chain(further, own), shown=hosts.is_first())
+
+    def begin(self, learner: Learner, state: TrainState, step: int) -> None:
+        """Compile everything, and load the weights of `state`; see `Actor.begin`."""
+        start = time.monotonic()
+        features = self.environment.features
+        self.compile(learner.lowerings(state, features))
+        # Before the engine takes its memory.
+        learner.warm_up(state.weights, features)
+        if hosts.is_first():
+            lengths = [shape.tokens for shape in learner.room.sizes]
+            say(rows_line("rl", lengths, time.monotonic() - start))
+        super().begin(learner, state, step)
+        self.sampler.warm_up()
 
 
 def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) -> Environment:
@@ -47,19 +77,23 @@ def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) ->
 
 
 def open_actor(
-    run: Run, parts: Parts, environment: Environment, judge: RemoteJudge | None, weights: Any
-) -> EngineActor | None:
-    """Open an actor that sleeps until `load`; None for a run that plays no episodes.
+    run: Run,
+    data: Data,
+    parts: Parts,
+    environment: Environment,
+    judge: RemoteJudge | None,
+    weights: Any,
+) -> EngineActor:
+    """Open an actor that sleeps until `load`.
 
     Args:
         run: The settings.
+        data: Gives the sizes of videos.
         parts: The model without its trained weights.
         environment: The protocol, and the frames' features.
         judge: Scores open-ended answers; None: rules score them.
         weights: The weights that are trained, on the mesh of training.
     """
-    if not run.plays_episodes:
-        return None
     model = parts.model
     sync = WeightSync(weights, model.text.dtype, parts.frozen)
     # The engine takes its first weights from the model, and keeps the frozen ones.
@@ -68,4 +102,5 @@ def open_actor(
     engine.sleep()
     drop_weights(model)
     rewards = run.rl.rewards if run.rl is not None else RewardSettings()
-    return EngineActor(engine, environment, judge or rules_of(rewards), sync, judge)
+    scores = judge or rules_of(rewards)
+    return EngineActor(engine, environment, scores, sync, data.sizes, judge)

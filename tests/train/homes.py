@@ -1,0 +1,43 @@
+"""Homes of runs whose steps are recorded without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from paravt_jax.processes import hosts
+from train.durable.checkpoint import Checkpoints, CheckpointSettings
+from train.durable.clock import Clock
+from train.durable.history import History
+from train.durable.home import Home
+from train.durable.metrics import MetricsWriter, SilentMetrics
+from train.durable.place import Place
+from train.durable.saver import Saver
+from train.durable.usage import Usage
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """When a phase is saved."""
+
+    steps: int
+    save_every: int
+
+
+def open_home(folder: pathlib.Path, **fields: Any) -> Home:
+    """The home of a run in a folder."""
+    first = hosts.is_first()
+    metrics = MetricsWriter(folder, tensorboard=False) if first else SilentMetrics(folder)
+    usage = Usage(Clock(folder / "seconds.json"))
+    settings = CheckpointSettings(best="none")
+    home = Home(Place(folder), {}, metrics, History(folder), usage, checkpoints=settings)
+    return dataclasses.replace(home, **fields)
+
+
+def open_phase(
+    name: str, home: Home, steps: Steps, identity: dict[str, Any] | None = None
+) -> Saver:
+    """A phase of a run whose checkpoints are beside the other files."""
+    kept = Checkpoints(home.folder / name, asynchronous=True, identity=identity)
+    return Saver(name, steps, home, kept, {"config": 1})

@@ -1,0 +1,336 @@
+"""Saves the steps of one phase of training: metrics and checkpoints. Stops the run when asked to.
+
+The order in which a step is written matters:
+
+    metrics.jsonl (fsync)  ->  checkpoint, if one is due  ->  report  ->  stop, if requested
+
+A kill between the first two leaves metrics without a checkpoint; the resumed phase removes them and
+repeats the step. The reverse order could leave a checkpoint without its metrics. As it is,
+metrics.jsonl holds each step once, and a clean stop repeats no step. A run in a bucket pushes
+metrics.jsonl before each checkpoint (`train.durable.place`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import jax
+
+from paravt_jax.processes import hosts
+from train.durable.checkpoint import Checkpoints
+from train.durable.finite import not_finite
+from train.durable.home import Home
+from train.durable.interrupts import Stopped
+from train.durable.metrics import PHASE_TITLES, read_metrics
+from train.durable.profile import Profiler
+from train.durable.run_directory import cold_start_identity, identity
+from train.durable.step_lines import StepLines
+from train.durable.stored_records import pack, unpack
+from train.learn.packing import GroupLengths
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Form(Protocol):
+    """How states of training are stored."""
+
+    def as_saved(self, state: Any) -> Any:
+        """Return the arrays to store, or their shapes."""
+        ...
+
+    def as_trained(self, saved: Any) -> Any:
+        """Return the state that was stored as `saved`."""
+        ...
+
+
+@runtime_checkable
+class Steps(Protocol):
+    """Settings of a phase, as far as they say when it is saved."""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        ...
+
+    @property
+    def save_every(self) -> int:
+        """Steps between regular checkpoints. The last step always has one."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a run starts from, by content. Checkpoints from another origin are refused."""
+
+    content: dict[str, Any]
+    """Vocabulary, sizes of the model, and digests of published data and weights, as JSON."""
+    param_dtype: str
+    """Type of the trained weights. The sampler's may differ."""
+
+
+class Saver:
+    """Saves one phase; a context manager that waits on exit until the last save is complete.
+
+    Args:
+        name: `align`, `sft`, `control` or `rl`.
+        settings: When the phase is saved, and its number of steps.
+        home: Where the run records what it does.
+        checkpoints: Where the phase is saved and resumed from.
+        meta: Stored in each checkpoint beside the data cursor.
+        form: The form in which states are stored; None: as they are.
+
+    Attributes:
+        finished_steps: Steps in the newest checkpoint; 0 if there is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: Steps,
+        home: Home,
+        checkpoints: Checkpoints,
+        meta: Mapping[str, Any],
+        form: Form | None = None,
+    ):
+        self.name = name
+        self._settings = settings
+        self._home = home
+        self._checkpoints = checkpoints
+        self._meta = meta
+        self._form = form
+        self._profiler = Profiler(home.folder / "profile" / name, home.profile)
+        # The first process decides for all: on a shared disk the others may see a new checkpoint
+        # later than it does.
+        self.finished_steps: int = hosts.gather(checkpoints.latest())[0] or 0
+        # The step of the last save, which may still be running in the background.
+        self._saved = 0
+        # Opened by `restore`, in the first process only.
+        self._lines: StepLines | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        failed = kind is not None and issubclass(kind, Exception)
+        if failed and hosts.process_count() > 1:
+            # Other processes may have no part in a save any more, which would then never complete.
+            return
+        self._checkpoints.close()
+        self._note_saved()
+        self._profiler.close()
+
+    @property
+    def left(self) -> range:
+        """The steps still to do, counted from 1."""
+        return range(self.finished_steps + 1, self._settings.steps + 1)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps of `left`, of which the profiler traces some. Each ends with `done`."""
+        for step in self._profiler.annotated(self.name, self.left):
+            self._home.usage.begin()
+            yield step
+
+    def restore(self, start: T) -> tuple[T, Any]:
+        """Restore the newest checkpoint. Call it once, before the first step.
+
+        Args:
+            start: The state before the first step. Its arrays are deleted if another is restored.
+
+        Returns:
+            The saved state and data cursor, or `start` and None if nothing was saved.
+
+        Raises:
+            CheckpointError: The checkpoint belongs to another run, model or vocabulary.
+            ValueError: It holds numbers that are not finite.
+            RunDirectoryError: The newest checkpoint is lost, and the run cannot go on from another.
+            Stopped: The run was asked to stop and has steps left.
+        """
+        state = start
+        cursor = None
+        if self.finished_steps:
+            state, cursor = self._read(start)
+        if self.left:
+            self._go_on()
+        return state, cursor
+
+    def is_regular(self, step: int) -> bool:
+        """Return whether `step` has a regular checkpoint."""
+        return step % self._settings.save_every == 0 or step == self._settings.steps
+
+    def done(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, float],
+        cursor: Any,
+        lengths: Sequence[GroupLengths] = (),
+    ) -> None:
+        """Record a finished step, and save the state if a checkpoint is due.
+
+        Args:
+            step: Number of the step, from 1.
+            state: Weights and optimizer state after the step.
+            metrics: Those of the step, with "loss".
+            cursor: Position in the data after the step, as `train.durable.stored_records` can hold
+                it.
+            lengths: Lengths of the sequences of its updates, which tell their speed.
+
+        Raises:
+            ValueError: The loss, the gradient norm or a number of a state to save is not finite.
+            CheckpointError: The checkpoint could not be written.
+            Stopped: The run was asked to stop; the message says what is saved.
+        """
+        self._require_finite(step, metrics)
+        row = self._home.record(self.name, step, metrics, lengths)
+        if self._lines is not None:
+            self._lines.add(row)
+        asked = self._home.interrupts.agree()
+        if asked is not None or self.is_regular(step) or self._serves_restart(step):
+            self._save(step, state, cursor)
+        if asked is not None:
+            # The save may still be running in the background, but the message says it is done.
+            self._checkpoints.wait()
+            self._note_saved()
+        if asked is not None or self.is_regular(step):
+            self._home.report()
+        if asked is not None:
+            raise Stopped(asked, f"stopped after {self._step(step)}, which is saved")
+
+    def _read(self, start: Any) -> tuple[Any, Any]:
+        """The state and the cursor of the newest checkpoint; see `restore`."""
+        template = start if self._form is None else self._form.as_saved(start)
+        saved, meta, _ = self._checkpoints.restore(template)
+        destroyed = not_finite(saved)
+        if destroyed:
+            raise ValueError(
+                f"{self._step(self.finished_steps)} was saved with numbers that are not finite "
+                f"({destroyed}), by an earlier version: {self._remedy()}"
+            )
+        # Callers still refer to these arrays, so without deletion both states would be in memory.
+        for leaf in jax.tree.leaves(start):
+            leaf.delete()
+        state = saved if self._form is None else self._form.as_trained(saved)
+        return state, unpack(meta["cursor"])
+
+    def _go_on(self) -> None:
+        """Forget what earlier processes did after the newest checkpoint, and announce the steps."""
+        home = self._home
+        hosts.from_first(lambda: home.history.go_on(self.name, self.finished_steps))
+        home.metrics.truncate(self.name, self.finished_steps)
+        rows = read_metrics(home.metrics.path)
+        home.usage.resume(rows)
+        home.interrupts.check(
+            f"stopped before {self._step(self.finished_steps + 1)}; all before it is saved"
+        )
+        if hosts.is_first():
+            mine = [row for row in rows if row["phase"] == self.name]
+            self._lines = StepLines(self.name, self._settings.steps, mine, self._checkpoints.folder)
+            self._lines.begin()
+
+    def _serves_restart(self, step: int) -> bool:
+        """Whether `step` has a checkpoint that only serves a restart: no report comes with it."""
+        every = self._home.checkpoints.every
+        return every > 0 and step % every == 0
+
+    def _save(self, step: int, state: Any, cursor: Any) -> None:
+        if self._form is not None:
+            state = self._form.as_saved(state)
+        destroyed = not_finite(state)
+        if destroyed:
+            # An update with a finite loss has destroyed it.
+            raise self._diverged(f"after {self._step(step)}, {destroyed} is not finite")
+        with jax.profiler.TraceAnnotation("save"):
+            self._home.check()
+            self._home.place.push()
+            score = hosts.from_first(lambda: self._score(step))
+            self._checkpoints.save(step, state, {**self._meta, "cursor": pack(cursor)}, score)
+        # A save begins when the one before it is complete.
+        self._note_saved()
+        self._saved = step
+
+    def _note_saved(self) -> None:
+        """Note the last save, which has ended."""
+        # A save that failed in the background has left no checkpoint.
+        if self._saved and (self._checkpoints.newest_now() or 0) >= self._saved:
+            self._home.history.saved(self.name, self.finished_steps + 1, self._saved)
+
+    def _step(self, step: int) -> str:
+        """A step as the progress lines name it."""
+        return f"{PHASE_TITLES[self.name]} {step}/{self._settings.steps}"
+
+    def _score(self, step: int) -> float | None:
+        """Mean since the last regular checkpoint of the metric that picks the best one, of RL."""
+        # A run that is stopped saves between regular checkpoints. If such a checkpoint had a score,
+        # the best one would depend on when the run was stopped.
+        best = self._home.checkpoints.best
+        if self.name != "rl" or best == "none" or not self.is_regular(step):
+            return None
+        every = self._settings.save_every
+        previous_save = (step - 1) // every * every
+        # Read from disk: the steps may have run in an earlier process.
+        values = [
+            row[best]
+            for row in read_metrics(self._home.metrics.path)
+            if row["phase"] == self.name and previous_save < row["step"] <= step
+        ]
+        return sum(values) / len(values)
+
+    def _require_finite(self, step: int, metrics: Mapping[str, float]) -> None:
+        # A sum is finite only if both terms are.
+        if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
+            raise self._diverged(f"the loss of {self._step(step)} is not finite")
+
+    def _diverged(self, what: str) -> ValueError:
+        newest = self._checkpoints.latest()
+        good = "no step is saved"
+        if newest is not None:
+            good = f"the last finite checkpoint is {self._step(newest)}"
+        return ValueError(
+            f"{what}; {good}, and the same command computes the same again: {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        """What helps against numbers that are not finite."""
+        rates = "--align.learning-rate"
+        if self.name != "align":
+            section = "rl" if self.name == "rl" else "sft"
+            rates = f"--{section}.optimizer.learning-rate"
+        folder = self._checkpoints.folder.parent
+        has_cold_start = self.name == "rl" and (folder / "sft").exists()
+        kept = f"; --start {folder.parent} keeps the cold start" if has_cold_start else ""
+        return f"lower {rates} in another --run-dir{kept}"
+
+
+def open_saver(
+    name: str, settings: Steps, home: Home, origin: Origin, form: Form | None = None
+) -> Saver:
+    """Open a phase with its checkpoints.
+
+    Args:
+        name: `align`, `sft`, `control` or `rl`.
+        settings: Settings of the phase.
+        home: The run.
+        origin: What the run starts from.
+        form: The form in which states are stored; None: as they are.
+    """
+    # Another run may take over a cold start (`Run.start`), so its checkpoints record only the
+    # settings that affect a cold start.
+    recorded = identity(home.config) if name == "rl" else cold_start_identity(home.config)
+    checkpoints = Checkpoints(
+        home.place.checkpoints / name,
+        keep=home.checkpoints.keep,
+        asynchronous=True,
+        identity={"settings": recorded, **origin.content},
+    )
+    meta = {
+        "settings": home.config,
+        "model": origin.content["model"],
+        "vocabulary": origin.content["vocabulary"]["digest"],
+        "param_dtype": origin.param_dtype,
+        "base_fingerprint": origin.content.get("base_fingerprint"),
+    }
+    return Saver(name, settings, home, checkpoints, meta, form)

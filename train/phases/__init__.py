@@ -1,1 +1,0 @@
-"""The phases of a run, one function each, in the order in which `train.run.execute` calls them."""

@@ -1,0 +1,63 @@
+"""The cold start, step by step: draw packed demonstrations, update.
+
+The control goes on with the same steps where RL would begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from models.compile_ahead import compile_ahead
+from paravt_jax.processes import hosts
+from train.durable.saver import Saver
+from train.learn.sft import SFTBatches, SFTSettings, make_sft_updater, sft_step
+from train.model import Parts
+from train.settings import Run
+
+
+def train_sft(parts: Parts, weights: Any, batches: SFTBatches, saver: Saver) -> Any:
+    """Train `weights`, which are donated, from the newest checkpoint if there is one.
+
+    Args:
+        parts: The model without its trained weights.
+        weights: The trained weights before the first step.
+        batches: Demonstrations in packed rows.
+        saver: Restores and saves the state, and stops the run when that is asked for.
+
+    Returns:
+        The weights after the last step.
+    """
+    settings = batches.settings
+    updater = make_sft_updater(parts.skeleton, weights, settings, batches.shape)
+    state, cursor = saver.restore(updater.start)
+    if cursor is not None:
+        batches.set_state(cursor)
+    if saver.left:
+        compile_ahead(batches.lowerings(updater, state), shown=hosts.is_first())
+    for step in saver.steps():
+        start = time.perf_counter()
+        # The measured time includes the update: its metrics are numbers here.
+        left = settings.steps - step
+        state, lengths, metrics = sft_step(updater, state, batches, batches.seed, left)
+        metrics["time/step"] = time.perf_counter() - start
+        saver.done(step, state, metrics, batches.get_state(), lengths)
+    return state.weights
+
+
+def control_settings(run: Run) -> SFTSettings:
+    """Return the settings of as many further steps on demonstrations as RL has.
+
+    The peak learning rates of the cold start would now undo part of what was learned, so the
+    control has constant rates, a tenth of those.
+    """
+    sft, rl = run.sft, run.rl
+    assert sft is not None and rl is not None, "a control continues a cold start beside RL"
+    optimizer = dataclasses.replace(
+        sft.optimizer,
+        schedule="constant",
+        warmup=0.0,
+        learning_rate=sft.optimizer.learning_rate / 10,
+    )
+    return dataclasses.replace(sft, steps=rl.steps, horizon=0, optimizer=optimizer)
