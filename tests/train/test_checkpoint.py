@@ -242,15 +242,9 @@ def test_a_step_is_saved_once(tmp_path: pathlib.Path) -> None:
     assert (checkpoints.restore({"w": jnp.zeros(2)})[0]["w"] == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("meta", "words"),
-    [({"cursor": b"x"}, "^meta "), ({"by_k": {4: 1}}, "^meta.by_k .* 4")],
-)
-def test_a_meta_that_json_cannot_hold_is_refused(
-    tmp_path: pathlib.Path, meta: dict, words: str
-) -> None:
-    with pytest.raises(TypeError, match=words):
-        Checkpoints(tmp_path).save(1, {"w": jnp.ones(1)}, meta)
+def test_a_meta_that_json_cannot_hold_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(TypeError, match="^meta "):
+        Checkpoints(tmp_path).save(1, {"w": jnp.zeros(2)}, {"cursor": b"x"})
 
 
 @pytest.mark.parametrize(

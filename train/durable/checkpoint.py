@@ -113,8 +113,6 @@ class Checkpoints:
 
     Attributes:
         folder: Its folder.
-        seconds: How long the last save took, until it was complete; None before the first one ends,
-            and in all processes but the first one.
 
     Raises:
         CheckpointError: The folder cannot be used, or no checkpoint is sound.
