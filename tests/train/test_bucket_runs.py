@@ -117,7 +117,7 @@ def test_a_run_equals_one_on_a_disk(store, machine, start, whole, tmp_path, caps
     theirs = json.loads((whole / "result.json").read_text())
     for name in ("before", "after", "curve"):
         assert ours[name] == theirs[name]
-    assert "runs/equal/in-use.json" not in store.names("runs/equal/")
+    assert "runs/equal/in-use.txt" not in store.names("runs/equal/")
 
     # Another run begins with its cold start, which the store copies.
     assert train.run.main(command("gs://bucket/runs/other", "--start", address)) == 0
