@@ -45,7 +45,7 @@ PYTEST = (
     "-x",
     "-q",
     "-m",
-    "not parity",  # slow tests count, too
+    "not parity and not long",  # slow tests count, too
     "--no-header",
     "--durations=0",
     "--durations-min=1e9",

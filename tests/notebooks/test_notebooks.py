@@ -1,4 +1,7 @@
-"""The notebooks are clean, and run from the first cell to the last in their small form."""
+"""The notebooks are clean, and run from the first cell to the last in their small form.
+
+CI runs the tiny one. `pytest -m long tests/notebooks` runs the other one, too.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def test_the_tiny_notebook_trains_and_answers(tmp_path, monkeypatch):
     assert (tmp_path / "run/report.html").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_2b_notebook_trains_adapters_and_compares_them(tmp_path, monkeypatch, assets):
     # The published format, with random weights of small sizes.
     names = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -87,26 +89,49 @@ def start(compiled):
     return begin
 
 
-def kill_when(process: subprocess.Popen, ready, number: int = signal.SIGKILL) -> str:
+def wait_until(process: subprocess.Popen, ready: Callable[[], Any]) -> None:
     deadline = time.monotonic() + LONG
     while not ready():
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()[1][-3000:]
         time.sleep(0.05)
-    process.send_signal(number)
-    return process.communicate()[1]
 
 
 @pytest.mark.slow
 def test_a_run_equals_one_on_a_disk(store, machine, start, whole, tmp_path, capsys):
-    """Killed in the cold start and in RL, each time continued on a machine without its files."""
+    """Each time continued on a machine without its files:
+
+    1. It is killed in the cold start.
+    2. It is stopped in RL while the store is away for ten seconds, and waits for the store.
+    3. A flipped bit of a checkpoint ends it with a line that names the checkpoint.
+    """
     address = "gs://bucket/runs/equal"
-    kill_when(start(address), lambda: done(store, "runs/equal", "sft"))
+    process = start(address)
+    wait_until(process, lambda: done(store, "runs/equal", "sft"))
+    process.kill()
+    process.communicate()
+
     machine("second")
-    said = kill_when(start(address), lambda: done(store, "runs/equal", "rl"))
+    process = start(address)
+    wait_until(process, lambda: done(store, "runs/equal", "rl"))
+    with store.outage():
+        process.send_signal(signal.SIGTERM)
+        time.sleep(10)
+    said = process.communicate(timeout=LONG)[1]
+    assert process.returncode == 143, said[-3000:]
     assert "did not say that it ended" in said
+
     machine("third")
+    state = store.names("runs/equal/checkpoints/sft/2/state/")
+    largest = max(state, key=lambda name: len(store.read(name)))
+    store.flip(largest)
     capsys.readouterr()
+    assert train.run.main(command(address)) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{address}/checkpoints/sft" in last
+    assert str(tmp_path) not in last
+    store.flip(largest)
+
     assert train.run.main(command(address)) == 0
     assert f"see {address}/report.html" in capsys.readouterr().out
     found = figures(store.read("runs/equal/metrics.jsonl"), tmp_path)
@@ -140,44 +165,6 @@ def test_a_run_equals_one_on_a_disk(store, machine, start, whole, tmp_path, caps
     store.delete("runs/equal/report.html")
     assert paravt_extras.report.__main__.main([address]) == 0
     assert len(store.read("runs/equal/report.html")) > len(page) / 2
-
-
-@pytest.mark.slow
-def test_a_stopped_run_waits_for_the_store_and_goes_on(
-    small, store, machine, start, whole, tmp_path
-):
-    """The store is away for ten seconds in RL; SIGTERM then stops the run, which goes on."""
-    run = "runs/outage"
-    process = start(f"gs://bucket/{run}")
-    deadline = time.monotonic() + LONG
-    while not done(store, run, "rl"):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    with store.outage():
-        time.sleep(10)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=LONG)[1]
-    assert process.returncode in (0, 143), said[-3000:]
-    machine("second")
-    assert train.run.main(command(f"gs://bucket/{run}")) == 0
-    found = figures(store.read(f"{run}/metrics.jsonl"), tmp_path)
-    assert found == figures((whole / "metrics.jsonl").read_bytes(), tmp_path)
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_of_a_checkpoint_costs_a_save(
-    small, store, machine, start, whole, tmp_path, capsys
-):
-    run = "runs/flipped"
-    kill_when(start(f"gs://bucket/{run}"), lambda: done(store, run, "rl") >= 2)
-    (_, name) = max(
-        (len(store.read(name)), name) for name in store.names(f"{run}/checkpoints/sft/2/state/")
-    )
-    store.flip(name)
-    assert train.run.main(command(f"gs://bucket/{run}")) == 1
-    said = capsys.readouterr().err
-    assert f"gs://bucket/{run}/checkpoints/sft" in said.splitlines()[-1]
-    assert str(tmp_path) not in said.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from models.weights.hf import load
 from rollout.engine.engine import Engine
 from tests.train.steps import actor_of, road_learner, take_step
 from train.durable.checkpoint import CheckpointError
-from train.durable.interrupts import Stopped
 from train.durable.metrics import read_metrics
 from train.export import Export, export
 from train.learn.sft import SFTBatches, make_sft_updater, sft_step
@@ -247,25 +246,6 @@ def finished(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora") / "run"
     execute(small_run(small, folder))
     return folder
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_ends_bit_for_bit_like_an_uninterrupted_one(small, finished):
-    """It stops after the first step of the cold start, and then after the first step of RL."""
-    folder = finished.parent / "interrupted"
-    run = small_run(small, folder)
-    for phase, title in (("sft", "cold start"), ("rl", "PARA-GRPO")):
-        with pytest.raises(Stopped, match=f"after {title} 1/2"):
-            execute(run, small.StopAfter(run, phase))
-    execute(run)
-    names = ("loss", "grad_norm", "kl_reference", "weights/fingerprint")
-    ours, theirs = (
-        [[row.get(name) for name in names] for row in read_metrics(each / "metrics.jsonl")]
-        for each in (folder, finished)
-    )
-    assert ours == theirs
-    merged = [(each / "model" / "model.safetensors").read_bytes() for each in (folder, finished)]
-    assert merged[0] == merged[1]
 
 
 @pytest.mark.slow

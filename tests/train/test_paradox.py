@@ -49,7 +49,7 @@ from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.learn.rl_settings import RLSettings
 from train.left_out import LeftOutError
 from train.run import resolved
-from train.settings import Run, change
+from train.settings import Run
 
 GRPO, ANCHORED, GATED, FULL = ARMS
 KS = (4, 16, 64)
@@ -618,39 +618,3 @@ def test_errors_of_a_run_are_errors_of_the_command(error, command, monkeypatch, 
     monkeypatch.setattr(study, "execute", refused)
     assert paradox.main(command) == 1
     assert "error: no room" in capsys.readouterr().err
-
-
-# The whole study, small
-
-
-@pytest.mark.slow
-def test_a_small_study_runs_from_the_cold_start_to_all_tables(small, command, monkeypatch, capsys):
-    """Real runs of a few steps. The models learn nothing, so figures are few, but all are there."""
-    changes = {
-        "rl.control": False,
-        "rl.steps": 2,
-        "rl.grpo.anchor": "likelihood",
-        "sft.steps": 2,
-        "evaluation.curve": False,
-        "evaluation.dispatch": ("parallel",),
-        "evaluation.temperatures": (0.7,),
-        "evaluation.format_temperatures": (0.0, 0.3, 0.7, 1.0),
-    }
-    monkeypatch.setattr(paradox, "paradox_tiny", lambda: change(small.small(), "small", changes))
-    # 64 frames of the ungated settings are too long for the small recipe.
-    arms = {
-        arm: {
-            name: (16,) if name == "rl.frame_budgets" else value for name, value in fields.items()
-        }
-        for arm, fields in ARMS.items()
-    }
-    monkeypatch.setattr(paradox, "ARMS", arms)
-    assert paradox.main([*command, "--seeds", "1"]) == 0
-    text = (folder_of(Paradox(command[1])) / "table.md").read_text()
-    assert text == capsys.readouterr().out.split("done in")[0].rstrip() + "\n"
-    rows = [line.split(" | ")[:2] for line in text.splitlines()]
-    for arm in ARMS:
-        # One line in each of four tables, and two in the table of format.
-        assert sum(row[0] == f"| {arm}" for row in rows) == 6
-    # Two held-out questions at each of two K, greedily once and else at least three times.
-    assert "Rollouts per run: " in text and "(0.3)" in text

@@ -56,6 +56,11 @@ SCOPES = {
     "rl": ("jvp(forward)", "transpose(jvp(forward))", "optimizer", "attention", "mlp", "sample"),
 }
 
+SHORT = """
+--rl.steps 3 --rl.no-control
+--evaluation.frames 4 --evaluation.dispatch parallel --evaluation.temperatures 0
+""".split()
+
 
 def session(folder: pathlib.Path, phase: str) -> pathlib.Path:
     (found,) = (folder / "profile" / phase / "plugins" / "profile").iterdir()
@@ -70,7 +75,7 @@ def events(file: pathlib.Path) -> list[Any]:
 @pytest.mark.slow
 def test_a_trace_names_every_part_and_program_and_is_made_once(small, tmp_path):
     folder = tmp_path / "run"
-    command = ["--config=small", "--run-dir", str(folder), "--profile", "1-3"]
+    command = ["--config=small", "--run-dir", str(folder), "--profile", "1-3", *SHORT]
     assert train.run.main(command) == 0
     for phase, parts in PARTS.items():
         written = session(folder, phase)

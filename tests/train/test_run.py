@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -24,6 +26,7 @@ from benchmarks import killing
 from benchmarks.killing import kill_again_and_again
 from models.processor import Processor
 from models.weights.hf import load
+from paravt_extras.studies import gating, paradox, staleness
 from paravt_extras.table_2 import read_run
 from paravt_jax.data.file_sums import SUMS
 from paravt_jax.method import tokenizer
@@ -94,6 +97,19 @@ def test_a_finished_run_has_its_lines_of_table_2(finished):
     assert rl.f == pytest.approx(sum(step["format_reward"] for step in steps) / len(steps))
     assert start.key == "sft" and start.f is not None and 0 <= start.f <= 1
     assert "rl.frame_budgets [4, 16]" in rl.note, "what the recipe changes"
+
+
+def test_the_studies_read_a_finished_run(finished, small):
+    run = dataclasses.replace(small.small(), run_dir=str(finished))
+    ks = list(run.evaluation.frames)
+    found = paradox.read(run)
+    assert list(found.before) == list(found.after) == ks
+    assert [step["step"] for step in found.by_step] == list(range(1, 7))
+    assert [(row["step"], row["k"]) for row in gating.read(run)] == list(
+        itertools.product((0, 2, 4, 6), ks)
+    )
+    figures = staleness.figures(run)
+    assert all(math.isfinite(value) for value in figures.values())
 
 
 def test_format_is_measured_at_its_temperatures_before_and_after(finished, small):

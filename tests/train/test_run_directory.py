@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from configs.paravt_8b import paravt_8b
 from paravt_jax.data.stored_settings import as_json
 from tests.damaged import damaged_versions
 from train.durable.run_directory import (
@@ -24,6 +26,8 @@ from train.durable.run_directory import (
     read_config,
     take_over,
 )
+from train.published_data import DataSettings
+from train.run import resolved
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
@@ -81,6 +85,13 @@ def test_the_mesh_and_what_is_kept_on_disk_may_change_on_resume(
     (tmp_path / "videos").mkdir()
     RunDirectory(tmp_path, there).close()
     assert json.loads((tmp_path / "config.json").read_text())["mesh"] == {"fsdp": 8}
+
+
+def test_how_files_are_read_may_change_on_resume() -> None:
+    data = DataSettings("annotations", "media", "set")
+    run = dataclasses.replace(paravt_8b(), data=data)
+    reader = dataclasses.replace(data, workers=2, deadline=50)
+    assert resolved(dataclasses.replace(run, data=reader)) == resolved(run)
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path: pathlib.Path) -> None:
