@@ -55,8 +55,8 @@ from paravt_jax.data.published import open_table, read_rows
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.data.row_reading import Reading, RowTask, read_row
 from paravt_jax.data.workers import Workers
+from paravt_jax.method.judge import ServerSettings
 from paravt_jax.method.protocol import ProtocolSettings
-from paravt_jax.method.server import ServerSettings
 from paravt_jax.remote.client import Client, Failure
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 

@@ -47,7 +47,7 @@ from rollout.engine.engine import Engine, EngineCounts
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.metrics import MEASURED, read_metrics
-from train.settings import LogSettings, Run
+from train.settings import Run
 
 RECORD = pathlib.Path(__file__).with_name("golden_run.json")
 
@@ -123,7 +123,6 @@ def recipe(folder: pathlib.Path) -> Run:
             dispatch=("parallel",),
             temperatures=(0.7,),
         ),
-        log=LogSettings(tensorboard=False),
     )
 
 

@@ -44,7 +44,7 @@ from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.published_data import DataSettings
-from train.settings import LogSettings, ModelSettings, Run
+from train.settings import ModelSettings, Run
 
 ADAM = OptimizerSettings(learning_rate=1e-3)
 
@@ -68,7 +68,6 @@ def published_sft() -> Run:
         ),
         engine=EngineSettings(slots=4, cache_tokens=4096),
         sft=SFTSettings(steps=2, rows=1, optimizer=ADAM, row_tokens=512, save_every=1),
-        log=LogSettings(tensorboard=False),
     )
 
 

@@ -46,7 +46,7 @@ from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import StepRoom, StepShape
 from train.learn.placement import place_vectors
 from train.learn.rl_batch import RLBatch, lay_out
-from train.learn.rollouts import Rollouts, describe
+from train.learn.rollouts import Rollouts, ScoredGroup, describe
 from train.learn.sft import SFTBatches, SFTSettings, make_sft_updater, sft_step
 from train.learn.update import init_state, make_logprobs, make_update, score_rollouts
 
@@ -121,8 +121,9 @@ def roll_out(engine: Engine, environment: Environment, questions: tuple, step: i
     played = [(episode.question, episode.turns) for episode in episodes]
     rewards = score_all(played, REWARDS, anchor_weight=GRPO.sequence_anchor)
     parts = [slice(start, start + GROUP) for start in range(0, len(episodes), GROUP)]
-    groups = tuple(tuple(episodes[part]) for part in parts)
-    return Rollouts(groups, tuple(tuple(rewards[part]) for part in parts))
+    return Rollouts(
+        tuple(ScoredGroup(tuple(episodes[part]), tuple(rewards[part])) for part in parts)
+    )
 
 
 def show(episode: Episode) -> None:

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from models.layers import product
+from paravt_jax.checks import require_above, require_at_least
 
 NOTHING = nnx.State({})
 """The frozen weights of a decoder that is trained as a whole."""
@@ -50,10 +51,8 @@ class LoRASettings:
     """Store the layers' frozen matrices in int8, with one scale per output: half the memory."""
 
     def __post_init__(self):
-        if self.rank < 1:
-            raise ValueError(f"lora.rank: {self.rank}; give a whole number of at least 1")
-        if not 0 < self.alpha < math.inf:
-            raise ValueError(f"lora.alpha: {self.alpha}; give a finite number above 0")
+        require_at_least("lora", self, 1, "rank")
+        require_above("lora", self, 0, "alpha")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout: {self.dropout}; give a share from 0 to below 1")
 

@@ -33,7 +33,8 @@ PRODUCT = "product"
 
 def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """Applies a policy to the body of a scan over layers. ValueError for an unknown policy."""
-    check("remat", remat)
+    if remat not in get_args(Remat):
+        raise ValueError(f"remat: {remat!r} is unknown; choose one of {', '.join(get_args(Remat))}")
     if remat == "auto":
         raise ValueError("remat: 'auto' has to be replaced by one of the policies before training")
     if remat == "none":
@@ -53,10 +54,3 @@ def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     # `prevent_cse` adds barriers, so that XLA does not merge the recomputation with the forward
     # pass. Inside a scan it cannot merge them anyway, and the barriers would cost time.
     return jax.checkpoint(body, prevent_cse=False, policy=policy)
-
-
-def check(field: str, remat: str) -> None:
-    """Raises ValueError for an unknown policy."""
-    if remat not in get_args(Remat):
-        known = ", ".join(get_args(Remat))
-        raise ValueError(f"{field}: {remat!r} is unknown; choose one of {known}")

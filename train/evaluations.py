@@ -134,11 +134,11 @@ class Evaluator:
         if settings is None or not hosts.is_first():
             return
         lines = []
-        groups = zip(trained.rollouts.groups, trained.rollouts.rewards, strict=True)
-        for p, (group, rewards) in enumerate(groups):
-            setting = EpisodeSettings(group[0].frames, settings.temperature)
+        for p, group in enumerate(trained.rollouts.groups):
+            episode, reward = group.episodes[0], group.rewards[0]
+            setting = EpisodeSettings(episode.frames, settings.temperature)
             advantages = trained.advantages[p * settings.grpo.group_size]
-            shown = transcript(group[0], rewards[0], setting, self.data.vocabulary, advantages)
+            shown = transcript(episode, reward, setting, self.data.vocabulary, advantages)
             lines.append({"phase": "rl", "step": step} | shown)
         self._write(f"rl-{step:06d}", {"rows": [], "episodes": lines}, ("rl", step))
 

@@ -13,6 +13,7 @@ from typing import Any
 from models.config import VisionConfig
 from models.features import FrameSettings
 from models.weights.folder import local_folder
+from paravt_jax.checks import require_above, require_at_least
 from paravt_jax.data import preparation, sources
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
@@ -51,12 +52,9 @@ class DataSettings:
     """File of your own questions (JSON or CSV), on videos in `media`; replaces `annotations`."""
 
     def __post_init__(self):
-        for name, minimum in (("frames", 1), ("heldout", 0), ("workers", 0)):
-            value = getattr(self, name)
-            if value < minimum:
-                raise ValueError(f"data.{name}: {value}; must be {minimum} or more")
-        if not self.deadline > 0:  # true for NaN, too
-            raise ValueError(f"data.deadline: {self.deadline}; must be above 0")
+        require_at_least("data", self, 1, "frames")
+        require_at_least("data", self, 0, "heldout", "workers")
+        require_above("data", self, 0, "deadline")
         for name in ("annotations", "media"):
             if not getattr(self, name):
                 raise ValueError(

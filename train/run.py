@@ -334,7 +334,7 @@ def _prepare(
 def _open_metrics(run: Run, place: Place, config: dict[str, Any]) -> MetricsWriter:
     if not hosts.is_first():
         return SilentMetrics(place.folder)
-    return MetricsWriter(place.folder, run.log.tensorboard, run.log.wandb, config)
+    return MetricsWriter(place.folder, run.log.wandb, config)
 
 
 def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -14,6 +14,7 @@ from models.family import FAMILIES, family
 from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
 from models.trained import TrainVision
+from paravt_jax.checks import require_at_least
 from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
 from paravt_jax.method.protocol import Lengths, ProtocolSettings
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -27,7 +28,6 @@ from rollout.evaluation.play import EvaluationSettings
 from train.durable.checkpoint import CheckpointSettings
 from train.durable.profile import require_reached
 from train.learn.align import AlignSettings
-from train.learn.optimizer import require_counts
 from train.learn.packing import StepShape
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
@@ -71,16 +71,14 @@ class MeshSettings:
     """Devices over which heads, MLP and vocabulary are split; 0: chosen for the devices."""
 
     def __post_init__(self):
-        require_counts("mesh", data=self.data)
-        require_counts("mesh", minimum=0, fsdp=self.fsdp, tensor=self.tensor)
+        require_at_least("mesh", self, 1, "data")
+        require_at_least("mesh", self, 0, "fsdp", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
 class LogSettings:
-    """Where metrics are logged, besides metrics.jsonl."""
+    """Where metrics are logged, besides metrics.jsonl and TensorBoard events."""
 
-    tensorboard: bool = True
-    """Write TensorBoard events."""
     wandb: str = ""
     """Project of Weights & Biases to log to; needs `pip install paravt-jax[wandb]`. Empty: none."""
 

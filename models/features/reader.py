@@ -22,6 +22,7 @@ from jaxtyping import UInt8
 
 from models.config import VisionConfig
 from models.features.cache import FeatureCache, Grid
+from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask, VideoError, VideoInfo, join
 from paravt_jax.data.sizes import FrameRules, PixelRules
 from paravt_jax.method.records import Frame
@@ -72,10 +73,10 @@ class FrameSettings:
     """When frames join an episode: on arrival, or, to repeat bit for bit, after counted steps."""
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            least = 1 if name in ("min_pixels", "batch") else 0
-            if name != "admission" and value < least:
-                raise ValueError(f"frames.{name}: {value}; give a whole number of at least {least}")
+        require_at_least("frames", self, 1, "min_pixels", "batch")
+        numbers = [name for name in vars(self) if name != "admission"]
+        require_at_least("frames", self, 0, *numbers)
+        require_choices("frames", self)
         for prefix in ("", "crop_"):
             least, most = self._pixel_limits(crop=bool(prefix))
             if most < least:
@@ -83,8 +84,6 @@ class FrameSettings:
                     f"frames.{prefix}max_pixels: {most}; frames would have at least {least} and at "
                     f"most {most} pixels; raise it, or lower frames.{prefix}min_pixels"
                 )
-        if self.admission not in ("arrival", "counted"):
-            raise ValueError(f"frames.admission: {self.admission!r}; give arrival or counted")
         if self.snap not in (0, _CLIENT_FACTOR):
             raise ValueError(f"frames.snap: {self.snap}; give {_CLIENT_FACTOR}, or 0 to skip it")
         if not 0 <= self.jpeg <= 100:

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 import numpy as np
 from jaxtyping import Int64
 
+from paravt_jax.checks import require_at_least
 from paravt_jax.data import video
 from paravt_jax.data.frames import ReadFrames, ReadTask, VideoError, VideoInfo, join
 from paravt_jax.data.sizes import PixelRules
@@ -50,11 +51,7 @@ class ReaderSettings:
     """Of videos with at most this many frames, `ahead` reads all in place of an overview."""
 
     def __post_init__(self):
-        for name in ("workers", "ready"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"reader.{name}: {getattr(self, name)}; give a whole number of at least 1"
-                )
+        require_at_least("reader", self, 1, "workers", "ready")
         if not self.deadline > 0:
             raise ValueError(f"reader.deadline: {self.deadline}; give seconds, more than 0")
         video.require_decoder("reader.decoder", self.decoder)

@@ -41,15 +41,14 @@ import dataclasses
 import functools
 import importlib
 import json
-import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
 
 import numpy as np
 from jaxtyping import Int32
 
+from paravt_jax.checks import require_above, require_at_least, require_choices
 from paravt_jax.method.parsing import call_text
 from paravt_jax.method.records import (
     Author,
@@ -118,35 +117,17 @@ class ProtocolSettings:
     """The system turn. `reasoning` and `direct` offer no tools, and `direct` does not think."""
 
     def __post_init__(self):
-        if self.prompt not in get_args(Prompt):
-            choices = ", ".join(get_args(Prompt))
-            raise ValueError(
-                f"protocol.prompt: {self.prompt!r} is unknown; choose one of {choices}"
-            )
+        require_choices("protocol", self)
         if self.prompt == "direct" and self.pin_think:
             raise ValueError(
                 "protocol.pin_think: True with protocol.prompt 'direct', which does not think; "
                 "set it to False"
             )
-        for name in ("max_tool_turns", "max_num_frames"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"protocol.{name}: {getattr(self, name)}; give 0 or more")
-        for name in (
-            "max_calls",
-            "turn_tokens",
-            "summary_tokens",
-            "trajectory_tokens",
-            "text_tokens",
-            "label_tokens",
-            "crop_frames",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"protocol.{name}: {getattr(self, name)}; give at least 1")
-        if not 0 < self.crop_fps < math.inf:
-            raise ValueError(
-                f"protocol.crop_fps: {self.crop_fps} frames per second; "
-                "give a finite number above 0"
-            )
+        require_at_least("protocol", self, 0, "max_tool_turns", "max_num_frames")
+        tokens = ("turn_tokens", "summary_tokens", "trajectory_tokens")
+        texts = ("text_tokens", "label_tokens")
+        require_at_least("protocol", self, 1, "max_calls", "crop_frames", *tokens, *texts)
+        require_above("protocol", self, 0, "crop_fps")
         self.make_tools()  # unknown names fail here
 
     def make_tools(self) -> tuple[Tool, ...]:

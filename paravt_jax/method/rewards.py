@@ -23,10 +23,10 @@ invents earns nothing. An episode of one turn scores as in the published code.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Literal
 
+from paravt_jax.checks import require_at_least, require_choices, require_share
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.parsing import (
     extract_answer,
@@ -37,8 +37,6 @@ from paravt_jax.method.parsing import (
     tags_balanced,
 )
 from paravt_jax.method.records import CallStatus, Turn
-
-_CHOICES = {"open_ended": ("f1", "exact", "judge"), "tool_evidence": ("outcomes", "text")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,27 +69,11 @@ class RewardSettings:
     """The language model that scores answers; needs open_ended `judge`."""
 
     def __post_init__(self):
-        for name in ("format_weight", "tool_weight", "gamma"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(
-                    f"RewardSettings.{name}: {value}; give a finite number of at least 0"
-                )
-        if not 0 <= self.tool_turn_cost <= 1:
-            raise ValueError(
-                f"RewardSettings.tool_turn_cost: {self.tool_turn_cost}; "
-                "it is a share of R_acc, give 0 to 1"
-            )
-        if self.overlong_buffer < 0:
-            raise ValueError(
-                f"RewardSettings.overlong_buffer: {self.overlong_buffer}; give 0 or more tokens"
-            )
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(
-                    f"RewardSettings.{name}: {value!r}; choose one of {', '.join(choices)}"
-                )
+        section = "RewardSettings"
+        unsigned = ("format_weight", "tool_weight", "gamma", "overlong_buffer")
+        require_at_least(section, self, 0, *unsigned)
+        require_share(section, self, "tool_turn_cost")
+        require_choices(section, self)
         if self.open_ended == "judge" and self.judge is None:
             raise ValueError(
                 "RewardSettings.open_ended: 'judge' without a judge; "

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import jax
 
+from paravt_jax.checks import require_at_least
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import LOST, TEMPORARY
 
@@ -43,8 +44,7 @@ class HostSettings:
     """Seconds of silence after which a process counts as dead and the others exit."""
 
     def __post_init__(self):
-        if self.count < 1:
-            raise ValueError(f"hosts.count: {self.count}; give at least 1")
+        require_at_least("hosts", self, 1, "count", "heartbeat")
         host, _, port = self.coordinator.rpartition(":")
         if self.coordinator in ("", "none"):
             if (self.count, self.index) != (1, 0):
@@ -62,8 +62,6 @@ class HostSettings:
                 f"hosts.index: {self.index} of hosts.count = {self.count}; give a number from 0 "
                 f"to {self.count - 1}"
             )
-        if self.heartbeat < 1:
-            raise ValueError(f"hosts.heartbeat: {self.heartbeat}; give at least 1 second")
 
 
 def connect(

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import httpx2
 
-from paravt_jax.method.server import ServerSettings
+from paravt_jax.method.judge import ServerSettings
 
 # Upper bound on the bytes of a reply. A longer one is no chat completion and only fills memory.
 _BODY_LIMIT = 4 << 20

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Int64
 
+from paravt_jax.checks import require_at_least, require_share
 from paravt_jax.data.frames import VideoInfo, overview_indices, window_indices
 from paravt_jax.method import protocol
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
@@ -105,14 +106,8 @@ class TextSettings:
             *("look", "look_when_shown", "both", "one_by_one", "toolless"),
             *("leak", "unclosed", "untagged"),
         )
-        for name in probabilities:
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(
-                    f"text.{name}: {getattr(self, name)}; it is a probability, give 0 to 1"
-                )
-        for name in ("groups", "windows", "captions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"text.{name}: {getattr(self, name)}; give 1 or more")
+        require_share("text", self, *probabilities)
+        require_at_least("text", self, 1, "groups", "windows", "captions")
         if (
             not 1 <= self.questions <= 2
             or self.groups > len(self.budgets)

@@ -28,6 +28,7 @@ import av
 import numpy as np
 from jaxtyping import UInt8
 
+from paravt_jax.checks import require_at_least, require_share
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frames import ReadFrames, ReadTask, VideoInfo, carry_out, read_now, shown
 from paravt_jax.data.sizes import FrameRules
@@ -93,15 +94,8 @@ class WorldSettings:
     """Probability that a scene has a digit; two scenes of a video always have one."""
 
     def __post_init__(self):
-        if not 0 <= self.presence <= 1:
-            raise ValueError(
-                f"world.presence is {self.presence}; it is a probability, give one from 0 to 1"
-            )
-        if min(self.train_videos, self.heldout_videos) < 1:
-            raise ValueError(
-                f"world.train_videos, heldout_videos are {self.train_videos}, "
-                f"{self.heldout_videos}; both need at least 1"
-            )
+        require_share("world", self, "presence")
+        require_at_least("world", self, 1, "train_videos", "heldout_videos")
         if max(self.digit_width, self.digit_height) + 2 * self.jitter > self.size or self.size % 2:
             raise ValueError(
                 f"world.size is {self.size}; a digit of {self.digit_width}x{self.digit_height} "

@@ -33,8 +33,8 @@ from models.features import FrameFeatures, FrameSettings
 from models.features.cache import Encoded
 from models.features.encoder import FrameEncoder
 from paravt_jax.data.frames import FrameSource, VideoError
+from paravt_jax.method.judge import ServerSettings
 from paravt_jax.method.records import Frame, digest
-from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes.exit_codes import UserError
 from paravt_jax.remote.client import Choice, Client, Failure, UnusableReply

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from paravt_jax.checks import require_at_least
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineSizes:
@@ -68,17 +70,9 @@ class EngineSizes:
             )
 
     def _check_each(self) -> None:
-        for name in (
-            "slots",
-            "rows_per_prefix",
-            "page",
-            "pages",
-            "prefill_tokens",
-            "read_tokens",
-            "steps",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"EngineSizes.{name}: {getattr(self, name)}; give 1 or more")
+        tokens = ("prefill_tokens", "read_tokens", "steps")
+        counts = ("slots", "rows_per_prefix", "page", "pages")
+        require_at_least("EngineSizes", self, 1, *counts, *tokens)
         for name in ("row_lengths", "prefill_lengths", "prefix_lengths"):
             lengths = getattr(self, name)
             ascending = list(lengths) == sorted(set(lengths))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from paravt_jax.checks import require_at_least
 from paravt_jax.method.protocol import Lengths, Protocol, ProtocolSettings
 from paravt_jax.method.records import Frame
 from rollout.engine.pages import page_count
@@ -24,6 +25,8 @@ _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 # Tokens of a sequence that are prefilled in one call. Longer prompts take several calls: the
 # activations and visual vectors of a call take memory.
 MOST_PREFILL = 8192
+# Room of a call of prefill; with short prompts it serves several sequences.
+_LEAST_PREFILL = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +39,14 @@ class EngineSettings:
     """Tokens per page of the KV cache."""
     cache_tokens: int = 65_536
     """Tokens in the KV cache; at least one whole rollout. 0: chosen for the devices."""
-    prefill_tokens: int = 1024
-    """Tokens prefilled per call, over all sequences; at least one whole prompt."""
     read_tokens: int = 65_536
     """Unshared cached tokens read per call, over all rows; longer sequences get fewer rows."""
     steps: int = 16
     """Tokens decoded per call, between scheduling decisions."""
 
     def __post_init__(self):
-        for name in ("page", "prefill_tokens", "read_tokens", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"engine.{name}: {getattr(self, name)}; give 1 or more")
-        for name in ("slots", "cache_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"engine.{name}: {getattr(self, name)}; give 0 or more")
+        require_at_least("engine", self, 1, "page", "read_tokens", "steps")
+        require_at_least("engine", self, 0, "slots", "cache_tokens")
 
 
 def lengths(
@@ -118,7 +115,7 @@ def engine_sizes(
         rows_per_prefix=rows_per_prefix,
         page=page,
         pages=page_count(max(whole, settings.cache_tokens), page),
-        prefill_tokens=max(min(prompt, piece), settings.prefill_tokens),
+        prefill_tokens=max(min(prompt, piece), _LEAST_PREFILL),
         read_tokens=max(slots * row_lengths[0], settings.read_tokens),
         steps=settings.steps,
     )

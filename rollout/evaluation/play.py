@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
+from paravt_jax.checks import require_at_least
 from paravt_jax.method.accuracy import is_read
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
@@ -52,16 +53,7 @@ class EvaluationSettings:
     """Rollouts at each of these temperatures, spread evenly over the overview budgets."""
 
     def __post_init__(self):
-        if self.format_rollouts < 1:
-            raise ValueError(
-                f"evaluation.format_rollouts: {self.format_rollouts}; give 1 or more, and no "
-                "evaluation.format_temperatures to leave the measurement out"
-            )
-        if min(self.questions, self.samples) < 1:
-            raise ValueError(
-                f"evaluation.questions, evaluation.samples = {self.questions}, {self.samples}: "
-                "give 1 or more for both"
-            )
+        require_at_least("evaluation", self, 1, "questions", "samples", "format_rollouts")
         # These raise if a K or a temperature is out of range.
         self.episode_settings()
         self.format_settings()

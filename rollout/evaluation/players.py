@@ -18,8 +18,8 @@ from models.sharding import make_mesh
 from models.weights.hf_config import from_hf
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.method import tokenizer
+from paravt_jax.method.judge import ServerSettings
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.wording import Wording
 from paravt_jax.remote.judge import RemoteJudge

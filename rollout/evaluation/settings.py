@@ -14,10 +14,9 @@ import tyro
 
 from models.features import FrameSettings
 from paravt_jax.data.any_path import require_local
-from paravt_jax.method.judge import JudgeSettings
+from paravt_jax.method.judge import JudgeSettings, check_address
 from paravt_jax.method.protocol import Prompt, ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.server import check_address
 from paravt_jax.processes.cluster import HostSettings
 from rollout.agent.episode import Dispatch, EpisodeSettings
 from rollout.evaluation.benchmarks import BENCHMARKS

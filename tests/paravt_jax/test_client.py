@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paravt_jax.method.server import ServerSettings, check_address
+from paravt_jax.method.judge import ServerSettings, check_address
 from paravt_jax.remote.client import (
     Choice,
     Client,

@@ -102,7 +102,7 @@ def test_a_single_process_is_a_whole_run():
     ("settings", "message"),
     [
         ({"count": 2}, "hosts.count, hosts.index: 2, 0 "),
-        ({"count": 0}, "hosts.count: 0; give at least 1"),
+        ({"count": 0}, "hosts.count: 0; give a finite number, 1 or more"),
         ({"coordinator": "none", "index": 1, "count": 2}, "hosts.count, hosts.index: 2, 1 "),
         ({"coordinator": "here"}, "hosts.coordinator: 'here'"),
         ({"coordinator": "here:1", "index": 2, "count": 2}, "hosts.index: 2 of hosts.count = 2"),

@@ -16,11 +16,11 @@ from PIL import Image
 from models.features import FrameSettings
 from paravt_jax.data import video
 from paravt_jax.method import tokenizer
+from paravt_jax.method.judge import ServerSettings
 from paravt_jax.method.parsing import format_compliant
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import Rewards
-from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.endpoint import (
     EndpointSampler,

@@ -28,7 +28,7 @@ class Steps:
 def open_home(folder: pathlib.Path, **fields: Any) -> Home:
     """The home of a run in a folder."""
     first = hosts.is_first()
-    metrics = MetricsWriter(folder, tensorboard=False) if first else SilentMetrics(folder)
+    metrics = MetricsWriter(folder) if first else SilentMetrics(folder)
     usage = Usage(Clock(folder / "seconds.json"))
     settings = CheckpointSettings(best="none")
     home = Home(Place(folder), {}, metrics, History(folder), usage, checkpoints=settings)

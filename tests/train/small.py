@@ -76,7 +76,7 @@ def small() -> Run:
             text_tokens=48,
             label_tokens=5,
         ),
-        engine=EngineSettings(slots=8, cache_tokens=4096, prefill_tokens=288),
+        engine=EngineSettings(slots=8, cache_tokens=4096),
         align=AlignSettings(steps=3, batch=16),
         sft=SFTSettings(
             steps=4,
@@ -310,9 +310,9 @@ def resample(road: Road) -> dict[str, Any]:
     played = play_step(Actor(sampler, road.environment, Rules()), questions, settings, 0, 3)
     batch = played.batch
     return {
-        "questions": [group[0].question.id for group in batch.groups],
-        "places": batch.places,
-        "rewards": [[reward.total for reward in group] for group in batch.rewards],
+        "questions": [group.episodes[0].question.id for group in batch.groups],
+        "places": [group.place for group in batch.groups],
+        "rewards": [[reward.total for reward in group.rewards] for group in batch.groups],
         "ids": [episode.trajectory.ids.tolist() for episode in batch.episodes],
         "further": played.metrics["groups/further"],
         "replaced": played.metrics["groups/replaced"],

@@ -50,7 +50,9 @@ def groups(road, small) -> list[Group]:
     actor = Actor(small.Script(road), road.environment, Rules())
     started = begin(road.data.questions[:2], road.run.rl, seed=0, step=1)
     rollouts = roll_out(actor, started, road.run.rl)
-    trajectories = [tuple(episode.trajectory for episode in group) for group in rollouts.groups]
+    trajectories = [
+        tuple(episode.trajectory for episode in group.episodes) for group in rollouts.groups
+    ]
     trajectories += [(agent,) for _, agent in rollouts.subagents[:3]]
     groups = []
     row = slot = 0

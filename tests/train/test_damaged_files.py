@@ -61,7 +61,7 @@ def test_a_damaged_line_of_the_metrics_is_named(tmp_path, line):
     good = json.dumps({"phase": "rl", "step": 1, "wall": 0.5, "loss": 1.0})
     file = tmp_path / "metrics.jsonl"
     file.write_text(f"{good}\n{line}\n")
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     for read in (
         lambda: read_metrics(file),
         lambda: checks(tmp_path),

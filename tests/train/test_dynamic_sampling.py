@@ -40,11 +40,15 @@ def actor_of(road, sampler) -> Actor:
 
 
 def ids_of(rollouts) -> list[str]:
-    return [group[0].question.id for group in rollouts.groups]
+    return [group.episodes[0].question.id for group in rollouts.groups]
 
 
 def totals_of(rollouts) -> np.ndarray:
-    return np.array([[reward.total for reward in group] for group in rollouts.rewards])
+    return np.array([[reward.total for reward in group.rewards] for group in rollouts.groups])
+
+
+def places_of(rollouts) -> list[int]:
+    return [group.place for group in rollouts.groups]
 
 
 def tokens_of(rollouts) -> list[list[int]]:
@@ -69,10 +73,11 @@ def test_groups_without_signal_are_replaced(road, small, upcoming):
     assert len({request.seeds for request in sampler.asked}) == len(sampler.asked) == 6 * 4
     assert (np.ptp(totals_of(batch), axis=1) > 0).all()
     wanted = [upcoming[n].id for n in (3, 1, 5)]
-    assert ids_of(batch) == wanted and batch.places == (0, 1, 2)
+    assert ids_of(batch) == wanted and places_of(batch) == [0, 1, 2]
     assert played.metrics == {"groups/further": 3, "groups/replaced": 2}
     # A further question gets the frame budget of its place.
-    assert [group[0].frames for group in batch.groups] == draw_budgets(settings, 0, STEP, 3)
+    budgets = [group.episodes[0].frames for group in batch.groups]
+    assert budgets == draw_budgets(settings, 0, STEP, 3)
     # Metrics of the step describe the questions that were drawn first.
     assert ids_of(played.drawn) == [question.id for question in upcoming[:3]]
 
@@ -105,7 +110,7 @@ def test_a_question_without_a_readable_video_is_replaced(road, small, upcoming):
 
     played = play(road, small.Picky(road, []), settings, OneLost())
     batch = played.batch
-    assert batch.places == (0, 1, 2) and batch.unreadable == 1
+    assert places_of(batch) == [0, 1, 2] and batch.unreadable == 1
     assert ids_of(batch) == [upcoming[n].id for n in (0, 3, 2)]
 
 

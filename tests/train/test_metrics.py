@@ -20,7 +20,7 @@ def steps(folder):
 
 
 def written(folder):
-    writer = MetricsWriter(folder, tensorboard=False)
+    writer = MetricsWriter(folder)
     for phase, last in (("align", 1), ("sft", 3), ("rl", 2)):
         for step in range(last + 1):
             writer.write(phase, step, {"loss": step / 10})
@@ -43,7 +43,7 @@ def scalars(folder):
 
 
 def test_every_line_is_flat_and_on_disk_at_once(tmp_path):
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write("rl", 3, {"reward/accuracy": 0.5, "loss": math.nan, "kl": math.inf})
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -63,7 +63,7 @@ def test_truncating_removes_later_steps_and_later_phases(tmp_path):
 
 
 def test_truncating_a_new_run_creates_no_file(tmp_path):
-    MetricsWriter(tmp_path, tensorboard=False).truncate("rl", 5)
+    MetricsWriter(tmp_path).truncate("rl", 5)
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
@@ -72,7 +72,7 @@ def test_an_incomplete_last_line_is_dropped_before_the_next_is_written(tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
     assert steps(tmp_path)[-1] == ("rl", 1)
-    MetricsWriter(tmp_path, tensorboard=False).write("rl", 2, {"loss": 1.0})
+    MetricsWriter(tmp_path).write("rl", 2, {"loss": 1.0})
     assert steps(tmp_path)[-3:] == [("rl", 0), ("rl", 1), ("rl", 2)]
 
 
@@ -93,7 +93,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 )
 def test_bad_input_is_refused_before_anything_is_written(tmp_path, phase, values, message):
     with pytest.raises(ValueError, match=message):
-        MetricsWriter(tmp_path, tensorboard=False).write(phase, 0, values)
+        MetricsWriter(tmp_path).write(phase, 0, values)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -130,7 +130,7 @@ def test_wandb_gets_config_figures_and_the_same_run_after_a_resume(tmp_path, mon
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     for _ in range(2):
-        writer = MetricsWriter(tmp_path, tensorboard=False, wandb="p", config={"seed": 1})
+        writer = MetricsWriter(tmp_path, wandb="p", config={"seed": 1})
         writer.write("rl", 4, {"loss": 0.5, "kl": math.nan})
         writer.close()
     assert logged == [{"rl/loss": 0.5, "rl/step": 4}, "end"] * 2

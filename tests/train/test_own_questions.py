@@ -66,7 +66,6 @@ def recipe(small, base) -> Run:
         evaluation=EvaluationSettings(
             questions=1, samples=2, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
         ),
-        log=dataclasses.replace(run.log, tensorboard=False),
     )
 
 

@@ -38,6 +38,7 @@ from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import (
     Actor,
     Rollouts,
+    ScoredGroup,
     begin,
     describe,
     draw_budgets,
@@ -128,10 +129,10 @@ def test_a_group_shares_its_budget_and_its_question(road, small):
     for group, question, budget in zip(
         rollouts.groups, road.data.questions[:6], budgets, strict=True
     ):
-        assert {(e.frames, e.question.id, len(e.trajectory.segments[0].frames)) for e in group} == {
-            (budget, question.id, budget)
-        }
-    seen = {tuple(e.trajectory.ids.tolist()) for e in rollouts.groups[0]}
+        shown = [len(episode.trajectory.segments[0].frames) for episode in group.episodes]
+        assert shown == [budget] * len(group.episodes)
+        assert {(e.frames, e.question.id) for e in group.episodes} == {(budget, question.id)}
+    seen = {tuple(e.trajectory.ids.tolist()) for e in rollouts.groups[0].episodes}
     assert len(seen) > 1, "each rollout of a group has its own seed"
 
 
@@ -279,7 +280,7 @@ def test_groups_with_an_unreadable_video_are_left_out_and_counted(road, small, l
     )
     rollouts, gains = trained.rollouts, trained.advantages
     assert metrics["groups/unreadable"] == rollouts.unreadable == 1
-    assert [e.question.id for group in rollouts.groups for e in group] == [
+    assert [e.question.id for group in rollouts.groups for e in group.episodes] == [
         road.data.questions[1].id
     ] * 4
     assert gains.shape == (8, small.SUFFIX) and gains[:4].any() and not gains[4:].any(), (
@@ -370,10 +371,9 @@ def test_the_tool_gap_is_what_rollouts_with_calls_earn_more_at_each_budget(road,
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
     figures = describe(rollouts)
     earned: dict[tuple[int, bool], list[Rewards]] = collections.defaultdict(list)
-    for group, rewards in zip(rollouts.groups, rollouts.rewards, strict=True):
-        for episode, reward in zip(group, rewards, strict=True):
-            calls = any(call.status.executed for turn in episode.turns for call in turn.calls)
-            earned[episode.frames, calls].append(reward)
+    for episode, reward in zip(rollouts.episodes, rollouts.rewards, strict=True):
+        calls = any(call.status.executed for turn in episode.turns for call in turn.calls)
+        earned[episode.frames, calls].append(reward)
     gaps = 0
     for k in {k for k, _ in earned}:
         called, direct = earned[k, True], earned[k, False]
@@ -395,11 +395,10 @@ def test_without_a_call_on_one_side_there_is_no_tool_gap(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
     pairs = [
         pair
-        for group, rewards in zip(rollouts.groups, rollouts.rewards, strict=True)
-        for pair in zip(group, rewards, strict=True)
+        for pair in zip(rollouts.episodes, rollouts.rewards, strict=True)
         if executed_calls(pair[0])
     ]
-    figures = describe(Rollouts(tuple((e,) for e, _ in pairs), tuple((r,) for _, r in pairs)))
+    figures = describe(Rollouts(tuple(ScoredGroup((e,), (r,)) for e, r in pairs)))
     assert pairs and not [name for name in figures if "tool_gap" in name]
 
 
@@ -521,7 +520,7 @@ def test_processes_lay_out_the_same_rows_and_their_own_frames(
 def whole_grids(road, rollouts) -> dict:
     """The grids of all prompts, by the number of the prompt."""
     features = road.environment.features
-    mains = [group[0].trajectory for group in rollouts.groups]
+    mains = [group.episodes[0].trajectory for group in rollouts.groups]
     agents = [trajectory for _, trajectory in rollouts.subagents]
     prompts = [
         [frame for segment in prompt_segments(t) for frame in segment.frames]
@@ -562,7 +561,6 @@ def test_a_group_whose_frames_can_no_longer_be_read_is_left_out(road, small, sha
     monkeypatch.setattr(FrameFeatures, "cached", call)
     step = laid_out(road, rollouts, shape)
     assert step.rollouts.groups == rollouts.groups[1:]
-    assert step.rollouts.rewards == rollouts.rewards[1:]
     assert step.rollouts.unreadable == rollouts.unreadable + 1
     alone = laid_out(road, rollouts.without([0]), shape)
     np.testing.assert_array_equal(step.grpo.rewards, alone.grpo.rewards)

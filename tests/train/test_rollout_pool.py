@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import threading
@@ -136,7 +135,7 @@ def test_trajectories_mix_versions_and_none_is_too_old(stale):
 
 def test_every_group_is_trained_once(stale):
     run, steps = stale
-    trained = [group[0].question.id for played in steps for group in played.batch.groups]
+    trained = [group.episodes[0].question.id for played in steps for group in played.batch.groups]
     trained += [group.question.id for group in run.pool.state.groups]
     questions = stream_of(run.road, run.settings)
     drawn = [question.id for step in range(STEPS + 1) for question in questions.draw(step)]
@@ -237,7 +236,7 @@ def test_a_pool_of_two_processes_goes_on_in_one(road, small, monkeypatch):
         flight.process = 1
     Player(road.environment, settings.temperature).deal(groups, now=10)
     rollouts = score(Actor(script, road.environment, Rules()), groups, settings)
-    assert rollouts.players == ((0,) * len(groups[0].flights),) * 2
+    assert [group.players for group in rollouts.groups] == [(0,) * len(groups[0].flights)] * 2
 
 
 def test_an_episode_whose_video_disappears_ends_as_unreadable(road, stale, monkeypatch):
@@ -273,7 +272,10 @@ def test_an_episode_whose_video_disappears_ends_as_unreadable(road, stale, monke
 def test_results_do_not_depend_on_the_number_of_processes(road, small, monkeypatch):
     one, two, three = (play_on(road, small, count, monkeypatch) for count in (1, 2, 3))
     for step, others in enumerate(zip(one, two, three, strict=True)):
-        batches = [plain(dataclasses.replace(played.batch, players=())) for played in others]
+        batches = [
+            [plain(dataclasses.replace(group, players=())) for group in played.batch.groups]
+            for played in others
+        ]
         assert batches[0] == batches[1] == batches[2]
-        players = set(itertools.chain(*others[2].batch.players))
+        players = {process for group in others[2].batch.groups for process in group.players}
         assert players <= {0, 1, 2} and (step or len(players) > 1)

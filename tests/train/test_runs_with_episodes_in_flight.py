@@ -42,7 +42,6 @@ SHORT = {
     "rl.control": False,
     "evaluation.frames": (4,),
     "evaluation.curve": False,
-    "log.tensorboard": False,
 }
 
 

@@ -44,7 +44,7 @@ def groups(road, small) -> list[Group]:
     rollouts = roll_out(actor, started, road.run.rl)
     features, found, slot = road.environment.features, [], 0
     for n, group in enumerate(rollouts.groups):
-        trajectories = tuple(episode.trajectory for episode in group)
+        trajectories = tuple(episode.trajectory for episode in group.episodes)
         grids = tuple(features.grid(frame) for frame in trajectories[0].frames)
         found.append(Group(trajectories, 4 * n, grids, slot))
         slot += len(grids)

@@ -30,7 +30,7 @@ class Starts:
     def __init__(self, folder):
         self.folder = folder
         self.time = Time()
-        self.metrics = MetricsWriter(folder, tensorboard=False)
+        self.metrics = MetricsWriter(folder)
 
     def begin(self, after: int) -> None:
         """Start, and go on after a step."""

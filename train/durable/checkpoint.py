@@ -23,7 +23,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ from etils import epath
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
+from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.any_path import any_path, is_bucket
 from paravt_jax.data.stored_json import DamagedFileError
 from paravt_jax.data.stored_settings import as_json, require_same
@@ -78,18 +79,9 @@ class CheckpointSettings:
     """Steps between extra saves for restarts only. 0: every step with adapters, else none."""
 
     def __post_init__(self):
-        if self.keep < 1:
-            raise ValueError(
-                f"checkpoints.keep: {self.keep}; give 1 or more, the newest checkpoint is needed"
-            )
-        if self.every < 0:
-            raise ValueError(
-                f"checkpoints.every: {self.every}; give 1 or more steps, or 0 for the default"
-            )
-        if self.best not in get_args(Best):
-            raise ValueError(
-                f"checkpoints.best: {self.best!r}; give one of {', '.join(get_args(Best))}"
-            )
+        require_at_least("checkpoints", self, 1, "keep")
+        require_at_least("checkpoints", self, 0, "every")
+        require_choices("checkpoints", self)
 
 
 class Checkpoints:

@@ -91,7 +91,6 @@ class MetricsWriter:
 
     Args:
         run_dir: receives metrics.jsonl and, per phase, TensorBoard events in tensorboard/PHASE.
-        tensorboard: whether to write TensorBoard events.
         wandb: project of Weights & Biases to send metrics to; "": none.
         config: settings shown beside the curves there.
 
@@ -102,14 +101,12 @@ class MetricsWriter:
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
-        tensorboard: bool = True,
         wandb: str = "",
         config: Mapping[str, Any] | None = None,
     ):
         self._dir = pathlib.Path(run_dir)
         self._dir.mkdir(parents=True, exist_ok=True)
         self.path = self._dir / "metrics.jsonl"
-        self._tensorboard = tensorboard
         # By phase; opened at the phase's first write.
         self._events: dict[str, tensorboardX.SummaryWriter] = {}
         self._wandb = _open_wandb(self._dir, wandb, config or {}) if wandb else None
@@ -134,16 +131,15 @@ class MetricsWriter:
         row = _row(phase, step, numbers)
         # Open the events before appending the line. Opening replays metrics.jsonl into them, so in
         # the other order this step would be recorded twice.
-        events = self._events_of(phase) if self._tensorboard else None
+        events = self._events_of(phase)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             # A checkpoint of this step may follow. After a power failure the checkpoint must not be
             # on disk without its metrics.
             os.fsync(file.fileno())
-        if events is not None:
-            _add_scalars(events, row)
-            events.flush()
+        _add_scalars(events, row)
+        events.flush()
         if self._wandb is not None:
             finite = {
                 f"{phase}/{key}": value for key, value in numbers.items() if value is not None
@@ -174,7 +170,7 @@ class MetricsWriter:
             if events is not None:
                 events.close()
             shutil.rmtree(self._dir / "tensorboard" / name, ignore_errors=True)
-        if self._tensorboard and any(row["phase"] == phase for row in rows):
+        if any(row["phase"] == phase for row in rows):
             self._events_of(phase)
 
     def close(self) -> None:

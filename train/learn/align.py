@@ -8,7 +8,6 @@ are trained; afterwards the tower is frozen.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,13 +22,13 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from models.model import VisionLanguageModel
 from models.vision import PatchLayout, frame_layout, patchify
+from paravt_jax.checks import require_above, require_at_least
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError, shown
 from paravt_jax.data.sizes import FrameRules
 from paravt_jax.method.records import Caption
 from paravt_jax.method.tokenizer import Vocabulary
 from train.durable.saver import Saver
-from train.learn.optimizer import require_counts
 from train.learn.update import init_state
 
 
@@ -47,11 +46,8 @@ class AlignSettings:
     """Steps between checkpoints."""
 
     def __post_init__(self):
-        require_counts("align", steps=self.steps, batch=self.batch, save_every=self.save_every)
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(
-                f"align.learning_rate: {self.learning_rate}; give a finite number above 0"
-            )
+        require_at_least("align", self, 1, "steps", "batch", "save_every")
+        require_above("align", self, 0, "learning_rate")
 
 
 @dataclasses.dataclass(frozen=True)

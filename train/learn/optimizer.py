@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 import jax
 import optax
 import optax.contrib
+
+from paravt_jax.checks import require_above, require_at_least, require_choices
 
 # As published; AdamW's decay rates are the usual ones, 0.9 and 0.999.
 _MAX_GRAD_NORM = 1.0
@@ -38,40 +39,13 @@ class OptimizerSettings:
     """Type of AdamW's first moment and Muon's momentum. The second moment has the weights' type."""
 
     def __post_init__(self):
-        choices = {
-            "name": ("adamw", "muon"),
-            "schedule": ("constant", "cosine"),
-            "moment_dtype": ("float32", "bfloat16"),
-        }
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(
-                    f"OptimizerSettings.{name}: {value!r} is unknown; "
-                    f"choose one of {', '.join(known)}"
-                )
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(
-                f"OptimizerSettings.learning_rate: {self.learning_rate}; "
-                "give a finite number above 0"
-            )
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(
-                f"OptimizerSettings.weight_decay: {self.weight_decay}; "
-                "give a finite number of at least 0"
-            )
+        section = "OptimizerSettings"
+        require_choices(section, self)
+        require_above(section, self, 0, "learning_rate")
+        require_at_least(section, self, 0, "weight_decay")
         if not 0 <= self.warmup < 1:
             raise ValueError(
                 f"OptimizerSettings.warmup: {self.warmup}; give a number from 0 to below 1"
-            )
-
-
-def require_counts(section: str, minimum: int = 1, **counts: int) -> None:
-    """Raise ValueError for a count below `minimum`, naming its section and field."""
-    for name, value in counts.items():
-        if value < minimum:
-            raise ValueError(
-                f"{section}.{name}: {value}; give a whole number of at least {minimum}"
             )
 
 

@@ -181,7 +181,7 @@ def lay_out_padding(room: StepRoom, features: FrameFeatures, stale: bool = False
         build(PackedMicrobatch(size, ()), [], features.config, shape.rows, shape.suffix)
         for size in sizes
     )
-    nothing = Rollouts((), ())
+    nothing = Rollouts(())
     text = features.config.text
     batch = _grpo_batch(nothing, [], lambda _: b"", shape, text, 0 if stale else None)
     return LaidOut(microbatches, visual, grids, batch, (), nothing, 0.0, {})
@@ -189,11 +189,12 @@ def lay_out_padding(room: StepRoom, features: FrameFeatures, stale: bool = False
 
 def _main_prompts(rollouts: Rollouts, shape: StepShape, processes: int) -> list[_Prompt]:
     """The prompts of main agents."""
-    providers = _providers(rollouts.players, shape.groups, processes)
+    players = [group.players for group in rollouts.groups]
+    providers = _providers(players, shape.groups, processes)
     return [
         _Prompt(
-            tuple(episode.trajectory for episode in group),
-            providers[number] if providers else 0,
+            tuple(episode.trajectory for episode in group.episodes),
+            providers[number],
             row=number * shape.rollouts,
             owner=number * shape.rollouts,
         )
@@ -226,7 +227,7 @@ def _draw_subagents(
     if not shape.subagents:
         return [], 0
     agents = rollouts.subagents
-    players = [process for group in rollouts.players for process in group]
+    players = [process for group in rollouts.groups for process in group.players]
     # Sorted: the seed decides which sub-agents are drawn, but not their order.
     drawn = sorted(np.random.default_rng(seed).permutation(len(agents))[: shape.subagents])
     first = shape.groups * shape.rollouts
@@ -359,8 +360,8 @@ def _by_rollout(rollouts: Rollouts, shape: StepShape) -> dict[str, Any]:
         "valid": np.zeros(size, bool),
         "compliant": np.zeros(size, bool),
     }
-    for p, rewards in enumerate(rollouts.rewards):
-        for g, reward in enumerate(rewards):
+    for p, group in enumerate(rollouts.groups):
+        for g, reward in enumerate(group.rewards):
             arrays["rewards"][p, g] = reward.total
             arrays["anchor_rewards"][p, g] = reward.anchor
             arrays["valid"][p, g] = True

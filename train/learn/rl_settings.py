@@ -6,12 +6,12 @@ import dataclasses
 import math
 from typing import Literal
 
-from models import remat
 from models.remat import Remat
+from paravt_jax.checks import require_above, require_at_least, require_choices
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Lengths
 from paravt_jax.method.rewards import RewardSettings
-from train.learn.optimizer import OptimizerSettings, require_counts
+from train.learn.optimizer import OptimizerSettings
 from train.learn.packing import StepShape
 
 
@@ -50,19 +50,12 @@ class RLSettings:
     """Activation checkpointing: what is kept of each layer for the backward pass."""
 
     def __post_init__(self):
-        require_counts(
-            "rl",
-            steps=self.steps,
-            prompts=self.prompts,
-            updates_per_batch=self.updates_per_batch,
-            save_every=self.save_every,
-        )
-        require_counts(
-            "rl",
-            minimum=0,
-            microbatch_tokens=self.microbatch_tokens,
-            dynamic_sampling=self.dynamic_sampling,
-        )
+        require_at_least("rl", self, 1, "steps", "prompts", "updates_per_batch", "save_every")
+        unsigned = ("microbatch_tokens", "dynamic_sampling", "subagents_per_rollout")
+        require_at_least("rl", self, 0, *unsigned)
+        # At temperature 0 there are no different rollouts to learn from.
+        require_above("rl", self, 0, "temperature")
+        require_choices("rl", self)
         if self.max_staleness not in (0, 1, 2):
             raise ValueError(
                 f"rl.max_staleness: {self.max_staleness}; give 0 (every step waits for all of its "
@@ -74,12 +67,6 @@ class RLSettings:
                 f"{self.dynamic_sampling}; rounds of further prompts would wait for their slowest "
                 "rollout: set one of the two to 0"
             )
-        remat.check("rl.remat", self.remat)
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(
-                f"rl.temperature: {self.temperature}; RL learns from sampled rollouts: "
-                "give a finite number above 0"
-            )
         if not self.frame_budgets or min(self.frame_budgets) < 1:
             raise ValueError(
                 f"rl.frame_budgets: {self.frame_budgets}; give at least one number of frames, "
@@ -87,11 +74,6 @@ class RLSettings:
             )
         if self.updates_per_batch == 1:
             _require_no_clips(self.grpo)
-        if not 0 <= self.subagents_per_rollout < math.inf:
-            raise ValueError(
-                f"rl.subagents_per_rollout: {self.subagents_per_rollout}; "
-                "give a finite number of at least 0"
-            )
         if self.grpo.sequence_anchor and not self.rewards.format_weight:
             raise ValueError(
                 "rl.grpo.anchor: 'sequence' with rl.rewards.format_weight 0; R_anchor is part of "

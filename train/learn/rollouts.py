@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,42 +33,44 @@ from train.learn.rl_settings import RLSettings
 
 
 @dataclasses.dataclass(frozen=True)
+class ScoredGroup:
+    """The episodes on one question, with their rewards."""
+
+    episodes: tuple[Episode, ...]
+    rewards: tuple[Rewards, ...]
+    place: int = 0
+    """Its place among the prompts of its step."""
+    players: tuple[int, ...] = ()
+    """The process that played each episode; empty: there is only one."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollouts:
     """Groups of episodes with their rewards, of all processes.
 
     Groups whose video cannot be read are left out; `unreadable` counts them.
     """
 
-    groups: tuple[tuple[Episode, ...], ...]
-    rewards: tuple[tuple[Rewards, ...], ...]
+    groups: tuple[ScoredGroup, ...]
     unreadable: int = 0
-    places: tuple[int, ...] = ()
-    """The place of each group among the prompts of its step."""
-    players: tuple[tuple[int, ...], ...] = ()
-    """The process that played each episode; empty: there is only one."""
     judged: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Counts of the judge, of all processes."""
 
     @property
     def episodes(self) -> list[Episode]:
         """The episodes of all groups, in order."""
-        return [episode for group in self.groups for episode in group]
+        return [episode for group in self.groups for episode in group.episodes]
+
+    @property
+    def rewards(self) -> list[Rewards]:
+        """The rewards of these episodes."""
+        return [reward for group in self.groups for reward in group.rewards]
 
     def without(self, groups: Sequence[int]) -> Rollouts:
         """All groups but those with these numbers, which count as unreadable."""
-        kept = [number for number in range(len(self.groups)) if number not in groups]
-
-        def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
-            return tuple(values[number] for number in kept) if values else values
-
-        return dataclasses.replace(
-            self,
-            groups=of(self.groups),
-            rewards=of(self.rewards),
-            unreadable=self.unreadable + len(self.groups) - len(kept),
-            places=of(self.places),
-            players=of(self.players),
-        )
+        kept = tuple(group for number, group in enumerate(self.groups) if number not in groups)
+        unreadable = self.unreadable + len(self.groups) - len(kept)
+        return dataclasses.replace(self, groups=kept, unreadable=unreadable)
 
     @property
     def subagents(self) -> list[tuple[int, Trajectory]]:
@@ -182,14 +184,13 @@ def score(actor: Actor, groups: Sequence[GroupInFlight], settings: RLSettings) -
     for part, counts in hosts.gather((by_group, actor.judge.metrics())):
         rewards |= part
         judged.update(counts)
-    return Rollouts(
-        tuple(group.episodes for group in readable),
-        tuple(rewards[group.number] for group in readable),
-        len(groups) - len(readable),
-        tuple(group.place for group in readable),
-        tuple(tuple(flight.process or 0 for flight in group.flights) for group in readable),
-        dict(judged),
-    )
+    scored_groups = []
+    for group in readable:
+        players = tuple(flight.process or 0 for flight in group.flights)
+        scored_groups.append(
+            ScoredGroup(group.episodes, rewards[group.number], group.place, players)
+        )
+    return Rollouts(tuple(scored_groups), len(groups) - len(readable), dict(judged))
 
 
 @functools.partial(jax.profiler.annotate_function, name="reward")
@@ -257,30 +258,18 @@ def _without_signal(rollouts: Rollouts, settings: RLSettings) -> list[int]:
     """Return the places whose group is silent or missing."""
     rewards = np.zeros((settings.prompts, settings.grpo.group_size), np.float32)
     valid = np.zeros(rewards.shape, bool)
-    for place, group in zip(rollouts.places, rollouts.rewards, strict=True):
-        rewards[place] = [reward.total for reward in group]
-        valid[place] = True
+    for group in rollouts.groups:
+        rewards[group.place] = [reward.total for reward in group.rewards]
+        valid[group.place] = True
     signal = grpo.has_signal(jnp.asarray(rewards), jnp.asarray(valid), settings.grpo)
     return np.flatnonzero(~np.asarray(signal)).tolist()
 
 
 def _replaced(old: Rollouts, new: Rollouts) -> Rollouts:
     """The groups of both in the order of their places; of two at one place, the new one."""
-    groups = {
-        place: (group, rewards, players)
-        for part in (old, new)
-        for place, group, rewards, players in zip(
-            part.places, part.groups, part.rewards, part.players, strict=True
-        )
-    }
-    places = tuple(sorted(groups))
-    return Rollouts(
-        tuple(groups[place][0] for place in places),
-        tuple(groups[place][1] for place in places),
-        old.unreadable + new.unreadable,
-        places,
-        tuple(groups[place][2] for place in places),
-    )
+    groups = {group.place: group for group in (*old.groups, *new.groups)}
+    in_order = tuple(groups[place] for place in sorted(groups))
+    return Rollouts(in_order, old.unreadable + new.unreadable)
 
 
 def require_fresh(rollouts: Rollouts, version: int, max_staleness: int) -> None:
@@ -308,7 +297,7 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
     The metrics of a frame budget K are prefixed with it, as in `k4/accuracy`.
     """
     episodes = rollouts.episodes
-    rewards = [reward for group in rollouts.rewards for reward in group]
+    rewards = rollouts.rewards
     outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
     metrics = _headline(episodes, rewards)
     for name in ("accuracy", "format", "anchor", "tool", "total"):

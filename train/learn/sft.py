@@ -18,11 +18,11 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
-from models import remat
 from models.remat import Remat
 from models.sharding import Lowering, require_mesh, row_devices
 from models.text import TextDecoder
 from models.trained import Skeleton
+from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.frames import ReadsAhead, VideoError
 from paravt_jax.data.loader import Pipeline
 from paravt_jax.method.conversations import Conversation
@@ -39,7 +39,7 @@ from train.learn.conversation_rows import (
     most_visual,
     render_rows,
 )
-from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts
+from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import GroupLengths
 from train.learn.placement import Bank, BankPlacer, place
 from train.learn.update import Loss, TrainState, Updater, score_rollouts, to_floats
@@ -66,14 +66,9 @@ class SFTSettings:
     """Activation checkpointing: what is kept of each layer for the backward pass."""
 
     def __post_init__(self):
-        require_counts(
-            "sft",
-            steps=self.steps,
-            rows=self.rows,
-            row_tokens=self.row_tokens,
-            save_every=self.save_every,
-        )
-        require_counts("sft", minimum=0, microbatches=self.microbatches)
+        require_at_least("sft", self, 1, "steps", "rows", "row_tokens", "save_every")
+        require_at_least("sft", self, 0, "microbatches")
+        require_choices("sft", self)
         if self.horizon < 0 or 0 < self.horizon < self.steps:
             raise ValueError(
                 f"sft.horizon: {self.horizon}, which ends before the {self.steps} updates of the "
@@ -84,7 +79,6 @@ class SFTSettings:
                 f"sft.horizon: {self.horizon} with a constant learning rate and no warm-up, on "
                 "which it would have no effect; give 0"
             )
-        remat.check("sft.remat", self.remat)
 
     @property
     def shape(self) -> RowsShape:

@@ -6,7 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
+
+from paravt_jax.checks import require_above, require_at_least, require_choices, require_share
 
 Anchor = Literal["likelihood", "credit", "sequence", "none"]
 Level = Literal["group", "batch", "none"]
@@ -95,44 +97,19 @@ class GRPOSettings:
                 f"GRPOSettings.group_size: {self.group_size} is too small to compare rollouts; "
                 "give at least 2"
             )
-        for name in ("reward_scaling", "reward_clip", "behaviour_cap"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"GRPOSettings.{name}: {value}; give a finite number above 0")
+        section = "GRPOSettings"
+        positive = ("reward_scaling", "reward_clip", "behaviour_cap", "upper_clip")
+        require_above(section, self, 0, *positive)
+        require_above(section, self, 1, "dual_clip")
+        require_at_least(section, self, 0, "kl_coefficient", "anchor_weight")
+        require_share(section, self, "min_signal")
+        require_choices(section, self)
         if not 0 < self.clip < 1:
             raise ValueError(f"GRPOSettings.clip: {self.clip}; give a number between 0 and 1")
-        for name, bound in (("upper_clip", 0), ("dual_clip", 1)):
-            value = getattr(self, name)
-            if value is not None and not bound < value < math.inf:
-                raise ValueError(
-                    f"GRPOSettings.{name}: {value}; give a finite number above {bound}, or None"
-                )
-        for name in ("kl_coefficient", "anchor_weight"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(
-                    f"GRPOSettings.{name}: {value}; give a finite number of at least 0"
-                )
-        if not 0 <= self.min_signal <= 1:
-            raise ValueError(
-                f"GRPOSettings.min_signal: {self.min_signal}; it is a share of groups, give 0 to 1"
-            )
         if not math.isfinite(self.reward_bias):
             raise ValueError(
                 f"GRPOSettings.reward_bias: {self.reward_bias}; give a finite number, such as 0.2"
             )
-        for name, choices in {
-            "reward_normalisation": NormalisationName,
-            "advantage_normalisation": NormalisationName,
-            "kl_kind": KLKind,
-            "ratio": Ratio,
-            "anchor": Anchor,
-        }.items():
-            value, known = getattr(self, name), get_args(choices)
-            if value not in known:
-                raise ValueError(
-                    f"GRPOSettings.{name}: {value!r} is unknown; choose one of {', '.join(known)}"
-                )
         if self.ratio == "sequence" and self.anchor == "credit":
             raise ValueError(
                 "GRPOSettings.anchor: 'credit' with ratio 'sequence', which would average the "
