@@ -2,11 +2,16 @@
 
 from configs import ablations
 from configs.cross_model import paravt_7b, vanilla_grpo_7b
+from configs.lora import (
+    paravt_2b_lora,
+    paravt_4b_lora,
+    paravt_8b_lora,
+    sft_2b_lora,
+    sft_4b_lora,
+    sft_8b_lora,
+)
 from configs.paradox import paradox_tiny
-from configs.paravt_2b_lora import paravt_2b_lora, sft_2b_lora
-from configs.paravt_4b_lora import paravt_4b_lora, sft_4b_lora
 from configs.paravt_8b import paravt_8b
-from configs.paravt_8b_lora import paravt_8b_lora, sft_8b_lora
 from configs.paravt_tiny import paravt_tiny
 from configs.released import paravt_8b_released, sft_8b_released
 from configs.sft import sft_8b, sft_tiny

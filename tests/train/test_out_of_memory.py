@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import train.run
-from configs.paravt_2b_lora import paravt_2b_lora
+from configs.lora import paravt_2b_lora
 from paravt_extras.fit import fit
 from paravt_extras.slices import Topology
 from paravt_jax.processes.exit_codes import TEMPORARY

@@ -7,7 +7,7 @@ import pytest
 from models.flops import flops_per_token, forward_flops
 from models.qwen3_vl.sizes import qwen3_vl
 from train.learn.packing import GroupLengths
-from train.learn.work import real_tokens, update_flops, visible_pairs
+from train.learn.speed import real_tokens, update_flops, visible_pairs
 
 CONFIG = qwen3_vl("2b")
 HEAD = 2.0 * CONFIG.text.vocab_size * CONFIG.text.hidden_size

@@ -1,4 +1,4 @@
-"""PARA-GRPO with adapters on Qwen3-VL-2B, for one chip and the drawn scenes."""
+"""PARA-GRPO with adapters, for one to four small chips and the drawn scenes."""
 
 from __future__ import annotations
 
@@ -59,3 +59,45 @@ def sft_2b_lora() -> Run:
     Command: python -m train.run --config=sft_2b_lora
     """
     return change(paravt_2b_lora(), "sft_2b_lora", {"data.heldout": 0, "rl": None})
+
+
+def paravt_4b_lora() -> Run:
+    """`paravt_2b_lora` with Qwen3-VL-4B, on one v6e chip.
+
+    Command: python -m train.run --config=paravt_4b_lora
+
+    The largest programs were compiled for v6e:1x1 and fit (docs/scale.md). Nothing has run.
+
+    Not in the paper, and not measured on real weights.
+    """
+    fields = {"model.path": "Qwen/Qwen3-VL-4B-Instruct", "model.size": "4b"}
+    return change(paravt_2b_lora(), "paravt_4b_lora", fields)
+
+
+def sft_4b_lora() -> Run:
+    """The cold start of `paravt_4b_lora` alone.
+
+    Command: python -m train.run --config=sft_4b_lora
+    """
+    return change(paravt_4b_lora(), "sft_4b_lora", {"data.heldout": 0, "rl": None})
+
+
+def paravt_8b_lora() -> Run:
+    """`paravt_2b_lora` with Qwen3-VL-8B, on a v5e:2x2 slice.
+
+    Command: python -m train.run --config=paravt_8b_lora
+
+    The largest programs were compiled for v5e:2x2 and fit (docs/scale.md). Nothing has run.
+
+    Not in the paper, and not measured on real weights.
+    """
+    fields = {"model.path": "Qwen/Qwen3-VL-8B-Instruct", "model.size": "8b"}
+    return change(paravt_2b_lora(), "paravt_8b_lora", fields)
+
+
+def sft_8b_lora() -> Run:
+    """The cold start of `paravt_8b_lora` alone.
+
+    Command: python -m train.run --config=sft_8b_lora
+    """
+    return change(paravt_8b_lora(), "sft_8b_lora", {"data.heldout": 0, "rl": None})
