@@ -36,6 +36,7 @@ import numpy as np
 from jaxtyping import Float, Int, Int32, UInt8
 
 from models.features import Reading, wait_for_one
+from paravt_jax.checks import require_at_least
 from paravt_jax.method.records import Frame
 
 Result = TypeVar("Result")
@@ -70,15 +71,7 @@ class Sampling:
 
     def __post_init__(self):
         self._check_types()
-        if self.max_new_tokens < 0:
-            raise ValueError(
-                f"Sampling.max_new_tokens: {self.max_new_tokens}; give 0 or more tokens"
-            )
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(
-                f"Sampling.temperature: {self.temperature}; "
-                "give 0 (the likeliest token) or a finite number above it"
-            )
+        require_at_least("Sampling", self, 0, "max_new_tokens", "temperature")
         # The compiled programs take top_k and token ids as int32.
         if not 0 <= self.top_k < 2**31:
             raise ValueError(

@@ -148,8 +148,8 @@ def test_overlong_trajectories_earn_less(road, small):
     actor = Actor(small.Script(road), road.environment, Rules())
     charged = roll_out(actor, begin(questions, settings, 0, 1), settings)
     lost = np.subtract(
-        [reward.total for group in plain.rewards for reward in group],
-        [reward.total for group in charged.rewards for reward in group],
+        [reward.total for reward in plain.rewards],
+        [reward.total for reward in charged.rewards],
     )
     wanted = [max(0, length - min(lengths) - 1) / buffer for length in lengths]
     assert lost == pytest.approx(wanted) and lost.min() == 0 < lost.max()

@@ -328,18 +328,13 @@ def sums_of(arrays: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(one, arrays)
 
 
-def over_replicas(sums: Any, mesh: Mesh | None, shardings: Any = None) -> Any:
+def over_replicas(sums: Any, mesh: Mesh | None) -> Any:
     """The sums over replicas: the one reduction of an update.
 
-    Args:
-        sums: Gradients, with a first axis of replicas if there are several.
-        mesh: The mesh.
-        shardings: Those of `sums`; None: they are known.
+    With several replicas, the first axis of `sums` counts them.
     """
     if replicas(mesh) == 1:
         return sums
-    if shardings is not None:
-        sums = jax.lax.with_sharding_constraint(sums, shardings)
     return jax.tree.map(lambda x: x.sum(0), sums)
 
 
