@@ -293,7 +293,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "seed_of(seed, step, first + n, g)",
             "seed_of(seed, step, n, g)",
         ),
-        "replaced_groups_stay": ("for part in (old, new)", "for part in (new, old)"),
+        "replaced_groups_stay": ("(*old.groups, *new.groups)", "(*new.groups, *old.groups)"),
         "budget_by_number": ("question, budgets[place],", "question, budgets[n],"),
         "a_round_too_many": (
             "for _ in range(settings.dynamic_sampling):",

@@ -487,7 +487,9 @@ def test_processes_lay_out_the_same_rows_and_their_own_frames(
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     whole = laid_out(road, rollouts, shape)
     grids = whole_grids(road, rollouts)
-    played = dataclasses.replace(rollouts, players=players)
+    pairs = zip(rollouts.groups, players, strict=True)
+    played_by_both = tuple(dataclasses.replace(group, players=own) for group, own in pairs)
+    played = dataclasses.replace(rollouts, groups=played_by_both)
     found = []
     monkeypatch.setattr(hosts, "process_count", lambda: 2)
     # What the other process sends.
