@@ -18,7 +18,6 @@ tunings = st.builds(
     slots=st.integers(1, 200),
     page=st.sampled_from((1, 16, 48, 64)),
     cache_tokens=tokens,
-    prefill_tokens=tokens,
     read_tokens=tokens,
 )
 longest = st.builds(
