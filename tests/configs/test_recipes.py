@@ -181,7 +181,6 @@ OVERRIDES = (
     ("--engine.page", "32"),
     ("--engine.cache-tokens", "100"),
     ("--engine.read-tokens", "1"),
-    ("--engine.prefill-tokens", "1"),
 )
 
 
