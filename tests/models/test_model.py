@@ -17,7 +17,7 @@ from models.attention import DenseCache, RowLayout
 from models.model import VisionLanguageModel, abstract_model
 from models.packing import packed_layout
 from models.qwen3_vl.sizes import tiny
-from models.remat import check
+from models.remat import rematerialise
 from models.text import VisualBank
 from models.vision import frame_layout
 
@@ -322,7 +322,7 @@ def test_a_policy_decides_what_is_saved(model, visual_batch, capsys):
 
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match=f"remat: 'ful' .*{', '.join(POLICIES)}"):
-        check("remat", "ful")
+        rematerialise(lambda x: x, "ful")
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 24, 100])
