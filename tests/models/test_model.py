@@ -320,6 +320,7 @@ def test_a_policy_decides_what_is_saved(model, visual_batch, capsys):
     assert 1 < found["attention"][1] < found["dots"][1] < found["none"][1]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match=f"remat: 'ful' .*{', '.join(POLICIES)}"):
         rematerialise(lambda x: x, "ful")
