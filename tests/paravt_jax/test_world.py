@@ -138,7 +138,7 @@ def test_a_world_of_other_settings_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"presence": 1.5}, "presence is 1.5"),
+        ({"presence": 1.5}, "presence: 1.5"),
         ({"train_videos": 0}, "train_videos"),
         ({"size": 16}, "size is 16"),
         ({"jitter": 20}, "jitter 20"),

@@ -16,7 +16,7 @@ from paravt_extras.table_2 import read_run
 from paravt_jax.data.stored_json import DamagedFileError
 from train.durable.clock import Clock
 from train.durable.metrics import MetricsWriter, read_metrics
-from train.durable.run_directory import RunDirectoryError
+from train.durable.run_directory import FORMAT, RunDirectoryError
 
 Read = Callable[[pathlib.Path], object]
 
@@ -83,7 +83,7 @@ def test_commands_print_the_line_and_no_traceback(tmp_path, capsys):
 
 @pytest.mark.parametrize("config", [{"rl": 3}, {"rl": {"prompts": 1}}, {"model": []}])
 def test_the_lines_of_table_2_name_a_damaged_configuration(tmp_path, config):
-    sound = {"format": 9, "model": {"size": "tiny"}, "sft": None, "rl": None}
+    sound = {"format": FORMAT, "model": {"size": "tiny"}, "sft": None, "rl": None}
     (tmp_path / "config.json").write_text(json.dumps(sound | config))
     (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": []}))
     with pytest.raises(RunDirectoryError, match=r"config\.json is damaged \((rl|model)"):
