@@ -59,8 +59,12 @@ def test_only_a_run_rehearses(command, tmp_path, monkeypatch, capsys):
 FEW = (
     "--sft.steps=1",
     "--rl.steps=1",
+    "--rl.frame-budgets=4",
     "--evaluation.questions=1",
-    "--evaluation.format-rollouts=1",
+    "--evaluation.frames=4",
+    "--evaluation.dispatch=parallel",
+    "--evaluation.temperatures=0",
+    "--evaluation.no-curve",
 )
 
 
@@ -70,7 +74,7 @@ def optimised(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("optimised")
 def test_the_literal_command_ends_with_a_report(assets, tmp_path):
     """Against a stand-in of the hub. `benchmarks.rehearsal` kills it in every phase."""
