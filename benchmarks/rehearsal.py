@@ -4,7 +4,7 @@
     python -m benchmarks.rehearsal --tokenizer FOLDER --devices 8              # eight fake devices
     python -m benchmarks.rehearsal --tokenizer FOLDER --devices 4 --processes 2
 
-The command under test is `python -m train.run --config=paravt_8b --rehearse`, with
+The command under test is `python -m paravt_extras.rehearsal --config=paravt_8b`, with
 `--frames.admission=counted`: only then does a run repeat bit for bit. A stand-in of the hub serves
 small random weights and a small set in the published layout. The first run is left alone. Two
 further runs get a signal in every phase, SIGTERM in one and SIGKILL in the other, and are started
@@ -128,7 +128,7 @@ def start(
     setting: Setting, place: pathlib.Path, variables: dict[str, str]
 ) -> list[subprocess.Popen]:
     """Start the processes of a run with `place` as their working directory."""
-    line = [sys.executable, "-m", "train.run", "--config=paravt_8b", "--rehearse"]
+    line = [sys.executable, "-m", "paravt_extras.rehearsal", "--config=paravt_8b"]
     line += ["--frames.admission=counted", *setting.arguments]
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={setting.devices}"

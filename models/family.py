@@ -22,6 +22,8 @@ from typing import Any
 from models.config import ModelConfig
 from models.vision import VisionTower
 
+REHEARSAL = "rehearsal"
+"""Name of a narrow and shallow size that every family has."""
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")
 """All families, by `model_type` in config.json; the first one is the default."""
 

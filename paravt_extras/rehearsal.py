@@ -1,6 +1,6 @@
 """A rehearsal: every phase of a run on published data, in minutes.
 
-    python -m train.run --config=paravt_8b --rehearse
+    python -m paravt_extras.rehearsal --config=paravt_8b
 
 Recipe, tokenizer, protocol, phases, mesh, processes and files are those of the run. Widths, depths,
 lengths and steps are cut, weights are random, and the data are a stand-in made from a seed. It
@@ -9,12 +9,15 @@ learns nothing, but what would stop the run later stops the rehearsal now.
 
 from __future__ import annotations
 
+import functools
 import pathlib
+import sys
 from typing import Any
 
 from flax import nnx
 
-from models.family import family
+from configs import RECIPES
+from models.family import REHEARSAL, family
 from models.model import VisionLanguageModel
 from models.weights.hf import save
 from paravt_extras.fit import choose_mesh
@@ -22,7 +25,9 @@ from paravt_extras.slices import found_devices
 from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data.any_path import require_local
 from paravt_jax.processes import cluster, hosts
+from train.cli import parse
 from train.published_model import copy_tokenizer
+from train.run import command, train
 from train.settings import Run, change
 
 # Upper bounds on settings, by dotted name. On a CPU, the softmax over the vocabulary takes most of
@@ -100,14 +105,14 @@ def cut(run: Run) -> Run:
     """
     if run.data is None:
         raise ValueError(
-            f"rehearse: True with {run.name}, which has no published data and needs no rehearsal; "
-            "leave --rehearse out"
+            f"--config={run.name}: it has no published data, and so needs no rehearsal; give a "
+            "recipe that has, such as paravt_8b"
         )
-    require_local("rehearse: True with run_dir", run.run_dir)
+    require_local("run_dir of a rehearsal", run.run_dir)
     name = f"{run.name}-rehearsal"
     fields: dict[str, Any] = {
         "run_dir": run.run_dir or f"runs/{name}",
-        "model.size": "rehearsal",
+        "model.size": REHEARSAL,
         # Rows that are too long for the cut lengths say nothing about the run.
         "max_left_out": 1.0,
     }
@@ -126,7 +131,18 @@ def _make_weights(run: Run, folder: pathlib.Path) -> pathlib.Path:
         return weights
     tokenizer = folder / "tokenizer"
     hosts.from_first(lambda: copy_tokenizer(run.model.path, tokenizer))
-    config = family(run.model.family).size("rehearsal")
+    config = family(run.model.family).size(REHEARSAL)
     model = nnx.jit(lambda: VisionLanguageModel(config, rngs=nnx.Rngs(run.seed)))()
     save(model, weights, files=sorted(tokenizer.iterdir()))
     return weights
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    program = "python -m paravt_extras.rehearsal"
+    run = parse(sys.argv[1:] if argv is None else argv, RECIPES, prog=program)
+    return command(run, functools.partial(train, begin=lambda run: rehearsal(run.beginning())))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -29,7 +29,7 @@ from models.features import FrameSettings
 from models.model import VisionLanguageModel
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.vocabulary import save_tokenizer
-from train.export import write_model
+from train.model_folder import write_model
 from train.settings import Run
 
 ROOT = pathlib.Path(__file__).parents[1]

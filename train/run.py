@@ -16,7 +16,7 @@ import pathlib
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,6 @@ from models.model import VisionLanguageModel
 from models.sharding import make_mesh
 from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
-from paravt_extras.rehearsal import rehearsal
 from paravt_extras.report.finish import final_report, interim_report
 from paravt_extras.report.result import goodput
 from paravt_extras.slices import found_devices
@@ -57,7 +56,6 @@ from train.durable.profile import parse_steps
 from train.durable.saver import Origin, open_saver
 from train.durable.usage import Usage
 from train.evaluations import Evaluator
-from train.export import export_run
 from train.learn.align import CaptionedFrames, align
 from train.learn.placement import require_even
 from train.learn.rl import Learner
@@ -65,6 +63,7 @@ from train.learn.rollouts import draw_budgets
 from train.learn.sft import SFTBatches, SFTSettings
 from train.left_out import note_unreadable
 from train.model import first_model, require_targets, take_apart
+from train.model_folder import export_run
 from train.out_of_memory import naming_remedies
 from train.prepare import prepare
 from train.published_data import open_reader
@@ -72,17 +71,6 @@ from train.published_model import config_of, require_weights
 from train.rl import train_rl
 from train.settings import Run
 from train.sft import control_settings, train_sft
-
-
-def begin(run: Run) -> Run:
-    """Apply `cold_started` and `rehearse`, which replace other settings.
-
-    Raises:
-        ValueError: They do not fit the recipe.
-        FileNotFoundError: The tokenizer for a rehearsal cannot be fetched.
-    """
-    run = run.beginning()
-    return rehearsal(run) if run.rehearse else run
 
 
 def resolved(run: Run) -> dict[str, Any]:
@@ -130,13 +118,13 @@ def execute(
         RunDirectoryError: If the folder belongs to another run.
         CheckpointError: If a checkpoint does not belong to this run.
     """
-    return _execute(begin(run), interrupts or Interrupts(), questions)
+    return _execute(run.beginning(), interrupts or Interrupts(), questions)
 
 
 def _execute(
     run: Run, interrupts: Interrupts, questions: Sequence[Question] | None = None
 ) -> pathlib.Path:
-    """Run every unfinished phase with settings from `begin`; see `execute`."""
+    """Run every unfinished phase with settings from `Run.beginning`; see `execute`."""
     config = resolved(run)
     fitted = fit(run, found_devices())
     run = fitted.run
@@ -370,6 +358,7 @@ def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _show(run: Run, topology: str) -> int:
     """Print what the run needs. Returns 1 if it would stop, else 0."""
+    run = run.beginning()
     if not topology:
         cluster.connect(run.hosts)
     findings = check(run, resolved(run), _place(run), topology)
@@ -378,27 +367,36 @@ def _show(run: Run, topology: str) -> int:
     return int(any(finding.problem == "error" for finding in findings))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    options, rest = _parse_options(sys.argv[1:] if argv is None else argv)
-    run = parse(rest, RECIPES)
+def train(run: Run, begin: Callable[[Run], Run] = Run.beginning) -> int:
+    """Run every unfinished phase, and say where the report is.
+
+    Args:
+        run: The settings.
+        begin: Replaces settings once the processes have joined.
+
+    Returns:
+        The exit code.
+    """
+    start = time.monotonic()
+    # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
+    cluster.connect(run.hosts)
+    with Interrupts() as interrupts, cluster.ending_with_the_others():
+        run = begin(run)
+        require_ready(run, resolved(run), _place(run))
+        report = _execute(run, interrupts)
+    taken = in_words(time.monotonic() - start, report.parent / "seconds.json")
+    share = goodput(report.parent).get("goodput")
+    useful = "" if share is None else f", goodput {share:.0%}"
+    print(f"done in {taken}{useful}; see {_place(run).in_words(str(report))}")
+    return 0
+
+
+def command(run: Run, work: Callable[[Run], int]) -> int:
+    """Do some work for a run, such as `train`. Returns the exit code; an error has one line."""
     reuse_freed_memory()
     gpu.reserve_memory()
-    start = time.monotonic()
     try:
-        if options.check:
-            if run.rehearse:
-                raise ValueError(
-                    "--check, --rehearse: a rehearsal makes its weights and data, and then prints "
-                    "the same table; give one of the two"
-                )
-            return _show(begin(run), options.topology)
-        # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
-        cluster.connect(run.hosts)
-        with Interrupts() as interrupts, cluster.ending_with_the_others():
-            run = begin(run)
-            require_ready(run, resolved(run), _place(run))
-            report = _execute(run, interrupts)
+        return work(run)
     except Stopped as stop:
         print(f"\n{stop}; the same command continues from there", file=sys.stderr)
         return stop.code
@@ -411,11 +409,15 @@ def main(argv: list[str] | None = None) -> int:
             f"error: unforeseen, {type(error).__name__} (above); the same command continues from "
             "the last checkpoint",
         )
-    taken = in_words(time.monotonic() - start, report.parent / "seconds.json")
-    share = goodput(report.parent).get("goodput")
-    useful = "" if share is None else f", goodput {share:.0%}"
-    print(f"done in {taken}{useful}; see {_place(run).in_words(str(report))}")
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    options, rest = _parse_options(sys.argv[1:] if argv is None else argv)
+    run = parse(rest, RECIPES)
+    if options.check:
+        return command(run, functools.partial(_show, topology=options.topology))
+    return command(run, train)
 
 
 def _in_words(error: Exception, run: Run) -> str:

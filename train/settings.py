@@ -95,8 +95,6 @@ class Run:
     """Run whose data and finished cold start are reused: a folder, or gs:// if --run-dir is."""
     cold_started: str = ""
     """Hugging Face id or folder of weights that had the cold start; RL begins with them, no SFT."""
-    rehearse: bool = False
-    """Go through all phases in minutes: cut sizes, random weights, little data (docs/tpu.md)."""
     profile: str = ""
     """Steps of each training phase to trace into RUN/profile, such as 3 or 3-5 (docs/speed.md)."""
     seed: int = 0
@@ -173,18 +171,6 @@ class Run:
             )
         model = dataclasses.replace(self.model, path=self.cold_started)
         return dataclasses.replace(self, model=model, sft=None, cold_started="")
-
-    def require_no_rehearsal(self) -> None:
-        """For commands of real runs only.
-
-        Raises:
-            ValueError: `rehearse` is set.
-        """
-        if self.rehearse:
-            raise ValueError(
-                "rehearse: True; only train.run rehearses, and it prepares its own data: leave "
-                "--rehearse out"
-            )
 
     def require_no_demonstrations(self) -> None:
         """For runs on your own questions.

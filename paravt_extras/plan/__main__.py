@@ -135,7 +135,6 @@ def main(argv: list[str] | None = None) -> int:
     options, rest = parser.parse_known_args(argv)
     run = parse(rest, RECIPES)
     try:
-        run.require_no_rehearsal()
         topology = Topology(options.topology)
         fitted = fit(run.beginning(), topology.available)
         mesh = mesh_sizes(fitted.run)

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NotRequired, TypedDict
 
+from models.family import REHEARSAL
 from paravt_extras.report.chart import Chart, line_chart, stacked_chart
 from paravt_extras.report.claim import claim_charts, format_table, is_shown
 from paravt_extras.report.discovery import greedy, group_table, learning_curves, pair_cards
@@ -136,7 +137,7 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
     template = environment(pathlib.Path(__file__).parent).get_template("report.html.jinja")
     text = template.render(
         name=str(config.get("name") or config.get("recipe") or root.name),
-        rehearsal=bool(config.get("rehearse")),
+        rehearsal=config.get("model", {}).get("size") == REHEARSAL,
         progress="" if finished else progress(root, config, metrics),
         warnings=deserves_a_look(root, metrics, finished),
         temperature=_sampling_temperature(result),

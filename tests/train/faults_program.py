@@ -143,7 +143,6 @@ def main() -> int:
         at = rest.index("--hosts.coordinator") + 1
         wire = Wire(int(rest[at].rpartition(":")[2]))
         rest[at] = f"localhost:{wire.port}"
-    train.run.begin = lambda run: run
     train.run.require_ready = lambda *_: None
     train.run._execute = lambda run, interrupts: steps(fault, int(who), folder, wire, interrupts)
     return train.run.main(["--config=sft_tiny", "--run-dir", name, *rest])

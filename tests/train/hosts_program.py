@@ -153,12 +153,12 @@ def look(folder: pathlib.Path, index: int) -> dict:
 def rehearse(folder: pathlib.Path, index: int) -> dict:
     """Makes the weights and data of a rehearsal, which begins with nothing."""
     from configs.paravt_8b import paravt_8b
-    from train.run import begin
+    from paravt_extras.rehearsal import rehearsal
     from train.settings import change
 
     tokenizer = pathlib.Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl"
-    fields = {"model.path": str(tokenizer), "run_dir": str(folder / "run"), "rehearse": True}
-    run = begin(change(paravt_8b(), "paravt_8b", fields))
+    fields = {"model.path": str(tokenizer), "run_dir": str(folder / "run")}
+    run = rehearsal(change(paravt_8b(), "paravt_8b", fields))
     weights = pathlib.Path(run.model.path)
     assert run.data is not None
     return {

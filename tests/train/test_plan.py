@@ -47,7 +47,6 @@ def test_a_program_that_is_too_large_is_a_result():
         (["--topology=v5e:3"], "v5e:3"),
         (["--topology=v5e:4x4", "--only", "nothing"], "--only nothing: unknown"),
         (["--topology=v5e:4x4", "--mesh.fsdp", "8", "--mesh.tensor", "1"], "mesh: "),
-        (["--topology=v5e:4x4", "--rehearse"], "rehearse"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, words, capsys):

@@ -16,8 +16,8 @@ from models.qwen3_vl.sizes import qwen3_vl
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method import tokenizer
 from paravt_jax.world.vocabulary import save_tokenizer
-from train.export import write_model
 from train.model import first_model
+from train.model_folder import write_model
 from train.published_model import check_vocabulary, config_of, copy_tokenizer, fingerprint
 from train.settings import ModelSettings
 

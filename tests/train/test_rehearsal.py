@@ -6,7 +6,6 @@ import pathlib
 
 import pytest
 
-import train.run
 from benchmarks.killing import environment
 from benchmarks.rehearsal import RUN, Setting, finish, serve
 from configs import RECIPES
@@ -14,8 +13,6 @@ from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
 from paravt_extras.rehearsal import cut
 from train.durable.metrics import read_metrics
-from train.prepare import main as prepare
-from train.run import begin
 from train.settings import change
 
 
@@ -43,17 +40,8 @@ def test_smaller_settings_are_kept():
 
 
 def test_a_recipe_of_the_small_world_has_no_rehearsal():
-    with pytest.raises(ValueError, match="rehearse: True with paravt_tiny"):
-        begin(change(paravt_tiny(), "paravt_tiny", {"rehearse": True}))
-
-
-@pytest.mark.parametrize("command", [train.run.main, prepare], ids=["check", "prepare"])
-def test_only_a_run_rehearses(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    check = ["--check"] if command is train.run.main else []
-    assert command(["--config=paravt_8b", "--rehearse", *check]) != 0
-    assert "rehearse" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="--config=paravt_tiny: it has no published data"):
+        cut(paravt_tiny())
 
 
 FEW = (

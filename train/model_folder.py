@@ -1,0 +1,154 @@
+"""The folder of a trained model: weights, tokenizer, chat template and processor settings.
+
+`models.weights.hf.load`, `models.processor.Processor.load` and transformers open it.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models.config import ModelConfig, VisionConfig
+from models.family import family_of
+from models.features import FrameSettings
+from models.lora import merge_adapters
+from models.model import VisionLanguageModel
+from models.peft_folder import save_adapters
+from models.sharding import require_mesh
+from models.trained import apart
+from models.weights.hf import save
+from paravt_jax.processes import hosts
+from train.model import Parts
+from train.settings import Run
+
+# Largest number of frames per video, as in `models.processor.video_frame_indices`. The
+# `longest_edge` of a video processor bounds the pixels of all frames of a video together.
+_FRAMES = 768
+_PUBLISHED_MAX_TOKENS = 16_384  # visual tokens of the largest image of the published processors
+# The chat template: plain turns, with tool responses inside user turns. It refuses tools, because
+# their schema is part of the system turn that `paravt_jax.method.protocol` writes.
+_TEMPLATE = """\
+{%- if tools %}\
+{{ raise_exception('this template writes no tools: \
+paravt_jax.method.protocol does, for rollout.ask') }}\
+{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' }}
+{%- if message.role == 'tool' %}{{ '<tool_response>\\n' }}{% endif %}
+{%- if message.content is string %}{{ message.content }}{% else %}
+{%- for item in message.content %}
+{%- if item.type in ('image', 'video') %}\
+{{ '<|vision_start|><|' + item.type + '_pad|><|vision_end|>' }}\
+{% else %}{{ item.text }}{% endif %}
+{%- endfor %}
+{%- endif %}
+{%- if message.role == 'tool' %}{{ '\\n</tool_response>' }}{% endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def export_run(run: Run, folder: pathlib.Path, parts: Parts, weights: Any) -> None:
+    """Write the trained model of a run to `model`, and its adapters to `adapter`, unless it exists.
+
+    Adapters of random weights are not written: they have no base to name.
+
+    Args:
+        run: The settings.
+        folder: The run's folder.
+        parts: The model without its trained weights.
+        weights: The trained weights.
+    """
+    if hosts.from_first((folder / "model").exists):
+        return
+    # All processes take part, because the weights are sharded over all of them.
+    model = parts.model
+    text, vision = apart(weights)
+    whole = NamedSharding(require_mesh(weights), PartitionSpec())
+    nnx.update(model.text, text, parts.frozen)
+    if vision is not None:
+        nnx.update(model.vision, vision)
+    digest = parts.origin.content.get("base_fingerprint")
+    adapter = folder / "adapter"
+    if run.lora is not None and digest is not None and not hosts.from_first(adapter.exists):
+        base, part = run.model.path, run.train_vision
+        save_adapters(model, run.lora, adapter, base=base, base_digest=digest, train_vision=part)
+    merge_adapters(model.text)
+    nnx.update(model.vision, jax.device_put(parts.tower_with(vision), whole))
+    write_model(model, folder / "tokenizer", run.frames, folder / "model")
+
+
+def write_model(
+    model: VisionLanguageModel,
+    tokenizer_folder: pathlib.Path,
+    frames: FrameSettings,
+    folder: pathlib.Path,
+) -> None:
+    """Write a model with its tokenizer, chat template and processor settings.
+
+    Args:
+        model: The weights and their configuration.
+        tokenizer_folder: Files to copy. They take precedence over files of the same name that this
+            function would generate.
+        frames: Sizes at which the processor shows pictures.
+        folder: Folder to create.
+    """
+    files = {file.name: file for file in tokenizer_folder.iterdir()}
+    with tempfile.TemporaryDirectory() as generated:
+        for name, text in _processor_files(model.config, frames).items():
+            if name not in files:
+                files[name] = pathlib.Path(generated) / name
+                files[name].write_text(text, encoding="utf-8")
+        save(model, folder, files=[files[name] for name in sorted(files)])
+
+
+def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, str]:
+    """Contents of the chat template and the processors' settings, by file name."""
+    names = family_of(config).processor
+    side = config.vision.patch_size * config.vision.spatial_merge_size
+    longest = max(frames.max_pixels, frames.crop_max_pixels)
+    image_pixels = {"shortest_edge": frames.min_pixels, "longest_edge": longest}
+    if frames.snap or frames.processor_min_pixels:
+        # Whoever sends the frames applies the limits; the processor has its own, published ones.
+        image_pixels = {
+            "shortest_edge": frames.processor_min_pixels or 1,
+            "longest_edge": _PUBLISHED_MAX_TOKENS * side**2,
+        }
+    video_pixels = image_pixels
+    if config.vision.position_rate is None:
+        # The limit is for all frames together.
+        video_pixels = {**image_pixels, "longest_edge": _FRAMES * longest}
+    image = {
+        "image_processor_type": names["image_processor"],
+        "processor_class": names["processor"],
+        "size": image_pixels,
+        **_patches(config.vision),
+    }
+    video = {
+        "video_processor_type": names["video_processor"],
+        "processor_class": names["processor"],
+        "size": video_pixels,
+        **_patches(config.vision),
+    }
+    return {
+        "chat_template.jinja": _TEMPLATE,
+        "preprocessor_config.json": json.dumps(image, indent=2) + "\n",
+        "video_preprocessor_config.json": json.dumps(video, indent=2) + "\n",
+    }
+
+
+def _patches(vision: VisionConfig) -> dict[str, int | list[float]]:
+    return {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "image_mean": list(vision.pixel_mean),
+        "image_std": list(vision.pixel_std),
+    }
