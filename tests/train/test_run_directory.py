@@ -295,21 +295,6 @@ def test_a_run_without_a_finished_cold_start_is_refused(cold_start, tmp_path) ->
         take_over(cold_start, tmp_path / "warm", SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"sft": 3}, {"sft": {}}, {"protocol": None}, {"data": {"frames": 1}}]
-)
-def test_a_damaged_configuration_of_a_cold_start_is_one_line(cold_start, tmp_path, wrong) -> None:
-    """Also without a checksum, as earlier versions wrote it."""
-    file = cold_start / "config.json"
-    content = json.loads(file.read_text()) | wrong
-    del content["checksum"]
-    file.write_text(json.dumps(content))
-    words = f"config.json is damaged \\({next(iter(wrong))}.*another --start"
-    with pytest.raises(RunDirectoryError, match=words) as error:
-        take_over(cold_start, tmp_path / "warm", SETTINGS)
-    assert "\n" not in str(error.value)
-
-
 PUBLISHED: dict[str, Any] = SETTINGS | {
     "world": None,
     "text": None,

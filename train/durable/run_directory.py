@@ -10,7 +10,6 @@ from typing import Any, NotRequired, TypedDict
 
 from paravt_jax.data.stored_json import (
     DamagedFileError,
-    mismatch,
     read_checked_json,
     write_checked_json,
 )
@@ -282,11 +281,6 @@ def require_cold_start(source: str | pathlib.Path, config: dict[str, Any]) -> No
             f"--start {source} is not a run with a cold start: {', '.join(missing)} missing."
         )
     found = read_config(source, "--start", (FORMAT,))
-    wrong = mismatch(found, _ColdStart)
-    if wrong:
-        raise RunDirectoryError(
-            f"{source / _CONFIG} is damaged ({wrong}): restore it, or give another --start."
-        )
     wanted = as_json(config, "the run's configuration")
     require_same(
         f"--start {source} holds a cold start of other settings",
@@ -302,36 +296,6 @@ def require_cold_start(source: str | pathlib.Path, config: dict[str, Any]) -> No
             f"--start {source}: its cold start has not reached its last step, {steps}; resume that "
             "run first."
         )
-
-
-class _SFT(TypedDict):
-    steps: int
-
-
-class _Published(TypedDict):
-    """The fields of `_DATA_FIELDS`."""
-
-    annotations: Any
-    media: Any
-    frames: Any
-
-
-class _ColdStart(TypedDict):
-    """What is read of a configuration whose cold start is taken over.
-
-    Its fields are `_COLD_START_SETTINGS`, and the data.
-    """
-
-    world: Any
-    text: Any
-    model: Any
-    lora: Any
-    train_vision: Any
-    frames: Any
-    align: Any
-    sft: _SFT
-    protocol: dict[str, Any]
-    data: NotRequired[_Published | None]
 
 
 def cold_start_files(config: dict[str, Any]) -> tuple[str, ...]:
