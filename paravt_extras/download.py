@@ -19,6 +19,7 @@ from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.archives import Archive, find_archives, mark_of, unpack
 from paravt_jax.data.stored_settings import lock
+from paravt_jax.processes.exit_codes import USER_ERRORS
 from paravt_jax.progress import Progress, size
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
 
@@ -230,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("stopped; the same command continues")
         return 130
-    except (OSError, ValueError) as error:
+    except USER_ERRORS as error:
         _say(f"{_PROG}: {error}")
         return 2
     return 0

@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 from paravt_extras.report.result import read_result
 from paravt_extras.table_2 import read_run, text
-from paravt_jax.data.stored_json import DamagedFileError
-from rollout.evaluation.folder import FolderError
-from train.durable.run_directory import FORMAT, RunDirectoryError, read_config
+from paravt_jax.processes.exit_codes import USER_ERRORS
+from train.durable.run_directory import FORMAT, read_config
 
 Row = dict[str, Any]
 
@@ -146,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text(lines))
         else:
             print(table({run.name: _result(run) for run in asked.runs}))
-    except (FileNotFoundError, DamagedFileError, FolderError, RunDirectoryError) as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

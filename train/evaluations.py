@@ -216,8 +216,8 @@ class Evaluator:
                 f"stopped while evaluating {plan.title}; finished K are kept, K = {k} starts again"
             )
             start = time.monotonic()
-            row, lines = self._play(actor, plan, setting)
-            content["rows"].append(row)
+            figures, lines = self._play(actor, plan, setting)
+            content["rows"].append(figures)
             content["seconds"].append(time.monotonic() - start)
             content["episodes"] += lines
             if actor.remote is not None:

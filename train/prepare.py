@@ -31,7 +31,7 @@ from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
-from paravt_jax.processes.exit_codes import exit_code
+from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
 from paravt_jax.progress import Progress
 from paravt_jax.world.videos import WorldSettings
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer, world_pieces
@@ -40,7 +40,6 @@ from train.cli import parse
 from train.data import Data
 from train.left_out import (
     UNREADABLE,
-    LeftOutError,
     count_rows,
     describe_rows,
     note_unreadable,
@@ -440,7 +439,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; the same command continues", file=sys.stderr)
         return 130
-    except (LeftOutError, ValueError, OSError, ModuleNotFoundError) as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
     return 0

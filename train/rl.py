@@ -33,7 +33,7 @@ class Trained(NamedTuple):
 
 
 @runtime_checkable
-class QuestionStream(Questions, Protocol):
+class ResumableQuestions(Questions, Protocol):
     """Questions whose position can be saved."""
 
     def get_state(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Observer(Protocol):
 def train_rl(
     learner: Learner,
     actor: TrainedActor,
-    questions: QuestionStream,
+    questions: ResumableQuestions,
     saver: Saver,
     observer: Observer,
     seed: int,
@@ -108,8 +108,8 @@ def train_rl(
     pool = RolloutPool() if settings.max_staleness else None
     state, cursor = saver.restore(learner.start)
     if cursor is not None:
-        asked, carried = cursor
-        questions.set_state(asked)
+        position, carried = cursor
+        questions.set_state(position)
         if pool is not None:
             pool.state = carried
     if saver.left:

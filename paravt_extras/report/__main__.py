@@ -8,7 +8,7 @@ import sys
 from paravt_extras.report.page import write_report
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
-from paravt_jax.processes.exit_codes import exit_code
+from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
 from train.durable.bucket import Bucket
 from train.durable.place import small_files
 
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(f"written: {_write(run_dir)}")
     # DamagedFileError is a ValueError.
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
     return 0

@@ -22,6 +22,7 @@ from paravt_extras.scenes.write import (
 )
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import require_local
+from paravt_jax.processes.exit_codes import USER_ERRORS
 from paravt_jax.progress import Progress, size
 
 _PROG = command_name("python -m paravt_extras.scenes")
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; the same command continues", file=sys.stderr)
         return 130
-    except (OSError, ValueError) as error:
+    except USER_ERRORS as error:
         print(f"{_PROG}: {error}", file=sys.stderr)
         return 2
     return 0

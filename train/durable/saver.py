@@ -203,16 +203,17 @@ class Saver:
     def _read(self, start: Any) -> tuple[Any, Any]:
         """The state and the cursor of the newest checkpoint; see `restore`."""
         template = start if self._form is None else self._form.as_saved(start)
-        saved, meta, _ = self._checkpoints.restore(template)
+        template = jax.tree.map(_shape, template)
+        # Both states together might not fit into the memory of the devices.
+        for leaf in jax.tree.leaves(start):
+            leaf.delete()
+        saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
         destroyed = not_finite(saved)
         if destroyed:
             raise ValueError(
                 f"{self._step(self.finished_steps)} was saved with numbers that are not finite "
                 f"({destroyed}), by an earlier version: {self._remedy()}"
             )
-        # Callers still refer to these arrays, so without deletion both states would be in memory.
-        for leaf in jax.tree.leaves(start):
-            leaf.delete()
         state = saved if self._form is None else self._form.as_trained(saved)
         return state, unpack(meta["cursor"])
 
@@ -257,6 +258,7 @@ class Saver:
         # A save that failed in the background has left no checkpoint.
         if self._saved and (self._checkpoints.newest_now() or 0) >= self._saved:
             self._home.history.saved(self.name, self.finished_steps + 1, self._saved)
+            self._saved = 0
 
     def _step(self, step: int) -> str:
         """A step as the progress lines name it."""
@@ -303,6 +305,13 @@ class Saver:
         has_cold_start = self.name == "rl" and (folder / "sft").exists()
         kept = f"; --start {folder.parent} keeps the cold start" if has_cold_start else ""
         return f"lower {rates} in another --run-dir{kept}"
+
+
+def _shape(leaf: Any) -> Any:
+    """The shape, type and sharding of an array on devices; others stay as they are."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def open_saver(
