@@ -67,8 +67,9 @@ def evaluated(road, small, monkeypatch):
         scores = judge or rules_of(run.rl.rewards)
         return EngineActor(Script(), road.environment, scores, NoSync(), remote=judge)
 
-    def left_out(*arguments: Any) -> None:
-        """A phase that does nothing."""
+    def untrained(parts, weights, batches, saver) -> Any:
+        """The cold start without a step."""
+        return weights
 
     def evaluate(folder: pathlib.Path, rewards: RewardSettings) -> dict[str, Any]:
         run = dataclasses.replace(
@@ -83,8 +84,10 @@ def evaluated(road, small, monkeypatch):
         train.run, "prepare", lambda *_: dataclasses.replace(road.data, heldout=heldout)
     )
     monkeypatch.setattr(train.run, "open_actor", scripted)
-    for phase in ("align", "train_sft", "train_rl", "export_run"):
-        monkeypatch.setattr(train.run, phase, left_out)
+    monkeypatch.setattr(train.run, "align", lambda *_: None)
+    monkeypatch.setattr(train.run, "train_sft", untrained)
+    monkeypatch.setattr(train.run, "train_rl", lambda learner, *_: learner.start.weights)
+    monkeypatch.setattr(train.run, "export_run", lambda *_: None)
     return evaluate
 
 
