@@ -3,11 +3,11 @@
     python -m examples.grpo_in_one_page        # a few minutes on two CPU cores
 
 A main agent sees a few overview frames of a video and a question. In one turn it may call
-`crop_video` several times. Each call goes to a sub-agent: the same weights, a fresh context, and
-the frames of one window. The reports come back together, and the main agent answers. A group of
+`crop_video` several times. Each call goes to a sub-agent: the same weights, a fresh context, the
+frames of one window. The reports come back together, and the main agent answers. A group of
 episodes is played on each question. Each earns a reward for a right answer, its format and its
-calls. Its advantage is that reward compared with its group's: the update makes tokens with a positive
-one more likely. An extra term anchors the format at its tags, such as `<think>`.
+calls. Its advantage is that reward compared with its group's: it makes the tokens more or less
+likely. An extra term anchors the format at its tags, such as `<think>`.
 """
 
 from __future__ import annotations
