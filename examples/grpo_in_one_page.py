@@ -121,9 +121,8 @@ def roll_out(engine: Engine, environment: Environment, questions: tuple, step: i
     played = [(episode.question, episode.turns) for episode in episodes]
     rewards = score_all(played, REWARDS, anchor_weight=GRPO.sequence_anchor)
     parts = [slice(start, start + GROUP) for start in range(0, len(episodes), GROUP)]
-    return Rollouts(
-        tuple(ScoredGroup(tuple(episodes[part]), tuple(rewards[part])) for part in parts)
-    )
+    groups = [ScoredGroup(tuple(episodes[part]), tuple(rewards[part])) for part in parts]
+    return Rollouts(tuple(groups))
 
 
 def show(episode: Episode) -> None:

@@ -323,7 +323,7 @@ def test_a_policy_decides_what_is_saved(model, visual_batch, capsys):
 @pytest.mark.usefixtures("unchecked")
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match=f"remat: 'ful' .*{', '.join(POLICIES)}"):
-        rematerialise(lambda x: x, "ful")
+        rematerialise(lambda x: x, "ful")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 24, 100])

@@ -125,7 +125,7 @@ def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
     frames = [
         frame
         for group in played.groups
-        for segment in group[0].trajectory.segments[:1]
+        for segment in group.episodes[0].trajectory.segments[:1]
         for frame in segment.frames
     ]
     patches = patches_of(thawed, frames)
