@@ -40,7 +40,8 @@ FAULTS = {
 }
 # The process that it happens to. The first one is also the coordinator.
 WHO = [
-    *((fault, number % 2) for number, fault in enumerate(FAULTS)),
+    # Only process 1 has a wire to cut: the other one is the coordinator.
+    *((fault, 1 if fault == "partition" else number % 2) for number, fault in enumerate(FAULTS)),
     ("kill", 1),
     ("freeze", 0),
 ]
