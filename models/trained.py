@@ -73,27 +73,27 @@ def split(model: VisionLanguageModel, train_vision: TrainVision = "none") -> tup
     and otherwise all weights (`models.lora.split`); and what `train_vision` names.
     """
     graph, text, rest = lora.split(model.text)
-    return graph, together(text, trained_state(model.vision, train_vision)), rest
+    return graph, merge_vision(text, trained_state(model.vision, train_vision)), rest
 
 
-def apart(weights: Any) -> tuple[Any, Any]:
-    """The trained weights of the decoder, and those of the tower; None if it has none."""
+def split_vision(weights: Any) -> tuple[Any, Any]:
+    """Return the trained weights of the decoder, and those of the tower; None if it has none."""
     if VISION not in weights:
         return weights, None
     text = {name: part for name, part in weights.raw_mapping.items() if name != VISION}
     return nnx.State(text), weights[VISION]
 
 
-def together(text: Any, vision: Any) -> Any:
-    """The opposite of `apart`."""
+def merge_vision(text: Any, vision: Any) -> Any:
+    """Return trained weights of the decoder and of the tower as one tree; see `split_vision`."""
     return text if vision is None else nnx.merge_state(text, {VISION: vision})
 
 
 def in_activations(weights: Any, dtype: DTypeLike) -> Any:
     """Trained weights as a model that computes in `dtype` needs them to sample."""
-    text, vision = apart(weights)
+    text, vision = split_vision(weights)
     text = jax.tree.map(lambda x: x.astype(dtype), text)
-    return together(text, None if vision is None else encoding_weights(vision, dtype))
+    return merge_vision(text, None if vision is None else encoding_weights(vision, dtype))
 
 
 # --- the trained part of the vision tower ---
@@ -261,7 +261,7 @@ def _without_gaps(
 
 
 def _in_chunks(function: Callable[..., Array], size: int, weights: Any, *arrays: Array) -> Array:
-    """`function` on `size` rows of arrays after another; 0 for those that are all 0."""
+    """Apply `function` to one chunk of `size` rows after another; chunks of zeros give zeros."""
     count = len(arrays[0])
     size = min(size, count)
     chunks = math.ceil(count / size)

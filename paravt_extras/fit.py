@@ -33,7 +33,7 @@ from models.lora import LoRASettings
 from models.model import abstract_model
 from models.remat import Remat
 from models.sharding import MESH_AXES, param_shardings
-from models.trained import CHUNK_TOKENS, TrainVision, apart, cached_shape, split
+from models.trained import CHUNK_TOKENS, TrainVision, cached_shape, split, split_vision
 from paravt_extras.slices import Devices, known_slices
 from rollout.engine.memory import decode_bytes, prefill_bytes
 from rollout.engine.pages import page_count
@@ -325,7 +325,7 @@ def _sizes(settings: ModelSettings, lora: LoRASettings | None, train_vision: Tra
     itemsize = jnp.dtype(dtype).itemsize
     _, trained, base = split(model, train_vision)
     tower = float(_numbers(nnx.state(model.vision)) * itemsize)
-    return _Sizes(settings.config(), trained, apart(trained)[0], base, tower, itemsize)
+    return _Sizes(settings.config(), trained, split_vision(trained)[0], base, tower, itemsize)
 
 
 def _numbers(tree: Any) -> int:
@@ -580,11 +580,11 @@ class _Estimate:
     def _rollouts_without_cache(self, engine: EngineSizes) -> float:
         lengths = itertools.product(engine.prefill_lengths, (0, *engine.row_lengths))
         calls = [self._prefill(engine, length, before) for length, before in lengths]
-        config, itemsize, token = self.sizes.config, self.sizes.itemsize, self._token_bytes()
+        config, token = self.sizes.config, self._token_bytes()
         copies = 0.0
         if not self._paged:
             widths = engine.row_lengths
-            calls += [decode_bytes(config, engine, itemsize, token, w, False) for w in widths]
+            calls += [decode_bytes(config, engine, token, w, False) for w in widths]
             # Copies of shared prompts, one per group of rows and length.
             copies = engine.slots // engine.rows_per_prefix * sum(engine.prefix_lengths) * token
         state = self._state("rl") if self.run.rl is not None else self.weights + self.frozen

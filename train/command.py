@@ -37,7 +37,9 @@ _COMMANDS = {
     "run": _Command("train a recipe from data to report, or resume that", "train.run"),
     "fits": _Command("list which recipes fit the devices here", "paravt_extras.fits"),
     "check": _Command("list what a run needs and what is missing", "train.run", ("--check",)),
-    "rehearse": _Command("go through all phases in minutes, cut", "paravt_extras.rehearsal"),
+    "rehearse": _Command(
+        "go through all phases of a recipe, cut to minutes", "paravt_extras.rehearsal"
+    ),
     "plan": _Command("predict memory and time of a recipe on a TPU slice", "paravt_extras.plan"),
     "prepare": _Command("download and prepare the published data of a recipe", "train.prepare"),
     "scenes": _Command("draw videos with questions, to try a real model", "paravt_extras.scenes"),

@@ -17,7 +17,7 @@ from models.lora import add_adapters, cast
 from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_fingerprint
 from models.sharding import param_shardings
-from models.trained import Skeleton, TrainedVision, apart, split, together
+from models.trained import Skeleton, TrainedVision, merge_vision, split, split_vision
 from models.vision import encoding_weights
 from models.weights.hf import load
 from models.weights.hf_config import to_hf
@@ -69,7 +69,7 @@ class Parts:
 
     def as_saved(self, state: TrainState) -> dict[str, Any]:
         """Return the arrays that a checkpoint stores."""
-        text, vision = apart(state.weights)
+        text, vision = split_vision(state.weights)
         saved = {"text": text, "optimizer": state.optimizer, "step": state.step}
         if not jax.tree.leaves(self.frozen):
             return {"vision": self.tower_with(vision), **saved}
@@ -77,7 +77,7 @@ class Parts:
 
     def as_trained(self, saved: dict[str, Any]) -> TrainState:
         """Return the state of which a checkpoint stores the arrays `saved`."""
-        weights = together(saved["text"], self._trained_of(saved.get("vision")))
+        weights = merge_vision(saved["text"], self._trained_of(saved.get("vision")))
         return TrainState(weights, saved["optimizer"], saved["step"])
 
     def _trained_of(self, tower: Any) -> nnx.State | None:

@@ -21,7 +21,7 @@ from models.lora import merge_adapters
 from models.model import VisionLanguageModel
 from models.peft_folder import save_adapters
 from models.sharding import require_mesh
-from models.trained import apart
+from models.trained import split_vision
 from models.weights.hf import save
 from paravt_jax.processes import hosts
 from train.model import Parts
@@ -70,7 +70,7 @@ def export_run(run: Run, folder: pathlib.Path, parts: Parts, weights: Any) -> No
         return
     # All processes take part, because the weights are sharded over all of them.
     model = parts.model
-    text, vision = apart(weights)
+    text, vision = split_vision(weights)
     whole = NamedSharding(require_mesh(weights), PartitionSpec())
     nnx.update(model.text, text, parts.frozen)
     if vision is not None:

@@ -1,6 +1,8 @@
 """PARA-GRPO, step by step: play episodes, lay out a batch, update, load the new weights, save.
 
-A step depends on its number, the seed, the weights and the questions, and on nothing else.
+A step depends on its number, the seed, the weights and the questions, and on nothing else. So a run
+that was killed plays its last steps again from a checkpoint, bit for bit on the same machine if
+frames are admitted at counted steps (`frames.admission`).
 """
 
 from __future__ import annotations

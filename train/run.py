@@ -151,10 +151,10 @@ def _execute(
         # The frames of the small world stay in memory, so nothing is read ahead of time.
         ahead = None if run.data is None else reader
 
-        def supervise(name: str, settings: SFTSettings, weights: Any, seed: int) -> Any:
+        def supervise(name: str, settings: SFTSettings, start: Any, seed: int) -> Any:
             batches = SFTBatches(settings, data, ahead, seed, environment, mesh)
             with open_saver(name, settings, home, parts.origin, parts) as saver:
-                return train_sft(parts, weights, batches, saver)
+                return train_sft(parts, start, batches, saver)
 
         if run.sft is not None:
             weights = supervise("sft", run.sft, weights, run.seed)

@@ -61,8 +61,20 @@ class RowLayout:
         """Whether segments of a row share prompts."""
         return self.starts is not None or self.shared is not None
 
-    def check(self, prefix: bool) -> None:
-        """Raise ValueError for fields that contradict each other, or a prefix."""
+    def check(self, b: int, t: int, s: int | None) -> None:
+        """Raise ValueError for fields that contradict each other, the rows or the prefix.
+
+        Args:
+            b: number of rows.
+            t: tokens per row.
+            s: positions of the prefix; None: there is none.
+        """
+        shapes = {"segments": (b, t), "prefix_mask": (b, s), "starts": (b, t), "shared": (b,)}
+        for name, shape in shapes.items():
+            array = getattr(self, name)
+            if array is not None and array.shape != shape:
+                raise ValueError(f"{name}: shape {array.shape}; these rows need {shape}")
+        prefix = s is not None
         if prefix and (not self.causal or self.pieces > 1):
             raise ValueError(
                 f"causal = {self.causal}, pieces = {self.pieces}: a prefix comes before whole "

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from models.config import ModelConfig
 from models.model import VisionLanguageModel, abstract_model
 from models.sharding import BATCH, MeshProgram, param_shardings, row_devices
-from models.trained import Skeleton, TrainedVision, apart, split, together
+from models.trained import Skeleton, TrainedVision, merge_vision, split, split_vision
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import TAGS, Structure
 from train.learn.batch import Microbatch
@@ -96,7 +96,7 @@ class AbstractStep(NamedTuple):
             later: of an update of RL after the first one of a step, which reads the log-probs of
                 that one.
         """
-        text, _ = apart(self.state.weights)
+        text, _ = split_vision(self.state.weights)
         total = sums_of(self._differentiated, self.mesh) if self.accumulates else None
         batch = self.batch
         if later:
@@ -114,15 +114,15 @@ class AbstractStep(NamedTuple):
     def vision(self) -> Abstract:
         """Return the gradients of the trained part of the tower, which the run has."""
         assert self.vision_programs is not None, "no part of the tower is trained"
-        _, vision = apart(self.state.weights)
+        _, vision = split_vision(self.state.weights)
         gradients = sums_of(self.visual, self.mesh)
         return Abstract(self.vision_programs.gradients, (vision, self.bank, gradients))
 
     def optimizer(self) -> Abstract:
         """Return the optimizer's step after the gradients."""
-        text, vision = apart(self.state.weights)
+        text, vision = split_vision(self.state.weights)
         of_vision = jax.tree.map(lambda x: x.update(dtype=jnp.float32), vision)
-        total = together(sums_of(text, self.mesh), of_vision)
+        total = merge_vision(sums_of(text, self.mesh), of_vision)
         return Abstract(self.update.apply, (self.state, total))
 
     def reference(self, run: Run, size: int = 0) -> Abstract:
@@ -131,14 +131,14 @@ class AbstractStep(NamedTuple):
         program = make_logprobs(self.skeleton, settings.temperature, self.mesh)
         # The reference is stored in the type of the activations, to save memory.
         dtype = jnp.dtype(run.model.dtype)
-        text, _ = apart(self.state.weights)
+        text, _ = split_vision(self.state.weights)
         reference = jax.tree.map(lambda x: x.update(dtype=dtype), text)
         return Abstract(program, (reference, self.visual, self.microbatches[size]))
 
     @property
     def _differentiated(self) -> Any:
         """What the gradients of a micro-batch are of."""
-        text, _ = apart(self.state.weights)
+        text, _ = split_vision(self.state.weights)
         return text if self.vision_programs is None else (text, self.visual)
 
 

@@ -22,7 +22,7 @@ from models.features.encoder import tower_mesh, tower_program
 from models.lora import cast
 from models.model import abstract_model
 from models.sharding import make_mesh, param_shardings
-from models.trained import apart, split
+from models.trained import split, split_vision
 from models.vision import encoding_weights, frame_layout
 from paravt_extras.plan.abstract import (
     Abstract,
@@ -77,7 +77,7 @@ class Plan:
         self.model = planned_model(run, self.config)
         self.graph, weights, base = split(self.model, run.train_vision)
         self.weights = laid_out(weights, param_shardings(weights, self.mesh))
-        self.text, self.vision = apart(self.weights)
+        self.text, self.vision = split_vision(self.weights)
         self.base = laid_out(base, param_shardings(base, self.mesh))
         # Rollouts run on the devices of one host, `sampler_size` devices per copy of the weights.
         sampler_size = sampler_devices((self.text, base), len(host))

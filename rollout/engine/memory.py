@@ -37,14 +37,13 @@ def prefill_bytes(
 
 
 def decode_bytes(
-    config: ModelConfig, sizes: EngineSizes, item: int, token: float, width: int, paged: bool
+    config: ModelConfig, sizes: EngineSizes, token: float, width: int, paged: bool
 ) -> float:
     """Return the most bytes that a call of decoding takes.
 
     Args:
         config: the model's sizes.
         sizes: the engine's sizes.
-        item: bytes of an activation.
         token: bytes of a token in the KV cache.
         width: upper bound on the tokens that a row reads.
         paged: whether decoding works on the pages of the KV cache themselves.

@@ -87,7 +87,7 @@ def plan_memory(
             for before in (0, *sizes.row_lengths)
         ),
         "decoding": max(
-            decode_bytes(config, sizes, item, token, width, paged) for width in sizes.row_lengths
+            decode_bytes(config, sizes, token, width, paged) for width in sizes.row_lengths
         ),
         "vision tower": max(
             _tower(config, settings.pixels(), tokens, item)

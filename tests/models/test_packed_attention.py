@@ -284,6 +284,23 @@ def test_part_of_a_packing_is_refused(missing):
         attend(*qkv, layout=layout)
 
 
+@pytest.mark.parametrize(
+    ("field", "shape"), [("segments", (2, 299)), ("starts", (1, 300)), ("shared", (2, 1))]
+)
+def test_a_layout_of_other_rows_is_refused(field, shape):
+    qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
+    layout = dataclasses.replace(TWO_ROWS, **{field: np.zeros(shape, np.int32)})
+    with pytest.raises(ValueError, match=f"{field}: shape .*; these rows need"):
+        attend(*qkv, layout=layout)
+
+
+def test_a_mask_of_another_prefix_is_refused():
+    q, k, v = arrays(np.random.default_rng(0), 2, 3, 2, 1, 8)
+    for mask, prefix in (((2, 4), (k, v)), ((2, 3), None)):
+        with pytest.raises(ValueError, match="prefix_mask: shape"):
+            attend(q, k, v, RowLayout(prefix_mask=np.ones(mask, bool)), prefix)
+
+
 def test_a_packing_with_a_prefix_or_without_causality_is_refused():
     qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
     both_ways = dataclasses.replace(TWO_ROWS, causal=False)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from models.trained import Skeleton, apart
+from models.trained import Skeleton, split_vision
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question
 from paravt_jax.method.scoring import Rules
@@ -57,7 +57,7 @@ def actor_of(
     kept: Any = learner
     if not hasattr(kept, "sync"):
         # Made once: it compiles.
-        dtype = skeleton.decoder(apart(weights)[0]).dtype
+        dtype = skeleton.decoder(split_vision(weights)[0]).dtype
         kept.sync = WeightSync(weights, dtype, skeleton.frozen)
     return TrainedActor(sampler, environment, judge or Rules(), kept.sync)
 

@@ -18,7 +18,7 @@ from models.features import FrameFeatures
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings
 from models.sharding import make_mesh
-from models.trained import apart, together
+from models.trained import merge_vision, split_vision
 from models.vision import frame_layout
 from models.weights.hf import load
 from paravt_jax.method.scoring import Rules
@@ -134,7 +134,7 @@ def test_the_gradient_of_a_step_is_that_of_one_function_of_all_trained_weights(
     room = thawed.run.rl_shape.slots(1, 1)
 
     def whole(weights):
-        text, vision = apart(weights)
+        text, vision = split_vision(weights)
         vectors = tower_of(thawed, vision)(patches, layout)
         vectors = vectors.reshape(1, -1, *vectors.shape[2:])
         visual = jnp.pad(vectors, ((0, 0), (0, room - vectors.shape[1]), (0, 0), (0, 0)))
@@ -153,8 +153,8 @@ def test_what_the_sampler_sees_is_what_the_update_scores(thawed, learner, start)
     actor_of(learner, engine, environment).load(start.weights, 0)
     state, first = take_step(learner, start, engine, environment, questions)
     assert first["kl_reference"] == pytest.approx(0, abs=1e-7)
-    before = apart(learner.start.weights)[1]
-    after = apart(state.weights)[1]
+    before = split_vision(learner.start.weights)[1]
+    after = split_vision(state.weights)[1]
     for (path, x), y in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
         assert (np.asarray(x) != np.asarray(y)).any(), jax.tree_util.keystr(path)
     _, second = take_step(learner, state, engine, environment, questions)
@@ -167,9 +167,9 @@ def test_what_the_sampler_sees_is_what_the_update_scores(thawed, learner, start)
 @pytest.mark.slow
 def test_the_reference_sees_with_the_weights_that_rl_starts_from(thawed, small, learner, start):
     """The text weights are those of the reference, so the whole distance comes from the tower."""
-    text, vision = apart(start.weights)
+    text, vision = split_vision(start.weights)
     moved = jax.tree.map(lambda x: x + 0.02 * jnp.ones_like(x), vision)
-    state = dataclasses.replace(start, weights=together(text, moved))
+    state = dataclasses.replace(start, weights=merge_vision(text, moved))
     questions = thawed.data.questions[:2]
     script = small.Script(thawed)
     _, metrics = take_step(learner, state, script, thawed.environment, questions)
@@ -210,9 +210,9 @@ def test_what_is_cached_outlives_the_weights_and_visual_vectors_do_not(thawed):
     sync.load(Silent(), thawed.fresh(), 0, features)
     cached, vectors = features.cached(frames), features(frames)
     read = features.encoded_frames
-    text, vision = apart(thawed.fresh())
+    text, vision = split_vision(thawed.fresh())
     doubled = jax.tree.map(lambda x: 2 * x, vision)
-    sync.load(Silent(), together(text, doubled), 1, features)
+    sync.load(Silent(), merge_vision(text, doubled), 1, features)
     np.testing.assert_array_equal(features.cached(frames), cached)
     assert np.abs(features(frames) - vectors).max() > 1e-3
     patches = patches_of(thawed, frames)
@@ -243,7 +243,7 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
     assert count % frame == 0, "frames of the small world have one size"
 
     def theirs(weights):
-        text, vision = apart(weights)
+        text, vision = split_vision(weights)
         tower = tower_of(thawed, vision)
         if features.trained.whole:
             patches = cached[:count].reshape(count // frame, -1, config.patch_dim)

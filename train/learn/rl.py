@@ -21,7 +21,7 @@ from models.config import ModelConfig
 from models.features import FrameFeatures
 from models.sharding import Lowering, MeshProgram, require_mesh, row_devices
 from models.text import TextDecoder
-from models.trained import Skeleton, apart, in_activations
+from models.trained import Skeleton, in_activations, split_vision
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
 from rollout.agent.episode import Environment
@@ -139,7 +139,7 @@ class Learner:
         self.skeleton = skeleton
         self.settings = settings
         self._weight_shardings = jax.tree.map(lambda x: x.sharding, weights)
-        self.reference = self._to_host(weights, skeleton.decoder(apart(weights)[0]).dtype)
+        self.reference = self._to_host(weights, skeleton.decoder(split_vision(weights)[0]).dtype)
         optimizer = make_optimizer(settings.optimizer, settings.updates)
         devices, processes = row_devices(mesh), jax.process_count()
         visual = VisualRoom(shape.slots(processes, devices), shape.frames(processes, devices))
@@ -262,9 +262,9 @@ class Learner:
             batches.append(first.later(like(first.advantages, self._whole)))
         rows = [(part, batch) for part in microbatches for batch in batches]
         yield from self.updater.lowerings(state, bank, rows, draw=4)
-        _, vision = apart(state.weights)
+        _, vision = split_vision(state.weights)
         visual = self.updater.abstract_visual(vision, bank)
-        reference, reference_vision = apart(like(self.reference, self._weight_shardings))
+        reference, reference_vision = split_vision(like(self.reference, self._weight_shardings))
         if self.updater.vision is not None and _types(reference_vision) != _types(vision):
             yield functools.partial(self.updater.vision.encode.lower, reference_vision, bank)
         for part in microbatches:
@@ -274,7 +274,7 @@ class Learner:
         self, bank: Bank, microbatches: Sequence[Microbatch]
     ) -> Float[Array, "r u"]:
         """Return log-probs under the reference weights, which leave the devices afterwards."""
-        text, vision = apart(jax.device_put(self.reference, self._weight_shardings))
+        text, vision = split_vision(jax.device_put(self.reference, self._weight_shardings))
         visual = self.updater.visual(vision, bank)
         # A token is in one micro-batch, and 0 in all others.
         logprobs = [self.logprobs(text, visual, part) for part in microbatches]

@@ -235,6 +235,8 @@ def play_step(
     """
     drawn = roll_out(actor, begin(questions.draw(step), settings, seed, step), settings)
     batch, counts = drawn, collections.Counter(drawn.judged)
+    if not settings.dynamic_sampling:
+        return StepRollouts(batch, drawn, dict(counts))
     open_places = _without_signal(drawn, settings)
     silent, further = len(open_places), 0
     for _ in range(settings.dynamic_sampling):
@@ -247,10 +249,10 @@ def play_step(
         further += len(open_places)
         batch = _replaced(batch, fresh)
         open_places = _without_signal(batch, settings)
-    metrics = {name: float(count) for name, count in counts.items()}
-    if settings.dynamic_sampling:
-        metrics["groups/replaced"] = float(silent - len(open_places))
-        metrics["groups/further"] = float(further)
+    metrics = dict(counts) | {
+        "groups/replaced": float(silent - len(open_places)),
+        "groups/further": float(further),
+    }
     return StepRollouts(batch, drawn, metrics)
 
 

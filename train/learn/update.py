@@ -38,7 +38,7 @@ from models.sharding import (
     row_devices,
 )
 from models.text import TextDecoder, VisualBank
-from models.trained import Skeleton, TrainedVision, apart, together
+from models.trained import Skeleton, TrainedVision, merge_vision, split_vision
 from train.learn.batch import Microbatch
 from train.learn.placement import (
     Bank,
@@ -219,7 +219,7 @@ def make_update(
             the tower, visual vectors are differentiated.
     """
     mesh = mesh_of(state.weights)
-    text, vision = apart(state.weights)
+    text, vision = split_vision(state.weights)
     placed = jax.tree.map(lambda x: sums_sharding(x.sharding, mesh), text)
     wanted: int | tuple[int, ...] = 0
     if vision is not None:
@@ -257,8 +257,8 @@ def make_update(
 
     @jax.named_scope("optimizer")
     def apply_gradients(state: TrainState, total: Any) -> tuple[TrainState, Array]:
-        of_text, of_vision = apart(total)
-        total = together(over_replicas(of_text, mesh), of_vision)
+        of_text, of_vision = split_vision(total)
+        total = merge_vision(over_replicas(of_text, mesh), of_vision)
         grads = jax.tree.map(lambda g, w: g.astype(w.dtype), total, state.weights)
         changes, optimizer_state = optimizer.update(grads, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, changes)
@@ -381,7 +381,7 @@ class Updater:
             batch: What else the loss reads, of the whole batch.
             draw: With the number of a micro-batch, decides what adapters drop; a seed first.
         """
-        text, vision = apart(weights)
+        text, vision = split_vision(weights)
         visual = self.visual(vision, bank)
         total: Any = None
         if self._accumulates:
@@ -395,7 +395,7 @@ class Updater:
         if self.vision is None:
             return total, metrics
         of_text, of_visual = total
-        return together(of_text, self.vision.gradients(vision, bank, of_visual)), metrics
+        return merge_vision(of_text, self.vision.gradients(vision, bank, of_visual)), metrics
 
     def apply(self, state: TrainState, gradients: Any) -> tuple[TrainState, Array]:
         """Return the state after a step of the optimizer, and the norm of the gradients."""
@@ -416,14 +416,14 @@ class Updater:
             rows: A micro-batch of every size, each with what else the loss reads.
             draw: How many numbers decide what adapters drop.
         """
-        text, vision = apart(state.weights)
+        text, vision = split_vision(state.weights)
         total = sums_of(text, self.mesh)
         sums, visual = total, bank.cached
         if self.vision is not None:
             visual = self.abstract_visual(vision, bank)
             of_visual = sums_of(visual, self.mesh)
             whole = NamedSharding(self.mesh, PartitionSpec())
-            sums, total = (total, of_visual), together(total, like(vision, whole))
+            sums, total = (total, of_visual), merge_vision(total, like(vision, whole))
             yield functools.partial(self.vision.gradients.lower, vision, bank, of_visual)
             yield functools.partial(self.vision.encode.lower, vision, bank)
         numbers = np.zeros(draw, np.uint32)

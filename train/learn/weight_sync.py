@@ -23,7 +23,7 @@ from models.features import FrameFeatures, tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import NOTHING, cast
 from models.sharding import MESH_AXES, RULES, make_mesh, param_shardings
-from models.trained import VISION, apart
+from models.trained import VISION, split_vision
 from models.vision import encoding_weights
 from paravt_jax.processes.hosts import gather
 from rollout.engine.requests import Sampler
@@ -146,7 +146,7 @@ class WeightSync:
         local = [
             device for device in mesh.devices.flat if device.process_index == jax.process_index()
         ]
-        text, vision = apart(weights)
+        text, vision = split_vision(weights)
         count = sampler_devices((text, frozen), len(local))
         self._dtype = dtype
         self._local = local
@@ -162,7 +162,7 @@ class WeightSync:
 
     def __call__(self, weights: Any) -> Any:
         """The decoder's trained weights on this process's sampling devices."""
-        text, _ = apart(weights)
+        text, _ = split_vision(weights)
         return self._take(text if self.program is None else self.program(text))
 
     @functools.partial(jax.profiler.annotate_function, name="weight sync")
@@ -183,7 +183,7 @@ class WeightSync:
         """
         # Loading allocates the sampler's memory. Wait until the move has freed its own.
         sampler.load(jax.block_until_ready(self(weights)), version)
-        text, vision = apart(weights)
+        text, vision = split_vision(weights)
         wanted = fingerprint(text, dtype=self._dtype) + self._frozen_fingerprint
         if self._vision_sync is not None:
             moved = self._vision_sync(vision)
