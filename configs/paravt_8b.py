@@ -47,7 +47,9 @@ def paravt_8b() -> Run:
         sft=SFTSettings(
             steps=500,
             rows=16,
-            optimizer=OptimizerSettings(learning_rate=2e-5, schedule="cosine", warmup=0.05),
+            optimizer=OptimizerSettings(learning_rate=2e-5),
+            schedule="cosine",
+            warmup=0.05,
             remat="auto",
             microbatches=0,
         ),

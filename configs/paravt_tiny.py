@@ -44,13 +44,9 @@ def paravt_tiny() -> Run:
             steps=650,
             rows=9,
             row_tokens=544,
-            optimizer=OptimizerSettings(
-                "muon",
-                learning_rate=3e-3,
-                schedule="cosine",
-                warmup=0.02,
-                weight_decay=0.0,
-            ),
+            optimizer=OptimizerSettings("muon", learning_rate=3e-3, weight_decay=0.0),
+            schedule="cosine",
+            warmup=0.02,
         ),
         evaluation=EvaluationSettings(
             questions=128,

@@ -76,7 +76,7 @@ LIMITS = ProtocolSettings(
     crop_frames=8,
     max_tool_turns=1,
 )
-MUON = OptimizerSettings("muon", learning_rate=3e-3, schedule="cosine", weight_decay=0.0)
+MUON = OptimizerSettings("muon", learning_rate=3e-3, weight_decay=0.0)
 PROMPTS, GROUP, TEMPERATURE = 8, 8, 0.7  # questions per step, episodes per question
 GRPO = grpo.GRPOSettings(group_size=GROUP, anchor="likelihood", reward_clip=None)
 REWARDS = RewardSettings(format_cap=False)
@@ -94,7 +94,7 @@ def small_config(vocabulary: Vocabulary) -> ModelConfig:
 
 def cold_start(model, environment: Environment, data: Data, steps: int, seed: int):
     """Train on the demonstrations. Returns the decoder's structure and weights."""
-    settings = SFTSettings(steps, rows=8, optimizer=MUON, row_tokens=320)
+    settings = SFTSettings(steps, 8, MUON, schedule="cosine", row_tokens=320)
     batches = SFTBatches(settings, data, READER, seed, environment, make_mesh())
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, make_mesh()))
@@ -165,7 +165,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     sizes = engine_sizes(longest, EngineSettings(cache_tokens=16_384), rows_per_prefix=GROUP)
     engine = Engine(model, features, sizes)
     reference = jax.tree.map(jnp.copy, weights)  # a copy: updates donate the weights
-    optimizer = make_optimizer(ADAM, steps)
+    optimizer = make_optimizer(ADAM)
     state = init_state(weights, optimizer)
     update = make_update(skeleton, optimizer, loss, state)
     logprobs = make_logprobs(skeleton, TEMPERATURE, mesh)

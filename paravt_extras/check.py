@@ -296,7 +296,7 @@ def state_bytes(run: Run) -> float:
     _, trained, _ = split(model, run.train_vision)
     phases = [phase for phase in (run.sft, run.rl) if phase is not None]
     moments = [
-        total_bytes(jax.eval_shape(make_optimizer(phase.optimizer, 2).init, trained))
+        total_bytes(jax.eval_shape(make_optimizer(phase.optimizer).init, trained))
         for phase in phases
     ]
     tower = total_bytes(nnx.state(model.vision)) if run.lora is None else 0.0

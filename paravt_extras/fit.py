@@ -450,7 +450,7 @@ class _Estimate:
 
     def _state(self, phase: str) -> float:
         """Trained weights, their moments, and frozen weights. Moments are sharded like weights."""
-        optimizer = make_optimizer(getattr(self.run, phase).optimizer, 1)
+        optimizer = make_optimizer(getattr(self.run, phase).optimizer)
         moments = total_bytes(jax.eval_shape(optimizer.init, self.sizes.trained))
         share = self.weights / total_bytes(self.sizes.trained)
         return self.weights + moments * share + self.frozen

@@ -286,12 +286,6 @@ def _check_phases(run: Run) -> None:
             f"{evaluation.dispatch}; the curve and the control compare greedy episodes with "
             "parallel dispatch: add 0 and parallel, or switch off evaluation.curve and rl.control"
         )
-    if run.rl is not None and run.rl.rewards.overlong_buffer > run.protocol.trajectory_tokens:
-        raise ValueError(
-            f"rl.rewards.overlong_buffer: {run.rl.rewards.overlong_buffer} with "
-            f"protocol.trajectory_tokens {run.protocol.trajectory_tokens}; "
-            "give at most as many tokens as a trajectory has"
-        )
     if run.rl is None and evaluation.curve:
         raise ValueError(
             "evaluation.curve: True without rl; it evaluates checkpoints of RL: switch it off"

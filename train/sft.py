@@ -54,10 +54,7 @@ def control_settings(run: Run) -> SFTSettings:
     """
     sft, rl = run.sft, run.rl
     assert sft is not None and rl is not None, "a control continues a cold start beside RL"
-    optimizer = dataclasses.replace(
-        sft.optimizer,
-        schedule="constant",
-        warmup=0.0,
-        learning_rate=sft.optimizer.learning_rate / 10,
-    )
-    return dataclasses.replace(sft, steps=rl.steps, horizon=0, optimizer=optimizer)
+    peak = sft.optimizer.learning_rate / 10
+    optimizer = dataclasses.replace(sft.optimizer, learning_rate=peak)
+    constant = {"schedule": "constant", "warmup": 0.0, "horizon": 0}
+    return dataclasses.replace(sft, steps=rl.steps, optimizer=optimizer, **constant)

@@ -155,7 +155,7 @@ def abstract_rl_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) ->
     """
     settings = _phase(run, "rl", run.rl)
     config, skeleton, weights = _model(run, mesh, config)
-    optimizer = make_optimizer(settings.optimizer, settings.updates)
+    optimizer = make_optimizer(settings.optimizer)
     state = _state(weights, optimizer)
     devices = row_devices(mesh)
     pieces = row_pieces(config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
@@ -181,7 +181,7 @@ def abstract_sft_step(run: Run, mesh: Mesh, config: ModelConfig | None = None) -
     """Return the arguments and programs of a recipe's SFT step; see `abstract_rl_step`."""
     settings = _phase(run, "sft", run.sft)
     config, skeleton, weights = _model(run, mesh, config)
-    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    optimizer = make_optimizer(settings.optimizer, settings.learning_rate)
     state = _state(weights, optimizer)
     devices = row_devices(mesh)
     shape = settings.shape

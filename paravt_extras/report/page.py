@@ -71,7 +71,6 @@ RL_CURVES = (
     Curve("format_reward", "format reward as published", "its mean is the paper's f", 0, 1),
     Curve("reward/anchor", "reward: anchor"),
     Curve("reward/tool", "reward: tool", "", 0),
-    Curve("reward/overlong", "penalty on overlong trajectories", "", 0),
     Curve("length/response", "response length", "tokens", 0),
     Curve("length/sampled", "response length, all that ended", "tokens; trained or not yet", 0),
     Curve("length/turns", "turns per rollout", "", 0),

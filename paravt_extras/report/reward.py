@@ -21,23 +21,11 @@ def describe(settings: RewardSettings) -> str:
         terms.append("calls")
     *others, last = terms
     paid = f"{', '.join(others)} and {last}" if others else last
-    # The names cover any cap, any scorer of open-ended answers and any penalty on length.
-    compared = dataclasses.replace(
-        settings,
-        format_cap=False,
-        open_ended="f1",
-        judge=None,
-        overlong_buffer=0,
-    )
+    # The names cover any cap and any scorer of open-ended answers.
+    compared = dataclasses.replace(settings, format_cap=False, open_ended="f1", judge=None)
     name = "a reward"
     if compared == RewardSettings(format_cap=False):
         name = "the published reward"
     elif compared == frugal_reward():
         name = "the frugal reward"
-    cost = ""
-    if settings.overlong_buffer:
-        cost = (
-            f", minus a penalty that grows to 1 over the last "
-            f"{settings.overlong_buffer} tokens before the limit"
-        )
-    return f"{name}, for {paid}{cost}"
+    return f"{name}, for {paid}"

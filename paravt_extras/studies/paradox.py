@@ -55,9 +55,8 @@ class Paradox:
     """Number of seeds per setting."""
     quick: bool = False
     """One seed and a third of the steps: enough for a first look, not for a result."""
-    rewards: Literal["outcome", "published", "release"] = "outcome"
-    """Rewards beside the anchor. outcome: right answers only. published: format and calls too.
-    release: the same, but a call earns 0.3 only if the model writes a tool response itself."""
+    rewards: Literal["outcome", "published"] = "outcome"
+    """Rewards beside the anchor. outcome: right answers only. published: format and calls too."""
     prior: Literal["strong", "weak"] = "strong"
     """Calls in the cold start. weak: in at most 10 %, without leaks; trains two settings only."""
 
@@ -74,10 +73,8 @@ def base(command: Paradox) -> Run:
         run = change(run, run.name, WEAK_PRIOR)
     assert run.rl is not None
     rl = run.rl
-    if command.rewards != "outcome":
-        evidence = "outcomes" if command.rewards == "published" else "text"
-        rewards = RewardSettings(format_cap=False, tool_evidence=evidence)
-        rl = dataclasses.replace(rl, rewards=rewards)
+    if command.rewards == "published":
+        rl = dataclasses.replace(rl, rewards=RewardSettings(format_cap=False))
     if command.quick:
         rl = dataclasses.replace(rl, steps=rl.steps // 3)
     return dataclasses.replace(run, rl=rl)

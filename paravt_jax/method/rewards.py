@@ -6,8 +6,6 @@
     R_fmt   format_base + anchor_weight * R_anchor, clipped to [0, 1] by default
     R_tool  executed calls, and a right answer after them, in [0, 1]
 
-In training, a penalty on overlong trajectories can be subtracted (`subtract_overlong_penalty`).
-
 Two choices of settings have names. `RewardSettings()` is the published reward. It also pays for
 calls: by R_tool, and by the order term of R_fmt, which only episodes with calls can earn.
 `frugal_reward` pays right answers and format alone, and a right answer is worth a little less for
@@ -47,8 +45,6 @@ class RewardSettings:
     """Weight of R_fmt in the total."""
     tool_weight: float = 1.0
     """Weight of R_tool in the total; 0 is the paper's row "without the tool reward"."""
-    tool_evidence: Literal["outcomes", "text"] = "outcomes"
-    """What shows that a call ran: its outcome; or a tool response that the model wrote itself."""
     tool_turn_cost: float = 0.0
     """Share of R_acc lost per turn in which a tool ran, however many calls that turn had."""
     order_without_calls: bool = False
@@ -61,8 +57,6 @@ class RewardSettings:
     # The terms of R_fmt can exceed 1 together. A capped R_fmt no longer tells good from better.
     format_cap: bool = True
     """Clip R_fmt to [0, 1]."""
-    overlong_buffer: int = 0
-    """Tokens below the limit of a trajectory in which a penalty grows (DAPO); 0: no penalty."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers are scored: word F1, exact match, or a language model."""
     judge: JudgeSettings | None = None
@@ -70,8 +64,7 @@ class RewardSettings:
 
     def __post_init__(self):
         section = "RewardSettings"
-        unsigned = ("format_weight", "tool_weight", "gamma", "overlong_buffer")
-        require_at_least(section, self, 0, *unsigned)
+        require_at_least(section, self, 0, "format_weight", "tool_weight", "gamma")
         require_share(section, self, "tool_turn_cost")
         require_choices(section, self)
         if self.open_ended == "judge" and self.judge is None:
@@ -112,8 +105,6 @@ class Rewards:
     paper's f is the mean of `published_format` instead."""
     capped: bool = False
     """Whether the cap changed R_fmt."""
-    overlong: float | None = None
-    """The penalty on an overlong trajectory, which `total` includes; None: there is none."""
 
 
 def _closes_think(text: str) -> bool:
@@ -218,9 +209,7 @@ def published_format(turns: Sequence[Turn]) -> float:
     return min(max(reward, 0.0), 1.0)
 
 
-def tool_reward(
-    turns: Sequence[Turn], right: bool, evidence: Literal["outcomes", "text"] = "outcomes"
-) -> float:
+def tool_reward(turns: Sequence[Turn], right: bool) -> float:
     """R_tool: 0.1 for a readable call, 0.3 if one was executed, plus 0.5 for a right answer.
 
     Calls in a turn without tools do not count.
@@ -228,9 +217,6 @@ def tool_reward(
     Args:
         turns: The main agent's turns.
         right: Whether the answer earned any R_acc.
-        evidence: What shows that a call was executed. `text`: as in the release, whose reward sees
-            generated tokens only (REFERENCE 4, point 3). A call that ran is not paid for it, and a
-            tool response that the model makes up is.
     """
     # Read the outcomes, not the text: a model can write calls and tool responses that never ran.
     outcomes = [outcome for turn in turns for outcome in turn.calls]
@@ -241,38 +227,13 @@ def tool_reward(
     ]
     if not outcomes:
         return 0.0
-    if evidence == "text":
-        executed = any("<tool_response>" in turn.text for turn in turns)
-    else:
-        executed = any(outcome.status.executed for outcome in outcomes)
-    called = 0.3 if executed else 0.1
+    called = 0.3 if any(outcome.status.executed for outcome in outcomes) else 0.1
     return min(called + 0.5 * right, 1.0)
 
 
 def tool_turns(turns: Sequence[Turn]) -> int:
     """Number of turns in which at least one tool ran."""
     return sum(any(outcome.status.executed for outcome in turn.calls) for turn in turns)
-
-
-def subtract_overlong_penalty(
-    rewards: Rewards, tokens: int, limit: int, settings: RewardSettings
-) -> Rewards:
-    """Subtract the penalty on an overlong trajectory from the total, as in DAPO.
-
-    The penalty grows linearly with the tokens, from 0 at limit - overlong_buffer to 1 at the limit
-    (soft overlong punishment, arXiv:2503.14476, section 3.4).
-
-    Args:
-        rewards: Rewards of the episode.
-        tokens: Tokens of the main agent's trajectory after its prompt, tool responses included.
-        limit: `ProtocolSettings.trajectory_tokens`, which bounds them.
-        settings: The buffer.
-    """
-    if not settings.overlong_buffer:
-        return rewards
-    share = (tokens - limit) / settings.overlong_buffer + 1
-    penalty = min(max(share, 0.0), 1.0)
-    return dataclasses.replace(rewards, total=rewards.total - penalty, overlong=penalty)
 
 
 def final_answer(turns: Sequence[Turn]) -> str | None:
@@ -298,7 +259,7 @@ def combine(
     base = format_base(turns, settings.answer_suffix, settings.order_without_calls)
     uncapped = base + anchor_weight * r_anchor
     r_fmt = min(max(uncapped, 0.0), 1.0) if settings.format_cap else uncapped
-    r_tool = tool_reward(turns, r_acc > 0, settings.tool_evidence)
+    r_tool = tool_reward(turns, r_acc > 0)
     discount = max(0.0, 1.0 - settings.tool_turn_cost * tool_turns(turns))
     total = r_acc * discount + settings.format_weight * r_fmt + settings.tool_weight * r_tool
     return Rewards(

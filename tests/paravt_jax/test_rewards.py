@@ -21,7 +21,6 @@ from paravt_jax.method.rewards import (
     format_base,
     frugal_reward,
     published_format,
-    subtract_overlong_penalty,
     tool_reward,
 )
 from paravt_jax.method.scoring import score, score_all
@@ -114,19 +113,6 @@ def test_terms_can_be_switched_off():
     ).total == pytest.approx(1)
 
 
-def test_by_its_text_alone_a_call_that_ran_is_not_paid_and_an_invented_response_is():
-    """The release's arithmetic (REFERENCE 4, point 3)."""
-    ran = [look(), answer()]
-    assert tool_reward(ran, True) == pytest.approx(0.8)
-    assert tool_reward(ran, True, "text") == pytest.approx(0.6)
-    invented = look(CallStatus.BAD_WINDOW, text=THINK + CALL + "<tool_response>seven")
-    assert tool_reward([invented, answer()], True) == pytest.approx(0.6)
-    assert tool_reward([invented, answer()], True, "text") == pytest.approx(0.8)
-    assert tool_reward([answer()], True, "text") == 0
-    settings = RewardSettings(tool_evidence="text")
-    assert score(QUESTION, ran, settings).tool == pytest.approx(0.6)
-
-
 def test_a_right_answer_is_worth_less_per_turn_in_which_tools_ran():
     def total(*turns: Turn) -> float:
         settings = RewardSettings(tool_weight=0, format_weight=0, tool_turn_cost=0.2)
@@ -172,7 +158,6 @@ def test_the_cost_of_a_tool_turn_is_a_share(cost):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"overlong_buffer": -1}, "overlong_buffer: -1"),
     ],
 )
 def test_a_penalty_on_length_needs_a_buffer(changes, message):
@@ -272,18 +257,6 @@ def test_bounds_hold_for_any_episode(turns, suffix):
     if got.compliant:
         assert got.anchor >= 0
         assert not any(turn.truncated for turn in turns)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "penalty"), [(10, 0.0), (80, 0.0), (85, 0.25), (90, 0.5), (100, 1.0), (101, 1.0)]
-)
-def test_the_penalty_on_length_grows_from_the_buffer_to_the_limit(tokens, penalty):
-    settings = RewardSettings(overlong_buffer=20)
-    plain = score(QUESTION, [answer()], settings)
-    rewards = subtract_overlong_penalty(plain, tokens, 100, settings)
-    assert rewards.overlong == pytest.approx(penalty)
-    assert rewards.total == pytest.approx(plain.total - penalty)
-    assert subtract_overlong_penalty(plain, tokens, 100, SETTINGS) == plain
 
 
 @pytest.mark.usefixtures("unchecked")

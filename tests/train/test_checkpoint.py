@@ -198,7 +198,7 @@ def state(seed, *mesh):
     rng = np.random.default_rng(seed)
     weights = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), abstract)
     placed = jax.device_put(weights, param_shardings(abstract, make_mesh(*mesh)))
-    return init_state(placed, make_optimizer(OptimizerSettings(), 5))
+    return init_state(placed, make_optimizer(OptimizerSettings()))
 
 def parts(leaf):
     return len({str(shard.index) for shard in leaf.addressable_shards})

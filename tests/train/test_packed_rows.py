@@ -336,7 +336,7 @@ def layouts() -> Layouts:
     graph, weights = nnx.split(nnx.jit(lambda: TextDecoder(TEXT, rngs=nnx.Rngs(0)))())
     weights = jax.tree.map(np.asarray, weights)
     mesh = make_mesh()
-    optimizer = make_optimizer(OptimizerSettings(), 1)
+    optimizer = make_optimizer(OptimizerSettings())
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     skeleton = Skeleton(graph)
     update = make_update(skeleton, optimizer, rl_loss(SETTINGS), state)

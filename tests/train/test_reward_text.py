@@ -15,5 +15,3 @@ def test_a_reward_says_what_it_pays():
     assert describe(RewardSettings(tool_weight=0)).endswith("format and calls")
     # A reward with a changed weight is not the published one.
     assert describe(RewardSettings(gamma=0)).startswith("a reward, ")
-    overlong = describe(RewardSettings(overlong_buffer=512))
-    assert overlong.startswith(published) and "grows to 1 over the last 512 tokens" in overlong

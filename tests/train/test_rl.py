@@ -136,27 +136,6 @@ def test_a_group_shares_its_budget_and_its_question(road, small):
     assert len(seen) > 1, "each rollout of a group has its own seed"
 
 
-def test_overlong_trajectories_earn_less(road, small):
-    """The penalty is part of the rewards that GRPO normalises, and a metric of the step."""
-    plain = rolled_out(road, small.Script(road), road.data.questions[:2])
-    lengths = [suffix_length(episode.trajectory) for episode in plain.episodes]
-    assert len(set(lengths)) > 1
-    buffer = small.SUFFIX - min(lengths) - 1
-    rewards = dataclasses.replace(road.run.rl.rewards, overlong_buffer=buffer)
-    settings = dataclasses.replace(gated(road, 4, 16), rewards=rewards)
-    questions = road.data.questions[:2]
-    actor = Actor(small.Script(road), road.environment, Rules())
-    charged = roll_out(actor, begin(questions, settings, 0, 1), settings)
-    lost = np.subtract(
-        [reward.total for reward in plain.rewards],
-        [reward.total for reward in charged.rewards],
-    )
-    wanted = [max(0, length - min(lengths) - 1) / buffer for length in lengths]
-    assert lost == pytest.approx(wanted) and lost.min() == 0 < lost.max()
-    assert describe(charged)["reward/overlong"] == pytest.approx(lost.mean())
-    assert "reward/overlong" not in describe(plain)
-
-
 # --- steps ---
 
 
@@ -720,12 +699,6 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
 def test_invalid_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         RLSettings(**({"steps": 2} | change))
-
-
-def test_a_buffer_longer_than_a_trajectory_is_refused(road):
-    with pytest.raises(ValueError, match=r"rl\.rewards\.overlong_buffer: 145 .*tokens 144"):
-        change(road.run, "long", {"rl.rewards.overlong_buffer": 145})
-    change(road.run, "whole", {"rl.rewards.overlong_buffer": 144})
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from typing import Any
@@ -12,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import train.learn.sft
 from models.features import FrameFeatures
 from models.sharding import make_mesh
 from paravt_jax.data import video
 from paravt_jax.method.protocol import PINNED
 from tests.train.steps import skeleton_of
 from train.data import pack_rows
-from train.learn.optimizer import make_optimizer
-from train.learn.sft import SFTBatches, SFTStep, make_sft_updater, sft_step
+from train.learn.optimizer import OptimizerSettings
+from train.learn.sft import SFTBatches, SFTSettings, SFTStep, make_sft_updater, sft_step
 from train.learn.update import TrainState, Updater
 
 
@@ -206,30 +206,36 @@ def test_steps_on_the_same_batch_lower_its_loss(updater, start, one_batch):
 
 
 def test_a_schedule_that_ends_before_the_last_step_is_refused(road):
-    schedule = dataclasses.replace(road.run.sft.optimizer, schedule="cosine")
     with pytest.raises(ValueError, match=r"sft\.horizon: 7, .* the 8 updates"):
-        dataclasses.replace(road.run.sft, steps=8, horizon=7, optimizer=schedule)
+        dataclasses.replace(road.run.sft, steps=8, horizon=7, schedule="cosine")
 
 
-@pytest.mark.parametrize(("horizon", "updates"), [(0, 8), (24, 24)])
-def test_the_schedule_takes_as_many_updates_as_the_horizon(road, monkeypatch, horizon, updates):
-    asked = []
+def rates(steps: int, **fields: Any) -> list[float]:
+    """The learning rate of each update and of one more, if the peak is 1."""
+    rate = SFTSettings(steps, 1, OptimizerSettings(), **fields).learning_rate(1.0)
+    return [float(rate(step)) if callable(rate) else rate for step in range(steps + 1)]
 
-    def recorded(settings, steps):
-        asked.append(steps)
-        return make_optimizer(settings, steps)
 
-    monkeypatch.setattr(train.learn.sft, "make_optimizer", recorded)
-    schedule = dataclasses.replace(road.run.sft.optimizer, schedule="cosine")
-    settings = dataclasses.replace(road.run.sft, steps=8, horizon=horizon, optimizer=schedule)
-    make_sft_updater(skeleton_of(road), road.fresh(), settings, batches(road).shape)
-    assert asked == [updates]
+def test_cosine_warms_up_and_ends_at_zero():
+    rate = rates(10, schedule="cosine", warmup=0.2)
+    assert rate[0] == 0 and rate[2] == max(rate) == 1
+    assert all(a > b for a, b in itertools.pairwise(rate[2:]))
+    assert rate[10] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_schedule_takes_as_many_updates_as_the_horizon():
+    long = rates(24, schedule="cosine", warmup=0.1)
+    assert rates(8, schedule="cosine", warmup=0.1, horizon=24) == long[:9]
+
+
+def test_a_constant_rate_may_warm_up_and_one_step_needs_no_schedule():
+    assert rates(4, warmup=0.5) == [0.0, 0.5, 1.0, 1.0, 1.0]
+    assert rates(1, schedule="cosine") == [1.0, 1.0]
 
 
 def test_a_horizon_of_a_constant_rate_is_refused(road):
-    constant = dataclasses.replace(road.run.sft.optimizer, schedule="constant", warmup=0.0)
     with pytest.raises(ValueError, match=r"sft\.horizon: 100 with a constant learning rate"):
-        dataclasses.replace(road.run.sft, steps=8, horizon=100, optimizer=constant)
+        dataclasses.replace(road.run.sft, steps=8, horizon=100, schedule="constant", warmup=0.0)
 
 
 def test_counts_below_one_are_refused(road):
@@ -238,3 +244,5 @@ def test_counts_below_one_are_refused(road):
             dataclasses.replace(road.run.sft, **{name: 0})
     with pytest.raises(ValueError, match=r"sft\.microbatches: -1"):
         dataclasses.replace(road.run.sft, microbatches=-1)
+    with pytest.raises(ValueError, match=r"sft\.warmup: 3"):
+        dataclasses.replace(road.run.sft, warmup=3.0)

@@ -203,7 +203,7 @@ def rl_step(
         frame_budgets=(4,),
         remat=remat,
     )
-    optimizer = make_optimizer(ADAM, 1)
+    optimizer = make_optimizer(ADAM)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     base = jax.device_put(frozen, param_shardings(frozen, mesh))
     devices = row_devices(mesh)

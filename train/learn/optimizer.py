@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -20,6 +21,9 @@ _MUON_FACTOR = 20 / 3
 # Of AdamW's second moment beside Muon, whose runs are short.
 _MUON_B2 = 0.95
 
+Schedule = Callable[[float], optax.Schedule | float]
+"""Returns the learning rate by step, given its peak."""
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
@@ -29,10 +33,6 @@ class OptimizerSettings:
     """adamw: AdamW for all weights. muon: Muon for the matrices of layers, AdamW for the rest."""
     learning_rate: float = 2e-6
     """Peak learning rate of AdamW. That of Muon is 20/3 of it."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or cosine decay to zero at the last step."""
-    warmup: float = 0.0
-    """Share of the steps over which the learning rate rises linearly from zero."""
     weight_decay: float = 0.01
     """Decoupled weight decay."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -43,52 +43,40 @@ class OptimizerSettings:
         require_choices(section, self)
         require_above(section, self, 0, "learning_rate")
         require_at_least(section, self, 0, "weight_decay")
-        if not 0 <= self.warmup < 1:
-            raise ValueError(
-                f"OptimizerSettings.warmup: {self.warmup}; give a number from 0 to below 1"
-            )
 
 
-def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
-    """Return the optimizer whose schedule takes `steps` updates.
+def make_optimizer(
+    settings: OptimizerSettings, schedule: Schedule = lambda peak: peak
+) -> optax.GradientTransformation:
+    """Return the optimizer. It clips gradients by their global norm first.
 
-    It clips gradients by their global norm first.
+    Args:
+        settings: Which optimizer, and its peak learning rate.
+        schedule: The learning rate by step; constant by default.
     """
     clip = optax.clip_by_global_norm(_MAX_GRAD_NORM)
     make = _adamw if settings.name == "adamw" else _muon
-    return optax.chain(clip, make(settings, steps))
+    return optax.chain(clip, make(settings, schedule))
 
 
-def _schedule(settings: OptimizerSettings, steps: int, peak: float) -> optax.Schedule | float:
-    """The learning rate by step."""
-    warmup = round(settings.warmup * steps)
-    if settings.schedule == "cosine" and steps > 1:
-        # At least one step of each. So without a warm-up, the first update has learning rate 0.
-        warmup = min(max(1, warmup), steps - 1)
-        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps)
-    if warmup:
-        return optax.warmup_constant_schedule(0.0, peak, warmup)
-    return peak
-
-
-def _adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
+def _adamw(settings: OptimizerSettings, schedule: Schedule) -> optax.GradientTransformation:
     return optax.adamw(
-        _schedule(settings, steps, settings.learning_rate),
+        schedule(settings.learning_rate),
         eps=EPS,
         mu_dtype=settings.moment_dtype,
         weight_decay=settings.weight_decay,
     )
 
 
-def _muon(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
+def _muon(settings: OptimizerSettings, schedule: Schedule) -> optax.GradientTransformation:
     return optax.contrib.muon(
-        _schedule(settings, steps, _MUON_FACTOR * settings.learning_rate),
+        schedule(_MUON_FACTOR * settings.learning_rate),
         weight_decay=settings.weight_decay,
         eps=EPS,
         mu_dtype=settings.moment_dtype,
         adam_b2=_MUON_B2,
         adam_weight_decay=settings.weight_decay,
-        adam_learning_rate=_schedule(settings, steps, settings.learning_rate),
+        adam_learning_rate=schedule(settings.learning_rate),
         muon_weight_dimension_numbers=_matrix_axes,
     )
 

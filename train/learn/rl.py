@@ -140,7 +140,7 @@ class Learner:
         self.settings = settings
         self._weight_shardings = jax.tree.map(lambda x: x.sharding, weights)
         self.reference = self._to_host(weights, skeleton.decoder(split_vision(weights)[0]).dtype)
-        optimizer = make_optimizer(settings.optimizer, settings.updates)
+        optimizer = make_optimizer(settings.optimizer)
         devices, processes = row_devices(mesh), jax.process_count()
         visual = VisualRoom(shape.slots(processes, devices), shape.frames(processes, devices))
         self.updater = Updater(skeleton, weights, optimizer, rl_loss(settings), visual)

@@ -81,11 +81,6 @@ class RLSettings:
                 "another anchor"
             )
 
-    @property
-    def updates(self) -> int:
-        """Number of updates of all steps."""
-        return self.steps * self.updates_per_batch
-
     def shape(self, longest: Lengths) -> StepShape:
         """Upper bounds on the rollouts of a step.
 

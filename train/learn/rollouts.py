@@ -22,10 +22,9 @@ from paravt_jax.method.rewards import (
     combine,
     final_answer,
     published_format,
-    subtract_overlong_penalty,
 )
 from paravt_jax.processes import hosts
-from rollout.agent.episode import Environment, suffix_length
+from rollout.agent.episode import Environment
 from rollout.agent.scoring import executed_calls, seed_of, tool_gap
 from rollout.engine.requests import Sampler
 from train.learn.in_flight import EpisodeInFlight, GroupInFlight, Player
@@ -195,14 +194,11 @@ def score(actor: Actor, groups: Sequence[GroupInFlight], settings: RLSettings) -
 
 @functools.partial(jax.profiler.annotate_function, name="reward")
 def _rewards(actor: Actor, episodes: Sequence[Episode], settings: RLSettings) -> list[Rewards]:
-    limit = actor.environment.protocol.settings.trajectory_tokens
     items = [(episode.question, final_answer(episode.turns)) for episode in episodes]
-    rewards = []
-    for episode, r_acc in zip(episodes, actor.judge.scores(items), strict=True):
-        earned = combine(episode.turns, r_acc, settings.rewards, settings.grpo.sequence_anchor)
-        tokens = suffix_length(episode.trajectory)
-        rewards.append(subtract_overlong_penalty(earned, tokens, limit, settings.rewards))
-    return rewards
+    return [
+        combine(episode.turns, r_acc, settings.rewards, settings.grpo.sequence_anchor)
+        for episode, r_acc in zip(episodes, actor.judge.scores(items), strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,9 +300,6 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
     metrics = _headline(episodes, rewards)
     for name in ("accuracy", "format", "anchor", "tool", "total"):
         metrics[f"reward/{name}"] = _mean([getattr(reward, name) for reward in rewards])
-    overlong = [reward.overlong for reward in rewards if reward.overlong is not None]
-    if overlong:
-        metrics["reward/overlong"] = _mean(overlong)
     # The paper's f is the mean of this over training. It does not depend on the run's own rewards.
     metrics["format_reward"] = _mean([published_format(episode.turns) for episode in episodes])
     metrics["reward/format_capped"] = _mean([reward.capped for reward in rewards])

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import numpy as np
+import optax
 from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
@@ -54,6 +55,10 @@ class SFTSettings:
     rows: int
     """Packed rows per update."""
     optimizer: OptimizerSettings
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or cosine decay to zero at the last step."""
+    warmup: float = 0.0
+    """Share of the steps over which the learning rate rises linearly from zero."""
     horizon: int = 0
     """Updates that warm-up and schedule take, at least `steps`; 0: as many."""
     row_tokens: int = 8192
@@ -69,16 +74,30 @@ class SFTSettings:
         require_at_least("sft", self, 1, "steps", "rows", "row_tokens", "save_every")
         require_at_least("sft", self, 0, "microbatches")
         require_choices("sft", self)
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"sft.warmup: {self.warmup}; give a number from 0 to below 1")
         if self.horizon < 0 or 0 < self.horizon < self.steps:
             raise ValueError(
                 f"sft.horizon: {self.horizon}, which ends before the {self.steps} updates of the "
                 "run; give at least as many, or 0"
             )
-        if self.horizon and self.optimizer.schedule == "constant" and not self.optimizer.warmup:
+        if self.horizon and self.schedule == "constant" and not self.warmup:
             raise ValueError(
                 f"sft.horizon: {self.horizon} with a constant learning rate and no warm-up, on "
                 "which it would have no effect; give 0"
             )
+
+    def learning_rate(self, peak: float) -> optax.Schedule | float:
+        """Return the learning rate by update, given its peak."""
+        updates = self.horizon or self.steps
+        warmup = round(self.warmup * updates)
+        if self.schedule == "cosine" and updates > 1:
+            # At least one of each. So without a warm-up, the first update has learning rate 0.
+            warmup = min(max(1, warmup), updates - 1)
+            return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, updates)
+        if warmup:
+            return optax.warmup_constant_schedule(0.0, peak, warmup)
+        return peak
 
     @property
     def shape(self) -> RowsShape:
@@ -134,7 +153,7 @@ def make_sft_updater(
         settings: Optimizer and activation checkpointing.
         shape: Sizes of a step, from `SFTBatches.shape`.
     """
-    optimizer = make_optimizer(settings.optimizer, settings.horizon or settings.steps)
+    optimizer = make_optimizer(settings.optimizer, settings.learning_rate)
     room = shape.room(row_devices(require_mesh(weights)))
     several = shape.microbatches > 1
     return Updater(skeleton, weights, optimizer, sft_loss(settings), room, accumulates=several)
