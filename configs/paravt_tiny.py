@@ -27,7 +27,7 @@ def paravt_tiny() -> Run:
         name="paravt_tiny",
         world=WorldSettings(),
         text=TextSettings(),
-        frames=FrameSettings(batch=64, whole_frames=64, admission="counted"),
+        frames=FrameSettings(batch=64, admission="counted"),
         protocol=ProtocolSettings(
             max_tool_turns=2,
             turn_tokens=64,

@@ -53,7 +53,7 @@ from train.learn.update import init_state, make_logprobs, make_update, score_rol
 # Videos of 128 seconds, in four coloured scenes. A digit appears in a scene for 2 to 4 seconds.
 WORLD = videos.WorldSettings(train_videos=600, digit_width=20, digit_height=28, jitter=0)
 ROOT, READER = Path(), None  # frames are drawn on request, so there are no files
-FRAMES = FrameSettings(batch=64, whole_frames=64)  # a video of 64 frames is encoded whole
+FRAMES = FrameSettings(batch=64)  # a video of 64 frames is encoded whole
 FRAME_TOKENS = 1  # visual tokens per frame, at the size of these videos
 BUDGETS = (4, 8)  # numbers of overview frames, in demonstrations and in episodes
 TEXT = text.TextSettings(

@@ -157,7 +157,6 @@ def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
         "summary_tokens",
         "crop_fps",
         "crop_frames",
-        "max_num_frames",
         "frame_times",
         "tools",
     )
@@ -177,7 +176,7 @@ def open_reader(
     reading = ReaderSettings(
         rules=frames.rules(vision),
         crop_rules=frames.rules(vision, crop=True),
-        whole=frames.whole_frames,
+        whole=frames.batch,
     )
     if settings is not None:
         reading = dataclasses.replace(

@@ -63,10 +63,9 @@ class FrameSettings:
     """Quality of the JPEG through which resized frames go, from 1 to 100; 0: none."""
     processor_min_pixels: int = 0
     """Resized frames below this area are enlarged, as the model's processor does; 0: no."""
+    # Videos of at most as many frames are encoded whole on first use.
     batch: int = 16
     """Frames of up to 49 visual tokens per call of the vision tower; fewer if larger."""
-    whole_frames: int = 0
-    """Videos of at most this many frames are encoded whole on first use."""
     cache_mib: int = 4096
     """Size limit of the feature cache, in MiB. Frames of running episodes may exceed it."""
     admission: Literal["arrival", "counted"] = "arrival"
@@ -269,7 +268,7 @@ class VideoFiles:
             rules: How the frames are resized; None: as those of an overview.
         """
         rules = rules or self.settings.rules(self._vision)
-        task = ReadTask(str(join(self.root, name)), wanted, rules, self.settings.whole_frames)
+        task = ReadTask(str(join(self.root, name)), wanted, rules, self.settings.batch)
         stamp = self.stamp(name)
         future = self._futures.get((stamp, task))
         if future is None:
@@ -285,7 +284,7 @@ class VideoFiles:
         """Return the frames that are encoded if some of one kind are missing."""
         first = frames[0]
         everything = range(self.info(first.video).frames)
-        if len(everything) > self.settings.whole_frames or first.second is not None:
+        if len(everything) > self.settings.batch or first.second is not None:
             return frames
         # A key does not depend on the timestamp.
         others = [Frame(first.video, i, 0.0, first.crop) for i in everything]

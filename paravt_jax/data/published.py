@@ -536,7 +536,7 @@ def _response(
     if foreign:
         raise Refused(Reason.PROTOCOL, f"a response contains {foreign[0]}")
     calls: list[CropCall] = []
-    for call in parse_calls(text, (CropVideo(limits.max_num_frames),)):
+    for call in parse_calls(text, (CropVideo(),)):
         if isinstance(call, FailedCall):
             raise Refused(Reason.PROTOCOL, f"a call cannot be read: {call.reason}")
         if isinstance(call, CropCall):

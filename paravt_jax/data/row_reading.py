@@ -188,12 +188,7 @@ class VideoChecker:
                 Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {found.reason}"
             )
         window, limits = found.window, self.reading.limits
-        if window.frames is None:
-            fps, most = limits.crop_fps, limits.crop_frames
-        else:  # the call asks for a number of frames, evenly spread
-            most = min(window.frames, limits.max_num_frames)
-            fps = most / (window.end - window.start)
-        return window_indices(info, window.start, window.end, fps, most)
+        return window_indices(info, window.start, window.end, limits.crop_fps, limits.crop_frames)
 
 
 # One row may name a file several times, and neighbouring rows often name the same file.

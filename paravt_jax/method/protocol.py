@@ -107,9 +107,7 @@ class ProtocolSettings:
     crop_fps: float = 1.0
     """Frames per second that a sub-agent sees of its window."""
     crop_frames: int = 16
-    """Upper bound on a sub-agent's frames, unless a call asks for its own number."""
-    max_num_frames: int = 0
-    """Upper bound on the argument num_frames of crop_video; 0 leaves the argument out."""
+    """Upper bound on a sub-agent's frames."""
     tools: tuple[str, ...] = ("crop_video",)
     """Tools of the main agent: crop_video, search_subtitles, or MODULE:CLASS (docs/tools.md)."""
     # Demonstrations use `agentic`. `agentic-minimal` has little more than the tools' schemas.
@@ -123,7 +121,7 @@ class ProtocolSettings:
                 "protocol.pin_think: True with protocol.prompt 'direct', which does not think; "
                 "set it to False"
             )
-        require_at_least("protocol", self, 0, "max_tool_turns", "max_num_frames")
+        require_at_least("protocol", self, 0, "max_tool_turns")
         tokens = ("turn_tokens", "summary_tokens", "trajectory_tokens")
         texts = ("text_tokens", "label_tokens")
         require_at_least("protocol", self, 1, "max_calls", "crop_frames", *tokens, *texts)
@@ -140,7 +138,7 @@ class ProtocolSettings:
             raise ValueError(
                 "protocol.tools: empty; name at least one (dispatch 'none' offers no tool)"
             )
-        crop = CropVideo(self.max_num_frames)
+        crop = CropVideo()
         tools = tuple(
             crop if name == crop.name else _load_tool(_FURTHER_TOOLS.get(name, name))
             for name in self.tools
@@ -148,17 +146,7 @@ class ProtocolSettings:
         names = [tool.name for tool in tools]
         if len(set(names)) < len(names):
             raise ValueError(f"protocol.tools: {', '.join(names)}; give each tool once")
-        if self.max_num_frames and CropVideo.name not in names:
-            raise ValueError(
-                f"protocol.max_num_frames: {self.max_num_frames} without crop_video; "
-                "add crop_video to protocol.tools, or give 0"
-            )
         return tools
-
-    @property
-    def most_crop_frames(self) -> int:
-        """Upper bound on the frames of any sub-agent's prompt."""
-        return max(self.crop_frames, self.max_num_frames)
 
     def showing_frames(self, crop_tokens: int) -> ProtocolSettings:
         """Return the limits for dispatch `frames`, where trajectories contain the crops themselves.
@@ -223,8 +211,6 @@ def render_call(call: CropCall) -> str:
         "start_time": _number(call.start),
         "end_time": _number(call.end),
     }
-    if call.frames is not None:
-        arguments["num_frames"] = call.frames
     return f"<tool_call>\n{call_text(call.tool, arguments)}\n</tool_call>"
 
 

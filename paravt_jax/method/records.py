@@ -240,11 +240,10 @@ class CallStatus(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class CropCall:
-    """A parsed `crop_video` call. The window is in seconds; `frames` is None for the default."""
+    """A parsed `crop_video` call. The window is in seconds."""
 
     start: float
     end: float
-    frames: int | None = None
     tool: ClassVar[str] = "crop_video"
 
 

@@ -374,14 +374,9 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
         return CallOutcome(call, found.status, f"error: {found.reason}")
     window = found.window
 
-    fps = limits.crop_fps
-    max_frames = limits.crop_frames
-    if window.frames is not None:  # the call asks for a number of frames, evenly spread
-        max_frames = min(window.frames, limits.most_crop_frames)
-        fps = max_frames / (window.end - window.start)
     # Held until the sub-agent has reported.
     shown = await features.request(
-        features.window(video, window.start, window.end, fps, max_frames)
+        features.window(video, window.start, window.end, limits.crop_fps, limits.crop_frames)
     )
 
     # The record of a crop has the window that was shown; other tools' calls stay as written.

@@ -71,11 +71,11 @@ def lengths(
         prompt=round_up(frames * labelled + limits.text_tokens, _STEP),
         visual=frames * frame_tokens,
         response=limits.trajectory_tokens,
-        crop_prompt=round_up(limits.most_crop_frames * labelled_in_crop + REQUEST_TOKENS, _STEP),
-        crop_visual=limits.most_crop_frames * crop_frame_tokens,
+        crop_prompt=round_up(limits.crop_frames * labelled_in_crop + REQUEST_TOKENS, _STEP),
+        crop_visual=limits.crop_frames * crop_frame_tokens,
         report=limits.summary_tokens + 1,
         frames=frames,
-        crop_frames=limits.most_crop_frames,
+        crop_frames=limits.crop_frames,
     )
 
 
@@ -179,7 +179,7 @@ def overview_tokens(
 
 def crop_tokens(protocol: Protocol, frame_tokens: int, last: float) -> int:
     """Tokens of a sub-agent's longest prompt. Arguments are as in `overview_tokens`."""
-    return len(protocol.window(_frames(protocol.settings.most_crop_frames, last), frame_tokens).ids)
+    return len(protocol.window(_frames(protocol.settings.crop_frames, last), frame_tokens).ids)
 
 
 def _frames(count: int, last: float) -> Sequence[Frame]:

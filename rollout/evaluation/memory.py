@@ -189,7 +189,7 @@ def _host(
     calls = limits.max_calls * (
         limits.max_tool_turns if settings.episode_settings().dispatch != "none" else 0
     )
-    crop = limits.most_crop_frames * frame_tokens(pixels, config.vision, crop=True)
+    crop = limits.crop_frames * frame_tokens(pixels, config.vision, crop=True)
     seen = settings.episodes * (overview + calls * crop) * vector
     # The vectors of a prompt, from its request until it is prefilled: an overview per episode, or
     # the crops of its sub-agents.

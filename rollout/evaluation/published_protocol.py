@@ -8,7 +8,6 @@ from typing import Any
 PLAY: Mapping[str, Any] = {
     "frames": 64,
     "dispatch": "frames",
-    "max_num_frames": 0,
     "tools": ["crop_video"],
     "temperature": 0.0,
     "blind": False,

@@ -76,8 +76,6 @@ class BenchmarkSettings:
     """How tool calls are executed; by default parallel, or none if no tool is offered."""
     prompt: Prompt = "agentic"
     """System prompt: agentic-minimal for Charades-STA; reasoning and direct offer no tool."""
-    max_num_frames: int = 0
-    """Upper bound on num_frames in a call of crop_video; 0 does not offer the argument."""
     tools: tuple[str, ...] = ("crop_video",)
     """Tools of the main agent: crop_video, search_subtitles, or MODULE:CLASS (docs/tools.md)."""
     temperature: float = 0.0
@@ -254,7 +252,6 @@ class BenchmarkSettings:
             pin_think=self.pin_think and self.prompt != "direct",
             frame_times=self.frame_times,
             prompt=self.prompt,
-            max_num_frames=self.max_num_frames,
             tools=self.tools,
         )
         if self.episode_settings().dispatch == "frames":

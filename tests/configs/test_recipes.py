@@ -131,7 +131,6 @@ def test_settings_that_contradict_each_other_are_refused(name, change, message):
         (FrameSettings, "frames.batch", 0),
         (FrameSettings, "frames.min_pixels", 0),
         (FrameSettings, "frames.max_pixels", 783),
-        (FrameSettings, "frames.whole_frames", -1),
         (FrameSettings, "frames.cache_mib", -1),
         (CheckpointSettings, "checkpoints.keep", 0),
         (CheckpointSettings, "checkpoints.best", "loss"),

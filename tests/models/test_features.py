@@ -81,10 +81,10 @@ def test_features_equal_those_of_the_tower(make, names, small_model, small_world
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [0, FRAMES])
-def test_the_bits_of_a_frame_do_not_depend_on_other_frames(make, names, whole):
-    features = make(batch=16, whole_frames=whole)
-    forgetful = make(batch=16, whole_frames=whole, cache_mib=0)
+@pytest.mark.parametrize("batch", [16, FRAMES])
+def test_the_bits_of_a_frame_do_not_depend_on_other_frames(make, names, batch):
+    features = make(batch=batch)
+    forgetful = make(batch=batch, cache_mib=0)
     crop = features.window(names[0], 16, 32, 1.0, 16)
     mixed = (*features.overview(names[1], 20), *crop[3:7], *features.overview(names[0], 20))
     alone = np.concatenate([forgetful([frame]) for frame in mixed])
@@ -124,7 +124,7 @@ def test_a_short_video_is_encoded_whole_on_first_use(make, names, monkeypatch):
             reads.append(len(indices)) or real(path, indices, *rest, **named)
         ),
     )
-    for f in (make(batch=8, whole_frames=FRAMES), make(batch=8, whole_frames=FRAMES - 1)):
+    for f in (make(batch=FRAMES), make(batch=FRAMES - 1)):
         f(f.overview(names[0], 1))
         f(f.window(names[0], 44, 52, 1.0, 4))
     assert reads == [FRAMES, 1, 8 // STEP]
@@ -191,7 +191,7 @@ def test_frames_have_the_size_of_the_settings(make, names):
 
 def test_the_cache_keeps_its_bound_and_drops_the_least_recently_used(make, names):
     """A frame of 36 tokens takes 9 KiB here, so 1 MiB holds 113 of them."""
-    features = make(batch=64, min_pixels=192 * 192, max_pixels=192 * 192, cache_mib=1)
+    features = make(batch=16, min_pixels=192 * 192, max_pixels=192 * 192, cache_mib=1)
     tokens = features.tokens(names[0])
     per_frame = tokens * 2 * 32 * 4
     fits = 2**20 // per_frame
@@ -404,7 +404,7 @@ def test_started_frames_are_read_and_encoded_once(make, names, monkeypatch):
 
 
 def test_frames_that_were_started_in_vain_are_cached(make, names):
-    features = make(batch=4, whole_frames=FRAMES)
+    features = make(batch=FRAMES)
     frames = features.overview(names[0], FRAMES)
     features.start(frames[:1])
     features(frames[:1])

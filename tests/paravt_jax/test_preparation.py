@@ -344,15 +344,6 @@ def test_a_span_is_compared_with_its_video(read_one, small_world):
         assert (left_out.id, left_out.reason) == ("x:0", Reason.IMPOSSIBLE)
 
 
-def test_a_call_shows_the_frames_it_asks_for_if_the_protocol_offers_that(read_one, small_world):
-    path = small_world.videos[0].path
-    messages = json.dumps(called(path, [(0, 99)], say("tool", "It shows", video(path))))
-    row = {"messages": messages.replace('end_time\\": 99', 'end_time\\": 99, \\"num_frames\\": 9')}
-    for limit, shown in ((0, 16), (32, 9), (4, 4)):
-        kept = read_one(row, max_num_frames=limit)
-        assert len(kept.record.clips[1].indices) == shown
-
-
 PROGRAM = """
 import sys, pathlib
 from tests.paravt_jax.test_preparation import reading_of, run

@@ -309,23 +309,6 @@ def test_files_of_a_row_keep_their_names_apart():
     assert shown == f"Is {names}"
 
 
-def test_a_number_of_frames_is_kept_if_the_protocol_offers_it():
-    asked = call(3, 9).replace('"end_time": 9', '"end_time": 9, "num_frames": 8')
-    messages = [ASKED, say("assistant", THOUGHT + asked), say("tool", video(A)), GOOD_END]
-    row = {"messages": json.dumps(messages)}
-    offered = ProtocolSettings(max_num_frames=32)
-    looks = []
-
-    def noted(*file) -> Clip:
-        looks.append(file)
-        return look(*file)
-
-    kept = read_conversation(row, "x", "s", offered, noted)
-    assert looks[1] == (A, False, CropCall(3, 9, frames=8))
-    assert render_call(CropCall(3, 9, frames=8)) in str(kept.turns[1].content[0])
-    assert "num_frames" not in str(read(messages).turns[1].content[0])
-
-
 def test_a_call_may_name_its_video_without_its_folder():
     path = "selfqa/video_12.mp4"
     asked = say("assistant", THOUGHT + call(3, 9, "video_12.mp4"))

@@ -157,8 +157,7 @@ def test_the_cost_of_a_tool_turn_is_a_share(cost):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-    ],
+    [],
 )
 def test_a_penalty_on_length_needs_a_buffer(changes, message):
     with pytest.raises(ValueError, match=f"RewardSettings.{message}"):

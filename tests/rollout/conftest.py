@@ -140,7 +140,7 @@ def small_features(small_world, small_model) -> FrameFeatures:
     return FrameFeatures(
         small_model.vision,
         small_model.config,
-        FrameSettings(batch=64, whole_frames=128),
+        FrameSettings(batch=128),
         small_world.folder,
         source=video,
     )

@@ -25,13 +25,12 @@ from paravt_jax.method.records import (
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import score
 from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.method.tools.search_subtitles import ENTRIES, SearchSubtitles, best_entries
+from paravt_jax.method.tools.search_subtitles import ENTRIES, best_entries
 from paravt_jax.method.tools.tool import Look, Tool
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.scoring import executed_calls
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import run
-from rollout.engine.sizing import lengths
 from rollout.report.episode_card import episode_page
 
 BOTH = ("crop_video", "search_subtitles")
@@ -283,81 +282,34 @@ def test_the_tool_in_the_documentation_works_as_it_stands(perform, srt, tmp_path
 # --- the number of frames of a crop ---
 
 
-def crop_of(frames: object) -> str:
-    return tool_call("crop_video", {"start_time": 0, "end_time": 64, "num_frames": frames})
-
-
-def test_a_call_may_choose_its_number_of_frames(perform):
-    turns = [plan(crop_of(4), crop_of(24), crop_of(99)), ANSWER]
-    episode, sampler, _ = perform(turns, max_num_frames=24, summary_tokens=256)
-    few, most, cut = episode.turns[0].calls
-    assert [frame.time for frame in sampler.sub[0][0].frames] == [0, 16, 32, 48]
-    assert [len(request.frames) for request, _ in sampler.sub] == [4, 24, 24]
-    assert few.status is CallStatus.EXECUTED
-    assert most.status is CallStatus.EXECUTED
-    assert cut.status is CallStatus.CLAMPED
-    assert cut.call == CropCall(0, 64, 24)
-    assert cut.response.endswith("(At most 24 frames of a window are shown.)")
-
-
-@pytest.mark.parametrize("frames", [0, -1, 2.5, "4", True, [4]])
-def test_a_wrong_number_of_frames_is_malformed(frames):
-    (call,) = parse_calls(crop_of(frames), (CropVideo(16),))
-    assert isinstance(call, FailedCall)
-    assert call.status is CallStatus.MALFORMED
-    assert "num_frames is not a whole number from 1 to 16" in call.reason
-
-
-def test_the_number_of_frames_is_not_an_argument_by_default():
-    assert parse_calls(crop_of(4), (CropVideo(),)) == [CropCall(0, 64)]
-    assert "num_frames" not in json.dumps(CropVideo().schema)
-    offered = CropVideo(24).schema["function"]["parameters"]
-    assert offered["properties"]["num_frames"]["maximum"] == 24
-    assert "num_frames" not in offered["required"]
-
-
-def test_engine_and_batches_have_room_for_the_most_frames():
-    usual = lengths(ProtocolSettings(), frame_tokens=45, frames=64)
-    more = lengths(ProtocolSettings(max_num_frames=32), frame_tokens=45, frames=64)
-    assert lengths(ProtocolSettings(max_num_frames=8), 45, 64) == usual
-    assert more.crop_visual == 32 * 45
-    assert more.crop_prompt - usual.crop_prompt == 16 * (45 + ProtocolSettings().label_tokens)
-
-
-def test_a_number_of_frames_without_crops_is_refused():
-    with pytest.raises(ValueError, match="protocol.max_num_frames: 8"):
-        ProtocolSettings(max_num_frames=8, tools=(SearchSubtitles.name,))
-
-
 class Looks(Tool):
     """A custom tool that sends a sub-agent to any window in its arguments."""
 
     name = "looks"
     description = "Looks at a window."
-    parameters = {"window": {"type": "array", "description": "Start, end and frames."}}
+    parameters = {"window": {"type": "array", "description": "Start and end."}}
     required = ("window",)
-    example = {"window": [0, 16, 4]}
+    example = {"window": [0, 16]}
     hint = "Call looks."
 
     def parse(self, arguments):
         return ToolCall(self.name, {"window": arguments["window"]})
 
     def run(self, call, video):
-        start, end, frames = call.arguments["window"]
-        return Look(CropCall(start, end, frames))
+        return Look(CropCall(*call.arguments["window"]))
 
 
 def test_the_window_of_a_tool_is_cut_to_the_video_and_the_frame_limit(perform):
-    windows = [[8, 0, 4], [0, 16, 500], [0, 16, 4]]
+    windows = [[8, 0], [0, 1e6], [0, 4]]
     calls = [tool_call("looks", {"window": window}) for window in windows]
     names = ("crop_video", f"{__name__}:Looks")
     episode, _, environment = perform([plan(*calls), ANSWER], tools=names, max_calls=3)
-    reversed_, many, few = episode.turns[0].calls
+    reversed_, long, short = episode.turns[0].calls
     assert reversed_.status is CallStatus.BAD_WINDOW
-    assert many.status is few.status is CallStatus.EXECUTED
-    assert many.call == ToolCall("looks", {"window": [0, 16, 500]})
-    most = environment.protocol.settings.most_crop_frames
-    assert [len(outcome.subagent.frames) for outcome in (many, few)] == [min(most, 8), 4]
+    assert (long.status, short.status) == (CallStatus.CLAMPED, CallStatus.EXECUTED)
+    assert long.call == ToolCall("looks", {"window": [0, 1e6]})
+    most = environment.protocol.settings.crop_frames
+    assert len(long.subagent.frames) == most > len(short.subagent.frames) > 0
 
 
 def test_a_tool_that_cannot_be_made_is_refused():

@@ -67,7 +67,7 @@ def small() -> Run:
         name="small",
         world=WorldSettings(train_videos=6, heldout_videos=2),
         text=TextSettings(budgets=(4, 16), groups=2),
-        frames=FrameSettings(batch=128, whole_frames=128, admission="counted"),
+        frames=FrameSettings(batch=128, admission="counted"),
         protocol=ProtocolSettings(
             max_tool_turns=2,
             turn_tokens=64,

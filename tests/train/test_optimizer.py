@@ -86,9 +86,7 @@ def test_muons_update_of_a_matrix_is_orthogonal_layer_by_layer():
     """An update's singular values are nearly equal, unlike those of its gradient."""
     shapes = {"q": (2, 16, 4, 4), "o": (2, 4, 4, 16), "gate": (2, 16, 32)}
     weights = {"layers": {name: jnp.zeros(shape) for name, shape in shapes.items()}}
-    optimizer = make_optimizer(
-        OptimizerSettings("muon", learning_rate=3 / 20, weight_decay=0.0), 10
-    )
+    optimizer = make_optimizer(OptimizerSettings("muon", learning_rate=3 / 20, weight_decay=0.0))
     rng = np.random.default_rng(0)
     scales = np.logspace(0, -2, 16)[:, None]
     gradients = {

@@ -25,7 +25,6 @@ from paravt_jax.method.rewards import Rewards, RewardSettings, published_format
 from paravt_jax.method.scoring import Rules
 from paravt_jax.method.structure import Kind
 from paravt_jax.processes import hosts
-from rollout.agent.episode import suffix_length
 from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
 from tests.compiled_names import CompiledNames
@@ -47,7 +46,7 @@ from train.learn.rollouts import (
     token_ages,
 )
 from train.learn.update import Scores, make_logprobs
-from train.settings import ModelSettings, change
+from train.settings import ModelSettings
 
 # Tags that are one token.
 TAGS = {

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import train.learn.sft
 from models.features import FrameFeatures
 from models.sharding import make_mesh
 from paravt_jax.data import video

@@ -17,39 +17,24 @@ _CLOCK = re.compile(r"(?:([0-9]+):)?([0-9]+):([0-5]?[0-9](?:\.[0-9]+)?)")
 
 
 class CropVideo(Tool):
-    """The tool `crop_video`.
-
-    Args:
-        max_num_frames: Upper bound on the argument num_frames; 0 leaves the argument out.
-    """
+    """The tool `crop_video`."""
 
     name = "crop_video"
     description = (
         "Look closer at one window of the video. "
         "Several calls in one turn are looked at side by side."
     )
+    parameters = {
+        "video_path": {"type": "string", "description": "Name of the video."},
+        "start_time": {"type": "number", "description": "Start of the window in seconds."},
+        "end_time": {"type": "number", "description": "End of the window in seconds."},
+    }
     required = ("video_path", "start_time", "end_time")
     example = {"start_time": 12, "end_time": 28}
     hint = (
         "Where they do not show enough, call crop_video on every window that matters; "
         "each window comes back as a short report."
     )
-
-    def __init__(self, max_num_frames: int = 0):
-        self.max_num_frames = max_num_frames
-        parameters: dict[str, Any] = {
-            "video_path": {"type": "string", "description": "Name of the video."},
-            "start_time": {"type": "number", "description": "Start of the window in seconds."},
-            "end_time": {"type": "number", "description": "End of the window in seconds."},
-        }
-        if max_num_frames:
-            parameters["num_frames"] = {
-                "type": "integer",
-                "description": "Frames to look at, spread evenly over the window.",
-                "minimum": 1,
-                "maximum": max_num_frames,
-            }
-        self.parameters = parameters
 
     def parse(self, arguments: Mapping[str, Any]) -> CropCall | FailedCall:
         """Parse the window. `video_path` is ignored: an agent sees only the question's video."""
@@ -68,25 +53,11 @@ class CropVideo(Tool):
                     CallStatus.BAD_WINDOW,
                 )
             times.append(seconds)
-        # Ignore num_frames if it was not offered. A model may write it nevertheless.
-        frames = arguments.get("num_frames") if self.max_num_frames else None
-        if frames is None:
-            return CropCall(*times)
-        if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
-            return FailedCall(
-                f"num_frames is not a whole number from 1 to {self.max_num_frames}. "
-                "Correct it, or leave it out."
-            )
-        return CropCall(*times, frames=frames)
+        return CropCall(*times)
 
     def run(self, call: CropCall, video: Video) -> Look | FailedCall:
-        """Limit the window to the video, and the number of frames to `max_num_frames`."""
-        found = resolve_window(call, video.duration)
-        if isinstance(found, FailedCall) or (call.frames or 0) <= self.max_num_frames:
-            return found
-        window = CropCall(found.window.start, found.window.end, self.max_num_frames)
-        note = f"At most {self.max_num_frames} frames of a window are shown."
-        return Look(window, f"{found.note} {note}".strip())
+        """Limit the window to the video."""
+        return resolve_window(call, video.duration)
 
 
 def resolve_window(call: CropCall, duration: float) -> Look | FailedCall:
@@ -105,7 +76,7 @@ def resolve_window(call: CropCall, duration: float) -> Look | FailedCall:
     elif call.start >= duration or call.end <= 0:
         why = "The window is outside the video."
     else:
-        window = CropCall(max(call.start, 0.0), min(call.end, duration), call.frames)
+        window = CropCall(max(call.start, 0.0), min(call.end, duration))
         cut = (
             f"The window was cut to {window.start:.1f} to {window.end:.1f} seconds, "
             "where the video is."

@@ -79,7 +79,7 @@ def table(small_model) -> list[bytes]:
 @pytest.fixture(scope="module")
 def features(small_world, small_model) -> FrameFeatures:
     """Frames of four tokens, so that pages and pieces end in the middle of one."""
-    settings = FrameSettings(min_pixels=4096, batch=64, whole_frames=128)
+    settings = FrameSettings(min_pixels=4096, batch=128)
     return FrameFeatures(
         small_model.vision, small_model.config, settings, small_world.folder, source=video
     )

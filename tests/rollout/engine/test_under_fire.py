@@ -117,7 +117,7 @@ def field(
     features = FrameFeatures(
         small_model.vision,
         small_model.config,
-        FrameSettings(batch=64, whole_frames=128),
+        FrameSettings(batch=128),
         root,
         source=video,
     )

@@ -263,7 +263,7 @@ def answering(small_vocabulary, small_model, tmp_path):
         features = FrameFeatures(
             small_model.vision,
             small_model.config,
-            FrameSettings(batch=16, whole_frames=64),
+            FrameSettings(batch=64),
             tmp_path,
             source=video,
         )
