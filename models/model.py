@@ -5,10 +5,8 @@ Callers run the tower once per frame, keep its features, and pass them to the de
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -78,9 +76,3 @@ def abstract_model(
         return model
 
     return nnx.eval_shape(make)
-
-
-def num_params(config: ModelConfig) -> int:
-    """Number of parameters of both towers; tied embeddings count once."""
-    parameters = nnx.state(abstract_model(config), nnx.Param)
-    return sum(math.prod(p.shape) for p in jax.tree.leaves(parameters))

@@ -26,7 +26,6 @@ def mrope_positions(
     ids: Int[np.ndarray, " t"],
     grids: Sequence[tuple[int, ...]],
     config: ModelConfig,
-    start: int = 0,
     slice_seconds: Sequence[float] = (),
 ) -> Int[np.ndarray, "3 t"]:
     """Positions (time, height, width) of a sequence's tokens, equal to `get_rope_index`.
@@ -51,7 +50,6 @@ def mrope_positions(
         grids: what the placeholders stand for, in patches and in order: (height, width) of an
             image, or (time, height, width) of an image or a video.
         config: token ids of the placeholders, and the merge size.
-        start: position of the first token.
         slice_seconds: seconds from slice to slice of each grid, for families that count them;
             empty: 1.
 
@@ -76,7 +74,7 @@ def mrope_positions(
     positions = np.empty((3, len(ids)), np.int32)
     done = 0  # tokens that have their positions
     used = 0  # placeholders among them
-    position = start
+    position = 0
     for (times, h, w), count in zip(blocks, tokens, strict=True):
         first = placeholders[used]
         end = first + count

@@ -20,7 +20,7 @@ from models.weights.tensor_file import Header, new_header, read_header
 from paravt_jax.data import foreign, hub
 from paravt_jax.data.buckets import fetch_folder
 from paravt_jax.data.foreign import ForeignFileError, shortened
-from paravt_jax.data.frames import is_address
+from paravt_jax.data.frames import is_address, is_inside
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -200,7 +200,7 @@ def read_companions(folder: Path) -> dict[str, bytes]:
 def _require_inside(folder: Path, path: Path) -> None:
     """Raises ValueError if a link leads out of a model's folder, whose files are copied."""
     target = path.resolve()
-    if not foreign.is_inside(target, folder):
+    if not is_inside(target, folder):
         raise ForeignFileError(
             f"{path}: a link to {target}, outside the model's folder; copy the file, or remove it"
         )

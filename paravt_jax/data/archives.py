@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from paravt_jax.data import foreign
+from paravt_jax.data.frames import is_inside
 
 PATTERNS = ("*.zip", "*.tar", "*.tar.gz", "*.tgz", "*.zip.*", "*.tar.*", "*.tgz.*")
 """Patterns of the names of archives and of their parts."""
@@ -271,7 +272,7 @@ class _Joined(io.RawIOBase):
         paths = [folder / name for name in names]
         for path in paths:
             target = os.path.realpath(path)
-            if not foreign.is_inside(target, folder):
+            if not is_inside(target, folder):
                 raise ArchiveError(
                     f"{path}: a link to {target}, outside the folder; copy the archive there"
                 )

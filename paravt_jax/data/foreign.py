@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pathlib
 import stat
 from typing import Any
 
@@ -66,18 +65,6 @@ def require_content(path: str | os.PathLike, start: bytes) -> None:
 def is_pointer(start: bytes) -> bool:
     """Return whether a file that starts with these bytes is a pointer of git-lfs."""
     return start.startswith(_LFS)
-
-
-def is_inside(target: str | os.PathLike, folder: str | os.PathLike) -> bool:
-    """Whether a path without links lies below a folder.
-
-    A folder of the hub's cache is a snapshot, whose files are links to the blobs of the same data
-    set or model: models--NAME/snapshots/REVISION/file -> models--NAME/blobs/HASH.
-    """
-    home = pathlib.Path(os.path.realpath(folder))
-    if home.parent.name == "snapshots":
-        home = home.parent.parent
-    return pathlib.Path(target).is_relative_to(home)
 
 
 def read_object(path: str | os.PathLike, remedy: str = "fetch it again") -> dict[str, Any]:

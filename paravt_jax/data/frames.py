@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Float64, Int64, UInt8
 from PIL import Image
 
-from paravt_jax.data import foreign
 from paravt_jax.data.sizes import FrameRules
 from paravt_jax.processes.exit_codes import UserError
 
@@ -91,13 +90,25 @@ def join(root: str | os.PathLike, name: str) -> str | pathlib.Path:
         target = os.path.realpath(path)
     except ValueError as error:  # the name contains a NUL
         raise VideoError(path, "no such file") from error
-    if not foreign.is_inside(target, folder):
+    if not is_inside(target, folder):
         raise VideoError(
             path,
             f"it is at {target}, outside {folder}; copy it there (a hard link will do), or give a "
             "folder that holds both",
         )
     return path
+
+
+def is_inside(target: str | os.PathLike, folder: str | os.PathLike) -> bool:
+    """Return whether a path without links lies below a folder.
+
+    A folder of the hub's cache is a snapshot, whose files are links to the blobs of the same data
+    set or model: models--NAME/snapshots/REVISION/file -> models--NAME/blobs/HASH.
+    """
+    home = pathlib.Path(os.path.realpath(folder))
+    if home.parent.name == "snapshots":
+        home = home.parent.parent
+    return pathlib.Path(target).is_relative_to(home)
 
 
 def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "y x 3"]:

@@ -41,9 +41,6 @@ from paravt_jax.method.records import Frame
 
 Result = TypeVar("Result")
 
-_INTEGER = (int, np.integer)
-_REAL = (int, float, np.integer, np.floating)
-
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -70,7 +67,6 @@ class Sampling:
     """Seconds after the request is submitted."""
 
     def __post_init__(self):
-        self._check_types()
         require_at_least("Sampling", self, 0, "max_new_tokens", "temperature")
         # The compiled programs take top_k and token ids as int32.
         if not 0 <= self.top_k < 2**31:
@@ -93,25 +89,6 @@ class Sampling:
             raise ValueError(
                 f"Sampling.stop_strings: {self.stop_strings}; "
                 "an empty string ends every response, leave it out"
-            )
-
-    def _check_types(self) -> None:
-        for name in ("max_new_tokens", "top_k"):
-            value = getattr(self, name)
-            if not isinstance(value, _INTEGER):
-                raise ValueError(f"Sampling.{name}: {value!r}; give a whole number")
-        for name in ("temperature", "top_p", "deadline"):
-            value = getattr(self, name)
-            if not isinstance(value, _REAL):
-                raise ValueError(f"Sampling.{name}: {value!r}; give a number")
-        if not _is_tuple_of(self.stop_ids, _INTEGER):
-            raise ValueError(
-                f"Sampling.stop_ids: {self.stop_ids!r}; give a tuple of token ids, such as (3,)"
-            )
-        if not _is_tuple_of(self.stop_strings, (bytes,)):
-            raise ValueError(
-                f"Sampling.stop_strings: {self.stop_strings!r}; "
-                "give a tuple of bytes, such as ('a'.encode(),)"
             )
 
 
@@ -143,10 +120,6 @@ class Request:
             raise ValueError(
                 f"Request.ids: shape {ids.shape} of {ids.dtype}; give whole numbers of shape [t]"
             )
-        if not _is_tuple_of(self.frames, (Frame,)):
-            raise ValueError(f"Request.frames: {self.frames!r}; give a tuple of Frame")
-        if not _is_tuple_of(self.seeds, _INTEGER):
-            raise ValueError(f"Request.seeds: {self.seeds!r}; give a tuple of whole numbers")
         if self.begun is None:
             return
         if len(self.seeds) != 1:
@@ -444,7 +417,3 @@ def _collect(count: int, resume: Callable[[list[Any]], None]) -> list[Callable[[
             resume([values[place] for place in range(count)])
 
     return [functools.partial(take, place) for place in range(count)]
-
-
-def _is_tuple_of(values: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(values, tuple) and all(isinstance(value, kinds) for value in values)

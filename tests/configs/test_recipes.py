@@ -21,7 +21,7 @@ from flax import nnx
 
 from configs import RECIPES
 from models.features import FrameSettings
-from models.model import abstract_model, num_params
+from models.model import abstract_model
 from models.sharding import make_mesh, param_shardings
 from paravt_extras.fit import GIB, fit
 from paravt_extras.plan.abstract import (
@@ -45,6 +45,7 @@ from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
 from rollout.ask import AskSettings
 from rollout.engine.sizing import crop_tokens, overview_tokens
 from rollout.evaluation.settings import BenchmarkSettings
+from tests.models.counts import num_params
 from train.cli import parse
 from train.durable.checkpoint import CheckpointSettings
 from train.export import Export

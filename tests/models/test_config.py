@@ -9,9 +9,9 @@ import pytest
 
 from models.family import family
 from models.flops import flops_per_token
-from models.model import num_params
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.weights.hf_config import from_hf, to_hf
+from tests.models.counts import num_params
 
 
 @pytest.mark.parametrize("config", [tiny(300), *map(qwen3_vl, ("2b", "32b"))])

@@ -17,12 +17,13 @@ from models.attention import DenseCache
 from models.config import ModelConfig
 from models.family import family
 from models.flops import flops_per_token, vision_flops
-from models.model import abstract_model, num_params
+from models.model import abstract_model
 from models.qwen3_vl.sizes import qwen3_vl
 from models.text import KV
 from models.vision import frame_layout
 from models.weights import hf_layout
 from models.weights.hf_config import from_hf, to_hf
+from tests.models.counts import num_params
 
 # From transformers 5.23 on the meta device: number of tensors and of parameters, and the digest of
 # the sorted lines `name shape`.

@@ -22,10 +22,10 @@ CONFIG = tiny(300)
 IMAGE, VIDEO = CONFIG.image_token_id, CONFIG.video_token_id
 
 
-def test_text_counts_up_from_start():
-    positions = mrope_positions(np.arange(4), [], CONFIG, start=7)
-    assert positions.dtype == np.int32 and positions.tolist() == [[7, 8, 9, 10]] * 3
-    assert next_position(positions) == 11
+def test_text_counts_up():
+    positions = mrope_positions(np.arange(4), [], CONFIG)
+    assert positions.dtype == np.int32 and positions.tolist() == [[0, 1, 2, 3]] * 3
+    assert next_position(positions) == 4
 
 
 def test_images_span_their_merged_grid_and_text_continues_after_the_longer_side():
@@ -39,27 +39,17 @@ def test_images_span_their_merged_grid_and_text_continues_after_the_longer_side(
     assert next_position(positions) == 8
 
 
-def test_a_sequence_cut_in_two_continues():
-    ids = np.array([1, *[IMAGE] * 4, 3, 4, IMAGE, 5])
-    whole = mrope_positions(ids, [(4, 4), (2, 2)], CONFIG)
-    first = mrope_positions(ids[:6], [(4, 4)], CONFIG)
-    rest = mrope_positions(ids[6:], [(2, 2)], CONFIG, start=next_position(first))
-    np.testing.assert_array_equal(np.concatenate([first, rest], 1), whole)
-
-
-@hypothesis.given(
-    st.lists(st.tuples(*(st.integers(1, 3),) * 3, st.integers(0, 2)), max_size=4), st.integers(0, 9)
-)
-def test_the_slices_of_a_video_get_the_positions_of_images(videos, start):
+@hypothesis.given(st.lists(st.tuples(*(st.integers(1, 3),) * 3, st.integers(0, 2)), max_size=4))
+def test_the_slices_of_a_video_get_the_positions_of_images(videos):
     grids = [(t, 2 * h, 2 * w) for t, h, w, _ in videos]
     ids = [1]
     for t, h, w, words in videos:
         ids += ([5] * words + [VIDEO] * (h * w) + [6]) * t
     frames = [grid[1:] for grid in grids for _ in range(grid[0])]
     as_images = np.where(np.array(ids) == VIDEO, IMAGE, ids)
-    expected = mrope_positions(as_images, frames, CONFIG, start)
-    np.testing.assert_array_equal(mrope_positions(np.array(ids), grids, CONFIG, start), expected)
-    assert (np.diff(expected.max(0)) <= 1).all() and expected.min() == start
+    expected = mrope_positions(as_images, frames, CONFIG)
+    np.testing.assert_array_equal(mrope_positions(np.array(ids), grids, CONFIG), expected)
+    assert (np.diff(expected.max(0)) <= 1).all() and expected.min() == 0
 
 
 def test_grids_belong_to_images_and_videos_in_order():

@@ -262,25 +262,19 @@ def unchecked(monkeypatch):
     "wrong",
     [
         {"max_new_tokens": -1},
-        {"max_new_tokens": 8.0},
         {"temperature": -0.1},
         {"temperature": math.nan},
         {"temperature": math.inf},
-        {"temperature": "1"},
         {"top_k": -1},
         {"top_k": 2**31},
         {"top_p": 0.0},
         {"top_p": 1.01},
         {"top_p": math.nan},
-        {"top_p": None},
         {"deadline": 0.0},
         {"deadline": math.nan},
         {"stop_ids": (3, -1)},
         {"stop_ids": (2**31,)},
-        {"stop_ids": {3}},
-        {"stop_ids": (3.5,)},
         {"stop_strings": (b"a", b"")},
-        {"stop_strings": ("a",)},
     ],
 )
 def test_sampling_without_a_meaning_is_refused_by_name(unchecked, wrong):
@@ -294,11 +288,8 @@ def test_sampling_without_a_meaning_is_refused_by_name(unchecked, wrong):
     [
         ({"ids": np.ones((1, 3), int)}, "Request.ids: shape (1, 3) of int64"),
         ({"ids": np.array([1.5, 2.0])}, "Request.ids: shape (2,) of float64"),
-        ({"seeds": 3}, "Request.seeds: 3"),
-        ({"seeds": (None,)}, "Request.seeds: (None,)"),
-        ({"frames": (3,)}, "Request.frames: (3,)"),
     ],
 )
-def test_requests_of_wrong_types_are_refused_by_name(unchecked, change, named):
+def test_ids_of_a_wrong_shape_or_type_are_refused_by_name(unchecked, change, named):
     with pytest.raises(ValueError, match=re.escape(named)):
         dataclasses.replace(request(1), **change)
