@@ -18,9 +18,9 @@ def paravt_8b() -> Run:
 
     Command: python -m train.run --config=paravt_8b
 
-    --cold-started mwxely/ParaVT-8B-SFT begins with the published weights and skips SFT. SFT has 16
-    rows packed to 8,192 tokens per step; the number of rows is our choice, as the paper does not
-    give one. PARA-GRPO has 7 prompts x 8 rollouts per step.
+    --sft.steps 0 --model.path mwxely/ParaVT-8B-SFT begins with the published weights of the cold
+    start. SFT has 16 rows packed to 8,192 tokens per step; the number of rows is our choice, as the
+    paper does not give one. PARA-GRPO has 7 prompts x 8 rollouts per step.
 
     The mesh, gradient accumulation, rematerialisation and the engine's cache are chosen for the
     devices (docs/scale.md).

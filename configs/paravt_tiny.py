@@ -34,8 +34,6 @@ def paravt_tiny() -> Run:
             summary_tokens=16,
             trajectory_tokens=144,
             text_tokens=48,
-            # Number, "<", ".0 seconds>" and two vision marks are one token each here.
-            label_tokens=5,
             # A window of 16 seconds (half a scene) has 8 frames.
             crop_frames=8,
         ),

@@ -72,7 +72,6 @@ LIMITS = ProtocolSettings(
     summary_tokens=16,  # of a sub-agent's report
     trajectory_tokens=128,
     text_tokens=48,
-    label_tokens=5,
     crop_frames=8,
     max_tool_turns=1,
 )
@@ -161,7 +160,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         return grpo.paravt_loss(logprobs, batch.advantages, here, GRPO, batch.totals, REWARDS.gamma)
 
     nnx.update(model.text, weights)
-    longest = lengths(LIMITS, frame_tokens=FRAME_TOKENS, frames=max(BUDGETS))
+    longest = lengths(LIMITS, FRAME_TOKENS, max(BUDGETS), label_tokens=text.LABEL_TOKENS)
     sizes = engine_sizes(longest, EngineSettings(cache_tokens=16_384), rows_per_prefix=GROUP)
     engine = Engine(model, features, sizes)
     reference = jax.tree.map(jnp.copy, weights)  # a copy: updates donate the weights

@@ -254,7 +254,7 @@ def _on_the_hub(item: str, name: str, kind: str, suffixes: Sequence[str]) -> Fin
     names = [file.rfilename for file in info.siblings or ()]
     lacking = [suffix for suffix in suffixes if not any(x.endswith(suffix) for x in names)]
     if lacking:
-        remedy = "check the id: --model.path, --cold-started, --data.annotations"
+        remedy = "check the id: --model.path, --data.annotations"
         return Finding(item, f"{name}: has no {', '.join(lacking)}", remedy, "error")
     count = sum(file.size or 0 for file in info.siblings or ())
     return Finding(item, f"{name}: {size(count)}, which the run downloads", command, "warning")

@@ -160,7 +160,7 @@ def test_own_questions_reach_training_as_docs_data_says(run_page):
     names, started = run_page("docs/data.md")
     (large, questions), (laptop, same) = started
     assert same == questions == names["questions"] and {q.video for q in questions} > {"match.mp4"}
-    assert large.run_dir == "runs/mine" and large.model.size == "8b"
+    assert large.name == "mine" and large.sft is None and large.model.size == "8b"
     assert laptop.model.path == "runs/paravt_tiny/model" and laptop.model.size == "tiny"
     assert large.data.media == laptop.data.media == "videos"
 

@@ -425,7 +425,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     run = parse(sys.argv[1:] if argv is None else argv, RECIPES, prog="python -m train.prepare")
     try:
-        run = run.beginning()
         summary = prepare_dataset(run)
         assert run.data is not None
         sources = count_rows(summary)

@@ -117,13 +117,13 @@ def execute(
         RunDirectoryError: If the folder belongs to another run.
         CheckpointError: If a checkpoint does not belong to this run.
     """
-    return _execute(run.beginning(), interrupts or Interrupts(), questions)
+    return _execute(run, interrupts or Interrupts(), questions)
 
 
 def _execute(
     run: Run, interrupts: Interrupts, questions: Sequence[Question] | None = None
 ) -> pathlib.Path:
-    """Run every unfinished phase with settings from `Run.beginning`; see `execute`."""
+    """Run every unfinished phase; see `execute`."""
     config = resolved(run)
     fitted = fit(run, found_devices())
     run = fitted.run
@@ -357,7 +357,6 @@ def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _show(run: Run, topology: str) -> int:
     """Print what the run needs. Returns 1 if it would stop, else 0."""
-    run = run.beginning()
     if not topology:
         cluster.connect(run.hosts)
     findings = check(run, resolved(run), _place(run), topology)
@@ -366,7 +365,7 @@ def _show(run: Run, topology: str) -> int:
     return int(any(finding.problem == "error" for finding in findings))
 
 
-def train(run: Run, begin: Callable[[Run], Run] = Run.beginning) -> int:
+def train(run: Run, begin: Callable[[Run], Run] = lambda run: run) -> int:
     """Run every unfinished phase, and say where the report is.
 
     Args:

@@ -19,11 +19,12 @@ from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
 from paravt_jax.method.protocol import Lengths, ProtocolSettings
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.processes.cluster import HostSettings
+from paravt_jax.world import text as small_world
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Dispatch
 from rollout.engine.settings import EngineSizes
-from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
+from rollout.engine.sizing import LABEL_TOKENS, EngineSettings, engine_sizes, lengths
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.checkpoint import CheckpointSettings
 from train.durable.profile import require_reached
@@ -93,8 +94,6 @@ class Run:
     """Output folder, on a disk or as gs://BUCKET/FOLDER. Empty: runs/NAME."""
     start: str = ""
     """Run whose data and finished cold start are reused: a folder, or gs:// if --run-dir is."""
-    cold_started: str = ""
-    """Hugging Face id or folder of weights that had the cold start; RL begins with them, no SFT."""
     profile: str = ""
     """Steps of each training phase to trace into RUN/profile, such as 3 or 3-5 (docs/speed.md)."""
     seed: int = 0
@@ -125,6 +124,13 @@ class Run:
     hosts: HostSettings = HostSettings()
 
     def __post_init__(self):
+        if self.sft is not None and self.sft.steps == 0:
+            if self.rl is None:
+                raise ValueError(
+                    f"sft.steps: 0, but {self.name} has no phase after the cold start; choose a "
+                    "recipe with rl, such as paravt_8b"
+                )
+            object.__setattr__(self, "sft", None)
         require_folder_or_bucket("run_dir", self.run_dir)
         require_folder_or_bucket("start", self.start)
         if self.start and is_bucket(self.start) != is_bucket(self.run_dir):
@@ -134,11 +140,6 @@ class Run:
             )
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; must be 0 or more")
-        if self.cold_started and self.start:
-            raise ValueError(
-                f"start, cold_started: {self.start!r}, {self.cold_started!r}; both replace the "
-                "cold start: give one of them"
-            )
         if not 0 <= self.max_left_out <= 1:
             raise ValueError(f"max_left_out: {self.max_left_out}; must be a share, from 0 to 1")
         _check_data(self)
@@ -156,22 +157,6 @@ class Run:
         training gets the memory that the engine would take."""
         return self.rl is not None or self.data is None or self.data.heldout > 0
 
-    def beginning(self) -> Run:
-        """The same run without a cold start if `cold_started` names its result.
-
-        Raises:
-            ValueError: The run has no other phase.
-        """
-        if not self.cold_started:
-            return self
-        if self.rl is None:
-            raise ValueError(
-                f"cold_started: {self.cold_started!r}, but {self.name} has no phase after the cold "
-                "start; choose a recipe with rl, such as paravt_8b"
-            )
-        model = dataclasses.replace(self.model, path=self.cold_started)
-        return dataclasses.replace(self, model=model, sft=None, cold_started="")
-
     def require_no_demonstrations(self) -> None:
         """For runs on your own questions.
 
@@ -181,7 +166,7 @@ class Run:
         if self.sft is not None:
             raise ValueError(
                 f"sft: {type(self.sft).__name__}; your own questions come without demonstrations: "
-                "give weights that had the cold start with --cold-started, or set sft to None"
+                "give weights that had the cold start: --sft.steps 0 --model.path FOLDER"
             )
 
     @property
@@ -230,12 +215,20 @@ class Run:
         trajectory, so its limits include room for them."""
         if dispatch != "frames":
             return self.protocol
-        crop_tokens = lengths(self.protocol, self.crop_frame_tokens, 0).crop_prompt
+        crop_tokens = self._lengths(self.protocol, 0).crop_prompt
         return self.protocol.showing_frames(crop_tokens)
 
     def lengths(self, frames: int, dispatch: Dispatch = "parallel") -> Lengths:
         """Sequence lengths, in tokens, for prompts that show up to `frames` frames."""
-        return lengths(self.limits(dispatch), self.frame_tokens, frames, self.crop_frame_tokens)
+        return self._lengths(self.limits(dispatch), frames)
+
+    @property
+    def label_tokens(self) -> int:
+        """Upper bound on the tokens of a frame's time and vision marks."""
+        return LABEL_TOKENS if self.world is None else small_world.LABEL_TOKENS
+
+    def _lengths(self, limits: ProtocolSettings, frames: int) -> Lengths:
+        return lengths(limits, self.frame_tokens, frames, self.crop_frame_tokens, self.label_tokens)
 
     @property
     def rl_shape(self) -> StepShape:

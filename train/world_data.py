@@ -140,20 +140,19 @@ def require_bounds(run: Run, label: int, request: int) -> None:
     """Check two texts whose lengths were fixed before the tokenizer was known.
 
     Args:
-        run: The settings; `protocol.label_tokens` bounds the label.
+        run: The settings; `label_tokens` bounds the label.
         label: Length of a frame's timestamp and vision marks, in tokens.
         request: Length of a sub-agent's request, in tokens.
 
     Raises:
         ValueError: If one of them is longer than planned.
     """
-    if label > run.protocol.label_tokens:
-        raise ValueError(
-            f"protocol.label_tokens: {run.protocol.label_tokens}; a frame's timestamp and vision "
-            f"marks take {label} tokens in this tokenizer: give at least {label}"
-        )
-    if request > REQUEST_TOKENS:
-        raise ValueError(
-            f"model.path: {run.model.path}; its tokenizer needs {request} tokens for a sub-agent's "
-            f"request, but only {REQUEST_TOKENS} are reserved: use that of a supported model"
-        )
+    for text, needed, reserved in (
+        ("a frame's timestamp and vision marks", label, run.label_tokens),
+        ("a sub-agent's request", request, REQUEST_TOKENS),
+    ):
+        if needed > reserved:
+            raise ValueError(
+                f"model.path: {run.model.path}; its tokenizer needs {needed} tokens for {text}, "
+                f"but only {reserved} are reserved: use that of a supported model"
+            )

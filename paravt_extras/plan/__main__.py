@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     run = parse(rest, RECIPES)
     try:
         topology = Topology(options.topology)
-        fitted = fit(run.beginning(), topology.available)
+        fitted = fit(run, topology.available)
         mesh = mesh_sizes(fitted.run)
         if math.prod(mesh) != topology.devices:
             raise ValueError(

@@ -96,9 +96,6 @@ class ProtocolSettings:
     """Length limit of everything after the main agent's prompt: responses and tool results."""
     text_tokens: int = 1216
     """Length limit of system turn and question together. Longer questions are left out."""
-    # 12 tokens are enough for 99,999.9 seconds in Qwen's tokenizer.
-    label_tokens: int = 12
-    """Upper bound on the tokens per frame for its timestamp and vision marks."""
     frame_times: bool = True
     """Write each frame's time before it, as `<12.5 seconds>`."""
     # The cold start teaches `<think>` in both cases.
@@ -123,8 +120,7 @@ class ProtocolSettings:
             )
         require_at_least("protocol", self, 0, "max_tool_turns")
         tokens = ("turn_tokens", "summary_tokens", "trajectory_tokens")
-        texts = ("text_tokens", "label_tokens")
-        require_at_least("protocol", self, 1, "max_calls", "crop_frames", *tokens, *texts)
+        require_at_least("protocol", self, 1, "max_calls", "crop_frames", "text_tokens", *tokens)
         require_above("protocol", self, 0, "crop_fps")
         self.make_tools()  # unknown names fail here
 

@@ -44,6 +44,9 @@ _QUESTIONS = {
 }
 _ANSWER_TAGS = ("<answer>", "</answer>")
 
+# A frame's label: number, "<", ".0 seconds>" and two vision marks are one token each.
+LABEL_TOKENS = 5
+
 # Texts that recur in this module, one token each. The protocol adds its own.
 PIECES = (
     *(str(n) for n in range(SECONDS + 1)),

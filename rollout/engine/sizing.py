@@ -20,6 +20,7 @@ from rollout.engine.settings import EngineSizes
 # similar length share programs.
 BUCKET = 256
 _STEP = 16  # the lengths of a run are multiples of this
+LABEL_TOKENS = 12  # a frame's time and vision marks: up to 99,999.9 seconds in Qwen's tokenizer
 REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's tokenizer
 _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 # Tokens of a sequence that are prefilled in one call. Longer prompts take several calls: the
@@ -50,23 +51,28 @@ class EngineSettings:
 
 
 def lengths(
-    limits: ProtocolSettings, frame_tokens: int, frames: int, crop_frame_tokens: int | None = None
+    limits: ProtocolSettings,
+    frame_tokens: int,
+    frames: int,
+    crop_frame_tokens: int | None = None,
+    label_tokens: int = LABEL_TOKENS,
 ) -> Lengths:
     """The longest sequences of a run.
 
-    No tokenizer is needed, because `limits` bounds the text (`text_tokens`, `label_tokens`).
-    `train.prepare` checks these bounds and REQUEST_TOKENS against the run's tokenizer.
+    No tokenizer is needed, because texts are bounded: `limits.text_tokens`, `label_tokens` and
+    REQUEST_TOKENS. `train.prepare` checks these bounds against the run's tokenizer.
 
     Args:
         limits: the limits of the protocol.
         frame_tokens: visual tokens of the largest frame of an overview.
         frames: upper bound on the frames in a prompt.
         crop_frame_tokens: visual tokens of the largest frame of a crop; None: as in overviews.
+        label_tokens: upper bound on the tokens of a frame's time and vision marks.
     """
-    labelled = frame_tokens + limits.label_tokens
+    labelled = frame_tokens + label_tokens
     if crop_frame_tokens is None:
         crop_frame_tokens = frame_tokens
-    labelled_in_crop = crop_frame_tokens + limits.label_tokens
+    labelled_in_crop = crop_frame_tokens + label_tokens
     return Lengths(
         prompt=round_up(frames * labelled + limits.text_tokens, _STEP),
         visual=frames * frame_tokens,

@@ -49,7 +49,7 @@ from tests.models.counts import num_params
 from train.cli import parse
 from train.durable.checkpoint import CheckpointSettings
 from train.export import Export
-from train.settings import ModelSettings, Run
+from train.settings import ModelSettings, Run, change
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Without recipes that tests add.
@@ -147,18 +147,14 @@ def test_a_cold_start_is_reused_in_one_way():
     run = RECIPES["paravt_8b"]()
     with pytest.raises(ValueError, match=r"start: a, .*--model\.path a/model"):
         dataclasses.replace(run, start="a", sft=None)
-    with pytest.raises(ValueError, match="start, cold_started: 'a', 'b'"):
-        dataclasses.replace(run, start="a", cold_started="b")
-    with pytest.raises(ValueError, match="cold_started: 'b'"):
-        dataclasses.replace(RECIPES["sft_8b"](), cold_started="b").beginning()
 
 
-def test_cold_started_weights_replace_the_cold_start():
-    run = parse(["--config=paravt_8b", "--cold-started", "mwxely/ParaVT-8B-SFT"], RECIPES)
-    begun = run.beginning()
-    assert begun.sft is None and begun.model.path == "mwxely/ParaVT-8B-SFT"
-    assert begun.beginning() == begun
-    assert RECIPES["paravt_8b"]().beginning().sft is not None
+def test_weights_that_had_the_cold_start_replace_it():
+    flags = ["--sft.steps", "0", "--model.path", "mwxely/ParaVT-8B-SFT"]
+    run = parse(["--config=paravt_8b", *flags], RECIPES)
+    assert run.sft is None and run.rl is not None
+    with pytest.raises(ValueError, match="sft.steps: 0, but sft_8b has no phase"):
+        change(RECIPES["sft_8b"](), "sft_8b", {"sft.steps": 0})
 
 
 # --- lengths: each is stated once ---
@@ -167,7 +163,6 @@ OVERRIDES = (
     ("--protocol.trajectory-tokens", "200"),
     ("--protocol.summary-tokens", "1024"),
     ("--protocol.text-tokens", "500"),
-    ("--protocol.label-tokens", "20"),
     ("--protocol.crop-frames", "64"),
     ("--rl.frame-budgets", "2", "128"),
     ("--rl.prompts", "3"),
@@ -198,7 +193,7 @@ def test_any_single_override_works_alone(recipe, override):
     )
     assert (
         longest.visual == frames * run.frame_tokens
-        and longest.prompt >= longest.visual + frames * run.protocol.label_tokens
+        and longest.prompt >= longest.visual + frames * run.label_tokens
     )
     assert engine.row_lengths[-1] >= longest.prompt + longest.response
     assert engine.slots % shape.rollouts == 0
@@ -214,7 +209,7 @@ def test_any_single_override_works_alone(recipe, override):
 
 def test_frames_shown_in_an_evaluation_have_room_beside_the_response():
     run = parse(["--config=paravt_8b", "--evaluation.dispatch", "parallel", "frames"], RECIPES)
-    crop = run.protocol.crop_frames * (run.frame_tokens + run.protocol.label_tokens)
+    crop = run.protocol.crop_frames * (run.frame_tokens + run.label_tokens)
     shown = run.protocol.max_tool_turns * run.protocol.max_calls * crop
     assert run.limits("frames").trajectory_tokens >= run.protocol.trajectory_tokens + shown
     assert run.limits("parallel") == run.protocol == run.limits("sequential")

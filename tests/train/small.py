@@ -74,7 +74,6 @@ def small() -> Run:
             summary_tokens=16,
             trajectory_tokens=SUFFIX,
             text_tokens=48,
-            label_tokens=5,
         ),
         engine=EngineSettings(slots=8, cache_tokens=4096),
         align=AlignSettings(steps=3, batch=16),

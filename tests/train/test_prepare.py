@@ -129,7 +129,6 @@ def test_too_many_bad_videos_stop_the_run_and_are_named(road, folder):
     ("field", "tokens"),
     [
         ("text_tokens", 25),
-        ("label_tokens", 4),
         ("trajectory_tokens", 40),
         ("turn_tokens", 8),
         ("summary_tokens", 4),

@@ -85,7 +85,7 @@ def test_from_published_files_to_a_comparison(folder, command, capsys):
     result = json.loads(pathlib.Path("runs/sft/result.json").read_text())
     assert result["after"] == []
 
-    start = ("--cold-started", "runs/sft/model")
+    start = ("--sft.steps", "0", "--model.path", "runs/sft/model")
     finish(command("published_rl", "rl", *start))
     result = json.loads(pathlib.Path("runs/rl/result.json").read_text())
     assert result["before"][0]["n"] == result["after"][0]["n"] == 2

@@ -241,7 +241,6 @@ _ROLLOUT_FIELDS = (
     "turn_tokens",
     "trajectory_tokens",
     "text_tokens",
-    "label_tokens",
 )
 
 

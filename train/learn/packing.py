@@ -196,7 +196,7 @@ def pack(
     if longest > lengths[0]:
         raise ValueError(
             f"batch.tokens: {longest} tokens of a trajectory do not fit a row of {lengths[0]}; "
-            "raise protocol.text_tokens, protocol.label_tokens or protocol.trajectory_tokens"
+            "raise protocol.text_tokens or protocol.trajectory_tokens"
         )
     tried = [
         _packed(groups, row, chunk, shapes)

@@ -51,7 +51,7 @@ class SFTSettings:
     """Settings of the cold start."""
 
     steps: int
-    """Number of updates."""
+    """Number of updates. 0: no cold start, because the weights at `model.path` had it."""
     rows: int
     """Packed rows per update."""
     optimizer: OptimizerSettings
@@ -71,8 +71,8 @@ class SFTSettings:
     """Activation checkpointing: what is kept of each layer for the backward pass."""
 
     def __post_init__(self):
-        require_at_least("sft", self, 1, "steps", "rows", "row_tokens", "save_every")
-        require_at_least("sft", self, 0, "microbatches")
+        require_at_least("sft", self, 1, "rows", "row_tokens", "save_every")
+        require_at_least("sft", self, 0, "steps", "microbatches")
         require_choices("sft", self)
         if not 0 <= self.warmup < 1:
             raise ValueError(f"sft.warmup: {self.warmup}; give a number from 0 to below 1")
