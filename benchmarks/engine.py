@@ -49,7 +49,7 @@ from paravt_jax.data.frames import (
     read_now,
     shown,
 )
-from paravt_jax.data.sizes import FrameRules
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, ask, run
@@ -261,7 +261,7 @@ class Memory:
         count, side = self._work.video, self._work.side
         return VideoInfo(path, count, float(count), np.arange(count, dtype=np.float64), side, side)
 
-    def _read(self, path: str, indices: Sequence[int], rules: FrameRules | None) -> np.ndarray:
+    def _read(self, path: str, indices: Sequence[int], rules: PixelRules | None) -> np.ndarray:
         return np.stack([shown(frame, rules) for frame in self._pixels[path][list(indices)]])
 
 

@@ -16,9 +16,9 @@ def paravt_8b_released() -> Run:
 
     Command: python -m train.run --config=paravt_8b_released
 
-    The cold start is that of sft_8b_released. PARA-GRPO has the release's rewards and anchor, a
-    context of 32,768 tokens, and frames in the processor's sizes: 77 visual tokens at 16:9. The
-    model card names 54 steps, the release's README more than 700: --rl.steps 700 takes these.
+    The cold start is that of sft_8b_released. PARA-GRPO has the release's rewards and anchor, and a
+    context of 32,768 tokens. The model card names 54 steps, the release's README more than 700:
+    --rl.steps 700 takes these.
 
     Errors of the release are not repeated (REFERENCE 4), nor are its prompts. The smallest slices
     that it fits, by estimate: v5p:2x2x1, v6e:2x4, v5e:4x8, v4:2x2x4.
@@ -30,8 +30,6 @@ def paravt_8b_released() -> Run:
         "paravt_8b_released",
         {
             "data.folder": "data/paravt_released",
-            "frames.snap": 28,
-            "frames.processor_min_pixels": 65_536,
             "protocol.trajectory_tokens": 24_576,
             "sft.rows": 32,
             "sft.horizon": 1500,

@@ -27,7 +27,7 @@ from models.vision import patchify
 from models.weights.folder import local_folder
 from paravt_jax.data import foreign, media_files
 from paravt_jax.data.frames import resize
-from paravt_jax.data.sizes import image_size, video_size
+from paravt_jax.data.sizes import fit_size
 from paravt_jax.data.video import on_white
 
 _TOKENS = {
@@ -416,3 +416,58 @@ def _describe(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {list(value.shape)}"
     return type(value).__name__
+
+
+def image_size(
+    height: int, width: int, limits: tuple[int, int], factor: int = 32
+) -> tuple[int, int]:
+    """Return the (height, width) at which transformers' image processor shows an image.
+
+    The result differs from `smart_resize` only if a side is below factor / 2. That side is rounded
+    to 0, so the area is 0 and the image is always enlarged.
+
+    Args:
+        height: Height of the image in pixels.
+        width: Width of the image in pixels.
+        limits: Smallest and largest area in pixels.
+        factor: Pixels along the side of a merged patch.
+
+    Raises:
+        ValueError: As in `smart_resize`.
+    """
+    return fit_size(height, width, limits, factor, least_side=0)
+
+
+def video_size(
+    frames: int,
+    height: int,
+    width: int,
+    limits: tuple[int, int],
+    factor: int = 32,
+    temporal: int = 2,
+) -> tuple[int, int]:
+    """Return the (height, width) at which transformers' video processor shows the frames.
+
+    Args:
+        frames: Number of frames.
+        height: Height of a frame in pixels.
+        width: Width of a frame in pixels.
+        limits: Smallest and largest number of pixels of all frames together.
+        factor: Pixels along the side of a merged patch. A smaller side is first enlarged to it.
+        temporal: Frames per temporal patch.
+
+    Raises:
+        ValueError: There are fewer than `temporal` frames, or as in `smart_resize`.
+    """
+    if frames < temporal:
+        raise ValueError(
+            f"video: {frames} frames; give at least {temporal}, or a single frame as an image"
+        )
+    if 0 < min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height = int(height * scale)
+        width = int(width * scale)
+    # transformers rounds the number of frames to whole temporal patches when it compares with the
+    # limits, but scales by the exact number.
+    rounded = round(frames / temporal) * temporal
+    return fit_size(height, width, limits, factor, least_side=0, frames=(frames, rounded))

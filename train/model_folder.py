@@ -30,7 +30,6 @@ from train.settings import Run
 # Largest number of frames per video, as in `models.processor.video_frame_indices`. The
 # `longest_edge` of a video processor bounds the pixels of all frames of a video together.
 _FRAMES = 768
-_PUBLISHED_MAX_TOKENS = 16_384  # visual tokens of the largest image of the published processors
 # The chat template: plain turns, with tool responses inside user turns. It refuses tools, because
 # their schema is part of the system turn that `paravt_jax.method.protocol` writes.
 _TEMPLATE = """\
@@ -112,15 +111,8 @@ def write_model(
 def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, str]:
     """Contents of the chat template and the processors' settings, by file name."""
     names = family_of(config).processor
-    side = config.vision.patch_size * config.vision.spatial_merge_size
     longest = max(frames.max_pixels, frames.crop_max_pixels)
     image_pixels = {"shortest_edge": frames.min_pixels, "longest_edge": longest}
-    if frames.snap or frames.processor_min_pixels:
-        # Whoever sends the frames applies the limits; the processor has its own, published ones.
-        image_pixels = {
-            "shortest_edge": frames.processor_min_pixels or 1,
-            "longest_edge": _PUBLISHED_MAX_TOKENS * side**2,
-        }
     video_pixels = image_pixels
     if config.vision.position_rate is None:
         # The limit is for all frames together.

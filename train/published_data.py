@@ -157,7 +157,6 @@ def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
         "summary_tokens",
         "crop_fps",
         "crop_frames",
-        "frame_times",
         "tools",
     )
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})

@@ -185,11 +185,6 @@ class FrameFeatures:
         reads = [] if known and not missing else [self.files.request(name, count)]
         return Reading(self, lambda: self.overview(name, count), count, held, reads)
 
-    def request_info(self, name: str) -> Reading:
-        """Begin to list the frames of a video. None of them is read."""
-        reads = [] if self.files.knows(name) else [self.files.request(name, ())]
-        return Reading(self, tuple, 0, {}, reads)
-
     def take(self, reading: Reading) -> ShownFrames:
         """Encode frames whose files have been read.
 
@@ -252,7 +247,7 @@ class FrameFeatures:
                 read = by_kind.get(kind) or self.files.request_frames(some)
                 frames = self.files.encoded_with(some)
                 pixels = self.files.pixels(frames, read)
-                self.encoded_frames += pixels.shape[0] * pixels.shape[1]
+                self.encoded_frames += len(pixels)
                 keys = [self.key(frame) for frame in frames]
                 yield from zip(keys, self.encoder.encode(pixels, keys[0].grid), strict=True)
 
@@ -294,7 +289,7 @@ class FrameFeatures:
         """Return the cache key of a frame, or of what trained weights of a version make of it."""
         stamp, rules = self.files.stamp(frame.video), self.files.rules(frame)
         grid = self.grid(frame)
-        return FrameKey(frame.video, stamp, frame.index, frame.second, grid, rules, version)
+        return FrameKey(frame.video, stamp, frame.index, grid, rules, version)
 
     @property
     def waited(self) -> float:

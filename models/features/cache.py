@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Shaped
 
-from paravt_jax.data.sizes import FrameRules
+from paravt_jax.data.sizes import PixelRules
 
 Grid = tuple[int, int]
 """Height and width of a frame in patches."""
@@ -25,17 +25,15 @@ class FrameKey(NamedTuple):
     """Stands for the content of the video's file (`models.features.reader.VideoFiles.stamp`)."""
     index: int
     """The frame's number in the video."""
-    second: int | None
-    """The number of the other frame of a pair; None: the frame stands alone."""
     grid: Grid
-    rules: FrameRules
+    rules: PixelRules
     """How the frame is resized."""
     version: int | None = None
     """Version of the trained weights that computed the features; None: only frozen ones did."""
 
 
 class Encoded(NamedTuple):
-    """Features of one frame, or of a pair, inside the batch in which they were computed.
+    """Features of one frame, inside the batch in which they were computed.
 
     The batch may still be on the devices, and not computed yet.
     """

@@ -106,16 +106,15 @@ class FrameEncoder:
             self._encode = tower_program(graph, self._mesh, VisionTower.before_mergers)
             self._finish = tower_program(graph, self._mesh, _mergers)
 
-    def encode(self, pixels: UInt8[np.ndarray, "m k h w 3"], grid: Grid) -> Iterator[Encoded]:
+    def encode(self, pixels: UInt8[np.ndarray, "m h w 3"], grid: Grid) -> Iterator[Encoded]:
         """Compute what is cached of frames, [tokens, c, w] each, batch after batch.
 
         Args:
-            pixels: m frames of equal size (k = 1), or pairs of them (k = 2).
+            pixels: m frames of equal size.
             grid: Their height and width in patches.
         """
         for count, batch in self._batches(pixels, grid):
-            frames = batch.reshape(-1, *batch.shape[2:])
-            patches = patchify(frames, self._config, video=batch.shape[1] > 1)
+            patches = patchify(batch, self._config)
             if self._encode is None:
                 features = patches.astype(self._dtype).reshape(*self._batch_shape(grid), 1, -1)
             else:

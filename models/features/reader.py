@@ -24,11 +24,8 @@ from models.config import VisionConfig
 from models.features.cache import FeatureCache, Grid
 from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask, VideoError, VideoInfo, join
-from paravt_jax.data.sizes import FrameRules, PixelRules
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.records import Frame
-
-# qwen_vl_utils resizes to multiples of this many pixels, two patches of Qwen2-VL.
-_CLIENT_FACTOR = 28
 
 _SMALL_FRAME = 49  # visual tokens of the largest frame by default
 
@@ -41,28 +38,20 @@ Stamp = tuple[int, int]
 Wanted = tuple[int, ...] | int
 """Indices of frames, or the number of frames of an overview."""
 
-Kind = tuple[str, FrameRules]
+Kind = tuple[str, PixelRules]
 """A video, and how its frames are resized. Frames of one kind are read and encoded together."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FrameSettings:
-    """How frames are resized (by the rules of Qwen's clients and servers), encoded and cached."""
+    """How frames are resized, encoded and cached."""
 
     min_pixels: int = 784
     """Smaller frames are enlarged to this area, in pixels."""
     max_pixels: int = 50_176
     """Larger frames are shrunk to this area, in pixels."""
-    crop_min_pixels: int = 0
-    """Replaces min_pixels for the frames of crops; 0: the same."""
     crop_max_pixels: int = 0
     """Replaces max_pixels for the frames of crops; 0: the same."""
-    snap: int = 0
-    """28: resize to multiples of 28 first, as clients of Qwen's servers do; 0: not at all."""
-    jpeg: int = 0
-    """Quality of the JPEG through which resized frames go, from 1 to 100; 0: none."""
-    processor_min_pixels: int = 0
-    """Resized frames below this area are enlarged, as the model's processor does; 0: no."""
     # Videos of at most as many frames are encoded whole on first use.
     batch: int = 16
     """Frames of up to 49 visual tokens per call of the vision tower; fewer if larger."""
@@ -76,17 +65,13 @@ class FrameSettings:
         numbers = [name for name in vars(self) if name != "admission"]
         require_at_least("frames", self, 0, *numbers)
         require_choices("frames", self)
-        for prefix in ("", "crop_"):
-            least, most = self._pixel_limits(crop=bool(prefix))
-            if most < least:
+        for name in ("max_pixels", "crop_max_pixels"):
+            most = getattr(self, name) or self.max_pixels
+            if most < self.min_pixels:
                 raise ValueError(
-                    f"frames.{prefix}max_pixels: {most}; frames would have at least {least} and at "
-                    f"most {most} pixels; raise it, or lower frames.{prefix}min_pixels"
+                    f"frames.{name}: {most}; frames would have at least {self.min_pixels} and at "
+                    f"most {most} pixels; raise it, or lower frames.min_pixels"
                 )
-        if self.snap not in (0, _CLIENT_FACTOR):
-            raise ValueError(f"frames.snap: {self.snap}; give {_CLIENT_FACTOR}, or 0 to skip it")
-        if not 0 <= self.jpeg <= 100:
-            raise ValueError(f"frames.jpeg: {self.jpeg}; give a quality from 1 to 100, or 0")
 
     def batch_of(self, tokens: int, devices: int = 1) -> int:
         """Return the frames per call of the vision tower if each has this many visual tokens.
@@ -99,21 +84,8 @@ class FrameSettings:
 
     def rules(self, vision: VisionConfig, crop: bool = False) -> PixelRules:
         """Return how a frame of an overview, or of a crop, becomes what the tower reads."""
-        min_pixels, max_pixels = self._pixel_limits(crop)
-        return PixelRules(
-            min_pixels=min_pixels,
-            max_pixels=max_pixels,
-            factor=vision.patch_size * vision.spatial_merge_size,
-            snap=self.snap,
-            jpeg=self.jpeg,
-            processor_min_pixels=self.processor_min_pixels,
-        )
-
-    def _pixel_limits(self, crop: bool) -> tuple[int, int]:
-        """Return the smallest and the largest area of a frame, in pixels."""
-        if not crop:
-            return self.min_pixels, self.max_pixels
-        return self.crop_min_pixels or self.min_pixels, self.crop_max_pixels or self.max_pixels
+        most = (crop and self.crop_max_pixels) or self.max_pixels
+        return PixelRules(self.min_pixels, most, vision.patch_size * vision.spatial_merge_size)
 
 
 def frame_tokens(settings: FrameSettings, vision: VisionConfig, crop: bool = False) -> int:
@@ -125,7 +97,7 @@ class FileRead(NamedTuple):
     """Frames of a file that are being read."""
 
     video: str
-    rules: FrameRules
+    rules: PixelRules
     stamp: Stamp | None
     future: Future[ReadFrames]
 
@@ -208,9 +180,9 @@ class VideoFiles:
 
     # --- frames ---
 
-    def rules(self, frame: Frame) -> FrameRules:
+    def rules(self, frame: Frame) -> PixelRules:
         """Return how a frame is resized."""
-        return frame.rules or self.settings.rules(self._vision, frame.crop)
+        return self.settings.rules(self._vision, frame.crop)
 
     def grid(self, frame: Frame | str) -> Grid:
         """Return the (height, width) of a frame in patches, after resizing.
@@ -245,9 +217,9 @@ class VideoFiles:
                     by_patches.setdefault(math.prod(grid), grid)
         return [*by_patches.values()]
 
-    def _resized_grid(self, height: int, width: int, rules: FrameRules) -> Grid:
+    def _resized_grid(self, height: int, width: int, rules: PixelRules) -> Grid:
         """Return the grid of frames of this size in pixels; ValueError: too long and thin."""
-        resized = rules.sizes(height, width)[-1]
+        resized = rules.size(height, width)
         tokens = math.prod(resized) // rules.factor**2
         if tokens > rules.most_tokens:
             raise ValueError(
@@ -259,7 +231,7 @@ class VideoFiles:
 
     # --- reads ---
 
-    def request(self, name: str, wanted: Wanted, rules: FrameRules | None = None) -> FileRead:
+    def request(self, name: str, wanted: Wanted, rules: PixelRules | None = None) -> FileRead:
         """Begin to read a file, unless somebody waits for the very same frames.
 
         Args:
@@ -277,14 +249,14 @@ class VideoFiles:
 
     def request_frames(self, frames: Sequence[Frame]) -> FileRead:
         """Begin to read frames of one kind, with the others that are encoded with them."""
-        wanted = tuple(_indices(self.encoded_with(frames)))
+        wanted = tuple(frame.index for frame in self.encoded_with(frames))
         return self.request(frames[0].video, wanted, self.rules(frames[0]))
 
     def encoded_with(self, frames: Sequence[Frame]) -> Sequence[Frame]:
         """Return the frames that are encoded if some of one kind are missing."""
         first = frames[0]
         everything = range(self.info(first.video).frames)
-        if len(everything) > self.settings.batch or first.second is not None:
+        if len(everything) > self.settings.batch:
             return frames
         # A key does not depend on the timestamp.
         others = [Frame(first.video, i, 0.0, first.crop) for i in everything]
@@ -307,29 +279,24 @@ class VideoFiles:
                 del self._infos[name]
         return result
 
-    def pixels(self, frames: Sequence[Frame], read: FileRead) -> UInt8[np.ndarray, "m k h w 3"]:
-        """Wait for m frames of one kind (k = 1), or for pairs of them (k = 2).
+    def pixels(self, frames: Sequence[Frame], read: FileRead) -> UInt8[np.ndarray, "m h w 3"]:
+        """Wait for m frames of one kind.
 
         Raises:
             VideoError: The file cannot be read, or does not have these frames.
         """
         result = self.wait(read)
         numbers = {index: number for number, index in enumerate(result.indices)}
-        indices = _indices(frames)
+        indices = [frame.index for frame in frames]
         if not numbers.keys() >= set(indices):
             raise VideoError(
                 join(self.root, read.video),
                 f"asked for {min(indices)} to {max(indices)} of its {result.info.frames} frames",
             )
-        pixels = result.frames[[numbers[index] for index in indices]]
-        return pixels.reshape(len(frames), -1, *pixels.shape[1:])
+        return result.frames[[numbers[index] for index in indices]]
 
     def wait_for(self, futures: Sequence[Future], until: str = ALL_COMPLETED) -> None:
         """Wait for reads, or for the first of them (`concurrent.futures.wait`)."""
         start = time.perf_counter()
         wait(futures, return_when=until)
         self.waited += time.perf_counter() - start
-
-
-def _indices(frames: Iterable[Frame]) -> list[int]:
-    return [i for frame in frames for i in frame.indices]

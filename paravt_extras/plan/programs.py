@@ -300,7 +300,7 @@ class Plan:
         sides = []
         for rules in (frames.rules(vision), frames.rules(vision, crop=True)):
             side = math.isqrt(rules.max_pixels)
-            sides.append(rules.sizes(side, side)[-1])
+            sides.append(rules.size(side, side))
         height, width = max(sides)
         return height // vision.patch_size, width // vision.patch_size
 

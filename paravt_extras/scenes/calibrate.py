@@ -14,7 +14,7 @@ from paravt_extras.scenes import sprites
 from paravt_extras.scenes.ask import FAMILIES, SceneQuestion
 from paravt_extras.scenes.plan import FPS, Moment, SceneVideo
 from paravt_jax.data.frames import overview_indices
-from paravt_jax.data.sizes import FrameRules, PixelRules
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.records import QuestionKind
 
 BUDGETS = (4, 8, 16, 32, 64)
@@ -34,14 +34,14 @@ def frames_showing(video: SceneVideo, moment: Moment, budget: int) -> int:
     return int(((times >= moment.start) & (times < moment.end)).sum())
 
 
-def seen_height(video: SceneVideo, name: str, rules: FrameRules) -> float:
+def seen_height(video: SceneVideo, name: str, rules: PixelRules) -> float:
     """Height of an entry of `HEIGHTS` in the picture that a model gets, in pixels."""
-    height, _ = rules.sizes(video.lines, video.width)[-1]
+    height, _ = rules.size(video.lines, video.width)
     return HEIGHTS[name] * height
 
 
 def facts(
-    video: SceneVideo, asked: SceneQuestion, rules: FrameRules | None = None
+    video: SceneVideo, asked: SceneQuestion, rules: PixelRules | None = None
 ) -> dict[str, Any]:
     """What is known about a question, as JSON.
 

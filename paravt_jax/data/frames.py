@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from jaxtyping import Float64, Int64, UInt8
 from PIL import Image
 
-from paravt_jax.data.sizes import FrameRules
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.processes.exit_codes import UserError
 
 
@@ -124,28 +123,14 @@ def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np
 
 
 def shown(
-    frame: UInt8[np.ndarray, "h w 3"], rules: FrameRules | None
+    frame: UInt8[np.ndarray, "h w 3"], rules: PixelRules | None
 ) -> UInt8[np.ndarray, "y x 3"]:
     """The pixels that the model sees of a decoded frame. Without rules, the frame itself.
 
     Raises:
         ValueError: The frame is too long and thin to be resized.
     """
-    if rules is None:
-        return frame
-    first, *rest = rules.sizes(*frame.shape[:2])
-    frame = resize(frame, first)
-    if rules.jpeg:
-        frame = _through_jpeg(frame, rules.jpeg)
-    for size in rest:
-        frame = resize(frame, size)
-    return frame
-
-
-def _through_jpeg(frame: UInt8[np.ndarray, "h w 3"], quality: int) -> UInt8[np.ndarray, "h w 3"]:
-    file = io.BytesIO()
-    Image.fromarray(frame).save(file, "JPEG", quality=quality)
-    return np.asarray(Image.open(file).convert("RGB"))
+    return frame if rules is None else resize(frame, rules.size(*frame.shape[:2]))
 
 
 def overview_indices(frames: int, k: int) -> Int64[np.ndarray, " m"]:
@@ -219,7 +204,7 @@ class ReadTask:
 
     path: str
     wanted: tuple[int, ...] | int
-    rules: FrameRules | None
+    rules: PixelRules | None
     """How the frames are resized; None: not at all."""
     whole: int = 0
     """Of a file with at most this many frames, all of them are read in place of an overview."""
@@ -238,7 +223,7 @@ class ReadFrames:
 def carry_out(
     task: ReadTask,
     probe: Callable[[str], VideoInfo],
-    read: Callable[[str, Sequence[int], FrameRules | None], UInt8[np.ndarray, "m h w 3"]],
+    read: Callable[[str, Sequence[int], PixelRules | None], UInt8[np.ndarray, "m h w 3"]],
 ) -> ReadFrames:
     """List the frames of a file with `probe`, choose those that are wanted, and `read` them.
 

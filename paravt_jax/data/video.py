@@ -37,7 +37,7 @@ from paravt_jax.data.frames import (
     shown,
 )
 from paravt_jax.data.index_store import index_of
-from paravt_jax.data.sizes import FrameRules
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.upright import upright
 from paravt_jax.data.video_index import Run, VideoIndex, decode, video_stream
 
@@ -77,7 +77,7 @@ def probe(path: str | os.PathLike) -> VideoInfo:
 def read(
     path: str | os.PathLike,
     indices: Sequence[int] | Int64[np.ndarray, " m"],
-    rules: FrameRules | None = None,
+    rules: PixelRules | None = None,
     decoder: Decoder = "pyav",
 ) -> UInt8[np.ndarray, "m height width 3"]:
     """Decode frames of a file.
@@ -167,7 +167,7 @@ def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
 def _shown(
     path: str | os.PathLike,
     frame: UInt8[np.ndarray, "h w 3"],
-    rules: FrameRules | None,
+    rules: PixelRules | None,
 ) -> UInt8[np.ndarray, "y x 3"]:
     try:
         return shown(frame, rules)
@@ -179,7 +179,7 @@ def _shown(
 class _Pixels:
     """The pixels of wanted frames, resized as soon as they are decoded."""
 
-    def __init__(self, path: str | os.PathLike, index: VideoIndex, rules: FrameRules | None):
+    def __init__(self, path: str | os.PathLike, index: VideoIndex, rules: PixelRules | None):
         self._path = path
         self._index = index
         self._rules = rules
@@ -202,7 +202,7 @@ def _read_from_keyframes(
     container: InputContainer,
     numbers: list[int],
     index: VideoIndex,
-    rules: FrameRules | None,
+    rules: PixelRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"] | None:
     """Decode each frame from the last keyframe before it.
 
@@ -294,7 +294,7 @@ def _read_from_start(
     container: InputContainer,
     numbers: list[int],
     index: VideoIndex,
-    rules: FrameRules | None,
+    rules: PixelRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"]:
     """Decode a file that was just opened until all frames have been found."""
     pixels = _Pixels(path, index, rules)
@@ -321,7 +321,7 @@ def _read_decord(
     path: str | os.PathLike,
     numbers: list[int],
     index: VideoIndex,
-    rules: FrameRules | None,
+    rules: PixelRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"] | None:
     """Decode with decord, or return None if it is not exact or disagrees with the index."""
     if decord is None or not index.exact_in_decord:

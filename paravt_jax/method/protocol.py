@@ -61,7 +61,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.tool import Tool
-from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording, fill, untimed
+from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording, fill
 
 # Tools of this project that are off by default, and so only imported if `tools` names them.
 _FURTHER_TOOLS = {"search_subtitles": "paravt_jax.method.tools.search_subtitles:SearchSubtitles"}
@@ -96,8 +96,6 @@ class ProtocolSettings:
     """Length limit of everything after the main agent's prompt: responses and tool results."""
     text_tokens: int = 1216
     """Length limit of system turn and question together. Longer questions are left out."""
-    frame_times: bool = True
-    """Write each frame's time before it, as `<12.5 seconds>`."""
     # The cold start teaches `<think>` in both cases.
     pin_think: bool = True
     """Begin every response of the main agent with `<think>` (paper, constrained generation)."""
@@ -296,21 +294,14 @@ class Protocol:
         vocabulary: Encodes texts.
         settings: Prompts, tools and limits.
         wording: The texts.
-        video_marks: Whether vision marks stand around all slices of a native video, too. See
-            `models.processor.Processor`.
     """
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        settings: ProtocolSettings,
-        wording: Wording = OUR_WORDING,
-        video_marks: bool = True,
+        self, vocabulary: Vocabulary, settings: ProtocolSettings, wording: Wording = OUR_WORDING
     ):
         self.vocabulary = vocabulary
-        self._video_marks = video_marks
         self.settings = settings
-        self.wording = wording if settings.frame_times else untimed(wording)
+        self.wording = wording
         self.tools = {tool.name: tool for tool in settings.make_tools()}
         # Tags are special in all tokenizers, also where they take several tokens. Longest first: a
         # regular expression takes the first alternative that matches.
@@ -465,17 +456,13 @@ class Protocol:
         return self.plain(text) if forged else text
 
     def measure_label(self, time: float) -> int:
-        """Count the tokens of a frame's label: its timestamp, if shown, and two vision marks."""
-        return (len(self._timestamp(time)) if self.settings.frame_times else 0) + 2
+        """Count the tokens of a frame's label: its timestamp and two vision marks."""
+        return len(self._timestamp(time)) + 2
 
     def images(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], timed: bool = True
     ) -> list[Int32[np.ndarray, " n"]]:
-        """The ids of frames in pieces: timestamps (if `timed` and `frame_times`), placeholders.
-
-        The slices of a native video always have their time, and with `video_marks` marks around all
-        of them, as Qwen3-VL's processor writes them.
-        """
+        """Return the ids of frames in pieces: timestamps, if `timed`, and placeholders."""
         if isinstance(image_tokens, int):
             counts = [image_tokens] * len(frames)
         else:
@@ -486,15 +473,12 @@ class Protocol:
             )
         start = self.vocabulary["<|vision_start|>"]
         end = self.vocabulary["<|vision_end|>"]
-        native = bool(frames) and frames[0].second is not None
-        pad = self.vocabulary["<|video_pad|>" if native else "<|image_pad|>"]
+        pad = self.vocabulary["<|image_pad|>"]
         parts: list[np.ndarray] = []
         for frame, count in zip(frames, counts, strict=True):
-            if native or (timed and self.settings.frame_times):
+            if timed:
                 parts.append(self._timestamp(frame.time))
             parts.append(np.array([start, *[pad] * count, end], np.int32))
-        if native and self._video_marks:
-            return [np.array([start], np.int32), *parts, np.array([end], np.int32)]
         return parts
 
     def encode(self, text: str) -> Int32[np.ndarray, " n"]:

@@ -87,25 +87,13 @@ class Author(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One frame of a video: its index among the decoded frames, and its timestamp in seconds.
-
-    A native video shows its frames in pairs, and then this is one pair, a temporal slice.
-    """
+    """One frame of a video: its index among the decoded frames, and its timestamp in seconds."""
 
     video: str
     index: int
     time: float
     crop: bool = False
     """Whether a crop shows it, not an overview: crops may have size limits of their own."""
-    second: int | None = None
-    """Index of the pair's second frame; None for a single image."""
-    rules: Any = None
-    """The rules of its size (`paravt_jax.data.sizes.FrameRules`); None: as the settings say."""
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        """The indices of all frames that it shows: one, or two of a pair."""
-        return (self.index,) if self.second is None else (self.index, self.second)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,8 +74,7 @@ def fill(template: str, **values: str) -> str:
 
 
 # The texts below are part of the trained behaviour: a changed word changes every prompt.
-_TIMES = ", each after its time"
-_TASK = f"You answer a question about a video. You see a few frames of it{_TIMES}.\n"
+_TASK = "You answer a question about a video. You see a few frames of it, each after its time.\n"
 _FORM = (
     "Think first, then call the tool or give the final answer as <answer>answer</answer>; "
     "a span of time is [start, end] in seconds."
@@ -114,14 +113,3 @@ OUR_WORDING = Wording(
     answer_now="\nNo more calls can be made. Give the final answer.",
 )
 """The wording of this project."""
-
-
-def untimed(wording: Wording) -> Wording:
-    """The wording for frames without times: ours says that each comes after its time."""
-
-    def plain(texts: Mapping[str, str]) -> dict[str, str]:
-        return {prompt: text.replace(_TIMES, "") for prompt, text in texts.items()}
-
-    return dataclasses.replace(
-        wording, system=plain(wording.system), system_alone=plain(wording.system_alone)
-    )

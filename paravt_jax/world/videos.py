@@ -31,7 +31,7 @@ from jaxtyping import UInt8
 from paravt_jax.checks import require_at_least, require_share
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frames import ReadFrames, ReadTask, VideoInfo, carry_out, read_now, shown
-from paravt_jax.data.sizes import FrameRules
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.stored_json import read_json
 from paravt_jax.data.stored_settings import require_same
 
@@ -240,7 +240,7 @@ class DrawnVideos:
         return VideoInfo(path, FRAMES, float(SECONDS), times, size, size)
 
     def _read(
-        self, path: str, indices: Sequence[int], rules: FrameRules | None
+        self, path: str, indices: Sequence[int], rules: PixelRules | None
     ) -> UInt8[np.ndarray, "m h w 3"]:
         frames = []
         for index in indices:

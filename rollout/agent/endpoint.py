@@ -298,7 +298,6 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
     im_start = vocabulary["<|im_start|>"]
     im_end = vocabulary["<|im_end|>"]
     vision_start = vocabulary["<|vision_start|>"]
-    vision_end = vocabulary["<|vision_end|>"]
     ids = np.asarray(request.ids).tolist()
     frames = list(request.frames)
     chat: list[dict[str, Any]] = []
@@ -325,15 +324,6 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
         elif token == im_end and in_message:
             end_message()
             in_message = False
-        elif token == vision_start and frames and frames[0].second is not None:
-            end_text()
-            clip = [frame for frame in frames if frame.second is not None]
-            del frames[: len(clip)]
-            video = {"url": _file_uri(Path(images.root) / clip[0].video)}
-            parts.append({"type": "video_url", "video_url": video})
-            # Skip all slices, up to the mark after the last one. Each slice has a mark of its own.
-            ends = np.flatnonzero(np.array(ids) == vision_end)
-            position = int(ends[ends > position][len(clip)])
         elif token == vision_start and frames:
             end_text()
             frame = frames.pop(0)

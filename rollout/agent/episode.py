@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -117,17 +117,11 @@ class EpisodeSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What all episodes share: protocol, frames, and the clock (in seconds) of the time limits.
-
-    `overview` reads the overview's frames, given the features, a video's name and their number.
-    """
+    """What all episodes share: protocol, frames, and the clock (in seconds) of the time limits."""
 
     protocol: Protocol
     features: FrameFeatures
     clock: Callable[[], float] = time.monotonic
-    overview: Callable[[FrameFeatures, str, int], Awaitable[ShownFrames]] = (
-        FrameFeatures.request_overview
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +255,7 @@ async def _overview(
     """The frames of the overview. Raises VideoError if they cannot be read."""
     if not settings.frames:  # a blind episode opens no file
         return ShownFrames((), ())
-    return await environment.overview(environment.features, question.video, settings.frames)
+    return await environment.features.request_overview(question.video, settings.frames)
 
 
 def _prompt(

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from models.processor import Processor, slice_times, video_frame_indices
+from models.processor import Processor, image_size, slice_times, video_frame_indices, video_size
 from models.qwen2_5_vl.sizes import qwen2_5_vl
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.vision import patchify
 from models.weights.hf_config import from_hf
 from paravt_jax.data.frames import resize
-from paravt_jax.data.sizes import image_size, smart_resize, video_size
+from paravt_jax.data.sizes import smart_resize
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.records import Frame, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import CropVideo

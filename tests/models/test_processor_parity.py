@@ -27,10 +27,9 @@ import pytest
 
 from models.config import VisionConfig
 from models.model import Inputs
-from models.processor import Processor, video_frame_indices
+from models.processor import Processor, image_size, video_frame_indices, video_size
 from models.qwen2_5_vl.sizes import qwen2_5_vl
 from models.weights.hf_config import from_hf
-from paravt_jax.data.sizes import image_size, video_size
 from tests.cut_tokenizer import cut_settings, cut_tokenizer
 
 RECORDED = Path(__file__).with_name("golden_processor.npz")

@@ -25,7 +25,7 @@ from models.vision import PatchLayout, frame_layout, patchify
 from paravt_jax.checks import require_above, require_at_least
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError, shown
-from paravt_jax.data.sizes import FrameRules
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.records import Caption
 from paravt_jax.method.tokenizer import Vocabulary
 from train.durable.saver import Saver
@@ -59,7 +59,7 @@ class CaptionedFrames:
     """Has each of these words as a single token."""
     root: Path
     """Directory of the videos."""
-    rules: FrameRules
+    rules: PixelRules
     """How frames are resized."""
     unreadable: dict[str, str] = dataclasses.field(default_factory=dict)
     """Videos that `load` could not decode, each with the reason. Their captions are left out."""
