@@ -29,7 +29,6 @@ def paravt_8b_released() -> Run:
         paravt_8b(),
         "paravt_8b_released",
         {
-            "data.folder": "data/paravt_released",
             "protocol.trajectory_tokens": 24_576,
             "sft.rows": 32,
             "sft.horizon": 1500,

@@ -107,11 +107,11 @@ class FrameImages(FrameFeatures):
 
     def image(self, frame: Frame) -> UInt8[np.ndarray, "h w 3"]:
         """Return the pixels of a frame. Raises VideoError if it cannot be read."""
-        return self((frame,))[0]
+        return self((frame,))
 
 
 class PixelEncoder(FrameEncoder):
-    """Caches the pixels of frames, [k, h, w, 3] each, as they are."""
+    """Caches the pixels of frames, [h, w, 3] each, as they are."""
 
     def __init__(self):
         """Needs no vision tower."""
@@ -380,15 +380,6 @@ def body(
     if stops:
         content |= {"stop": stops, "include_stop_str_in_output": True}
     return content
-
-
-def _file_uri(path: Path) -> str:
-    """A video's own bytes: the server chooses the frames."""
-    try:
-        content = base64.b64encode(path.read_bytes()).decode()
-    except OSError as error:
-        raise VideoError(path, f"it cannot be read ({error.strerror})") from error
-    return f"data:video/{path.suffix.lstrip('.').lower()};base64,{content}"
 
 
 def _data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:

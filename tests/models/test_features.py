@@ -159,23 +159,11 @@ def test_crops_may_have_limits_of_their_own(make, wide):
     assert np.array_equal(vectors[:2], alone([frame]))
 
 
-def test_a_frame_shown_in_another_way_has_a_key_of_its_own(make, wide):
-    ways = [{}, {"jpeg": 85}, {"jpeg": 30}, {"snap": 28}, {"processor_min_pixels": 96 * 64}]
-    found = [make(wide, batch=4, **way) for way in ways]
-    (frame,) = found[0].overview("wide.mp4", 1)
-    assert len({features.key(frame) for features in found}) == len(ways)
-    vectors = [features([frame]) for features in found]
-    assert not np.array_equal(vectors[0], vectors[1])
-    assert not np.array_equal(vectors[1], vectors[2])
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"snap": 14}, "frames.snap: 14; give 28"),
-        ({"jpeg": 101}, "frames.jpeg: 101; give a quality from 1 to 100"),
         ({"crop_max_pixels": 500}, "at least 784 and at most 500 pixels"),
-        ({"processor_min_pixels": -1}, "frames.processor_min_pixels: -1; give"),
+        ({"crop_max_pixels": -1}, "frames.crop_max_pixels: -1; give"),
     ],
 )
 def test_ways_to_show_frames_that_make_no_sense_are_refused(settings, message):

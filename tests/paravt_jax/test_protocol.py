@@ -315,17 +315,3 @@ def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabular
 def test_limits_out_of_range_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"protocol\.{field}: {value}"):
         ProtocolSettings(**{field: value})
-
-
-def test_without_times_no_frame_has_one_and_the_prompt_does_not_speak_of_them(small_vocabulary):
-    frames = [Frame("a.mp4", index, float(index)) for index in range(3)]
-    texts = {}
-    for timed in (True, False):
-        rules = Protocol(small_vocabulary, ProtocolSettings(frame_times=timed))
-        shown = small_vocabulary.decode(rules.overview(frames, 1).ids)
-        crop = small_vocabulary.decode(rules.window(frames, 1).ids)
-        texts[timed] = shown, crop
-        assert (rules.measure_label(1.0) > 2) is timed
-    assert all("<1.0 seconds>" in text for text in texts[True])
-    assert all("seconds>" not in text for text in texts[False])
-    assert "each after its time" in texts[True][0] and "each after" not in texts[False][0]
