@@ -26,7 +26,6 @@ from rollout.agent.transcript import transcript
 from rollout.engine.requests import Completion, Request, Sampler
 from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder
 from rollout.evaluation.folder import Line
-from rollout.evaluation.packs import Pack, own_pack
 from rollout.evaluation.play import LeftOut, Played, Scoring, episodes, measures, play_and_score
 from rollout.evaluation.settings import BenchmarkSettings
 
@@ -48,7 +47,6 @@ class Player:
         settings: BenchmarkSettings,
         videos: VideoFolder,
         judge: Judge | None = None,
-        pack: Pack | None = None,
     ):
         """Prepare to play.
 
@@ -58,13 +56,11 @@ class Player:
             settings: the settings of the evaluation.
             videos: the folder with videos and subtitles.
             judge: scores open-ended answers if `settings.open_ended` is "judge".
-            pack: words questions; by default this project's own.
         """
         self.environment = environment
         self._sampler = sampler
         self._settings = settings
         self._videos = videos
-        self._pack = pack or own_pack()
         self._setting = settings.episode_settings()
         self._scoring = Scoring(settings.rewards(), judge, read=final_text)
 
@@ -127,17 +123,10 @@ class Player:
         if path is not None:
             entries = self._read_subtitles(path)
         subtitled = path is not None or bool(entries)
-        settings, protocol = self._settings, self.environment.protocol
-        shown = fitting(entries, protocol, settings.subtitle_tokens) if subtitled else []
-        question = dataclasses.replace(item.question, subtitles=tuple(entries))
-        whole = self._pack.question(
-            settings.benchmark, settings.prompt, item, shown, protocol.filled
-        )
-        if whole:
-            question = dataclasses.replace(question, prompt=whole)
-        else:
-            text = subtitled_text(shown, question.text, protocol.wording)
-            question = dataclasses.replace(question, text=text)
+        protocol = self.environment.protocol
+        shown = fitting(entries, protocol, self._settings.subtitle_tokens) if subtitled else []
+        text = subtitled_text(shown, item.question.text, protocol.wording)
+        question = dataclasses.replace(item.question, subtitles=tuple(entries), text=text)
         return question, len(shown) if subtitled else None
 
     def _read_subtitles(self, path: str) -> list[Subtitle]:
@@ -148,13 +137,15 @@ class Player:
 
     def _too_long(self, question: Question, subtitled: bool) -> LeftOut | None:
         """Why a question is left out, if it has more tokens than there is room for."""
-        room = self._settings.question_tokens
+        protocol = self.environment.protocol
+        room = protocol.settings.text_tokens
         if subtitled:
             room += self._settings.subtitle_tokens
-        length = len(self.environment.protocol.question(question).ids)
+        system = protocol.system(self._setting.dispatch != "none")
+        length = len(protocol.encode(system)) + len(protocol.question(question).ids)
         if length <= room:
             return None
-        reason = f"the question has {length} tokens, and there is room for {room}"
+        reason = f"system turn and question have {length} tokens, and there is room for {room}"
         return LeftOut(question, "too_long", reason)
 
     def _with_file(self, question: Question, subtitled: bool) -> Question | LeftOut:
@@ -162,7 +153,7 @@ class Player:
         long = self._too_long(question, subtitled)
         if long:
             return long
-        if self._settings.blind:
+        if not self._settings.k:
             return question
         path = self._videos.find(question.video)
         if path is None:

@@ -112,12 +112,6 @@ def test_tokens_positions_and_pixels_equal_the_processors(
     ]
     inputs = processor(messages)
     np.testing.assert_array_equal(ids, inputs.ids)
-    # Without marks around the video, both write two tokens less.
-    bare = Protocol(vocabulary, settings, video_marks=False)
-    shorter = bare.overview(pairs, features.tokens(pairs[0])).ids
-    assert len(shorter) == len(overview.ids) - 2
-    older = dataclasses.replace(processor, video_marks=False)(messages)
-    np.testing.assert_array_equal([*shorter, *protocol.question(question).ids], older.ids)
     np.testing.assert_array_equal(prompt.positions, inputs.positions)
     np.testing.assert_array_equal(prompt.visual, inputs.visual_index >= 0)
     assert inputs.grids == [(len(pairs), *features.grid(pairs[0]))]
@@ -163,15 +157,4 @@ def test_a_server_gets_the_file_itself(small_model, small_world, small_vocabular
 
 def test_a_native_video_of_fewer_than_four_frames_is_refused():
     with pytest.raises(ValueError, match="at least 4 frames"):
-        BenchmarkSettings("m", native_video=True, frames=3)
-
-
-def test_marks_around_a_video_belong_to_the_identity_of_evaluations_that_show_one():
-    native = BenchmarkSettings("m", native_video=True)
-    bare = dataclasses.replace(native, video_marks=False)
-    assert native.identity()["video_marks"] and not bare.identity()["video_marks"]
-    # Evaluations with frames keep the identity that they had before this setting.
-    assert "video_marks" not in BenchmarkSettings("m").identity()
-    for changes in ({"native_video": False}, {"endpoint": "http://h/v1", "endpoint_model": "m"}):
-        with pytest.raises(ValueError, match="--no-video-marks"):
-            dataclasses.replace(bare, **changes)
+        BenchmarkSettings("m", native_video=True, k=3)

@@ -8,10 +8,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from paravt_extras.published_scores import COLUMNS
 from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.benchmarks import BENCHMARKS, load
-from rollout.evaluation.table_1 import COLUMNS
 from tests.paravt_jax.benchmarks import published
 
 MCQ = QuestionKind.MULTIPLE_CHOICE

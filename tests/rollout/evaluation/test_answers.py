@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from paravt_extras.published_scores import COLUMNS
 from paravt_jax.method.accuracy import (
     accuracy,
     chosen_option,
@@ -26,7 +27,6 @@ from paravt_jax.method.accuracy import (
 )
 from paravt_jax.method.records import Question, QuestionKind, Turn
 from rollout.evaluation.split import final_text
-from rollout.evaluation.table_1 import COLUMNS
 
 ANSWERS: list[dict[str, Any]] = [
     json.loads(line)
