@@ -132,20 +132,17 @@ def play_all(
     if len(players) == 1:
         yield from players[0].lines(items.items())
         return
-    stop = threading.Event()
-
-    def check() -> None:
-        if stop.is_set():
-            raise _StopError
-
+    stop = threading.Event()  # another replica has failed, or the caller stops
     # Lines, exceptions, and None at the end of a replica.
     done: queue.SimpleQueue[Line | BaseException | None] = queue.SimpleQueue()
 
     def play(player: Player, devices: Devices) -> None:
         try:
             with jax.default_device(devices[0]):
-                for line in player.lines(items.items(), check):
+                for line in player.lines(items.items()):
                     done.put(line)
+                    if stop.is_set():
+                        break
             done.put(None)
         except BaseException as error:
             done.put(error)
@@ -171,7 +168,3 @@ def play_all(
         stop.set()
         for thread in threads:
             thread.join()
-
-
-class _StopError(Exception):
-    """Another replica has failed, or the caller stops."""

@@ -209,17 +209,14 @@ def _videos(settings: BenchmarkSettings) -> str:
         return str(pathlib.Path(settings.questions).parent)
     if settings.data and pathlib.Path(settings.data).is_dir():
         return settings.data
-    wanted = "give the folder of the videos; `paravt download` fetches those of a split"
-    if not settings.data or pathlib.Path(settings.data).exists():
-        raise ValueError(f"--videos is missing: {wanted}")
-    if not is_hub_id(settings.data):
+    if settings.data and not (pathlib.Path(settings.data).exists() or is_hub_id(settings.data)):
         raise FileNotFoundError(
             f"--data {settings.data}: no such file or folder, and no hub id (owner/name); "
             "give the split's published files, or leave it out to read them from the hub"
         )
     raise ValueError(
-        f"--data {settings.data}: no such file or folder here; if it is a hub id, --videos is "
-        f"missing: {wanted}"
+        "--videos is missing: give the folder of the videos; `paravt download` fetches those of a "
+        "split"
     )
 
 

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
@@ -23,7 +23,7 @@ from paravt_jax.method.protocol import Protocol, subtitled_text
 from paravt_jax.method.records import Question, QuestionKind, Subtitle, Turn
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
-from rollout.engine.requests import Completion, Request, Sampler
+from rollout.engine.requests import Sampler
 from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder
 from rollout.evaluation.folder import Line
 from rollout.evaluation.play import LeftOut, Played, Scoring, episodes, measures, play_and_score
@@ -64,9 +64,7 @@ class Player:
         self._setting = settings.episode_settings()
         self._scoring = Scoring(settings.rewards(), judge, read=final_text)
 
-    def lines(
-        self, items: Iterable[Item], check: Callable[[], None] = lambda: None
-    ) -> Iterator[Line]:
+    def lines(self, items: Iterable[Item]) -> Iterator[Line]:
         """Play the items and yield one line per question, in the order in which they finish.
 
         A line's `spent` is the time since the previous line, in seconds.
@@ -74,7 +72,6 @@ class Player:
         Args:
             items: the items. Each is taken when there is room to play it. Those on one video should
                 follow each other: its frames are forgotten when the next video begins.
-            check: called before every step of the sampler; may raise an exception to stop.
         """
         taken: dict[int, tuple[Item, int | None]] = {}  # with the number of shown subtitle lines
         open_questions: collections.Counter[str] = collections.Counter()  # by video
@@ -96,11 +93,9 @@ class Player:
             video = ""
 
         agents = episodes(self.environment, questions(), self._setting, self._settings.seed)
-        sampler = _Checked(self._sampler, check)
         last = time.monotonic()
-        for number, outcome in play_and_score(
-            sampler, agents, self._scoring, self._settings.episodes
-        ):
+        side_by_side = self._settings.episodes
+        for number, outcome in play_and_score(self._sampler, agents, self._scoring, side_by_side):
             item, shown = taken.pop(number)
             line = self._line(item, outcome, shown)
             now = time.monotonic()
@@ -190,24 +185,6 @@ class Player:
         # `video` is the benchmark's path of the video, `file` the path at which it was found.
         places = {"video": video, "file": episode.question.video, "subtitles": subtitles}
         return about | line | measures(outcome) | places
-
-
-class _Checked:
-    """A sampler that calls a function before each step."""
-
-    def __init__(self, sampler: Sampler, check: Callable[[], None]):
-        self._sampler = sampler
-        self._check = check
-
-    def submit(self, request: Request) -> int:
-        return self._sampler.submit(request)
-
-    def step(self) -> list[Completion]:
-        self._check()
-        return self._sampler.step()
-
-    def cancel(self, ticket: int) -> None:
-        self._sampler.cancel(ticket)
 
 
 def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> list[Subtitle]:

@@ -391,7 +391,7 @@ def test_a_mistake_ends_in_a_message_and_code_2(
     [
         ("./nowhere", "--data ./nowhere: no such file or folder, and no hub id"),
         ("no/where/at-all", "--data no/where/at-all: no such file or folder, and no hub id"),
-        ("no/where", "--data no/where: no such file or folder here; if it is a hub id, --videos"),
+        ("no/where", "--videos is missing: give"),
         (__file__, "--videos is missing: give"),
         ("", "--videos is missing: give"),
     ],
