@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from rollout.evaluation.markdown import table
+from paravt_extras.markdown import table
 from rollout.evaluation.statistics import interval, interval_of_difference
 
 LEAST = 0.93

@@ -30,13 +30,13 @@ from configs.sft import sft_tiny
 from models.lora import LoRASettings
 from models.sharding import make_mesh
 from paravt_extras.fit import total_bytes
+from paravt_extras.markdown import table as markdown
 from paravt_extras.plan.abstract import abstract_rl_step
 from paravt_extras.report.discovery import greedy
 from paravt_extras.studies.study import over_seeds, require_seeds
 from paravt_extras.summary import Line
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.atomic import write_atomically
-from rollout.evaluation.markdown import table as markdown
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import Checkpoints

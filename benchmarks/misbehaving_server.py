@@ -33,6 +33,9 @@ from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from models.family import family
+from models.weights.hf_config import to_hf
+from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.evaluation.folder import Line, latest, read_lines
 
 REQUEST_SECONDS = 2.0
@@ -229,6 +232,12 @@ def misbehaving() -> Iterator[MisbehavingServer]:
         server.server_close()
 
 
+def write_model(folder: pathlib.Path) -> None:
+    """Write what an evaluation reads of a served model: a tokenizer, of bytes, and config.json."""
+    save_tokenizer(build_tokenizer(()), folder)
+    (folder / "config.json").write_text(json.dumps(to_hf(family().size("8b"))), encoding="utf-8")
+
+
 def write_questions(file: pathlib.Path, count: int) -> None:
     """Write a file of generated questions; the right answer is always B."""
     rows = [
@@ -272,16 +281,17 @@ def asked_again(asked: Sequence[tuple[int, bool]]) -> list[int]:
 
 def _command(endpoint: str, folder: pathlib.Path, concurrency: int) -> list[str]:
     options = {
+        "--model": folder / "model",
         "--questions": folder / "questions.jsonl",
         "--endpoint": endpoint,
         "--endpoint-model": "m",
         "--request-seconds": REQUEST_SECONDS,
         "--episodes": concurrency,
-        "--concurrency": concurrency,
+        "--frames": 0,
         "--out": folder / "out",
     }
     pairs = [str(word) for pair in options.items() for word in pair]
-    return [sys.executable, "-m", "rollout.evaluate", *pairs, "--blind", "--no-pin-think"]
+    return [sys.executable, "-m", "rollout.evaluate", *pairs, "--protocol.no-pin-think"]
 
 
 def _lines(folder: pathlib.Path) -> dict[str, Line]:
@@ -295,6 +305,7 @@ def _played(folder: pathlib.Path) -> set[int]:
 def run(count: int, concurrency: int, folder: pathlib.Path) -> bool:
     """Evaluate, kill, evaluate again, and print what happened. Returns whether all went well."""
     write_questions(folder / "questions.jsonl", count)
+    write_model(folder / "model")
     start = time.monotonic()
     with misbehaving() as server:
         command = _command(server.endpoint, folder, concurrency)

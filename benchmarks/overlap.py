@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.evaluation.markdown import table
+from paravt_extras.markdown import table
 from train.learn.in_flight import GroupProgress, capacity, choose, deal
 from train.learn.rollout_pool import virtual_times
 

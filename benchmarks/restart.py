@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 
-from rollout.evaluation.markdown import table
+from paravt_extras.markdown import table
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The programs do not depend on these: they only shorten what comes before RL.

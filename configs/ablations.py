@@ -8,8 +8,8 @@ from typing import Any
 
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
+from configs.table_2 import TABLE_2
 from paravt_jax.method.rewards import RewardSettings
-from rollout.evaluation.table_2 import TABLE_2
 from train.settings import Run, change
 
 # Without nFrames gating: 64 frames for every prompt.

@@ -12,13 +12,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from configs.table_2 import TABLE_2, TABLE_2_SPLITS, Setting
+from paravt_extras.markdown import table as markdown
+from paravt_extras.markdown import wrapped
+from paravt_extras.published_scores import COLUMNS
 from paravt_extras.report.result import read_result
 from paravt_jax.data.stored_json import mismatch
-from rollout.evaluation.markdown import table as markdown
-from rollout.evaluation.markdown import wrapped
 from rollout.evaluation.summary import read_summary, score_of
-from rollout.evaluation.table_1 import COLUMNS
-from rollout.evaluation.table_2 import TABLE_2, TABLE_2_SPLITS, Setting
 from train.durable.metrics import read_metrics
 from train.durable.run_directory import FORMAT, RunDirectoryError, read_config
 

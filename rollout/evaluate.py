@@ -1,12 +1,11 @@
 """`python -m rollout.evaluate`: evaluates a model on a split or on your own questions.
 
-Other uses compare two finished runs, show a table of several, or write a prompt pack.
+Other uses compare two finished runs, show a table of several, or write our wording to change it.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import sys
@@ -16,16 +15,15 @@ from collections.abc import Sequence
 import tyro
 
 from models import gpu
-from paravt_extras.release import open_any_pack
+from paravt_extras.compare import compare, comparison_text
+from paravt_extras.table_1 import contents, text
 from paravt_jax.command_name import command_name
-from paravt_jax.processes import cluster, hosts
+from paravt_jax.processes import cluster
 from paravt_jax.processes.exit_codes import FAILED, LOST, USAGE, USER_ERRORS, exit_code
 from rollout.evaluation.benchmarks import BENCHMARKS
-from rollout.evaluation.compare import compare, comparison_text
-from rollout.evaluation.pack_folder import write_pack
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
-from rollout.evaluation.table import contents, text
+from rollout.evaluation.wording_folder import write_wording
 
 _PROG = command_name("python -m rollout.evaluate")
 # Blank lines: the help would join single lines.
@@ -34,21 +32,9 @@ _MODES = "\n\n".join(
         f"Splits for --benchmark: {', '.join(BENCHMARKS)}.",
         f"{_PROG} --compare A B [--json]: compare two finished runs question by question.",
         f"{_PROG} --table RUN ... [--json]: show finished runs beside table 1 of the paper.",
-        f"{_PROG} --write-protocol FOLDER [--protocol ...]: write a prompt pack, to change it.",
+        f"{_PROG} --write-wording FOLDER: write our texts, to change them and give --wording.",
     ]
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Asked(BenchmarkSettings):
-    """Settings that are not checked yet: tyro would print their errors in a box."""
-
-    def __post_init__(self):
-        """Check nothing."""
-
-    def checked(self) -> BenchmarkSettings:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return BenchmarkSettings(**fields)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,10 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if {"--compare", "--table"} & set(argv):
             return _show_finished(argv)
-        if "--write-protocol" in argv:
-            return _write_protocol(argv)
-        asked = tyro.cli(_Asked, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}")
-        return _evaluate(asked.checked(), _given(argv))
+        if "--write-wording" in argv:
+            return _write_wording(argv)
+        description = f"{__doc__}\n{_MODES}"
+        return _evaluate(
+            tyro.cli(BenchmarkSettings, args=argv, prog=_PROG, description=description)
+        )
     except KeyboardInterrupt:
         print("stopped; the same command continues with the next question", file=sys.stderr)
         return 130
@@ -77,34 +65,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
 
-def _given(argv: Sequence[str]) -> set[str]:
-    """The settings that a command line names."""
-    flags = (word.partition("=")[0] for word in argv if word.startswith("--"))
-    return {flag.lstrip("-").replace("-", "_").removeprefix("no_") for flag in flags}
-
-
-def _write_protocol(argv: Sequence[str]) -> int:
-    """`--write-protocol`: write a prompt pack as a folder, to start from."""
+def _write_wording(argv: Sequence[str]) -> int:
+    """`--write-wording`: write our texts as a folder, to start from."""
     parser = argparse.ArgumentParser(prog=_PROG)
-    parser.add_argument("--write-protocol", metavar="FOLDER", help="the folder to write")
-    parser.add_argument("--protocol", default="own", help="the pack; by default our own")
-    parser.add_argument("--release", default="", help="with --protocol published: the checkout")
-    asked = parser.parse_args(argv)
-    pack = open_any_pack(asked.protocol, asked.release)
-    write_pack(pack, asked.write_protocol)
-    print(f"{asked.write_protocol}: {len(pack.texts)} texts, digest {pack.digest}")
+    parser.add_argument("--write-wording", metavar="FOLDER", help="the folder to write")
+    folder = pathlib.Path(parser.parse_args(argv).write_wording)
+    if folder.exists():
+        raise ValueError(f"--write-wording {folder}: exists; name a new folder")
+    write_wording(folder)
     return 0
 
 
-def _evaluate(settings: BenchmarkSettings, given: set[str]) -> int:
+def _evaluate(settings: BenchmarkSettings) -> int:
     # With a server, hosts join only where that is asked for: joining takes hold of the devices,
     # which the server may be using.
     if settings.hosts.coordinator or not settings.endpoint:
         # Before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(settings.hosts)
     with cluster.ending_with_the_others():
-        pack = hosts.on_all(lambda: open_any_pack(settings.pack, settings.release))
-        summary = evaluate(settings, given=given, pack=pack)
+        summary = evaluate(settings)
     return 0 if summary["n"] else 1  # 1: no question could be played
 
 

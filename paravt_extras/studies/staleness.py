@@ -19,12 +19,12 @@ import tyro
 
 from configs.paravt_tiny import paravt_tiny
 from configs.sft import sft_tiny
+from paravt_extras.markdown import table as markdown
 from paravt_extras.report.discovery import greedy
 from paravt_extras.report.result import read_result
 from paravt_extras.studies.study import over_seeds, require_seeds, run_study
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.atomic import write_atomically
-from rollout.evaluation.markdown import table as markdown
 from train.durable.metrics import read_metrics
 from train.settings import Run, change
 

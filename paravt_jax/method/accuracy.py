@@ -5,8 +5,9 @@ two options, or no readable range, earns 0; any other score would reward guessin
 [0, 1], and the right answer's own words always score 1. The rules are those of REFERENCE 3 with the
 corrections of REFERENCE 4, point 12.
 
-Most of this file consists of regular expressions in three groups: words (`normalise`), letters of
-options (`chosen_option`) and ranges of seconds (`read_range`).
+Answers are read by tables of `Reading`: a pattern, what it means, and an example that is read only
+with this line. `chosen_option` reads letters of options with `REWRITTEN`, `NAMED`, `MENTIONED` and
+`WEAK`; `read_range` reads seconds with `TIMES`. To read another form, add a line.
 """
 
 from __future__ import annotations
@@ -15,9 +16,22 @@ import re
 import string
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paravt_jax.method.records import Question, QuestionKind
+
+
+class Reading(NamedTuple):
+    """A line of a table: one way of writing an answer."""
+
+    pattern: re.Pattern[str]
+    example: str
+    """An answer that would be read in another way without this line."""
+    meaning: str = "the last group names options"
+    """The text that replaces what matches, if it is to be rewritten."""
+    read: str | tuple[float, float] | None = "B"
+    """What is read in the example."""
+
 
 # --- words ---
 
@@ -47,37 +61,35 @@ _BARE_LETTER = re.compile(r"\W*(?:(?i:the)\s+)?([A-Za-z])\W*")
 # A letter before an option's words: "(B) two cats", "b. two cats", "B - two cats".
 _MARK = re.compile(r"\s*(?:\(([A-Za-z])\)|\[([A-Za-z])\]|([A-Za-z])[.):,]|([A-Z])\s+[-–—])")
 _LOOSE_MARK = re.compile(r"\s*([B-Zb-z])\s+")  # "B two cats"; "A two" would be an article
-_CJK = "[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]"
 # Phrases that name an option, and the phrase that stands for all of them below.
 _ADVERB = r"(?:also|clearly|definitely|indeed|letter|likely|most|probably|therefore|thus)"
-_REWRITTEN = tuple(
-    (re.compile(pattern, re.IGNORECASE), plain)
-    for pattern, plain in (
-        (r"\bn/a\b", "none"),
-        # {"answer": "B"}, answer => B, answer - B
-        (r"\b(answer|option|choice)[\"']?\s*(?:[:=→]+>?|[-–—]+>?\s)\s*(?=[\"'(\[]?\w)", r"\1: "),
-        (r"\b(?:ans|final|guess|output|result)(?:\s*:|\s+is\b)", "answer:"),
-        (r"\bletter\s+is\b", "answer is"),
-        # the answer to the question seems to be B
-        (
-            r"\b(answer|option|choice)\s+(?:here|to\s+th(?:e|is)\s+question)\s+is\b",
-            r"\1 is",
-        ),
-        (
-            rf"\b(answer|option|choice|it|this|that)\s+(?:is|(?:seems|appears)\s+to\s+be)"
-            rf"((?:\s+{_ADVERB})*)\b",
-            r"\1 is",
-        ),
-        (r"(?<![a-z])([a-z])\s*(?:选项|、)", r"option \1: "),
-        (r"(?:最终|正确)?(?:答案|选项)\s*(?:选项|[是为])*\s*:?", "answer: "),
-        (r"(?:la\s+)?respuesta(?:\s+correcta)?(?:\s+es(?:\s+la)?\b|\s*:)", "answer:"),
-        (
-            r"(?:(?:réponse|antwort|resposta|risposta|ответ)(?:\s+(?:est|ist|é|è)\b|\s*:))",
-            "answer:",
-        ),
-        (r"(?:答え|正解|정답)\s*(?:[は은는]|:)", "answer:"),
-        (rf"(?<![a-z])([a-z])(?={_CJK})", r"\1;"),  # no space follows the letter there
-    )
+_STATED = r"\b(answer|option|choice)"
+# The example of a line, what its pattern is rewritten to, and the pattern.
+_PHRASES = (
+    ("answer => B", r"\1: ", rf"{_STATED}[\"']?\s*(?:[:=→]+>?|[-–—]+>?\s)\s*(?=[\"'(\[]?\w)"),
+    ("My guess is B.", "answer:", r"\b(?:ans|final|guess|output|result)(?:\s*:|\s+is\b)"),
+    ("The correct letter is B", "answer is", r"\bletter\s+is\b"),
+    (
+        "The answer to the question is B.",
+        r"\1 is",
+        rf"{_STATED}\s+(?:here|to\s+th(?:e|is)\s+question)\s+is\b",
+    ),
+    (
+        "The answer seems to be clearly B.",
+        r"\1 is",
+        r"\b(answer|option|choice|it|this|that)\s+(?:is|(?:seems|appears)\s+to\s+be)"
+        rf"((?:\s+{_ADVERB})*)\b",
+    ),
+    ("B选项", r"option \1: ", r"(?<![a-z])([a-z])\s*(?:选项|、)"),
+    ("答案：B", "answer: ", r"(?:最终|正确)?(?:答案|选项)\s*(?:选项|[是为])*\s*:?"),
+    ("选项B是正确的。", r"\1;", r"(?<![a-z])([a-z])(?=[\u4e00-\u9fff])"),
+)
+REWRITTEN = (
+    Reading(re.compile(r"\bn/a\b", re.IGNORECASE), "N/A", "none", read=None),
+    *(
+        Reading(re.compile(pattern, re.IGNORECASE), example, plain)
+        for example, plain, pattern in _PHRASES
+    ),
 )
 # "the answer is b" at the end of a text
 _SMALL_LETTER = re.compile(
@@ -91,30 +103,43 @@ _CHOICE = (
 )
 _SAID = re.compile(rf"\b(?i:answer|option|choice)(?:(?i:\s+is)\b|\s*:)[\s:]*|{_IT_IS}")
 _CONCLUSION = re.compile(rf"(?:{_ANSWER}){_OPENING}({_LIST})")
-_NAMED = (
-    _CONCLUSION,
+NAMED = (
+    Reading(_CONCLUSION, "The answer is B"),
     # These words often precede other things than options, so the letter has to end its clause.
-    re.compile(
-        rf"(?:{_IT_IS}|{_CHOICE}[:,]?\s*|(?:选择?|是)\s*){_OPENING}({_LIST})"
-        rf"(?!(?:\W{{0,3}}{_PERHAPS})++\W{{0,3}}{_LETTER})"  # no "it is B, or maybe C"
-        r"(?=\W*$|\s*[.,;:!?\])\"'”’]|\s+(?:because|since|as|but)\b)"
+    Reading(
+        re.compile(
+            rf"(?:{_IT_IS}|{_CHOICE}[:,]?\s*|(?:选择?|是)\s*){_OPENING}({_LIST})"
+            rf"(?!(?:\W{{0,3}}{_PERHAPS})++\W{{0,3}}{_LETTER})"  # no "it is B, or maybe C"
+            r"(?=\W*$|\s*[.,;:!?\])\"'”’]|\s+(?:because|since|as|but)\b)"
+        ),
+        "I choose B",
     ),
-    re.compile(rf"\A(?i:option|choice)\s+{_OPENING}({_LIST})(?=[.,;])"),  # "Option B, since ..."
+    Reading(
+        re.compile(rf"\A(?i:option|choice)\s+{_OPENING}({_LIST})(?=[.,;])"),
+        "Option B, although the answer is A",
+        read=None,
+    ),
 )
 _ALTERNATIVE = re.compile(rf"\b(?i:or)\s+{_OPENING}({_LETTER})(?=[).:,\]]|\W*$)")
 _OR = re.compile(r"\s*(?:,\s*)?\bor\b\s+", re.IGNORECASE)
 # These name an option, too, unless a conclusion follows: "Option A shows a dog. The answer is B."
-_MENTIONED = (
-    re.compile(rf"\b(?i:option|choice)\s+{_OPENING}({_LIST})"),
-    re.compile(rf"\(([A-Z]\){_MORE}*)"),
+MENTIONED = (
+    Reading(re.compile(rf"\b(?i:option|choice)\s+{_OPENING}({_LIST})"), "I see option B"),
+    Reading(re.compile(rf"\(([A-Z]\){_MORE}*)"), "The man does not speak (B)"),
 )
 # These count only if nothing else names an option.
-_WEAK = (
-    re.compile(
-        rf"({_LETTER})\s+(?i:(?:is|seems|looks|appears)(?:\s+to\s+be)?(?:\s+the)?(?:\s+most)?)"
-        r"\s+(?i:answer|best|correct|right|likely|plausible)\b"
+WEAK = (
+    Reading(
+        re.compile(
+            rf"({_LETTER})\s+(?i:(?:is|seems|looks|appears)(?:\s+to\s+be)?(?:\s+the)?(?:\s+most)?)"
+            r"\s+(?i:answer|best|correct|right|likely|plausible)\b"
+        ),
+        "B seems right.",
     ),
-    re.compile(rf"(?:[.!?:,]\s+|\n){_OPENING}({_LETTER})\W*$"),  # "He meets a friend. D"
+    Reading(
+        re.compile(rf"(?:[.!?:,]\s+|\n){_OPENING}({_LETTER})\W*$"),
+        "He meets a friend. B",
+    ),
 )
 _STANDING = re.compile(rf"(?<![A-Za-z0-9]){_LETTER}")
 # "Actually" retracts only where a clause begins: not in "C. There is not actually a dog."
@@ -220,24 +245,24 @@ _LABELLED = tuple(
         r"last(?:s|ed|ing)?(?:\s+for)?|duration",
     )
 )
-# Other ways of writing a time or a pair of times, and how they are read.
-_TIMES = tuple(
-    (re.compile(pattern, re.IGNORECASE), plain)
-    for pattern, plain in (
-        (r"(?<=\d)(?:st|nd|rd|th)\b", ""),  # the 73rd second
-        (r"(?<=\d)\s*\.{2,3}\s*(?=\d)", " to "),  # 73..130
-        (
-            r"(?<!\d)(\d++)\s?['’′]\s?(\d{1,2}(?:\.\d++)?)\s?(?:''|\"|’’|”|′′)",
-            r"\1 min \2 s",
-        ),  # 1'13''
-        (rf"({_TIME}{_SECONDS})\s*\(\s*{_TIME}{_SECONDS}\s*\)", r"\1"),  # 73 s (1:13)
-        (rf"\(\s*({_TIME}{_SECONDS})\s*\)", r" \1 "),  # (73) to (130)
-        (r"(?<=[^\d\s]):(?=\d)", ": "),  # start:73
-        (  # from the start of the video until 12 s
+# Other ways of writing a time or a pair of times.
+TIMES = (
+    Reading(
+        re.compile(rf"\(\s*({_TIME}{_SECONDS})\s*\)", re.IGNORECASE),
+        "(73) to (130)",
+        r" \1 ",
+        (73, 130),
+    ),
+    Reading(re.compile(r"(?<=[^\d\s]):(?=\d)"), "开始：73秒，结束：130秒", ": ", (73, 130)),
+    Reading(
+        re.compile(
             rf"\bfrom\s+the\s+(?:start|beginning)(?:\s+of\s+the\s+\w+)?(?=\s*{_TO})",
-            "from 0 s",
+            re.IGNORECASE,
         ),
-    )
+        "From the start of the video until 12.5 s",
+        "from 0 s",
+        (0, 12.5),
+    ),
 )
 # "<73.0 seconds>" is a frame's timestamp and "**73**" is Markdown, but "->" joins two times.
 _AROUND = re.compile(r"[<*`]|(?<![-=])>")
@@ -366,8 +391,8 @@ def _letters(text: str) -> set[str]:
 
 def _namings(text: str) -> list[re.Match[str]]:
     """The places where a text names options. The last group of a match has the letters."""
-    matches = [match for form in _NAMED for match in form.finditer(text)]
-    matches += [m for form in _MENTIONED for m in form.finditer(text, _concluded(text))]
+    matches = [match for form in NAMED for match in form.pattern.finditer(text)]
+    matches += [m for form in MENTIONED for m in form.pattern.finditer(text, _concluded(text))]
     leading = _LEADING.match(text)
     if leading:
         matches.append(leading)
@@ -442,8 +467,8 @@ def _named_options(text: str, words: Mapping[str, str]) -> set[str]:
     equal = [label for label in words if words[label].casefold() == text.casefold()]
     if len(equal) == 1:
         return set(equal)
-    for pattern, plain in _REWRITTEN:
-        text = pattern.sub(plain, text)
+    for form in REWRITTEN:
+        text = form.pattern.sub(form.meaning, text)
     text = _SMALL_LETTER.sub(lambda named: named[0].upper(), text)
     letters = _letters(text) | lone
     if words:
@@ -458,7 +483,7 @@ def _weakly_named(text: str, words: Mapping[str, str]) -> set[str]:
 
     Empty if another letter stands in the text, because then it is open what the letter does.
     """
-    matches = [match for form in _WEAK for match in form.finditer(text)]
+    matches = [match for form in WEAK for match in form.pattern.finditer(text)]
     letters = {match[1] for match in matches if not _denied(text, *match.span(1))}
     found = (letters & words.keys() if words else letters) | _in_sentence(text, words)
     standing = set(_STANDING.findall(text))
@@ -522,8 +547,8 @@ def read_range(text: str) -> tuple[float, float] | None:
     text = unicodedata.normalize("NFKC", text)
     text = _DRESS.sub("", _BOXED.sub(r" \1 ", _FONT.sub(r"\1", text)))
     text = " ".join(_AROUND.sub(" ", text).split())
-    for pattern, plain in _TIMES:
-        text = pattern.sub(plain, text)
+    for form in TIMES:
+        text = form.pattern.sub(form.meaning, text)
     text = _MILLISECONDS.sub(".", _QUOTED.sub(r" \1 ", text))
     text = _UNCLEAR.sub("?", _THOUSANDS.sub(_without_commas, text))
     for both, with_units in _BOTH:

@@ -70,14 +70,12 @@ PINNED = "<think>\n"
 VIDEO_NAME = "video.mp4"  # the model never sees a path; in its calls this is only text
 
 TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
-_NEXT_USER_TURN = "<|im_end|>\n<|im_start|>user\n"
 # `<answer>` is ordinary text everywhere.
 _TAGS = (
     *("<think>", "</think>"),
     *("<tool_call>", "</tool_call>"),
     *("<tool_response>", "</tool_response>"),
 )
-_RESPONSE = "<tool_response>\n{frames}{response}\n</tool_response>"  # of a call without frames
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,12 +233,10 @@ def system_text(
             f"protocol.prompt: {prompt!r} offers no tools; use it with dispatch 'none'"
         )
     else:
-        hints = (wording.hints.get(tool.name, tool.hint) for tool in tools)
-        schemas = (json.dumps(wording.schemas.get(tool.name, tool.schema)) for tool in tools)
         text = fill(
             _of_prompt(wording.system, prompt),
-            hints="".join(f"{hint}\n" for hint in hints),
-            tools="\n".join(schemas),
+            hints="".join(f"{tool.hint}\n" for tool in tools),
+            tools="\n".join(json.dumps(tool.schema) for tool in tools),
         )
     return f"<|im_start|>system\n{text}<|im_end|>\n" if text else ""
 
@@ -261,8 +257,6 @@ def question_text(
 
     `filled` fills in the wording's template, as `fill` or `Protocol.filled` do.
     """
-    if question.prompt:
-        return question.prompt
     return filled(
         wording.question[question.kind],
         question=question.text,
@@ -275,13 +269,9 @@ def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording = OU
     """Put the video's subtitles before a question's text, one line per entry with its timestamp."""
     if not entries:
         return text
-    return fill(wording.subtitled, **subtitle_texts(entries), question=text)
-
-
-def subtitle_texts(entries: Sequence[Subtitle]) -> dict[str, str]:
-    """The values of `{subtitles}` and `{spoken}` in `Wording.subtitled`."""
     lines = "".join(f"{entry.line}\n" for entry in entries)
-    return {"subtitles": lines, "spoken": "\n".join(entry.text for entry in entries)}
+    spoken = "\n".join(entry.text for entry in entries)
+    return fill(wording.subtitled, subtitles=lines, spoken=spoken, question=text)
 
 
 class Protocol:
@@ -315,20 +305,8 @@ class Protocol:
         image_tokens: int | Sequence[int],
         tools: bool = True,
     ) -> tuple[Segment, Segment]:
-        """The main agent's prompt, in two parts that are rendered apart.
-
-        With a wording that puts frames first, the first part is `overview`, which all questions
-        about a video share.
-        """
-        if not self.wording.text_first:
-            return self.overview(frames, image_tokens, tools), self.question(question)
-        opening = self.encode(f"{self.system(tools)}<|im_start|>user\n")
-        first = np.concatenate([opening, self.encode(self._question(question))])
-        shown = [*self.images(frames, image_tokens), self.encode(TO_ASSISTANT)]
-        return (
-            Segment(first, Author.PROMPT),
-            Segment(np.concatenate(shown), Author.PROMPT, frames=tuple(frames)),
-        )
+        """The main agent's prompt in two parts, which are encoded apart: `overview`, `question`."""
+        return self.overview(frames, image_tokens, tools), self.question(question)
 
     def system(self, tools: bool = True) -> str:
         """The system turn of this protocol's prompt; see `system_text`."""
@@ -371,9 +349,8 @@ class Protocol:
         """
         start, end = (f"{time:.1f}" for time in window)
         task = fill(self.wording.subagent, start=start, end=end, question=self.plain(question))
-        before, after = (task, "") if self.wording.text_first else ("", task)
-        shown = self._labelled_frames(f"<|im_start|>user\n{before}", frames, image_tokens)
-        ids = np.concatenate([shown, self.encode(after + TO_ASSISTANT)])
+        shown = self._labelled_frames("<|im_start|>user\n", frames, image_tokens)
+        ids = np.concatenate([shown, self.encode(task + TO_ASSISTANT)])
         return Segment(ids, Author.PROMPT, frames=tuple(frames))
 
     @functools.cached_property
@@ -403,33 +380,27 @@ class Protocol:
             shown: Under dispatch `frames`, the frames before each response.
             image_tokens: Visual tokens per shown frame.
         """
-        apart = self.wording.responses_apart
         close = "" if ended else "<|im_end|>"
         request = self.wording.answer_now if last else ""
-        ending = f"{_NEXT_USER_TURN if request and apart else ''}{request}{TO_ASSISTANT}"
+        ending = f"{request}{TO_ASSISTANT}"
         if not any(shown):
-            between = _NEXT_USER_TURN if apart else "\n"
-            bodies = between.join("".join(self._response(text, False)) for text in responses)
+            bodies = "\n".join("".join(self._response(text)) for text in responses)
             return Segment(self.encode(f"{close}\n<|im_start|>user\n{bodies}{ending}"), Author.TOOL)
 
         parts = [self.encode(f"{close}\n<|im_start|>user")]
-        for number, (text, frames) in enumerate(zip(responses, shown, strict=True)):
-            before, after = self._response(text, bool(frames))
-            between = _NEXT_USER_TURN if apart and number else "\n"
+        for text, frames in zip(responses, shown, strict=True):
+            before, after = self._response(text)
             parts += [
-                self._labelled_frames(between + before, frames, image_tokens),
+                self._labelled_frames("\n" + before, frames, image_tokens),
                 self.encode(after),
             ]
         parts.append(self.encode(ending))
         all_frames = tuple(frame for frames in shown for frame in frames)
         return Segment(np.concatenate(parts), Author.TOOL, frames=all_frames)
 
-    def _response(self, response: str, framed: bool) -> tuple[str, str]:
+    def _response(self, response: str) -> tuple[str, str]:
         """The text of a response before its frames and after them."""
-        template = self.wording.shown if framed else _RESPONSE
-        before, _, after = template.partition("{frames}")
-        response = self.cut(response)
-        return fill(before, response=response), fill(after, response=response)
+        return "<tool_response>\n", f"{self.cut(response)}\n</tool_response>"
 
     def cut(self, text: str) -> str:
         """A tool response as the model reads it: plain, and at most `summary_tokens` long."""

@@ -56,9 +56,6 @@ class Question:
     """Subtitles of the video; empty if it has none."""
     evidence: tuple[float, float] | None = None
     """When the video shows the answer, from the first to the last second; None if unknown."""
-    prompt: str = ""
-    """The whole text of the question in its prompt; if empty, the protocol writes it. It may have
-    special tokens, so it is made with `Protocol.filled`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Every text that an agent reads, apart from its video, its question and what its tools find.
 
 `Protocol` renders a `Wording`. The default, `OUR_WORDING`, is what this project's agents are
-trained with; an evaluation may play with another one (`rollout.evaluation.packs`).
+trained with; an evaluation may play with another one (`rollout.evaluation.wording_folder`).
 
 A template is a text with placeholders such as `{question}`. Only lower-case names in braces are
 placeholders, so JSON can stand in a template as it is.
@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from paravt_jax.method.records import QuestionKind
 
 Prompt = Literal["direct", "reasoning", "agentic", "agentic-minimal"]
 
-PLACEHOLDER = re.compile(r"\{([a-z_]+(?:\.\w+)?)\}")
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,25 +44,13 @@ class Wording:
     """A sub-agent's task, after its frames. `{start}` and `{end}` are seconds of its window."""
     answer_now: str
     """The request for the answer, after the last turn with tools."""
-    between_options: str = ""
-    """What stands between two options."""
     window: str = "{count} frames.{note}"
     """The text beside the frames of a window that the main agent sees itself. `{note}` is empty, or
     says how the window differs from the call, after a space and in brackets."""
-    shown: str = "<tool_response>\n{frames}{response}\n</tool_response>"
-    """A window's frames and their text."""
-    responses_apart: bool = False
-    """Put each response, and the request for the answer, into a user turn of its own."""
-    text_first: bool = False
-    """Put the question before the overview frames, and a sub-agent's task before its frames."""
-    hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Replaces the `hint` of tools, by the tool's name."""
-    schemas: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    """Replaces the schema of tools, by the tool's name."""
 
     def listed(self, options: Sequence[str]) -> str:
         """Options as the prompt lists them."""
-        return self.between_options.join(
+        return "".join(
             fill(self.option, letter=chr(ord("A") + i), option=option)
             for i, option in enumerate(options)
         )

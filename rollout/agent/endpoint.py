@@ -14,7 +14,6 @@ has `SampleStop.FAILED`. The caller decides when a server is hopeless (`Endpoint
 from __future__ import annotations
 
 import base64
-import dataclasses
 import functools
 import io
 import itertools
@@ -52,8 +51,8 @@ _REMEDIES: dict[int | str, str] = {
     401: "check the key in OPENAI_API_KEY",
     403: "check the key in OPENAI_API_KEY",
     404: "check --endpoint (up to and including /v1) and --endpoint-model",
-    429: "wait a while, or lower --concurrency",
-    "timed_out": "look into the server's log, lower --concurrency, or raise --request-seconds",
+    429: "wait a while, or lower --episodes",
+    "timed_out": "look into the server's log, lower --episodes, or raise --request-seconds",
     "unreachable": "check --endpoint, and that the server runs",
     "http_errors": "look into the server's log",
     "nonsense": (
@@ -128,8 +127,6 @@ class EndpointSampler:
         model: Name of the model at the endpoint.
         vocabulary: Tokenizer of the model, for the ids of replies.
         images: Frames as pictures.
-        ids_per_token: Upper bound on the vocabulary's ids per token of the server, if the
-            vocabulary is not the model's own.
     """
 
     def __init__(
@@ -138,13 +135,11 @@ class EndpointSampler:
         model: str,
         vocabulary: Vocabulary,
         images: FrameImages,
-        ids_per_token: int = 1,
     ):
         self._settings = settings
         self._model = model
         self._vocabulary = vocabulary
         self._images = images
-        self._ids_per_token = ids_per_token
         self._client = Client(settings)
         self._tickets = itertools.count()
         # Requests in flight by ticket, with one future per sample.
@@ -166,13 +161,12 @@ class EndpointSampler:
             sample = self._sample(request, "", SampleStop.UNREADABLE, error.reason)
             self._failed.append((ticket, (sample,) * len(request.seeds)))
             return ticket
-        # The server counts its own tokens.
-        most = -(-request.sampling.max_new_tokens // self._ids_per_token)
-        asked = dataclasses.replace(request.sampling, max_new_tokens=most)
         read = functools.partial(_read, begun=bool(chat[-1]["content"]))
         futures = [
             self._client.ask(
-                body(chat, asked, seed, self._model, self._vocabulary), read, asked.deadline
+                body(chat, request.sampling, seed, self._model, self._vocabulary),
+                read,
+                request.sampling.deadline,
             )
             for seed in request.seeds
         ]

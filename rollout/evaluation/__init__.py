@@ -1,10 +1,7 @@
-"""Evaluates models on benchmarks, computes the figures, and compares runs.
+"""Evaluates models on benchmarks and on your own questions, and computes the figures.
 
-`run.evaluate` is the entry point. It loads a split (`benchmarks`), asks in the words of a prompt
-pack (`packs`), plays the episodes (`play`, `split`) and writes a folder (`folder`, `summary`).
-`compare` and `table` read finished folders.
-
-By default, limits on turns and calls are those of the paper's released code; frame sizes, prompts
-and times before frames are this project's own. Such scores cannot be compared with the paper's.
-`--protocol published` asks and shows frames as the release's evaluator does.
+`run.evaluate` is the entry point. It loads a split (`benchmarks`), plays the episodes (`play`,
+`split`) and writes a folder (`folder`, `summary`). `paravt_extras.compare` and
+`paravt_extras.table_1` read finished folders. A training run evaluates with `play` and `figures`
+alone.
 """

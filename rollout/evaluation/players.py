@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import pathlib
-from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from models import gpu
-from models.config import ModelConfig, TextConfig, VisionConfig
+from models.config import ModelConfig, TextConfig
+from models.device_memory import reported_memory
 from models.features import FrameFeatures, frame_tokens
-from models.model import VisionLanguageModel
+from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_folder
 from models.peft_folder import load as load_model
 from models.sharding import make_mesh
 from models.weights.hf_config import from_hf
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.method import tokenizer
-from paravt_jax.method.judge import ServerSettings
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.wording import Wording
@@ -26,18 +30,17 @@ from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.endpoint import EndpointSampler, FrameImages
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
+from rollout.engine.requests import Sampler
+from rollout.engine.settings import EngineSizes
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
-from rollout.evaluation.benchmarks import Item, VideoFolder
-from rollout.evaluation.memory import plan_memory, require_room, worker_count
-from rollout.evaluation.native_video import read_video_overview, video_tokens
-from rollout.evaluation.packs import Pack, PackError
+from rollout.evaluation.benchmarks import VideoFolder
 from rollout.evaluation.replicas import Devices, device_groups
-from rollout.evaluation.served import Served, served
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.split import Player
 
 # Timestamp in seconds, as long as any label gets. It bounds the lengths of prompts.
 _LATEST_FRAME = 99_999.9
+_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +48,36 @@ class Setup:
     """An evaluation once its files have been found."""
 
     settings: BenchmarkSettings
-    pack: Pack
+    wording: Wording
     videos: VideoFolder
-    model: pathlib.Path | None
-    """Folder of the model; None if it is only served."""
+    folder: pathlib.Path
+    """Folder of the model."""
+    config: ModelConfig
+    vocabulary: Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompts:
+    """The protocol, and the longest prompts of a main agent and of a sub-agent, in tokens."""
+
+    protocol: Protocol
+    main: int
+    crop: int
+
+
+def make_setup(
+    settings: BenchmarkSettings, wording: Wording, videos: VideoFolder, folder: pathlib.Path
+) -> Setup:
+    """Read sizes and tokenizer of the model, and render its longest prompts.
+
+    Raises:
+        ValueError: the model does not fit the settings, or a prompt cannot be rendered.
+    """
+    base = base_folder(folder, weights=not settings.endpoint)
+    config = from_hf(base / "config.json")
+    setup = Setup(settings, wording, videos, folder, config, tokenizer.load(base))
+    _longest_prompts(setup, subtitled=False)
+    return setup
 
 
 def load_player(
@@ -67,8 +96,7 @@ def load_player(
         subtitled: whether some prompts show subtitles.
         stack: closes the connections.
         devices: the devices of the model; empty: the first ones.
-        replicas: number of players that share the host's memory and the requests that a judge may
-            get at once.
+        replicas: number of players that share the requests that a judge may get at once.
 
     Raises:
         ValueError: the model does not fit the settings or the devices.
@@ -77,128 +105,82 @@ def load_player(
     judge = None
     rewards = settings.rewards()
     if rewards.judge:
-        # Each replica has a judge of its own, and together they send as many requests as one may.
         share = max(1, rewards.judge.concurrency // replicas)
         shared = dataclasses.replace(rewards.judge, concurrency=share)
         judge = stack.enter_context(contextlib.closing(RemoteJudge(shared)))
-    files = model_files(settings, setup.model)
-    config = files.config
-    _check_native_video(settings, config)
-    settings = files.scaled(settings)
-    wording = setup.pack.wording(settings.benchmark, settings.prompt)
-    protocol, prompt, crop = _protocol(
-        settings, files.vocabulary, config.vision, subtitled, wording
-    )
+    prompts = _longest_prompts(setup, subtitled)
     root = setup.videos.root
-    if settings.endpoint or setup.model is None:
-        features = FrameImages(config, settings.pixels(), root, source=reader)
-        sampler = stack.enter_context(contextlib.closing(_endpoint(settings, files, features)))
-    else:
-        _require_tensor(settings.tensor, config.text)
-        _require_cache(settings, protocol, prompt, crop)
-        sizes = sizes_for_single_episodes(
-            protocol, prompt, crop, settings.episodes, settings.cache_tokens
+    sampler: Sampler
+    if settings.endpoint:
+        features = FrameImages(setup.config, settings.frames, root, source=reader)
+        sampler = stack.enter_context(
+            contextlib.closing(
+                EndpointSampler(
+                    settings.server(), settings.endpoint_model, setup.vocabulary, features
+                )
+            )
         )
-        require_room(settings, plan_memory(settings, config, sizes, replicas), replicas)
-        model = _load_model(settings, setup.model, config, devices)
-        features = FrameFeatures(model.vision, config, settings.pixels(), root, source=reader)
+    else:
+        sizes = _engine_sizes(settings, prompts)
+        _require_tensor(settings.tensor, setup.config.text)
+        _require_room(settings, setup.config, sizes)
+        model = _load_model(setup, devices)
+        features = FrameFeatures(model.vision, setup.config, settings.frames, root, source=reader)
         sampler = Engine(model, features, sizes)
-    overview = read_video_overview if settings.native_video else FrameFeatures.request_overview
-    environment = Environment(protocol, features, overview=overview)
-    return Player(sampler, environment, settings, setup.videos, judge, setup.pack)
+    environment = Environment(prompts.protocol, features)
+    return Player(sampler, environment, settings, setup.videos, judge)
 
 
 def open_reader(setup: Setup, replicas: int = 1) -> FrameReader:
     """Open the processes that read videos for all replicas of a host; the caller closes them."""
     settings = setup.settings
-    vision = model_files(settings, setup.model).config.vision
-    pixels = settings.pixels()
+    vision = setup.config.vision
+    crops = replicas * settings.episodes * settings.protocol.max_calls
     return FrameReader(
         ReaderSettings(
-            worker_count(settings, replicas),
+            min(crops, max(1, (os.cpu_count() or 1) - 1)),
             PATIENCE,
             # The coming questions, and one per replica that has just been taken.
             ready=(settings.episodes + 1) * replicas,
-            rules=pixels.rules(vision),
-            crop_rules=pixels.rules(vision, crop=True),
+            rules=settings.frames.rules(vision),
+            crop_rules=settings.frames.rules(vision, crop=True),
         )
     )
 
 
-def model_files(settings: BenchmarkSettings, folder: pathlib.Path | None) -> Served:
-    """Read sizes and tokenizer of the model. An endpoint needs neither."""
-    base = None if folder is None else base_folder(folder, weights=not settings.endpoint)
-    if settings.endpoint or base is None:
-        return served(base)
-    vocabulary = tokenizer.load(base)
-    return Served(from_hf(base / "config.json"), vocabulary, vocabulary.digest)
-
-
-def check_prompts(
-    settings: BenchmarkSettings, files: Served, pack: Pack, items: Sequence[Item]
-) -> None:
-    """Render a prompt, so that texts that do not work end the run before it has a folder."""
-    _check_native_video(settings, files.config)
-    offers = settings.episode_settings().dispatch != "none"
-    tools = [tool.name for tool in settings.protocol(0).make_tools()] if offers else []
-    try:
-        pack.check(settings.benchmark, settings.prompt, items, tools)
-        wording = pack.wording(settings.benchmark, settings.prompt)
-        _protocol(settings, files.vocabulary, files.config.vision, False, wording)
-    except ValueError as error:
-        raise PackError(f"--protocol {settings.pack}: {error}") from error
-
-
-def _check_native_video(settings: BenchmarkSettings, config: ModelConfig) -> None:
-    """Raise ValueError if a native video is to be shown to a family that has another kind."""
-    if settings.native_video and config.vision.position_rate is not None:
-        raise ValueError(
-            f"--native-video with a model of the family {config.family}, which writes videos in "
-            "another way; give --no-native-video, so that frames are shown as images"
-        )
-
-
-def _protocol(
-    settings: BenchmarkSettings,
-    vocabulary: Vocabulary,
-    vision: VisionConfig,
-    subtitled: bool,
-    wording: Wording,
-) -> tuple[Protocol, int, int]:
-    """The protocol, and the longest prompts of a main agent and of a sub-agent, in tokens."""
+def _longest_prompts(setup: Setup, subtitled: bool) -> _Prompts:
+    settings, vision = setup.settings, setup.config.vision
     # With dispatch `frames`, the token limits include crops. The size of a crop does not depend on
     # these limits, so measure it under preliminary ones.
-    marks = settings.video_marks
-    without_crops = Protocol(vocabulary, settings.protocol(0), wording, marks)
-    pixels = settings.pixels()
-    crop_frame_tokens = frame_tokens(pixels, vision, crop=True)
-    crop = crop_tokens(without_crops, crop_frame_tokens, _LATEST_FRAME)
-    if "{question}" in wording.subagent:
-        crop += settings.question_tokens
-    protocol = Protocol(vocabulary, settings.protocol(crop), wording, marks)
+    without_crops = Protocol(setup.vocabulary, settings.limits(0), setup.wording)
+    crop = crop_tokens(
+        without_crops, frame_tokens(settings.frames, vision, crop=True), _LATEST_FRAME
+    )
+    if "{question}" in setup.wording.subagent:
+        crop += settings.protocol.text_tokens
+    protocol = Protocol(setup.vocabulary, settings.limits(crop), setup.wording)
     episode = settings.episode_settings()
     with_tools = episode.dispatch != "none"
-    if settings.native_video and episode.frames:
-        factor = vision.patch_size * vision.spatial_merge_size
-        overview = video_tokens(protocol, episode.frames, factor, _LATEST_FRAME, with_tools)
-    else:
-        overview = overview_tokens(
-            protocol, episode.frames, frame_tokens(pixels, vision), _LATEST_FRAME, with_tools
-        )
-    overview += settings.question_tokens
+    size = frame_tokens(settings.frames, vision)
+    main = overview_tokens(protocol, episode.frames, size, _LATEST_FRAME, with_tools)
+    main += settings.protocol.text_tokens
     if subtitled:
-        overview += settings.subtitle_tokens
-    return protocol, overview, crop
+        main += settings.subtitle_tokens
+    return _Prompts(protocol, main, crop)
 
 
-def _require_cache(settings: BenchmarkSettings, protocol: Protocol, prompt: int, crop: int) -> None:
-    """Raise ValueError if the longest sequence does not fit into `cache_tokens`."""
-    longest = sizes_for_single_episodes(protocol, prompt, crop, settings.episodes).row_lengths[-1]
+def _engine_sizes(settings: BenchmarkSettings, prompts: _Prompts) -> EngineSizes:
+    """The sizes of the engine. Raises ValueError if a sequence does not fit into its cache."""
+    sizes = sizes_for_single_episodes(
+        prompts.protocol, prompts.main, prompts.crop, settings.episodes, settings.cache_tokens
+    )
+    longest = sizes.row_lengths[-1]
     if settings.cache_tokens and settings.cache_tokens < longest:
         raise ValueError(
             f"--cache-tokens {settings.cache_tokens}: the longest sequence takes {longest}; "
             f"give {longest} or more, or 0 for room for all episodes"
         )
+    return sizes
 
 
 def _require_tensor(tensor: int, text: TextConfig) -> None:
@@ -212,21 +194,38 @@ def _require_tensor(tensor: int, text: TextConfig) -> None:
         )
 
 
-def _endpoint(settings: BenchmarkSettings, files: Served, images: FrameImages) -> EndpointSampler:
-    """A sampler that sends requests to the endpoint, with frames as images."""
-    server = ServerSettings(
-        settings.endpoint, timeout=settings.request_seconds, concurrency=settings.concurrency
-    )
-    return EndpointSampler(
-        server, settings.endpoint_model, files.vocabulary, images, files.ids_per_token
-    )
+def _require_room(settings: BenchmarkSettings, config: ModelConfig, sizes: EngineSizes) -> None:
+    """Raise ValueError if weights and KV cache alone do not fit into the memory of a device."""
+    model = abstract_model(config, dtype=settings.dtype, param_dtype=settings.dtype)
+    weights = _bytes(model.text) / settings.tensor + _bytes(model.vision)
+    text = config.text
+    item = jnp.dtype(settings.dtype).itemsize
+    token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * item
+    cache = sizes.pages * sizes.page * token / settings.tensor
+    limit = reported_memory(jax.local_devices()[0])
+    if limit is not None and weights + cache > limit:
+        raise ValueError(
+            f"--episodes {settings.episodes}, --frames {settings.k}: weights take "
+            f"{weights / _GIB:.1f} GiB per device and the KV cache {cache / _GIB:.1f} GiB, and "
+            f"there are {limit / _GIB:.1f} GiB; lower them in this order, give --cache-tokens, use "
+            "--dtype bfloat16, or --tensor over more devices"
+        )
 
 
-def _load_model(
-    settings: BenchmarkSettings, folder: pathlib.Path, config: ModelConfig, devices: Devices
-) -> VisionLanguageModel:
+def _bytes(module: nnx.Module) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module)))
+
+
+def _load_model(setup: Setup, devices: Devices) -> VisionLanguageModel:
+    settings = setup.settings
     gpu.require_type("dtype", settings.dtype)
     mesh = None
     if settings.tensor > 1:
         mesh = make_mesh(1, 1, settings.tensor, devices or device_groups(settings.tensor)[0])
-    return load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
+    return load_model(
+        setup.folder,
+        setup.config,
+        mesh=mesh,
+        dtype=settings.dtype,
+        param_dtype=settings.dtype,
+    )

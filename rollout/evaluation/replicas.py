@@ -1,24 +1,27 @@
 """Plays an evaluation on all devices of a host: several replicas of the model, one thread each.
 
-A replica has its own weights, KV cache and frame features, on `--tensor` devices. While the engine
-plays, `ReadAhead` reads the overviews of the questions that come next.
+A replica has its own weights, KV cache and frame features, on `--tensor` devices. All replicas of a
+host take questions from one queue. Who plays a question does not change the result: an episode
+depends only on its question, the settings, the seed and the weights.
 """
 
 from __future__ import annotations
 
+import collections
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import jax
 
 from paravt_jax.data.frame_reader import FrameReader
 from rollout.evaluation.benchmarks import Item, VideoFolder
 from rollout.evaluation.folder import Line
-from rollout.evaluation.sharing import Deal
 from rollout.evaluation.split import Player
 
 Devices = tuple[jax.Device, ...]
+Unit = tuple[Item, ...]
 
 
 def device_groups(tensor: int) -> list[Devices]:
@@ -41,38 +44,105 @@ def device_groups(tensor: int) -> list[Devices]:
     ]
 
 
+def units_of(items: Sequence[Item], most: int) -> list[Unit]:
+    """Group items by video, so that its frames are encoded once, up to `most` items in a unit."""
+    by_video: dict[str, list[Item]] = {}
+    for item in items:
+        by_video.setdefault(item.question.video, []).append(item)
+    return [
+        tuple(group[first : first + most])
+        for group in by_video.values()
+        for first in range(0, len(group), most)
+    ]
+
+
+class ReadAhead:
+    """Requests overviews of the questions that come next, while the engine plays.
+
+    Args:
+        reader: reads them, and keeps a bounded number of them.
+        videos: finds the files.
+        frames: number of frames of an overview.
+        count: number of questions to look ahead, which is also how many are played side by side.
+    """
+
+    def __init__(self, reader: FrameReader, videos: VideoFolder, frames: int, count: int):
+        self._reader = reader
+        self._videos = videos
+        self._frames = frames
+        self.count = count
+        self._known: set[str] = set()  # videos that were taken or requested
+
+    def request(self, taken: Item, coming: Iterable[Item]) -> None:
+        """Request the overviews of `coming`, now that `taken` is played."""
+        self._known.add(taken.question.video)
+        for name in [item.question.video for item in coming]:
+            path = self._videos.find(name)
+            if path is not None and name not in self._known:
+                self._known.add(name)
+                self._reader.ahead(self._videos.root / path, self._frames)
+
+
+class Queue:
+    """Gives every unit to one replica. Several threads may take units.
+
+    Args:
+        units: the units of this host.
+        ahead: reads overviews ahead; None: they are read when they are needed.
+    """
+
+    def __init__(self, units: Sequence[Unit], ahead: ReadAhead | None = None):
+        self._waiting = collections.deque(units)
+        self._ahead = ahead
+        self._lock = threading.Lock()
+        self._taken = 0
+
+    def items(self) -> Iterator[Item]:
+        """Take units, one after another, and yield their items."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    return
+                unit = self._waiting.popleft()
+            for item in unit:
+                self._look_ahead(item)
+                yield item
+
+    def _look_ahead(self, item: Item) -> None:
+        if self._ahead is None:
+            return
+        with self._lock:
+            self._taken += 1
+            # The first ones are played at once, and ask for their overviews themselves.
+            if self._taken >= self._ahead.count:
+                coming = itertools.chain.from_iterable(self._waiting)
+                self._ahead.request(item, itertools.islice(coming, self._ahead.count))
+
+
 def play_all(
-    players: Sequence[Player],
-    groups: Sequence[Devices],
-    take: Callable[[], Iterator[Item]],
-    check: Callable[[], None],
+    players: Sequence[Player], groups: Sequence[Devices], items: Queue
 ) -> Generator[Line, None, None]:
-    """Play all items that this host gets, and yield one line per question as it is done.
+    """Play all items of this host, and yield one line per question as it is done.
 
     Args:
         players: one player per replica.
         groups: their devices. One player alone uses the default device.
-        take: gives a replica its items, one after another.
-        check: called before every step of a replica; may raise an exception to stop.
+        items: what they play.
     """
     if len(players) == 1:
-        yield from players[0].lines(take(), check)
+        yield from players[0].lines(items.items())
         return
-    stop = threading.Event()
-
-    def check_both() -> None:
-        if stop.is_set():
-            raise _StopError
-        check()
-
+    stop = threading.Event()  # another replica has failed, or the caller stops
     # Lines, exceptions, and None at the end of a replica.
     done: queue.SimpleQueue[Line | BaseException | None] = queue.SimpleQueue()
 
     def play(player: Player, devices: Devices) -> None:
         try:
             with jax.default_device(devices[0]):
-                for line in player.lines(take(), check_both):
+                for line in player.lines(items.items()):
                     done.put(line)
+                    if stop.is_set():
+                        break
             done.put(None)
         except BaseException as error:
             done.put(error)
@@ -98,45 +168,3 @@ def play_all(
         stop.set()
         for thread in threads:
             thread.join()
-
-
-class _StopError(Exception):
-    """Another replica has failed, or the caller stops."""
-
-
-class ReadAhead:
-    """Requests overviews ahead, for all replicas of a host.
-
-    Args:
-        reader: reads them, and keeps a bounded number of them.
-        videos: finds the files.
-        frames: number of frames of an overview.
-        count: number of questions to look ahead, which is also how many are played side by side.
-    """
-
-    def __init__(self, reader: FrameReader, videos: VideoFolder, frames: int, count: int):
-        self._reader = reader
-        self._videos = videos
-        self._frames = frames
-        self._count = count
-        self._lock = threading.Lock()
-        self._count_taken = 0
-        self._known: set[str] = set()  # videos that were taken or requested
-
-    def items(self, deal: Deal) -> Iterator[Item]:
-        """Take items from the deal, and request the overviews of those that come next."""
-        for item in deal.items():
-            with self._lock:
-                self._count_taken += 1
-                self._known.add(item.question.video)
-                # The first ones are played at once, and ask for their overviews themselves.
-                if self._count_taken >= self._count:
-                    self._request(deal.coming(self._count))
-            yield item
-
-    def _request(self, items: list[Item]) -> None:
-        for name in [item.question.video for item in items]:
-            path = self._videos.find(name)
-            if path is not None and name not in self._known:
-                self._known.add(name)
-                self._reader.ahead(self._videos.root / path, self._frames)

@@ -11,17 +11,15 @@ from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
 from rollout.evaluation.benchmarks import title_of
 from rollout.evaluation.folder import Line
-from rollout.evaluation.sharing import Deal
 from rollout.evaluation.summary import APART, rows_of, score_of, scored
 
 
 class PlayProgress(Progress):
-    """Counts finished questions and shows score, calls per question and questions left out."""
+    """Shows the finished questions of the first host: score, calls per question, left out."""
 
-    def __init__(self, title: str, total: int, deal: Deal):
+    def __init__(self, title: str, total: int):
         super().__init__(title, "question", every=10.0, shown=hosts.is_first())
         self._total = total
-        self._deal = deal
         self._left_out = 0
         self._played = 0
         self._calls = 0
@@ -44,8 +42,7 @@ class PlayProgress(Progress):
             figures["calls"] = self._calls / self._played
         if self._left_out:
             figures["left out"] = self._left_out
-        elsewhere = self._deal.given_to_others() if hosts.is_first() else 0
-        self.update(elsewhere + self._left_out + self._played, self._total, figures)
+        self.update(self._left_out + self._played, self._total, figures)
 
 
 def report(summary: Line, out: pathlib.Path) -> Iterator[str]:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -21,6 +21,7 @@ from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method.records import Question
+from paravt_jax.method.wording import OUR_WORDING
 from paravt_jax.processes import cluster, hosts
 from rollout.evaluation.benchmarks import (
     BENCHMARKS,
@@ -31,31 +32,25 @@ from rollout.evaluation.benchmarks import (
     questions_hash,
 )
 from rollout.evaluation.folder import EvaluationFolder, Line, answered, commit, versions
-from rollout.evaluation.pack_folder import as_the_pack_plays, open_pack
-from rollout.evaluation.packs import Pack
-from rollout.evaluation.players import (
-    Setup,
-    check_prompts,
-    load_player,
-    model_files,
-    open_reader,
+from rollout.evaluation.players import Setup, load_player, make_setup, open_reader
+from rollout.evaluation.replicas import (
+    Devices,
+    Queue,
+    ReadAhead,
+    device_groups,
+    play_all,
+    units_of,
 )
-from rollout.evaluation.replicas import Devices, ReadAhead, device_groups, play_all
 from rollout.evaluation.report import PlayProgress, report
-from rollout.evaluation.served import ServerWatch
+from rollout.evaluation.server_watch import ServerWatch
 from rollout.evaluation.settings import OWN, BenchmarkSettings
-from rollout.evaluation.sharing import Deal, forget_meetings, meet, units_of
 from rollout.evaluation.split import Player
 from rollout.evaluation.summary import summarise
 from rollout.evaluation.weights_hash import weights_hash
+from rollout.evaluation.wording_folder import digest, read_wording
 
 
-def evaluate(
-    settings: BenchmarkSettings,
-    questions: Sequence[Question] | None = None,
-    given: Collection[str] = (),
-    pack: Pack | None = None,
-) -> Line:
+def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None = None) -> Line:
     """Play all questions that have no result yet, then write and return the summary.
 
     Progress and a short report go to stderr. If several processes have joined
@@ -65,9 +60,6 @@ def evaluate(
         settings: the model, the questions, and how to play them.
         questions: questions to play if `settings` names neither a benchmark nor a file. The paths
             of their videos are relative to `settings.videos`.
-        given: fields of `settings` that the user gave, if they are known.
-        pack: the prompts; by default those that `settings.pack` names, which are this project's
-            own or in a folder.
 
     Returns:
         The content of summary.json.
@@ -77,21 +69,9 @@ def evaluate(
         EndpointError: the server does not answer, or refuses all questions.
         HostsError: another process failed.
     """
-    # Not checked by the settings themselves: a pack that plays with native videos may be run blind.
-    if settings.blind and settings.native_video:
-        raise ValueError("--blind, --native-video: a blind run shows no video; give only one")
-    opened = pack or hosts.on_all(lambda: open_pack(settings.pack))
-    played = hosts.on_all(lambda: as_the_pack_plays(settings, opened, given))
-    return _evaluate(played, opened, questions)
-
-
-def _evaluate(
-    settings: BenchmarkSettings, pack: Pack, questions: Sequence[Question] | None
-) -> Line:
-    """`evaluate` with the settings as the pack plays them."""
     # All checks of files come before the model is loaded, which takes minutes.
-    work = hosts.on_all(lambda: _prepare(settings, pack, questions))
-    # Hosts deal units by their numbers, and `episodes` bounds the size of a unit.
+    work = hosts.on_all(lambda: _prepare(settings, questions))
+    # Hosts share units by their numbers, and `episodes` bounds the size of a unit.
     apart = ("limit", "benchmark", "episodes")
     same = work.identity | {name: getattr(settings, name) for name in apart}
     for name, value in same.items():
@@ -109,69 +89,62 @@ def _evaluate(
             # An endpoint that answered questions in an earlier start needs no proof.
             _play(work, items, folder, proven=bool(done))
         summary = hosts.from_first(lambda: folder.summarise(work.summary))
-        if hosts.is_first():
-            forget_meetings(work.out)
     if hosts.is_first():
         print("\n".join(report(summary, work.out)), file=sys.stderr)
     return summary
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work(Setup):
+class _Work:
     """What is evaluated, once all files have been found."""
 
+    setup: Setup
     loaded: Loaded
     out: pathlib.Path
     identity: Line
 
     def summary(self, config: Line, lines: Iterator[Line]) -> Line:
-        """The content of summary.json."""
-        benchmark = BENCHMARKS.get(self.settings.benchmark)
+        """Return the content of summary.json."""
+        benchmark = BENCHMARKS.get(self.setup.settings.benchmark)
         score = benchmark.score if benchmark else "accuracy"
         return summarise(config, lines, len(self.loaded.items), self.loaded.broken, score)
 
 
-def _prepare(
-    settings: BenchmarkSettings, pack: Pack, questions: Sequence[Question] | None
-) -> _Work:
+def _prepare(settings: BenchmarkSettings, questions: Sequence[Question] | None) -> _Work:
     """Find the questions, the videos and the model."""
     if not (settings.benchmark or settings.questions or questions):
         raise ValueError(
             "--benchmark, --questions: there is nothing to play; give the name of a split "
             f"({', '.join(BENCHMARKS)}), or a file of questions"
         )
+    wording = OUR_WORDING
+    if settings.wording:
+        wording = read_wording(pathlib.Path(settings.wording))
     videos = VideoFolder(_videos(settings))
     loaded = _load(settings, questions, videos.root)
-    model = None
-    if settings.model:
-        model = local_folder(settings.model, weights=not settings.endpoint)
-    files = model_files(settings, model)
+    folder = local_folder(settings.model, weights=not settings.endpoint)
+    setup = make_setup(settings, wording, videos, folder)
     weights = None  # an endpoint does not reveal its weights
-    if model and not settings.endpoint:
-        base = base_folder(model)
+    if not settings.endpoint:
+        base = base_folder(folder)
         require_readable(base)  # before hashing, which takes minutes
-        weights = "+".join(weights_hash(folder) for folder in dict.fromkeys((base, model)))
-    check_prompts(files.scaled(settings), files, pack, loaded.items)
-
-    out = out_folder(settings)
+        weights = "+".join(weights_hash(each) for each in dict.fromkeys((base, folder)))
     identity = settings.identity() | {
         "weights": weights,
         "questions": questions_hash(loaded.items),
-        "protocol": pack.name,
-        "protocol_digest": pack.digest,
+        "wording": digest(wording),
         # Limits count tokens. With the engine, the hash of the model covers its tokenizer.
-        **({"tokenizer": files.tokenizer} if settings.endpoint else {}),
+        **({"tokenizer": setup.vocabulary.digest} if settings.endpoint else {}),
     }
-    return _Work(settings, pack, videos, model, loaded, out, identity)
+    return _Work(setup, loaded, out_folder(settings), identity)
 
 
 def _open(work: _Work, stack: contextlib.ExitStack) -> EvaluationFolder:
     """Open the folder on all hosts, which must see the same one. `stack` closes it."""
-    settings = dataclasses.asdict(work.settings)
+    settings = dataclasses.asdict(work.setup.settings)
     del settings["hosts"]
     details = {
-        "name": _name(work.settings),
-        "differences": work.pack.differences,
+        "name": _name(work.setup.settings),
         "settings": settings,
         "versions": versions(),
     }
@@ -222,10 +195,9 @@ def _name(settings: BenchmarkSettings) -> str:
     """The run's name, by default NAME for `runs/NAME/model`, else the model's folder or hub id."""
     if settings.name:
         return settings.name
-    model = settings.model or settings.endpoint_model
-    folder = pathlib.Path(model).resolve()
+    folder = pathlib.Path(settings.model).resolve()
     if not folder.is_dir():
-        return model
+        return settings.model
     return folder.parent.name if folder.name == "model" else folder.name
 
 
@@ -237,36 +209,18 @@ def _videos(settings: BenchmarkSettings) -> str:
         return str(pathlib.Path(settings.questions).parent)
     if settings.data and pathlib.Path(settings.data).is_dir():
         return settings.data
-    wanted = "give the folder of the videos; `paravt download` fetches those of a split"
-    if not settings.data or pathlib.Path(settings.data).exists():
-        raise ValueError(f"--videos is missing: {wanted}")
-    if not is_hub_id(settings.data):
+    if settings.data and not (pathlib.Path(settings.data).exists() or is_hub_id(settings.data)):
         raise FileNotFoundError(
             f"--data {settings.data}: no such file or folder, and no hub id (owner/name); "
             "give the split's published files, or leave it out to read them from the hub"
         )
     raise ValueError(
-        f"--data {settings.data}: no such file or folder here; if it is a hub id, --videos is "
-        f"missing: {wanted}"
+        "--videos is missing: give the folder of the videos; `paravt download` fetches those of a "
+        "split"
     )
 
 
 # --- playing ---
-
-
-def _load_players(
-    work: _Work,
-    reader: FrameReader,
-    subtitled: bool,
-    groups: Sequence[Devices],
-    stack: contextlib.ExitStack,
-) -> list[Player]:
-    """One player per group of devices."""
-    players = []
-    for devices in groups:
-        with jax.default_device(devices[0]) if len(groups) > 1 else contextlib.nullcontext():
-            players.append(load_player(work, reader, subtitled, stack, devices, len(groups)))
-    return players
 
 
 def _play(work: _Work, items: Sequence[Item], folder: EvaluationFolder, proven: bool) -> None:
@@ -282,37 +236,46 @@ def _play(work: _Work, items: Sequence[Item], folder: EvaluationFolder, proven: 
         EndpointError: see `ServerWatch`.
         HostsError: another host failed.
     """
-    settings = work.settings
+    settings = work.setup.settings
     subtitled = any(item.subtitles or item.question.subtitles for item in items)
+    units = units_of(items, settings.episodes)[hosts.process_index() :: hosts.process_count()]
     with contextlib.ExitStack() as stack:
         groups = hosts.on_all(lambda: [()] if settings.endpoint else device_groups(settings.tensor))
-        reader = stack.enter_context(open_reader(work, len(groups)))
+        reader = stack.enter_context(open_reader(work.setup, len(groups)))
         players = hosts.on_all(lambda: _load_players(work, reader, subtitled, groups, stack))
-        peers = meet(work.out)
-        deal = Deal(units_of(items, settings.episodes), peers)
-        progress = PlayProgress(_split(work.settings), len(items), deal)
+        progress = PlayProgress(_split(settings), sum(map(len, units)))
         stack.enter_context(progress)
         watch = ServerWatch(settings.endpoint, proven) if settings.endpoint else None
-        stack.enter_context(peers.together())
-        taking = _taking(work, reader, deal, len(players))
-        playing = play_all(players, groups, taking, peers.check)
-        for line in stack.enter_context(contextlib.closing(playing)):
-            folder.append(line)
-            progress.add(line)
-            if watch:
-                watch.add(line)
-        if watch:
-            watch.finish()
+        queue = Queue(units, _read_ahead(work, reader, len(players)))
+
+        def play() -> None:
+            for line in stack.enter_context(contextlib.closing(play_all(players, groups, queue))):
+                folder.append(line)
+                progress.add(line)
+                if watch:
+                    watch.add(line)
+
+        hosts.on_all(play)
 
 
-def _taking(
-    work: _Work, reader: FrameReader, deal: Deal, replicas: int
-) -> Callable[[], Iterator[Item]]:
-    """How replicas take items: with overviews that are read ahead, unless there are none."""
-    settings = work.settings
-    frames = settings.episode_settings().frames
-    # A native video's size follows from its length, which is not known before it is opened.
-    if not frames or settings.native_video:
-        return deal.items
-    ahead = ReadAhead(reader, work.videos, frames, settings.episodes * replicas)
-    return lambda: ahead.items(deal)
+def _load_players(
+    work: _Work,
+    reader: FrameReader,
+    subtitled: bool,
+    groups: Sequence[Devices],
+    stack: contextlib.ExitStack,
+) -> list[Player]:
+    """One player per group of devices."""
+    players = []
+    for devices in groups:
+        with jax.default_device(devices[0]) if len(groups) > 1 else contextlib.nullcontext():
+            players.append(load_player(work.setup, reader, subtitled, stack, devices, len(groups)))
+    return players
+
+
+def _read_ahead(work: _Work, reader: FrameReader, replicas: int) -> ReadAhead | None:
+    """What reads overviews ahead; None if there are none."""
+    settings = work.setup.settings
+    if not settings.k:
+        return None
+    return ReadAhead(reader, work.setup.videos, settings.k, settings.episodes * replicas)

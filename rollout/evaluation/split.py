@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.data.frames import VideoError, join
@@ -23,10 +23,9 @@ from paravt_jax.method.protocol import Protocol, subtitled_text
 from paravt_jax.method.records import Question, QuestionKind, Subtitle, Turn
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
-from rollout.engine.requests import Completion, Request, Sampler
+from rollout.engine.requests import Sampler
 from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder
 from rollout.evaluation.folder import Line
-from rollout.evaluation.packs import Pack, own_pack
 from rollout.evaluation.play import LeftOut, Played, Scoring, episodes, measures, play_and_score
 from rollout.evaluation.settings import BenchmarkSettings
 
@@ -48,7 +47,6 @@ class Player:
         settings: BenchmarkSettings,
         videos: VideoFolder,
         judge: Judge | None = None,
-        pack: Pack | None = None,
     ):
         """Prepare to play.
 
@@ -58,19 +56,15 @@ class Player:
             settings: the settings of the evaluation.
             videos: the folder with videos and subtitles.
             judge: scores open-ended answers if `settings.open_ended` is "judge".
-            pack: words questions; by default this project's own.
         """
         self.environment = environment
         self._sampler = sampler
         self._settings = settings
         self._videos = videos
-        self._pack = pack or own_pack()
         self._setting = settings.episode_settings()
         self._scoring = Scoring(settings.rewards(), judge, read=final_text)
 
-    def lines(
-        self, items: Iterable[Item], check: Callable[[], None] = lambda: None
-    ) -> Iterator[Line]:
+    def lines(self, items: Iterable[Item]) -> Iterator[Line]:
         """Play the items and yield one line per question, in the order in which they finish.
 
         A line's `spent` is the time since the previous line, in seconds.
@@ -78,7 +72,6 @@ class Player:
         Args:
             items: the items. Each is taken when there is room to play it. Those on one video should
                 follow each other: its frames are forgotten when the next video begins.
-            check: called before every step of the sampler; may raise an exception to stop.
         """
         taken: dict[int, tuple[Item, int | None]] = {}  # with the number of shown subtitle lines
         open_questions: collections.Counter[str] = collections.Counter()  # by video
@@ -100,11 +93,9 @@ class Player:
             video = ""
 
         agents = episodes(self.environment, questions(), self._setting, self._settings.seed)
-        sampler = _Checked(self._sampler, check)
         last = time.monotonic()
-        for number, outcome in play_and_score(
-            sampler, agents, self._scoring, self._settings.episodes
-        ):
+        side_by_side = self._settings.episodes
+        for number, outcome in play_and_score(self._sampler, agents, self._scoring, side_by_side):
             item, shown = taken.pop(number)
             line = self._line(item, outcome, shown)
             now = time.monotonic()
@@ -127,17 +118,10 @@ class Player:
         if path is not None:
             entries = self._read_subtitles(path)
         subtitled = path is not None or bool(entries)
-        settings, protocol = self._settings, self.environment.protocol
-        shown = fitting(entries, protocol, settings.subtitle_tokens) if subtitled else []
-        question = dataclasses.replace(item.question, subtitles=tuple(entries))
-        whole = self._pack.question(
-            settings.benchmark, settings.prompt, item, shown, protocol.filled
-        )
-        if whole:
-            question = dataclasses.replace(question, prompt=whole)
-        else:
-            text = subtitled_text(shown, question.text, protocol.wording)
-            question = dataclasses.replace(question, text=text)
+        protocol = self.environment.protocol
+        shown = fitting(entries, protocol, self._settings.subtitle_tokens) if subtitled else []
+        text = subtitled_text(shown, item.question.text, protocol.wording)
+        question = dataclasses.replace(item.question, subtitles=tuple(entries), text=text)
         return question, len(shown) if subtitled else None
 
     def _read_subtitles(self, path: str) -> list[Subtitle]:
@@ -148,13 +132,15 @@ class Player:
 
     def _too_long(self, question: Question, subtitled: bool) -> LeftOut | None:
         """Why a question is left out, if it has more tokens than there is room for."""
-        room = self._settings.question_tokens
+        protocol = self.environment.protocol
+        room = protocol.settings.text_tokens
         if subtitled:
             room += self._settings.subtitle_tokens
-        length = len(self.environment.protocol.question(question).ids)
+        system = protocol.system(self._setting.dispatch != "none")
+        length = len(protocol.encode(system)) + len(protocol.question(question).ids)
         if length <= room:
             return None
-        reason = f"the question has {length} tokens, and there is room for {room}"
+        reason = f"system turn and question have {length} tokens, and there is room for {room}"
         return LeftOut(question, "too_long", reason)
 
     def _with_file(self, question: Question, subtitled: bool) -> Question | LeftOut:
@@ -162,7 +148,7 @@ class Player:
         long = self._too_long(question, subtitled)
         if long:
             return long
-        if self._settings.blind:
+        if not self._settings.k:
             return question
         path = self._videos.find(question.video)
         if path is None:
@@ -199,24 +185,6 @@ class Player:
         # `video` is the benchmark's path of the video, `file` the path at which it was found.
         places = {"video": video, "file": episode.question.video, "subtitles": subtitles}
         return about | line | measures(outcome) | places
-
-
-class _Checked:
-    """A sampler that calls a function before each step."""
-
-    def __init__(self, sampler: Sampler, check: Callable[[], None]):
-        self._sampler = sampler
-        self._check = check
-
-    def submit(self, request: Request) -> int:
-        return self._sampler.submit(request)
-
-    def step(self) -> list[Completion]:
-        self._check()
-        return self._sampler.step()
-
-    def cancel(self, ticket: int) -> None:
-        self._sampler.cancel(ticket)
 
 
 def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> list[Subtitle]:

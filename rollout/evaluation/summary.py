@@ -75,6 +75,8 @@ def read_summary(folder: pathlib.Path) -> Line:
     summary = read_json(file)
     keys = ("benchmark", "questions", "n", "left_out", "broken_rows", "config")
     missing = [key for key in keys if key not in summary]
+    if not missing and "wording" not in summary["config"]["identity"]:
+        missing = ["config.identity.wording"]
     if missing:
         raise FolderError(
             f"{file}: {', '.join(missing)} missing, so an older version of this code wrote it; "

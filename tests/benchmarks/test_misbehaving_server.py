@@ -13,8 +13,10 @@ from benchmarks.misbehaving_server import (
     fault_of,
     misbehaving,
     problems,
+    write_model,
     write_questions,
 )
+from paravt_jax.method.protocol import ProtocolSettings
 from rollout.evaluation.folder import latest, read_lines
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
@@ -27,18 +29,19 @@ def play(tmp_path, monkeypatch):
     """play(server) evaluates the questions with it; returns the summary."""
     monkeypatch.setenv("NO_PROXY", "*")
     write_questions(tmp_path / "questions.jsonl", COUNT)
+    write_model(tmp_path / "model")
 
     def start(server):
         settings = BenchmarkSettings(
+            str(tmp_path / "model"),
             questions=str(tmp_path / "questions.jsonl"),
             out=str(tmp_path / "out"),
             endpoint=server.endpoint,
             endpoint_model="m",
             request_seconds=REQUEST_SECONDS,
             episodes=COUNT,
-            concurrency=COUNT,
-            blind=True,
-            pin_think=False,
+            k=0,
+            protocol=ProtocolSettings(pin_think=False),
         )
         return evaluate(settings)
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from paravt_jax.method import accuracy as module
 from paravt_jax.method.accuracy import (
     accuracy,
     choice_accuracy,
@@ -51,6 +52,19 @@ def test_chosen_option(text, letter):
 
 
 FRUIT = ("Apples", "Bananas and pears", "Cherries", "A red dog")
+
+
+@pytest.mark.parametrize("table", ["REWRITTEN", "NAMED", "MENTIONED", "WEAK", "TIMES"])
+def test_every_line_of_a_table_is_needed_for_its_example(table, monkeypatch):
+    def read(text: str) -> str | tuple[float, float] | None:
+        return read_range(text) if table == "TIMES" else chosen_option(text, FRUIT)
+
+    lines = getattr(module, table)
+    for number, line in enumerate(lines):
+        assert read(line.example) == line.read, line
+        monkeypatch.setattr(module, table, lines[:number] + lines[number + 1 :])
+        assert read(line.example) != line.read, line
+        monkeypatch.setattr(module, table, lines)
 
 
 @pytest.mark.parametrize(

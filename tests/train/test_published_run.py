@@ -22,9 +22,9 @@ from train.durable.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 EVALUATE = """
-    --benchmark=videomme --data split --videos videos --frames 4 --turn-tokens 16
-    --summary-tokens 16 --trajectory-tokens 144 --max-tool-turns 1
-    --min-pixels 1024 --max-pixels 1024
+    --benchmark=videomme --data split --videos videos --frames 4 --protocol.turn-tokens 16
+    --protocol.summary-tokens 16 --protocol.trajectory-tokens 144 --protocol.max-tool-turns 1
+    --frames.min-pixels 1024 --frames.max-pixels 1024
 """.split()
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from configs import RECIPES
 from configs.paravt_8b import paravt_8b
+from configs.table_2 import TABLE_2
 from paravt_extras import summary
 from paravt_extras.table_2 import CHANGES, changes, key_of, read_run, text
-from rollout.evaluation.table_2 import TABLE_2
 from tests.rollout.evaluation.finished import folder as evaluation
 from tests.rollout.evaluation.finished import line as question
 from train.durable.run_directory import FORMAT

@@ -35,8 +35,6 @@ class Item:
     """Tasks that the question belongs to, if the benchmark names any."""
     subtitles: str = ""
     """Path of an .srt file, relative like `Question.video`; "" for none."""
-    row: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """The published row, for prompt packs; empty for a user's own questions."""
 
 
 # --- fields ---

@@ -32,13 +32,8 @@ from rollout.evaluation.benchmarks.items import (
 )
 
 _MMVU_VIDEO = re.compile(r"(?:.*/)?(videos/[^/]+/[^/]+)")
-_MLVU_COLUMNS = {"video": "video_name", "question_type": "task_type"}
 # Slices of one zip. The names of the shorter videos of clues begin with "clue_".
 _CGBENCH_VIDEOS = ("video*.zip",)
-
-
-def _unchanged(rows: list[Row]) -> list[Row]:
-    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +51,6 @@ class Benchmark:
     that matches are read. `*` also matches "/"."""
     read: Callable[[Row], Item]
     """Turns a row into a question. Raises BrokenRow if the row cannot be asked or scored."""
-    rows: Callable[[list[Row]], list[Row]] = _unchanged
-    """Turns the rows of the files into one row per question; by default they already are."""
     media: tuple[str, ...] = MEDIA_PATTERNS
     """Patterns of the data set's videos, subtitles and archives of them, for `paravt download`."""
     joined: tuple[str, ...] = ()
@@ -107,22 +100,6 @@ def _read_longvideobench(row: Row) -> Item:
     )
 
 
-def _lvbench_rows(rows: list[Row]) -> list[Row]:
-    """One row per question. The publisher's file has one per video, with its questions in `qa`."""
-    found: list[Row] = []
-    for row in rows:
-        questions = row.get("qa")
-        if not isinstance(questions, list) or not row.get("key"):
-            found.append(row)
-            continue
-        for question in questions:
-            if isinstance(question, dict):
-                found.append({**question, "video_path": f"{row['key']}.mp4"})
-            else:  # the reader finds no question in it, so it counts as a broken row
-                found.append(row)
-    return found
-
-
 def _read_lvbench(row: Row) -> Item:
     text, options = split_options(text_of(row, "question"))
     if not options and row.get("options"):  # some copies have them in a column of their own
@@ -138,11 +115,6 @@ def _read_lvbench(row: Row) -> Item:
     if isinstance(types, list):
         return Item(question, tasks=tuple(str(type_) for type_ in types))
     return Item(question, tasks=optional_task(row, "question_type"))
-
-
-def _mlvu_rows(rows: list[Row]) -> list[Row]:
-    """Rename two columns of the publisher's files, so that they match the table."""
-    return [{_MLVU_COLUMNS.get(name, name): value for name, value in row.items()} for row in rows]
 
 
 def _read_mlvu(row: Row) -> Item:
@@ -248,17 +220,15 @@ _ALL = (
         name="lvbench",
         title="LVBench",
         source="lmms-lab/LVBench",
-        patterns=("*test-*.parquet", "*train-*.parquet", "*video_info.meta.jsonl"),
+        patterns=("*test-*.parquet", "*train-*.parquet"),
         read=_read_lvbench,
-        rows=_lvbench_rows,
     ),
     Benchmark(
         name="mlvu",
         title="MLVU",
         source="sy1998/MLVU_dev",
-        patterns=("*test-*.parquet", "json/[1-7]_*.json", "*/json/[1-7]_*.json"),
+        patterns=("*test-*.parquet",),
         read=_read_mlvu,
-        rows=_mlvu_rows,
     ),
     Benchmark(
         name="mmvu",
@@ -323,10 +293,10 @@ def load(name: str, source: str = "") -> Loaded:
     items: list[Item] = []
     seen: collections.Counter[str] = collections.Counter()
     broken: dict[str, str] = {}
-    rows = benchmark.rows(read_rows(source, benchmark.patterns))
+    rows = read_rows(source, benchmark.patterns)
     for number, row in enumerate(rows):
         try:
-            item = dataclasses.replace(benchmark.read(row), row=row)
+            item = benchmark.read(row)
         except BrokenRow as reason:
             broken[f"row {number}"] = str(reason)
             continue

@@ -8,10 +8,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+from paravt_extras.published_scores import COLUMNS
 from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.benchmarks import BENCHMARKS, load
-from rollout.evaluation.table_1 import COLUMNS
 from tests.paravt_jax.benchmarks import published
 
 MCQ = QuestionKind.MULTIPLE_CHOICE
@@ -89,7 +89,7 @@ def test_longvideobench_from_its_table_and_from_its_json(tmp_path):
     assert load("longvideobench", str(copy / "lvb_val.json")).items == items
 
 
-def test_lvbench_from_its_table_and_from_its_lines(tmp_path):
+def test_lvbench(tmp_path):
     first, second = read("lvbench", tmp_path).items
     assert first.question == Question(
         "0",
@@ -102,37 +102,14 @@ def test_lvbench_from_its_table_and_from_its_lines(tmp_path):
     assert first.tasks == ("key information retrieval", "reasoning")
     assert second.tasks == ()
     assert second.question.options == ()
-    # Each line of the other file is a video with its questions.
-    rows = published.EXAMPLES["lvbench"]
-    line = {
-        "key": "Cm73ma6Ibcs",
-        "type": "cartoon",
-        "video_info": {"duration_minutes": 61},
-        "qa": [{n: value for n, value in row.items() if n != "video_path"} for row in rows],
-    }
-    file = tmp_path / "video_info.meta.jsonl"
-    file.write_text(json.dumps(line) + "\n")
-    assert load("lvbench", str(file)).items == (first, second)
 
 
-def test_mlvu_from_its_table_and_from_its_own_files(tmp_path):
+def test_mlvu(tmp_path):
     first, second = read("mlvu", tmp_path).items
     assert (first.question.answer, second.question.answer) == ("A", "D")
     assert first.tasks == ("plotQA",)
     assert first.question.video == "movie101_66.mp4"
     assert first.question.id != second.question.id
-    own_names = {"video_name": "video", "task_type": "question_type"}
-    rows = [
-        {own_names.get(name, name): value for name, value in row.items()}
-        for row in published.EXAMPLES["mlvu"]
-    ]
-    folder = tmp_path / "copy" / "MLVU" / "json"
-    folder.mkdir(parents=True)
-    (folder / "1_plotQA.json").write_text(json.dumps(rows[:1]))
-    (folder / "2_needle.json").write_text(json.dumps(rows[1:]))
-    # Not multiple choice, so it is not read.
-    (folder / "9_summary.json").write_text(json.dumps(rows))
-    assert load("mlvu", str(tmp_path / "copy")).items == (first, second)
 
 
 def test_mmvu(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import shutil
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 from models.features import FrameFeatures, FrameSettings
 from models.weights.hf import save
 from paravt_jax.data import video
-from paravt_jax.method.protocol import Protocol, render_call
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall
 from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
 from rollout.agent.episode import Environment
@@ -35,6 +34,10 @@ bye
 
 PLAN = f"look closer\n</think>\n{render_call(CropCall(0, 16))}\n{render_call(CropCall(500, 516))}"
 """A first turn that asks for two windows, the second outside the video."""
+
+LIMITS = ProtocolSettings(
+    turn_tokens=64, summary_tokens=16, trajectory_tokens=256, text_tokens=1024, crop_frames=4
+)
 
 ROWS = [
     published.videomme("1-1", "w0", "A"),
@@ -88,15 +91,11 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player
         defaults: dict[str, Any] = {
             "model": "m",
             "benchmark": "videomme",
-            "frames": 4,
-            "question_tokens": 64,
-            "turn_tokens": 64,
-            "summary_tokens": 16,
-            "trajectory_tokens": 256,
+            "k": 4,
+            "protocol": LIMITS,
         }
         settings = BenchmarkSettings(**defaults | fields)
-        limits = dataclasses.replace(settings.protocol(64), crop_frames=4)
-        environment = Environment(Protocol(small_vocabulary, limits), features)
+        environment = Environment(Protocol(small_vocabulary, settings.limits(64)), features)
         make.sampler = scripted(turns, report)
         return Player(make.sampler, environment, settings, VideoFolder(videos))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.summary import summarise
 
 
@@ -35,15 +36,9 @@ def left_out(id, video, cause="missing"):
 
 
 def config(benchmark="videomme", name="mine", **fields):
-    identity = {
-        "benchmark": benchmark,
-        "frames": 64,
-        "dispatch": "parallel",
-        "prompt": "agentic",
-        "temperature": 0.0,
-        "blind": False,
-        "weights": "w0",
-    }
+    settings = json.loads(json.dumps(BenchmarkSettings("m").identity()))
+    hashes = {"weights": "w0", "wording": "0123456789abcdef"}
+    identity = settings | hashes | {"benchmark": benchmark}
     return {"identity": identity | fields, "name": name, "commits": ["c0"]}
 
 

@@ -10,8 +10,7 @@ from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.benchmarks import Item, VideoFolder
-from rollout.evaluation.replicas import ReadAhead
-from rollout.evaluation.sharing import Deal, Peers, units_of
+from rollout.evaluation.replicas import Queue, ReadAhead, units_of
 
 
 @pytest.fixture
@@ -23,12 +22,12 @@ def folder(small_world, tmp_path):
     return VideoFolder(tmp_path)
 
 
-def deal_of(*names: str) -> Deal:
+def queue_of(ahead: ReadAhead, *names: str) -> Queue:
     items = [
         Item(Question(str(n), name, "?", QuestionKind.OPEN_ENDED, "x"))
         for n, name in enumerate(names)
     ]
-    return Deal(units_of(items, 2), Peers())
+    return Queue(units_of(items, 2), ahead)
 
 
 def test_overviews_are_requested_ahead_except_the_first(folder, late_reads):
@@ -36,7 +35,7 @@ def test_overviews_are_requested_ahead_except_the_first(folder, late_reads):
     late = []
     with FrameReader(ReaderSettings(workers=1, ready=3)) as reader:
         ahead = ReadAhead(reader, folder, frames=4, count=2)
-        for item in ahead.items(deal_of(*names, "gone.mp4")):
+        for item in queue_of(ahead, *names, "gone.mp4").items():
             before = late_reads()
             path = str(folder.root / item.question.video)
             read = reader.request(ReadTask(path, 4, reader.settings.rules))
@@ -49,7 +48,7 @@ def test_overviews_are_requested_ahead_except_the_first(folder, late_reads):
 def test_an_unreadable_file_is_an_error_when_it_is_asked_for(folder):
     with FrameReader(ReaderSettings(workers=1)) as reader:
         ahead = ReadAhead(reader, folder, frames=4, count=1)
-        assert len(list(ahead.items(deal_of("v0.mp4", "v4.mp4")))) == 2
+        assert len(list(queue_of(ahead, "v0.mp4", "v4.mp4").items())) == 2
         task = ReadTask(str(folder.root / "v4.mp4"), 4, reader.settings.rules)
         with pytest.raises(VideoError, match=r"v4\.mp4"):
             reader.request(task).result()
@@ -61,5 +60,5 @@ def test_a_video_is_requested_once(folder, monkeypatch):
         monkeypatch.setattr(reader, "ahead", lambda path, frames: requested.append(path.name))
         ahead = ReadAhead(reader, folder, frames=4, count=1)
         names = ("v0.mp4", "v1.mp4", "v0.mp4", "v2.mp4", "v1.mp4")
-        assert len(list(ahead.items(deal_of(*names)))) == len(names)
+        assert len(list(queue_of(ahead, *names).items())) == len(names)
     assert requested == ["v1.mp4", "v2.mp4"]

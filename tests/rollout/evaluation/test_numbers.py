@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from paravt_extras.compare import compare, comparison_text
 from rollout.evaluate import main
-from rollout.evaluation.compare import compare, comparison_text
 from rollout.evaluation.folder import FolderError
 from rollout.evaluation.report import report
 from rollout.evaluation.summary import summarise
@@ -122,9 +122,9 @@ def test_two_runs_are_compared_question_by_question(tmp_path):
     lines_a = [line(str(i), float(i < 4), f"v{i}") for i in range(10)]
     lines_b = [line(str(i), float(i in (0, 5, 6, 7, 8, 9)), f"v{i}") for i in range(10)]
     first = folder(tmp_path / "a", [*lines_a, line("x", 1.0), left_out("y", "gone")])
-    second = folder(tmp_path / "b", [*lines_b, line("y", 1.0)], frames=16)
+    second = folder(tmp_path / "b", [*lines_b, line("y", 1.0)], k=16)
     found = compare(first, second)
-    assert found["made_with"] == {"frames": [64, 16]}
+    assert found["made_with"] == {"k": [64, 16]}
     assert (found["questions"], found["not_shared"]) == (10, 2)
     counts = [found[name] for name in ("both_right", "only_first", "only_second", "both_wrong")]
     assert counts == [1, 3, 5, 1]
@@ -139,7 +139,7 @@ def test_two_runs_are_compared_question_by_question(tmp_path):
     text = comparison_text(first, second, found)
     for part in ("B - A: +20.0", "p = 0.727", "only A: 1, 2, 3", "A left out: 1 missing"):
         assert part in text
-    assert "made with: frames A 64, B 16" in text
+    assert "made with: k A 64, B 16" in text
 
 
 def test_a_comparison_warns_if_few_videos_differ(tmp_path):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import pathlib
 
 import pytest
 
-from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import (
     CallOutcome,
     CallStatus,
@@ -24,7 +22,6 @@ from paravt_jax.method.rewards import Rewards
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.scoring import executed_calls, seed_of
 from rollout.evaluation.figures import row
-from rollout.evaluation.native_video import read_video_overview
 from rollout.evaluation.play import (
     EvaluationSettings,
     LeftOut,
@@ -185,30 +182,6 @@ def test_unreadable_videos_are_left_out_and_an_error_if_there_are_no_others(
     assert (left.question, left.cause) == (missing, "unreadable")
     with pytest.raises(ValueError, match="evaluation.questions"):
         evaluate(oracle(), small_environment, [missing], setting)
-
-
-def test_a_native_video_is_judged_by_the_rules_of_videos(
-    oracle, small_environment, small_questions, monkeypatch
-):
-    """Frames that are too long and thin for pictures may still be shown as a video."""
-    features = small_environment.features
-    tokens = features.tokens
-
-    def only_videos(frame):
-        if isinstance(frame, str) or frame.rules is None:
-            raise VideoError(pathlib.Path("thin.mp4"), "too thin for pictures")
-        return tokens(frame)
-
-    monkeypatch.setattr(features, "tokens", only_videos)
-    environment = dataclasses.replace(small_environment, overview=read_video_overview)
-    setting = EpisodeSettings(4, 0.7, "none")
-    agents = episodes(environment, small_questions[:1], setting, 3)
-    played = play_and_score(oracle(), agents, Scoring())
-    assert [type(outcome) for _, outcome in played] == [Played]
-    agents = episodes(small_environment, small_questions[:1], setting, 3)
-    played = play_and_score(oracle(), agents, Scoring())
-    left = LeftOut(small_questions[0], "unreadable", "too thin for pictures")
-    assert [outcome for _, outcome in played] == [left]
 
 
 def test_episodes_side_by_side_equal_those_played_at_once(

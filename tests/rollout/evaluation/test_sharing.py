@@ -1,9 +1,8 @@
-"""Questions are shared between hosts and replicas as the work is done; a failure ends all."""
+"""Questions are shared between hosts and replicas; a failure ends all."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
@@ -23,12 +22,10 @@ from flax import nnx
 from models.model import abstract_model
 from models.weights.hf import save
 from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.processes.hosts import HostsError
 from paravt_jax.world.vocabulary import save_tokenizer
 from rollout.evaluation.benchmarks import Item
 from rollout.evaluation.folder import latest, read_json
-from rollout.evaluation.replicas import device_groups, play_all
-from rollout.evaluation.sharing import Deal, Peers, units_of
+from rollout.evaluation.replicas import Queue, device_groups, play_all, units_of
 from tests.processes import lost_others
 
 
@@ -49,75 +46,24 @@ def test_questions_on_one_video_stay_together_up_to_a_bound():
     assert [ids(unit) for unit in units] == [["0", "2"], ["3"], ["1", "5"], ["4"]]
 
 
-def test_one_host_takes_all_in_order():
-    items = items_on(*"abcde")
-    deal = Deal(units_of(items, 4), Peers())
-    assert ids(deal.coming(2)) == ["0", "1"]
-    taking = deal.items()
-    assert ids(itertools.islice(taking, 2)) == ["0", "1"]
-    assert ids(deal.coming(9)) == ["2", "3", "4"], "what is taken is not coming"
-    assert ids(taking) == ["2", "3", "4"]
-    assert deal.given_to_others() == 0
-
-
-def test_a_host_begins_with_its_own_share_and_then_takes_what_a_slow_one_has_left(tmp_path):
-    units = units_of(items_on(*"abcdefg"), 1)
-    slow, fast = (Deal(units, Peers(tmp_path, index, 2)) for index in (0, 1))
-    first = slow.items()
-    assert ids([next(first)]) == ["0"]
-    assert ids(fast.items()) == ["1", "3", "5", "6", "4", "2"]
-    assert slow.given_to_others() == 6
-    assert ids(first) == []
-
-
 @pytest.mark.parametrize("seed", range(5))
-def test_every_question_is_given_once(tmp_path, seed):
+def test_every_question_is_given_once(seed):
     items = items_on(*(random.Random(seed).choices("abcdefghijklmnop", k=60)))
-    units = units_of(items, 3)
-    taken: list[list[str]] = [[] for _ in range(6)]
+    queue = Queue(units_of(items, 3))
+    taken: list[str] = []
 
-    def take(deal: Deal, number: int) -> None:
+    def take(number: int) -> None:
         pause = random.Random(100 * seed + number)
-        for item in deal.items():
-            taken[number].append(item.question.id)
+        for item in queue.items():
+            taken.append(item.question.id)
             time.sleep(pause.random() / 1000)
 
-    deals = [Deal(units, Peers(tmp_path, index, 3)) for index in range(3)]
-    threads = [threading.Thread(target=take, args=(deals[n % 3], n)) for n in range(6)]
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(itertools.chain(*taken), key=int) == ids(items)
-
-
-def test_a_failure_of_one_host_ends_the_others_with_its_reason(tmp_path):
-    failing, other = Peers(tmp_path, 1, 2), Peers(tmp_path, 0, 2)
-    other.check()
-    with pytest.raises(OSError, match="disk"), failing.together():
-        raise OSError("disk\nfull")
-    with pytest.raises(HostsError, match="^process 1 failed first: OSError: disk full$"):
-        with Peers(tmp_path, 0, 2).together():
-            pass
-    other._next_look = 0.0
-    with pytest.raises(HostsError, match="process 1 failed first"):
-        other.check()
-
-
-def test_hosts_wait_for_each_other_at_the_end(tmp_path):
-    left: list[int] = []
-
-    def work(index: int) -> None:
-        with Peers(tmp_path, index, 3).together():
-            time.sleep(0.3 * index)
-        left.append(len(list(tmp_path.glob("finished-*"))))
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert left == [3, 3, 3]
+    assert sorted(taken, key=int) == ids(items)
 
 
 # --- replicas ---
@@ -130,9 +76,8 @@ class Counting:
         self.fails_after = fails_after
         self.played: list[str] = []
 
-    def lines(self, items, check):
+    def lines(self, items):
         for item in items:
-            check()
             if len(self.played) == self.fails_after:
                 raise OSError("no memory")
             self.played.append(item.question.id)
@@ -144,10 +89,9 @@ class Counting:
 def play(unchecked) -> Callable[..., list[str]]:
     """play(players, items) returns the ids of the lines."""
 
-    def run(players, items, check=lambda: None) -> list[str]:
-        deal = Deal(units_of(items, 2), Peers())
+    def run(players, items) -> list[str]:
         groups = [tuple(jax.local_devices()[:1])] * len(players)
-        return [line["id"] for line in play_all(players, groups, deal.items, check)]
+        return [line["id"] for line in play_all(players, groups, Queue(units_of(items, 2)))]
 
     return run
 
@@ -169,14 +113,6 @@ def test_a_failure_of_one_replica_ends_the_others(play):
     assert sum(len(player.played) for player in players) < 2000
     # Other tests may have left threads of their own.
     assert threading.active_count() <= threads
-
-
-def test_a_check_ends_all_replicas(play):
-    def check() -> None:
-        raise HostsError("process 1 failed first: OSError: disk full")
-
-    with pytest.raises(HostsError, match="disk full"):
-        play([Counting(), Counting()], items_on(*"abcd"), check)
 
 
 def test_too_few_devices_are_named():
@@ -230,11 +166,11 @@ def arguments(checkpoint, videos, tmp_path_factory) -> list[str]:
         f"--videos={videos}",
         "--frames=4",
         "--episodes=2",
-        "--turn-tokens=24",
-        "--summary-tokens=8",
-        "--trajectory-tokens=128",
-        "--question-tokens=1024",
-        "--max-pixels=4096",
+        "--protocol.turn-tokens=24",
+        "--protocol.summary-tokens=8",
+        "--protocol.trajectory-tokens=128",
+        "--protocol.text-tokens=2048",
+        "--frames.max-pixels=4096",
     ]
 
 
@@ -304,7 +240,6 @@ def test_two_hosts_of_two_devices_print_one_table_and_equal_one_device(
         "questions-1.jsonl",
         "questions.jsonl",
     ]
-    assert not list(out.glob(".hosts-*"))
     ours, theirs = (read_json(folder / "summary.json") for folder in (out, alone))
     for name in ("n", "accuracy", "calls", "left_out", "questions"):
         assert ours[name] == theirs[name]

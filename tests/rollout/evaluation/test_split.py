@@ -14,7 +14,7 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.data import video
-from paravt_jax.method.protocol import Protocol, subtitled_text
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, subtitled_text
 from paravt_jax.method.records import Question, QuestionKind, Subtitle
 from rollout.agent.episode import Environment
 from rollout.engine.requests import Sample, SampleStop
@@ -23,7 +23,7 @@ from rollout.evaluation.folder import EvaluationFolder
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.split import Player, fitting
 from tests.rollout.conftest import Cut
-from tests.rollout.evaluation.conftest import PLAN
+from tests.rollout.evaluation.conftest import LIMITS, PLAN
 
 
 def answer(text: str) -> str:
@@ -119,7 +119,7 @@ def test_an_answer_that_names_no_option_counts_as_unread(player, items, text, un
 
 
 def test_a_blind_run_opens_no_file_and_offers_no_tool(player, items):
-    lines = by_id(player([answer("A")], blind=True).lines(items))
+    lines = by_id(player([answer("A")], k=0).lines(items))
     assert len(lines) == 6
     assert [lines[id]["score"] for id in ("1-1", "1-2", "3-1")] == [1.0, 0.0, 0.0]
     for request, _ in player.sampler.main:
@@ -174,11 +174,13 @@ def test_a_search_finds_subtitles_that_the_prompt_had_no_room_for(player, items)
     search = '{"name": "search_subtitles", "arguments": {"query": "bye"}}'
     playing = player(
         [f"look\n</think>\n<tool_call>\n{search}\n</tool_call>", answer("A")],
-        tools=("crop_video", "search_subtitles"),
         subtitle_tokens=48,
-        turn_tokens=256,
-        summary_tokens=64,
-        trajectory_tokens=1024,
+        protocol=ProtocolSettings(
+            tools=("crop_video", "search_subtitles"),
+            turn_tokens=256,
+            summary_tokens=64,
+            trajectory_tokens=1024,
+        ),
     )
     (line,) = playing.lines([Item(items[0].question, subtitles="subtitle/w0.srt")])
     assert line["subtitles"] == 1  # the prompt shows "Hello there" alone
@@ -215,10 +217,10 @@ def test_a_refused_sub_agent_is_counted_beside_the_score(player, items):
 
 
 def test_a_question_that_is_too_long_is_left_out(player):
-    question = Question("q", "data/w0.mp4", "why? " * 100, QuestionKind.OPEN_ENDED, "because")
+    question = Question("q", "data/w0.mp4", "why? " * 1000, QuestionKind.OPEN_ENDED, "because")
     (line,) = player([""]).lines([Item(question)])
     assert line["left_out"] == "too_long"
-    assert "room for 64" in line["reason"]
+    assert f"room for {LIMITS.text_tokens}" in line["reason"]
 
 
 @pytest.mark.parametrize(("scoring", "score"), [("f1", 0.5), ("exact", 0.0)])
@@ -267,8 +269,8 @@ def answering(small_vocabulary, small_model, tmp_path):
             tmp_path,
             source=video,
         )
-        settings = BenchmarkSettings("m", "videomme", question_tokens=64, episodes=8, **fields)
-        environment = Environment(Protocol(small_vocabulary, settings.protocol(64)), features)
+        settings = BenchmarkSettings("m", "videomme", episodes=8, **fields)
+        environment = Environment(Protocol(small_vocabulary, settings.limits(64)), features)
         return Player(Answering(small_vocabulary), environment, settings, VideoFolder(tmp_path))
 
     (tmp_path / "data").mkdir()
@@ -298,7 +300,7 @@ def test_memory_is_flat_over_a_thousand_questions(answering, videos, tmp_path):
     items = [question(number, number // 10) for number in range(1200)]
     marks = []
     with EvaluationFolder(tmp_path / "out", {"benchmark": "videomme"}, {}, None) as folder:
-        for number, line in enumerate(answering(frames=64).lines(items), 1):
+        for number, line in enumerate(answering(k=64).lines(items), 1):
             folder.append(line)
             if number % 200 == 0:
                 marks.append(resident())

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import pathlib
+import re
 
 import pytest
+import tyro
 
+from configs.table_2 import TABLE_2
+from paravt_extras.markdown import WIDTH
+from paravt_extras.markdown import table as markdown
+from paravt_extras.published_protocol import PUBLISHED, PUBLISHED_CHARADES, differences
+from paravt_extras.published_scores import COLUMNS, TABLE_1
+from paravt_extras.table_1 import contents, text
 from rollout.evaluate import main
 from rollout.evaluation.folder import FolderError
-from rollout.evaluation.markdown import WIDTH
-from rollout.evaluation.markdown import table as markdown
-from rollout.evaluation.published_protocol import PLAY, PLAY_CHARADES, differences
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.summary import summarise
-from rollout.evaluation.table import contents, text
-from rollout.evaluation.table_1 import COLUMNS, TABLE_1
-from rollout.evaluation.table_2 import TABLE_2
 from tests.rollout.evaluation.finished import config, folder, left_out, line
+
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def six(right: int = 3, **fields):
@@ -179,52 +183,44 @@ def test_mmvus_score_is_multiple_choice_and_open_answers_have_lines_of_their_own
     assert cells_of(table, "grounding mIoU, 1")["MMVU"] == "40.0"
 
 
-def test_notes_name_prompts_differences_weights_and_commits_once_for_equal_splits(tmp_path):
-    ours = {"min_pixels": 784, "max_pixels": 50_176, "frame_times": True}
-    own = {"protocol": "own", "protocol_digest": "0123456789abcdef"}
-    theirs = {"protocol": "theirs", "weights": None, "endpoint_model": "served"}
+def test_notes_name_wording_differences_weights_and_commits_once_for_equal_splits(tmp_path):
+    ours = {name: value for name, value in PUBLISHED.items() if name != "dispatch"}
+    theirs = {"wording": "f" * 32, "weights": None, "endpoint_model": "served"}
     runs = [
-        folder(tmp_path / "a", six(), **ours, **own),
-        folder(tmp_path / "b", six(), benchmark="mlvu", **ours, **own),
+        folder(tmp_path / "a", six(), **ours),
+        folder(tmp_path / "b", six(), benchmark="mlvu", **ours),
         folder(tmp_path / "c", six(), benchmark="lvbench", **theirs),
     ]
     notes = " ".join(printed(*runs).split())
     assert (
-        "- mine (VideoMME, MLVU): prompts own 0123456789ab (agentic); dispatch parallel instead of "
-        "frames; frame_times True instead of False; min_pixels 784 instead of 100352; max_pixels "
-        "50176 instead of 602112; weights w0, commit c0"
+        "- mine (VideoMME, MLVU): wording 0123456789ab (agentic); dispatch parallel instead of "
+        "frames; weights w0, commit c0"
     ) in notes
-    assert "- mine (LVBench): prompts theirs (agentic); dispatch parallel" in notes
+    assert "- mine (LVBench): wording ffffffffffff (agentic); dispatch parallel" in notes
+    assert "frames.max_pixels 50176 instead of 602112" in notes
     assert "weights unknown (served)" in notes
 
 
-def test_what_a_pack_leaves_different_is_noted(tmp_path):
-    run = folder(tmp_path / "a", six())
-    summary = json.loads((run / "summary.json").read_text())
-    summary["config"]["differences"] = ["calls in code are not run"]
-    (run / "summary.json").write_text(json.dumps(summary))
-    assert "dispatch parallel instead of frames; calls in code are not run;" in printed(run)
-
-
 def test_nothing_differs_under_the_published_settings():
-    published = {"benchmark": "videomme", **PLAY}
+    published = {"benchmark": "videomme", **PUBLISHED}
     assert differences(published) == []
-    assert differences({"benchmark": "charades", **PLAY, **PLAY_CHARADES}) == []
-    assert differences(published | {"crop_min_pixels": 0, "crop_max_pixels": 0}) == [
-        "crop_min_pixels 100352 instead of 784",
-        "crop_max_pixels 602112 instead of 50176",
-    ]
-    assert differences(published | {"jpeg": 75, "temperature": 0.7, "frames": 16}) == [
-        "frames 16 instead of 64",
-        "temperature 0.7 instead of 0.0",
-        "jpeg 75 instead of 85",
+    charades = {"benchmark": "charades", **PUBLISHED, **PUBLISHED_CHARADES}
+    assert differences(charades) == []
+    assert differences(published | {"frames.crop_max_pixels": 0}) == [
+        "frames.crop_max_pixels 602112 instead of 50176",
     ]
 
 
-def test_the_note_on_a_blind_run_says_nothing_of_frames():
-    ours = {"frames": 16, "max_pixels": 50_176, "jpeg": 0, "frame_times": True}
-    blind = {"benchmark": "charades", **PLAY, **ours, "blind": True, "temperature": 0.7}
-    assert differences(blind) == ["temperature 0.7 instead of 0.0", "blind True instead of False"]
+@pytest.mark.parametrize("benchmark", ["mlvu", "charades"])
+def test_the_flags_of_the_docs_play_by_the_published_protocol(benchmark):
+    text = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    (block,) = [
+        block for block in re.findall(r"```bash\n(.*?)```", text, re.S) if "602112" in block
+    ]
+    commands = block.replace("\\\n", " ").split("python -m rollout.evaluate")
+    (command,) = [command for command in commands if f"--benchmark {benchmark} " in command]
+    settings = tyro.cli(BenchmarkSettings, args=command.split())
+    assert differences(json.loads(json.dumps(settings.identity()))) == []
 
 
 def test_notes_have_the_beginnings_of_hashes(tmp_path):
@@ -247,15 +243,6 @@ def test_rows_of_counts_that_are_all_0_are_left_out(tmp_path):
     other = folder(tmp_path / "b", six(unread=True), benchmark="mlvu")
     unread = cells_of(printed(first, other), "unread answers")
     assert (unread["VideoMME"], unread["MLVU"]) == ("0", "6")
-
-
-def test_every_published_setting_is_a_setting():
-    """A renamed setting would otherwise never differ again."""
-    fields = {field.name: field.default for field in dataclasses.fields(BenchmarkSettings)}
-    assert PLAY.keys() <= fields.keys()
-    for field, value in PLAY.items():
-        other = {bool: not value, str: "other", list: ["other"]}.get(type(value), 7_654_321)
-        assert differences({"benchmark": "videomme", **PLAY, field: other}), field
 
 
 def test_the_table_fits_a_terminal(tmp_path):

@@ -12,13 +12,13 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paravt_extras.markdown import table as markdown
+from paravt_extras.markdown import wrapped
+from paravt_extras.published_protocol import differences
+from paravt_extras.published_scores import COLUMNS, MARKS, TABLE_1, Cell, mean_of_complete
 from rollout.evaluation.benchmarks import title_of
 from rollout.evaluation.folder import FolderError, Line
-from rollout.evaluation.markdown import table as markdown
-from rollout.evaluation.markdown import wrapped
-from rollout.evaluation.published_protocol import differences, prompts
 from rollout.evaluation.summary import APART, not_played, read_summary, rows_of, score_of, scored
-from rollout.evaluation.table_1 import COLUMNS, MARKS, TABLE_1, Cell, mean_of_complete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ def contents(folders: Sequence[pathlib.Path]) -> dict[str, Any]:
         paper: rows of table 1: group, model, scores and average, and whether it is published.
         runs: rows of the folders. Per split: `score` and `interval` in per cent, `n`, `rows`,
             `left_out` by cause, `calls`, `unread`, `without_answer`, `grounding`, `open_ended`,
-            `differences` from the published protocol, `prompts`, `made_with`.
+            `differences` from the published protocol, `wording`, `made_with`.
 
     Raises:
         FolderError: no folder is given, or one has no summary that this version can read.
@@ -85,7 +85,6 @@ def _grouped(folders: Sequence[pathlib.Path]) -> list[Run]:
 def _entry(summary: Line) -> Line:
     """What the table says of one evaluation."""
     identity = summary["config"]["identity"]
-    of_pack = summary["config"].get("differences", [])
     score = score_of(summary)
     entry: Line = {
         "score": None if score is None else 100 * score,
@@ -93,8 +92,8 @@ def _entry(summary: Line) -> Line:
         "n": summary["n"],
         "rows": rows_of(summary),
         "left_out": not_played(summary),
-        "differences": [*differences(identity), *of_pack],
-        "prompts": prompts(identity),
+        "differences": differences(identity),
+        "wording": f"wording {identity['wording'][:12]} ({identity['protocol.prompt']})",
         "made_with": _made_with(summary["config"]),
     }
     counts = ("calls", "unread", "without_answer", "refused_reports")
@@ -274,6 +273,6 @@ def _alike(scores: dict[str, Line]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for split, entry in scores.items():
         different = entry["differences"] or ["no other difference"]
-        note = "; ".join([entry["prompts"], *different, entry["made_with"]])
+        note = "; ".join([entry["wording"], *different, entry["made_with"]])
         found.setdefault(note, []).append(split)
     return found

@@ -1,0 +1,115 @@
+"""`--wording`: a folder of texts that replace this project's wording in an evaluation.
+
+system.agentic.txt   the text "agentic" of `Wording.system`
+question.mcq.txt     a question of multiple choice
+option.txt           `Wording.option`
+
+A line break at the end of a file is not part of its text. A text that the folder lacks is ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from typing import Any
+
+from paravt_jax.method.records import QuestionKind
+from paravt_jax.method.wording import OUR_WORDING, PLACEHOLDER, Wording
+
+# The placeholders that a text needs, because the model must see what they stand for, and those that
+# it may have.
+_PLACEHOLDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "system": (("tools",), ("hints",)),
+    f"question.{QuestionKind.MULTIPLE_CHOICE}": (("question", "options"), ("video",)),
+    "question": (("question",), ("video",)),
+    "option": (("option",), ("letter",)),
+    "subtitled": (("question",), ("subtitles", "spoken")),
+    "subagent": ((), ("start", "end", "question")),
+    "window": ((), ("count", "start", "end", "note")),
+}
+_FRAMES = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+
+def read_wording(folder: pathlib.Path) -> Wording:
+    """Read a folder of texts.
+
+    Raises:
+        ValueError: the folder is missing, or a text is unknown, unreadable, or lacks a placeholder.
+    """
+    if not folder.is_dir():
+        raise ValueError(
+            f"--wording {folder}: no such folder; write ours with --write-wording, and change it"
+        )
+    texts = _texts(OUR_WORDING)
+    for file in sorted(folder.glob("*.txt")):
+        if file.stem not in texts:
+            raise ValueError(f"{file}: no such text; the texts are {', '.join(texts)}")
+        try:
+            text = file.read_text(encoding="utf-8").removesuffix("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file}: cannot be read ({error}); save it as UTF-8") from error
+        _check(file, text)
+        texts[file.stem] = text
+    return _wording(texts)
+
+
+def write_wording(folder: pathlib.Path) -> None:
+    """Write this project's wording into a new folder, one file per text."""
+    folder.mkdir(parents=True)
+    for name, text in _texts(OUR_WORDING).items():
+        (folder / f"{name}.txt").write_text(f"{text}\n", encoding="utf-8")
+
+
+def digest(wording: Wording) -> str:
+    """Return the hash of all texts, as 32 hexadecimal digits."""
+    text = json.dumps(_texts(wording), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _texts(wording: Wording) -> dict[str, str]:
+    """All texts by name: "option", or with a key, "system.agentic"."""
+    texts: dict[str, str] = {}
+    for field, value in dataclasses.asdict(wording).items():
+        if isinstance(value, str):
+            texts[field] = value
+        else:
+            texts |= {f"{field}.{key}": text for key, text in value.items()}
+    return texts
+
+
+def _wording(texts: dict[str, str]) -> Wording:
+    """The opposite of `_texts`."""
+    fields: dict[str, Any] = {}
+    for name, text in texts.items():
+        field, _, key = name.partition(".")
+        if key:
+            fields.setdefault(field, {})[key] = text
+        else:
+            fields[field] = text
+    questions = {QuestionKind(kind): text for kind, text in fields.pop("question").items()}
+    return Wording(**fields, question=questions)
+
+
+def _check(file: pathlib.Path, text: str) -> None:
+    """Raise ValueError if a text has unknown placeholders, or lacks one that the model must see."""
+    field = file.stem.partition(".")[0]
+    needed, optional = _PLACEHOLDERS.get(file.stem, _PLACEHOLDERS.get(field, ((), ())))
+    found = PLACEHOLDER.findall(text)
+    for name in needed:
+        if name not in found:
+            raise ValueError(f"{file}: lacks {{{name}}}, which the model must see; write it there")
+    unknown = [name for name in found if name not in needed + optional]
+    if unknown:
+        allowed = ", ".join(f"{{{name}}}" for name in needed + optional) or "none"
+        raise ValueError(
+            f"{file}: {{{unknown[0]}}} is no placeholder of this text, which may have {allowed}; "
+            "correct its name, or leave it out"
+        )
+    for special in _FRAMES:
+        if special in text:
+            raise ValueError(
+                f"{file}: has {special}, which stands for a frame; leave it out, the protocol "
+                "places frames"
+            )
