@@ -375,9 +375,7 @@ def command(run: Run, work: Callable[[Run], int]) -> int:
     """Do some work for a run, such as `train`. Returns the exit code; an error has one line."""
     reuse_freed_memory()
     gpu.reserve_memory()
-    # Orbax and gcsfs log failures with their stacks, and raise them.
-    for name in ("absl", "gcsfs"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _silence_stacks()
     try:
         return work(run)
     except Stopped as stop:
@@ -392,6 +390,19 @@ def command(run: Run, work: Callable[[Run], int]) -> int:
             f"error: unforeseen, {type(error).__name__} (above); the same command continues from "
             "the last checkpoint",
         )
+
+
+def _silence_stacks() -> None:
+    """Keep Orbax and gcsfs from printing the stacks of failures, which they raise as well."""
+    for name in ("absl", "gcsfs"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def report(unraisable: Any) -> None:
+        # At its first failed write Orbax closes its event loop, and cannot be told of others.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = report
 
 
 def main(argv: list[str] | None = None) -> int:
