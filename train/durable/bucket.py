@@ -72,8 +72,9 @@ def named_errors(address: str) -> Iterator[None]:
         return
     try:
         yield
-    except (UserError, BucketError, DamagedFileError, FileExistsError):
+    except (UserError, BucketError, DamagedFileError, FileExistsError, ModuleNotFoundError):
         raise
+    # Broad, because gcsfs raises errors of many packages.
     except Exception as error:
         raise store_error(address, error) from error
 

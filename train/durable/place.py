@@ -21,13 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
-from paravt_jax.data.stored_settings import lock
 from paravt_jax.processes import cluster, hosts
 from train.durable import run_directory
 from train.durable.bucket import BucketFiles, copy_checkpoint, named_errors
 from train.durable.interrupts import Stopped
 from train.durable.lease import Lease
-from train.durable.run_directory import RunDirectory, RunDirectoryError
+from train.durable.run_directory import RunDirectory, lock_run
 
 # An exported model is large, and only the first process looks whether it is there.
 _EXPORTS = ("model/", "adapter/")
@@ -117,14 +116,8 @@ class Place:
     def _claim_bucket(self, config: dict[str, Any], stack: contextlib.ExitStack) -> None:
         """Get the lease, and the files."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # A frozen process that has lost its lease still works on these files.
-            stack.enter_context(lock(self.folder.parent / ".lock"))
-        except BlockingIOError as error:
-            raise RunDirectoryError(
-                f"--run-dir {self.shown} is {error}: wait for it, stop it, or give another "
-                "--run-dir."
-            ) from error
+        # A frozen process that has lost its lease still works on these files.
+        stack.enter_context(lock_run(self.folder.parent / ".lock", self.shown))
         self._lease = stack.enter_context(Lease(self.shown))
         self.require_usable(config)
         self._files.pull()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TextIO, TypedDict
 
 from paravt_jax.data.any_path import AnyPath
 from paravt_jax.data.stored_json import DamagedFileError, parse_checked_json, write_checked_json
@@ -47,18 +47,13 @@ class RunDirectory:
         wanted = as_json(config, "the run's configuration")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.path / _LOCK)
+            self._lock = lock_run(self.path / _LOCK, str(self.path))
             try:
                 _is_continued(self.path, wanted)
                 write_checked_json(self.path / _CONFIG, {"format": FORMAT, **wanted}, indent=1)
             except BaseException:
                 self.close()
                 raise
-        except BlockingIOError as error:
-            raise RunDirectoryError(
-                f"--run-dir {self.path} is {error}: wait for it, stop it, or give "
-                "another --run-dir."
-            ) from error
         except OSError as error:
             raise RunDirectoryError(
                 f"--run-dir {self.path} cannot be used: {error}. Give a writable folder."
@@ -73,6 +68,16 @@ class RunDirectory:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def lock_run(file: pathlib.Path, run_dir: str) -> TextIO:
+    """Lock a file (`paravt_jax.data.stored_settings.lock`) for a run, which errors name."""
+    try:
+        return lock(file)
+    except BlockingIOError as error:
+        raise RunDirectoryError(
+            f"--run-dir {run_dir} is {error}: wait for it, stop it, or give another --run-dir."
+        ) from error
 
 
 def require_usable(path: AnyPath, config: dict[str, Any]) -> bool:
