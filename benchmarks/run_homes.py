@@ -14,7 +14,6 @@ import numpy as np
 
 from benchmarks.bucket_server import BUCKET, BucketServer
 from benchmarks.killing import moments
-from paravt_jax.data.file_sums import SUMS
 
 # The run's folder in the bucket, a checkpoint in it, and the mark of a complete one.
 _STORED = "run"
@@ -123,8 +122,7 @@ class InStore(Home):
             # A checkpoint without its mark is unfinished, as one with a temporary name on a disk.
             step = _CHECKPOINT.match(name)
             complete = step is None or f"{step[0]}/{_COMMITTED}" in names
-            # The sums of a checkpoint in a bucket are of another kind than those on a disk.
-            if complete and not (step is not None and name.endswith(f"/{SUMS}")):
+            if complete:
                 file = self._copy / name.removeprefix(f"{_STORED}/")
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(self.server.read(name))
@@ -133,12 +131,12 @@ class InStore(Home):
     def moments(self, rng: np.random.Generator) -> dict[str, tuple[Callable[[], bool], float]]:
         clock = time.monotonic() + rng.uniform(0, 25)
         complete = self._complete()
-        history = self._history()
+        metrics = self._metrics()
         return {
             "any time": (lambda: time.monotonic() > clock, 0.0),
             "while saving": (lambda: bool(self._steps() - self._complete()), rng.uniform(0, 0.2)),
             "after a save": (lambda: self._complete() != complete, rng.uniform(0, 1.5)),
-            "after a push": (lambda: self._history() != history, rng.uniform(0, 1.5)),
+            "after a push": (lambda: self._metrics() != metrics, rng.uniform(0, 1.5)),
         }
 
     def flip(self, name: str, bit: int) -> None:
@@ -164,6 +162,6 @@ class InStore(Home):
         end = f"/{_COMMITTED}"
         return {n.removesuffix(end) for n in self.server.names(_STORED) if n.endswith(end)}
 
-    def _history(self) -> bytes:
-        name = f"{_STORED}/history.json"
+    def _metrics(self) -> bytes:
+        name = f"{_STORED}/metrics.jsonl"
         return self.server.read(name) if name in self.server.names(name) else b""

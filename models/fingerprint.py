@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped, UInt32
 
@@ -37,11 +38,29 @@ def _of_state(state: Any, dtype: DTypeLike | None) -> UInt32[Array, ""]:
     return total
 
 
+@jax.jit
+def array_fingerprints(arrays: dict[str, Array]) -> dict[str, UInt32[Array, ""]]:
+    """Return a number for each array that depends on every bit of it; random keys may be typed."""
+    return {name: _of_array(array) for name, array in arrays.items()}
+
+
+def host_fingerprint(x: np.ndarray) -> int:
+    """Return what `array_fingerprints` returns, of an array in the memory of the host."""
+    size = min(x.dtype.itemsize, 4)
+    bits = np.ascontiguousarray(x).reshape(-1).view(f"uint{8 * size}").astype(np.uint32)
+    factors = 2 * np.arange(bits.size, dtype=np.uint32) + 1
+    return int((bits * factors).sum(dtype=np.uint32))
+
+
 def _of_array(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     """The sum over all numbers of their bits times an odd number that depends on their place.
 
     Sums of integers do not depend on their order, so neither does the result on the sharding.
     """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis in range(x.ndim):

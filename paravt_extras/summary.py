@@ -17,7 +17,7 @@ from typing import Any, Literal
 from paravt_extras.report.result import read_result
 from paravt_extras.table_2 import read_run, text
 from paravt_jax.processes.exit_codes import USER_ERRORS
-from train.durable.run_directory import FORMAT, read_config
+from train.durable.run_directory import read_config
 
 Row = dict[str, Any]
 
@@ -155,7 +155,7 @@ def _result(run: pathlib.Path) -> Row:
     file = run / "result.json"
     if not file.exists():
         raise FileNotFoundError(f"{file} does not exist; give the folders of finished runs")
-    read_config(run, "paravt_extras.summary", (FORMAT,))
+    read_config(run, "paravt_extras.summary")
     return read_result(run)
 
 

@@ -20,7 +20,7 @@ from paravt_extras.report.result import read_result
 from paravt_jax.data.stored_json import mismatch
 from rollout.evaluation.summary import read_summary, score_of
 from train.durable.metrics import read_metrics
-from train.durable.run_directory import FORMAT, RunDirectoryError, read_config
+from train.durable.run_directory import RunDirectoryError, read_config
 
 Row = dict[str, Any]
 
@@ -142,7 +142,7 @@ def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[
     result_file = folder / "result.json"
     if not result_file.exists():
         raise FileNotFoundError(f"{result_file} does not exist; give the folders of finished runs")
-    config = read_config(folder, "--table-2", (FORMAT,))
+    config = read_config(folder, "--table-2")
     wrong = mismatch(config, _Config)
     if wrong:
         raise RunDirectoryError(f"{folder / 'config.json'} is damaged ({wrong}): restore it.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import json
 import pathlib
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 import jax
 
-from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_json import write_checked_json
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.method.rewards import RewardSettings
@@ -160,11 +159,12 @@ class Evaluator:
         return hosts.from_first(lambda: all(file.exists() for file in self._files(plan)))
 
     def _write(self, name: str, content: dict[str, Any], weights: tuple[str, int]) -> None:
-        """Write a file, and note it in the run's history. Only the first process calls it."""
+        """Write a file, with the weights that it was made from. Only the first process calls it."""
         file = self._file(name)
         file.parent.mkdir(exist_ok=True)
-        write_atomically(file, json.dumps(content))
-        self.home.history.made(file, *weights)
+        phase, step = weights
+        write_checked_json(file, {"phase": phase, "step": step, **content})
+        self.home.place.push()
 
     def _evaluate_weights(self, weights: Any, plans: Sequence[_Plan]) -> Rows:
         """Load the weights if there is something left to play, play it; rows of the first plan."""
@@ -224,7 +224,6 @@ class Evaluator:
                 for counts in hosts.gather(dataclasses.asdict(actor.remote.counts)):
                     content["judge"].update(counts)
             progress.update(before + len(content["rows"]), len(plan.settings))
-            self.home.usage.clock.save()
         return content
 
     def _play(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -35,12 +35,9 @@ from paravt_jax.data.buckets import appearing_at
 from paravt_jax.method import tokenizer
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
 from train.durable.checkpoint import Checkpoints
-from train.durable.finite import not_finite
 from train.durable.place import small_files
-from train.durable.run_directory import READABLE, read_config
+from train.durable.run_directory import read_config
 from train.model_folder import write_model
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +128,7 @@ def _checkpoints(command: Export, folder: pathlib.Path) -> Checkpoints:
             f"--run-dir {command.run_dir}: not a run's folder, because it has no config.json; "
             "name a folder that train.run made"
         )
-    read_config(folder, "--run-dir", READABLE)
+    read_config(folder, "--run-dir")
     place = any_path(command.run_dir) / "checkpoints"
     phases = sorted(path.name for path in place.iterdir()) if place.exists() else []
     if phase not in phases:
@@ -173,22 +170,10 @@ def _load(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
         {"vision": nnx.state(model.vision), "text": nnx.state(model.text)},
     )
-    restored = _restore(checkpoints, template, step)
+    restored, _, _ = checkpoints.restore(template, step, part=True)
     nnx.update(model.vision, restored["vision"])
     nnx.update(model.text, restored["text"])
     return model
-
-
-def _restore(checkpoints: Checkpoints, template: T, step: int) -> T:
-    """Reads the leaves that `template` names, and refuses those of a run that diverged."""
-    restored, _, _ = checkpoints.restore(template, step, part=True)
-    destroyed = not_finite(restored)
-    if destroyed:
-        raise ValueError(
-            f"--step {step}: {checkpoints.folder / str(step)} holds numbers that are not finite "
-            f"({destroyed}); name another --step"
-        )
-    return restored
 
 
 def _lora(meta: dict[str, Any]) -> LoRASettings:
@@ -239,7 +224,7 @@ def _load_adapted(
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), wanted
     )
-    restored = _restore(checkpoints, template, step)
+    restored, _, _ = checkpoints.restore(template, step, part=True)
     nnx.update(model.text, restored["text"])
     if vision is not None:
         nnx.update(model.vision, restored["vision"])

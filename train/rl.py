@@ -48,7 +48,7 @@ class ResumableQuestions(Questions, Protocol):
 
 
 @runtime_checkable
-class Saver(Protocol):
+class StepSaver(Protocol):
     """What the loop needs of `train.durable.saver.Saver`, which describes it."""
 
     finished_steps: int
@@ -89,7 +89,7 @@ def train_rl(
     learner: Learner,
     actor: TrainedActor,
     questions: ResumableQuestions,
-    saver: Saver,
+    saver: StepSaver,
     observer: Observer,
     seed: int,
 ) -> Any:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import logging
 import pathlib
 import sys
 import time
@@ -32,7 +33,6 @@ from models.sharding import make_mesh
 from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
 from paravt_extras.report.finish import final_report, interim_report
-from paravt_extras.report.result import goodput
 from paravt_extras.slices import found_devices
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import is_bucket
@@ -46,12 +46,10 @@ from train.cli import parse
 from train.data import Data, QuestionStream
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import CheckpointSettings
-from train.durable.clock import Clock, in_words
-from train.durable.history import History
 from train.durable.home import Home
 from train.durable.interrupts import Interrupts, Stopped
-from train.durable.metrics import MetricsWriter, SilentMetrics
-from train.durable.place import Place, open_place
+from train.durable.metrics import MetricsWriter, format_seconds
+from train.durable.place import Place
 from train.durable.profile import parse_steps
 from train.durable.saver import Origin, open_saver
 from train.durable.usage import Usage
@@ -180,7 +178,7 @@ def _execute(
             del learner
         rows["after"] = evaluator.evaluate(weights, "after")
         export_run(run, home.folder, parts, weights)
-        return final_report(run, home.folder, data.root, rows, home.usage.clock.total)
+        return final_report(run, home.folder, data.root, rows)
 
 
 def _open_home(
@@ -192,18 +190,15 @@ def _open_home(
 ) -> tuple[Home, Data]:
     """Lock the run until `stack` closes, and prepare its data."""
     place = _place(run)
-    history = _claim(run, place, config, stack)
+    _claim(run, place, config, stack)
     use_cache(place.programs)
     data = _prepare(run, place, interrupts, questions)
-    # Now something is made that belongs to these settings.
-    clock = stack.enter_context(Clock(place.folder / "seconds.json"))
-    history.begin()
+    metrics = MetricsWriter(place.folder, run.log.wandb, config)
     home = Home(
         place=place,
         config=config,
-        metrics=stack.enter_context(contextlib.closing(_open_metrics(run, place, config))),
-        history=history,
-        usage=Usage(clock),
+        metrics=stack.enter_context(contextlib.closing(metrics)),
+        usage=Usage(),
         interrupts=interrupts,
         checkpoints=_checkpoint_settings(run),
         profile=parse_steps(run.profile),
@@ -263,7 +258,7 @@ def _checking(run: Run, home: Home, data: Data, unreadable: dict[str, str]) -> H
 
 
 def _place(run: Run) -> Place:
-    return open_place(run.run_dir or f"runs/{run.name}")
+    return Place(run.run_dir or f"runs/{run.name}")
 
 
 def _check(run: Run, config: dict[str, Any]) -> Mesh:
@@ -279,20 +274,14 @@ def _check(run: Run, config: dict[str, Any]) -> Mesh:
     return mesh
 
 
-def _claim(run: Run, place: Place, config: dict[str, Any], stack: contextlib.ExitStack) -> History:
-    """Locks the run until `stack` closes, and copies what `run.start` provides.
-
-    Returns:
-        The manifest of what the run has finished; all of it exists.
-    """
+def _claim(run: Run, place: Place, config: dict[str, Any], stack: contextlib.ExitStack) -> None:
+    """Lock the run until `stack` closes, and copy what `run.start` provides."""
     # One lock serves all processes of a run, so only the first one takes it.
     with hosts.one_after_another():
         if hosts.is_first():
             place.claim(config, run.start, stack)
         place.pull()
-        history = History(place.folder, place.push)
     place.require_shared()
-    return history
 
 
 def _prepare(
@@ -316,12 +305,6 @@ def _prepare(
     if run.data is not None:
         hosts.require_same(f"data.folder: {run.data.folder}, the prepared set", data.digest)
     return data if run.rl is None else data.of_kinds(run.rl.kinds)
-
-
-def _open_metrics(run: Run, place: Place, config: dict[str, Any]) -> MetricsWriter:
-    if not hosts.is_first():
-        return SilentMetrics(place.folder)
-    return MetricsWriter(place.folder, run.log.wandb, config)
 
 
 def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -382,10 +365,8 @@ def train(run: Run, begin: Callable[[Run], Run] = lambda run: run) -> int:
         run = begin(run)
         require_ready(run, resolved(run), _place(run))
         report = _execute(run, interrupts)
-    taken = in_words(time.monotonic() - start, report.parent / "seconds.json")
-    share = goodput(report.parent).get("goodput")
-    useful = "" if share is None else f", goodput {share:.0%}"
-    print(f"done in {taken}{useful}; see {_place(run).in_words(str(report))}")
+    seconds = format_seconds(time.monotonic() - start)
+    print(f"done in {seconds}; see {_place(run).in_words(str(report))}")
     return 0
 
 
@@ -393,6 +374,7 @@ def command(run: Run, work: Callable[[Run], int]) -> int:
     """Do some work for a run, such as `train`. Returns the exit code; an error has one line."""
     reuse_freed_memory()
     gpu.reserve_memory()
+    _silence_stacks()
     try:
         return work(run)
     except Stopped as stop:
@@ -407,6 +389,19 @@ def command(run: Run, work: Callable[[Run], int]) -> int:
             f"error: unforeseen, {type(error).__name__} (above); the same command continues from "
             "the last checkpoint",
         )
+
+
+def _silence_stacks() -> None:
+    """Keep Orbax and gcsfs from printing the stacks of failures, which they raise as well."""
+    for name in ("absl", "gcsfs"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def report(unraisable: Any) -> None:
+        # At its first failed write Orbax closes its event loop, and cannot be told of others.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = report
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from paravt_extras.report.page import write_report
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
-from train.durable.bucket import Bucket
+from train.durable.bucket import named_errors, open_store
 from train.durable.place import small_files
 
 
@@ -47,7 +47,9 @@ def _write(run_dir: str) -> str:
         page = write_report(folder)
         if not is_bucket(run_dir):
             return str(page)
-        Bucket(run_dir).upload([page.name], folder)
+        with named_errors(run_dir):
+            store, top = open_store(run_dir)
+            store.put_file(str(page), f"{top}/{page.name}")
         return f"{run_dir.rstrip('/')}/{page.name}"
 
 

@@ -10,7 +10,7 @@ from paravt_extras.report.page import write_report
 from paravt_extras.report.result import (
     checks,
     collect_episodes,
-    goodput,
+    durations,
     judged,
     read_by_temperature,
     read_curve,
@@ -51,7 +51,6 @@ def final_report(
     folder: pathlib.Path,
     videos: pathlib.Path,
     rows: dict[str, list[dict[str, Any]]],
-    seconds: float,
 ) -> pathlib.Path:
     """Write result.json, episodes.jsonl and report.html.
 
@@ -60,7 +59,6 @@ def final_report(
         folder: The run's folder.
         videos: The folder that the names of videos are relative to.
         rows: Rows of each evaluation, by its name.
-        seconds: Duration of the run.
 
     Returns:
         The path of report.html.
@@ -72,7 +70,7 @@ def final_report(
                 result["reward"] = describe(run.rl.rewards)
             result |= rows | {"curve": read_curve(folder)}
             result["by_temperature"] = read_by_temperature(folder)
-            result |= checks(folder) | judged(folder) | {"seconds": seconds} | goodput(folder)
+            result |= checks(folder) | judged(folder) | durations(folder)
             write_atomically(folder / "result.json", json.dumps(result, indent=1))
             collect_episodes(folder, videos)
             write_report(folder)

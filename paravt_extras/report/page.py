@@ -29,9 +29,7 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import read_checked_json
 from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment, number
-from train.durable.clock import read_seconds
 from train.durable.metrics import PHASE_TITLES, format_seconds, read_jsonl, read_metrics
-from train.durable.watch import disk_fills, room_for_checkpoint, warnings
 
 Row = dict[str, Any]
 EPISODES = 21
@@ -138,7 +136,6 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
         name=str(config.get("name") or config.get("recipe") or root.name),
         rehearsal=config.get("model", {}).get("size") == REHEARSAL,
         progress="" if finished else progress(root, config, metrics),
-        warnings=deserves_a_look(root, metrics, finished),
         temperature=_sampling_temperature(result),
         reward=result.get("reward"),
         figures=key_figures(result),
@@ -209,7 +206,7 @@ def read_shown_config(root: pathlib.Path) -> dict[str, Any]:
 
 
 def progress(root: pathlib.Path, config: Row, metrics: list[Row]) -> str:
-    """How far an unfinished run is: phase, step, running time, and when that was."""
+    """How far an unfinished run is: phase, step, and when that was."""
     if not metrics:
         return "The run has not finished. It has recorded no step yet."
     row = metrics[-1]
@@ -217,23 +214,8 @@ def progress(root: pathlib.Path, config: Row, metrics: list[Row]) -> str:
     # The control takes as many steps as RL.
     steps = (config.get("rl" if phase == "control" else phase) or {}).get("steps")
     step = f"{PHASE_TITLES[phase]} {row['step']}" + (f" of {steps}" if steps else "")
-    seconds = root / "seconds.json"
-    after = f", after {format_seconds(read_seconds(seconds))}" if seconds.exists() else ""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(row["wall"]))
-    return f"The run has not finished. Its last step is {step}{after} ({when})."
-
-
-def deserves_a_look(root: pathlib.Path, metrics: list[Row], finished: bool) -> list[str]:
-    """What deserves a look. Only an unfinished run still needs room on the disk."""
-    lines = [
-        f"{PHASE_TITLES[phase]}, step {step}: {warning}"
-        for phase, step, warning in warnings(metrics)
-    ]
-    if metrics and not finished:
-        room = room_for_checkpoint(root / "checkpoints" / metrics[-1]["phase"])
-        warning = disk_fills(*room) if room is not None else None
-        lines += [warning] if warning else []
-    return lines
+    return f"The run has not finished. Its last step is {step} ({when})."
 
 
 def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, float | None]]:

@@ -14,6 +14,7 @@ from typing import Any, NotRequired, TypedDict
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import read_json
 from train.durable.metrics import read_metrics
+from train.durable.step_lines import step_seconds
 from train.evaluation_file import EvaluationRow, read_evaluation_file
 
 Row = dict[str, Any]
@@ -84,10 +85,18 @@ def checks(folder: pathlib.Path) -> Row:
     }
 
 
-def goodput(folder: pathlib.Path) -> dict[str, float]:
-    """`goodput`, the share that the last step recorded (`train.durable.usage`); {} before that."""
-    shares = [row.get("goodput/share") for row in read_metrics(folder / "metrics.jsonl")]
-    return {} if not shares or shares[-1] is None else {"goodput": shares[-1]}
+def durations(folder: pathlib.Path) -> dict[str, float]:
+    """Return `seconds` from the start of the first step to the end of the last; {} without steps.
+
+    `goodput` is the share of this time that went into steps (`goodput/seconds`). Compiling,
+    waiting, saving, evaluating, repeated steps and the time between two starts are lost.
+    """
+    steps = read_metrics(folder / "metrics.jsonl")
+    if not steps:
+        return {}
+    seconds = steps[-1]["wall"] - steps[0]["wall"] + step_seconds(steps[0])
+    counted = sum(step.get("goodput/seconds", 0.0) for step in steps)
+    return {"seconds": seconds, "goodput": counted / seconds if seconds > 0 else 0.0}
 
 
 def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
@@ -104,7 +113,7 @@ def result_so_far(folder: pathlib.Path) -> Row:
     """What result.json would hold if the run ended now; without RL steps, no checks of them."""
     rows = {name: read_evaluation(folder, name) for name in ("before", "control", "after")}
     result = rows | {"curve": read_curve(folder), "by_temperature": read_by_temperature(folder)}
-    result |= goodput(folder)
+    result |= durations(folder)
     metrics = read_metrics(folder / "metrics.jsonl")
     if any(line["phase"] == "rl" for line in metrics):
         result |= checks(folder)

@@ -57,13 +57,17 @@ def read_checked_json(file: pathlib.Path, kind: Any, remedy: str) -> Any:
 
     Files of earlier versions, which have no checksum, are read as they are.
     """
-    content = file.read_bytes()
+    return parse_checked_json(file.read_bytes(), str(file), kind, remedy)
+
+
+def parse_checked_json(content: bytes, name: str, kind: Any, remedy: str) -> Any:
+    """Parse what `write_checked_json` wrote; `name` is that of its file. See `read_json`."""
     if has_checksum(content):
         first, _, rest = content.partition(b"\n")
         if first != _first_line(rest):
-            raise DamagedFileError(f"{file}: damaged: its checksum is wrong; {remedy}")
+            raise DamagedFileError(f"{name}: damaged: its checksum is wrong; {remedy}")
         content = b"{" + rest
-    return parse_json(content, str(file), kind, remedy)
+    return parse_json(content, name, kind, remedy)
 
 
 def has_checksum(content: bytes) -> bool:

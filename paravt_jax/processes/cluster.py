@@ -64,9 +64,7 @@ class HostSettings:
             )
 
 
-def connect(
-    settings: HostSettings, patience: float = _PATIENCE, late: str = "", file: int = _STDERR
-) -> None:
+def connect(settings: HostSettings, patience: float = _PATIENCE) -> None:
     """Connect to the other processes, and return when all of them have joined.
 
     Says on stderr if it has to wait. If they do not all join, it ends this process with the code
@@ -78,8 +76,6 @@ def connect(
     Args:
         settings: How to find the others.
         patience: Seconds until all of them must have joined.
-        late: Printed if they have not; by default, an error with its remedy.
-        file: Descriptor of the file that `late` is printed to.
     """
     by_address = settings.coordinator not in ("", "none")
     if not by_address and (settings.coordinator == "none" or not _in_cluster()):
@@ -88,11 +84,11 @@ def connect(
     # two programs could then start in a different order on each process and deadlock.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     wait = f"waiting up to {patience:.0f} s for the other processes; {REMEDY}"
-    too_late = late or f"error: hosts: not all processes joined within {patience:.0f} s; {REMEDY}"
+    too_late = f"error: hosts: not all processes joined within {patience:.0f} s; {REMEDY}"
     try:
         with (
             _after(_SAY, lambda: os.write(_STDERR, f"{wait}\n".encode())),
-            _after(patience, lambda: end(TEMPORARY, too_late, file)),
+            _after(patience, lambda: end(TEMPORARY, too_late)),
         ):
             jax.distributed.initialize(
                 # None lets jax detect the value from the cluster's environment.
@@ -113,8 +109,7 @@ def connect(
         ) from error
     except RuntimeError as error:
         # For example, one of them was started again while the others still ran.
-        failed = f"error: hosts: joining failed ({_shortened(error)}); {REMEDY}"
-        end(TEMPORARY, late or failed, file)
+        end(TEMPORARY, f"error: hosts: joining failed ({_shortened(error)}); {REMEDY}")
 
 
 @contextlib.contextmanager
@@ -129,14 +124,14 @@ def _after(seconds: float, act: Callable[[], object]) -> Iterator[None]:
         timer.cancel()
 
 
-def end(code: int, text: str, file: int = _STDERR) -> NoReturn:
+def end(code: int, text: str) -> NoReturn:
     """Print a text and end this process at once, from any thread.
 
     `finally` blocks and exit handlers do not run: some of them wait for other processes.
     """
     try:
         # Threads of jaxlib log until the process is gone; the text has to be the last line.
-        own = os.dup(file)
+        own = os.dup(_STDERR)
         os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
         # os.write, because another thread may be in the middle of a print and hold its lock.
         os.write(own, f"{text}\n".encode())

@@ -6,12 +6,9 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from paravt_jax.processes import hosts
 from train.durable.checkpoint import Checkpoints, CheckpointSettings
-from train.durable.clock import Clock
-from train.durable.history import History
 from train.durable.home import Home
-from train.durable.metrics import MetricsWriter, SilentMetrics
+from train.durable.metrics import MetricsWriter
 from train.durable.place import Place
 from train.durable.saver import Saver
 from train.durable.usage import Usage
@@ -27,11 +24,9 @@ class Steps:
 
 def open_home(folder: pathlib.Path, **fields: Any) -> Home:
     """The home of a run in a folder."""
-    first = hosts.is_first()
-    metrics = MetricsWriter(folder) if first else SilentMetrics(folder)
-    usage = Usage(Clock(folder / "seconds.json"))
+    metrics = MetricsWriter(folder)
     settings = CheckpointSettings(best="none")
-    home = Home(Place(folder), {}, metrics, History(folder), usage, checkpoints=settings)
+    home = Home(Place(folder), {}, metrics, Usage(), checkpoints=settings)
     return dataclasses.replace(home, **fields)
 
 

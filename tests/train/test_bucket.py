@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import pathlib
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from configs.paravt_tiny import paravt_tiny
+from paravt_jax.data.any_path import any_path
 from paravt_jax.data.stored_json import DamagedFileError
-from train.durable import bucket as buckets
 from train.durable import lease as leases
-from train.durable.bucket import Bucket, BucketError
-from train.durable.bucket_files import MANIFEST, BucketFiles
+from train.durable.bucket import (
+    MANIFEST,
+    BucketError,
+    BucketFiles,
+    OutageError,
+    copy_checkpoint,
+    is_complete,
+)
 from train.durable.lease import Lease, LeaseError
-from train.durable.place import open_place
+from train.durable.place import Place
 from train.durable.run_directory import RunDirectoryError
 from train.run import resolved
 from train.settings import change
@@ -43,37 +49,35 @@ def content(folder: pathlib.Path) -> dict[str, str]:
     }
 
 
-def test_a_flipped_bit_is_noticed(store, tmp_path):
-    bucket = Bucket("gs://bucket/flipped")
-    bucket.write("a", "one")
-    store.flip("flipped/a")
-    for read in (
-        bucket.read,
-        lambda name: bucket.verify([name]),
-        lambda name: bucket.download([name], tmp_path),
-    ):
-        with pytest.raises(DamagedFileError, match="gs://bucket/flipped/a: damaged"):
-            read("a")
+def lease_text(store, run: str) -> str:
+    return store.read(f"{run}/{leases.NAME}").decode()
 
 
-def test_a_missing_bucket_is_one_line(store):
-    with pytest.raises(FileNotFoundError, match="gs://no-such/run/: .*there is no bucket no-such"):
-        Bucket("gs://no-such/run").list()
+def test_a_missing_bucket_is_one_line(store, tmp_path):
+    (tmp_path / "a").touch()
+    push = BucketFiles("gs://no-such/run", tmp_path).push
+    for use in (push, lambda: Lease("gs://no-such/run")):
+        with pytest.raises(
+            BucketError, match="gs://no-such/run.*: refused .*check the name"
+        ) as error:
+            use()
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
-def test_a_short_outage_is_waited_for_and_a_long_one_is_one_line(store, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(buckets, "PATIENCE", 2.0)
-        impatient = Bucket("gs://bucket/away")
-    with pytest.raises(BucketError) as error, store.outage():
-        impatient.write("a", "one")
-    assert "gs://bucket/away/a: the store cannot be reached" in str(error.value)
+def test_an_outage_is_waited_for_and_a_long_one_is_one_line(store, tmp_path):
+    (tmp_path / "a").write_text("one")
+    files = BucketFiles("gs://bucket/away", tmp_path)
+    store.close_for(5.0)
+    files.push()
+    assert store.read("away/a") == b"one"
+    (tmp_path / "a").write_text("other")
+    with pytest.raises(OutageError) as error, store.outage():
+        files.push()
+    assert "gs://bucket/away: the store cannot be reached" in str(error.value)
     assert "the same command continues" in str(error.value) and "\n" not in str(error.value)
-    store.close_for(3.0)
-    bucket = Bucket("gs://bucket/away")
-    bucket.write("a", "one")
-    assert bucket.read("a") == b"one"
+    files.push()
+    assert store.read("away/a") == b"other"
 
 
 @pytest.fixture
@@ -84,41 +88,49 @@ def quick(monkeypatch) -> None:
 
 
 def test_only_one_process_holds_a_lease(store, quick, capsys):
-    bucket = Bucket("gs://bucket/held")
-    with Lease(bucket):
+    address = "gs://bucket/held"
+    with Lease(address):
         with pytest.raises(LeaseError, match=r"gs://bucket/held is in use by process \d+ on "):
-            Lease(bucket)
+            Lease(address)
         assert "waiting up to" in capsys.readouterr().err
     assert not store.names("held/")
-    Lease(bucket).close()
+    Lease(address).close()
+
+
+def test_of_several_that_begin_together_one_gets_the_lease(store, quick):
+    def begin(_: int) -> Lease | None:
+        with contextlib.suppress(LeaseError):
+            return Lease("gs://bucket/together")
+
+    with ThreadPoolExecutor(4) as pool:
+        (holder,) = [lease for lease in pool.map(begin, range(4)) if lease is not None]
+    holder.require()
+    holder.close()
 
 
 def test_the_lease_of_a_dead_process_is_taken_over(store, quick):
-    bucket = Bucket("gs://bucket/dead")
-    bucket.write(leases.NAME, "process 1 on a host, 1")
+    store.write(f"dead/{leases.NAME}", b"process 1 on a host, 1")
     start = time.monotonic()
-    Lease(bucket).close()
+    Lease("gs://bucket/dead").close()
     assert time.monotonic() - start > leases.LENGTH
 
 
 def test_a_process_that_lost_its_lease_learns_who_has_it(store, quick):
-    bucket = Bucket("gs://bucket/lost")
-    with Lease(bucket) as lease:
+    with Lease("gs://bucket/lost") as lease:
         lease.require()
-        bucket.write(leases.NAME, "process 2 on a host, 2")
+        store.write(f"lost/{leases.NAME}", b"process 2 on a host, 2")
         time.sleep(3 * leases.EVERY + 0.5)
         with pytest.raises(LeaseError, match="taken over by process 2 on a host, because"):
             lease.require()
     # It does not give back what is no longer its own.
-    assert bucket.read(leases.NAME) == b"process 2 on a host, 2"
+    assert lease_text(store, "lost") == "process 2 on a host, 2"
 
 
 def test_a_frozen_process_learns_it_before_it_pushes(store, quick, monkeypatch):
     """Its thread did not run either."""
     monkeypatch.setattr(leases, "EVERY", 60.0)
-    bucket = Bucket("gs://bucket/frozen")
-    with Lease(bucket) as lease:
-        bucket.write(leases.NAME, "process 2 on a host, 2")
+    with Lease("gs://bucket/frozen") as lease:
+        store.write(f"frozen/{leases.NAME}", b"process 2 on a host, 2")
         monkeypatch.setattr(leases, "EVERY", 0.3)
         time.sleep(leases.LENGTH)
         with pytest.raises(LeaseError, match="taken over by process 2"):
@@ -126,21 +138,20 @@ def test_a_frozen_process_learns_it_before_it_pushes(store, quick, monkeypatch):
 
 
 def test_a_lease_outlives_a_short_outage(store, quick):
-    bucket = Bucket("gs://bucket/short-outage")
-    with Lease(bucket) as lease:
+    with Lease("gs://bucket/short-outage") as lease:
         with store.outage():
             time.sleep(2 * leases.EVERY)
-        # Google's client waits for one to two seconds between its attempts.
+        # gcsfs waits for one to two seconds between its attempts.
         time.sleep(3.0)
         lease.require()
         with pytest.raises(LeaseError):
-            Lease(bucket)
+            Lease("gs://bucket/short-outage")
 
 
 def test_a_pull_makes_a_folder_equal_to_what_was_pushed(store, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
-    files_here = BucketFiles(Bucket("gs://bucket/equal"), here)
-    files = {"config.json": "{}", "history.json": "1", "records/a/b": "x", "metrics.jsonl": "1\n"}
+    files_here = BucketFiles("gs://bucket/equal", here)
+    files = {"config.json": "{}", "empty": "", "records/a/b": "x", "metrics.jsonl": "1\n"}
     fill(here, files)
     # Not for other machines, or not complete.
     local = [".lock", "wandb/log", "a.json.tmp", ".model.x.partial/b"]
@@ -150,28 +161,28 @@ def test_a_pull_makes_a_folder_equal_to_what_was_pushed(store, tmp_path):
     (here / "records/a/b").unlink()
     files_here.push()
     fill(there, {"old/file": "x"})
-    BucketFiles(Bucket("gs://bucket/equal"), there).pull()
+    BucketFiles("gs://bucket/equal", there).pull()
     del files["records/a/b"]
     assert content(there) == files | {"metrics.jsonl": "1\n2\n"}
     assert not (there / "old").exists()
     assert not store.names("equal/records")
+    BucketFiles("gs://bucket/equal", there).pull(lambda name: name == "empty")
+    assert content(there) == {"empty": ""}
 
 
 def test_only_what_changed_is_sent(store, tmp_path, monkeypatch):
-    files_here = BucketFiles(Bucket("gs://bucket/changes"), tmp_path)
+    files_here = BucketFiles("gs://bucket/changes", tmp_path)
     fill(tmp_path, {"a": "1", "b": "1"})
     files_here.push()
     sent = []
-    upload = Bucket.upload
-    monkeypatch.setattr(
-        Bucket, "upload", lambda self, names, at: (sent.extend(names), upload(self, names, at))
-    )
+    put = files_here._store.put
+    monkeypatch.setattr(files_here._store, "put", lambda a, b: (sent.extend(b), put(a, b)))
     fill(tmp_path, {"b": "22"})
     files_here.push()
-    again = BucketFiles(Bucket("gs://bucket/changes"), tmp_path)
+    again = BucketFiles("gs://bucket/changes", tmp_path)
     again.pull()
     again.push()
-    assert sent == ["b"]
+    assert sent == ["bucket/changes/b"]
 
 
 class _Killed(Exception):
@@ -179,69 +190,75 @@ class _Killed(Exception):
 
 
 def test_a_push_may_be_killed_between_any_two_writes(store, tmp_path, monkeypatch):
-    """A folder is there as a whole or not at all, and history.json names only what is there."""
-    before = {"config.json": "{}", "history.json": '["a.json"]', "a.json": "1"}
-    after = before | {
-        "history.json": '["b.json"]',
-        "b.json": "1",
-        "model/one": "1",
-        "model/two": "2",
-    }
-    del after["a.json"]
-    left = 0
+    """A folder is there as a whole or not at all."""
+    before = {"config.json": "{}", "a.json": "1"}
+    after = {"config.json": "{}", "b.json": "1", "model/one": "1", "model/two": "2"}
+    left = 100
+    kept = BucketFiles("gs://bucket/killed", tmp_path)._store
 
     def dying(method):
-        def call(self, names, *rest):
+        def call(*arguments):
             nonlocal left
             # One object after another.
-            for one in [names] if isinstance(names, str) else [[name] for name in names]:
+            many = isinstance(arguments[0], list)
+            for each in zip(*arguments, strict=True) if many else [arguments]:
                 left -= 1
                 if left < 0:
                     raise _Killed
-                method(self, one, *rest)
+                method(*([one] if many else one for one in each))
 
         return call
 
-    for name in ("write", "upload", "delete"):
-        monkeypatch.setattr(Bucket, name, dying(getattr(Bucket, name)))
+    for name in ("put", "pipe_file", "rm"):
+        monkeypatch.setattr(kept, name, dying(getattr(kept, name)))
     outcomes = []
-    for number in range(20):
+    for number in range(8):
         address = f"gs://bucket/killed-{number}"
         here = tmp_path / str(number)
-        files_here = BucketFiles(Bucket(address), here)
+        files_here = BucketFiles(address, here)
+        assert files_here._store is kept
         fill(here, before)
         left = 100
         files_here.push()
-        for name in before:
-            (here / name).unlink()
+        (here / "a.json").unlink()
         fill(here, after)
         left = number
-        with contextlib.suppress(_Killed):
+        with contextlib.suppress(BucketError):
             files_here.push()
         left = 100
         there = tmp_path / f"{number}-pulled"
-        BucketFiles(Bucket(address), there).pull()
+        BucketFiles(address, there).pull()
         found = content(there)
-        assert set(json.loads(found["history.json"])) <= found.keys()
         assert sum(name.startswith("model/") for name in found) in (0, 2)
         outcomes.append(found == after)
     assert outcomes[0] is False and outcomes[-1] is True
 
 
-def test_a_deleted_object_is_like_a_deleted_file_and_a_damaged_one_is_named(store, tmp_path):
+def test_a_deleted_object_is_like_a_deleted_file_and_a_damaged_list_is_named(store, tmp_path):
     files = {"config.json": "{}", "records/x": "1"}
     fill(tmp_path / "a", files)
-    BucketFiles(Bucket("gs://bucket/lost-object"), tmp_path / "a").push()
+    BucketFiles("gs://bucket/lost-object", tmp_path / "a").push()
     store.delete("lost-object/records/x")
-    again = BucketFiles(Bucket("gs://bucket/lost-object"), tmp_path / "a")
+    again = BucketFiles("gs://bucket/lost-object", tmp_path / "a")
     again.pull()
     assert content(tmp_path / "a") == {"config.json": "{}"}
     fill(tmp_path / "a", files)
     again.push()
     assert store.read("lost-object/records/x") == b"1"
-    store.flip(f"lost-object/{MANIFEST}")
+    store.write(f"lost-object/{MANIFEST}", b"[3]")
     with pytest.raises(DamagedFileError, match=f"gs://bucket/lost-object/{MANIFEST}: damaged"):
-        BucketFiles(Bucket("gs://bucket/lost-object"), tmp_path / "b").pull()
+        BucketFiles("gs://bucket/lost-object", tmp_path / "b").pull()
+
+
+def test_a_complete_checkpoint_is_copied_within_the_store(store):
+    for name in ("array", "meta", "commit_success.txt"):
+        store.write(f"from/2/{name}", name.encode())
+    assert is_complete(any_path("gs://bucket/from/2"))
+    copy_checkpoint("gs://bucket/from/2", "gs://bucket/to/2")
+    assert store.names("to/") == ["to/2/array", "to/2/commit_success.txt", "to/2/meta"]
+    assert store.read("to/2/array") == b"array"
+    store.delete("to/2/commit_success.txt")
+    assert not is_complete(any_path("gs://bucket/to/2"))
 
 
 @pytest.fixture
@@ -257,16 +274,16 @@ def machine(tmp_path, monkeypatch):
 
 def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick):
     settings = {"name": "x", "sft": {"steps": 3}}
-    place = open_place("gs://bucket/claims/x/")
+    place = Place("gs://bucket/claims/x/")
     with contextlib.ExitStack() as stack:
         place.claim(settings, "", stack)
         fill(place.folder, {"metrics.jsonl": "1\n"})
         with pytest.raises(RunDirectoryError, match="in use by another process"):
-            open_place("gs://bucket/claims/x").claim(settings, "", contextlib.ExitStack())
+            Place("gs://bucket/claims/x").claim(settings, "", contextlib.ExitStack())
     # A run that ends pushes what it wrote last.
     assert store.read("claims/x/metrics.jsonl") == b"1\n"
     machine("second")
-    again = open_place("gs://bucket/claims/x")
+    again = Place("gs://bucket/claims/x")
     assert again.require_usable(settings)
     assert again.folder != place.folder
     with contextlib.ExitStack() as stack:
@@ -283,7 +300,7 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
 def test_a_folder_with_other_objects_is_refused(store, machine):
     store.write("others/notes.txt", b"x")
     with pytest.raises(RunDirectoryError, match="gs://bucket/others is not a run's folder"):
-        open_place("gs://bucket/others").require_usable({"name": "x"})
+        Place("gs://bucket/others").require_usable({"name": "x"})
 
 
 @pytest.mark.parametrize(
@@ -329,9 +346,7 @@ jax.jit(lambda x: x + 1)(1.0)
 
 def test_a_run_in_a_bucket_is_new_or_another_ones(store, machine):
     config = resolved(paravt_tiny())
-    assert not open_place("gs://bucket/checked").require_usable(config)
-    with pytest.raises(FileNotFoundError, match="there is no bucket no-such"):
-        open_place("gs://no-such/checked").require_usable(config)
+    assert not Place("gs://bucket/checked").require_usable(config)
     store.write("checked/notes.txt", b"x")
     with pytest.raises(RunDirectoryError, match="gs://bucket/checked is not a run's folder"):
-        open_place("gs://bucket/checked").require_usable(config)
+        Place("gs://bucket/checked").require_usable(config)

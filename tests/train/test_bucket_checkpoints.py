@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paravt_jax.data.file_sums import SUMS
-from train.durable import bucket
-from train.durable.bucket import BucketError
+from train.durable.bucket import OutageError
 from train.durable.checkpoint import CheckpointError, Checkpoints
 
 
@@ -46,11 +42,6 @@ def test_a_state_comes_back_bit_for_bit_and_the_oldest_leaves(store):
     assert same(state, state_of(4))
     assert same(Checkpoints(folder, read_only=True).restore(state_of(0), 2)[0], state_of(2))
     assert not store.names("exact/checkpoints/rl/1/")
-    sums = json.loads(store.read(f"exact/checkpoints/rl/4/{SUMS}"))
-    arrays = {name for name in sums if name.startswith("state/")}
-    assert {f"exact/checkpoints/rl/4/{name}" for name in arrays} == set(
-        store.names("exact/checkpoints/rl/4/state/")
-    )
 
 
 def test_a_part_is_restored_onto_other_devices(store):
@@ -69,9 +60,8 @@ def newest_arrays(store, folder: str, step: int) -> str:
     return max(names, key=lambda name: len(store.read(name)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", ["flip", "delete", "overwrite", "sums"])
-def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(store, capsys, damage):
+@pytest.mark.parametrize("damage", ["flip", "delete", "overwrite"])
+def test_a_damaged_checkpoint_is_refused(store, damage):
     folder = f"{damage}/checkpoints/rl"
     saved(f"gs://bucket/{folder}", 1, 2).close()
     name = newest_arrays(store, folder, 2)
@@ -79,34 +69,12 @@ def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(store, capsy
         store.flip(name)
     elif damage == "delete":
         store.delete(name)
-    elif damage == "sums":
-        store.delete(f"{folder}/2/{SUMS}")
     else:
-        # The store's checksum fits the new content.
         store.write(name, store.read(name)[::-1])
     again = Checkpoints(f"gs://bucket/{folder}", keep=3)
-    assert "warning: damaged checkpoints in gs://bucket/" in capsys.readouterr().err
-    assert again.steps() == [1]
-    assert same(again.restore(state_of(0))[0], state_of(1))
-    again.save(2, state_of(2), {})
-    again.close()
-    assert same(Checkpoints(f"gs://bucket/{folder}").restore(state_of(0), 2)[0], state_of(2))
-
-
-def test_a_reader_refuses_a_damaged_checkpoint(store):
-    folder = "reader/checkpoints/rl"
-    saved(f"gs://bucket/{folder}", 1, 2).close()
-    store.flip(newest_arrays(store, folder, 1))
-    with pytest.raises(CheckpointError, match=r"gs://bucket/reader/.*/1 cannot be read .*checksum"):
-        Checkpoints(f"gs://bucket/{folder}", read_only=True).restore(state_of(0), 1)
-
-
-def test_no_sound_checkpoint_is_an_error(store):
-    folder = "unsound/checkpoints/rl"
-    saved(f"gs://bucket/{folder}", 1).close()
-    store.flip(f"{folder}/1/{SUMS}")
-    with pytest.raises(CheckpointError, match="no checkpoint is sound"):
-        Checkpoints(f"gs://bucket/{folder}")
+    with pytest.raises(CheckpointError, match=r"gs://.*rl/2 cannot be read .*resume from .* 1"):
+        again.restore(state_of(0))
+    assert same(again.restore(state_of(0), 1)[0], state_of(1))
 
 
 def test_what_a_killed_save_left_is_removed(store):
@@ -124,17 +92,14 @@ def test_what_a_killed_save_left_is_removed(store):
 
 
 @pytest.mark.slow
-def test_an_outage_is_no_damage(store, monkeypatch):
-    """A start that cannot verify ends, and marks nothing. A save waits until the store is back."""
+def test_a_save_waits_for_the_store(store):
     folder = "outage/checkpoints/rl"
-    checkpoints = saved(f"gs://bucket/{folder}", 1)
-    checkpoints.close()
-    monkeypatch.setattr(bucket, "PATIENCE", 2.0)
-    with store.outage(), pytest.raises(BucketError, match="the store cannot be reached"):
-        Checkpoints(f"gs://bucket/{folder}")
+    saved(f"gs://bucket/{folder}", 1).close()
     again = Checkpoints(f"gs://bucket/{folder}")
     assert again.steps() == [1]
     store.close_for(3.0)
     again.save(2, state_of(2), {})
     again.close()
     assert same(Checkpoints(f"gs://bucket/{folder}").restore(state_of(0))[0], state_of(2))
+    with store.outage(), pytest.raises(OutageError, match="the store cannot be reached"):
+        Checkpoints(f"gs://bucket/{folder}")

@@ -14,7 +14,6 @@ from paravt_extras.report.result import checks, judged, read_curve, read_evaluat
 from paravt_extras.summary import main as summarise
 from paravt_extras.table_2 import read_run
 from paravt_jax.data.stored_json import DamagedFileError
-from train.durable.clock import Clock
 from train.durable.metrics import MetricsWriter, read_metrics
 from train.durable.run_directory import FORMAT, RunDirectoryError
 
@@ -22,7 +21,6 @@ Read = Callable[[pathlib.Path], object]
 
 OTHER = ("[]", "{}", "3", "null", '{"rows": 3', '"text"', "")
 READERS: list[tuple[str, Read]] = [
-    ("seconds.json", lambda run: Clock(run / "seconds.json")),
     ("evaluation/before-4.json", lambda run: read_evaluation(run, "before")),
     ("evaluation/curve-000020-4.json", read_curve),
     ("evaluation/after-4.json", judged),
@@ -34,8 +32,6 @@ READERS: list[tuple[str, Read]] = [
 @pytest.mark.parametrize(("name", "read"), READERS)
 @pytest.mark.parametrize("content", OTHER)
 def test_other_content_is_one_line_with_the_file(tmp_path, name, read, content):
-    if (name, content) == ("seconds.json", "3"):
-        content = "true"
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text(content)

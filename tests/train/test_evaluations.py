@@ -144,7 +144,6 @@ def test_counts_cover_every_setting_and_survive_a_restart(evaluated, tmp_path):
 
         # As if the run had been killed before it wrote this file.
         (tmp_path / "evaluation" / "after-16.json").unlink()
-        (tmp_path / "history.json").unlink()
         again = evaluated(tmp_path, judged_by(server.endpoint))
         assert len(server.received) == asked + files["after-16"]["asked"], (
             "other files are not judged again"

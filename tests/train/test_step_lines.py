@@ -1,10 +1,7 @@
-"""The lines that a phase prints: one per step, at most one a second, and one per warning."""
+"""The lines that a phase prints: one per step, at most one a second."""
 
 from __future__ import annotations
 
-import pathlib
-import shutil
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,25 +61,20 @@ def test_a_line_has_what_its_phase_records(row: dict[str, Any], line: str):
 class Printed:
     """The lines of a cold start whose steps take some seconds each."""
 
-    def __init__(self, folder: pathlib.Path, capsys, steps: int, seconds: float, first: int = 1):
-        self.now = 0.0
+    def __init__(self, capsys, steps: int, seconds: float):
         self.seconds = seconds
         self.capsys = capsys
-        earlier = [self.row(step) for step in range(1, first)]
-        self.lines = StepLines("sft", steps, earlier, folder, lambda: self.now)
-
-    def row(self, step: int) -> dict[str, Any]:
-        return SFT | {"step": step, "wall": step * self.seconds, "time/step": self.seconds}
+        self.lines = StepLines(steps)
 
     def add(self, *steps: int) -> list[str]:
         for step in steps:
-            self.now += self.seconds
-            self.lines.add(self.row(step))
+            wall = 5000 + step * self.seconds
+            self.lines.add(SFT | {"step": step, "wall": wall, "time/step": self.seconds})
         return self.capsys.readouterr().err.splitlines()
 
 
-def test_short_steps_have_a_line_a_second_and_the_first_and_the_last(tmp_path, capsys):
-    printed = Printed(tmp_path, capsys, steps=35, seconds=0.125).add(*range(1, 36))
+def test_short_steps_have_a_line_a_second_and_the_first_and_the_last(capsys):
+    printed = Printed(capsys, steps=35, seconds=0.125).add(*range(1, 36))
     assert [line.split()[2] for line in printed] == [
         "1/35",
         "9/35",
@@ -93,8 +85,8 @@ def test_short_steps_have_a_line_a_second_and_the_first_and_the_last(tmp_path, c
     ]
 
 
-def test_long_steps_have_a_line_each_with_the_time_left(tmp_path, capsys):
-    printed = Printed(tmp_path, capsys, steps=4, seconds=30.0).add(1, 2, 3, 4)
+def test_long_steps_have_a_line_each_with_the_time_left(capsys):
+    printed = Printed(capsys, steps=4, seconds=30.0).add(1, 2, 3, 4)
     left = [line.rpartition(" · ")[2] for line in printed]
     assert left == [
         "MFU 38.1 %",
@@ -104,46 +96,7 @@ def test_long_steps_have_a_line_each_with_the_time_left(tmp_path, capsys):
     ]
 
 
-@pytest.mark.parametrize("first", [1, 6])
-def test_a_phase_says_where_it_begins(first, tmp_path, capsys):
-    Printed(tmp_path, capsys, steps=8, seconds=30.0, first=first).lines.begin()
-    assert capsys.readouterr().err.startswith(f"cold start {first}/8 is next")
-
-
 def test_the_sizes_of_packed_rows_have_a_line():
     line = "PARA-GRPO: rows of 3,328, 1,664 and 896 tokens, compiled in 1 min 00 s"
     assert rows_line("rl", (3328, 1664, 896), 60.2) == line
     assert rows_line("rl", (896,), 5.0) == "PARA-GRPO: rows of 896 tokens, compiled in 5 s"
-
-
-def test_a_warning_has_a_line_even_between_the_lines_of_steps(tmp_path, capsys):
-    printed = Printed(tmp_path, capsys, steps=100, seconds=0.125)
-    printed.add(*range(1, 20))
-    slow = printed.row(20) | {"wall": printed.row(19)["wall"] + 60, "time/step": 60.0}
-    printed.lines.add(slow)
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: step 20 took 1 min 00 s")
-
-
-def test_a_full_disk_is_told_once_until_there_was_room(tmp_path, capsys, monkeypatch):
-    (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "data").write_bytes(bytes(100))
-    free = 50
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    printed = Printed(tmp_path, capsys, steps=100, seconds=30.0)
-
-    def told(*steps: int) -> list[str]:
-        return [line for line in printed.add(*steps) if line.startswith("warning")]
-
-    [line] = told(2, 3)
-    assert "will not fit" in line
-    free = 200
-    assert told(4) == []
-    free = 50
-    assert len(told(5, 6)) == 1
-    # After the last save of a phase there is no next one.
-    assert told(99) == []
-    free = 200
-    told(99)
-    free = 50
-    assert told(100) == []

@@ -2,92 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
 from models.device_memory import used_memory
+from paravt_extras.report.result import durations
 from paravt_jax.processes import hosts
 from train.durable import usage
-from train.durable.clock import Clock
-from train.durable.metrics import MetricsWriter, read_metrics
 from train.durable.usage import Usage, counted_seconds
 
 
-class Time:
-    """A clock that stands still, and which counts from anew in another process."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Starts:
-    """The starts of a run whose time is `time`."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.time = Time()
-        self.metrics = MetricsWriter(folder)
-
-    def begin(self, after: int) -> None:
-        """Start, and go on after a step."""
-        self.clock = Clock(self.folder / "seconds.json", now=self.time, ticks=self.time)
-        self.clock.save()
-        self.metrics.truncate("sft", after)
-        self.usage = Usage(self.clock)
-        self.usage.resume(read_metrics(self.metrics.path))
-
-    def step(self, number: int, seconds: float, other: float = 0.0) -> float:
-        """A step and what comes before it; returns the goodput."""
-        self.time.now += other + seconds
-        figures = {"time/step": seconds, "loss": 1.0}
-        figures |= self.usage.metrics(figures)
-        self.metrics.write("sft", number, figures)
-        self.clock.save()
-        return figures["goodput/share"]
-
-
-def test_goodput_is_the_share_of_the_steps(tmp_path):
-    run = Starts(tmp_path)
-    run.begin(after=-1)
-    assert run.step(1, seconds=10, other=30) == pytest.approx(10 / 40)
-    assert run.step(2, seconds=10) == pytest.approx(20 / 50)
-
-
-def test_pauses_between_starts_and_repeated_steps_are_lost(tmp_path):
-    run = Starts(tmp_path)
-    run.begin(after=-1)
-    run.step(1, seconds=10)
-    run.step(2, seconds=10)
-    run.step(3, seconds=10)
-    # Killed; the last checkpoint is that of step 1, and the next start is 60 s later.
-    run.time.now += 60
-    run.begin(after=1)
-    assert run.step(2, seconds=10) == pytest.approx(20 / 100)
-    rows = read_metrics(run.metrics.path)
-    assert [row["goodput/seconds"] for row in rows] == [10, 10]
-    assert run.clock.total == 40 and run.clock.since_began == 100
-
-
-def test_rows_of_an_earlier_version_count_nothing(tmp_path):
-    run = Starts(tmp_path)
-    run.metrics.write("sft", 1, {"loss": 1.0, "time/step": 10.0})
-    (tmp_path / "seconds.json").write_text("30.0")
-    run.begin(after=1)
-    assert run.clock.since_began == 30
-    assert run.step(2, seconds=10) == pytest.approx(10 / 40)
-
-
-def test_a_clock_that_is_behind_gives_no_share_above_1(tmp_path):
-    run = Starts(tmp_path)
-    run.begin(after=-1)
-    run.step(1, seconds=10)
-    run.time.now -= 500
-    run.begin(after=1)
-    assert run.step(2, seconds=10) == pytest.approx(1.0)
+def test_goodput_is_the_share_of_the_time_since_the_first_step_began(tmp_path):
+    """A killed run repeats steps, and pauses between two starts."""
+    lines = [
+        {"phase": phase, "step": 1, "wall": wall, "time/step": 10.0, "goodput/seconds": 8.0}
+        for phase, wall in (("sft", 1010.0), ("rl", 1080.0))
+    ]
+    assert durations(tmp_path) == {}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert durations(tmp_path) == {"seconds": 80.0, "goodput": 16 / 80}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +43,7 @@ def test_compiling_and_waiting_do_not_count(figures, compiling, seconds):
 
 
 def test_compiling_is_counted_since_the_step_before(tmp_path):
-    run = Usage(Clock(tmp_path / "seconds.json"))
+    run = Usage()
     program = jax.jit(lambda x: x * 7 - 1)
     program(np.zeros(3, np.float32))
     figures = run.metrics({})
@@ -136,12 +72,12 @@ def test_memory_is_that_of_the_fullest_device_of_all_hosts(tmp_path, monkeypatch
     # As GiB: 3 in use and a peak of 5 here, 2 and 6 on the other host.
     other = [(2 * 2**30, 6 * 2**30)]
     monkeypatch.setattr(hosts, "gather", lambda own: [own, other])
-    figures = Usage(Clock(tmp_path / "seconds.json")).metrics({})
+    figures = Usage().metrics({})
     assert (figures["memory/in_use"], figures["memory/peak"]) == (3.0, 6.0)
 
 
 def test_devices_that_do_not_count_their_memory_have_no_metric(tmp_path):
     assert used_memory([Device(None), Device({}), Device({"num_allocs": 3})]) == []
-    figures = Usage(Clock(tmp_path / "seconds.json")).metrics({})
+    figures = Usage().metrics({})
     counts = jax.devices()[0].memory_stats() is not None
     assert ("memory/peak" in figures) == counts

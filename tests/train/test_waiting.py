@@ -47,7 +47,7 @@ def test_what_compiles_after_the_first_steps_is_counted(waiting):
     waiting[2].count += 2
     assert idle.metrics(warm=False)["recompilations"] == 0
     assert idle.metrics(warm=True)["recompilations"] == 2
-    idle.begin()
+    idle.reset()
     assert idle.metrics(warm=True)["recompilations"] == 0
 
 

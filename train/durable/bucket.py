@@ -1,29 +1,31 @@
-"""Objects below one address of Google Cloud Storage, such as gs://bucket/runs/mine.
+"""The small files of a run in a bucket, and the local folder in which the run works on them.
 
-A write replaces an object as a whole, and every later read or listing sees it. There is no rename,
-no append and no lock. Reads and writes are verified by the store's checksums.
-
-Requests that fail for a moment are repeated with growing pauses, for up to `PATIENCE` seconds.
+A run reads and writes its local folder. `push` brings what changed to the bucket, `pull` makes the
+folder equal to the bucket. files.json, which is written after the files, names those of the run:
+`pull` ignores others. So a kill during a push never leaves half of a folder, such as `model`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from paravt_jax.data.any_path import require_client
-from paravt_jax.data.stored_json import DamagedFileError
-from paravt_jax.processes.exit_codes import TEMPORARY
+import fsspec.core
 
-PATIENCE = 300.0
-"""Seconds after which a request that fails again and again ends the run."""
+from paravt_jax.data.any_path import AnyPath, any_path, is_bucket
+from paravt_jax.data.stored_json import DamagedFileError, parse_json
+from paravt_jax.processes.exit_codes import TEMPORARY, UserError
 
-_THREADS = 8
-_REQUEST = 60.0  # seconds until a server without an answer counts as failed
+MANIFEST = "files.json"
+# The last object that Orbax writes into a checkpoint in a bucket.
+_COMMITTED = "commit_success.txt"
+_REMEDY = "restore it from a backup, or start anew with another --run-dir"
+# Checkpoints and compiled programs are in the bucket only. The others belong to one machine.
+_ELSEWHERE = ("checkpoints", "compiled", "wandb")
 
 
 class BucketError(OSError):
@@ -36,150 +38,144 @@ class OutageError(BucketError):
     exit_code = TEMPORARY
 
 
-class ChangedError(BucketError):
-    """An object has another generation than the request demanded."""
+def store_error(address: str, error: Exception) -> BucketError:
+    """Return an error of Google's packages, which have many types, as one line."""
+    cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    code = getattr(error, "code", None)
+    is_refusal = isinstance(error, FileNotFoundError | PermissionError) or code in (401, 403)
+    if is_refusal or "Forbidden" in cause or "DefaultCredentialsError" in cause:
+        return BucketError(
+            f"{address}: refused ({cause}); check the name, run gcloud auth application-default "
+            "login, or give these credentials the role roles/storage.objectUser and "
+            "storage.buckets.get on the bucket"
+        )
+    return OutageError(
+        f"{address}: the store cannot be reached ({cause}); the same command continues from the "
+        "last checkpoint"
+    )
 
 
-class Bucket:
-    """Objects below an address. Names are relative to it.
+def open_store(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """Return the file system of an address such as gs://bucket/run, and the path in it.
+
+    Raises:
+        ModuleNotFoundError: The package for the address is missing.
+    """
+    return fsspec.core.url_to_fs(str(any_path(address)))
+
+
+@contextlib.contextmanager
+def named_errors(address: str) -> Iterator[None]:
+    """Raise errors of the store in the block as BucketError, but for FileExistsError."""
+    if not is_bucket(address):
+        yield
+        return
+    try:
+        yield
+    except (UserError, BucketError, DamagedFileError, FileExistsError, ModuleNotFoundError):
+        raise
+    # Broad, because gcsfs raises errors of many packages.
+    except Exception as error:
+        raise store_error(address, error) from error
+
+
+def is_complete(checkpoint: AnyPath) -> bool:
+    """Return whether a checkpoint exists, on a disk or in a bucket, and is complete."""
+    return (checkpoint / _COMMITTED if is_bucket(checkpoint) else checkpoint).exists()
+
+
+def copy_checkpoint(source: str, target: str) -> None:
+    """Copy a complete checkpoint within the store, unless the target is complete."""
+    with named_errors(target):
+        if is_complete(any_path(target)):
+            return
+        store, top = open_store(source)
+        _, below = open_store(target)
+        # The mark of a complete checkpoint comes last.
+        names = sorted(store.find(top), key=lambda name: name.endswith(_COMMITTED))
+        for chosen in (names[:-1], names[-1:]):
+            store.copy(chosen, [f"{below}{name.removeprefix(top)}" for name in chosen])
+
+
+class BucketFiles:
+    """The small files below an address, and their local copy.
 
     Args:
         address: gs://BUCKET/FOLDER.
-
-    Attributes:
-        options: How requests are repeated: keyword arguments of Google's methods.
-
-    Raises:
-        BucketError: There are no credentials.
-        ModuleNotFoundError: The package for it is missing.
+        folder: The local folder.
     """
 
-    def __init__(self, address: str | os.PathLike[str]):
-        self.address = os.fspath(address).rstrip("/")
-        require_client(self.address)
-        # An extra, and slow to import.
-        from google.cloud import storage
-        from google.cloud.storage.retry import DEFAULT_RETRY
+    def __init__(self, address: str, folder: pathlib.Path):
+        self._address = address.rstrip("/")
+        self._folder = folder
+        # The local files that are equal to those in the bucket: time of the last change in ns, and
+        # bytes.
+        self._equal: dict[str, tuple[int, int]] = {}
+        with named_errors(self._address):
+            self._store, self._top = open_store(self._address)
 
-        name, _, folder = self.address.removeprefix("gs://").partition("/")
-        self._prefix = f"{folder}/"
-        self.options: dict[str, Any] = {
-            "retry": DEFAULT_RETRY.with_timeout(PATIENCE),
-            "timeout": min(_REQUEST, PATIENCE),
-        }
-        with self.in_one_line():
-            # Any: Google's packages have wrong types.
-            self._bucket: Any = storage.Client().bucket(name)
+    def pull(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Make the local folder equal to the bucket.
 
-    def blob(self, name: str) -> Any:
-        """Return Google's `Blob` of an object, which may not exist."""
-        return self._bucket.blob(self._prefix + name)
+        An object that somebody deleted is like a file that somebody deleted.
 
-    def list(self) -> dict[str, Any]:
-        """Return all objects as Google's `Blob`s, by name and in the order of their names."""
-        with self.in_one_line():
-            found = self._bucket.list_blobs(prefix=self._prefix, **self.options)
-            # A name with a slash at its end stands for a folder that a person made.
-            return {
-                blob.name.removeprefix(self._prefix): blob
-                for blob in found
-                if not blob.name.endswith("/")
-            }
-
-    def read(self, name: str) -> bytes:
-        """Return the content of an object.
+        Args:
+            wanted: Whether to fetch the file of a name.
 
         Raises:
-            FileNotFoundError: There is none.
-            DamagedFileError: It does not have its checksum.
+            DamagedFileError: The list of files is damaged.
+            BucketError: The store cannot be reached.
         """
-        with self.in_one_line(name):
-            return self.blob(name).download_as_bytes(**self.options)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        with named_errors(self._address):
+            names = [name for name in self._names() if wanted(name)]
+            self._store.get(self._remote(names), self._local(names))
+        self._equal = self._files()
 
-    def write(self, name: str, content: str) -> None:
-        """Replace the content of an object."""
-        with self.in_one_line(name):
-            self.blob(name).upload_from_string(content, **self.options)
+    def push(self) -> None:
+        """Bring the changes of the local folder to the bucket.
 
-    def download(self, names: Iterable[str], folder: pathlib.Path) -> None:
-        """Write objects to local files of the same names, whose folders exist. See `read`."""
-        self._on_each(
-            names,
-            lambda name: self.blob(name).download_to_filename(folder / name, **self.options),
-        )
+        Raises:
+            BucketError: The store cannot be reached or written to.
+        """
+        files = self._files()
+        changed = [name for name in files if files[name] != self._equal.get(name)]
+        gone = [name for name in self._equal if name not in files]
+        with named_errors(self._address):
+            if changed:
+                self._store.put(self._local(changed), self._remote(changed))
+            if files.keys() != self._equal.keys():
+                manifest = json.dumps(sorted(files), indent=0).encode()
+                self._store.pipe_file(f"{self._top}/{MANIFEST}", manifest)
+            if gone:
+                self._store.rm(self._remote(gone))
+        self._equal = files
 
-    def verify(self, names: Iterable[str]) -> None:
-        """Read objects, and compare their content with their checksums. See `read`."""
-        with open(os.devnull, "wb") as nowhere:
-            self._on_each(
-                names, lambda name: self.blob(name).download_to_file(nowhere, **self.options)
-            )
+    def _names(self) -> list[str]:
+        """Return the names of the run's files that are in the bucket."""
+        stored = {path.removeprefix(f"{self._top}/") for path in self._store.find(self._top)}
+        if MANIFEST not in stored:
+            return []
+        # Any: fsspec says that it may be text.
+        content: Any = self._store.cat_file(f"{self._top}/{MANIFEST}")
+        names = parse_json(content, f"{self._address}/{MANIFEST}", list[str], _REMEDY)
+        return [name for name in names if name in stored]
 
-    def upload(self, names: Iterable[str], folder: pathlib.Path) -> None:
-        """Replace the content of objects by that of local files of the same names."""
-        self._on_each(
-            names, lambda name: self.blob(name).upload_from_filename(folder / name, **self.options)
-        )
+    def _remote(self, names: list[str]) -> list[str]:
+        return [f"{self._top}/{name}" for name in names]
 
-    def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, if they exist."""
-        blobs = [self.blob(name) for name in names]
-        with self.in_one_line():
-            self._bucket.delete_blobs(blobs, on_error=lambda blob: None, **self.options)
+    def _local(self, names: list[str]) -> list[str]:
+        return [str(self._folder / name) for name in names]
 
-    def copy(self, source: Bucket, last: str) -> None:
-        """Copy all objects of another address within the store, the one named `last` at the end."""
-
-        def copy(name: str) -> None:
-            original = source.blob(name)
-            token, _, _ = self.blob(name).rewrite(original, **self.options)
-            while token is not None:
-                token, _, _ = self.blob(name).rewrite(original, token, **self.options)
-
-        names = source.list().keys()
-        self._on_each(names - {last}, copy)
-        self._on_each(names & {last}, copy)
-
-    @contextlib.contextmanager
-    def in_one_line(self, name: str = "") -> Iterator[None]:
-        """Turn the errors of Google's packages, which have many types, into one line."""
-        from google.api_core.exceptions import GoogleAPICallError, NotFound, PreconditionFailed
-        from google.auth.exceptions import GoogleAuthError
-        from google.cloud.storage.exceptions import DataCorruption
-
-        where = f"{self.address}/{name}"
-        bucket = self.address.removeprefix("gs://").partition("/")[0]
-        try:
-            yield
-        except NotFound as error:
-            raise FileNotFoundError(
-                f"{where}: no such object, or there is no bucket {bucket}"
-            ) from error
-        except PreconditionFailed as error:
-            raise ChangedError(f"{where}: another process has written it") from error
-        except DataCorruption as error:
-            raise DamagedFileError(f"{where}: damaged: its checksum is wrong") from error
-        except Exception as error:
-            cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            refused = isinstance(error, GoogleAPICallError) and error.code in (401, 403)
-            if refused or isinstance(error, GoogleAuthError):
-                raise BucketError(
-                    f"{where}: no permission ({cause}); run gcloud auth application-default login, "
-                    "or give these credentials the role roles/storage.objectUser and "
-                    f"storage.buckets.get on {bucket}"
-                ) from error
-            raise OutageError(
-                f"{where}: the store cannot be reached ({cause}); the same command continues from "
-                "the last checkpoint"
-            ) from error
-
-    def _on_each(self, names: Iterable[str], work: Callable[[str], object]) -> None:
-        """Call `work` with several names at a time; raise the first error."""
-
-        def work_on(name: str) -> None:
-            with self.in_one_line(name):
-                work(name)
-
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(work_on, names):
-                pass
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """Return the local files that belong to the bucket, too."""
+        found = {}
+        for file in self._folder.rglob("*"):
+            name = file.relative_to(self._folder)
+            # Hidden and .tmp: not complete yet.
+            unfinished = any(part.startswith(".") or part.endswith(".tmp") for part in name.parts)
+            if not unfinished and name.parts[0] not in _ELSEWHERE and file.is_file():
+                status = file.stat()
+                found[name.as_posix()] = (status.st_mtime_ns, status.st_size)
+        return found

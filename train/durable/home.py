@@ -1,19 +1,17 @@
-"""Where a run lives and what it records there: metrics, history, time, signals, its report."""
+"""Where a run lives and what it records there: metrics, signals, its report."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from train.durable.checkpoint import CheckpointSettings
-from train.durable.history import History
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
 from train.durable.place import Place
 from train.durable.usage import Usage
-from train.learn.packing import GroupLengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +22,6 @@ class Home:
     config: dict[str, Any]
     """The run's settings as JSON, stored beside each checkpoint."""
     metrics: MetricsWriter
-    history: History
     usage: Usage
     interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
     checkpoints: CheckpointSettings = CheckpointSettings()
@@ -40,19 +37,3 @@ class Home:
     def folder(self) -> pathlib.Path:
         """The folder of the run's files, without checkpoints."""
         return self.place.folder
-
-    def record(
-        self,
-        phase: str,
-        step: int,
-        metrics: Mapping[str, float],
-        lengths: Sequence[GroupLengths] = (),
-    ) -> dict[str, Any]:
-        """Record the metrics of a step, and what it used. All processes call this.
-
-        Returns:
-            The line of metrics.jsonl.
-        """
-        row = self.metrics.write(phase, step, {**metrics, **self.usage.metrics(metrics, lengths)})
-        self.usage.clock.save()
-        return row

@@ -1,10 +1,10 @@
 """Exclusive use of a run in a bucket, where there are no locks.
 
-The holder writes an object and renews it. Every write demands the generation that the object had
-before, a number that grows with each write, so of two processes only one succeeds. A process that
-finds the object watches it: if it is not renewed for `LENGTH` seconds, the holder is dead or cut
-off, and the process takes over. It measures with its own clock, so clocks of hosts need not agree.
-A holder that was cut off learns of this at its next renewal, and its run ends.
+The holder writes an object and renews it: each time, it has another content. An object is created
+by one process only. A process that finds it watches it: if it is not renewed for `LENGTH` seconds,
+the holder is dead or cut off, and the process takes over. It measures with its own clock, so clocks
+of hosts need not agree. A holder that was cut off learns of this at its next renewal, and its run
+ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import uuid
 from typing import Any
 
-from train.durable.bucket import Bucket, ChangedError
+from train.durable.bucket import named_errors, open_store
 from train.durable.run_directory import RunDirectoryError
 from train.durable.step_lines import say
 
@@ -28,7 +28,6 @@ EVERY = 15.0
 
 NAME = "in-use.txt"
 _LOOK = 2.0  # seconds between two looks at somebody else's lease
-_ABSENT = 0  # the generation of an object that does not exist
 
 
 class LeaseError(RunDirectoryError):
@@ -39,27 +38,30 @@ class Lease:
     """Holds the lease until `close`.
 
     Args:
-        bucket: The run.
+        address: The run, such as gs://bucket/run.
 
     Raises:
         LeaseError: Another process renews the lease.
         BucketError: The bucket cannot be written to.
     """
 
-    def __init__(self, bucket: Bucket):
-        self._bucket = bucket
+    def __init__(self, address: str):
+        self._address = address
+        self._file = f"{address}/{NAME}"
+        with named_errors(self._file):
+            store, top = open_store(address)
+        # Any: the types of fsspec are wrong.
+        self._store: Any = store
+        self._path = f"{top}/{NAME}"
         # The id tells processes of equal containers apart.
-        self._content = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex}"
-        self._generation = _ABSENT
-        self._renewed = 0.0
-        while not self._write():
-            holder, self._generation = self._read()
-            if self._generation != _ABSENT:
-                self._wait(holder.partition(",")[0])
+        self._holder = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex}"
         self._lost = False
         # Renewals of the thread and of `require` must not meet.
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        while not self._create():
+            self._wait_for_other(self._read())
+        self._renewed = time.monotonic()
         threading.Thread(target=self._renew_until_closed, daemon=True).start()
 
     def require(self) -> None:
@@ -72,22 +74,19 @@ class Lease:
         if time.monotonic() - self._renewed > LENGTH - EVERY:
             self._renew()
         if self._lost:
-            holder = self._read()[0].partition(",")[0]
+            holder = _name(self._read()) or "a process that has ended"
             raise LeaseError(
-                f"--run-dir {self._bucket.address} was taken over by "
-                f"{holder or 'a process that has ended'}, because this one could not renew its "
-                f"lease for {LENGTH:.0f} s; let that one go on"
+                f"--run-dir {self._address} was taken over by {holder}, because this one could "
+                f"not renew its lease for {LENGTH:.0f} s; let that one go on"
             )
 
     def close(self) -> None:
         """Give the lease back."""
         self._closing.set()
         with self._lock:
-            if self._lost:
-                return
             try:
-                with self._bucket.in_one_line(NAME):
-                    self._bucket.blob(NAME).delete(**self._if_unchanged())
+                if self._is_mine():
+                    self._delete()
             except OSError as error:
                 say(f"warning: {error}; the next start waits up to {LENGTH:.0f} s")
 
@@ -97,29 +96,30 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self, holder: str) -> None:
-        """Return when a lease is given back, or was not renewed for `LENGTH` seconds.
+    def _wait_for_other(self, content: str) -> None:
+        """Return when the lease of another process was given back, or was not renewed in time.
 
         Raises:
             LeaseError: It was renewed.
         """
-        address = self._bucket.address
+        if not content:
+            return
         say(
-            f"{address} was last used by {holder}, which did not say that it ended; waiting "
-            f"up to {LENGTH:.0f} s for a sign of life"
+            f"{self._address} was last used by {_name(content)}, which did not say that it ended; "
+            f"waiting up to {LENGTH:.0f} s for a sign of life"
         )
         end = time.monotonic() + LENGTH
         while time.monotonic() < end:
             time.sleep(_LOOK)
-            _, generation = self._read()
-            if generation == _ABSENT:
-                self._generation = _ABSENT
+            found = self._read()
+            if not found:
                 return
-            if generation != self._generation:
+            if found != content:
                 raise LeaseError(
-                    f"--run-dir {address} is in use by {holder}: wait for it, stop it, or give "
-                    "another --run-dir."
+                    f"--run-dir {self._address} is in use by {_name(content)}: wait for it, stop "
+                    "it, or give another --run-dir."
                 )
+        self._delete()
 
     def _renew_until_closed(self) -> None:
         while not self._lost and not self._closing.wait(EVERY):
@@ -130,33 +130,41 @@ class Lease:
     def _renew(self) -> None:
         """Renew the lease, or notice that it is lost."""
         with self._lock:
-            if not self._closing.is_set():
-                self._lost = not self._write()
+            if self._closing.is_set():
+                return
+            self._lost = not self._is_mine()
+            if not self._lost:
+                self._write("overwrite")
+                self._renewed = time.monotonic()
 
-    def _write(self) -> bool:
-        """Write the lease if it has the expected generation; return whether it is ours then."""
-        blob = self._bucket.blob(NAME)
-        try:
-            with self._bucket.in_one_line(NAME):
-                blob.upload_from_string(self._content, **self._if_unchanged())
-            self._generation = int(blob.generation)
-        except ChangedError:
-            # Perhaps only the answer to a write was lost, and the write was repeated.
-            content, generation = self._read()
-            if content != self._content:
-                return False
-            self._generation = generation
-        self._renewed = time.monotonic()
-        return True
+    def _create(self) -> bool:
+        """Write the lease if there is none; return whether it is ours then."""
+        # A write whose answer is lost is repeated, and then finds its own object.
+        with contextlib.suppress(FileExistsError):
+            self._write("create")
+        return self._is_mine()
 
-    def _if_unchanged(self) -> dict[str, Any]:
-        """Options of a request that fails with ChangedError if another process came between."""
-        return self._bucket.options | {"if_generation_match": self._generation}
+    def _is_mine(self) -> bool:
+        return self._read().startswith(self._holder)
 
-    def _read(self) -> tuple[str, int]:
-        """Return content and generation of the lease; "" and `_ABSENT` if there is none."""
-        blob = self._bucket.blob(NAME)
-        with contextlib.suppress(FileNotFoundError), self._bucket.in_one_line(NAME):
-            blob.reload(**self._bucket.options)
-            return blob.download_as_text(**self._bucket.options), int(blob.generation)
-        return "", _ABSENT
+    def _write(self, mode: str) -> None:
+        content = f"{self._holder}, renewed at {time.time()}".encode()
+        with named_errors(self._file):
+            self._store.pipe_file(self._path, content, mode=mode)
+
+    def _read(self) -> str:
+        """Return the content of the lease; "" if there is none."""
+        with named_errors(self._file):
+            try:
+                return self._store.cat_file(self._path).decode()
+            except FileNotFoundError:
+                return ""
+
+    def _delete(self) -> None:
+        with named_errors(self._file):
+            self._store.rm_file(self._path)
+
+
+def _name(content: str) -> str:
+    """Return the process that a lease names."""
+    return content.partition(",")[0]

@@ -11,9 +11,9 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import time
 import uuid
+import zlib
 from collections.abc import Mapping
 from typing import Any, SupportsFloat, TypedDict
 
@@ -21,6 +21,7 @@ import tensorboardX
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import DamagedFileError, mismatch
+from paravt_jax.processes import hosts
 
 PHASE_TITLES = {
     "align": "alignment",
@@ -45,7 +46,7 @@ class _Row(TypedDict):
 
 
 def read_jsonl(path: str | os.PathLike[str], kind: Any = dict[str, Any]) -> list[dict[str, Any]]:
-    """Reads a JSON-lines file; returns [] if there is none.
+    """Read a JSON-lines file; returns [] if there is none.
 
     An incomplete last line is skipped: the writer was killed in the middle of it.
 
@@ -78,7 +79,7 @@ def read_jsonl(path: str | os.PathLike[str], kind: Any = dict[str, Any]) -> list
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads a metrics.jsonl: one dict per step, in order.
+    """Read a metrics.jsonl: one dict per step, in order.
 
     Each has `phase`, `step`, `wall` (Unix seconds) and the step's metrics. Values that were not
     finite are None.
@@ -89,10 +90,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 class MetricsWriter:
     """Appends metrics to a run directory and to the configured trackers.
 
+    In a run of several processes, only the first one writes.
+
     Args:
-        run_dir: receives metrics.jsonl and, per phase, TensorBoard events in tensorboard/PHASE.
-        wandb: project of Weights & Biases to send metrics to; "": none.
-        config: settings shown beside the curves there.
+        run_dir: Receives metrics.jsonl and, per phase, TensorBoard events in tensorboard/PHASE.
+        wandb: Project of Weights & Biases to send metrics to; "": none.
+        config: Settings shown beside the curves there.
 
     Raises:
         ModuleNotFoundError: `wandb` is requested but not installed.
@@ -105,149 +108,92 @@ class MetricsWriter:
         config: Mapping[str, Any] | None = None,
     ):
         self._dir = pathlib.Path(run_dir)
-        self._dir.mkdir(parents=True, exist_ok=True)
         self.path = self._dir / "metrics.jsonl"
         # By phase; opened at the phase's first write.
         self._events: dict[str, tensorboardX.SummaryWriter] = {}
-        self._wandb = _open_wandb(self._dir, wandb, config or {}) if wandb else None
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            # Drop an incomplete last line now. The next line would otherwise be appended to it.
-            self._rewrite(read_metrics(self.path))
+        self._wandb = None
+        if hosts.is_first():
+            self._dir.mkdir(parents=True, exist_ok=True)
+            self._wandb = _open_wandb(self._dir, wandb, config or {}) if wandb else None
+            if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+                # The next line would be appended to an incomplete last one.
+                self._rewrite(read_metrics(self.path))
 
     def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> dict[str, Any]:
-        """Records the metrics of one step.
+        """Record the metrics of one step.
 
         Args:
-            phase: one of `PHASES`.
-            step: step number within the phase.
-            values: flat names with a slash after the group, as in "reward/accuracy". Values that
+            phase: One of `PHASES`.
+            step: Step number within the phase.
+            values: Flat names with a slash after the group, as in "reward/accuracy". Values that
                 are not finite are stored as null.
 
         Returns:
             The line of metrics.jsonl.
         """
-        _phase_index(phase)
-        numbers = {key: _number(key, value) for key, value in values.items()}
-        row = _row(phase, step, numbers)
-        # Open the events before appending the line. Opening replays metrics.jsonl into them, so in
-        # the other order this step would be recorded twice.
-        events = self._events_of(phase)
+        assert phase in PHASES, phase
+        numbers = {name: _finite(value) for name, value in values.items()}
+        row = {"phase": phase, "step": int(step), "wall": round(time.time(), 3), **numbers}
+        if not hosts.is_first():
+            return row
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             # A checkpoint of this step may follow. After a power failure the checkpoint must not be
             # on disk without its metrics.
             os.fsync(file.fileno())
-        _add_scalars(events, row)
-        events.flush()
+        finite = {name: value for name, value in numbers.items() if value is not None}
+        if phase not in self._events:
+            # TensorBoard hides what an earlier process has recorded of this step and later ones.
+            folder = str(self._dir / "tensorboard" / phase)
+            self._events[phase] = tensorboardX.SummaryWriter(folder, purge_step=step)
+        for name, value in finite.items():
+            self._events[phase].add_scalar(name, value, step, walltime=row["wall"])
+        self._events[phase].flush()
         if self._wandb is not None:
-            finite = {
-                f"{phase}/{key}": value for key, value in numbers.items() if value is not None
-            }
-            self._wandb.log(finite | {f"{phase}/step": int(step)})
+            logged = {f"{phase}/{name}": value for name, value in finite.items()}
+            self._wandb.log(logged | {f"{phase}/step": int(step)})
         return row
 
     def truncate(self, phase: str, step: int) -> None:
-        """Removes everything after `step` of `phase`, later phases included, before a run resumes.
+        """Remove everything after `step` of `phase`, later phases included, before a run resumes.
 
         W&B cannot forget; steps that run again appear there twice.
 
         Args:
-            phase: the phase that resumes.
-            step: the last step to keep; -1 removes the whole phase.
+            phase: The phase that resumes.
+            step: The last step to keep.
         """
-        index = _phase_index(phase)
+        if hosts.is_first() and self.path.exists():
+            rows = read_metrics(self.path)
+            self._rewrite([row for row in rows if _is_up_to(row, phase, step)])
 
-        def stays(row: dict[str, Any]) -> bool:
-            earlier_phase = _phase_index(row["phase"]) < index
-            return earlier_phase or (row["phase"] == phase and row["step"] <= step)
-
-        rows = [row for row in read_metrics(self.path) if stays(row)]
-        if self.path.exists():
-            self._rewrite(rows)
-        for name in PHASES[index:]:
-            events = self._events.pop(name, None)
-            if events is not None:
-                events.close()
-            shutil.rmtree(self._dir / "tensorboard" / name, ignore_errors=True)
-        if any(row["phase"] == phase for row in rows):
-            self._events_of(phase)
+    def checksum(self, phase: str, step: int) -> int:
+        """Return a checksum of the lines up to a step, those of earlier phases included."""
+        rows = [row for row in read_metrics(self.path) if _is_up_to(row, phase, step)]
+        return zlib.crc32(json.dumps(rows).encode())
 
     def close(self) -> None:
-        """Closes the event files and the W&B run; metrics.jsonl needs no closing."""
+        """Close the event files and the W&B run; metrics.jsonl needs no closing."""
         for events in self._events.values():
             events.close()
-        self._events.clear()
         if self._wandb is not None:
             self._wandb.finish()
-
-    def _events_of(self, phase: str) -> tensorboardX.SummaryWriter:
-        """The phase's TensorBoard writer, opened if needed."""
-        if phase not in self._events:
-            folder = self._dir / "tensorboard" / phase
-            # Rebuild the events from metrics.jsonl: a killed process may have lost some or written
-            # events of steps that run again.
-            shutil.rmtree(folder, ignore_errors=True)
-            self._events[phase] = tensorboardX.SummaryWriter(str(folder))
-            for row in read_metrics(self.path):
-                if row["phase"] == phase:
-                    _add_scalars(self._events[phase], row)
-            self._events[phase].flush()
-        return self._events[phase]
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-class SilentMetrics(MetricsWriter):
-    """Writes nothing: for the other processes of a multi-host run."""
-
-    def __init__(self, run_dir: str | os.PathLike[str]):
-        # Not the constructor of the base class, which would create and repair files.
-        self.path = pathlib.Path(run_dir) / "metrics.jsonl"
-
-    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> dict[str, Any]:
-        return _row(phase, step, values)
-
-    def truncate(self, phase: str, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+def _is_up_to(row: dict[str, Any], phase: str, step: int) -> bool:
+    """Return whether a line belongs to an earlier phase, or to a step of this one up to `step`."""
+    own, last = PHASES.index(row["phase"]), PHASES.index(phase)
+    return own < last or (own == last and row["step"] <= step)
 
 
-def _phase_index(phase: str) -> int:
-    if phase not in PHASES:
-        raise ValueError(f"metrics: phase {phase!r}; give one of {', '.join(PHASES)}")
-    return PHASES.index(phase)
-
-
-def _row(phase: str, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of metrics.jsonl."""
-    head = {"phase": phase, "step": int(step), "wall": round(time.time(), 3)}
-    clash = numbers.keys() & head.keys()
-    if clash:
-        raise ValueError(
-            f"metrics: {sorted(clash)} is reserved for the line itself; give the value another name"
-        )
-    return {**head, **numbers}
-
-
-def _number(key: str, value: SupportsFloat) -> float | None:
-    """`value` as a float, None if it is not finite: JSON has no NaN or infinity."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"metrics: {key} is {value!r}; give one number per name (reduce arrays first)"
-        ) from error
+def _finite(value: SupportsFloat) -> float | None:
+    """Return `value` as a float, None if it is not finite: JSON has no NaN or infinity."""
+    number = float(value)
     return number if math.isfinite(number) else None
-
-
-def _add_scalars(events: tensorboardX.SummaryWriter, row: Mapping[str, Any]) -> None:
-    for key, value in row.items():
-        if key not in ("phase", "step", "wall") and value is not None:
-            events.add_scalar(key, value, row["step"], walltime=row["wall"])
 
 
 def _open_wandb(run_dir: pathlib.Path, project: str, config: Mapping[str, Any]) -> Any:
@@ -276,7 +222,7 @@ def _open_wandb(run_dir: pathlib.Path, project: str, config: Mapping[str, Any]) 
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats a duration: "42 s", "12 min 05 s", "3 h 07 min"."""
+    """Format a duration: "42 s", "12 min 05 s", "3 h 07 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -13,21 +13,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
-from paravt_jax.data.stored_settings import lock
 from paravt_jax.processes import cluster, hosts
 from train.durable import run_directory
-from train.durable.bucket import Bucket
-from train.durable.bucket_files import BucketFiles
-from train.durable.checkpoint_files import COMMITTED
+from train.durable.bucket import BucketFiles, copy_checkpoint, named_errors
 from train.durable.interrupts import Stopped
 from train.durable.lease import Lease
-from train.durable.run_directory import RunDirectory, RunDirectoryError
+from train.durable.run_directory import RunDirectory, lock_run
 
 # An exported model is large, and only the first process looks whether it is there.
 _EXPORTS = ("model/", "adapter/")
@@ -65,12 +64,12 @@ class Place:
     @functools.cached_property
     def _files(self) -> BucketFiles:
         """The small files in the bucket, which needs credentials."""
-        return BucketFiles(Bucket(self.shown), self.folder)
+        return BucketFiles(self.shown, self.folder)
 
     def require_usable(self, config: dict[str, Any]) -> bool:
         """See `train.durable.run_directory.require_usable`. Changes nothing."""
-        with _outline(self.shown) as folder:
-            return run_directory.require_usable(folder, config)
+        with named_errors(self.shown):
+            return run_directory.require_usable(self.programs, config)
 
     def claim(self, config: dict[str, Any], start: str, stack: contextlib.ExitStack) -> None:
         """Lock the run until `stack` closes. Only the first process calls it.
@@ -117,15 +116,9 @@ class Place:
     def _claim_bucket(self, config: dict[str, Any], stack: contextlib.ExitStack) -> None:
         """Get the lease, and the files."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # A frozen process that has lost its lease still works on these files.
-            stack.enter_context(lock(self.folder.parent / ".lock"))
-        except BlockingIOError as error:
-            raise RunDirectoryError(
-                f"--run-dir {self.shown} is {error}: wait for it, stop it, or give another "
-                "--run-dir."
-            ) from error
-        self._lease = stack.enter_context(Lease(Bucket(self.shown)))
+        # A frozen process that has lost its lease still works on these files.
+        stack.enter_context(lock_run(self.folder.parent / ".lock", self.shown))
+        self._lease = stack.enter_context(Lease(self.shown))
         self.require_usable(config)
         self._files.pull()
 
@@ -135,26 +128,27 @@ class Place:
             self.push()
 
     def _take_over(self, start: str, config: dict[str, Any]) -> None:
-        """See `train.durable.run_directory.take_over`; a store copies the checkpoints."""
-        names = run_directory.cold_start_files(config)
-        missing = tuple(name for name in names if not (self.folder / name).exists())
-        with _outline(start, lambda name: name.startswith(missing)) as source:
-            run_directory.take_over(source, self.folder, config)
-        if self._in_bucket:
-            for name in names:
-                if name.startswith("checkpoints/"):
-                    _copy_checkpoints(f"{start.rstrip('/')}/{name}", f"{self.shown}/{name}")
+        """Copy the data and the cold start of another run, so that this one begins with RL.
 
-
-def open_place(run_dir: str | pathlib.Path) -> Place:
-    """Return the place of a run; see `Place`."""
-    return Place(run_dir)
+        Folders and checkpoints that are already there stay.
+        """
+        require_cold_start(start, config)
+        folders = run_directory.cold_start_folders(config)
+        missing = tuple(name for name in folders if not (self.folder / name).exists())
+        with small_files(start, lambda name: name.startswith(missing)) as source:
+            for name in missing:
+                _copy_folder(source / name, self.folder / name, shutil.copy2)
+        for name in run_directory.cold_start_checkpoints(config):
+            if self._in_bucket:
+                copy_checkpoint(f"{start.rstrip('/')}/{name}", f"{self.shown}/{name}")
+            else:
+                _copy_folder(pathlib.Path(start) / name, self.folder / name, _link_or_copy)
 
 
 def require_cold_start(start: str, config: dict[str, Any]) -> None:
     """See `train.durable.run_directory.require_cold_start`; `start` may be in a bucket."""
-    with _outline(start) as folder:
-        run_directory.require_cold_start(folder, config)
+    with named_errors(start):
+        run_directory.require_cold_start(any_path(start), config)
 
 
 def _is_read(name: str) -> bool:
@@ -167,49 +161,32 @@ def small_files(run_dir: str, wanted: Callable[[str], bool] = _is_read) -> Itera
 
     Args:
         run_dir: The run, in a folder or in a bucket.
-        wanted: Whether to fetch the file of a name from a bucket; others become empty files.
+        wanted: Whether to fetch the file of a name from a bucket.
     """
     if not is_bucket(run_dir):
         yield pathlib.Path(run_dir)
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary) / run_dir.rstrip("/").rpartition("/")[2]
-        BucketFiles(Bucket(run_dir), folder).pull(wanted)
+        BucketFiles(run_dir, folder).pull(wanted)
         yield folder
 
 
-@contextlib.contextmanager
-def _outline(
-    run_dir: str, wanted: Callable[[str], bool] = lambda name: False
-) -> Iterator[pathlib.Path]:
-    """Yield a folder that looks like a run, to see what it has.
-
-    Of a run in a bucket, it has config.json, the names of other files without their content, and
-    empty folders for complete checkpoints. Errors of the block name the address.
-
-    Args:
-        run_dir: The run, in a folder or in a bucket.
-        wanted: Whether a file of a run in a bucket has its content.
-    """
-    with small_files(run_dir, lambda name: name == "config.json" or wanted(name)) as folder:
-        for checkpoint in _complete_checkpoints(run_dir):
-            (folder / checkpoint).mkdir(parents=True)
-        try:
-            yield folder
-        except RunDirectoryError as error:
-            raise RunDirectoryError(str(error).replace(str(folder), run_dir)) from error
+def _copy_folder(
+    source: pathlib.Path, target: pathlib.Path, copy: Callable[[str, str], object]
+) -> None:
+    """Copy a folder unless the target exists, which is complete even after a kill."""
+    if target.exists():
+        return
+    unfinished = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(source, unfinished, copy_function=copy)
+    unfinished.rename(target)
 
 
-def _complete_checkpoints(address: str) -> list[str]:
-    """Return the names of the folders below an address that are complete checkpoints."""
-    if not is_bucket(address):
-        return []
-    paths = [pathlib.PurePosixPath(name) for name in Bucket(address).list()]
-    committed = [path.parent for path in paths if path.name == COMMITTED]
-    return [str(folder) for folder in committed if folder.name.isdigit()]
-
-
-def _copy_checkpoints(source: str, target: str) -> None:
-    """Copy the complete checkpoints of a folder in a bucket that another one lacks."""
-    for step in set(_complete_checkpoints(source)) - set(_complete_checkpoints(target)):
-        Bucket(f"{target}/{step}").copy(Bucket(f"{source}/{step}"), last=COMMITTED)
+def _link_or_copy(source: str, target: str) -> None:
+    """Make a second name for a file, which takes no space, or a copy on another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

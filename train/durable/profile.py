@@ -1,16 +1,14 @@
 """Traces steps of training with `jax.profiler` (`Run.profile`).
 
-Every process traces a training phase once and writes its file into RUN/profile/PHASE, where
-TensorBoard finds it. A trace has the parts of a step (`rollout`, `data`, `update` and others), the
-compiled programs by the names of their functions, and inside of them the scopes of
-`jax.named_scope`. docs/speed.md lists them.
+Every process writes its trace into RUN/profile/PHASE/process-N, where TensorBoard finds it. A trace
+has the parts of a step (`rollout`, `data`, `update` and others), the compiled programs by the names
+of their functions, and inside of them the scopes of `jax.named_scope`. docs/speed.md lists them.
 """
 
 from __future__ import annotations
 
 import pathlib
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -19,7 +17,7 @@ from paravt_jax.processes import hosts
 
 
 def parse_steps(text: str) -> range:
-    """The steps that "3" or "3-5" names, both ends included; none for "".
+    """Return the steps that "3" or "3-5" names, both ends included; none for "".
 
     Raises:
         ValueError: The text names no steps.
@@ -55,8 +53,8 @@ def require_reached(text: str, steps: Mapping[str, int]) -> None:
 class Profiler:
     """Traces steps of one phase, in every process for itself.
 
-    A run that is stopped in between keeps the trace of the steps so far. One that is killed has
-    none, and traces what is left of the steps when it goes on.
+    A run that is stopped in between keeps the trace of the steps so far, and traces what is left of
+    the steps when it goes on.
 
     Args:
         folder: RUN/profile/PHASE.
@@ -64,23 +62,19 @@ class Profiler:
     """
 
     def __init__(self, folder: pathlib.Path, steps: range):
-        # The layout that TensorBoard's profile plugin reads: a session, with a file per process.
-        self._session = folder / "plugins" / "profile" / f"steps-{steps.start}-{steps.stop - 1}"
-        self._name = f"process-{hosts.process_index()}"
-        traced = (self._session / f"{self._name}.xplane.pb").exists()
-        self._steps = range(0) if traced else steps
-        # Holds the trace that was begun.
-        self._unfinished: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = folder / f"process-{hosts.process_index()}"
+        self._steps = steps
+        self._is_tracing = False
 
     def annotated(self, phase: str, steps: range) -> Iterator[int]:
-        """The steps of a phase, each of which is an event of the trace."""
+        """Yield the steps of a phase, each of which is an event of the trace."""
         for step in steps:
-            if step in self._steps and self._unfinished is None:
-                self._unfinished = tempfile.TemporaryDirectory()
+            if step in self._steps and not self._is_tracing:
                 options = jax.profiler.ProfileOptions()
                 # Calls of Python functions would be most of the events, and slow the steps down.
                 options.python_tracer_level = 0
-                jax.profiler.start_trace(self._unfinished.name, profiler_options=options)
+                jax.profiler.start_trace(self._folder, profiler_options=options)
+                self._is_tracing = True
             with jax.profiler.StepTraceAnnotation(phase, step_num=step):
                 yield step
             if step + 1 not in self._steps:
@@ -88,16 +82,6 @@ class Profiler:
 
     def close(self) -> None:
         """Write the trace, if one was begun."""
-        if self._unfinished is None:
-            return
-        with self._unfinished as folder:
+        if self._is_tracing:
             jax.profiler.stop_trace()
-            self._session.mkdir(parents=True, exist_ok=True)
-            # The one that shows that a step was traced comes last.
-            for kind in ("trace.json.gz", "xplane.pb"):
-                (file,) = pathlib.Path(folder).rglob(f"*.{kind}")
-                target = self._session / f"{self._name}.{kind}"
-                unfinished = target.with_name(f"{target.name}.tmp")
-                unfinished.write_bytes(file.read_bytes())
-                unfinished.replace(target)
-        self._unfinished = None
+            self._is_tracing = False

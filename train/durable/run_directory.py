@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shutil
-from collections.abc import Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TextIO, TypedDict
 
-from paravt_jax.data.stored_json import (
-    DamagedFileError,
-    read_checked_json,
-    write_checked_json,
-)
+from paravt_jax.data.any_path import AnyPath
+from paravt_jax.data.stored_json import DamagedFileError, parse_checked_json, write_checked_json
 from paravt_jax.data.stored_settings import as_json, holder_of, lock, require_same
 from paravt_jax.processes.exit_codes import UserError
+from train.durable.bucket import is_complete
 
 _LOCK = ".lock"
 _CONFIG = "config.json"
-# Left by a process that was killed while it wrote config.json.
-_UNFINISHED = "config.json.tmp"
+# What a start writes before it makes anything: also into a bucket, or cut off by a kill.
+_FIRST = (_LOCK, _CONFIG, "config.json.tmp", "files.json", "in-use.txt")
 
-FORMAT = 10
-"""Version of a run's files. Raise it when this code cannot resume older runs."""
-READABLE = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
-"""Formats whose checkpoints can be exported. The first runs stored no number; they are format 1."""
+FORMAT = 11
+"""Version of a run's files. Raise it when this code cannot read older runs."""
 
 
 class RunDirectoryError(UserError):
@@ -32,18 +26,18 @@ class RunDirectoryError(UserError):
 
 
 class RunDirectory:
-    """Creates or reopens a run's directory and locks it until `close`.
+    """Create or reopen a run's directory, and lock it until `close`.
 
     A new directory gets config.json; an existing one must hold the same configuration. Settings in
     `MAY_CHANGE` may differ and are written again. The lock is a kernel lock and ends with the
     process, however it dies. In a multi-host run only the first process takes it.
 
     Args:
-        path: the directory; it is created if needed.
-        config: the run's settings, as JSON can hold them.
+        path: The directory; it is created if needed.
+        config: The run's settings, as JSON can hold them.
 
     Raises:
-        RunDirectoryError: another process has the lock, the configuration differs (the message
+        RunDirectoryError: Another process has the lock, the configuration differs (the message
             lists the fields), the folder holds other files, or it cannot be written.
         TypeError: `config` is not JSON.
     """
@@ -53,24 +47,20 @@ class RunDirectory:
         wanted = as_json(config, "the run's configuration")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.path / _LOCK)
+            self._lock = lock_run(self.path / _LOCK, str(self.path))
             try:
-                self._claim(wanted)
+                _is_continued(self.path, wanted)
+                write_checked_json(self.path / _CONFIG, {"format": FORMAT, **wanted}, indent=1)
             except BaseException:
                 self.close()
                 raise
-        except BlockingIOError as error:
-            raise RunDirectoryError(
-                f"--run-dir {self.path} is {error}: wait for it, stop it, or give "
-                "another --run-dir."
-            ) from error
         except OSError as error:
             raise RunDirectoryError(
                 f"--run-dir {self.path} cannot be used: {error}. Give a writable folder."
             ) from error
 
     def close(self) -> None:
-        """Releases the lock."""
+        """Release the lock."""
         self._lock.close()
 
     def __enter__(self) -> RunDirectory:
@@ -79,79 +69,72 @@ class RunDirectory:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _claim(self, wanted: dict[str, Any]) -> None:
-        """Compares `wanted` with the stored configuration, and stores it."""
-        _stored(self.path, wanted)
-        write_checked_json(self.path / _CONFIG, {"format": FORMAT, **wanted}, indent=1)
+
+def lock_run(file: pathlib.Path, run_dir: str) -> TextIO:
+    """Lock a file (`paravt_jax.data.stored_settings.lock`) for a run, which errors name."""
+    try:
+        return lock(file)
+    except BlockingIOError as error:
+        raise RunDirectoryError(
+            f"--run-dir {run_dir} is {error}: wait for it, stop it, or give another --run-dir."
+        ) from error
 
 
-def require_usable(path: str | pathlib.Path, config: dict[str, Any]) -> bool:
-    """Raises RunDirectoryError if `RunDirectory(path, config)` would. Changes nothing.
+def require_usable(path: AnyPath, config: dict[str, Any]) -> bool:
+    """Raise RunDirectoryError if `RunDirectory(path, config)` would. Change nothing.
+
+    Args:
+        path: The directory, or the address of one in a bucket.
+        config: The run's settings, as JSON can hold them.
 
     Returns:
-        Whether the folder holds a run to continue.
+        Whether it holds a run to continue.
     """
-    path = pathlib.Path(path).absolute()
-    place = path
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    if isinstance(path, pathlib.Path):
+        _require_writable(path)
+    return path.exists() and _is_continued(path, as_json(config, "the run's configuration"))
+
+
+def _require_writable(path: pathlib.Path) -> None:
+    existing = path
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise RunDirectoryError(
-            f"--run-dir {path} cannot be used: {place} is not a writable folder. Give a writable "
-            "folder."
+            f"--run-dir {path} cannot be used: {existing} is not a writable folder. Give a "
+            "writable folder."
         )
-    if place != path:
-        return False
     holder = holder_of(path / _LOCK)
     if holder:
         raise RunDirectoryError(
             f"--run-dir {path} is in use by another process (id {holder}): wait for it, stop it, "
             "or give another --run-dir."
         )
-    return _stored(path, as_json(config, "the run's configuration")) is not None
 
 
-def _stored(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The configuration of the run in a folder; None if there is none, or nothing was made yet.
+def _is_continued(path: AnyPath, wanted: dict[str, Any]) -> bool:
+    """Return whether a folder holds this run; False if nothing was made there yet.
 
     Raises:
-        RunDirectoryError: the folder holds another run or other files.
+        RunDirectoryError: The folder holds another run or other files.
     """
-    file = path / _CONFIG
-    others = sorted(
-        entry.name for entry in path.iterdir() if entry.name not in (_LOCK, _CONFIG, _UNFINISHED)
-    )
-    if not file.exists():
-        if others:
-            raise RunDirectoryError(
-                f"--run-dir {path} is not a run's folder: it has no {_CONFIG} and holds "
-                f"{', '.join(others[:5])}. Give a new or empty folder."
-            )
-        return None
-    # If there are no other files, an earlier start wrote config.json and failed before it did any
-    # work. Its configuration may then be replaced, also if it has an older format.
-    nothing_made = not others
-    found = read_config(path, "--run-dir", READABLE if nothing_made else (FORMAT,))
-    if nothing_made:
-        return None
+    others = sorted(entry.name for entry in path.iterdir() if entry.name not in _FIRST)
+    if not others:
+        return False
+    if not (path / _CONFIG).exists():
+        raise RunDirectoryError(
+            f"--run-dir {path} is not a run's folder: it has no {_CONFIG} and holds "
+            f"{', '.join(others[:5])}. Give a new or empty folder."
+        )
     require_same(
         f"--run-dir {path} holds a run of another configuration",
-        identity(found),
+        identity(read_config(path, "--run-dir")),
         identity(wanted),
-        _remedy(path, wanted),
+        f"Name another --run-dir (--start {path} keeps its cold start if that has the same "
+        "settings), or use its settings.",
         RunDirectoryError,
     )
-    return found
-
-
-def _remedy(path: pathlib.Path, wanted: dict[str, Any]) -> str:
-    """What to do if the run in a folder has other settings."""
-    try:
-        require_cold_start(path, wanted)
-        kept = f" (--start {path} keeps its cold start)"
-    except RunDirectoryError:
-        kept = ""
-    return f"Name another --run-dir{kept}, or use its settings."
+    return True
 
 
 class _Stored(TypedDict):
@@ -160,34 +143,27 @@ class _Stored(TypedDict):
     format: NotRequired[int]
 
 
-def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict[str, Any]:
-    """Reads the configuration of the run in `folder`.
+def read_config(folder: AnyPath, flag: str) -> dict[str, Any]:
+    """Read the configuration of the run in `folder`.
 
     Args:
-        folder: a run's directory.
-        flag: the command-line flag that named it, for error messages.
-        formats: accepted values of its format number.
+        folder: A run's directory.
+        flag: The command-line flag that named it, for error messages.
 
     Raises:
-        RunDirectoryError: the file is damaged or has another format. The message is one line.
+        RunDirectoryError: The file is damaged or has another format. The message is one line.
     """
-    file = folder / _CONFIG
+    remedy = f"restore it, or give another {flag}"
     try:
-        config = read_checked_json(file, _Stored, f"restore it, or give another {flag}")
+        file = folder / _CONFIG
+        config = parse_checked_json(file.read_bytes(), str(file), _Stored, remedy)
     except DamagedFileError as error:
         raise RunDirectoryError(f"{error}.") from error
     number = config.pop("format", 1)
-    if number not in formats:
-        if number in READABLE:
-            remedy = (
-                f"give another {flag}, or export its model with python -m train.export "
-                f"--run-dir {folder} --to FOLDER"
-            )
-        else:
-            remedy = "use the version of this program that made it"
+    if number != FORMAT:
         raise RunDirectoryError(
-            f"{flag} {folder} has format {number}; this version reads format {max(formats)}: "
-            f"{remedy}."
+            f"{flag} {folder} has format {number}; this version reads format {FORMAT}: use the "
+            f"version of this program that made it, or give another {flag}."
         )
     return config
 
@@ -209,7 +185,7 @@ MAY_CHANGE = (
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings that must stay the same when a run resumes."""
+    """Return the settings that must stay the same when a run resumes."""
     kept = {name: value for name, value in config.items() if name not in MAY_CHANGE}
     for path in MAY_CHANGE:
         section, _, field = path.partition(".")
@@ -218,9 +194,6 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-# Files of a cold start, and the settings that determine them.
-_WORLD_FILES = ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft")
-_PUBLISHED_FILES = ("tokenizer", "checkpoints/sft")
 _COLD_START_SETTINGS = (
     "world",
     "text",
@@ -244,74 +217,47 @@ _ROLLOUT_FIELDS = (
 )
 
 
-def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
-    """Shares the data and the cold start of another run, so that this one begins with RL.
-
-    Checkpoints, which never change, are linked if both runs are on one disk. The rest is copied.
+def require_cold_start(source: AnyPath, config: dict[str, Any]) -> None:
+    """Raise RunDirectoryError unless a run has a finished cold start of the same settings.
 
     Args:
-        source: directory of the other run; its cold start must be finished.
-        target: this run's directory; files that are already there stay.
-        config: this run's settings.
-
-    Raises:
-        RunDirectoryError: `source` has no finished cold start, or one with other settings.
+        source: Directory of the other run, or its address in a bucket.
+        config: This run's settings.
     """
-    require_cold_start(source, config)
-    for name in cold_start_files(config):
-        if not (target / name).exists():
-            # Copy beside the target and rename: a name that exists is a complete copy, even if this
-            # process is killed halfway through.
-            unfinished = target / f"{name}.tmp"
-            shutil.rmtree(unfinished, ignore_errors=True)
-            is_checkpoint = name.startswith("checkpoints/")
-            copy = _link_or_copy if is_checkpoint else shutil.copy2
-            shutil.copytree(pathlib.Path(source) / name, unfinished, copy_function=copy)
-            os.replace(unfinished, target / name)
-
-
-def require_cold_start(source: str | pathlib.Path, config: dict[str, Any]) -> None:
-    """Raises RunDirectoryError if `take_over(source, ..., config)` would. Changes nothing."""
-    source = pathlib.Path(source).absolute()
-    files = cold_start_files(config)
-    missing = [name for name in (_CONFIG, *files) if not (source / name).exists()]
+    folders = ("checkpoints/sft", *cold_start_folders(config))
+    missing = [name for name in (_CONFIG, *folders) if not (source / name).exists()]
     if missing:
         raise RunDirectoryError(
             f"--start {source} is not a run with a cold start: {', '.join(missing)} missing."
         )
-    found = read_config(source, "--start", (FORMAT,))
-    wanted = as_json(config, "the run's configuration")
     require_same(
         f"--start {source} holds a cold start of other settings",
-        cold_start_identity(found),
-        cold_start_identity(wanted),
+        cold_start_identity(read_config(source, "--start")),
+        cold_start_identity(as_json(config, "the run's configuration")),
         "Name another --start, or use its settings.",
         RunDirectoryError,
     )
-    steps = found["sft"]["steps"]
-    # A checkpoint gets its final name, a number, when it is complete.
-    if not (source / "checkpoints/sft" / str(steps)).exists():
-        raise RunDirectoryError(
-            f"--start {source}: its cold start has not reached its last step, {steps}; resume that "
-            "run first."
-        )
+    for name in cold_start_checkpoints(config):
+        if not is_complete(source / name):
+            raise RunDirectoryError(
+                f"--start {source}: {name}, the last step of its cold start, is missing; resume "
+                "that run first."
+            )
 
 
-def cold_start_files(config: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the folders that a cold start has made."""
-    return _PUBLISHED_FILES if config.get("data") else _WORLD_FILES
+def cold_start_folders(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the folders that a cold start has made, without checkpoints."""
+    return ("tokenizer",) if config.get("data") else ("videos", "records", "tokenizer")
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    """Makes a second name for a file, which takes no space, or a copy on another disk."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+def cold_start_checkpoints(config: dict[str, Any]) -> list[str]:
+    """Return the names of the last checkpoints of a cold start."""
+    phases = [phase for phase in ("align", "sft") if config[phase]]
+    return [f"checkpoints/{phase}/{config[phase]['steps']}" for phase in phases]
 
 
 def cold_start_identity(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings that determine a cold start; runs that agree on them can share one."""
+    """Return the settings that determine a cold start; runs that agree on them can share one."""
     config = identity(config)
     protocol = {
         name: value for name, value in config["protocol"].items() if name not in _ROLLOUT_FIELDS

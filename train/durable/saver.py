@@ -7,7 +7,8 @@ The order in which a step is written matters:
 A kill between the first two leaves metrics without a checkpoint; the resumed phase removes them and
 repeats the step. The reverse order could leave a checkpoint without its metrics. As it is,
 metrics.jsonl holds each step once, and a clean stop repeats no step. A run in a bucket pushes
-metrics.jsonl before each checkpoint (`train.durable.place`).
+metrics.jsonl before each checkpoint (`train.durable.place`). A checkpoint holds the checksum of the
+lines up to its step.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from train.durable.checkpoint import Checkpoints
 from train.durable.finite import not_finite
 from train.durable.home import Home
 from train.durable.interrupts import Stopped
-from train.durable.metrics import PHASE_TITLES, read_metrics
+from train.durable.metrics import PHASE_TITLES, PHASES, read_metrics
 from train.durable.profile import Profiler
-from train.durable.run_directory import cold_start_identity, identity
-from train.durable.step_lines import StepLines
+from train.durable.run_directory import RunDirectoryError, cold_start_identity, identity
+from train.durable.step_lines import StepLines, say
 from train.durable.stored_records import pack, unpack
+from train.evaluation_file import forget_after
 from train.learn.packing import GroupLengths
 
 T = TypeVar("T")
+
+_BACKUP = "restore it from a backup, or start anew with another --run-dir."
 
 
 @runtime_checkable
@@ -106,8 +110,6 @@ class Saver:
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
         self.finished_steps: int = hosts.gather(checkpoints.latest())[0] or 0
-        # The step of the last save, which may still be running in the background.
-        self._saved = 0
         # Opened by `restore`, in the first process only.
         self._lines: StepLines | None = None
 
@@ -120,7 +122,6 @@ class Saver:
             # Other processes may have no part in a save any more, which would then never complete.
             return
         self._checkpoints.close()
-        self._note_saved()
         self._profiler.close()
 
     @property
@@ -131,7 +132,7 @@ class Saver:
     def steps(self) -> Iterator[int]:
         """Yield the steps of `left`, of which the profiler traces some. Each ends with `done`."""
         for step in self._profiler.annotated(self.name, self.left):
-            self._home.usage.begin()
+            self._home.usage.reset()
             yield step
 
     def restore(self, start: T) -> tuple[T, Any]:
@@ -145,8 +146,8 @@ class Saver:
 
         Raises:
             CheckpointError: The checkpoint belongs to another run, model or vocabulary.
-            ValueError: It holds numbers that are not finite.
-            RunDirectoryError: The newest checkpoint is lost, and the run cannot go on from another.
+            RunDirectoryError: metrics.jsonl is damaged, or the run cannot go on from another
+                checkpoint than the lost one.
             Stopped: The run was asked to stop and has steps left.
         """
         state = start
@@ -185,34 +186,37 @@ class Saver:
             Stopped: The run was asked to stop; the message says what is saved.
         """
         self._require_finite(step, metrics)
-        row = self._home.record(self.name, step, metrics, lengths)
+        measured = self._home.usage.metrics(metrics, lengths)
+        row = self._home.metrics.write(self.name, step, {**metrics, **measured})
         if self._lines is not None:
             self._lines.add(row)
         asked = self._home.interrupts.agree()
-        if asked is not None or self.is_regular(step) or self._serves_restart(step):
+        is_reported = asked is not None or self.is_regular(step)
+        if is_reported or self._serves_restart(step):
             self._save(step, state, cursor)
         if asked is not None:
             # The save may still be running in the background, but the message says it is done.
             self._checkpoints.wait()
-            self._note_saved()
-        if asked is not None or self.is_regular(step):
+        if is_reported:
             self._home.report()
         if asked is not None:
             raise Stopped(asked, f"stopped after {self._step(step)}, which is saved")
 
     def _read(self, start: Any) -> tuple[Any, Any]:
-        """The state and the cursor of the newest checkpoint; see `restore`."""
+        """Return the state and the cursor of the newest checkpoint; see `restore`."""
         template = start if self._form is None else self._form.as_saved(start)
         template = jax.tree.map(_shape, template)
         # Both states together might not fit into the memory of the devices.
         for leaf in jax.tree.leaves(start):
             leaf.delete()
         saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
-        destroyed = not_finite(saved)
-        if destroyed:
-            raise ValueError(
-                f"{self._step(self.finished_steps)} was saved with numbers that are not finite "
-                f"({destroyed}), by an earlier version: {self._remedy()}"
+        found = self._metrics_sum(self.finished_steps)
+        # The cold start of another run has its metrics there.
+        is_own = self.name not in ("align", "sft") or not self._home.config.get("start")
+        if is_own and found != meta["metrics"]:
+            raise RunDirectoryError(
+                f"{self._home.metrics.path}: damaged: the lines up to "
+                f"{self._step(self.finished_steps)} are not those that were saved: {_BACKUP}"
             )
         state = saved if self._form is None else self._form.as_trained(saved)
         return state, unpack(meta["cursor"])
@@ -220,20 +224,39 @@ class Saver:
     def _go_on(self) -> None:
         """Forget what earlier processes did after the newest checkpoint, and announce the steps."""
         home = self._home
-        hosts.from_first(lambda: home.history.go_on(self.name, self.finished_steps))
+        hosts.from_first(self._require_last)
         home.metrics.truncate(self.name, self.finished_steps)
-        rows = read_metrics(home.metrics.path)
-        home.usage.resume(rows)
+        if hosts.is_first():
+            forget_after(home.folder, self.name, self.finished_steps)
         home.interrupts.check(
             f"stopped before {self._step(self.finished_steps + 1)}; all before it is saved"
         )
         if hosts.is_first():
-            mine = [row for row in rows if row["phase"] == self.name]
-            self._lines = StepLines(self.name, self._settings.steps, mine, self._checkpoints.folder)
-            self._lines.begin()
+            say(
+                f"{self._step(self.finished_steps + 1)} is next; the first step after a start "
+                "compiles"
+            )
+            self._lines = StepLines(self._settings.steps)
+
+    def _require_last(self) -> None:
+        """Raise RunDirectoryError if something was made from steps that would be trained again."""
+        home = self._home
+        later = PHASES[PHASES.index(self.name) + 1 :]
+        rows = read_metrics(home.metrics.path)
+        made = [name for name in later if any(row["phase"] == name for row in rows)]
+        made += [name for name in ("model", "adapter") if (home.folder / name).exists()]
+        if made:
+            raise RunDirectoryError(
+                f"{self._checkpoints.folder / str(self._settings.steps)}: lost, but "
+                f"{' and '.join(made)} in {home.folder} was made from it: {_BACKUP}"
+            )
+
+    def _metrics_sum(self, step: int) -> int:
+        """Return the checksum of the metrics up to a step."""
+        return hosts.from_first(lambda: self._home.metrics.checksum(self.name, step))
 
     def _serves_restart(self, step: int) -> bool:
-        """Whether `step` has a checkpoint that only serves a restart: no report comes with it."""
+        """Return whether `step` has a checkpoint for a restart, with which no report comes."""
         every = self._home.checkpoints.every
         return every > 0 and step % every == 0
 
@@ -248,24 +271,15 @@ class Saver:
             self._home.check()
             self._home.place.push()
             score = hosts.from_first(lambda: self._score(step))
-            self._checkpoints.save(step, state, {**self._meta, "cursor": pack(cursor)}, score)
-        # A save begins when the one before it is complete.
-        self._note_saved()
-        self._saved = step
-
-    def _note_saved(self) -> None:
-        """Note the last save, which has ended."""
-        # A save that failed in the background has left no checkpoint.
-        if self._saved and (self._checkpoints.newest_now() or 0) >= self._saved:
-            self._home.history.saved(self.name, self.finished_steps + 1, self._saved)
-            self._saved = 0
+            meta = {**self._meta, "cursor": pack(cursor), "metrics": self._metrics_sum(step)}
+            self._checkpoints.save(step, state, meta, score)
 
     def _step(self, step: int) -> str:
-        """A step as the progress lines name it."""
+        """Return a step as the progress lines name it."""
         return f"{PHASE_TITLES[self.name]} {step}/{self._settings.steps}"
 
     def _score(self, step: int) -> float | None:
-        """Mean since the last regular checkpoint of the metric that picks the best one, of RL."""
+        """Return the mean, since the last regular checkpoint, of the metric that picks the best."""
         # A run that is stopped saves between regular checkpoints. If such a checkpoint had a score,
         # the best one would depend on when the run was stopped.
         best = self._home.checkpoints.best
@@ -292,23 +306,13 @@ class Saver:
         if newest is not None:
             good = f"the last finite checkpoint is {self._step(newest)}"
         return ValueError(
-            f"{what}; {good}, and the same command computes the same again: {self._remedy()}"
+            f"{what}; {good}, and the same command computes the same again: lower the learning "
+            "rate in another --run-dir (--start takes over a finished cold start)"
         )
-
-    def _remedy(self) -> str:
-        """What helps against numbers that are not finite."""
-        rates = "--align.learning-rate"
-        if self.name != "align":
-            section = "rl" if self.name == "rl" else "sft"
-            rates = f"--{section}.optimizer.learning-rate"
-        folder = self._checkpoints.folder.parent
-        has_cold_start = self.name == "rl" and (folder / "sft").exists()
-        kept = f"; --start {folder.parent} keeps the cold start" if has_cold_start else ""
-        return f"lower {rates} in another --run-dir{kept}"
 
 
 def _shape(leaf: Any) -> Any:
-    """The shape, type and sharding of an array on devices; others stay as they are."""
+    """Return the shape, type and sharding of an array on devices; others stay as they are."""
     if not isinstance(leaf, jax.Array):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -1,4 +1,4 @@
-"""Prints a line per step of a phase, and a line when something deserves a look.
+"""Prints a line per step of a phase.
 
     cold start 120/500 · loss 0.812 · 31.2 s · 4,204 tok/s · MFU 38.1 % · 3 h 17 min left
     PARA-GRPO 12/54 · reward 0.93 · accuracy 0.61 · compliance 0.84 · calls 1.90 · 118 s · ...
@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import collections
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from paravt_jax.data.any_path import AnyPath
 from train.durable.metrics import PHASE_TITLES, format_seconds
-from train.durable.watch import Watch, disk_fills, room_for_checkpoint, step_seconds
 
 Row = dict[str, Any]
 
@@ -40,7 +37,7 @@ _SPEEDS = {
 
 
 def step_line(row: Row, steps: int, left: str) -> str:
-    """The line of a step.
+    """Return the line of a step.
 
     Args:
         row: The step's line of metrics.jsonl.
@@ -66,7 +63,7 @@ def step_line(row: Row, steps: int, left: str) -> str:
 
 
 def rows_line(phase: str, lengths: Sequence[int], seconds: float) -> str:
-    """The line after a phase has compiled its programs for packed rows.
+    """Return the line after a phase has compiled its programs for packed rows.
 
     Args:
         phase: Name of the phase.
@@ -82,56 +79,26 @@ class StepLines:
     """The lines of one phase in one process.
 
     Args:
-        phase: Name of the phase.
         steps: Number of its steps.
-        earlier: Lines of metrics.jsonl of its steps in earlier processes.
-        checkpoints: Folder of its checkpoints.
-        clock: Seconds since some moment.
     """
 
-    def __init__(
-        self,
-        phase: str,
-        steps: int,
-        earlier: Sequence[Row],
-        checkpoints: AnyPath,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._phase = phase
+    def __init__(self, steps: int):
         self._steps = steps
-        self._first = earlier[-1]["step"] + 1 if earlier else 1
-        # Unix times at which the last steps of this process ended.
+        # Unix times at which the last steps ended.
         self._ends: collections.deque[float] = collections.deque(maxlen=RECENT + 1)
-        self._checkpoints = checkpoints
-        self._clock = clock
-        self._printed: float | None = None
-        self._watch = Watch(phase)
-        for row in earlier:
-            self._watch.add(row)
-        self._disk_warned = False
-
-    def begin(self) -> None:
-        """Print which step comes next. It compiles, so its line may take minutes to come."""
-        name = PHASE_TITLES[self._phase]
-        say(f"{name} {self._first}/{self._steps} is next; the first step after a start compiles")
+        self._printed = 0.0
 
     def add(self, row: Row) -> None:
-        """Print what there is to say about the step with this line of metrics.jsonl."""
+        """Print the line of the step with this line of metrics.jsonl, if one is due."""
         self._ends.append(row["wall"])
-        for warning in self._watch.add(row):
-            say(f"warning: {warning}")
-        now = self._clock()
-        is_due = self._printed is None or now - self._printed >= EVERY
-        if not is_due and row["step"] != self._steps:
-            return
-        self._printed = now
         left = self._steps - row["step"]
+        if left and row["wall"] - self._printed < EVERY:
+            return
+        self._printed = row["wall"]
         say(step_line(row, self._steps, self._time_left(left)))
-        if left:
-            self._watch_disk()
 
     def _time_left(self, steps: int) -> str:
-        """The time left of the phase in words; "" if nothing is left, or nothing tells it yet.
+        """Return the time left in words; "" if nothing is left, or nothing tells it yet.
 
         A step takes from its end to the end of the next one, with saves and evaluations between.
         The first step of a process compiles, so it does not count.
@@ -141,15 +108,10 @@ class StepLines:
         usual = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return f"{format_seconds(max(0.0, steps * usual))} left"
 
-    def _watch_disk(self) -> None:
-        """Warn once if the next checkpoint does not fit, and again after it did fit."""
-        room = room_for_checkpoint(self._checkpoints)
-        if room is None:
-            return
-        warning = disk_fills(*room)
-        if warning is not None and not self._disk_warned:
-            say(f"warning: {warning}")
-        self._disk_warned = warning is not None
+
+def step_seconds(row: Row) -> float:
+    """Return the measured duration of a step."""
+    return sum(value or 0.0 for name, value in row.items() if name.startswith("time/"))
 
 
 def say(line: str) -> None:

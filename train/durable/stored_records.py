@@ -10,56 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from paravt_jax.method.records import (
-    Author,
-    CallOutcome,
-    CallStatus,
-    CropCall,
-    Episode,
-    Frame,
-    Question,
-    QuestionKind,
-    Segment,
-    StopReason,
-    Subtitle,
-    ToolCall,
-    Trajectory,
-    Turn,
-)
-from paravt_jax.method.rewards import Rewards
-from rollout.engine.pacing import AgentLog
-from rollout.engine.requests import Sample, SampleStop
-from train.learn.in_flight import EpisodeInFlight, GroupInFlight
-from train.learn.rollout_pool import PoolState
-from train.learn.rollouts import Rollouts
+from paravt_jax.method import records, rewards
+from paravt_jax.method.records import Trajectory
+from rollout.engine import pacing, requests
+from train.learn import in_flight, rollout_pool, rollouts
 
-_RECORD_TYPES = (
-    Rollouts,
-    Episode,
-    Question,
-    Segment,
-    Frame,
-    Turn,
-    CallOutcome,
-    CropCall,
-    ToolCall,
-    Subtitle,
-    Rewards,
-    PoolState,
-    GroupInFlight,
-    EpisodeInFlight,
-    AgentLog,
-    Sample,
-)
-# Types by their name in the file, which is the value of the key "is".
-_RECORDS = {kind.__name__: kind for kind in _RECORD_TYPES}
+_MODULES = (records, rewards, pacing, requests, rollouts, in_flight, rollout_pool)
+_KINDS = {name: kind for module in _MODULES for name, kind in vars(module).items()}
+# What can be stored, by the name of its type, which is the value of the key "is".
+_RECORDS: dict[str, Any] = {
+    name: kind for name, kind in _KINDS.items() if dataclasses.is_dataclass(kind)
+}
 _ENUMS = {
-    kind.__name__: kind for kind in (Author, CallStatus, QuestionKind, StopReason, SampleStop)
+    name: kind
+    for name, kind in _KINDS.items()
+    if isinstance(kind, type) and issubclass(kind, enum.Enum)
 }
 
 
 def pack(value: Any) -> Any:
-    """Encodes a value as JSON: tuples as lists; records, enums, arrays and dicts tagged by "is".
+    """Encode a value as JSON: tuples as lists; records, enums, arrays and dicts tagged by "is".
 
     Raises:
         TypeError: `unpack` could not restore the value.
@@ -93,6 +63,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
+    """Decode what `pack` returned."""
     if isinstance(value, list):
         return tuple(unpack(item) for item in value)
     if not isinstance(value, dict):

@@ -1,10 +1,7 @@
-"""What a run uses besides its steps: memory of the devices, seconds of compiling, and goodput.
+"""What a step uses besides its work: memory of the devices, seconds of compiling and waiting.
 
-Goodput is the share of the wall time since the run began that went into steps that count. A step
-counts if its metrics are in metrics.jsonl: what a killed run repeats is removed there. Of a step,
-its parts count (`time/...`) without compiling and without waiting for files and other hosts. So
-these are lost: starting, compiling, waiting, evaluating, saving, steps that are repeated, and the
-time between two starts.
+The seconds that count towards goodput are those of a step's parts (`time/...`), less compiling and
+waiting for files and other hosts.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from models.device_memory import used_memory
 from models.features import FrameFeatures
 from paravt_jax.processes import hosts
 from rollout.engine.engine import Engine
-from train.durable.clock import Clock
 from train.learn.packing import GroupLengths
 from train.learn.speed import speeds
 
@@ -58,10 +54,10 @@ class Waiting:
         self._engine = engine
         self._features = features
         self._compilations = compilations
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Begin a step."""
+    def reset(self) -> None:
+        """Count from now on: a step begins."""
         self._before = self._seconds()
         self._compiled = self._compilations.count
 
@@ -94,33 +90,18 @@ class Waiting:
 
 
 class Usage:
-    """The metrics of a step that are measured alike in every phase.
-
-    Attributes:
-        clock: The run's clock.
-    """
+    """The metrics of a step that are measured alike in every phase."""
 
     WARM_UP = 3
     """Steps of a process in which programs may still compile."""
 
-    def __init__(self, clock: Clock):
-        self.clock = clock
+    def __init__(self) -> None:
         self._compilations = Compilations()
         self._programs = 0
         self._compiled = 0.0
-        self._counted = 0.0
         self._waiting: Waiting | None = None
         self._steps = 0
         self._trained: tuple[ModelConfig, int] | None = None
-
-    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Count the steps of earlier phases and processes.
-
-        Args:
-            rows: The lines of metrics.jsonl, without steps that are repeated.
-        """
-        # Earlier versions did not record it.
-        self._counted = sum(row.get("goodput/seconds", 0.0) for row in rows)
 
     def trains(self, config: ModelConfig, devices: int) -> None:
         """Measure from now on the speed of updates of a model on a number of devices."""
@@ -131,15 +112,15 @@ class Usage:
         self._waiting = Waiting(engine, features, self._compilations)
         self._steps = 0
 
-    def begin(self) -> None:
-        """Begin a step. An evaluation since the last one is not part of it."""
+    def reset(self) -> None:
+        """Count from now on: a step begins. An evaluation since the last one is not part of it."""
         if self._waiting is not None:
-            self._waiting.begin()
+            self._waiting.reset()
 
     def metrics(
         self, figures: Mapping[str, float], lengths: Sequence[GroupLengths] = ()
     ) -> dict[str, float]:
-        """Return speed, memory, compiling, waiting and goodput of a step. All processes call this.
+        """Return speed, memory, compiling and waiting of a step. All processes call this.
 
         Args:
             figures: The other metrics of the step.
@@ -156,18 +137,15 @@ class Usage:
         compiled = self._compilations.seconds - self._compiled
         programs = self._compilations.count - self._programs
         self._compiled, self._programs = self._compilations.seconds, self._compilations.count
-        counted = counted_seconds({**figures, **measured}, compiled)
-        self._counted += counted
         return measured | {
             "compile/seconds": compiled,
             "compile/programs": float(programs),
-            "goodput/seconds": counted,
-            "goodput/share": self._counted / self.clock.since_began,
+            "goodput/seconds": counted_seconds({**figures, **measured}, compiled),
         }
 
 
 def counted_seconds(figures: Mapping[str, float], compiled: float) -> float:
-    """The seconds of a step that count towards goodput.
+    """Return the seconds of a step that count towards goodput.
 
     Args:
         figures: The metrics of the step.
@@ -180,7 +158,7 @@ def counted_seconds(figures: Mapping[str, float], compiled: float) -> float:
 
 
 def _memory() -> dict[str, float]:
-    """GiB of the device that has most in use, and had at most; nothing where JAX has no counts."""
+    """Return GiB in use, and at most, on the fullest device; {} where JAX has no counts."""
     found = [used for part in hosts.gather(used_memory(jax.local_devices())) for used in part]
     if not found:
         return {}

@@ -1,0 +1,116 @@
+"""Going back to an older checkpoint leaves nothing of later steps, and what is lost is named."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
+from paravt_jax.data.stored_json import DamagedFileError, write_checked_json
+from tests.train.homes import Steps, open_home
+from train.durable.checkpoint import Checkpoints
+from train.durable.metrics import read_metrics
+from train.durable.run_directory import RunDirectoryError
+from train.durable.saver import Saver
+
+
+def train(folder: pathlib.Path, name: str, steps: int, **config: str) -> int:
+    """Train a phase, as a new process, to its last step; return the step it went on from.
+
+    A file is made from the weights of each step, and a result at the end.
+    """
+    home = open_home(folder, config=config)
+    (folder / "evaluation").mkdir(exist_ok=True)
+    kept = Checkpoints(folder / "checkpoints" / name, asynchronous=True)
+    with Saver(name, Steps(steps, 2), home, kept, {}) as saver:
+        saver.restore({"n": jnp.zeros(())})
+        for step in saver.steps():
+            made = {"phase": name, "step": step, "rows": [], "episodes": []}
+            write_checked_json(folder / "evaluation" / f"{name}-{step}.json", made)
+            saver.done(step, {"n": jnp.full((), step, float)}, {"loss": 1.0}, {})
+    (folder / "result.json").write_text("{}")
+    return saver.finished_steps
+
+
+def made(folder: pathlib.Path) -> dict[str, int]:
+    """The files of evaluations, each with its time."""
+    return {file.stem: file.stat().st_mtime_ns for file in (folder / "evaluation").iterdir()}
+
+
+@pytest.fixture
+def run(tmp_path) -> pathlib.Path:
+    """A run with four steps of SFT and four of RL; each phase keeps checkpoints 2 and 4."""
+    train(tmp_path, "sft", 4)
+    train(tmp_path, "rl", 4)
+    return tmp_path
+
+
+def test_a_finished_run_loses_nothing_by_the_same_command(run):
+    before = made(run)
+    assert (train(run, "sft", 4), train(run, "rl", 4)) == (4, 4)
+    assert made(run) == before and len(before) == 8
+
+
+def test_lost_lines_of_the_metrics_are_an_error(run):
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    for left in (lines[:5] + lines[6:], lines[1:], []):
+        metrics.write_text("".join(left))
+        with pytest.raises(RunDirectoryError, match=r"metrics.jsonl: damaged: .* PARA-GRPO 4/4"):
+            train(run, "rl", 4)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_flipped_bit_of_metrics_is_named(run, number):
+    """Also one that leaves a line valid, such as a changed digit."""
+    file = run / "metrics.jsonl"
+    content = file.read_bytes()
+    digits = [place for place, byte in enumerate(content) if chr(byte) in "02468"]
+    place = digits[number * (len(digits) - 1) // 3]
+    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with pytest.raises((RunDirectoryError, DamagedFileError), match=r"metrics\.jsonl"):
+        train(run, "rl", 4)
+
+
+def test_metrics_after_the_last_checkpoint_are_not_verified(run):
+    """They are removed before the run goes on."""
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"phase": "rl", "step": 5, "wall": 0.0}) + "\n")
+    assert train(run, "rl", 6) == 4
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")][-2:] == [5, 6]
+
+
+@pytest.mark.parametrize("lost", ["", "4"])
+def test_a_lost_phase_that_a_later_one_was_trained_from_is_an_error(run, lost):
+    shutil.rmtree(run / "checkpoints" / "sft" / lost)
+    metrics = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunDirectoryError, match="sft/4: lost, but rl in .* was made from it"):
+        train(run, "sft", 4)
+    assert (run / "metrics.jsonl").read_bytes() == metrics, "nothing was cut"
+
+
+def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before(run):
+    shutil.rmtree(run / "checkpoints" / "rl" / "4")
+    (run / "model").mkdir()
+    with pytest.raises(RunDirectoryError, match="rl/4: lost, but model in .* was made from it"):
+        train(run, "rl", 4)
+    (run / "model").rmdir()
+    before = made(run)
+    assert train(run, "rl", 4) == 2
+    steps = [(row["phase"], row["step"]) for row in read_metrics(run / "metrics.jsonl")]
+    assert steps == [(phase, step) for phase in ("sft", "rl") for step in (1, 2, 3, 4)]
+    after = made(run)
+    assert {name for name in before if after[name] != before[name]} == {"rl-3", "rl-4"}
+    assert train(run, "rl", 4) == 4
+
+
+def test_a_cold_start_of_another_run_needs_no_metrics_here(run, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    shutil.copytree(run / "checkpoints" / "sft", other / "checkpoints" / "sft")
+    start = {"start": str(run)}
+    assert (train(other, "sft", 4, **start), train(other, "rl", 4, **start)) == (4, 0)
+    assert train(other, "rl", 4, **start) == 4
+    assert {row["phase"] for row in read_metrics(other / "metrics.jsonl")} == {"rl"}
