@@ -10,7 +10,9 @@ import dataclasses
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from paravt_extras.report.result import read_result
 from paravt_jax.data.stored_json import mismatch

@@ -14,7 +14,9 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from configs import RECIPES
 from paravt_jax.data import datasets

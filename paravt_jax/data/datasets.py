@@ -13,16 +13,20 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import pydantic
 import tensorflow_datasets as tfds
 
-from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
-from paravt_jax.method.records import Caption, Question, QuestionKind, Subtitle
+from paravt_jax.method.conversations import Conversation
+from paravt_jax.method.records import Caption, Question
 
 Record = Question | Caption | Conversation
 _AnyRecord = TypeVar("_AnyRecord", Question, Caption, Conversation)
+_RECORDS: dict[str, pydantic.TypeAdapter] = {
+    kind.__name__.lower(): pydantic.TypeAdapter(kind) for kind in (Question, Caption, Conversation)
+}
 
 
 class Records(tfds.core.GeneratorBasedBuilder):
@@ -136,49 +140,12 @@ def encode(record: Record) -> tuple[str, str]:
 
 def decode(kind: str, text: str) -> Record:
     """Return the record that `encode` was given."""
-    return _DECODERS[kind](json.loads(text))
+    return _RECORDS[kind].validate_json(text)
 
 
 def video_of(record: Record) -> str:
     """Return the path of a record's video; for a conversation, the path of its first clip."""
     return record.clips[0].path if isinstance(record, Conversation) else record.video
-
-
-def _question(stored: dict) -> Question:
-    evidence = stored["evidence"]
-    parsed: dict[str, Any] = {
-        "kind": QuestionKind(stored["kind"]),
-        "options": tuple(stored["options"]),
-        "subtitles": tuple(Subtitle(**entry) for entry in stored["subtitles"]),
-        "evidence": None if evidence is None else tuple(evidence),
-    }
-    return Question(**(stored | parsed))
-
-
-def _conversation(stored: dict) -> Conversation:
-    turns = tuple(
-        ChatTurn(turn["role"], tuple(map(_part, turn["content"]))) for turn in stored["turns"]
-    )
-    parsed: dict[str, Any] = {"turns": turns}
-    return Conversation(**(stored | parsed))
-
-
-def _part(stored: str | dict) -> str | Clip:
-    if isinstance(stored, str):
-        return stored
-    parsed: dict[str, Any] = {"indices": tuple(stored["indices"]), "times": tuple(stored["times"])}
-    return Clip(**(stored | parsed))
-
-
-def _caption(stored: dict) -> Caption:
-    return Caption(stored["video"], stored["time"], tuple(stored["words"]))
-
-
-_DECODERS: dict[str, Callable[[Any], Record]] = {
-    "question": _question,
-    "conversation": _conversation,
-    "caption": _caption,
-}
 
 
 def _text(value: bytes | str) -> str:

@@ -17,7 +17,8 @@ import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from paravt_jax.data.stored_json import read_checked_json, write_checked_json
 

@@ -24,7 +24,9 @@ import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically

@@ -10,7 +10,8 @@ import json
 import pathlib
 import time
 from collections.abc import Callable
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import read_json

@@ -21,7 +21,9 @@ import json
 import pathlib
 import zlib
 from collections.abc import Callable
-from typing import NotRequired, TypedDict
+from typing import NotRequired
+
+from typing_extensions import TypedDict
 
 from paravt_jax.data.stored_json import (
     DamagedFileError,

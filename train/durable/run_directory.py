@@ -6,7 +6,9 @@ import os
 import pathlib
 import shutil
 from collections.abc import Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from paravt_jax.data.stored_json import (
     DamagedFileError,
