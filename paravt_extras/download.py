@@ -20,7 +20,7 @@ from paravt_jax.data.any_path import require_local
 from paravt_jax.data.archives import Archive, find_archives, mark_of, unpack
 from paravt_jax.data.stored_settings import lock
 from paravt_jax.processes.exit_codes import USER_ERRORS
-from paravt_jax.progress import Progress, size
+from paravt_jax.progress import size
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
 
 _PROG = command_name("python -m paravt_extras.download")
@@ -116,7 +116,7 @@ def download(name: str, folder: pathlib.Path, keep_archives: bool = False) -> No
                 place = f"{number} of {len(plan.archives)}"
                 _say(f"{name}: archive {place}, {archive.name}, {size(archive.size)}")
                 data_sets.download(benchmark.source, plan.revision, archive.parts, folder)
-                _unpack([archive], folder)
+                unpack(archive, folder, folder)
             if not keep_archives:
                 for part in archive.parts:
                     (folder / part).unlink(missing_ok=True)
@@ -132,18 +132,13 @@ def _locked(folder: pathlib.Path) -> contextlib.AbstractContextManager:
         raise OSError(f"--to {folder}: {error}; wait for it, or stop it") from error
 
 
-def _unpack(archives: Sequence[Archive], folder: pathlib.Path) -> None:
-    with Progress("unpack", "MB") as progress:
-        unpack(archives, folder, folder, progress.update)
-
-
 def _unpack_own(benchmark: Benchmark, folder: pathlib.Path) -> None:
     """Unpack archives that the user has put into the folder. They are kept."""
     files = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
     archives = find_archives(files)
-    if archives:
-        _unpack(archives, folder)
-    else:
+    for archive in archives:
+        unpack(archive, folder, folder)
+    if not archives:
         _say(
             f"{benchmark.name}: its videos are not on the hub; put {benchmark.elsewhere} into "
             f"{folder} and repeat the command, or unpack it there"

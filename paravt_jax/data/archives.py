@@ -22,7 +22,7 @@ import shutil
 import stat
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from paravt_jax.data import foreign
@@ -100,42 +100,26 @@ def mark_of(archive: Archive, root: pathlib.Path) -> pathlib.Path:
     return root / _MARKS / f"{pathlib.PurePosixPath(archive.parts[0]).name[:100]}-{identity}"
 
 
-def unpack(
-    archives: Sequence[Archive],
-    source: pathlib.Path,
-    root: pathlib.Path,
-    tell: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Unpack archives into one folder. Archives that were unpacked before are skipped.
+def unpack(archive: Archive, source: pathlib.Path, root: pathlib.Path) -> None:
+    """Unpack an archive into a folder, unless it was unpacked there before.
 
     Only one process may do this in a folder at a time.
 
     Args:
-        archives: The archives.
-        source: The folder to which their paths are relative.
-        root: Where to unpack them.
-        tell: Called after each archive with the megabytes that are done, and all. It may raise an
-            exception to stop.
+        archive: The archive.
+        source: The folder to which its paths are relative.
+        root: Where to unpack it.
 
     Raises:
-        ArchiveError: An archive is damaged or must not be unpacked.
+        ArchiveError: It is damaged or must not be unpacked.
         OSError: The disk is full or cannot be written.
     """
-    total = sum(archive.size for archive in archives)
-    done = 0
-    for archive in archives:
-        if not mark_of(archive, root).exists():
-            _unpack(archive, source, root)
-        done += archive.size
-        tell(round(done / 1e6), round(total / 1e6))
-
-
-def _unpack(archive: Archive, source: pathlib.Path, root: pathlib.Path) -> None:
-    """Unpack an archive and mark it."""
+    mark = mark_of(archive, root)
+    if mark.exists():
+        return
     temporary = root / _UNFINISHED
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     temporary.mkdir(parents=True)
-    mark = mark_of(archive, root)
     try:
         with _named_errors(source / archive.name), _Joined(source, archive.parts) as parts:
             guard = _Guard(root, archive.size)

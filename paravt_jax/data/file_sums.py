@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from typing_extensions import TypedDict
 
-from paravt_jax.data.stored_json import read_checked_json, write_checked_json
+from paravt_jax.data.stored_json import DamagedFileError, read_checked_json, write_checked_json
 
 SUMS = "sums.json"
 
@@ -66,6 +66,17 @@ def seal(folder: pathlib.Path) -> list[str]:
         return find_damage(folder, sums)
     write_sums(folder, [file for file in folder.rglob("*") if file.is_file()])
     return []
+
+
+def require_sealed(folder: pathlib.Path, remedy: str) -> None:
+    """Write the sums of a complete folder; if it has sums, verify its files.
+
+    Raises:
+        DamagedFileError: A file has changed.
+    """
+    damage = seal(folder)
+    if damage:
+        raise DamagedFileError(f"{folder}/{damage[0]}; {remedy}")
 
 
 def read_sums(folder: pathlib.Path) -> Sums | None:

@@ -54,7 +54,7 @@ def test_stored_records_pass_through_unchanged(tmp_path):
     settings = world_text.TextSettings(groups=1)
     conversations = list(world_text.main_conversations(videos, settings))
     datasets.write_splits(tmp_path, {"main": conversations})
-    batches = take(loader.stream(datasets.open_split(tmp_path, "main"), 0, 4), 4)
+    batches = take(loader.stream(datasets.open_splits(tmp_path)["main"], 0, 4), 4)
     found = [conversation for batch in batches for conversation in batch]
     by_id = {conversation.id: conversation for conversation in conversations}
     assert {conversation.id: conversation for conversation in found} == by_id
