@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import filecmp
 import hashlib
 import io
 import itertools
@@ -130,7 +129,7 @@ def unpack(archive: Archive, source: pathlib.Path, root: pathlib.Path) -> None:
                     _extract_tar(stream, temporary, guard)
             if not guard.files:
                 raise ArchiveError("it holds no file")
-            _move(temporary, root)
+            shutil.copytree(temporary, root, copy_function=os.replace, dirs_exist_ok=True)
         # After a power failure, the mark must not exist without the files.
         os.sync()
         mark.parent.mkdir(exist_ok=True)
@@ -231,21 +230,6 @@ def _extract_tar(stream: io.BufferedIOBase, folder: pathlib.Path, guard: _Guard)
                 f"it is cut off or damaged after {file.offset} bytes; delete it and download it "
                 "again"
             )
-
-
-def _move(folder: pathlib.Path, root: pathlib.Path) -> None:
-    """Move all files to their places. A file is not replaced by another one."""
-    for file in [file for file in folder.rglob("*") if file.is_file()]:
-        target = root / file.relative_to(folder)
-        if target.exists():
-            if not filecmp.cmp(file, target, shallow=False):
-                raise ArchiveError(
-                    f"{target} exists with another content: delete it if this archive has the "
-                    "right one, or unpack this archive yourself, into another folder"
-                )
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, target)
 
 
 class _Joined(io.RawIOBase):

@@ -259,19 +259,6 @@ def test_an_archive_of_zeros_is_refused(source, tmp_path, zeros):
         unpack_all(source, tmp_path / "root")
 
 
-def test_a_file_with_another_content_is_not_replaced(source, tmp_path):
-    (source / "v.zip").write_bytes(packed("v.zip", VIDEOS))
-    present = tmp_path / "root/data/a.mp4"
-    present.parent.mkdir(parents=True)
-    present.write_bytes(bytes(len(VIDEOS["data/a.mp4"])))
-    with pytest.raises(ArchiveError, match="exists with another content"):
-        unpack_all(source, tmp_path / "root")
-    present.write_bytes(VIDEOS["data/a.mp4"])
-    before = present.stat().st_mtime_ns
-    unpack_all(source, tmp_path / "root")
-    assert present.stat().st_mtime_ns == before, "an equal file is kept as it is"
-
-
 SLOWLY = """
 import os, pathlib, sys, time
 from paravt_jax.data import archives
