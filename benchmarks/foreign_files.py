@@ -48,7 +48,7 @@ from models.weights import tensor_file
 from models.weights.hf_config import from_hf, to_hf
 from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data import archives
-from paravt_jax.data.archives import ArchiveError, find_archives
+from paravt_jax.data.archives import ArchiveError
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError
 from paravt_jax.data.published import open_table, read_rows
@@ -331,9 +331,8 @@ def archived(place: Place) -> Kind:
         source.mkdir()
         path = source / f"case{name[1:]}"
         path.write_bytes(data)
-        (found,) = find_archives({path.name: len(data)})
         try:
-            archives.unpack(found, source, target)
+            archives.unpack(path.name, source, target)
             outcome = "unpacked"
         except ArchiveError as error:
             outcome = refused(error, source)
@@ -517,12 +516,8 @@ def write_seeds(place: Place, videos: pathlib.Path | None) -> dict[str, bytes]:
     save_tokenizer(build_tokenizer(["a"]), place.folder / "tokenizer")
     write_stand_in(place.folder / "published", seed=0)
     media_folder = place.folder / "published" / "media"
-    sizes = {
-        file.relative_to(media_folder).as_posix(): file.stat().st_size
-        for file in media_folder.rglob("*.zip")
-    }
-    for archive in find_archives(sizes):
-        archives.unpack(archive, media_folder, place.inside)
+    for file in sorted(media_folder.rglob("*.zip")):
+        archives.unpack(file.relative_to(media_folder).as_posix(), media_folder, place.inside)
 
     codecs = {
         "mp4": "libx264",

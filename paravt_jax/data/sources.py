@@ -10,14 +10,14 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from paravt_jax.data import hub
-from paravt_jax.data.archives import PATTERNS, find_archives, unpack
+from paravt_jax.data.archives import SUFFIXES, unpack
 from paravt_jax.data.buckets import fetch_files
 from paravt_jax.progress import Progress
 
 _VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg")
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MEDIA = (*_VIDEOS, *_PICTURES)
-MEDIA_PATTERNS = (*PATTERNS, *(f"*{suffix}" for suffix in MEDIA))
+MEDIA_PATTERNS = tuple(f"*{suffix}" for suffix in (*SUFFIXES, *MEDIA))
 """Patterns of the names of media and of archives."""
 
 
@@ -81,15 +81,16 @@ def media_root(
     # Archives beside media in a local folder are taken to be unpacked already.
     if found == pathlib.Path(source).expanduser() and _holds_media(found):
         return found
-    files = (file for file in found.rglob("*") if file.is_file())
-    archives = find_archives(
-        {file.relative_to(found).as_posix(): file.stat().st_size for file in files}
+    archives = sorted(
+        file.relative_to(found).as_posix()
+        for file in found.rglob("*")
+        if file.is_file() and file.name.lower().endswith(SUFFIXES)
     )
     if not archives:
         return found
     with Progress("unpack media", "archive") as progress:
-        for done, archive in enumerate(archives, 1):
-            unpack(archive, found, root)
+        for done, name in enumerate(archives, 1):
+            unpack(name, found, root)
             progress.update(done, len(archives))
             check()
     return root

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from paravt_jax.data.archives import ArchiveError, find_archives, mark_of, unpack
+from paravt_extras.download import find_archives, join_parts
+from paravt_jax.data.archives import ArchiveError, mark_of, unpack
 
 ROOT = pathlib.Path(__file__).parents[2]
 VIDEOS = {
@@ -53,7 +54,8 @@ def unpack_all(source: pathlib.Path, root: pathlib.Path, **fields) -> None:
     files = [file for file in source.rglob("*") if file.is_file()]
     sizes = {file.relative_to(source).as_posix(): file.stat().st_size for file in files}
     for archive in find_archives(sizes, **fields):
-        unpack(archive, source, root)
+        join_parts(archive, source)
+        unpack(archive.name, source, root)
 
 
 def contents(root: pathlib.Path) -> dict[str, bytes]:
@@ -268,8 +270,7 @@ def slow(*paths):
     time.sleep(0.02)
     replace(*paths)
 archives.os.replace = slow
-sizes = {file.name: file.stat().st_size for file in source.iterdir()}
-archives.unpack(*archives.find_archives(sizes), source, root)
+archives.unpack(*[file.name for file in source.iterdir()], source, root)
 """
 
 
@@ -287,8 +288,7 @@ def test_unpacking_is_repeated_after_a_kill(source, tmp_path, name):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    (archive,) = find_archives({name: (source / name).stat().st_size})
-    assert not mark_of(archive, root).exists()
+    assert not mark_of(name, (source / name).stat().st_size, root).exists()
     for file in root.glob("*.mp4"):
         assert file.read_bytes() == members[file.name], "a file is complete or not there"
     unpack_all(source, root)
@@ -309,6 +309,5 @@ def test_an_archive_that_is_a_link_out_of_the_folder_is_not_opened(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "v.zip").symlink_to(outside)
-    (found,) = find_archives({"v.zip": outside.stat().st_size})
     with pytest.raises(ArchiveError, match=f"v.zip: a link to {outside}, outside the folder"):
-        unpack(found, source, tmp_path / "root")
+        unpack("v.zip", source, tmp_path / "root")
