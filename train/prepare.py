@@ -63,8 +63,6 @@ from train.published_model import copy_tokenizer
 from train.settings import Run
 from train.world_data import prepare_world, require_bounds
 
-_NAMED = 10  # largest number of left-out questions to print by name
-
 
 def prepare(
     run: Run,
@@ -279,7 +277,7 @@ def _sizes_of(summary: dict[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 def _without_long_questions(run: Run, data: Data, longest: float) -> Data:
-    """Leaves out questions that are too long for a prompt, and prints them.
+    """Leave out questions that are too long for a prompt.
 
     Args:
         run: The settings.
@@ -298,30 +296,18 @@ def _without_long_questions(run: Run, data: Data, longest: float) -> Data:
         )
     # `text_tokens` is the room for the system turn and the question together.
     system = overview_tokens(rules, 0, 0, 0.0)
-    limit = run.protocol.text_tokens - system
     lengths = {
-        question.id: len(rules.question(question).ids)
+        question.id: system + len(rules.question(question).ids)
         for question in (*data.questions, *data.heldout)
     }
+    limit = run.protocol.text_tokens
     training = tuple(q for q in data.questions if lengths[q.id] <= limit)
     heldout = tuple(q for q in data.heldout if lengths[q.id] <= limit)
-
-    for split, before, after, needed in (
-        ("training", data.questions, training, run.rl is not None),
-        ("held-out", data.heldout, heldout, True),
-    ):
-        if needed and before and not after:
-            shortest = min(lengths[question.id] for question in before)
-            raise ValueError(
-                f"protocol.text_tokens: {run.protocol.text_tokens}; the system turn takes {system} "
-                f"tokens, and no {split} question fits beside it: give at least {system + shortest}"
-            )
-    too_long = [id for id, length in lengths.items() if length > limit]
-    if too_long and hosts.is_first():
-        named = ", ".join(f"{id} ({lengths[id]})" for id in too_long[:_NAMED])
-        print(
-            f"{len(too_long)} questions are left out because they are longer than the {limit} "
-            f"tokens that protocol.text_tokens leaves for a question: {named}"
+    if (data.heldout and not heldout) or (run.rl is not None and not training):
+        raise ValueError(
+            f"protocol.text_tokens: {limit}; the system turn takes {system} tokens, and no question "
+            "to train on, or to evaluate with, fits beside it: give at least "
+            f"{min(lengths.values())}"
         )
     return dataclasses.replace(data, questions=training, heldout=heldout)
 

@@ -7,6 +7,7 @@ process of a run sees the same batches and takes its share of each.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -46,6 +47,17 @@ def stream(
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
 
+@runtime_checkable
+class Resumable(Protocol[_Item]):
+    """A stream whose position can be saved."""
+
+    def __next__(self) -> _Item: ...
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+
 class Ahead(Generic[_Record]):
     """A stream that announces its next `depth` batches, so that their frames can be read in time.
 
@@ -56,10 +68,11 @@ class Ahead(Generic[_Record]):
     """
 
     def __init__(
-        self, source: grain.DatasetIterator[_Record], depth: int, start: Callable[[_Record], None]
+        self,
+        source: Resumable[_Record],
+        depth: int = 0,
+        start: Callable[[_Record], None] = lambda batch: None,
     ):
-        if depth < 0:
-            raise ValueError(f"loader: {depth} batches ahead; give 0 or more")
         self._source = source
         self._depth = depth
         self._start = start
@@ -71,41 +84,29 @@ class Ahead(Generic[_Record]):
         return self
 
     def __next__(self) -> _Record:
-        self._fill(self._depth + 1)
+        self.peek(self._depth + 1)
         _, batch = self._next.popleft()
         # Announce the next batches now, so that they load while the caller works on this one.
-        self._fill(self._depth)
+        self.peek(self._depth)
         return batch
 
-    def get_state(self) -> dict[str, Any]:
-        """Return the state from which `set_state` resumes with the batch that comes next."""
-        if not self._next:
-            return self._source.get_state()
-        state, _ = self._next[0]
-        return state
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Resume at `state`. Batches that were read ahead are dropped."""
-        self._next.clear()
-        self._source.set_state(state)
-
-    def _fill(self, count: int) -> None:
+    def peek(self, count: int) -> list[_Record]:
+        """Announce the next batches, and return them without taking them."""
         while len(self._next) < count:
             state = self._source.get_state()
             batch = next(self._source)
             self._start(batch)
             self._next.append((state, batch))
+        return [batch for _, batch in itertools.islice(self._next, count)]
 
+    def get_state(self) -> dict[str, Any]:
+        """Return the state from which `set_state` resumes with the batch that comes next."""
+        return self._next[0][0] if self._next else self._source.get_state()
 
-@runtime_checkable
-class Resumable(Protocol[_Item]):
-    """A stream whose position can be saved."""
-
-    def __next__(self) -> _Item: ...
-
-    def get_state(self) -> dict[str, Any]: ...
-
-    def set_state(self, state: dict[str, Any]) -> None: ...
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Resume at `state`. Batches that were read ahead are dropped."""
+        self._next.clear()
+        self._source.set_state(state)
 
 
 class Pipeline(Generic[_Record, _Begun, _Batch]):

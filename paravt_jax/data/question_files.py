@@ -255,15 +255,7 @@ def _answer(row: _Row, kind: QuestionKind) -> str:
 
 def _subtitles(root: pathlib.Path, path: str) -> tuple[Subtitle, ...]:
     """Read a subtitle file below a folder."""
-    if not path.endswith(".srt"):
-        raise _BadRow("subtitles", path, "a SubRip file (.srt): convert it, or leave it out")
     try:
-        entries = read_srt(join(root, path))
-    except (OSError, VideoError):
-        rule = f"no such file below {root}: put it there, or leave it out"
-        raise _BadRow("subtitles", path, rule) from None
-    except ForeignFileError as error:
-        raise _BadRow("subtitles", path, str(error)) from None
-    if not entries:
-        raise _BadRow("subtitles", path, "it has no entries: correct it, or leave it out")
-    return tuple(entries)
+        return tuple(read_srt(join(root, path)))
+    except (OSError, VideoError, ForeignFileError) as error:
+        raise _BadRow("subtitles", path, f"{error}; give a SubRip file (.srt)") from error

@@ -102,11 +102,6 @@ def test_a_state_does_not_depend_on_batches_read_ahead():
     assert take(first, 30) == everything
 
 
-def test_a_negative_depth_is_refused():
-    with pytest.raises(ValueError, match="-1 batches"):
-        loader.Ahead(loader.stream(range(4), 0, 1), -1, lambda batch: None)
-
-
 class Device:
     """Runs what it is given in order, in a thread of its own, like an accelerator."""
 

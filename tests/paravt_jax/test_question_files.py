@@ -105,7 +105,7 @@ BAD = [
     ({"options": ["A. one", "B. one"], "answer": "A"}, "options", "occurs twice"),
     ({"options": None}, "answer", "no options: add them, or the kind oe"),
     ({"options": None, "answer": "(C)"}, "answer", "no options: add them, or the kind oe"),
-    ({"subtitles": "gone.srt"}, "subtitles", "no such file"),
+    ({"subtitles": "gone.srt"}, "subtitles", "No such file"),
     ({"subtitles": "talk.txt"}, "subtitles", ".srt"),
     ({"evidence": [5, 5]}, "evidence", "span"),
     ({"option": "x"}, "option", "not permitted"),

@@ -63,10 +63,10 @@ def test_a_source_that_does_not_exist_is_refused_with_a_remedy(source, words, tm
 
 def test_a_bucket_without_its_package_names_the_package(tmp_path, monkeypatch):
     def missing(address):
-        raise ImportError("no gcsfs")
+        raise ImportError("Please install gcsfs")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(ModuleNotFoundError, match="pip install gcsfs"):
+    with pytest.raises(ModuleNotFoundError, match="install gcsfs; .*pip"):
         sources.fetch("gs://bucket/a", tmp_path, ["*.parquet"])
 
 
