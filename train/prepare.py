@@ -305,8 +305,8 @@ def _without_long_questions(run: Run, data: Data, longest: float) -> Data:
     heldout = tuple(q for q in data.heldout if lengths[q.id] <= limit)
     if (data.heldout and not heldout) or (run.rl is not None and not training):
         raise ValueError(
-            f"protocol.text_tokens: {limit}; the system turn takes {system} tokens, and no question "
-            "to train on, or to evaluate with, fits beside it: give at least "
+            f"protocol.text_tokens: {limit}; the system turn takes {system} tokens, and no "
+            "question to train on, or to evaluate with, fits beside it: give at least "
             f"{min(lengths.values())}"
         )
     return dataclasses.replace(data, questions=training, heldout=heldout)

@@ -76,13 +76,13 @@ def identity(path: str | os.PathLike) -> str:
 
 
 def _identity(address: str) -> str:
+    system, name = open_bucket(address)
     # Broad because every file system raises errors of its own kinds.
     try:
-        system, name = open_bucket(address)
+        if not is_address(address):
+            name = os.path.realpath(name)
         found: Any = system.info(name)
         mark = system.ukey(name)
-    except ModuleNotFoundError:
-        raise
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         # ValueError: the name contains a NUL.
         raise VideoError(address, "no such file") from error
