@@ -135,7 +135,9 @@ def _prepare_rows(
     # SFT alone asks no questions, so their lengths do not matter to it.
     if run.rl is not None or data.heldout:
         data = _without_long_questions(run, data, prepared.summary["longest"])
-    sources = count_rows(prepared.summary, _too_long(run, data, (*training, *heldout)))
+    sources = count_rows(
+        prepared.summary, _too_long(run, data, (*training, *heldout), questions is not None)
+    )
     if hosts.is_first():
         print(describe_rows(sources))
     require_rows(run, sources, home)
@@ -247,33 +249,28 @@ def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})
 
 
-def _too_long(run: Run, data: Data, questions: Sequence[Question]) -> list[tuple[str, str]]:
-    """Source and reason of each prepared row that is too long for the run.
+def _too_long(
+    run: Run, data: Data, questions: Sequence[Question], own: bool
+) -> list[tuple[str, str]]:
+    """Return the source and the reason of each prepared row that is too long for the run.
 
     Args:
         run: The settings.
         data: The data of the run, without long questions.
         questions: All questions of the set.
+        own: Whether they are your own.
     """
     used = {question.id for question in (*data.questions, *data.heldout)}
-    found = [
-        (split_of(question.id.rpartition(":")[0]), "longer than protocol.text_tokens")
-        for question in questions
-        if question.id not in used
-    ]
+    too_long = [question.id for question in questions if question.id not in used]
+    sources = [OWN if own else split_of(id.rpartition(":")[0]) for id in too_long]
+    found = [(source, "longer than protocol.text_tokens") for source in sources]
     if run.sft is not None:
         found += [
-            (data.conversations[number].source, "longer than sft.row_tokens")
-            for number, length in enumerate(data.lengths)
-            if length > run.sft.row_tokens
+            (conversation.source, "longer than sft.row_tokens")
+            for conversation in data.conversations
+            if conversation.tokens > run.sft.row_tokens
         ]
     return found
-
-
-def _sizes_of(summary: dict[str, Any]) -> tuple[tuple[int, int], ...]:
-    """The (height, width) of the videos of a prepared set, the most frequent first."""
-    sizes = (name.split("x") for name in summary["sizes"])
-    return tuple((int(height), int(width)) for width, height in sizes)
 
 
 def _without_long_questions(run: Run, data: Data, longest: float) -> Data:
@@ -323,9 +320,7 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
     require_sealed(records, _remedy(records))
     require_sealed(tokenizer_folder, _remedy(tokenizer_folder))
 
-    stored = {
-        name: tuple(split) for name, split in datasets.open_splits(folder / "records").items()
-    }
+    stored = {name: tuple(split) for name, split in datasets.open_splits(records).items()}
     paths = {datasets.video_of(record) for records in stored.values() for record in records}
     # What can be read without an error may still be another picture.
     damage = dict(line.split(": ", 1) for line in seal(root))
