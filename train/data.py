@@ -11,8 +11,7 @@ import grain
 import numpy as np
 
 from paravt_jax.data.frames import ReadsAhead
-from paravt_jax.data.loader import Ahead, stream
-from paravt_jax.data.packing import Packing, pack
+from paravt_jax.data.loader import Ahead, Packing, pack, stream
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
 from paravt_jax.method.tokenizer import Vocabulary

@@ -1,4 +1,4 @@
-"""The order of records in training: shuffled, repeated, batched, and exactly resumable.
+"""The order of records in training: packed, shuffled, repeated, batched, and exactly resumable.
 
 Records pass through unchanged, so one stream serves questions, packed rows and captions. Every
 process of a run sees the same batches and takes its share of each.
@@ -10,9 +10,10 @@ import collections
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import grain
+import numpy as np
 
 _Record = TypeVar("_Record")
 _Begun = TypeVar("_Begun")
@@ -191,3 +192,53 @@ def _attempt(make: Callable[[], _Batch]) -> Future[_Batch]:
     except Exception as error:
         outcome.set_exception(error)
     return outcome
+
+
+class Packing(NamedTuple):
+    """Which samples share a row.
+
+    Attributes:
+        rows: The sample numbers of each row, in order.
+        left_out: Numbers of the samples that are longer than a row.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    left_out: tuple[int, ...]
+
+
+def pack(lengths: Sequence[int], length: int) -> Packing:
+    """Pack samples first-fit: each goes into the first row with enough room, or into a new row.
+
+    The result depends only on the lengths and their order.
+
+    Args:
+        lengths: Tokens of each sample.
+        length: Tokens per row. Longer samples are left out and listed.
+
+    Raises:
+        ValueError: A sample or a row has less than one token.
+
+    Example:
+        >>> pack([3, 4, 2, 9], length=5).rows
+        ((0, 2), (1,))
+    """
+    shortest = min(lengths, default=1)
+    if length < 1 or shortest < 1:
+        raise ValueError(
+            f"packing: rows of {length} tokens, the shortest sample has {shortest}; "
+            "both need at least 1"
+        )
+    rows: list[list[int]] = []
+    left_out: list[int] = []
+    # Free tokens of every row, those without a sample included.
+    free = np.full(len(lengths), length)
+    for sample, tokens in enumerate(lengths):
+        if tokens > length:
+            left_out.append(sample)
+            continue
+        row = int(np.argmax(free[: len(rows) + 1] >= tokens))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(sample)
+        free[row] -= tokens
+    return Packing(tuple(map(tuple, rows)), tuple(left_out))

@@ -19,10 +19,9 @@ from typing import Annotated, Any
 
 import pydantic
 
-from paravt_jax.data.foreign import ForeignFileError
+from paravt_jax.data.foreign import ForeignFileError, read_srt, read_text
 from paravt_jax.data.frames import VideoError, join
 from paravt_jax.data.lettered import without_letters
-from paravt_jax.data.text_files import read_srt, read_text
 from paravt_jax.method.records import Question, QuestionKind, Subtitle
 
 _MOST_BYTES = 1 << 30
