@@ -79,17 +79,17 @@ class _Item(pydantic.BaseModel):
     """A text or a file of a message."""
 
     type: Literal["text", "video_url", "image_url"]
-    text: str = ""
+    text: str | None = None
     video_url: _Url | None = None
     image_url: _Url | None = None
 
     @property
     def part(self) -> _Part:
-        file = {"video_url": self.video_url, "image_url": self.image_url}.get(self.type)
-        if self.type == "text":
+        if self.type == "text" and self.text is not None:
             return self.text
-        if file is None:
-            raise Refused(Reason.BROKEN, f"a {self.type} has no url")
+        file = self.video_url if self.type == "video_url" else self.image_url
+        if self.type == "text" or file is None:
+            raise Refused(Reason.BROKEN, f"a part of type {self.type} holds none")
         return _File(local_path(file.url), self.type == "image_url")
 
 

@@ -84,7 +84,7 @@ def test_an_archive_is_unpacked_once(source, tmp_path, name):
     assert (tmp_path / "root/data/a.mp4").read_bytes() == b"changed since"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["v.zip", "v.tar.gz"])
 @pytest.mark.parametrize(
     "part", ["{}.{:03d}", "{}.part{:02d}", "{}.part.{letters}", "{}-{letters}", "x/{}.{letters}"]
 )

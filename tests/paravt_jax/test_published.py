@@ -349,6 +349,7 @@ def test_content_may_be_a_plain_text():
         ([{"role": [], "content": "a"}], Reason.BROKEN),
         ([say("user", {"type": "audio_url"})], Reason.BROKEN),
         ([say("user", {"type": {}})], Reason.BROKEN),
+        ([say("user", {"type": "text"}), GOOD_END], Reason.BROKEN),
         ([say("user", {"type": "video_url", "video_url": {}})], Reason.BROKEN),
         ([say("user", video(A)), GOOD_END], Reason.BROKEN),
         ([say("user", "\ud800"), GOOD_END], Reason.BROKEN),
