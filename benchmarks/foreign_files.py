@@ -48,7 +48,7 @@ from models.weights import tensor_file
 from models.weights.hf_config import from_hf, to_hf
 from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data import archives
-from paravt_jax.data.archives import ArchiveError, find_archives
+from paravt_jax.data.archives import ArchiveError
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError
 from paravt_jax.data.published import open_table, read_rows
@@ -234,7 +234,7 @@ def refused(error: Exception, path: pathlib.Path) -> str:
 def rows(place: Place) -> Kind:
     """Rows of training data."""
     seeds = [
-        (table.rl, row)
+        row
         for file in sorted((place.folder / "published" / "annotations").glob("*.parquet"))
         for table in [open_table(file)]
         for row in read_rows(table)
@@ -244,20 +244,18 @@ def rows(place: Place) -> Kind:
     workers = Workers(functools.partial(read_row, reading), 1, SECONDS)
     hostile = hostile_values(place)
 
-    def make(rng: random.Random) -> tuple[bool, dict[str, Any]]:
-        rl, row = rng.choice(seeds)
-        row = dict(row)
-        if not rl:
+    def make(rng: random.Random) -> dict[str, Any]:
+        row = dict(rng.choice(seeds))
+        if "messages" in row:
             messages = changed_value(json.loads(row["messages"]), rng, hostile)
-            return rl, {"messages": json.dumps(messages)}
+            return {"messages": json.dumps(messages)}
         if rng.random() < 0.5:
             extra = changed_value(json.loads(row["extra_info"]), rng, hostile)
-            return rl, row | {"extra_info": json.dumps(extra)}
-        return rl, changed_value(row, rng, hostile)
+            return row | {"extra_info": json.dumps(extra)}
+        return changed_value(row, rng, hostile)
 
-    def read(case: tuple[bool, dict[str, Any]]) -> str:
-        rl, row = case
-        found = workers.submit(RowTask("case:0", "case", rl, row)).result()
+    def read(row: dict[str, Any]) -> str:
+        found = workers.submit(RowTask("case:0", "case", row)).result()
         return f"left out ({found.reason})" if found.record is None else "kept"
 
     return Kind(make, read, workers.close)
@@ -333,9 +331,8 @@ def archived(place: Place) -> Kind:
         source.mkdir()
         path = source / f"case{name[1:]}"
         path.write_bytes(data)
-        found = find_archives({path.name: len(data)})
         try:
-            archives.unpack(found, source, target)
+            archives.unpack(path.name, source, target)
             outcome = "unpacked"
         except ArchiveError as error:
             outcome = refused(error, source)
@@ -519,11 +516,8 @@ def write_seeds(place: Place, videos: pathlib.Path | None) -> dict[str, bytes]:
     save_tokenizer(build_tokenizer(["a"]), place.folder / "tokenizer")
     write_stand_in(place.folder / "published", seed=0)
     media_folder = place.folder / "published" / "media"
-    sizes = {
-        file.relative_to(media_folder).as_posix(): file.stat().st_size
-        for file in media_folder.rglob("*.zip")
-    }
-    archives.unpack(find_archives(sizes), media_folder, place.inside)
+    for file in sorted(media_folder.rglob("*.zip")):
+        archives.unpack(file.relative_to(media_folder).as_posix(), media_folder, place.inside)
 
     codecs = {
         "mp4": "libx264",

@@ -312,7 +312,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "int(state.step)",
         ),
     },
-    ("paravt_jax/data/packing.py", _PACKING): {
+    ("paravt_jax/data/loader.py", _PACKING): {
         "sample_as_long_as_a_row_left_out": ("if tokens > length:", "if tokens >= length:"),
         "exact_fit_passed_over": ("+ 1] >= tokens", "+ 1] > tokens"),
         "rows_are_never_full": ("free[row] -= tokens", "free[row] -= 0"),

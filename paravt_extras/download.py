@@ -1,7 +1,7 @@
 """`python -m paravt_extras.download` fetches and unpacks the questions and videos of a benchmark.
 
-Archives are downloaded, unpacked and deleted one after another. You can stop the command at any
-moment; the same command continues it.
+Archives are downloaded, unpacked and deleted one after another; parts of one are joined first. You
+can stop the command at any moment; the same command continues it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import argparse
 import contextlib
 import dataclasses
 import pathlib
+import re
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -17,13 +19,71 @@ from fnmatch import fnmatchcase
 from paravt_extras import data_sets
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import require_local
-from paravt_jax.data.archives import Archive, find_archives, mark_of, unpack
+from paravt_jax.data.archives import SUFFIXES, mark_of, unpack
 from paravt_jax.data.stored_settings import lock
 from paravt_jax.processes.exit_codes import USER_ERRORS
-from paravt_jax.progress import Progress, size
+from paravt_jax.progress import size
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
 
+# The end of a part's name: .001, .part00, .part.aa, -aa ...
+_PART = re.compile(
+    r"(?P<whole>.+\.(?:zip|tar|tar\.gz|tgz))[._-]?(?:part)?[._-]?(?:\d{1,4}|[a-z]{2,3})",
+    re.IGNORECASE,
+)
 _PROG = command_name("python -m paravt_extras.download")
+
+
+@dataclasses.dataclass(frozen=True)
+class Archive:
+    """An archive of a data set, whole or in parts."""
+
+    name: str
+    """Path of the whole archive."""
+    parts: tuple[str, ...]
+    """Paths of its files, in order."""
+    size: int
+    """Bytes of all parts."""
+
+
+def find_archives(sizes: Mapping[str, int], joined: Sequence[str] = ()) -> list[Archive]:
+    """Return the archives among some files.
+
+    Args:
+        sizes: Bytes of the files by path.
+        joined: Patterns of files that are parts although their names do not say so. All files that
+            match one pattern make one archive, in the order of the numbers in their names.
+    """
+    parts: dict[str, list[str]] = {}
+    for name in sorted(sizes, key=_natural):
+        pattern = next((pattern for pattern in joined if fnmatchcase(name, pattern)), None)
+        part = _PART.fullmatch(name)
+        if pattern is not None:
+            parts.setdefault(pattern.replace("*", "_joined"), []).append(name)
+        elif name.lower().endswith(SUFFIXES):
+            parts[name] = [name]
+        elif part is not None:
+            parts.setdefault(part["whole"], []).append(name)
+    return [
+        Archive(whole, tuple(names), sum(sizes[name] for name in names))
+        for whole, names in parts.items()
+    ]
+
+
+def _natural(name: str) -> tuple[list[str | int], str]:
+    """Return a key that sorts 2 before 10."""
+    pieces = re.split(r"(\d+)", name)
+    return [int(piece) if n % 2 else piece for n, piece in enumerate(pieces)], name
+
+
+def join_parts(archive: Archive, folder: pathlib.Path) -> None:
+    """Join the parts of an archive. Each is deleted when it was copied, to save room."""
+    if archive.parts == (archive.name,):
+        return
+    with (folder / archive.name).open("wb") as whole:
+        for name in archive.parts:
+            with (folder / name).open("rb") as part:
+                shutil.copyfileobj(part, whole)
+            (folder / name).unlink()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +172,14 @@ def download(name: str, folder: pathlib.Path, keep_archives: bool = False) -> No
         )
         data_sets.download(benchmark.source, plan.revision, plan.loose, folder)
         for number, archive in enumerate(plan.archives, 1):
-            if not mark_of(archive, folder).exists():
+            if not mark_of(archive.name, archive.size, folder).exists():
                 place = f"{number} of {len(plan.archives)}"
                 _say(f"{name}: archive {place}, {archive.name}, {size(archive.size)}")
                 data_sets.download(benchmark.source, plan.revision, archive.parts, folder)
-                _unpack([archive], folder)
+                join_parts(archive, folder)
+                unpack(archive.name, folder, folder)
             if not keep_archives:
-                for part in archive.parts:
-                    (folder / part).unlink(missing_ok=True)
+                (folder / archive.name).unlink(missing_ok=True)
         if benchmark.elsewhere:
             _unpack_own(benchmark, folder)
     _say(f"{name}: complete; evaluate with --benchmark {name} --data {folder}")
@@ -132,18 +192,12 @@ def _locked(folder: pathlib.Path) -> contextlib.AbstractContextManager:
         raise OSError(f"--to {folder}: {error}; wait for it, or stop it") from error
 
 
-def _unpack(archives: Sequence[Archive], folder: pathlib.Path) -> None:
-    with Progress("unpack", "MB") as progress:
-        unpack(archives, folder, folder, progress.update)
-
-
 def _unpack_own(benchmark: Benchmark, folder: pathlib.Path) -> None:
     """Unpack archives that the user has put into the folder. They are kept."""
-    files = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
-    archives = find_archives(files)
-    if archives:
-        _unpack(archives, folder)
-    else:
+    archives = [file.name for file in folder.iterdir() if file.name.lower().endswith(SUFFIXES)]
+    for name in archives:
+        unpack(name, folder, folder)
+    if not archives:
         _say(
             f"{benchmark.name}: its videos are not on the hub; put {benchmark.elsewhere} into "
             f"{folder} and repeat the command, or unpack it there"

@@ -10,7 +10,9 @@ import dataclasses
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 from configs.table_2 import TABLE_2, TABLE_2_SPLITS, Setting
 from paravt_extras.markdown import table as markdown

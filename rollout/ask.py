@@ -30,11 +30,10 @@ from models.peft_folder import base_folder, load
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import require_local
-from paravt_jax.data.foreign import ForeignFileError
+from paravt_jax.data.foreign import ForeignFileError, read_srt
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError, is_address, without_scheme
 from paravt_jax.data.sizes import PixelRules
-from paravt_jax.data.text_files import read_srt
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
@@ -158,7 +157,7 @@ class Assistant:
             settings: Overview frames (K), temperature, dispatch and time limits. A time limit
                 includes compilation if these sizes are new.
             options: Answers to choose from.
-            subtitles: Subtitles to search (`paravt_jax.data.text_files.read_srt`), for a protocol
+            subtitles: Subtitles to search (`paravt_jax.data.foreign.read_srt`), for a protocol
                 with the tool search_subtitles.
             seed: Seed of the sampling; it has no effect at temperature 0.
 

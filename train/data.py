@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
@@ -12,8 +11,7 @@ import grain
 import numpy as np
 
 from paravt_jax.data.frames import ReadsAhead
-from paravt_jax.data.loader import Ahead, stream
-from paravt_jax.data.packing import Packing, pack
+from paravt_jax.data.loader import Ahead, Packing, pack, stream
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
 from paravt_jax.method.tokenizer import Vocabulary
@@ -69,7 +67,7 @@ class Data:
 
 
 def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
-    """Pack conversations into rows. Conversations longer than a row are left out and printed.
+    """Pack conversations into rows. Conversations longer than a row are left out.
 
     Args:
         data: Its `lengths` decide which conversations share a row.
@@ -92,14 +90,7 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
         )
     # `pack` numbers conversations by their place in `order`; translate to numbers in `data`.
     rows = tuple(tuple(order[n] for n in row) for row in packing.rows)
-    left_out = tuple(sorted(order[n] for n in packing.left_out))
-    if left_out and hosts.is_first():
-        shown = [f"{data.conversations[n].id} ({data.lengths[n]})" for n in left_out[:10]]
-        print(
-            f"{len(left_out)} conversations are left out because they are longer than "
-            f"sft.row_tokens ({row_tokens}): {', '.join(shown)}"
-        )
-    return Packing(rows, left_out)
+    return Packing(rows, tuple(sorted(order[n] for n in packing.left_out)))
 
 
 def row_stream(
@@ -160,8 +151,10 @@ class QuestionStream:
         self._reader = reader
         self._group_size = group_size
         self._budgets = budgets
-        self._source = stream(data.questions, seed, 1)
-        self._next: collections.deque[_Upcoming] = collections.deque()
+        self._questions = Ahead(stream(data.questions, seed, 1))
+        self._drawn = 0
+        # Overview frames that were requested for questions that are not drawn yet, by number.
+        self._requested: dict[int, int] = {}
 
     def draw(self, step: int, places: Sequence[int] | None = None) -> tuple[Question, ...]:
         """Draw a question for each place of a step, or for some of its places.
@@ -175,19 +168,21 @@ class QuestionStream:
         budgets = self._budgets(step)
         places = range(len(budgets)) if places is None else places
         self._read_ahead(budgets, places)
-        drawn = tuple(self._next.popleft().question for _ in places)
+        drawn = tuple(question for _ in places for question in next(self._questions))
+        self._drawn += len(drawn)
+        self._requested = {n: k for n, k in self._requested.items() if n >= self._drawn}
         upcoming = self._budgets(step + 1)
         self._read_ahead(upcoming, range(len(upcoming)))
         return drawn
 
     def get_state(self) -> dict[str, Any]:
         """Return the state from which `set_state` resumes with the question that comes next."""
-        return self._next[0].state if self._next else self._source.get_state()
+        return self._questions.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Resume at `state`."""
-        self._next.clear()
-        self._source.set_state(state)
+        self._requested.clear()
+        self._questions.set_state(state)
 
     def _own(self, groups: int) -> set[int]:
         """The groups of which this process plays rollouts, if all begin together.
@@ -202,24 +197,10 @@ class QuestionStream:
     def _read_ahead(self, budgets: Sequence[int], places: Sequence[int]) -> None:
         """Request the overviews of the next questions, which will have these places."""
         own = self._own(len(places))
-        while len(self._next) < len(places):
-            state = self._source.get_state()
-            (question,) = next(self._source)
-            self._next.append(_Upcoming(state, question))
-        for group, (upcoming, place) in enumerate(zip(self._next, places, strict=False)):
-            frames = budgets[place]
-            if self._reader is None or group not in own or upcoming.requested == frames:
+        upcoming = self._questions.peek(len(places))
+        for group, ((question,), place) in enumerate(zip(upcoming, places, strict=True)):
+            number, frames = self._drawn + group, budgets[place]
+            if self._reader is None or group not in own or self._requested.get(number) == frames:
                 continue
-            upcoming.requested = frames
-            self._reader.ahead(self._root / upcoming.question.video, frames)
-
-
-@dataclasses.dataclass
-class _Upcoming:
-    """A question that is not drawn yet."""
-
-    state: dict[str, Any]
-    """State of the source before the question."""
-    question: Question
-    requested: int = 0
-    """Number of overview frames that were requested; 0: none."""
+            self._requested[number] = frames
+            self._reader.ahead(self._root / question.video, frames)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from paravt_jax.data.stored_json import read_checked_json
 from train.durable.metrics import PHASES

@@ -52,16 +52,17 @@ def describe_rows(sources: Counts) -> str:
     return "\n".join(lines)
 
 
-def require_rows(run: Run, sources: Counts) -> None:
-    """Raise LeftOutError if a source has lost a larger share of its rows than allowed."""
+def require_rows(run: Run, sources: Counts, folder: pathlib.Path) -> None:
+    """Raise LeftOutError if a source has lost a larger share of its rows than allowed.
+
+    `folder` holds the prepared set.
+    """
     lost = [
         f"{source} ({rows.total() - rows['kept']:,} of {rows.total():,} rows: {_reasons(rows)})"
         for source, rows in sources.items()
         if rows.total() - rows["kept"] > run.max_left_out * rows.total()
     ]
     if lost:
-        assert run.data is not None
-        folder = pathlib.Path(run.data.folder)
         raise LeftOutError(
             f"max_left_out: {run.max_left_out:g}; a larger share is left out of {'; '.join(lost)}. "
             f"See {folder / LEFT_OUT}; mend or remove these files, delete {folder / PLAN} and "

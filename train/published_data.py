@@ -1,4 +1,4 @@
-"""Fetches the published training data and prepares it as questions and conversations."""
+"""Settings of published data and your own questions; their reader and held-out questions."""
 
 from __future__ import annotations
 
@@ -6,26 +6,14 @@ import collections
 import dataclasses
 import hashlib
 import os
-import pathlib
-from collections.abc import Callable
-from typing import Any
 
 from models.config import VisionConfig
 from models.features import FrameSettings
-from models.weights.folder import local_folder
 from paravt_jax.checks import require_above, require_at_least
-from paravt_jax.data import preparation, sources
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.row_reading import Reading
-from paravt_jax.data.stored_settings import lock
 from paravt_jax.data.video import Decoder, require_decoder
-from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question
-from paravt_jax.processes import hosts
-from paravt_jax.progress import Progress
-
-_LOCK = ".lock"  # held while the set is made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,97 +57,6 @@ class DataSettings:
     def processes(self) -> int:
         """Number of processes that prepare rows and read frames."""
         return self.workers or os.cpu_count() or 1
-
-
-def prepare_published(
-    settings: DataSettings,
-    limits: ProtocolSettings,
-    frames: FrameSettings,
-    vision: VisionConfig,
-    model: str,
-    check: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Prepare the published data in `settings.folder`, if it is not prepared yet.
-
-    Args:
-        settings: Sources, folder, and how rows are read.
-        limits: Limits of the protocol that conversations have to respect.
-        frames: Sizes at which frames are shown.
-        vision: The vision tower, which decides how many tokens a frame takes.
-        model: Folder or Hugging Face id of the tokenizer.
-        check: Called for every chunk of rows; may raise an exception to stop. The next call
-            continues where it stopped.
-
-    Returns:
-        The summary of the prepared set, as in its `summary.json`.
-
-    Raises:
-        FileNotFoundError: If a source has no annotations or media.
-        ValueError: If the folder contains a set that was prepared with other settings.
-        OSError: If another process prepares data in the folder.
-    """
-    reading = Reading(
-        root="",  # known when the media are there
-        tokenizer=str(local_folder(model, weights=False)),
-        limits=_shared_limits(limits),
-        frames=settings.frames,
-        rules=frames.rules(vision),
-        crop_rules=frames.rules(vision, crop=True),
-        annotations=settings.annotations,
-        media=settings.media,
-    )
-    folder = pathlib.Path(settings.folder)
-    # The sources of a finished set are not looked at. They may have been deleted since.
-    summary = preparation.known_summary(folder, reading)
-    if summary is not None:
-        return summary
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        held = lock(folder / _LOCK)
-    except BlockingIOError as error:
-        raise OSError(
-            f"data.folder: {folder} is {error}, which prepares data in it: wait for it, stop it, "
-            "or name another --data.folder"
-        ) from error
-    with held:
-        # Another process may have finished the set since the first look.
-        summary = preparation.known_summary(folder, reading)
-        return summary or _prepare(settings, reading, check)
-
-
-def _prepare(settings: DataSettings, reading: Reading, check: Callable[[], None]) -> dict[str, Any]:
-    """Fetch the sources and prepare their rows; see `prepare_published`."""
-    folder = pathlib.Path(settings.folder)
-    annotations = sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"])
-    tables = preparation.find_tables(annotations)
-    with Progress("unpack media", "MB", shown=hosts.is_first()) as progress:
-        root = sources.media_root(settings.media, folder, _reporting(progress, check))
-    reading = dataclasses.replace(reading, root=str(root.resolve()))
-    with Progress("prepare rows", "row", shown=hosts.is_first()) as progress:
-        return preparation.prepare_rows(
-            tables,
-            folder,
-            reading,
-            workers=settings.processes,
-            deadline=settings.deadline,
-            tell=_reporting(progress, check),
-        )
-
-
-def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
-    """Keep only the limits that affect conversations; the others get their defaults.
-
-    Recipes that differ in limits of rollouts can then share a prepared set.
-    """
-    names = (
-        "max_tool_turns",
-        "max_calls",
-        "summary_tokens",
-        "crop_fps",
-        "crop_frames",
-        "tools",
-    )
-    return ProtocolSettings(**{name: getattr(limits, name) for name in names})
 
 
 def open_reader(
@@ -219,13 +116,3 @@ def hold_out(
         )
     training = tuple(question for question in questions if question.video in training_videos)
     return training, tuple(heldout)
-
-
-def _reporting(progress: Progress, check: Callable[[], None]) -> Callable[[int, int], None]:
-    """Returns a callback that shows progress and then gives `check` a chance to stop."""
-
-    def report(done: int, total: int) -> None:
-        progress.update(done, total)
-        check()
-
-    return report

@@ -18,7 +18,9 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from models.family import REHEARSAL
 from paravt_extras.report.chart import Chart, line_chart, stacked_chart

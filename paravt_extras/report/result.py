@@ -9,7 +9,9 @@ from __future__ import annotations
 import collections
 import json
 import pathlib
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import read_json

@@ -1,4 +1,4 @@
-"""Unpacks archives of media: zip, tar and tar.gz, whole or split into parts.
+"""Unpacks archives of media: zip, tar and tar.gz.
 
 Archives come from strangers. One is refused, and nothing of it is kept, if a name in it leaves the
 folder or occurs twice, if it has links or a password, or if it grows far beyond its size. It is
@@ -8,35 +8,24 @@ Then it is marked as unpacked, so that the next call skips it.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import dataclasses
-import filecmp
+import errno
+import gzip
 import hashlib
-import io
-import itertools
 import os
 import pathlib
-import re
 import shutil
 import stat
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 
 from paravt_jax.data import foreign
 from paravt_jax.data.frames import is_inside
 
-PATTERNS = ("*.zip", "*.tar", "*.tar.gz", "*.tgz", "*.zip.*", "*.tar.*", "*.tgz.*")
-"""Patterns of the names of archives and of their parts."""
+SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
+"""Endings of the names of archives."""
 
-_WHOLE = re.compile(r".+\.(?:zip|tar|tar\.gz|tgz)", re.IGNORECASE)
-# The end of a part's name: .001, .part00, .part.aa, -aa ...
-_PART = re.compile(
-    r"(?P<whole>.+\.(?:zip|tar|tar\.gz|tgz))[._-]?(?:part)?[._-]?(?:\d{1,4}|[a-z]{2,3})",
-    re.IGNORECASE,
-)
 _MARKS = ".unpacked"
 _UNFINISHED = ".unpacking"
 # Videos hardly shrink in an archive, texts to a tenth. An archive that grows more is an attack.
@@ -51,103 +40,49 @@ class ArchiveError(ValueError):
     """An archive cannot be unpacked, or must not be; the message names it and the remedy."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Archive:
-    """An archive below some folder."""
-
-    name: str
-    """Relative path; of parts, without their numbers; or the pattern that they match."""
-    parts: tuple[str, ...]
-    """Relative paths of its files, in order."""
-    size: int
-    """Bytes of all parts."""
+def mark_of(name: str, size: int, root: pathlib.Path) -> pathlib.Path:
+    """Return the file that exists once an archive of this size in bytes has been unpacked."""
+    identity = hashlib.sha256(f"{name}\n{size}".encode()).hexdigest()[:16]
+    return root / _MARKS / f"{pathlib.PurePosixPath(name).name[:100]}-{identity}"
 
 
-def find_archives(sizes: Mapping[str, int], joined: Sequence[str] = ()) -> list[Archive]:
-    """Return the archives among some files, in the order of their names.
-
-    Args:
-        sizes: Bytes of the files by relative path.
-        joined: Patterns of files that are parts although their names do not say so. All files that
-            match one pattern make one archive, in the order of the numbers in their names.
-    """
-    found: list[tuple[str, list[str]]] = []
-    slices: dict[str, list[str]] = {}
-    for name in sorted(sizes, key=_natural):
-        pattern = next((pattern for pattern in joined if fnmatchcase(name, pattern)), None)
-        part = _PART.fullmatch(name)
-        if pattern is not None:
-            slices.setdefault(pattern, []).append(name)
-        elif _WHOLE.fullmatch(name):
-            found.append((name, [name]))
-        elif part is not None:
-            slices.setdefault(part["whole"], []).append(name)
-    found += slices.items()
-    return [
-        Archive(name, tuple(parts), sum(sizes[part] for part in parts))
-        for name, parts in sorted(found, key=lambda named: _natural(named[1][0]))
-    ]
-
-
-def _natural(name: str) -> tuple[list[str | int], str]:
-    """Return a key that sorts 2 before 10."""
-    pieces = re.split(r"(\d+)", name)
-    return [int(piece) if n % 2 else piece for n, piece in enumerate(pieces)], name
-
-
-def mark_of(archive: Archive, root: pathlib.Path) -> pathlib.Path:
-    """Return the file that exists once the archive has been unpacked to `root`."""
-    identity = hashlib.sha256(f"{archive.name}\n{archive.size}".encode()).hexdigest()[:16]
-    return root / _MARKS / f"{pathlib.PurePosixPath(archive.parts[0]).name[:100]}-{identity}"
-
-
-def unpack(
-    archives: Sequence[Archive],
-    source: pathlib.Path,
-    root: pathlib.Path,
-    tell: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Unpack archives into one folder. Archives that were unpacked before are skipped.
+def unpack(name: str, source: pathlib.Path, root: pathlib.Path) -> None:
+    """Unpack an archive into a folder, unless it was unpacked there before.
 
     Only one process may do this in a folder at a time.
 
     Args:
-        archives: The archives.
-        source: The folder to which their paths are relative.
-        root: Where to unpack them.
-        tell: Called after each archive with the megabytes that are done, and all. It may raise an
-            exception to stop.
+        name: Path of the archive in `source`.
+        source: The folder that it belongs to.
+        root: Where to unpack it.
 
     Raises:
-        ArchiveError: An archive is damaged or must not be unpacked.
+        ArchiveError: It is damaged or must not be unpacked.
         OSError: The disk is full or cannot be written.
     """
-    total = sum(archive.size for archive in archives)
-    done = 0
-    for archive in archives:
-        if not mark_of(archive, root).exists():
-            _unpack(archive, source, root)
-        done += archive.size
-        tell(round(done / 1e6), round(total / 1e6))
-
-
-def _unpack(archive: Archive, source: pathlib.Path, root: pathlib.Path) -> None:
-    """Unpack an archive and mark it."""
+    path = source / name
+    target = os.path.realpath(path)
+    if not is_inside(target, source):
+        raise ArchiveError(
+            f"{path}: a link to {target}, outside the folder; copy the archive there"
+        )
+    size = path.stat().st_size
+    mark = mark_of(name, size, root)
+    if mark.exists():
+        return
     temporary = root / _UNFINISHED
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     temporary.mkdir(parents=True)
-    mark = mark_of(archive, root)
     try:
-        with _named_errors(source / archive.name), _Joined(source, archive.parts) as parts:
-            guard = _Guard(root, archive.size)
-            with io.BufferedReader(parts, _BLOCK) as stream:
-                if archive.name.lower().endswith(".zip"):
-                    _extract_zip(stream, temporary, guard)
-                else:
-                    _extract_tar(stream, temporary, guard)
+        with _named_errors(path):
+            guard = _Guard(root, size)
+            if name.lower().endswith(".zip"):
+                _extract_zip(path, temporary, guard)
+            else:
+                _extract_tar(path, temporary, guard)
             if not guard.files:
                 raise ArchiveError("it holds no file")
-            _move(temporary, root)
+            shutil.copytree(temporary, root, copy_function=os.replace, dirs_exist_ok=True)
         # After a power failure, the mark must not exist without the files.
         os.sync()
         mark.parent.mkdir(exist_ok=True)
@@ -165,8 +100,9 @@ def _named_errors(path: pathlib.Path) -> Iterator[None]:
         raise ArchiveError(f"{path}: {error}; it is kept, and not unpacked") from error
     # Broad because damaged archives find errors of every kind in the libraries.
     except Exception as error:
-        # Errors of the disk have a number; those of gzip's format have none.
-        if isinstance(error, OSError) and error.errno is not None:
+        # Errors of the disk have a number. Those of gzip's format have none, and a damaged zip
+        # makes zipfile seek to before its start.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         reason = foreign.shortened(error, 200) or type(error).__name__
         raise ArchiveError(
@@ -215,8 +151,8 @@ def inside(root: pathlib.Path, name: str) -> pathlib.Path:
     return root / path
 
 
-def _extract_zip(stream: io.BufferedIOBase, folder: pathlib.Path, guard: _Guard) -> None:
-    with zipfile.ZipFile(stream) as file:
+def _extract_zip(path: pathlib.Path, folder: pathlib.Path, guard: _Guard) -> None:
+    with zipfile.ZipFile(path) as file:
         for member in file.infolist():
             if member.flag_bits & 1:
                 raise ArchiveError(f"{member.filename} is encrypted; unpack it yourself")
@@ -226,17 +162,15 @@ def _extract_zip(stream: io.BufferedIOBase, folder: pathlib.Path, guard: _Guard)
         file.extractall(folder)
 
 
-def _extract_tar(stream: io.BufferedIOBase, folder: pathlib.Path, guard: _Guard) -> None:
-    def checked(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+def _extract_tar(path: pathlib.Path, folder: pathlib.Path, guard: _Guard) -> None:
+    def checked(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
         guard.check(member.name, member.size, member.isfile(), member.isdir())
-        return tarfile.data_filter(member, path)
+        return tarfile.data_filter(member, place)
 
-    zipped = stream.read(2) == b"\x1f\x8b"
-    stream.seek(0)
-    with tarfile.open(fileobj=stream, mode="r:gz" if zipped else "r:") as file:
+    with tarfile.open(path) as file:
         file.extractall(str(folder), filter=checked)
         assert file.fileobj is not None
-        if zipped:
+        if isinstance(file.fileobj, gzip.GzipFile):
             # The checksum of gzip is behind the last byte.
             while file.fileobj.read(_BLOCK):
                 pass
@@ -248,62 +182,3 @@ def _extract_tar(stream: io.BufferedIOBase, folder: pathlib.Path, guard: _Guard)
                 f"it is cut off or damaged after {file.offset} bytes; delete it and download it "
                 "again"
             )
-
-
-def _move(folder: pathlib.Path, root: pathlib.Path) -> None:
-    """Move all files to their places. A file is not replaced by another one."""
-    for file in [file for file in folder.rglob("*") if file.is_file()]:
-        target = root / file.relative_to(folder)
-        if target.exists():
-            if not filecmp.cmp(file, target, shallow=False):
-                raise ArchiveError(
-                    f"{target} exists with another content: delete it if this archive has the "
-                    "right one, or unpack this archive yourself, into another folder"
-                )
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, target)
-
-
-class _Joined(io.RawIOBase):
-    """The parts of an archive as one file."""
-
-    def __init__(self, folder: pathlib.Path, names: Sequence[str]):
-        paths = [folder / name for name in names]
-        for path in paths:
-            target = os.path.realpath(path)
-            if not is_inside(target, folder):
-                raise ArchiveError(
-                    f"{path}: a link to {target}, outside the folder; copy the archive there"
-                )
-        self._starts = [0, *itertools.accumulate(path.stat().st_size for path in paths)]
-        self._files = [path.open("rb") for path in paths]
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._starts[-1]}[whence]
-        if base + offset < 0:
-            raise ValueError("it ends before it begins")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer) -> int:
-        number = bisect.bisect_right(self._starts, self._at) - 1
-        if number == len(self._files):
-            return 0
-        file = self._files[number]
-        file.seek(self._at - self._starts[number])
-        count = file.readinto(buffer)
-        self._at += count
-        return count
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-        super().close()

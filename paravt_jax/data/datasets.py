@@ -7,26 +7,26 @@ Videos are not stored: a record names its video by a path relative to a data roo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
-import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import pydantic
 import tensorflow_datasets as tfds
 
-from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
-from paravt_jax.method.records import Caption, Question, QuestionKind, Subtitle
+from paravt_jax.method.conversations import Conversation
+from paravt_jax.method.records import Caption, Question
 
 Record = Question | Caption | Conversation
-_AnyRecord = TypeVar("_AnyRecord", Question, Caption, Conversation)
+_Examples = Iterator[tuple[int, dict[str, bytes]]]
+_RECORD: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(Record)
 
 
 class Records(tfds.core.GeneratorBasedBuilder):
-    """Stores each record as `{"kind", "record"}`, where "record" is JSON text."""
+    """Stores each record as JSON text."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -35,9 +35,7 @@ class Records(tfds.core.GeneratorBasedBuilder):
         super().__init__(**kwargs)
 
     def _info(self) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict(
-            {"kind": tfds.features.Text(), "record": tfds.features.Text()}
-        )
+        features = tfds.features.FeaturesDict({"record": tfds.features.Text()})
         return tfds.core.DatasetInfo(
             builder=self,
             description="Questions, conversations and captions about videos.",
@@ -45,29 +43,19 @@ class Records(tfds.core.GeneratorBasedBuilder):
             disable_shuffling=True,
         )
 
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, str]]]]:
+    def _split_generators(self, dl_manager: Any) -> dict[str, _Examples]:
         return {name: self._generate_examples(records) for name, records in self._splits.items()}
 
-    def _generate_examples(self, records: Iterable[Record]) -> Iterator[tuple[int, dict[str, str]]]:
+    def _generate_examples(self, records: Iterable[Record]) -> _Examples:
         for n, record in enumerate(records):
-            kind, text = encode(record)
-            yield n, {"kind": kind, "record": text}
+            yield n, {"record": _RECORD.dump_json(record)}
 
 
 def write_splits(folder: str | os.PathLike, splits: Mapping[str, Iterable[Record]]) -> None:
     """Write splits to a folder, in place of those that it holds.
 
-    The records may be iterated several times. After an interruption the folder counts as
-    unprepared.
-
-    Raises:
-        ValueError: A split is empty.
+    No split is empty. After an interruption the folder counts as unprepared.
     """
-    empty = [name for name, records in splits.items() if next(iter(records), None) is None]
-    if empty:
-        raise ValueError(
-            f"datasets: no records in split {', '.join(empty)}; leave it out or give it some"
-        )
     folder = pathlib.Path(folder)
     _mark(folder).unlink(missing_ok=True)
     shutil.rmtree(folder / Records.name, ignore_errors=True)
@@ -89,7 +77,7 @@ def _mark(folder: pathlib.Path) -> pathlib.Path:
     return _builder_folder(folder) / "dataset_info.json"
 
 
-class Split(Sequence[_AnyRecord]):
+class Split(Sequence[Any]):
     """The records of a stored split, read on access. Usable as a grain data source."""
 
     def __init__(self, source: Any):
@@ -102,8 +90,7 @@ class Split(Sequence[_AnyRecord]):
         if isinstance(index, slice):
             return tuple(self[n] for n in range(*index.indices(len(self))))
         # The range converts a negative index, and raises IndexError for one out of bounds.
-        stored = self._source[range(len(self))[index]]
-        return decode(_text(stored["kind"]), _text(stored["record"]))
+        return _RECORD.validate_json(self._source[range(len(self))[index]]["record"])
 
 
 def is_prepared(folder: str | os.PathLike) -> bool:
@@ -111,75 +98,23 @@ def is_prepared(folder: str | os.PathLike) -> bool:
     return _mark(pathlib.Path(folder)).exists()
 
 
-def open_split(folder: str | os.PathLike, name: str) -> Split:
-    """Open one split of a prepared folder.
+def open_splits(folder: str | os.PathLike) -> dict[str, Split]:
+    """Open the splits of a prepared folder, by name.
 
     Raises:
-        ValueError: The folder is not prepared, or it has no such split.
+        ValueError: The folder is not prepared.
     """
     folder = pathlib.Path(folder)
     if not is_prepared(folder):
         raise ValueError(f"datasets: {folder} holds no prepared data; prepare it first")
     builder = tfds.builder_from_directory(str(_builder_folder(folder)))
-    if name not in builder.info.splits:
-        names = ", ".join(sorted(builder.info.splits))
-        raise ValueError(f"datasets: no split {name!r} in {folder}; there are {names}")
     # A decorator hides the signature from pyright.
-    source = builder.as_data_source(split=name)  # pyright: ignore[reportCallIssue]
-    return Split(source)
-
-
-def encode(record: Record) -> tuple[str, str]:
-    """Return the kind of a record and its JSON text."""
-    return type(record).__name__.lower(), json.dumps(dataclasses.asdict(record))
-
-
-def decode(kind: str, text: str) -> Record:
-    """Return the record that `encode` was given."""
-    return _DECODERS[kind](json.loads(text))
+    return {
+        name: Split(builder.as_data_source(split=name))  # pyright: ignore[reportCallIssue]
+        for name in builder.info.splits
+    }
 
 
 def video_of(record: Record) -> str:
     """Return the path of a record's video; for a conversation, the path of its first clip."""
     return record.clips[0].path if isinstance(record, Conversation) else record.video
-
-
-def _question(stored: dict) -> Question:
-    evidence = stored["evidence"]
-    parsed: dict[str, Any] = {
-        "kind": QuestionKind(stored["kind"]),
-        "options": tuple(stored["options"]),
-        "subtitles": tuple(Subtitle(**entry) for entry in stored["subtitles"]),
-        "evidence": None if evidence is None else tuple(evidence),
-    }
-    return Question(**(stored | parsed))
-
-
-def _conversation(stored: dict) -> Conversation:
-    turns = tuple(
-        ChatTurn(turn["role"], tuple(map(_part, turn["content"]))) for turn in stored["turns"]
-    )
-    parsed: dict[str, Any] = {"turns": turns}
-    return Conversation(**(stored | parsed))
-
-
-def _part(stored: str | dict) -> str | Clip:
-    if isinstance(stored, str):
-        return stored
-    parsed: dict[str, Any] = {"indices": tuple(stored["indices"]), "times": tuple(stored["times"])}
-    return Clip(**(stored | parsed))
-
-
-def _caption(stored: dict) -> Caption:
-    return Caption(stored["video"], stored["time"], tuple(stored["words"]))
-
-
-_DECODERS: dict[str, Callable[[Any], Record]] = {
-    "question": _question,
-    "conversation": _conversation,
-    "caption": _caption,
-}
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value

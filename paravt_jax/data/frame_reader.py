@@ -6,12 +6,11 @@ crashes its worker raises `VideoError`, like any other bad file.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -19,7 +18,7 @@ from jaxtyping import Int64
 
 from paravt_jax.checks import require_at_least
 from paravt_jax.data import video
-from paravt_jax.data.frames import ReadFrames, ReadTask, VideoError, VideoInfo, join
+from paravt_jax.data.frames import ReadFrames, ReadTask, VideoError
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.workers import WorkerError, Workers, cancel
 
@@ -130,33 +129,6 @@ class FrameReader:
                     return _of_file(task.path, read.call)
             return _of_file(task.path, self._workers.submit(task, _AWAITED))
 
-    def probe(
-        self, root: str | os.PathLike, names: Sequence[str]
-    ) -> Iterator[tuple[str, VideoInfo | VideoError]]:
-        """List the frames of many files, in order, each with what is known or why it is not.
-
-        Args:
-            root: Folder of the files.
-            names: Their paths relative to it.
-        """
-        # A few files ahead keep all processes busy.
-        waiting: collections.deque[tuple[str, Future[ReadFrames]]] = collections.deque()
-        for name in names:
-            waiting.append((name, self._begin_probe(root, name)))
-            if len(waiting) > 4 * self.settings.workers:
-                yield _probed(*waiting.popleft())
-        while waiting:
-            yield _probed(*waiting.popleft())
-
-    def _begin_probe(self, root: str | os.PathLike, name: str) -> Future[ReadFrames]:
-        try:
-            path = str(join(root, name))
-        except VideoError as error:
-            refused: Future[ReadFrames] = Future()
-            refused.set_exception(error)
-            return refused
-        return self.request(ReadTask(path, (), None))
-
     def close(self) -> None:
         """Stop the processes. Futures that are not done yet are cancelled or fail."""
         self._ahead.clear()
@@ -174,13 +146,6 @@ class FrameReader:
         if not read.awaited and read.call.cancel():
             read.call = self._workers.submit(read.task, _AWAITED)
         read.awaited = True
-
-
-def _probed(name: str, call: Future[ReadFrames]) -> tuple[str, VideoInfo | VideoError]:
-    try:
-        return name, call.result().info
-    except VideoError as error:
-        return name, error
 
 
 def _brings(known: ReadTask, task: ReadTask) -> bool:

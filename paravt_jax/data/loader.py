@@ -1,4 +1,4 @@
-"""The order of records in training: shuffled, repeated, batched, and exactly resumable.
+"""The order of records in training: packed, shuffled, repeated, batched, and exactly resumable.
 
 Records pass through unchanged, so one stream serves questions, packed rows and captions. Every
 process of a run sees the same batches and takes its share of each.
@@ -7,11 +7,13 @@ process of a run sees the same batches and takes its share of each.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import grain
+import numpy as np
 
 _Record = TypeVar("_Record")
 _Begun = TypeVar("_Begun")
@@ -46,6 +48,17 @@ def stream(
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
 
+@runtime_checkable
+class Resumable(Protocol[_Item]):
+    """A stream whose position can be saved."""
+
+    def __next__(self) -> _Item: ...
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+
 class Ahead(Generic[_Record]):
     """A stream that announces its next `depth` batches, so that their frames can be read in time.
 
@@ -56,10 +69,11 @@ class Ahead(Generic[_Record]):
     """
 
     def __init__(
-        self, source: grain.DatasetIterator[_Record], depth: int, start: Callable[[_Record], None]
+        self,
+        source: Resumable[_Record],
+        depth: int = 0,
+        start: Callable[[_Record], None] = lambda batch: None,
     ):
-        if depth < 0:
-            raise ValueError(f"loader: {depth} batches ahead; give 0 or more")
         self._source = source
         self._depth = depth
         self._start = start
@@ -71,41 +85,29 @@ class Ahead(Generic[_Record]):
         return self
 
     def __next__(self) -> _Record:
-        self._fill(self._depth + 1)
+        self.peek(self._depth + 1)
         _, batch = self._next.popleft()
         # Announce the next batches now, so that they load while the caller works on this one.
-        self._fill(self._depth)
+        self.peek(self._depth)
         return batch
 
-    def get_state(self) -> dict[str, Any]:
-        """Return the state from which `set_state` resumes with the batch that comes next."""
-        if not self._next:
-            return self._source.get_state()
-        state, _ = self._next[0]
-        return state
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Resume at `state`. Batches that were read ahead are dropped."""
-        self._next.clear()
-        self._source.set_state(state)
-
-    def _fill(self, count: int) -> None:
+    def peek(self, count: int) -> list[_Record]:
+        """Announce the next batches, and return them without taking them."""
         while len(self._next) < count:
             state = self._source.get_state()
             batch = next(self._source)
             self._start(batch)
             self._next.append((state, batch))
+        return [batch for _, batch in itertools.islice(self._next, count)]
 
+    def get_state(self) -> dict[str, Any]:
+        """Return the state from which `set_state` resumes with the batch that comes next."""
+        return self._next[0][0] if self._next else self._source.get_state()
 
-@runtime_checkable
-class Resumable(Protocol[_Item]):
-    """A stream whose position can be saved."""
-
-    def __next__(self) -> _Item: ...
-
-    def get_state(self) -> dict[str, Any]: ...
-
-    def set_state(self, state: dict[str, Any]) -> None: ...
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Resume at `state`. Batches that were read ahead are dropped."""
+        self._next.clear()
+        self._source.set_state(state)
 
 
 class Pipeline(Generic[_Record, _Begun, _Batch]):
@@ -190,3 +192,53 @@ def _attempt(make: Callable[[], _Batch]) -> Future[_Batch]:
     except Exception as error:
         outcome.set_exception(error)
     return outcome
+
+
+class Packing(NamedTuple):
+    """Which samples share a row.
+
+    Attributes:
+        rows: The sample numbers of each row, in order.
+        left_out: Numbers of the samples that are longer than a row.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    left_out: tuple[int, ...]
+
+
+def pack(lengths: Sequence[int], length: int) -> Packing:
+    """Pack samples first-fit: each goes into the first row with enough room, or into a new row.
+
+    The result depends only on the lengths and their order.
+
+    Args:
+        lengths: Tokens of each sample.
+        length: Tokens per row. Longer samples are left out and listed.
+
+    Raises:
+        ValueError: A sample or a row has less than one token.
+
+    Example:
+        >>> pack([3, 4, 2, 9], length=5).rows
+        ((0, 2), (1,))
+    """
+    shortest = min(lengths, default=1)
+    if length < 1 or shortest < 1:
+        raise ValueError(
+            f"packing: rows of {length} tokens, the shortest sample has {shortest}; "
+            "both need at least 1"
+        )
+    rows: list[list[int]] = []
+    left_out: list[int] = []
+    # Free tokens of every row, those without a sample included.
+    free = np.full(len(lengths), length)
+    for sample, tokens in enumerate(lengths):
+        if tokens > length:
+            left_out.append(sample)
+            continue
+        row = int(np.argmax(free[: len(rows) + 1] >= tokens))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(sample)
+        free[row] -= tokens
+    return Packing(tuple(map(tuple, rows)), tuple(left_out))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import stat
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -30,17 +29,6 @@ from paravt_jax.data.frames import VideoError, is_address, without_scheme
 
 # Bytes that each seek in a remote file fetches at once, and each read after those are used up.
 _RANGE = 2**18
-# The fsspec package for each scheme of addresses.
-_PACKAGES = {
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "s3": "s3fs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "http": "aiohttp",
-    "https": "aiohttp",
-}
-
 _CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg", "asf")
 _PICTURES = ("BMP", "JPEG", "PNG", "WEBP")
 MOST_PIXELS = 1 << 26
@@ -62,15 +50,12 @@ def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
         ModuleNotFoundError: The scheme needs a package that is not installed.
         FileNotFoundError: fsspec does not know the scheme.
     """
-    scheme = address.partition("://")[0]
     try:
         return fsspec.core.url_to_fs(address)
     except ImportError as error:
-        package = _PACKAGES.get(scheme)
-        # For other schemes, fsspec's message names the package.
-        needed = f"{package}: pip install {package}" if package else f"a package ({error})"
+        # The message names the package.
         raise ModuleNotFoundError(
-            f"{address}: {scheme}:// paths need {needed}, or copy the files and give their folder"
+            f"{address}: {error}; install it with pip, or copy the files and give their folder"
         ) from error
     except ValueError as error:
         raise FileNotFoundError(
@@ -86,45 +71,34 @@ def identity(path: str | os.PathLike) -> str:
         VideoError: There is no such file, it is empty, or it cannot be opened.
         ModuleNotFoundError: As in `open_bucket`.
     """
-    if is_address(path):
-        return _remote_identity(os.fspath(path))
-    try:
-        status = os.stat(without_scheme(path))
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        # ValueError: the name contains a NUL.
-        raise VideoError(path, "no such file") from error
-    except OSError as error:
-        # For example, the name is too long, or the folder is not readable.
-        reason = f"it cannot be opened ({error.strerror}); check the path and its permissions"
-        raise VideoError(path, reason) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise VideoError(path, "no such file")
-    _require_content(path, status.st_size)
-    return f"{status.st_size} bytes, {status.st_mtime_ns} ns"
+    address = os.fspath(path)
+    return _remote_identity(address) if is_address(address) else _identity(address)
 
 
-# Asking takes a round trip to the bucket or two, and features ask for every frame.
-@functools.lru_cache(maxsize=2**16)
-def _remote_identity(address: str) -> str:
+def _identity(address: str) -> str:
     system, name = open_bucket(address)
     # Broad because every file system raises errors of its own kinds.
     try:
+        if not is_address(address):
+            name = os.path.realpath(name)
         found: Any = system.info(name)
         mark = system.ukey(name)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        # ValueError: the name contains a NUL.
         raise VideoError(address, "no such file") from error
     except Exception as error:
-        reason = f"it cannot be opened ({type(error).__name__}: {error}); check address and access"
+        what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        reason = f"it cannot be opened ({what}); check the path and its permissions"
         raise VideoError(address, reason) from error
     if found["type"] != "file":
         raise VideoError(address, "no such file")
-    _require_content(address, found["size"])
+    if not found["size"]:
+        raise VideoError(address, "the file is empty")
     return f"{found['size']} bytes, {mark}"
 
 
-def _require_content(path: str | os.PathLike, size: int) -> None:
-    if not size:
-        raise VideoError(path, "the file is empty")
+# Asking takes a round trip to the bucket or two, and features ask for every frame.
+_remote_identity = functools.lru_cache(maxsize=2**16)(_identity)
 
 
 @contextlib.contextmanager

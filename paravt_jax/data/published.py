@@ -17,12 +17,12 @@ import enum
 import json
 import pathlib
 import re
-import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import pyarrow
 import pyarrow.parquet
+import pydantic
 
 from paravt_jax.data import foreign
 from paravt_jax.data.lettered import split_options
@@ -43,8 +43,6 @@ SFT_COLUMNS = ("messages",)
 
 # "paravt_sft_videor1_50k" names the split "videor1"; the suffix is its number of rows.
 _FILE_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
-# Content types of files; True for pictures.
-_MEDIA = {"video_url": False, "image_url": True}
 # The name under which texts mention a picture. The first video is `VIDEO_NAME`.
 _PICTURE_NAME = "image.jpg"
 # Marks the place of a file in the published texts. The protocol places files itself.
@@ -57,7 +55,7 @@ _RESPONSE_TAG = re.compile(f"({'|'.join(_RESPONSE_TAGS)})")
 # An answer inside the video that earns less than this has missed the span. Published spans may end
 # a little after their video, because they were measured on another copy of it.
 _LEAST_OVERLAP = 0.5
-# More than 30 years. An int of JSON may be too large for a float.
+# More than 30 years.
 _MOST_SECONDS = 1e9
 
 
@@ -70,6 +68,58 @@ class _File:
 
 
 _Part = str | _File
+_Value = TypeVar("_Value")
+
+
+class _Url(pydantic.BaseModel):
+    url: str
+
+
+class _Item(pydantic.BaseModel):
+    """A text or a file of a message."""
+
+    type: Literal["text", "video_url", "image_url"]
+    text: str | None = None
+    video_url: _Url | None = None
+    image_url: _Url | None = None
+
+    @property
+    def part(self) -> _Part:
+        if self.type == "text" and self.text is not None:
+            return self.text
+        file = self.video_url if self.type == "video_url" else self.image_url
+        if self.type == "text" or file is None:
+            raise Refused(Reason.BROKEN, f"a part of type {self.type} holds none")
+        return _File(local_path(file.url), self.type == "image_url")
+
+
+class _Message(pydantic.BaseModel):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | Annotated[list[_Item], pydantic.Field(min_length=1)]
+
+
+class _Video(pydantic.BaseModel):
+    video: str
+
+
+class _About(pydantic.BaseModel):
+    """What `extra_info` tells of a question."""
+
+    question_type: QuestionKind = QuestionKind.OPEN_ENDED
+    answer: str | int | float | list[Any] | None = None
+    evidence: tuple[pydantic.StrictFloat, pydantic.StrictFloat] | None = None
+    """When the video shows the answer, in seconds. Only drawn scenes say it."""
+
+
+class _Row(pydantic.BaseModel):
+    """The columns of an rl row."""
+
+    prompt: Annotated[list[_Message], pydantic.Field(min_length=1)]
+    videos: Annotated[list[_Video], pydantic.Field(min_length=1)]
+    extra_info: _About
+
+
+_MESSAGES = pydantic.TypeAdapter(Annotated[list[_Message], pydantic.Field(min_length=1)])
 
 Look = Callable[[str, bool, CropCall | None], Clip]
 """A function that chooses the frames of a file for a conversation.
@@ -174,21 +224,16 @@ def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
         raise _unreadable(table.path, error) from error
 
 
-def local_path(path: Any) -> str:
+def local_path(path: str) -> str:
     """Return a row's path as records store it: relative to the root, or absolute.
 
     Raises:
-        Refused: It is not a path, it is an address, or it leaves the root.
+        Refused: It is an address, or it leaves the root.
     """
-    if not isinstance(path, str) or not path.removeprefix("file://"):
-        raise Refused(Reason.BROKEN, f"a path is {path!r}")
-    path = path.removeprefix("file://")
-    _require_unicode(path)
-    if "://" in path or "\0" in path or ".." in pathlib.PurePosixPath(path).parts:
-        raise Refused(
-            Reason.BROKEN, f"the path {path!r} is neither below the root nor a file:// path"
-        )
-    return path
+    local = path.removeprefix("file://")
+    if not local or "://" in local or "\0" in local or ".." in pathlib.PurePosixPath(local).parts:
+        raise Refused(Reason.BROKEN, f"{path!r} is neither a path below the root nor a file:// one")
+    return local
 
 
 def read_question(row: Mapping[str, Any], id: str) -> Question:
@@ -197,35 +242,27 @@ def read_question(row: Mapping[str, Any], id: str) -> Question:
     Raises:
         Refused: The row is broken, has no answer, or is not about one video.
     """
-    prompt = _list(row.get("prompt"), "prompt")
-    turns = [turn for turn in prompt if _field(turn, "role") != "system"]
-    if [turn["role"] for turn in turns] != ["user"] or not isinstance(turns[0].get("content"), str):
-        raise Refused(Reason.BROKEN, "prompt is not one user turn of text")
-    paths = [_field(video, "video") for video in _list(row.get("videos"), "videos")]
-    if len(paths) != 1:
-        raise Refused(Reason.PROTOCOL, f"{len(paths)} videos; a question needs exactly one")
     extra = row.get("extra_info")
-    if isinstance(extra, str):
-        extra = _json(extra, "extra_info")
-    if not isinstance(extra, Mapping):
-        raise Refused(Reason.BROKEN, f"extra_info is {type(extra).__name__}")
-    path = local_path(paths[0])
-    kind = _kind(extra.get("question_type", QuestionKind.OPEN_ENDED.value))
-    text = _PLACEHOLDER.sub("", _require_unicode(turns[0]["content"]))
+    read = _checked(
+        _Row.model_validate,
+        {**row, "extra_info": _json(extra) if isinstance(extra, str) else extra},
+    )
+    turns = [turn for turn in read.prompt if turn.role != "system"]
+    if [turn.role for turn in turns] != ["user"] or not isinstance(turns[0].content, str):
+        raise Refused(Reason.BROKEN, "prompt is not one user turn of text")
+    if len(read.videos) != 1:
+        raise Refused(Reason.PROTOCOL, "a question needs exactly one video")
+    path = local_path(read.videos[0].video)
+    text = _PLACEHOLDER.sub("", turns[0].content)
     text = _hide_paths(text, {path: VIDEO_NAME}).strip()
     if not text:
         raise Refused(Reason.BROKEN, "the question is empty")
-    answer = _answer(extra.get("answer"), kind)
-    return Question(id, path, text, kind, answer, evidence=_evidence(extra.get("evidence")))
-
-
-def _kind(name: Any) -> QuestionKind:
-    try:
-        return QuestionKind(name)
-    except ValueError:
-        raise Refused(
-            Reason.BROKEN, f"question_type is {name!r}, none of {', '.join(QuestionKind)}"
-        ) from None
+    about = read.extra_info
+    evidence = about.evidence
+    if evidence is not None and not 0 <= evidence[0] <= evidence[1] < _MOST_SECONDS:
+        raise Refused(Reason.BROKEN, f"evidence is {evidence}, not a span in seconds")
+    kind = about.question_type
+    return Question(id, path, text, kind, _answer(about.answer, kind), evidence=evidence)
 
 
 def _answer(answer: Any, kind: QuestionKind) -> str:
@@ -236,24 +273,14 @@ def _answer(answer: Any, kind: QuestionKind) -> str:
         # A column may hold bytes, dates and decimals, which JSON cannot.
         try:
             answer = json.dumps(answer)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise Refused(Reason.BROKEN, f"the answer is not JSON ({error})") from error
-    text = _require_unicode(answer).strip()
+    text = answer.strip()
     if not text or text == "[]":
         raise Refused(Reason.NO_ANSWER, "the answer is empty")
     if kind is QuestionKind.TEMPORAL_GROUNDING and read_range(text) is None:
-        raise Refused(Reason.NO_ANSWER, f"{text[:80]!r} is not a span of time")
+        raise Refused(Reason.NO_ANSWER, "the answer is not a span of time")
     return text
-
-
-def _evidence(span: Any) -> tuple[float, float] | None:
-    """When the video shows the answer, in seconds. Only drawn scenes say it."""
-    if span is None:
-        return None
-    numbers = isinstance(span, list) and all(type(time) in (int, float) for time in span)
-    if not numbers or len(span) != 2 or not 0 <= span[0] <= span[1] < _MOST_SECONDS:
-        raise Refused(Reason.BROKEN, f"evidence is {str(span)[:80]}, not two times in seconds")
-    return float(span[0]), float(span[1])
 
 
 def require_earnable(question: Question) -> None:
@@ -269,18 +296,13 @@ def require_earnable(question: Question) -> None:
     if question.kind is QuestionKind.MULTIPLE_CHOICE:
         _, options = split_options(question.text)
         if options and chosen_option(answer, options) is None:
-            letters = ", ".join(string.ascii_uppercase[: len(options)])
-            raise Refused(
-                Reason.NO_OPTION, f"the answer {answer[:80]!r} is not one of the options {letters}"
-            )
+            raise Refused(Reason.NO_OPTION, f"{answer[:80]!r} is none of {len(options)} options")
     if question.kind is QuestionKind.TEMPORAL_GROUNDING:
         start, end = _span(question)
         if start >= end:
-            raise Refused(
-                Reason.IMPOSSIBLE, f"the span {start:g} to {end:g} s is reversed or empty"
-            )
+            raise Refused(Reason.IMPOSSIBLE, "the span is reversed or empty")
     if accuracy(question, answer) == 0:
-        raise Refused(Reason.IMPOSSIBLE, f"the answer {answer[:80]!r} earns no reward itself")
+        raise Refused(Reason.IMPOSSIBLE, f"{answer[:80]!r} earns no reward itself")
 
 
 def require_in_video(question: Question, duration: float) -> None:
@@ -341,9 +363,8 @@ def read_conversation(
         VideoError: From `look`.
     """
     messages = row.get("messages")
-    if isinstance(messages, str):
-        messages = _json(messages, "messages")
-    read, names = _read_messages(messages)
+    validate = _MESSAGES.validate_json if isinstance(messages, str) else _MESSAGES.validate_python
+    read, names = _read_messages(_checked(validate, messages))
     episode = [
         part for message in read if message.role != "system" for part in _split_message(message)
     ]
@@ -385,13 +406,21 @@ def _offers_tools(messages: Sequence[_Turn], turns: Sequence[_Turn]) -> bool:
     return "crop_video" in " ".join(texts) or any(turn.role == "tool" for turn in turns)
 
 
-def _read_messages(messages: Any) -> tuple[list[_Turn], list[str]]:
+def _read_messages(messages: Sequence[_Message]) -> tuple[list[_Turn], list[str]]:
     """Read roles, texts and files. File paths in texts become the names that the model uses.
 
     Returns:
         The messages and the names.
     """
-    read = [_read_message(message) for message in _list(messages, "messages")]
+    read = [
+        _Turn(
+            message.role,
+            [message.content]
+            if isinstance(message.content, str)
+            else [item.part for item in message.content],
+        )
+        for message in messages
+    ]
     files = [part for message in read for part in message.parts if isinstance(part, _File)]
     pictures = _numbered(_PICTURE_NAME, [file.path for file in files if file.picture])
     videos = _numbered(VIDEO_NAME, [file.path for file in files if not file.picture])
@@ -411,26 +440,6 @@ def _numbered(name: str, paths: Sequence[str]) -> dict[str, str]:
     stem, _, suffix = name.partition(".")
     names = [name, *(f"{stem}_{n}.{suffix}" for n in range(2, len(paths) + 1))]
     return dict(zip(dict.fromkeys(paths), names, strict=False))
-
-
-def _read_message(message: Any) -> _Turn:
-    role = _field(message, "role")
-    content = _field(message, "content")
-    if role not in ("system", "user", "assistant", "tool"):
-        raise Refused(Reason.BROKEN, f"a role is {role!r}")
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    parts: list[_Part] = []
-    for item in _list(content, f"the {role}'s content"):
-        kind = _field(item, "type")
-        if kind == "text" and isinstance(item.get("text"), str):
-            parts.append(_require_unicode(item["text"]))
-        elif isinstance(kind, str) and kind in _MEDIA:
-            path = local_path(_field(item.get(kind), "url"))
-            parts.append(_File(path, _MEDIA[kind]))
-        else:
-            raise Refused(Reason.BROKEN, f"the {role}'s content contains a {kind!r}")
-    return _Turn(role, parts)
 
 
 def _split_message(message: _Turn) -> list[_Turn]:
@@ -482,26 +491,18 @@ def _arrange(
         role, parts = message.role, message.parts
         if role == "assistant":
             if before in ("", "assistant"):
-                raise Refused(
-                    Reason.PROTOCOL,
-                    "assistant turn: a question or a tool response has to come first",
-                )
+                raise Refused(Reason.PROTOCOL, "an assistant turn answers nothing")
             _require_answered(open_calls)
             text, open_calls = _response(parts, limits, other_files)
             tool_turns += bool(open_calls)
             if tool_turns > limits.max_tool_turns:
-                raise Refused(
-                    Reason.PROTOCOL,
-                    f"more than protocol.max_tool_turns = {limits.max_tool_turns} turns with calls",
-                )
+                raise Refused(Reason.PROTOCOL, "more turns with calls than protocol.max_tool_turns")
             turns.append(_Turn(role, [text]))
         elif open_calls or role == "tool" or (before and _responds(parts)):
             # Some splits write tool responses into a user's turn, several into one turn.
             responses = _tool_responses(parts, role)
             if len(responses) > len(open_calls):
-                raise Refused(
-                    Reason.PROTOCOL, f"{len(responses)} tool responses for {len(open_calls)} calls"
-                )
+                raise Refused(Reason.PROTOCOL, "more tool responses than calls")
             for response, call in zip(responses, open_calls, strict=False):
                 turns.append(_Turn("tool", response, call))
             open_calls = open_calls[len(responses) :]
@@ -542,10 +543,7 @@ def _response(
         if isinstance(call, CropCall):
             calls.append(call)
     if len(calls) > limits.max_calls:
-        raise Refused(
-            Reason.PROTOCOL,
-            f"{len(calls)} calls in a turn, protocol.max_calls = {limits.max_calls}",
-        )
+        raise Refused(Reason.PROTOCOL, "more calls in a turn than protocol.max_calls")
     if calls and extract_answer(text) is not None:
         raise Refused(Reason.PROTOCOL, "a response both calls and answers")
     if text.find("<think>") > 0:
@@ -555,9 +553,7 @@ def _response(
     for (opening, closing), call in reversed(list(zip(spans, calls, strict=True))):
         for name in other_files:
             if text.find(f'"{name}"', opening.end, closing.start) >= 0:
-                raise Refused(
-                    Reason.PROTOCOL, f"a call is about {name}; the tool shows the first video only"
-                )
+                raise Refused(Reason.PROTOCOL, f"a call is about {name}, not the first video")
         text = text[: opening.start] + render_call(call) + text[closing.end :]
     # The published responses differ in the white space after <think>. An episode pins one form.
     tag = PINNED.strip()
@@ -579,7 +575,7 @@ def _tool_responses(parts: Sequence[_Part], role: str) -> list[list[_Part]]:
     parts = _without_placeholders(parts)
     if not _responds(parts):
         if role == "user":
-            raise Refused(Reason.PROTOCOL, "user turn: a tool response has to come first")
+            raise Refused(Reason.PROTOCOL, "a user turn comes before the tool response")
         return [_strip_texts(parts)]
     files_lead = isinstance(_strip_texts(parts)[0], _File)
     responses: list[list[_Part]] = []
@@ -599,14 +595,10 @@ def _tool_responses(parts: Sequence[_Part], role: str) -> list[list[_Part]]:
         elif isinstance(piece, _File):
             (leading if files_lead else responses[-1]).append(piece)
         elif piece.strip():
-            raise Refused(
-                Reason.PROTOCOL, "tool turn: something is outside its <tool_response> tags"
-            )
+            raise Refused(Reason.PROTOCOL, "a tool turn has text outside its <tool_response>")
     # Of several files before the first of several responses, some may belong to later ones.
     if leading or (first_files > 1 and len(responses) > 1):
-        raise Refused(
-            Reason.PROTOCOL, "tool turn: it is unclear which <tool_response> a file belongs to"
-        )
+        raise Refused(Reason.PROTOCOL, "unclear which <tool_response> a file belongs to")
     return [_strip_texts(response) for response in responses]
 
 
@@ -650,31 +642,22 @@ def _hide_paths(text: str, names: Mapping[str, str]) -> str:
     return re.sub(pattern, lambda found: names[found[1]], text)
 
 
-def _require_unicode(text: str) -> str:
-    """Refuse a text with half of a surrogate pair: JSON can hold it, but tokenizers cannot."""
+def _checked(validate: Callable[[Any], _Value], value: Any) -> _Value:
+    """Validate a value of a row.
+
+    Raises:
+        Refused: It is not of the published schema.
+    """
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise Refused(Reason.BROKEN, f"a text is not Unicode ({error.reason})") from error
-    return text
+        return validate(value)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or "messages"
+        raise Refused(Reason.BROKEN, f"{field}: {first['msg']}") from error
 
 
-def _list(value: Any, field: str) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise Refused(Reason.BROKEN, f"{field} is {type(value).__name__}")
-    if not value:
-        raise Refused(Reason.BROKEN, f"{field} is an empty list")
-    return list(value)
-
-
-def _field(value: Any, field: str) -> Any:
-    if not isinstance(value, Mapping) or field not in value:
-        raise Refused(Reason.BROKEN, f"{field} is missing")
-    return value[field]
-
-
-def _json(text: str, field: str) -> Any:
+def _json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Refused(Reason.BROKEN, f"{field} is not JSON ({str(error)[:80]})") from error
+        raise Refused(Reason.BROKEN, f"extra_info is not JSON ({str(error)[:80]})") from error

@@ -1,4 +1,4 @@
-"""Reads one row of the published files in a worker process: to a record, or why it is left out.
+"""Reads one row of a source in a worker process: to a record, or why it is left out.
 
 Every worker process imports this module, so its imports have to be few.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -66,12 +67,12 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class RowTask:
-    """A row of a published file: its id, its split, whether it asks a question, and its columns."""
+    """A row to read."""
 
     id: str
     source: str
-    rl: bool
-    columns: dict
+    row: dict[str, Any] | Question
+    """The columns of a published row, or your own question."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +83,8 @@ class ReadRow:
     source: str
     record: Question | Conversation | None = None
     """None: the row is left out."""
-    seconds: tuple[float, ...] = ()
-    """Durations of its videos."""
+    longest: float = 0.0
+    """Duration of its longest video, in seconds."""
     sizes: tuple[tuple[int, int], ...] = ()
     """(height, width) of its videos and pictures, in pixels."""
     reason: str = ""
@@ -91,18 +92,17 @@ class ReadRow:
 
 
 def read_row(reading: Reading, task: RowTask) -> ReadRow:
-    """Read one row of a published file, and check that its videos can be decoded."""
+    """Read one row, and check that its videos can be decoded."""
     checker = VideoChecker(reading)
     try:
-        read = _question if task.rl else _conversation
-        record = read(task.columns, task, checker)
+        record = _record(task, checker)
     except Refused as refused:
         return ReadRow(task.id, task.source, reason=refused.reason, detail=refused.detail)
     except VideoError as error:
         reason = Reason.MISSING if error.reason == "no such file" else Reason.UNREADABLE
         return ReadRow(task.id, task.source, reason=reason, detail=str(error))
-    seconds = tuple(checker.seconds.values())
-    return ReadRow(task.id, task.source, record, seconds, tuple(checker.sizes.values()))
+    longest = max(checker.seconds.values(), default=0.0)
+    return ReadRow(task.id, task.source, record, longest, tuple(checker.sizes.values()))
 
 
 def unread_row(task: RowTask, error: Exception) -> ReadRow:
@@ -111,8 +111,13 @@ def unread_row(task: RowTask, error: Exception) -> ReadRow:
     return ReadRow(task.id, task.source, reason=reason, detail=str(error))
 
 
-def _question(row: dict, task: RowTask, checker: VideoChecker) -> Question:
-    question = read_question(row, task.id)
+def _record(task: RowTask, checker: VideoChecker) -> Question | Conversation:
+    if isinstance(task.row, Question):
+        question = task.row
+    elif "messages" in task.row:
+        return _conversation(task.row, task, checker)
+    else:
+        question = read_question(task.row, task.id)
     require_earnable(question)
     checker(question.video, False, None)
     # A picture has no duration.
@@ -120,7 +125,7 @@ def _question(row: dict, task: RowTask, checker: VideoChecker) -> Question:
     return question
 
 
-def _conversation(row: dict, task: RowTask, checker: VideoChecker) -> Conversation:
+def _conversation(row: dict[str, Any], task: RowTask, checker: VideoChecker) -> Conversation:
     reading = checker.reading
     conversation = read_conversation(row, task.id, task.source, reading.limits, checker)
     trajectory = render(conversation, _protocol(reading), reading.tokens)

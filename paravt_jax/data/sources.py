@@ -10,13 +10,14 @@ import pathlib
 from collections.abc import Callable, Sequence
 
 from paravt_jax.data import hub
-from paravt_jax.data.archives import PATTERNS, find_archives, unpack
+from paravt_jax.data.archives import SUFFIXES, unpack
 from paravt_jax.data.buckets import fetch_files
+from paravt_jax.progress import Progress
 
 _VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg")
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MEDIA = (*_VIDEOS, *_PICTURES)
-MEDIA_PATTERNS = (*PATTERNS, *(f"*{suffix}" for suffix in MEDIA))
+MEDIA_PATTERNS = tuple(f"*{suffix}" for suffix in (*SUFFIXES, *MEDIA))
 """Patterns of the names of media and of archives."""
 
 
@@ -59,9 +60,7 @@ def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
 
 
 def media_root(
-    source: str,
-    folder: pathlib.Path,
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    source: str, folder: pathlib.Path, check: Callable[[], None] = lambda: None
 ) -> pathlib.Path:
     """Return the folder to which the media paths of the published rows are relative.
 
@@ -71,7 +70,7 @@ def media_root(
     Args:
         source: As in `fetch`.
         folder: Where to put what is copied or unpacked.
-        tell: Called after each archive with the megabytes that are unpacked, and all.
+        check: Called after each archive. It may raise to interrupt.
 
     Raises:
         ValueError: An archive cannot be unpacked.
@@ -82,13 +81,18 @@ def media_root(
     # Archives beside media in a local folder are taken to be unpacked already.
     if found == pathlib.Path(source).expanduser() and _holds_media(found):
         return found
-    files = (file for file in found.rglob("*") if file.is_file())
-    archives = find_archives(
-        {file.relative_to(found).as_posix(): file.stat().st_size for file in files}
+    archives = sorted(
+        file.relative_to(found).as_posix()
+        for file in found.rglob("*")
+        if file.is_file() and file.name.lower().endswith(SUFFIXES)
     )
     if not archives:
         return found
-    unpack(archives, found, root, tell)
+    with Progress("unpack media", "archive") as progress:
+        for done, name in enumerate(archives, 1):
+            unpack(name, found, root)
+            progress.update(done, len(archives))
+            check()
     return root
 
 

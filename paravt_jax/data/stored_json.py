@@ -12,13 +12,14 @@ name of a field could switch off what the field is for. It stands in the first l
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
-import types
-import typing
 import zlib
-from collections.abc import Iterable, Mapping
-from typing import Any, NotRequired, Union
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic
 
 from paravt_jax.data.atomic import write_atomically
 
@@ -94,69 +95,20 @@ def parse_json(content: bytes, name: str, kind: Any, remedy: str) -> Any:
     return value
 
 
-def mismatch(value: Any, kind: Any, where: str = "") -> str:
-    """The first place where a JSON value is not of a type, in words; "" if it is of the type.
+def mismatch(value: Any, kind: Any) -> str:
+    """Return the first place where a JSON value is not of a type, in words; "" if there is none.
 
     Args:
         value: What JSON was read to.
-        kind: `Any`, `None`, `bool`, `int`, `float` (holds integers, too), `str`, a `TypedDict`
-            (may have other keys, too), a `list` or a `dict` with text keys of such types, or a
-            union of them.
-        where: The path of the value, such as "rows[3].accuracy"; "" for the whole file.
+        kind: Anything that pydantic knows, such as a `TypedDict`, which may have other keys, too.
     """
-    origin = typing.get_origin(kind)
-    if kind is Any or kind is type(None) and value is None:
-        return ""
-    if origin in (Union, types.UnionType):
-        wrong = [mismatch(value, option, where) for option in typing.get_args(kind)]
-        return "" if "" in wrong else wrong[0]
-    if typing.is_typeddict(kind) and isinstance(value, dict):
-        return _first(_field_mismatch(value, *field, where) for field in _fields(kind))
-    if origin is list and isinstance(value, list):
-        (item_kind,) = typing.get_args(kind)
-        return _first(mismatch(x, item_kind, f"{where}[{n}]") for n, x in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        _, item_kind = typing.get_args(kind)
-        return _first(mismatch(x, item_kind, _inside(where, name)) for name, x in value.items())
-    # In Python, True is an int.
-    if isinstance(value, _ALLOWED.get(kind, ())) and (kind is bool or not isinstance(value, bool)):
-        return ""
-    wanted = _NAMES.get(origin or kind, "an object")
-    return f"{where or 'the file'}: {_NAMES[type(value)]} instead of {wanted}"
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        return f"{where}: {first['msg']}"
+    return ""
 
 
-_ALLOWED = {bool: bool, int: int, float: (int, float), str: str}
-_NAMES = {
-    type(None): "null",
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    dict: "an object",
-}
-
-
-def _fields(kind: Any) -> list[tuple[str, Any, bool]]:
-    """Name, type and whether it must exist, of each field of a `TypedDict`."""
-    fields = []
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        optional = typing.get_origin(hint) is NotRequired
-        required = kind.__total__ and not optional
-        fields.append((name, typing.get_args(hint)[0] if optional else hint, required))
-    return fields
-
-
-def _field_mismatch(value: dict[str, Any], name: str, kind: Any, required: bool, where: str) -> str:
-    if name in value:
-        return mismatch(value[name], kind, _inside(where, name))
-    return f"{_inside(where, name)}: missing" if required else ""
-
-
-def _inside(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
-
-
-def _first(texts: Iterable[str]) -> str:
-    """The first text that is not empty."""
-    return next((text for text in texts if text), "")
+_adapter = functools.cache(pydantic.TypeAdapter)

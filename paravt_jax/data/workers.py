@@ -5,8 +5,8 @@ Other calls are not affected. If the parent process ends, a worker ends after it
 
 One thread of the parent serves each process:
 
-    submit -> priority queue -> thread 0 <-> pipes <-> process 0
-                            \\-> thread 1 <-> pipes <-> process 1
+    submit -> priority queue -> thread 0 <-> pipe <-> process 0
+                            \\-> thread 1 <-> pipe <-> process 1
 
 The processes are started as `python -m paravt_jax.data.workers`, because forks can hang: they copy
 open video readers, and the locks of the accelerator runtime without its threads.
@@ -27,7 +27,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, Generic, TypeVar
 
 _Argument = TypeVar("_Argument")
@@ -185,27 +185,24 @@ def cancel(future: Future[Any]) -> None:
 
 
 class _Process:
-    """One process and the two pipes to it."""
+    """One process and the pipe to it."""
 
     def __init__(self, setup: bytes):
-        child_calls, self._calls = _pipe()
-        self._results, child_results = _pipe()
+        self._pipe, child_end = Pipe()
         # The child imports modules from the same places as this process.
         paths = os.pathsep.join(path for path in sys.path if path)
-        descriptors = (child_calls.fileno(), child_results.fileno())
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, descriptors)],
-            pass_fds=descriptors,
+            [sys.executable, "-m", __name__, str(child_end.fileno())],
+            pass_fds=[child_end.fileno()],
             env=os.environ | {"PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
             # Ctrl-C goes to the whole process group. A child in its own session never gets it, not
             # even before it can ignore signals.
             start_new_session=True,
         )
-        # Only the child may hold these ends. Otherwise its death would not end the pipes here.
-        child_calls.close()
-        child_results.close()
-        self._calls.send_bytes(setup)
+        # Only the child may hold this end. Otherwise its death would not end the pipe here.
+        child_end.close()
+        self._pipe.send_bytes(setup)
         self._ready = False
 
     def call(self, message: bytes, deadline: float) -> tuple[bool, Any]:
@@ -220,12 +217,12 @@ class _Process:
         try:
             if not self._ready:
                 # Imports take seconds. They do not count towards the first call's deadline.
-                self._results.recv_bytes()
+                self._pipe.recv_bytes()
                 self._ready = True
-            self._calls.send_bytes(message)
-            if not self._results.poll(deadline):
+            self._pipe.send_bytes(message)
+            if not self._pipe.poll(deadline):
                 raise DeadlineError(f"it took longer than {deadline:g} s")
-            return self._results.recv()
+            return self._pipe.recv()
         except (EOFError, OSError) as error:
             raise WorkerError(f"its process died ({type(error).__name__})") from error
 
@@ -234,17 +231,10 @@ class _Process:
         self._process.kill()
 
     def release(self) -> None:
-        """Kill the process and close the pipes. Only the thread that uses them may do this."""
+        """Kill the process and close the pipe. Only the thread that uses it may do this."""
         self._process.kill()
         self._process.wait()
-        self._calls.close()
-        self._results.close()
-
-
-def _pipe() -> tuple[Connection, Connection]:
-    """The reading and the writing end of a new pipe."""
-    read, write = os.pipe()
-    return Connection(read, writable=False), Connection(write, readable=False)
+        self._pipe.close()
 
 
 def _limit_memory(memory: int) -> None:
@@ -255,19 +245,19 @@ def _limit_memory(memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory, hard))
 
 
-def _work(calls: Connection, results: Connection) -> None:
+def _work(pipe: Connection) -> None:
     """The main loop of a worker process."""
     # A scheduler may signal every process of a job. The parent decides when its workers end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    function, memory = calls.recv()
+    function, memory = pipe.recv()
     _limit_memory(memory)
     # Tell the parent that the imports are done.
-    results.send_bytes(b"")
+    pipe.send_bytes(b"")
     while True:
         try:
-            argument = calls.recv()
-        except EOFError:
+            argument = pipe.recv()
+        except (EOFError, ConnectionResetError):
             # The parent has ended, or was killed: either closes its end of the pipe.
             return
         # Broad because the exception is the call's result: the parent raises it in the caller.
@@ -276,8 +266,8 @@ def _work(calls: Connection, results: Connection) -> None:
         except Exception as error:
             answer = _pickled_error(error)
         try:
-            results.send_bytes(answer)
-        except BrokenPipeError:
+            pipe.send_bytes(answer)
+        except (BrokenPipeError, ConnectionResetError):
             return
 
 
@@ -292,8 +282,4 @@ def _pickled_error(error: Exception) -> bytes:
 
 
 if __name__ == "__main__":
-    calls_descriptor, results_descriptor = map(int, sys.argv[1:])
-    _work(
-        Connection(calls_descriptor, writable=False),
-        Connection(results_descriptor, readable=False),
-    )
+    _work(Connection(int(sys.argv[1])))

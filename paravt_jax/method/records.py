@@ -27,7 +27,7 @@ class QuestionKind(enum.StrEnum):
 class Subtitle:
     """An entry of a video's subtitles: text of one or more lines, shown from `start` to `end` in s.
 
-    `paravt_jax.data.text_files` reads them from files.
+    `paravt_jax.data.foreign` reads them from files.
     """
 
     start: float

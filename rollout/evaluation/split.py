@@ -13,10 +13,9 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from paravt_jax.data.foreign import ForeignFileError
+from paravt_jax.data.foreign import ForeignFileError, read_srt
 from paravt_jax.data.frames import VideoError, join
 from paravt_jax.data.published import Refused, require_in_video
-from paravt_jax.data.text_files import read_srt
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
 from paravt_jax.method.protocol import Protocol, subtitled_text

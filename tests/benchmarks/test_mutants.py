@@ -22,7 +22,7 @@ PARTS = {
     "engine",
     "episode",
     "loss",
-    "packing",
+    "loader",
     "pages",
     "rewards",
     "sampling",

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from paravt_jax.data.text_files import parse_srt
+from paravt_jax.data.foreign import parse_srt
 from paravt_jax.method.accuracy import chosen_option, grounding_accuracy, read_range
 from paravt_jax.method.tools.crop_video import read_seconds
 from tests.golden.excuses import Excuse, check_examples

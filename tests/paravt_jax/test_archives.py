@@ -18,7 +18,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from paravt_jax.data.archives import ArchiveError, find_archives, mark_of, unpack
+from paravt_extras.download import find_archives, join_parts
+from paravt_jax.data.archives import ArchiveError, mark_of, unpack
 
 ROOT = pathlib.Path(__file__).parents[2]
 VIDEOS = {
@@ -52,7 +53,9 @@ def packed(name: str, members: Mapping[str, bytes]) -> bytes:
 def unpack_all(source: pathlib.Path, root: pathlib.Path, **fields) -> None:
     files = [file for file in source.rglob("*") if file.is_file()]
     sizes = {file.relative_to(source).as_posix(): file.stat().st_size for file in files}
-    unpack(find_archives(sizes, **fields), source, root)
+    for archive in find_archives(sizes, **fields):
+        join_parts(archive, source)
+        unpack(archive.name, source, root)
 
 
 def contents(root: pathlib.Path) -> dict[str, bytes]:
@@ -81,7 +84,7 @@ def test_an_archive_is_unpacked_once(source, tmp_path, name):
     assert (tmp_path / "root/data/a.mp4").read_bytes() == b"changed since"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["v.zip", "v.tar.gz"])
 @pytest.mark.parametrize(
     "part", ["{}.{:03d}", "{}.part{:02d}", "{}.part.{letters}", "{}-{letters}", "x/{}.{letters}"]
 )
@@ -258,35 +261,6 @@ def test_an_archive_of_zeros_is_refused(source, tmp_path, zeros):
         unpack_all(source, tmp_path / "root")
 
 
-def test_a_file_with_another_content_is_not_replaced(source, tmp_path):
-    (source / "v.zip").write_bytes(packed("v.zip", VIDEOS))
-    present = tmp_path / "root/data/a.mp4"
-    present.parent.mkdir(parents=True)
-    present.write_bytes(bytes(len(VIDEOS["data/a.mp4"])))
-    with pytest.raises(ArchiveError, match="exists with another content"):
-        unpack_all(source, tmp_path / "root")
-    present.write_bytes(VIDEOS["data/a.mp4"])
-    before = present.stat().st_mtime_ns
-    unpack_all(source, tmp_path / "root")
-    assert present.stat().st_mtime_ns == before, "an equal file is kept as it is"
-
-
-def test_a_stop_keeps_the_archives_that_are_done(source, tmp_path):
-    for n in range(3):
-        (source / f"{n}.tar").write_bytes(packed("v.tar", {f"{n}.mp4": bytes(3_000_000)}))
-
-    def tell(done: int, total: int) -> None:
-        assert (done, total) == (3, 9)
-        raise KeyboardInterrupt
-
-    files = {f"{n}.tar": 3_000_000 for n in range(3)}
-    with pytest.raises(KeyboardInterrupt):
-        unpack(find_archives(files), source, tmp_path / "root", tell)
-    assert sorted(contents(tmp_path / "root")) == ["0.mp4"]
-    unpack_all(source, tmp_path / "root")
-    assert sorted(contents(tmp_path / "root")) == [f"{n}.mp4" for n in range(3)]
-
-
 SLOWLY = """
 import os, pathlib, sys, time
 from paravt_jax.data import archives
@@ -296,8 +270,7 @@ def slow(*paths):
     time.sleep(0.02)
     replace(*paths)
 archives.os.replace = slow
-sizes = {file.name: file.stat().st_size for file in source.iterdir()}
-archives.unpack(archives.find_archives(sizes), source, root)
+archives.unpack(*[file.name for file in source.iterdir()], source, root)
 """
 
 
@@ -315,8 +288,7 @@ def test_unpacking_is_repeated_after_a_kill(source, tmp_path, name):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    (archive,) = find_archives({name: (source / name).stat().st_size})
-    assert not mark_of(archive, root).exists()
+    assert not mark_of(name, (source / name).stat().st_size, root).exists()
     for file in root.glob("*.mp4"):
         assert file.read_bytes() == members[file.name], "a file is complete or not there"
     unpack_all(source, root)
@@ -337,6 +309,5 @@ def test_an_archive_that_is_a_link_out_of_the_folder_is_not_opened(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "v.zip").symlink_to(outside)
-    found = find_archives({"v.zip": outside.stat().st_size})
     with pytest.raises(ArchiveError, match=f"v.zip: a link to {outside}, outside the folder"):
-        unpack(found, source, tmp_path / "root")
+        unpack("v.zip", source, tmp_path / "root")

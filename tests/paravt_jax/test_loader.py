@@ -54,7 +54,7 @@ def test_stored_records_pass_through_unchanged(tmp_path):
     settings = world_text.TextSettings(groups=1)
     conversations = list(world_text.main_conversations(videos, settings))
     datasets.write_splits(tmp_path, {"main": conversations})
-    batches = take(loader.stream(datasets.open_split(tmp_path, "main"), 0, 4), 4)
+    batches = take(loader.stream(datasets.open_splits(tmp_path)["main"], 0, 4), 4)
     found = [conversation for batch in batches for conversation in batch]
     by_id = {conversation.id: conversation for conversation in conversations}
     assert {conversation.id: conversation for conversation in found} == by_id
@@ -100,11 +100,6 @@ def test_a_state_does_not_depend_on_batches_read_ahead():
         assert take(stream, 20) == expected
     first.set_state(start)
     assert take(first, 30) == everything
-
-
-def test_a_negative_depth_is_refused():
-    with pytest.raises(ValueError, match="-1 batches"):
-        loader.Ahead(loader.stream(range(4), 0, 1), -1, lambda batch: None)
 
 
 class Device:

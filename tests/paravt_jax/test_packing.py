@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paravt_jax.data.packing import pack
+from paravt_jax.data.loader import pack
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)
 

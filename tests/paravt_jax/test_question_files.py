@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from paravt_jax.data.question_files import COLUMNS, read_questions, require_unique_ids
+from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method.records import Question, QuestionKind, Subtitle
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "evaluation.md"
@@ -30,7 +30,9 @@ def write(folder: pathlib.Path, rows: list[dict], name: str = "my.jsonl") -> pat
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder / name
     with (folder / name).open("w", newline="") as stream:
-        table = csv.DictWriter(stream, COLUMNS)
+        table = csv.DictWriter(
+            stream, list(dict.fromkeys(name for row in rows for name in row)), ""
+        )
         table.writeheader()
         for row in rows:
             table.writerow(
@@ -82,50 +84,42 @@ def test_the_id_of_a_row_without_one_is_its_line(rows, tmp_path):
     assert [question.id for question in of_csv] == ["2", "3", "4"]
 
 
-# What is changed in a good row; the field and the value that the error names; a word of the rule.
+# What is changed in a good row; the field that the error names; a word of the rule.
 BAD = [
-    ({"video": None}, "video: ''", "required"),
-    ({"video": "/etc/passwd"}, "video: '/etc/passwd'", "relative"),
-    ({"video": "../x.mp4"}, "video: '../x.mp4'", "relative"),
-    ({"question": " "}, "question: ' '", "required"),
-    ({"answer": None}, "answer: ''", "required"),
-    ({"answer": "D"}, "answer: 'D'", "from A to C"),
-    ({"answer": "number 7"}, "answer: 'number 7'", "letter"),
-    ({"answer": "AB"}, "answer: 'AB'", "letter"),
-    ({"answer": ["B"]}, "answer: \"['B']\"", "text"),
-    ({"options": ["one"]}, "options: \"['one']\"", "2 to 26"),
-    ({"options": "a, b"}, "options: 'a, b'", "JSON list"),
-    ({"kind": "essay"}, "kind: 'essay'", "mcq, tvg, oe"),
-    ({"kind": "oe"}, "kind: 'oe'", "options"),
-    ({"kind": "tvg", "options": None}, "answer: 'B'", "span"),
-    ({"kind": "tvg", "options": None, "answer": [9, 3]}, "answer: '[9, 3]'", "span"),
-    (
-        {"options": ["a car", " A  car", "x"]},
-        "options: \"['a car', 'A  car', 'x']\"",
-        "occurs twice",
-    ),
-    (
-        {"options": ["A. one", "B. one"], "answer": "A"},
-        "options: \"['one', 'one']\"",
-        "occurs twice",
-    ),
-    ({"options": None}, "answer: 'B'", "no options: add them, or the kind oe"),
-    ({"options": None, "answer": "(C)"}, "answer: '(C)'", "no options: add them, or the kind oe"),
-    ({"subtitles": "gone.srt"}, "subtitles: 'gone.srt'", "no such file"),
-    ({"subtitles": "talk.txt"}, "subtitles: 'talk.txt'", ".srt"),
-    ({"evidence": [5, 5]}, "evidence: '[5, 5]'", "span"),
-    ({"option": "x"}, "column: 'option'", "id, video, question"),
-    ({"id": "when"}, "id: 'when'", "line 1"),
+    ({"video": None}, "video", "required"),
+    ({"video": "/etc/passwd"}, "video", "relative"),
+    ({"video": "../x.mp4"}, "video", "relative"),
+    ({"question": " "}, "question", "at least 1"),
+    ({"answer": None}, "answer", "required"),
+    ({"answer": "D"}, "answer", "from A to C"),
+    ({"answer": "number 7"}, "answer", "letter"),
+    ({"answer": "AB"}, "answer", "letter"),
+    ({"answer": ["B"]}, "answer", "text"),
+    ({"options": ["one"]}, "options", "at least 2"),
+    ({"options": "a, b"}, "options", "tuple"),
+    ({"kind": "essay"}, "kind", "'mcq', 'tvg' or 'oe'"),
+    ({"kind": "oe"}, "kind", "options"),
+    ({"kind": "tvg", "options": None}, "answer", "tuple"),
+    ({"kind": "tvg", "options": None, "answer": [9, 3]}, "answer", "span"),
+    ({"options": ["a car", " A  car", "x"]}, "options", "occurs twice"),
+    ({"options": ["A. one", "B. one"], "answer": "A"}, "options", "occurs twice"),
+    ({"options": None}, "answer", "no options: add them, or the kind oe"),
+    ({"options": None, "answer": "(C)"}, "answer", "no options: add them, or the kind oe"),
+    ({"subtitles": "gone.srt"}, "subtitles", "No such file"),
+    ({"subtitles": "talk.txt"}, "subtitles", ".srt"),
+    ({"evidence": [5, 5]}, "evidence", "span"),
+    ({"option": "x"}, "option", "not permitted"),
+    ({"id": "when"}, "id", "same id"),
 ]
 
 
-@pytest.mark.parametrize(("change", "named", "rule"), BAD, ids=[named for _, named, _ in BAD])
-def test_a_bad_row_is_refused_with_its_line(change, named, rule, rows, tmp_path):
+@pytest.mark.parametrize(("change", "field", "rule"), BAD)
+def test_a_bad_row_is_refused_with_its_line(change, field, rule, rows, tmp_path):
     file = write(tmp_path, [rows[1], {**rows[0], **change}])
     with pytest.raises(ValueError, match="line 2") as error:
         read_questions(file, tmp_path)
     message = str(error.value)
-    assert message.startswith(f"{file}, line 2: {named}; ")
+    assert message.startswith(f"{file}, line 2: {field}") and "\n" not in message
     assert rule in message
 
 
@@ -167,11 +161,11 @@ def test_an_array_of_rows_is_read(name, rows, tmp_path):
     bare = [{"video": "v.mp4", "question": "Who?", "answer": "me"}] * 2
     file.write_text(json.dumps(bare))
     assert [question.id for question in read_questions(file, tmp_path)] == ["1", "2"]
-    file.write_text(json.dumps([*bare, {"video": "v.mp4"}, 3]))
-    with pytest.raises(ValueError, match="row 3: question: ''; it is req.*\n.*row 4: row: '3'"):
+    file.write_text(json.dumps([*bare, 3]))
+    with pytest.raises(ValueError, match="row 3: row: '3'; it is no JSON object"):
         read_questions(file, tmp_path)
     file.write_text(json.dumps(rows)[:-1])
-    with pytest.raises(ValueError, match="row 1: row: .*an array of JSON objects"):
+    with pytest.raises(ValueError, match="row 1: row: .*no JSON object"):
         read_questions(file, tmp_path)
 
 
@@ -193,9 +187,8 @@ def test_tables_of_spreadsheets_are_read(encoding, tmp_path):
     (question,) = read_questions(file, tmp_path)
     assert (question.text, question.options) == ("Who, or what?", ("ein Auto", "ein Bär"))
     file.write_text(text + delimiter.join(["v.mp4", "a", "b", "c", "d"]))
-    with pytest.raises(ValueError, match="line 3: row: .*: quote cells with ") as error:
+    with pytest.raises(ValueError, match="line 3: row: .*not those of the header"):
         read_questions(file, tmp_path)
-    assert repr(delimiter) in str(error.value)
 
 
 def test_a_csv_row_with_too_few_cells_is_refused(tmp_path):
@@ -206,18 +199,8 @@ def test_a_csv_row_with_too_few_cells_is_refused(tmp_path):
 
 def test_a_column_that_occurs_twice_is_refused(tmp_path):
     (tmp_path / "my.csv").write_text("video,question,answer,answer\na.mp4,Who?,me,you\n")
-    with pytest.raises(ValueError, match="line 1: row: .*a column occurs twice"):
+    with pytest.raises(ValueError, match="line 1: row: .*not those of the header"):
         read_questions(tmp_path / "my.csv", tmp_path)
-
-
-def test_every_bad_row_is_named_up_to_ten(rows, tmp_path):
-    file = write(tmp_path, [{"video": "a.mp4", "answer": "x"}] * 12)
-    file.write_text("no json\n" + file.read_text())
-    with pytest.raises(ValueError, match="line 1: row: 'no json'") as error:
-        read_questions(file, tmp_path)
-    lines = str(error.value).splitlines()
-    assert len(lines) == 11
-    assert "3 more" in lines[-1]
 
 
 def test_a_csv_row_with_too_many_cells_is_refused(tmp_path):
@@ -229,7 +212,7 @@ def test_a_csv_row_with_too_many_cells_is_refused(tmp_path):
 def test_a_cell_that_is_too_long_is_refused_with_its_line(tmp_path):
     file = tmp_path / "my.csv"
     file.write_text("video,question,answer\na.mp4," + "why " * 50_000 + ",B\n")
-    with pytest.raises(ValueError, match=r"my\.csv.*line 2.*CSV"):
+    with pytest.raises(ValueError, match=r"my\.csv, after line 0: not CSV"):
         read_questions(file, tmp_path)
 
 

@@ -25,7 +25,9 @@ from paravt_jax.data.published import read_question
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.method.accuracy import accuracy
 from paravt_jax.world.vocabulary import save_tokenizer
-from train.published_data import DataSettings, hold_out, prepare_published
+from train.prepare import prepare_set
+from train.published_data import DataSettings, hold_out
+from train.settings import ModelSettings
 
 ROOT = pathlib.Path(__file__).parents[2]
 SETTINGS = plan.SceneSettings(seed=1, videos=8, heldout=4, lines=320)
@@ -196,8 +198,9 @@ def test_the_recipes_prepare_every_row(tmp_path, small_vocabulary):
         workers=2,
     )
     tokenizer = str(tmp_path / "tokenizer")
-    summary = prepare_published(data, run.protocol, run.frames, run.vision, tokenizer)
-    assert (summary["rows"], summary["kept"]) == (64, 64)
+    run = dataclasses.replace(run, model=ModelSettings(path=tokenizer, size="8b"))
+    summary = prepare_set(run, data, tmp_path / "set")
+    assert sum(summary["kinds"].values()) == 64
     assert summary["kinds"]["conversation"] == 16
     prepared = open_prepared(tmp_path / "set")
     for conversation in prepared.conversations:

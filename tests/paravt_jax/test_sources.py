@@ -63,10 +63,10 @@ def test_a_source_that_does_not_exist_is_refused_with_a_remedy(source, words, tm
 
 def test_a_bucket_without_its_package_names_the_package(tmp_path, monkeypatch):
     def missing(address):
-        raise ImportError("no gcsfs")
+        raise ImportError("Please install gcsfs")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(ModuleNotFoundError, match="pip install gcsfs"):
+    with pytest.raises(ModuleNotFoundError, match="install gcsfs; .*pip"):
         sources.fetch("gs://bucket/a", tmp_path, ["*.parquet"])
 
 
@@ -97,12 +97,8 @@ def test_archives_are_unpacked_once_into_one_root(tmp_path):
     archive(source / "selfqa.zip", {"selfqa/a.mp4": b"a", "selfqa/": b""})
     charades = source / "museg/charades/charades_0.zip"
     archive(charades, {"museg/charades/b.mp4": b"b" * 10_000})
-    steps = []
-    root = sources.media_root(
-        str(source), tmp_path / "out", lambda done, total: steps.append((done, total))
-    )
+    root = sources.media_root(str(source), tmp_path / "out")
     assert root == tmp_path / "out/media"
-    assert steps[-1] == (0, 0), "megabytes"
     assert (root / "selfqa/a.mp4").read_bytes() == b"a"
     assert (root / "museg/charades/b.mp4").read_bytes() == b"b" * 10_000
     (root / "selfqa/a.mp4").write_bytes(b"another")

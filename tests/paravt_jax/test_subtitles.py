@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paravt_jax.data.foreign import ForeignFileError
-from paravt_jax.data.text_files import parse_srt, read_srt
+from paravt_jax.data.foreign import ForeignFileError, parse_srt, read_srt
 from paravt_jax.method.records import Subtitle
 
 HELLO = "1\n00:00:01,500 --> 00:01:02,000\nHello\n"

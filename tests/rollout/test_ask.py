@@ -408,11 +408,10 @@ def test_a_missing_package_is_one_line(command, monkeypatch):
 
     monkeypatch.setattr(FrameReader, "request", lambda self, task: decoder.request(task))
     monkeypatch.setattr(media_files.fsspec.core, "url_to_fs", missing)
-    for address, package in (("gs://b/x.mp4", "gcsfs"), ("https://localhost:1/x.mp4", "aiohttp")):
-        code, out, err = command("--model", "m", "--video", address, TEXT)
-        assert (code, out) == (2, "")
-        assert f"pip install {package}, or copy the files" in err
-        assert err.count("\n") == 1
+    code, out, err = command("--model", "m", "--video", "gs://b/x.mp4", TEXT)
+    assert (code, out) == (2, "")
+    assert "no gcsfs; install it with pip, or copy the files" in err
+    assert err.count("\n") == 1
 
 
 def test_a_folder_without_a_model_is_one_line(capsys, small_world, tmp_path):

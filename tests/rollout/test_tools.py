@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from paravt_jax.data.text_files import parse_srt
+from paravt_jax.data.foreign import parse_srt
 from paravt_jax.method.parsing import call_text, parse_calls
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import (

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import shutil
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from flax import nnx
 from configs import RECIPES
 from models.model import VisionLanguageModel
 from models.weights.hf import save
-from paravt_jax.data import video
+from paravt_jax.data.preparation import LEFT_OUT, OWN
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
@@ -23,8 +24,10 @@ from paravt_jax.world.videos import WorldSettings, render
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer, world_pieces
 from rollout.evaluation.play import EvaluationSettings
 from tests.compiled_names import CompiledNames
+from train import prepare as prepare_module
+from train.left_out import LeftOutError
 from train.model import model_config
-from train.prepare import CHECKED, prepare, prepare_dataset
+from train.prepare import prepare
 from train.published_data import DataSettings
 from train.run import execute
 from train.settings import ModelSettings, Run
@@ -123,65 +126,47 @@ def test_questions_of_a_file_are_split_by_video(recipe, questions, at_home):
     assert {q.video for q in data.questions}.isdisjoint(q.video for q in data.heldout)
     given = prepare(data_of(recipe, heldout=2), at_home / "other", questions=questions)
     assert (given.questions, given.heldout) == (data.questions, data.heldout)
-    with pytest.raises(ValueError, match="data.questions: my.jsonl"):
-        prepare_dataset(run)
 
 
-def test_a_video_that_cannot_be_read_is_left_out_by_name(recipe, questions, at_home, capsys):
+def test_questions_that_cannot_be_used_are_left_out_and_counted(recipe, questions, at_home, capsys):
+    kind = QuestionKind.TEMPORAL_GROUNDING
+    beyond = Question("late", questions[0].video, "When?", kind, "[9000, 9010]")
+    no_span = dataclasses.replace(beyond, id="no span", answer="at the end")
     lost = dataclasses.replace(questions[0], id="lost", video="gone.mp4")
-    run = dataclasses.replace(data_of(recipe, heldout=0), max_left_out=0.5)
-    data = prepare(run, at_home / "run", questions=[*questions, lost])
-    assert set(data.questions) == set(questions) and list(data.unreadable) == ["gone.mp4"]
-    assert "gone.mp4" in capsys.readouterr().out
+    asked = [*questions, beyond, no_span, lost]
+    run = dataclasses.replace(data_of(recipe, heldout=0), max_left_out=0.9)
+    data = prepare(run, at_home / "run", questions=asked)
+    assert set(data.questions) == set(questions)
+    assert "2 impossible answer, 1 missing video" in capsys.readouterr().out
+    lines = (at_home / "run" / OWN / LEFT_OUT).read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == ["late", "no span", "lost"]
+    with pytest.raises(LeftOutError, match="max_left_out: 0.01; .* questions .*missing video"):
+        prepare(dataclasses.replace(run, max_left_out=0.01), at_home / "run", questions=asked)
 
 
-def test_a_span_beyond_its_video_is_refused(recipe, questions, at_home):
-    kind = QuestionKind.TEMPORAL_GROUNDING
-    video = questions[0].video
-    beyond = Question("late", video, "When?", kind, "[9000, 9010]")
-    no_span = dataclasses.replace(beyond, answer="at the end")
-    for question, reason in (
-        (beyond, r"less than half of the span 9000 to 9010 s is in its video \(128\.0 s\)"),
-        (no_span, "the answer 'at the end' is no span"),
-    ):
-        with pytest.raises(ValueError, match=f"data.questions: id 'late' about {video}: {reason}"):
-            prepare(data_of(recipe, heldout=0), at_home / "run", questions=[*questions, question])
-
-
-def test_all_spans_beyond_their_videos_are_named_up_to_ten(recipe, questions, at_home):
-    kind = QuestionKind.TEMPORAL_GROUNDING
-    videos = [question.video for question in questions]
-    beyond = [
-        Question(f"late {i}", videos[i % len(videos)], "When?", kind, "[9000, 9010]")
-        for i in range(12)
-    ]
-    with pytest.raises(ValueError, match="data.questions: id 'late ") as error:
-        prepare(data_of(recipe, heldout=0), at_home / "run", questions=[*questions, *beyond])
-    lines = str(error.value).splitlines()
-    assert len(set(lines)) == 11
-    assert lines[-1] == "and 2 more wrong spans"
-
-
-def test_a_repaired_video_stays_left_out(recipe, questions, at_home):
+def test_a_repaired_video_stays_left_out(recipe, questions, at_home, small_world):
     """Otherwise the run would draw other questions than before."""
-    run = data_of(recipe, heldout=0)
-    prepare(run, at_home / "run", questions=questions)
-    lost = questions[0].video
-    file = at_home / "run" / CHECKED
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"unreadable": {lost: "cut off"}}))
-    run = dataclasses.replace(run, max_left_out=0.5)
-    again = prepare(run, at_home / "run", questions=questions)
-    assert {*again.questions} == {q for q in questions if q.video != lost}
+    lost = dataclasses.replace(questions[0], id="lost", video="gone.mp4")
+    asked = [*questions, lost]
+    run = dataclasses.replace(data_of(recipe, heldout=0), max_left_out=0.5)
+    first = prepare(run, at_home / "run", questions=asked)
+    media = at_home / "media"
+    shutil.copytree(small_world.folder, media)
+    shutil.copyfile(media / questions[0].video, media / "gone.mp4")
+    (at_home / "videos").unlink()
+    media.rename(at_home / "videos")
+    again = prepare(run, at_home / "run", questions=asked)
+    assert (again.questions, again.digest) == (first.questions, first.digest)
 
 
 def test_a_run_continues_only_with_the_same_questions(recipe, questions, at_home, monkeypatch):
     run = data_of(recipe, heldout=0)
     first = prepare(run, at_home / "run", questions=questions)
-    monkeypatch.delattr(video, "probe")  # a second start does not check the videos again
+    monkeypatch.delattr(prepare_module, "Workers")  # a second start does not check the videos again
     again = prepare(run, at_home / "run", questions=questions)
     assert (again.questions, again.digest) == (first.questions, first.digest)
     edited = [dataclasses.replace(questions[0], text="What else?"), *questions[1:]]
-    with pytest.raises(ValueError, match="data.questions: .* other questions"):
+    with pytest.raises(ValueError, match="run/questions holds a set"):
         prepare(run, at_home / "run", questions=edited)
 
 

@@ -15,9 +15,10 @@ import time
 import uuid
 import zlib
 from collections.abc import Mapping
-from typing import Any, SupportsFloat, TypedDict
+from typing import Any, SupportsFloat
 
 import tensorboardX
+from typing_extensions import TypedDict
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import DamagedFileError, mismatch

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pathlib
-from typing import Any, NotRequired, TextIO, TypedDict
+from typing import Any, NotRequired, TextIO
+
+from typing_extensions import TypedDict
 
 from paravt_jax.data.any_path import AnyPath
 from paravt_jax.data.stored_json import DamagedFileError, parse_checked_json, write_checked_json
