@@ -11,7 +11,7 @@ import pytest
 
 from paravt_jax.data.stored_json import DamagedFileError, write_checked_json
 from tests.train.homes import Steps, open_home
-from train.durable.checkpoint import Checkpoints
+from train.durable.checkpoint import Checkpoints, DamagedCheckpointError
 from train.durable.metrics import read_metrics
 from train.durable.run_directory import RunDirectoryError
 from train.durable.saver import Saver
@@ -105,6 +105,24 @@ def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before(run):
     after = made(run)
     assert {name for name in before if after[name] != before[name]} == {"rl-3", "rl-4"}
     assert train(run, "rl", 4) == 4
+
+
+def test_a_damaged_checkpoint_is_set_aside(run, capsys):
+    checkpoints = run / "checkpoints" / "rl"
+    shutil.rmtree(checkpoints / "4" / "state")
+    assert train(run, "rl", 4) == 2
+    assert "rl/4 cannot be read" in capsys.readouterr().err
+    assert {path.name for path in checkpoints.iterdir()} >= {"2", "4", "4.damaged"}
+    assert train(run, "rl", 4) == 4
+
+
+def test_the_only_checkpoint_stays_where_it_is_if_it_is_damaged(run):
+    checkpoints = run / "checkpoints" / "rl"
+    for step in ("2", "4"):
+        shutil.rmtree(checkpoints / step / "state")
+    with pytest.raises(DamagedCheckpointError, match="rl/2 cannot be read .* to start again"):
+        train(run, "rl", 4)
+    assert (checkpoints / "2").exists()
 
 
 def test_a_cold_start_of_another_run_needs_no_metrics_here(run, tmp_path_factory):

@@ -4,6 +4,7 @@ Orbax writes a checkpoint into a temporary folder and renames it when it is comp
 
     checkpoints/rl/40                           complete; the one a restart resumes from
     checkpoints/rl/60.orbax-checkpoint-tmp-...  left by a killed save; the next process removes it
+    checkpoints/rl/80.damaged                   set aside: it is not what was saved
 
 So after a kill, or on a full disk, the newest numbered folder is always a complete checkpoint. In a
 bucket, a checkpoint is complete when it has commit_success.txt, which Orbax writes last.
@@ -19,6 +20,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
+import shutil
 import sys
 import zlib
 from collections.abc import Iterator
@@ -32,9 +35,9 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from models.fingerprint import array_fingerprints, host_fingerprint
 from paravt_jax.checks import require_at_least, require_choices
-from paravt_jax.data.any_path import any_path, is_bucket
+from paravt_jax.data.any_path import AnyPath, any_path, is_bucket
 from paravt_jax.data.stored_settings import as_json, require_same
-from paravt_jax.processes import cluster
+from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import TEMPORARY, UserError
 from train.durable.bucket import store_error
 
@@ -44,12 +47,22 @@ T = TypeVar("T")
 _STATE = "state"
 _META = "meta"
 _SCORE = "score"
+# What Orbax writes last into a checkpoint in a bucket.
+_COMMITTED = "commit_success.txt"
 
 Best = Literal["accuracy", "compliance", "reward/total", "none"]
 
 
 class CheckpointError(UserError):
     """A checkpoint could not be written or read."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what was saved."""
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
 
 
 class SaveError(CheckpointError):
@@ -195,8 +208,9 @@ class Checkpoints:
             (state, meta, step).
 
         Raises:
-            CheckpointError: There is no such checkpoint, it is damaged, it has another identity, or
-                its leaves differ from the template's.
+            DamagedCheckpointError: It is not what was saved; all processes raise it.
+            CheckpointError: There is no such checkpoint, it cannot be read, it has another
+                identity, or its leaves differ from the template's.
         """
         step = self._existing(step)
         record = self._record(step)
@@ -221,6 +235,23 @@ class Checkpoints:
             raise self._damaged(step, f"{damaged[0]}: its checksum is wrong")
         leaves = [found[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(template), leaves), record["meta"], step
+
+    def set_aside(self, damage: DamagedCheckpointError) -> int:
+        """Set a damaged checkpoint aside, and return the step of the one before it.
+
+        It becomes STEP.damaged; in a bucket, which has no rename, an unfinished one.
+
+        Raises:
+            DamagedCheckpointError: There is no checkpoint before it, so it stays where it is.
+        """
+        older = [step for step in self.steps() if step < damage.step]
+        if not older:
+            raise damage
+        hosts.from_first(lambda: _move_away(self.folder / str(damage.step)))
+        if hosts.is_first():
+            print(f"warning: {damage}; it is set aside, and {older[-1]} is used", file=sys.stderr)
+        self._manager.reload()
+        return older[-1]
 
     def wait(self) -> None:
         """Wait for saving in the background. Raises SaveError if it failed."""
@@ -291,15 +322,30 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))[item]
         except Exception as error:
-            raise self._damaged(step, _cause(error)) from error
+            damaged = self._damaged(step, _cause(error))
+            # Only this process may see it; a device may be out of memory, or a store not answer.
+            own = jax.process_count() > 1 or is_bucket(self.folder)
+            if own or isinstance(error, jax.errors.JaxRuntimeError):
+                raise CheckpointError(str(damaged)) from error
+            raise damaged from error
 
-    def _damaged(self, step: int, damage: str) -> CheckpointError:
-        older = [other for other in self._manager.all_steps() if other < step]
-        again = f"to resume from checkpoint {max(older)}" if older else "to start again"
-        return CheckpointError(
+    def _damaged(self, step: int, damage: str) -> DamagedCheckpointError:
+        again = "to resume from the one before it" if self.steps()[0] < step else "to start again"
+        return DamagedCheckpointError(
             f"{self.folder / str(step)} cannot be read ({damage}): restore it from a backup, or "
-            f"delete it {again}."
+            f"delete it {again}",
+            step,
         )
+
+
+def _move_away(folder: AnyPath) -> None:
+    """Make a folder that is no checkpoint of a damaged one."""
+    if is_bucket(folder):
+        (folder / _COMMITTED).unlink()
+        return
+    aside = pathlib.Path(f"{folder}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    pathlib.Path(folder).rename(aside)
 
 
 def _score(metrics: dict[str, float]) -> float:

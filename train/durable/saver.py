@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import jax
 
 from paravt_jax.processes import hosts
-from train.durable.checkpoint import Checkpoints
+from train.durable.checkpoint import Checkpoints, DamagedCheckpointError
 from train.durable.finite import not_finite
 from train.durable.home import Home
 from train.durable.interrupts import Stopped
@@ -209,7 +209,12 @@ class Saver:
         # Both states together might not fit into the memory of the devices.
         for leaf in jax.tree.leaves(start):
             leaf.delete()
-        saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
+        while True:
+            try:
+                saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
+                break
+            except DamagedCheckpointError as damage:
+                self.finished_steps = self._checkpoints.set_aside(damage)
         found = self._metrics_sum(self.finished_steps)
         # The cold start of another run has its metrics there.
         is_own = self.name not in ("align", "sft") or not self._home.config.get("start")
