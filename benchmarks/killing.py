@@ -79,7 +79,7 @@ class Tally:
 
 # Settings that make starts and steps short.
 SHORT = """
---checkpoints.keep 3 --align.save-every 2
+--keep-checkpoints 3 --align.save-every 2
 --sft.rows 1 --rl.grpo.group-size 2
 --protocol.turn-tokens 40 --protocol.summary-tokens 8 --engine.slots 4
 --evaluation.questions 1 --evaluation.samples 1 --evaluation.dispatch parallel

@@ -264,7 +264,7 @@ def _disk(run: Run, place: Place) -> list[Finding]:
     """Whether the run's disk has room for its checkpoints and the exported model."""
     if place.shown != str(place.folder) or run.model.size == "tiny":
         return []
-    kept = run.checkpoints.keep + 1 + (run.checkpoints.best != "none")
+    kept = run.keep_checkpoints + 2
     phases = sum(phase is not None for phase in (run.sft, run.rl))
     needed = phases * kept * state_bytes(run) + model_bytes(run)
     there = sum(file.stat().st_size for file in place.folder.rglob("*") if file.is_file())
@@ -273,7 +273,7 @@ def _disk(run: Run, place: Place) -> list[Finding]:
     found = f"{existing}: {size(free)} free; checkpoints and export take {size(needed)}"
     if free + there >= needed:
         return [Finding("disk", found)]
-    remedy = "make room, or give --run-dir on another disk, or a lower --checkpoints.keep"
+    remedy = "make room, or give --run-dir on another disk, or a lower --keep-checkpoints"
     return [Finding("disk", found, remedy, "error")]
 
 

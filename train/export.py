@@ -51,7 +51,7 @@ class Export:
     phase: Literal["align", "sft", "rl"] = "rl"
     """Phase that saved the checkpoint."""
     step: str = "latest"
-    """Step of the checkpoint, `latest`, or `best` (of RL; see --checkpoints.best of train.run)."""
+    """Step of the checkpoint, `latest`, or `best` (of RL, by accuracy)."""
     form: Literal["model", "peft"] = "model"
     """Write the whole model, with adapters merged, or only what was trained, for PEFT."""
 

@@ -45,7 +45,6 @@ from train.actor import open_actor, open_environment
 from train.cli import parse
 from train.data import Data, QuestionStream
 from train.durable.allocator import reuse_freed_memory
-from train.durable.checkpoint import CheckpointSettings
 from train.durable.home import Home
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, format_seconds
@@ -200,7 +199,7 @@ def _open_home(
         metrics=stack.enter_context(contextlib.closing(metrics)),
         usage=Usage(),
         interrupts=interrupts,
-        checkpoints=_checkpoint_settings(run),
+        keep_checkpoints=run.keep_checkpoints,
         profile=parse_steps(run.profile),
         report=functools.partial(interim_report, place.folder, data.root),
     )
@@ -228,13 +227,6 @@ def _open_judge(run: Run, stack: contextlib.ExitStack) -> RemoteJudge | None:
     if run.rl is None or run.rl.rewards.judge is None:
         return None
     return stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
-
-
-def _checkpoint_settings(run: Run) -> CheckpointSettings:
-    """Those of the run; a run that trains adapters alone saves each step, as they are small."""
-    adapters_alone = run.lora is not None and run.train_vision == "none"
-    every = run.checkpoints.every or int(adapters_alone)
-    return dataclasses.replace(run.checkpoints, every=every)
 
 
 def _checking(run: Run, home: Home, data: Data, unreadable: dict[str, str]) -> Home:

@@ -26,7 +26,6 @@ from rollout.agent.episode import Dispatch
 from rollout.engine.settings import EngineSizes
 from rollout.engine.sizing import LABEL_TOKENS, EngineSettings, engine_sizes, lengths
 from rollout.evaluation.play import EvaluationSettings
-from train.durable.checkpoint import CheckpointSettings
 from train.durable.profile import require_reached
 from train.learn.align import AlignSettings
 from train.learn.packing import StepShape
@@ -120,7 +119,8 @@ class Run:
     rl: RLSettings | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()
-    checkpoints: CheckpointSettings = CheckpointSettings()
+    keep_checkpoints: int = 2
+    """Number of newest checkpoints that each phase keeps; the best one of RL stays as well."""
     hosts: HostSettings = HostSettings()
 
     def __post_init__(self):
@@ -140,6 +140,8 @@ class Run:
             )
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; must be 0 or more")
+        if self.keep_checkpoints < 1:
+            raise ValueError(f"keep_checkpoints: {self.keep_checkpoints}; keep at least 1")
         if not 0 <= self.max_left_out <= 1:
             raise ValueError(f"max_left_out: {self.max_left_out}; must be a share, from 0 to 1")
         _check_data(self)

@@ -47,7 +47,6 @@ from rollout.engine.sizing import crop_tokens, overview_tokens
 from rollout.evaluation.settings import BenchmarkSettings
 from tests.models.counts import num_params
 from train.cli import parse
-from train.durable.checkpoint import CheckpointSettings
 from train.export import Export
 from train.settings import ModelSettings, Run, change
 
@@ -133,8 +132,6 @@ def test_settings_that_contradict_each_other_are_refused(name, change, message):
         (FrameSettings, "frames.min_pixels", 0),
         (FrameSettings, "frames.max_pixels", 783),
         (FrameSettings, "frames.cache_mib", -1),
-        (CheckpointSettings, "checkpoints.keep", 0),
-        (CheckpointSettings, "checkpoints.best", "loss"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

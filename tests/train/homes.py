@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from train.durable.checkpoint import Checkpoints, CheckpointSettings
+from train.durable.checkpoint import Checkpoints
 from train.durable.home import Home
 from train.durable.metrics import MetricsWriter
 from train.durable.place import Place
@@ -25,8 +25,7 @@ class Steps:
 def open_home(folder: pathlib.Path, **fields: Any) -> Home:
     """The home of a run in a folder."""
     metrics = MetricsWriter(folder)
-    settings = CheckpointSettings(best="none")
-    home = Home(Place(folder), {}, metrics, Usage(), checkpoints=settings)
+    home = Home(Place(folder), {}, metrics, Usage())
     return dataclasses.replace(home, **fields)
 
 

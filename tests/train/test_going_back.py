@@ -30,7 +30,7 @@ def train(folder: pathlib.Path, name: str, steps: int, **config: str) -> int:
         for step in saver.steps():
             made = {"phase": name, "step": step, "rows": [], "episodes": []}
             write_checked_json(folder / "evaluation" / f"{name}-{step}.json", made)
-            saver.done(step, {"n": jnp.full((), step, float)}, {"loss": 1.0}, {})
+            saver.done(step, {"n": jnp.full((), step, float)}, {"loss": 1.0, "accuracy": 0.5}, {})
     (folder / "result.json").write_text("{}")
     return saver.finished_steps
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.train.homes import Steps, open_home
-from train.durable.checkpoint import CheckpointError, Checkpoints, CheckpointSettings
+from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
 from train.durable.saver import Saver
@@ -24,9 +24,7 @@ from train.durable.stored_records import pack
 class Run:
     """A phase of 7 steps that adds one to a number; a new object stands for a new process."""
 
-    def __init__(
-        self, folder: pathlib.Path, identity: dict[str, Any] | None = None, restart_every: int = 0
-    ):
+    def __init__(self, folder: pathlib.Path, identity: dict[str, Any] | None = None):
         self.folder = folder
         self.interrupts = Interrupts()
         self.refuse = False
@@ -34,7 +32,6 @@ class Run:
         self.home = open_home(
             folder,
             interrupts=self.interrupts,
-            checkpoints=CheckpointSettings(every=restart_every),
             check=self.check,
             report=lambda: self.report(),
         )
@@ -95,20 +92,6 @@ def test_a_stop_saves_the_current_step_and_no_step_is_repeated(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
 
 
-def test_checkpoints_that_serve_a_restart_have_no_report_and_no_score(tmp_path):
-    run = Run(tmp_path, restart_every=1)
-    reports = []
-    run.report = lambda: reports.append(run.home)
-    with pytest.raises(OSError):
-        # The checks before the save of step 5 fail, so 4 is the newest checkpoint.
-        run.steps(accuracy=lambda step: run.__setattr__("refuse", step == 5) or 0.5)
-    assert len(reports) == 1, "after step 3"
-    again = Run(tmp_path, restart_every=1)
-    assert again.kept.latest() == 4
-    assert again.kept.best() == 3
-    assert again.steps() == [5, 6, 7]
-
-
 def test_a_stop_before_the_first_step_does_nothing(tmp_path):
     run = Run(tmp_path)
     with run.interrupts, pytest.raises(Stopped, match="before PARA-GRPO 1/7; "):
@@ -147,12 +130,6 @@ def test_a_stop_saves_nothing_that_is_destroyed(tmp_path):
     with pytest.raises(ValueError, match=r"after PARA-GRPO 5/7, n .* checkpoint is PARA-GRPO 3/7"):
         Run(tmp_path).steps(stop=5, destroyed=5)
     assert Run(tmp_path).kept.latest() == 3
-
-
-def test_a_checkpoint_that_only_serves_a_restart_is_not_destroyed_either(tmp_path):
-    with pytest.raises(ValueError, match=r"after PARA-GRPO 5/7, n .* checkpoint is PARA-GRPO 4/7"):
-        Run(tmp_path, restart_every=1).steps(destroyed=5)
-    assert Run(tmp_path, restart_every=1).kept.latest() == 4
 
 
 def test_the_best_of_the_regular_checkpoints_is_kept(tmp_path):

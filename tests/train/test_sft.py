@@ -213,8 +213,9 @@ def test_a_schedule_that_ends_before_the_last_step_is_refused(road):
 
 def rates(steps: int, **fields: Any) -> list[float]:
     """The learning rate of each update and of one more, if the peak is 1."""
-    rate: Any = SFTSettings(steps, 1, OptimizerSettings(), **fields).learning_rate(1.0)
-    return [float(rate(step) if callable(rate) else rate) for step in range(steps + 1)]
+    rate: Any = SFTSettings(steps, 1, OptimizerSettings(), **fields).learning_rate
+    by_step = rate(1.0) if callable(rate(1.0)) else lambda step: rate(1.0)
+    return [float(by_step(step)) for step in range(steps + 1)]
 
 
 def test_cosine_warms_up_and_ends_at_zero():

@@ -17,7 +17,6 @@ It does not depend on the mesh, and disks and buckets need no code of their own.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -25,7 +24,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Iterator
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -34,7 +33,6 @@ from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from models.fingerprint import array_fingerprints, host_fingerprint
-from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import cluster, hosts
@@ -49,8 +47,6 @@ _META = "meta"
 _SCORE = "score"
 # What Orbax writes last into a checkpoint in a bucket.
 _COMMITTED = "commit_success.txt"
-
-Best = Literal["accuracy", "compliance", "reward/total", "none"]
 
 
 class CheckpointError(UserError):
@@ -69,23 +65,6 @@ class SaveError(CheckpointError):
     """A checkpoint could not be written. Often a disk is full or a store does not answer."""
 
     exit_code = TEMPORARY
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointSettings:
-    """Which checkpoints of a phase are kept."""
-
-    keep: int = 2
-    """Number of newest checkpoints to keep."""
-    best: Best = "accuracy"
-    """Metric, averaged between checkpoints, that picks the best RL checkpoint to keep; or none."""
-    every: int = 0
-    """Steps between extra saves for restarts only. 0: every step with adapters, else none."""
-
-    def __post_init__(self):
-        require_at_least("checkpoints", self, 1, "keep")
-        require_at_least("checkpoints", self, 0, "every")
-        require_choices("checkpoints", self)
 
 
 class Checkpoints:

@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from train.durable.checkpoint import CheckpointSettings
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
 from train.durable.place import Place
@@ -24,7 +23,8 @@ class Home:
     metrics: MetricsWriter
     usage: Usage
     interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
-    checkpoints: CheckpointSettings = CheckpointSettings()
+    keep_checkpoints: int = 2
+    """Number of newest checkpoints that each phase keeps."""
     profile: range = range(0)
     """Steps of each phase to trace."""
     check: Callable[[], None] = lambda: None

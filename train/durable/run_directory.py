@@ -175,7 +175,7 @@ def read_config(folder: AnyPath, flag: str) -> dict[str, Any]:
 # dropout of adapters is drawn anew with another number of replicas.
 MAY_CHANGE = (
     "max_left_out",
-    "checkpoints",
+    "keep_checkpoints",
     "mesh",
     "engine",
     "fitted",

@@ -192,12 +192,11 @@ class Saver:
             self._lines.add(row)
         asked = self._home.interrupts.agree()
         is_reported = asked is not None or self.is_regular(step)
-        if is_reported or self._serves_restart(step):
-            self._save(step, state, cursor)
-        if asked is not None:
-            # The save may still be running in the background, but the message says it is done.
-            self._checkpoints.wait()
         if is_reported:
+            self._save(step, state, cursor)
+            if asked is not None:
+                # The save may still be running in the background, but the message says it is done.
+                self._checkpoints.wait()
             self._home.report()
         if asked is not None:
             raise Stopped(asked, f"stopped after {self._step(step)}, which is saved")
@@ -260,11 +259,6 @@ class Saver:
         """Return the checksum of the metrics up to a step."""
         return hosts.from_first(lambda: self._home.metrics.checksum(self.name, step))
 
-    def _serves_restart(self, step: int) -> bool:
-        """Return whether `step` has a checkpoint for a restart, with which no report comes."""
-        every = self._home.checkpoints.every
-        return every > 0 and step % every == 0
-
     def _save(self, step: int, state: Any, cursor: Any) -> None:
         if self._form is not None:
             state = self._form.as_saved(state)
@@ -284,17 +278,16 @@ class Saver:
         return f"{PHASE_TITLES[self.name]} {step}/{self._settings.steps}"
 
     def _score(self, step: int) -> float | None:
-        """Return the mean, since the last regular checkpoint, of the metric that picks the best."""
+        """Return the mean accuracy since the last regular checkpoint, which picks the best."""
         # A run that is stopped saves between regular checkpoints. If such a checkpoint had a score,
         # the best one would depend on when the run was stopped.
-        best = self._home.checkpoints.best
-        if self.name != "rl" or best == "none" or not self.is_regular(step):
+        if self.name != "rl" or not self.is_regular(step):
             return None
         every = self._settings.save_every
         previous_save = (step - 1) // every * every
         # Read from disk: the steps may have run in an earlier process.
         values = [
-            row[best]
+            row["accuracy"]
             for row in read_metrics(self._home.metrics.path)
             if row["phase"] == self.name and previous_save < row["step"] <= step
         ]
@@ -340,7 +333,7 @@ def open_saver(
     recorded = identity(home.config) if name == "rl" else cold_start_identity(home.config)
     checkpoints = Checkpoints(
         home.place.checkpoints / name,
-        keep=home.checkpoints.keep,
+        keep=home.keep_checkpoints,
         asynchronous=True,
         identity={"settings": recorded, **origin.content},
     )
