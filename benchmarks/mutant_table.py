@@ -276,12 +276,11 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "if base >= 0:",
         ),
         "every_call_has_to_run": (
-            "= any(outcome.status.executed",
-            "= all(outcome.status.executed",
+            "0.3 if any(outcome.status.executed",
+            "0.3 if all(outcome.status.executed",
         ),
         "tool_bonus_for_wrong_answers": ("+ 0.5 * right, 1.0)", "+ 0.5, 1.0)"),
         "format_below_zero": ("min(max(uncapped, 0.0), 1.0)", "min(uncapped, 1.0)"),
-        "length_rewarded": ("total=rewards.total - penalty", "total=rewards.total + penalty"),
         "format_weight_ignored": ("settings.format_weight * r_fmt", "r_fmt"),
         "cut_off_answer_counts": (
             "if not turns or turns[-1].truncated:",

@@ -130,7 +130,7 @@ def steps(
             after = state(step)
             if fault == "destroyed" and step > BAD_STEP and hosts.process_index() == who:
                 after["w1"] = destroyed(after["w1"])
-            saver.done(step, after, {"loss": 1.0}, step)
+            saver.done(step, after, {"loss": 1.0, "accuracy": 0.5}, step)
             time.sleep(0.05)
     return folder / "report.html"
 

@@ -255,14 +255,13 @@ def test_an_episode_whose_video_disappears_ends_as_unreadable(road, stale, monke
         return request(features, name, count)
 
     monkeypatch.setattr(FrameFeatures, "request_overview", failing)
-    environment = dataclasses.replace(road.environment, overview=failing)
-    player = Player(environment, run.settings.temperature, charge=1)
+    player = Player(road.environment, run.settings.temperature, charge=1)
     groups = [*state.groups]
     player.deal(groups, state.clock)
     engine = Stopping(road)
     player.play(engine, groups, math.inf)
     player.share(groups)
-    rollouts = score(Actor(engine, environment, Rules()), groups, run.settings)
+    rollouts = score(Actor(engine, road.environment, Rules()), groups, run.settings)
     lost = sum(group.question.video == gone for group in groups)
     assert rollouts.unreadable == lost >= 1
     assert len(rollouts.groups) == len(groups) - lost
