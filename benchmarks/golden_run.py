@@ -118,7 +118,6 @@ def recipe(folder: pathlib.Path) -> Run:
         ),
         evaluation=EvaluationSettings(
             questions=1,
-            samples=1,
             frames=(4,),
             dispatch=("parallel",),
             temperatures=(0.7,),

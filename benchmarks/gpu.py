@@ -152,7 +152,7 @@ def steps(model: str, arguments: Sequence[str]) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         words = ["--config=paravt_2b_lora", "--model.path", model, "--run-dir", f"{folder}/run"]
         words += ["--data.folder", f"{folder}/set", "--sft.steps", "4", "--rl.steps", "4"]
-        words += ["--data.heldout", "1", "--evaluation.frames", "4", *arguments]
+        words += ["--evaluation.questions", "1", "--evaluation.frames", "4", *arguments]
         subprocess.run([sys.executable, "-m", "train.run", *words], check=True)
         return figures(read_metrics(f"{folder}/run/metrics.jsonl"))
 

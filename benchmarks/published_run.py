@@ -57,7 +57,8 @@ def published_sft() -> Run:
     return Run(
         name="published_sft",
         model=ModelSettings(path="base", size="tiny"),
-        data=DataSettings("annotations", "media", "set", frames=4, heldout=0, workers=1),
+        data=DataSettings("annotations", "media", "set", frames=4, workers=1),
+        evaluation=EvaluationSettings(questions=0),
         frames=FrameSettings(min_pixels=1024, max_pixels=1024, batch=8, admission="counted"),
         protocol=ProtocolSettings(
             max_tool_turns=2,
@@ -77,7 +78,6 @@ def published_rl() -> Run:
     Command: python -m benchmarks.published_run --config=published_rl
     """
     run = published_sft()
-    assert run.data is not None
     rl = RLSettings(
         steps=2,
         prompts=2,
@@ -88,10 +88,9 @@ def published_rl() -> Run:
         save_every=1,
     )
     evaluation = EvaluationSettings(
-        questions=2, samples=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
+        questions=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
     )
-    data = dataclasses.replace(run.data, heldout=1)
-    return dataclasses.replace(run, name="published_rl", data=data, rl=rl, evaluation=evaluation)
+    return dataclasses.replace(run, name="published_rl", rl=rl, evaluation=evaluation)
 
 
 def write_files(folder: pathlib.Path, assets: pathlib.Path) -> None:

@@ -58,7 +58,7 @@ def sft_2b_lora() -> Run:
 
     Command: python -m train.run --config=sft_2b_lora
     """
-    return change(paravt_2b_lora(), "sft_2b_lora", {"data.heldout": 0, "rl": None})
+    return change(paravt_2b_lora(), "sft_2b_lora", {"evaluation.questions": 0, "rl": None})
 
 
 def paravt_4b_lora() -> Run:
@@ -79,7 +79,7 @@ def sft_4b_lora() -> Run:
 
     Command: python -m train.run --config=sft_4b_lora
     """
-    return change(paravt_4b_lora(), "sft_4b_lora", {"data.heldout": 0, "rl": None})
+    return change(paravt_4b_lora(), "sft_4b_lora", {"evaluation.questions": 0, "rl": None})
 
 
 def paravt_8b_lora() -> Run:
@@ -100,4 +100,4 @@ def sft_8b_lora() -> Run:
 
     Command: python -m train.run --config=sft_8b_lora
     """
-    return change(paravt_8b_lora(), "sft_8b_lora", {"data.heldout": 0, "rl": None})
+    return change(paravt_8b_lora(), "sft_8b_lora", {"evaluation.questions": 0, "rl": None})

@@ -42,7 +42,6 @@ def paradox_tiny() -> Run:
     )
     evaluation = EvaluationSettings(
         questions=64,
-        samples=2,
         frames=(4, 16, 64),
         dispatch=("parallel",),
         temperatures=(0.7,),

@@ -54,9 +54,7 @@ def paravt_8b() -> Run:
             microbatches=0,
         ),
         # Before and after RL, on held-out questions. `rollout.evaluate` plays the paper's splits.
-        evaluation=EvaluationSettings(
-            samples=1, frames=(16, 64), dispatch=("parallel",), temperatures=(0.7,)
-        ),
+        evaluation=EvaluationSettings(frames=(16, 64), dispatch=("parallel",), temperatures=(0.7,)),
         rl=RLSettings(
             steps=54,
             optimizer=OptimizerSettings(moment_dtype="bfloat16"),

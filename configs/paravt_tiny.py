@@ -48,7 +48,6 @@ def paravt_tiny() -> Run:
         ),
         evaluation=EvaluationSettings(
             questions=128,
-            samples=1,
             dispatch=("parallel", "none"),
             curve=True,
             format_temperatures=(0.0, 0.3, 0.7, 1.0),

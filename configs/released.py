@@ -50,4 +50,4 @@ def sft_8b_released() -> Run:
 
     Paper: as for sft_8b. Not measured here.
     """
-    return change(paravt_8b_released(), "sft_8b_released", {"data.heldout": 0, "rl": None})
+    return change(paravt_8b_released(), "sft_8b_released", {"evaluation.questions": 0, "rl": None})

@@ -17,7 +17,7 @@ def sft_8b() -> Run:
     Paper: VideoMME 60.7, with subtitles 69.0, LVBench 39.1, MLVU 63.7; f 0.13, kappa 2.50. Not
     measured here.
     """
-    return change(paravt_8b(), "sft_8b", {"data.heldout": 0, "rl": None})
+    return change(paravt_8b(), "sft_8b", {"evaluation.questions": 0, "rl": None})
 
 
 def sft_tiny() -> Run:

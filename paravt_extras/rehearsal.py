@@ -43,7 +43,6 @@ _MOST = {
     "protocol.trajectory_tokens": 144,
     "protocol.text_tokens": 512,
     "data.frames": 4,
-    "data.heldout": 4,
     "sft.steps": 4,
     "sft.save_every": 2,
     "sft.rows": 2,
@@ -53,8 +52,6 @@ _MOST = {
     "rl.prompts": 2,
     "engine.read_tokens": 8192,
     "evaluation.questions": 4,
-    "evaluation.samples": 1,
-    "evaluation.format_rollouts": 4,
 }
 
 

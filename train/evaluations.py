@@ -231,7 +231,7 @@ class Evaluator:
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Play one setting. Returns its row, and the transcripts for the report."""
         run, vocabulary = self.run, self.data.vocabulary
-        questions, samples = self._questions(plan, setting)
+        questions = self._questions(plan, setting)
         protocol = Protocol(vocabulary, run.limits(setting.dispatch))
         scoring = Scoring(
             run.rl.rewards if run.rl else RewardSettings(),
@@ -240,7 +240,7 @@ class Evaluator:
         )
         environment = dataclasses.replace(actor.environment, protocol=protocol)
         own_questions = questions[hosts.share_of(len(questions))]
-        agents = episodes(environment, own_questions, setting, run.seed, samples)
+        agents = episodes(environment, own_questions, setting, run.seed)
         outcomes = play_and_score(actor.sampler, agents, scoring)
         own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
         played = [outcome for part in hosts.gather(own) for outcome in part]
@@ -253,11 +253,9 @@ class Evaluator:
         ]
         return row(setting, played), lines
 
-    def _questions(self, plan: _Plan, setting: EpisodeSettings) -> tuple[Sequence[Question], int]:
-        """The questions to play under a setting, and the number of episodes on each of them."""
+    def _questions(self, plan: _Plan, setting: EpisodeSettings) -> Sequence[Question]:
+        """The questions to play under a setting."""
         evaluation, heldout = self.run.evaluation, self.data.heldout
         if plan.measures_format:
             return evaluation.format_questions(heldout, setting)
-        # The headline setting is played several times per question.
-        headline = setting.temperature > 0 and setting.dispatch == "parallel"
-        return heldout[: evaluation.questions], evaluation.samples if headline else 1
+        return heldout[: evaluation.questions]

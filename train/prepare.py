@@ -112,7 +112,7 @@ def _prepare_rows(
     home = pathlib.Path(settings.folder) if questions is None else folder / OWN
     prepare_set(run, settings, home, check, questions)
     prepared = open_prepared(home)
-    training, heldout = hold_out(tuple(prepared.questions), settings.heldout)
+    training, heldout = hold_out(tuple(prepared.questions), run.evaluation.questions)
     # Unreadable videos that an earlier start of this run came across while decoding.
     noted = folder / UNREADABLE
     unreadable = {}

@@ -28,8 +28,6 @@ class DataSettings:
     """Local folder of the prepared data set."""
     frames: int = 64
     """Largest number of frames per video in a demonstration; up to that, one per second."""
-    heldout: int = 64
-    """Smallest number of questions to hold out for evaluation. A video is held out as a whole."""
     workers: int = 0
     """Number of processes that prepare rows and read frames; 0: one per core."""
     deadline: float = 60.0
@@ -41,7 +39,7 @@ class DataSettings:
 
     def __post_init__(self):
         require_at_least("data", self, 1, "frames")
-        require_at_least("data", self, 0, "heldout", "workers")
+        require_at_least("data", self, 0, "workers")
         require_above("data", self, 0, "deadline")
         for name in ("annotations", "media"):
             if not getattr(self, name):
@@ -111,8 +109,8 @@ def hold_out(
         training_videos.remove(video)
     if questions and not training_videos:
         raise ValueError(
-            f"data.heldout: {count} of {len(questions)} questions, which leaves none to train on; "
-            "hold out fewer"
+            f"evaluation.questions: {count} of {len(questions)} questions, which leaves none to "
+            "train on; hold out fewer"
         )
     training = tuple(question for question in questions if question.video in training_videos)
     return training, tuple(heldout)

@@ -157,7 +157,7 @@ class Run:
     def plays_episodes(self) -> bool:
         """Whether the run plays episodes, in RL or evaluation. Otherwise it has no engine, and
         training gets the memory that the engine would take."""
-        return self.rl is not None or self.data is None or self.data.heldout > 0
+        return self.rl is not None or self.evaluation.questions > 0
 
     def require_no_demonstrations(self) -> None:
         """For runs on your own questions.
@@ -242,7 +242,7 @@ class Run:
     def engine_sizes(self) -> EngineSizes:
         """Sizes of the engine. It serves RL and evaluation, so it fits the longer prompts."""
         budgets = self.evaluation.frames
-        rows_per_prefix = self.evaluation.samples
+        rows_per_prefix = 1
         if self.rl is not None:
             budgets = budgets + self.rl.frame_budgets
             rows_per_prefix = self.rl.grpo.group_size

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,14 +30,12 @@ from rollout.engine.requests import Sampler, as_done
 class EvaluationSettings:
     """The evaluation before and after RL, on held-out questions.
 
-    Every combination of overview budget, dispatch and temperature is played. Parallel dispatch with
-    sampling is the headline result, so it plays each question `samples` times.
+    Every combination of overview budget, dispatch and temperature is played.
     """
 
+    # A video is held out with all its questions.
     questions: int = 64
-    """Upper bound on the number of held-out questions."""
-    samples: int = 2
-    """Episodes per question for parallel dispatch at temperatures above 0; otherwise 1."""
+    """Number of questions that are not trained on, but played before and after RL; 0: none."""
     frames: tuple[int, ...] = (4, 16, 64)
     """Overview budgets K, in frames."""
     dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")
@@ -49,14 +46,17 @@ class EvaluationSettings:
     """Also evaluate greedily every `rl.save_every` steps of RL, for the curves of the report."""
     format_temperatures: tuple[float, ...] = ()
     """Temperatures at which format is measured before and after RL, with parallel dispatch."""
-    format_rollouts: int = 200
-    """Rollouts at each of these temperatures, spread evenly over the overview budgets."""
 
     def __post_init__(self):
-        require_at_least("evaluation", self, 1, "questions", "samples", "format_rollouts")
+        require_at_least("evaluation", self, 0, "questions")
         # These raise if a K or a temperature is out of range.
         self.episode_settings()
         self.format_settings()
+        if self.format_temperatures and 0 < self.questions < len(self.frames):
+            raise ValueError(
+                f"evaluation.questions: {self.questions}; format is measured on one at least for "
+                f"each of {len(self.frames)} budgets: raise it, or empty format_temperatures"
+            )
 
     def episode_settings(self) -> tuple[EpisodeSettings, ...]:
         """Every combination of overview budget, dispatch and temperature."""
@@ -77,19 +77,9 @@ class EvaluationSettings:
 
     def format_questions(
         self, heldout: Sequence[Question], setting: EpisodeSettings
-    ) -> tuple[Sequence[Question], int]:
-        """The questions of a format measurement, and the episodes to play on each of them.
-
-        Every budget has questions of its own as long as there are enough. If one budget needs more
-        rollouts than there are questions, they are sampled several times. Greedy decoding would
-        only repeat itself, so then it has fewer rollouts.
-        """
-        needed = math.ceil(self.format_rollouts / len(self.frames))
-        count = min(needed, len(heldout))
-        first = self.frames.index(setting.frames) * count
-        questions = [heldout[(first + n) % len(heldout)] for n in range(count)]
-        samples = math.ceil(needed / count) if setting.temperature else 1
-        return questions, samples
+    ) -> Sequence[Question]:
+        """Return the questions of a format measurement, of which every budget has its share."""
+        return heldout[self.frames.index(setting.frames) : self.questions : len(self.frames)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,20 +127,17 @@ def episodes(
     questions: Iterable[Question | LeftOut],
     setting: EpisodeSettings,
     seed: int,
-    samples: int = 1,
 ) -> Iterator[EpisodeAgent]:
-    """Yield the episodes to play: every question `samples` times under one setting.
+    """Yield the episodes to play: every question under one setting.
 
     Args:
         environment: the protocol and the frame features.
         questions: the questions. A `LeftOut` among them is passed through.
         setting: overview budget, dispatch and temperature.
-        seed: combined with the question's id and the sample's number into the episode's seed.
-        samples: episodes per question.
+        seed: combined with the question's id into the episode's seed.
     """
     for question in questions:
-        for sample in range(samples):
-            yield _play(environment, question, setting, seed, sample)
+        yield _play(environment, question, setting, seed)
 
 
 def play_and_score(
@@ -188,11 +175,10 @@ async def _play(
     question: Question | LeftOut,
     setting: EpisodeSettings,
     seed: int,
-    sample: int,
 ) -> Episode | LeftOut:
     if isinstance(question, LeftOut):
         return question
-    episode = await play(environment, question, setting, seed_of(seed, question.id, sample))
+    episode = await play(environment, question, setting, seed_of(seed, question.id, 0))
     if episode.stop is StopReason.UNREADABLE:
         return LeftOut(question, "unreadable", episode.reason or "it can no longer be read")
     if episode.stop in (StopReason.REFUSED, StopReason.FAILED):

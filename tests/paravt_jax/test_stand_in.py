@@ -86,9 +86,9 @@ def test_videos_are_a_dozen_and_take_20_to_60_seconds(prepared):
 def test_there_are_enough_questions_for_the_uncut_recipe_on_videos_of_their_own(prepared):
     data, _ = prepared
     run = paravt_8b()
-    assert run.data is not None and run.rl is not None
-    training, heldout = hold_out(tuple(data.questions), run.data.heldout)
-    assert len(heldout) >= run.data.heldout
+    assert run.rl is not None
+    training, heldout = hold_out(tuple(data.questions), run.evaluation.questions)
+    assert len(heldout) >= run.evaluation.questions
     assert len(training) >= run.rl.prompts
     assert {row.video for row in training}.isdisjoint(row.video for row in heldout)
     shown = {clip.path for row in data.conversations for clip in row.clips}

@@ -96,13 +96,11 @@ def small() -> Run:
         ),
         evaluation=EvaluationSettings(
             questions=2,
-            samples=2,
             frames=(4, 16),
             dispatch=("parallel", "none"),
             temperatures=(0.7, 0.0),
             curve=True,
             format_temperatures=(0.0, 1.0),
-            format_rollouts=5,
         ),
     )
 

@@ -235,7 +235,6 @@ def small_run(small, folder, **fields):
             temperatures=(0.0,),
             dispatch=("parallel",),
             questions=1,
-            samples=1,
         ),
     )
 

@@ -67,7 +67,7 @@ def recipe(small, base) -> Run:
         sft=None,
         rl=dataclasses.replace(run.rl, steps=2, frame_budgets=(4,), control=False),
         evaluation=EvaluationSettings(
-            questions=1, samples=2, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
+            questions=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
         ),
     )
 
@@ -111,8 +111,9 @@ def at_home(small_world, tmp_path, monkeypatch) -> pathlib.Path:
 
 
 def data_of(run: Run, questions: str = "", heldout: int = 64) -> Run:
-    data = DataSettings(media="videos", questions=questions, heldout=heldout, workers=1)
-    return dataclasses.replace(run, data=data)
+    data = DataSettings(media="videos", questions=questions, workers=1)
+    evaluation = dataclasses.replace(run.evaluation, questions=heldout)
+    return dataclasses.replace(run, data=data, evaluation=evaluation)
 
 
 def test_questions_of_a_file_are_split_by_video(recipe, questions, at_home):
@@ -176,7 +177,7 @@ def test_questions_that_cannot_be_trained_on_are_refused(recipe, questions, at_h
     cases = [
         (nowhere, questions, "data.media: nowhere"),
         (data_of(recipe), twice, "id 'twice'"),
-        (data_of(recipe), questions, "data.heldout: 64"),
+        (data_of(recipe), questions, "evaluation.questions: 64"),
         (small.small(), questions, "data is not set"),
     ]
     for run, asked, message in cases:

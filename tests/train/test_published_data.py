@@ -68,11 +68,13 @@ def run(files, small_world):
         media=str(small_world.folder),
         folder=str(files / "set"),
         frames=4,
-        heldout=3,
         workers=1,
     )
     model = ModelSettings(path=str(files / "tokenizer"), size="8b")
-    return dataclasses.replace(sft_8b(), data=data, model=model, max_left_out=0.5)
+    evaluation = dataclasses.replace(sft_8b().evaluation, questions=3)
+    return dataclasses.replace(
+        sft_8b(), data=data, model=model, evaluation=evaluation, max_left_out=0.5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -410,9 +412,8 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
 
 
 def test_the_large_recipes_start_from_the_published_data():
-    assert sft_8b().data == DataSettings(heldout=0)
-    assert paravt_8b().data == DataSettings()
     for recipe in (sft_8b(), paravt_8b()):
+        assert recipe.data == DataSettings()
         assert recipe.model.path == "Qwen/Qwen3-VL-8B-Instruct"
     with pytest.raises(ValueError, match="give model.path"):
         dataclasses.replace(sft_8b(), model=ModelSettings(size="8b"))
@@ -422,7 +423,6 @@ def test_the_large_recipes_start_from_the_published_data():
     ("field", "value"),
     [
         ("frames", 0),
-        ("heldout", -1),
         ("workers", -1),
         ("deadline", np.nan),
         ("media", ""),

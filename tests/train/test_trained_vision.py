@@ -309,7 +309,6 @@ def small_run(small, part: str, folder, **fields):
         temperatures=(0.0,),
         dispatch=("parallel",),
         questions=1,
-        samples=1,
     )
     return dataclasses.replace(
         run,

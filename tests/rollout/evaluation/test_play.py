@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 
@@ -33,9 +32,9 @@ from rollout.evaluation.play import (
 from tests.rollout.evaluation.conftest import PLAN
 
 
-def evaluate(sampler, environment, questions, setting, seed=0, samples=1):
+def evaluate(sampler, environment, questions, setting, seed=0):
     """The row, the episodes that it sums up, and the questions that were left out."""
-    agents = episodes(environment, questions, setting, seed, samples)
+    agents = episodes(environment, questions, setting, seed)
     done = play_and_score(sampler, agents, Scoring())
     outcomes = [outcome for _, outcome in done]
     played = [outcome for outcome in outcomes if isinstance(outcome, Played)]
@@ -153,21 +152,21 @@ def test_every_dispatch_is_played_by_its_own_rules(
     assert shown == (dispatch, 1.0, calls, turns)
 
 
-def test_samples_have_seeds_that_depend_on_question_and_run_only(
+def test_episodes_have_seeds_that_depend_on_question_and_run_only(
     oracle, small_environment, small_questions
 ):
     def seeds(questions, seed=3) -> list[int]:
         sampler = oracle()
         setting = EpisodeSettings(4, 0.7)
-        found, _, _ = evaluate(sampler, small_environment, questions, setting, seed, samples=2)
-        assert found["n"] == 2 * len(questions)
+        found, _, _ = evaluate(sampler, small_environment, questions, setting, seed)
+        assert found["n"] == len(questions)
         first_turns = [request for request, _ in sampler.main if sampler.is_first(request)]
         return [seed for request in first_turns for seed in request.seeds]
 
     first = seeds(small_questions[:3])
-    assert len(set(first)) == 6
+    assert len(set(first)) == 3
     assert seeds(small_questions[:3]) == first
-    assert seeds(small_questions[2:3]) == first[4:]
+    assert seeds(small_questions[2:3]) == first[2:]
     assert not set(seeds(small_questions[:3], seed=4)) & set(first)
 
 
@@ -187,9 +186,9 @@ def test_unreadable_videos_are_left_out_and_an_error_if_there_are_no_others(
 def test_episodes_side_by_side_equal_those_played_at_once(
     oracle, small_environment, small_questions
 ):
-    asked = (small_environment, small_questions, EpisodeSettings(4, 0.7), 3, 2)
+    asked = (small_environment, small_questions, EpisodeSettings(4, 0.7), 3)
     in_order = list(play_and_score(oracle(), episodes(*asked), Scoring()))
-    assert [number for number, _ in in_order] == list(range(2 * len(small_questions)))
+    assert [number for number, _ in in_order] == list(range(len(small_questions)))
     sampler = oracle()
     as_done = dict(play_and_score(sampler, episodes(*asked), Scoring(), 2))
     assert max(len(wave) for wave in sampler.waves) == 2 < len(in_order)
@@ -235,37 +234,17 @@ def test_format_is_measured_at_every_temperature_and_budget():
     }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3])
-def test_two_hundred_rollouts_are_about_as_many_questions_if_there_are_enough(
-    small_questions, temperature
-):
-    heldout = [dataclasses.replace(small_questions[0], id=str(n)) for n in range(300)]
-    settings = EvaluationSettings(format_temperatures=(temperature,))
-    asked = []
-    for setting in settings.format_settings():
-        questions, samples = settings.format_questions(heldout, setting)
-        assert samples == 1
-        asked += [question.id for question in questions]
-    # 67 at each of three budgets.
-    assert len(asked) == len(set(asked)) == 201
-
-
-def test_few_questions_are_sampled_several_times_but_decoded_greedily_once(small_questions):
+def test_each_budget_measures_format_on_questions_of_its_own(small_questions):
     heldout = [dataclasses.replace(small_questions[0], id=str(n)) for n in range(40)]
-    settings = EvaluationSettings(format_temperatures=(0.0, 1.0))
-    rollouts: collections.Counter[float] = collections.Counter()
-    for setting in settings.format_settings():
-        questions, samples = settings.format_questions(heldout, setting)
-        assert {question.id for question in questions} == {question.id for question in heldout}
-        rollouts[setting.temperature] += len(questions) * samples
-    assert rollouts[1.0] >= 200
-    assert rollouts[0.0] == 3 * 40
+    settings = EvaluationSettings(questions=32, format_temperatures=(1.0,))
+    asked = [settings.format_questions(heldout, setting) for setting in settings.format_settings()]
+    assert [len(questions) for questions in asked] == [11, 11, 10]
+    assert {question.id for questions in asked for question in questions} == {*map(str, range(32))}
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("field", "value"), [("format_rollouts", 0), ("format_temperatures", (-0.1,))]
-)
+@pytest.mark.parametrize(("field", "value"), [("questions", 2), ("format_temperatures", (-0.1,))])
 def test_impossible_measurements_of_format_are_refused(field, value):
-    with pytest.raises(ValueError, match=r"format_rollouts|temperature"):
-        EvaluationSettings(**{field: value})
+    with pytest.raises(ValueError, match=r"evaluation.questions: 2|temperature = -0.1"):
+        fields: dict[str, Any] = {"format_temperatures": (0.0,)} | {field: value}
+        EvaluationSettings(**fields)
