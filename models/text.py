@@ -349,8 +349,8 @@ class TextDecoder(nnx.Module):
             ids: one token per row.
             positions: its time, height and width.
             cache: keys and values of the tokens before it.
-            layers: the result of `decode_layers`, called before a loop over tokens. On CPU it saves
-                a copy of the weights per token.
+            layers: the result of `decode_layers`, called before a loop over tokens. It saves a copy
+                of the weights per token.
 
         Returns:
             The hidden state after the final norm, and the cache with the token written to it. The
@@ -385,11 +385,12 @@ class TextDecoder(nnx.Module):
         return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache, routes
 
     def decode_layers(self) -> list[nnx.State] | None:
-        """Each layer's weights as separate arrays on CPU; None on other platforms.
+        """Each layer's weights as separate arrays; None on TPU.
 
-        On CPU, a slice of the stacked weights is a copy, which `decode` would make for every token.
+        Elsewhere a slice of the stacked weights is a copy, which `decode` would make for every
+        token.
         """
-        if platform() != "cpu":
+        if platform() == "tpu":
             return None
         return self._unstacked(nnx.state(self.layers))
 

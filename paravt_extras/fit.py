@@ -587,6 +587,10 @@ class _Estimate:
             calls += [decode_bytes(config, engine, token, w, False) for w in widths]
             # Copies of shared prompts, one per group of rows and length.
             copies = engine.slots // engine.rows_per_prefix * sum(engine.prefix_lengths) * token
+            # Copies of the layers' weights.
+            states = (self.sizes.text, self.sizes.base)
+            layers = sum(_numbers(state["layers"]) for state in states if "layers" in state)
+            copies += layers * self.sizes.itemsize / self.engine_devices
         state = self._state("rl") if self.run.rl is not None else self.weights + self.frozen
         return state + self._engine_weights() + max(calls) + copies
 

@@ -2,9 +2,10 @@
 
 A token sees earlier tokens of its segment, and tokens before them: the valid positions of its row's
 prefix, or the prompt of its group at the beginning of a packed row. The kernel is
-Splash on TPU (`splash`; `flash` for packed rows), cuDNN on GPU (`cudnn`), and plain XLA (`xla`)
-elsewhere or for arrays that a kernel does not support. Over several devices, kernels run inside
-`spread`. All kernels give valid tokens the same vectors; vectors of padding may differ.
+Splash on TPU (`splash`; `flash` for packed rows), cuDNN on GPU (`cudnn`; `triton` for packed rows),
+and plain XLA (`xla`) elsewhere or for arrays that a kernel does not support. Over several devices,
+kernels run inside `spread`. All kernels give valid tokens the same vectors; vectors of padding may
+differ.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from models.attention import cudnn, flash, splash, spread, xla
+from models.attention import cudnn, flash, splash, spread, triton, xla
 from models.attention.cache import DenseCache, Shared
 from models.attention.paged import PagedCache
 from models.attention.target import SAVED, RowLayout, platform
@@ -37,7 +38,7 @@ __all__ = [
     "platform",
 ]
 
-Implementation = Literal["flash", "splash", "cudnn", "xla"]
+Implementation = Literal["flash", "splash", "cudnn", "triton", "xla"]
 
 
 @jax.named_scope("attention")
@@ -85,11 +86,14 @@ def attend(
         "cudnn": functools.partial(
             cudnn.attend, implementation="cudnn" if target == "gpu" else "xla"
         ),
+        "triton": functools.partial(triton.attend, interpret=target != "gpu"),
         "xla": xla.attend,
     }
     name = implementation or choose(target, q, k, prefix, rows.pieces, rows.packed)
-    if name != "xla" and rows.packed != (name == "flash"):
-        raise ValueError(f"implementation = {name!r}: 'flash' is for packed rows; leave it None")
+    if name != "xla" and rows.packed != (name in ("flash", "triton")):
+        raise ValueError(
+            f"implementation = {name!r}: 'flash' and 'triton' are for packed rows; leave it None"
+        )
     run = spread.attend if spread.fits(q, k, rows.pieces) else spread.join
     return run(kernels[name], q, k, v, prefix, rows)
 
@@ -103,10 +107,12 @@ def choose(
     packed: bool = False,
 ) -> Implementation:
     """The kernel of the platform `target` if it supports these arrays, else XLA."""
-    # The compiler cannot shard the kernels of a TPU: over several devices it needs `spread`.
+    # The compiler cannot shard kernels in Pallas: over several devices they need `spread`.
     whole_or_spread = current_mesh() is None or spread.fits(q, k, pieces)
     if target == "tpu" and splash.supports(q) and whole_or_spread:
         return "flash" if packed else "splash"
+    if target == "gpu" and packed and triton.supports(q) and whole_or_spread:
+        return "triton"
     if target == "gpu" and not packed and cudnn.supports(q, prefix):
         return "cudnn"
     return "xla"

@@ -1,4 +1,4 @@
-"""GPUs: the share of memory that JAX takes, types, and attention lowered for cuDNN without one."""
+"""GPUs: the share of memory that JAX takes, types, and attention lowered for one without one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_bfloat16_is_refused_on_gpus_before_ampere_only():
 
 def text_for_cuda(function, *arrays) -> str:
     """The program of a function for a GPU of CUDA. None has to be here."""
-    gpu = AbstractDevice(device_kind="any", num_cores=1, platform="gpu")
+    gpu = AbstractDevice(device_kind="NVIDIA H100", num_cores=1, platform="gpu")
     mesh = AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=gpu)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(*arrays)
@@ -89,6 +89,18 @@ def test_the_gradient_of_attention_is_that_of_cudnn(cudnn):
 
     text = text_for_cuda(jax.grad(loss), *arrays(jnp.bfloat16))
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in text
+
+
+def test_packed_rows_and_their_gradient_are_three_kernels():
+    def loss(q, k, v, places, shared):
+        layout = RowLayout(places, starts=places, shared=shared)
+        return attend(q, k, v, layout).astype(jnp.float32).sum()
+
+    q, k, v, *_, places = arrays(jnp.bfloat16)
+    shared = jax.ShapeDtypeStruct((B,), jnp.int32)
+    text = text_for_cuda(jax.grad(loss, (0, 1, 2)), q, k, v, places, shared)
+    names = re.findall(r'name = "packed_attention_(\w+)"', text)
+    assert names == ["forward", "d_queries", "d_keys"]
 
 
 def test_attention_in_float32_needs_no_cudnn(cudnn):

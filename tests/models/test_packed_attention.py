@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.attention import RowLayout, attend, choose, flash, xla
+from models.attention import RowLayout, attend, choose, flash, triton, xla
 from models.attention.target import visible_tiles
 from models.config import TextConfig
 from models.text import TextDecoder, VisualBank
@@ -99,10 +99,12 @@ TWO_ROWS = packed_rows(
 @pytest.fixture
 def small_tiles(monkeypatch):
     monkeypatch.setattr(flash, "TILE", 128)
+    monkeypatch.setattr(triton, "TILE", 32)
 
 
 @pytest.mark.parametrize(
-    ("implementation", "chunk"), [("xla", 1), ("xla", 8), ("xla", 64), ("flash", 128)]
+    ("implementation", "chunk"),
+    [("xla", 1), ("xla", 8), ("xla", 64), ("flash", 128), ("triton", 32)],
 )
 def test_packed_rows_equal_the_explicit_mask(small_tiles, monkeypatch, implementation, chunk):
     monkeypatch.setattr(xla, "QUERY_CHUNK", chunk)
@@ -116,15 +118,16 @@ def test_packed_rows_equal_the_explicit_mask(small_tiles, monkeypatch, implement
 
 
 @pytest.mark.slow
-def test_bfloat16_in_full_tiles_stays_near_float32():
-    """As an 8B model runs on a TPU: heads of 128, two tiles of 512 of which the last is padded."""
+@pytest.mark.parametrize("implementation", ["flash", "triton"])
+def test_bfloat16_in_full_tiles_stays_near_float32(implementation):
+    """As an 8B model runs: heads of 128, and a last tile that is padded."""
     t = 900
     packing = packed_rows(t, ([(1, 300), (2, 100)], [(1, 150), (2, 40), (1, 250), (3, 30)]))
     rng = np.random.default_rng(6)
     low = [x.astype(jnp.bfloat16) for x in arrays(rng, 1, t, 4, 2, 128)]
     valid = (packing.segments != 0)[..., None, None]
     weight = rng.normal(size=low[0].shape) * valid
-    ours = functools.partial(attend, layout=packing, implementation="flash")
+    ours = functools.partial(attend, layout=packing, implementation=implementation)
     exact = results(
         functools.partial(explicit, layout=packing), [x.astype(jnp.float32) for x in low], weight
     )
@@ -133,9 +136,12 @@ def test_bfloat16_in_full_tiles_stays_near_float32():
         assert np.abs(found - wanted).mean() < 0.01 * np.abs(wanted).mean()
 
 
-@pytest.mark.parametrize(("implementation", "t", "trials"), [("xla", 97, 12), ("flash", 400, 4)])
+@pytest.mark.parametrize(
+    ("implementation", "t", "kv", "trials"),
+    [("xla", 97, 1, 12), ("flash", 400, 1, 4), ("triton", 150, 2, 4)],
+)
 def test_random_packed_rows_equal_the_explicit_mask(
-    small_tiles, monkeypatch, implementation, t, trials
+    small_tiles, monkeypatch, implementation, t, kv, trials
 ):
     monkeypatch.setattr(xla, "QUERY_CHUNK", 16)
     rng = np.random.default_rng(1)
@@ -148,7 +154,7 @@ def test_random_packed_rows_equal_the_explicit_mask(
 
     for trial in range(trials):
         packing = packed_rows(t, *(random_row(rng, t) for _ in range(2)))
-        qkv = arrays(rng, 2, t, 2, 1, 8)
+        qkv = arrays(rng, 2, t, 2, kv, 8)
         valid = (packing.segments != 0)[..., None, None]
         found, expected = both(qkv, rng.normal(size=qkv[0].shape) * valid, packing)
         for a, b in zip(found, expected, strict=True):
@@ -270,10 +276,18 @@ def test_one_bank_for_all_rows_equals_a_bank_per_row():
     np.testing.assert_array_equal(one, three)
 
 
-@pytest.mark.parametrize(("platform", "packed"), [("tpu", "flash"), ("gpu", "xla"), ("cpu", "xla")])
+@pytest.mark.parametrize(
+    ("platform", "packed"), [("tpu", "flash"), ("gpu", "triton"), ("cpu", "xla")]
+)
 def test_the_kernel_of_packed_rows_fits_the_platform(platform, packed):
     q, k = (jax.ShapeDtypeStruct((1, 8, heads, 64), jnp.bfloat16) for heads in (4, 2))
     assert choose(platform, q, k, packed=True) == packed
+
+
+@pytest.mark.parametrize(("h", "dtype"), [(72, jnp.bfloat16), (64, jnp.float32)])
+def test_packed_rows_that_no_gpu_kernel_takes_go_to_xla(h, dtype):
+    q, k = (jax.ShapeDtypeStruct((1, 8, heads, h), dtype) for heads in (4, 2))
+    assert choose("gpu", q, k, packed=True) == "xla"
 
 
 @pytest.mark.parametrize("missing", ["starts", "shared", "segments"])
@@ -315,8 +329,9 @@ def test_a_named_kernel_of_other_rows_is_refused():
         attend(*qkv, layout=TWO_ROWS, implementation="cudnn")
     with pytest.raises(ValueError, match="implementation = 'splash'"):
         attend(*qkv, layout=TWO_ROWS, implementation="splash")
-    with pytest.raises(ValueError, match="implementation = 'flash'"):
-        attend(*qkv[:3], layout=None, implementation="flash")
+    for name in ("flash", "triton"):
+        with pytest.raises(ValueError, match=f"implementation = '{name}'"):
+            attend(*qkv[:3], layout=None, implementation=name)
 
 
 @pytest.mark.slow

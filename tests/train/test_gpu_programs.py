@@ -1,7 +1,7 @@
 """The programs of paravt_2b_lora, lowered for a GPU of CUDA that need not be here.
 
-Lowering shows that the programs exist on a GPU and which of them attend with cuDNN. It says nothing
-about speed or memory, which `python -m benchmarks.gpu` measures.
+Lowering shows that the programs exist on a GPU and which kernels attend. It says nothing about
+speed or memory, which `python -m benchmarks.gpu` measures.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def plan(monkeypatch) -> Plan:
     return Plan(run, devices, devices, (1, 1, 1))
 
 
-def calls_of_cudnn(plan: Plan, name: str) -> dict[str, int]:
-    """How often the program of this name calls each of cuDNN's kernels, per layer of its scans."""
+def kernels(plan: Plan, name: str) -> dict[str, int]:
+    """How often a program calls each kernel of cuDNN and of `triton`, per layer of its scans."""
     program = plan.program(name)
     with jax.set_mesh(program.mesh):
         traced = program.function.trace(*program.arguments, **program.options)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return collections.Counter(re.findall(r"__cudnn\$(\w+)", text))
+    return collections.Counter(re.findall(r'(?:__cudnn\$|name = "packed_attention_)(\w+)', text))
 
 
 def test_tower_prefill_and_cold_start_attend_with_cudnn(plan):
@@ -58,19 +58,24 @@ def test_tower_prefill_and_cold_start_attend_with_cudnn(plan):
         [name for name in names if name.startswith("prefill") and ("after" in name) == cached][-1]
         for cached in (False, True)
     )
-    assert calls_of_cudnn(plan, "vision") == {"fmhaSoftmax": 1}
-    assert calls_of_cudnn(plan, alone) == {"fmhaScaleBiasSoftmax": 1}
-    assert calls_of_cudnn(plan, behind) == {"fmhaScaleBiasSoftmax": 1}
-    update = calls_of_cudnn(plan, "SFT update")
+    assert kernels(plan, "vision") == {"fmhaSoftmax": 1}
+    assert kernels(plan, alone) == {"fmhaScaleBiasSoftmax": 1}
+    assert kernels(plan, behind) == {"fmhaScaleBiasSoftmax": 1}
+    update = kernels(plan, "SFT update")
     assert update["fmhaScaleBiasSoftmaxBackward"] == 1 and update["fmhaScaleBiasSoftmax"]
 
 
-@pytest.mark.parametrize("family", ["decode", "reference", "RL update"])
-def test_decoding_and_packed_rows_attend_with_xla(plan, family):
-    shortest = [name for name in program_names(plan.run) if name.startswith(family)][-1]
-    assert calls_of_cudnn(plan, shortest) == {}
+def test_packed_rows_attend_with_triton_and_decoding_with_xla(plan):
+    # The last name of a family is that of its smallest program.
+    decode, reference, update = (
+        [name for name in program_names(plan.run) if name.startswith(family)][-1]
+        for family in ("decode", "reference", "RL update")
+    )
+    assert kernels(plan, decode) == {}
+    assert kernels(plan, reference) == {"forward": 1}
+    assert kernels(plan, update).keys() == {"forward", "d_queries", "d_keys"}
 
 
 @pytest.mark.parametrize("name", ["page copy", "bank fill", "RL start", "RL optimizer"])
 def test_the_other_programs_lower(plan, name):
-    assert calls_of_cudnn(plan, name) == {}
+    assert kernels(plan, name) == {}
