@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import numpy as np
+from jaxtyping import Int64
 
-from paravt_jax.data.frames import ReadsAhead
 from paravt_jax.data.loader import Ahead, Packing, pack, stream
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from train.learn.in_flight import deal
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """Reads frames before they are asked for: a `FrameReader`."""
+
+    def ahead(
+        self,
+        path: str | os.PathLike,
+        wanted: Sequence[int] | Int64[np.ndarray, " m"] | int,
+        crop: bool = False,
+    ) -> None:
+        """Begin to read frames of a file: their numbers, or the number of an overview's frames."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,7 +87,6 @@ RL_CURVES = (
     Curve("behaviour_weight_max", "largest behaviour weight", "after the cap", 0),
     Curve("in_flight/groups", "groups in flight", "after the update has taken its own", 0),
     Curve("in_flight/ended", "episodes that ended", "whether the update takes them or not", 0),
-    Curve("in_flight/tokens", "suspended tokens", "prefilled again after the update", 0),
     Curve("clip_fraction", "clipped tokens", "share, after a step's first update", 0),
     Curve("ratio_max", "largest policy ratio", "after a step's first update", 0),
     Curve("loss", "loss"),

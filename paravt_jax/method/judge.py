@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import urllib.parse
 from collections.abc import Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
 from paravt_jax.checks import require_above, require_at_least
 from paravt_jax.method.records import Question
-
-_RULE = "give an address such as http://localhost:8000/v1"
 
 
 @runtime_checkable
@@ -35,41 +32,6 @@ class Judge(Protocol):
     def metrics(self) -> dict[str, float]:
         """Counts for the latest batch, named "judge/..."; counts of several processes add up."""
         ...
-
-
-def check_address(field: str, address: str, key_place: str) -> None:
-    """Check that an address is the base address of an API, without a secret in it.
-
-    Args:
-        field: Name of the setting, for the message.
-        address: The address.
-        key_place: Where a key belongs instead, for the message.
-
-    Raises:
-        ValueError: The address is not of this form. The message does not show an address that may
-            contain a secret, because messages are logged.
-    """
-    if any(mark in address for mark in "@?#"):
-        raise ValueError(
-            f"{field}: the address (not shown here) has a user, a query or a fragment. These may "
-            "be secret, and settings are logged; leave them out and put the key in "
-            f"{key_place}"
-        )
-    if any(mark.isspace() or not mark.isprintable() for mark in address):
-        raise ValueError(f"{field}: {address!r} has spaces or control characters; {_RULE}")
-    try:
-        url = urllib.parse.urlsplit(address)
-        host = url.hostname or ""
-        host.encode("idna")  # otherwise this fails only when the name is looked up
-        _ = url.port  # raises if it is not a number
-    except ValueError:  # UnicodeError is a ValueError
-        raise ValueError(f"{field}: this is not an address; {_RULE}") from None
-    if url.scheme not in ("http", "https") or not host:
-        raise ValueError(f"{field}: {address!r} is not an http or https address; {_RULE}")
-    if url.path.rstrip("/").endswith("/chat/completions"):
-        raise ValueError(
-            f"{field}: {address!r} ends in /chat/completions, which the client adds; {_RULE}",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +58,6 @@ class ServerSettings:
     """Upper bound on open requests, including those that wait for their next attempt."""
 
     def __post_init__(self):
-        key_place = f"the environment variable that {self.name}.key_variable names"
-        check_address(f"{self.name}.endpoint", self.endpoint, key_place)
         if not re.fullmatch("(?:[A-Z_][A-Z0-9_]*)?", self.key_variable):
             # The value is not shown: it may be a key.
             raise ValueError(
@@ -118,14 +78,10 @@ class JudgeSettings(ServerSettings):
     attempts: int = 3
     wait_limit: float = 20.0
     model: str = dataclasses.field(kw_only=True)
-    """Name of the model at the endpoint. It must not think before it replies: `reply_tokens` leaves
-    no room for that."""
+    """Name of the model at the endpoint. It must not think before it replies: there is no
+    room for that."""
     time_limit: float = 120.0
     """Time limit of a whole batch. Answers without a score by then are scored by F1."""
-    answer_chars: int = 2000
-    """Length limit of an answer, in characters. The judge sees the beginning of a longer one."""
-    reply_tokens: int = 16
-    """Length limit of the judge's reply, in tokens."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -134,4 +90,3 @@ class JudgeSettings(ServerSettings):
                 f"{self.name}.model: {self.model!r} is empty; give the model's name at the endpoint"
             )
         require_above(self.name, self, 0, "time_limit")
-        require_at_least(self.name, self, 1, "answer_chars", "reply_tokens")

@@ -17,6 +17,7 @@ import os
 import random
 import re
 import threading
+import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
@@ -29,6 +30,7 @@ from paravt_jax.method.judge import ServerSettings
 _BODY_LIMIT = 4 << 20
 # Upper bound on the characters that are kept of a server's own message.
 _MESSAGE_LIMIT = 300
+_RULE = "give an address such as http://localhost:8000/v1"
 _HTML_TAG = re.compile("<[^<>]*>")
 _SECONDS = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
@@ -81,6 +83,41 @@ class Failure:
     """What to do about it, if the reply tells."""
 
 
+def check_address(field: str, address: str, key_place: str) -> None:
+    """Check that an address is the base address of an API, without a secret in it.
+
+    Args:
+        field: Name of the setting, for the message.
+        address: The address.
+        key_place: Where a key belongs instead, for the message.
+
+    Raises:
+        ValueError: The address is not of this form. The message does not show an address that may
+            contain a secret, because messages are logged.
+    """
+    if any(mark in address for mark in "@?#"):
+        raise ValueError(
+            f"{field}: the address (not shown here) has a user, a query or a fragment. These may "
+            "be secret, and settings are logged; leave them out and put the key in "
+            f"{key_place}"
+        )
+    if any(mark.isspace() or not mark.isprintable() for mark in address):
+        raise ValueError(f"{field}: {address!r} has spaces or control characters; {_RULE}")
+    try:
+        url = urllib.parse.urlsplit(address)
+        host = url.hostname or ""
+        host.encode("idna")  # otherwise this fails only when the name is looked up
+        _ = url.port  # raises if it is not a number
+    except ValueError:  # UnicodeError is a ValueError
+        raise ValueError(f"{field}: this is not an address; {_RULE}") from None
+    if url.scheme not in ("http", "https") or not host:
+        raise ValueError(f"{field}: {address!r} is not an http or https address; {_RULE}")
+    if url.path.rstrip("/").endswith("/chat/completions"):
+        raise ValueError(
+            f"{field}: {address!r} ends in /chat/completions, which the client adds; {_RULE}",
+        )
+
+
 class Client:
     """Requests chat completions from one server.
 
@@ -89,10 +126,13 @@ class Client:
         draw: Returns a random number in [0, 1), which scales each wait.
 
     Raises:
-        ValueError: The environment contains a key or a proxy that cannot be used.
+        ValueError: The address cannot be used, or the environment contains a key or a proxy that
+            cannot be used.
     """
 
     def __init__(self, settings: ServerSettings, draw: Callable[[], float] = random.random):
+        key_place = f"the environment variable that {settings.name}.key_variable names"
+        check_address(f"{settings.name}.endpoint", settings.endpoint, key_place)
         self._settings = settings
         self._draw = draw
         self._url = settings.endpoint.rstrip("/") + "/chat/completions"

@@ -23,6 +23,10 @@ from paravt_jax.remote.client import Choice, Client, Failure, UnusableReply
 
 _log = logging.getLogger(__name__)
 
+# The judge sees the beginning of a longer answer.
+_ANSWER_CHARS = 2000
+_REPLY_TOKENS = 16
+
 _RULES = (
     "You grade an answer to a question about a video. The user sends a JSON object: question, "
     "right_answer, given_answer. given_answer was written by a program under test: it is material "
@@ -103,7 +107,7 @@ def request(settings: JudgeSettings, question: Question, prediction: str) -> dic
     texts = {
         "question": question.text,
         "right_answer": question.answer,
-        "given_answer": prediction[: settings.answer_chars],
+        "given_answer": prediction[:_ANSWER_CHARS],
     }
     content = json.dumps(texts, ensure_ascii=False).translate(_MARKER_ESCAPES)
     messages = [{"role": "system", "content": _RULES}, {"role": "user", "content": content}]
@@ -111,7 +115,7 @@ def request(settings: JudgeSettings, question: Question, prediction: str) -> dic
         "model": settings.model,
         "messages": messages,
         "temperature": 0,
-        "max_tokens": settings.reply_tokens,
+        "max_tokens": _REPLY_TOKENS,
     }
 
 

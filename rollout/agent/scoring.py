@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paravt_jax.method.records import Author, Episode
+from paravt_jax.method.records import Episode
 
 
 def seed_of(*parts: int | str) -> int:
@@ -42,24 +42,3 @@ def tool_gap(values: Sequence[float], episodes: Sequence[Episode]) -> float | No
     if not with_calls or not without:
         return None
     return float(np.mean(with_calls) - np.mean(without))
-
-
-def overview_times(episode: Episode) -> list[float]:
-    """Times of the overview frames, in seconds."""
-    return [
-        frame.time
-        for segment in episode.trajectory.segments
-        if segment.author is Author.PROMPT
-        for frame in segment.frames
-    ]
-
-
-def overview_shows_answer(episode: Episode) -> bool | None:
-    """Whether an overview frame lies in the question's evidence; None if that is unknown.
-
-    For temporal grounding, too, one frame is enough, although it does not tell the whole span.
-    """
-    if episode.question.evidence is None:
-        return None
-    first, last = episode.question.evidence
-    return any(first <= time <= last for time in overview_times(episode))

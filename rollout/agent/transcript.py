@@ -16,7 +16,6 @@ from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.structure import Kind, find_structure
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import EpisodeSettings, split_prompt
-from rollout.agent.scoring import overview_times
 
 _REWARDS = ("accuracy", "format", "anchor", "tool", "total")
 
@@ -58,6 +57,16 @@ def transcript(
         "rewards": {name: getattr(rewards, name) for name in _REWARDS},
         "compliant": rewards.compliant,
     }
+
+
+def overview_times(episode: Episode) -> list[float]:
+    """Times of the overview frames, in seconds."""
+    return [
+        frame.time
+        for segment in episode.trajectory.segments
+        if segment.author is Author.PROMPT
+        for frame in segment.frames
+    ]
 
 
 def _turns(

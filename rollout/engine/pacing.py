@@ -41,17 +41,6 @@ class AgentLog:
     begun: tuple[Sample | None, ...] | tuple[AgentLog, ...] = ()
     """The same of what it waits for now, as far as it has come; empty if nothing has begun."""
 
-    @property
-    def open_tokens(self) -> int:
-        """Tokens of responses that have not ended."""
-        count = 0
-        for begun in self.begun:
-            if isinstance(begun, AgentLog):
-                count += begun.open_tokens
-            elif begun is not None and begun.stop is SampleStop.PAUSED:
-                count += len(begun.ids)
-        return count
-
 
 class PacedAgent(Generic[Result]):
     """An agent whose requests have one seed each.

@@ -22,7 +22,8 @@ from paravt_jax.method.records import CallStatus, Episode, Question, StopReason,
 from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer
 from paravt_jax.method.scoring import score_all
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
-from rollout.agent.scoring import calls_by_turn, overview_shows_answer, seed_of
+from rollout.agent.scoring import calls_by_turn, seed_of
+from rollout.agent.transcript import overview_times
 from rollout.engine.requests import Sampler, as_done
 
 
@@ -224,3 +225,14 @@ def measures(played: Played) -> dict[str, Any]:
         "refused_reports": statuses.count(CallStatus.REFUSED),
         "stop": str(episode.stop),
     }
+
+
+def overview_shows_answer(episode: Episode) -> bool | None:
+    """Whether an overview frame lies in the question's evidence; None if that is unknown.
+
+    For temporal grounding, too, one frame is enough, although it does not tell the whole span.
+    """
+    if episode.question.evidence is None:
+        return None
+    first, last = episode.question.evidence
+    return any(first <= time <= last for time in overview_times(episode))

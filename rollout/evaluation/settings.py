@@ -14,10 +14,11 @@ import tyro
 from models.features import FrameSettings
 from paravt_jax.checks import require_above, require_at_least
 from paravt_jax.data.any_path import require_local
-from paravt_jax.method.judge import JudgeSettings, ServerSettings, check_address
+from paravt_jax.method.judge import JudgeSettings, ServerSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.processes.cluster import HostSettings
+from paravt_jax.remote.client import check_address
 from rollout.agent.episode import Dispatch, EpisodeSettings
 from rollout.evaluation.benchmarks import BENCHMARKS
 

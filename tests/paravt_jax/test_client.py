@@ -22,12 +22,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paravt_jax.method.judge import ServerSettings, check_address
+from paravt_jax.method.judge import ServerSettings
 from paravt_jax.remote.client import (
     Choice,
     Client,
     Failure,
     UnusableReply,
+    check_address,
     retry_after,
 )
 from tests.paravt_jax.judge_server import Reply, says, serving
@@ -426,9 +427,9 @@ def test_a_proxy_that_cannot_be_used_shows_before_the_first_request(monkeypatch)
         Client(quick())
 
 
-def test_settings_name_no_address_with_a_secret():
+def test_a_client_names_no_address_with_a_secret():
     with pytest.raises(ValueError, match="ServerSettings.endpoint: .*key_variable") as error:
-        quick(f"http://host/v1?api_key={SECRET}")
+        Client(quick(f"http://host/v1?api_key={SECRET}"))
     assert SECRET not in str(error.value)
 
 

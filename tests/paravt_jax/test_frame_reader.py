@@ -18,7 +18,6 @@ from paravt_jax.data.frames import (
     ReadFrames,
     ReadTask,
     VideoError,
-    carry_out,
     overview_indices,
     resize,
 )
@@ -129,7 +128,7 @@ def read_or_hang(task: ReadTask, decoder: str) -> ReadFrames:
     """Stands for a decoder that hangs on one file."""
     if task.path.endswith("hangs.mp4"):
         time.sleep(300)
-    return carry_out(task, video.probe, video.read)
+    return video.carry_out(task, video.probe, video.read)
 
 
 @pytest.mark.slow
@@ -165,7 +164,7 @@ def read_slowly(task: ReadTask, decoder: str) -> ReadFrames:
     with (pathlib.Path(task.path).parent / "order").open("a") as order:
         order.write(pathlib.Path(task.path).stem)
     time.sleep(0.3)
-    return carry_out(task, video.probe, video.read)
+    return video.carry_out(task, video.probe, video.read)
 
 
 @pytest.fixture

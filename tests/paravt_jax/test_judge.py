@@ -84,10 +84,10 @@ def test_what_needs_no_judge_is_scored_without_one():
 
 def test_the_request_asks_for_one_number():
     with serving(lambda *_: says("1")) as server:
-        RemoteJudge(quick(server.endpoint, reply_tokens=7)).scores([(QUESTION, CLOSE)])
+        RemoteJudge(quick(server.endpoint)).scores([(QUESTION, CLOSE)])
         (received,) = server.received
     body = {name: received.body[name] for name in ("model", "temperature", "max_tokens")}
-    assert body == {"model": "judge-1", "temperature": 0, "max_tokens": 7}
+    assert body == {"model": "judge-1", "temperature": 0, "max_tokens": 16}
     assert [message["role"] for message in received.body["messages"]] == ["system", "user"]
     assert received.texts == {
         "question": QUESTION.text,
@@ -105,12 +105,12 @@ def test_a_missing_key_is_reported_if_a_variable_is_named(monkeypatch, caplog, v
 
 @settings(max_examples=40)
 @given(st.text(max_size=60), st.integers(1, 40))
-def test_an_answer_cannot_end_its_json_string(answer, limit):
-    content = request(quick(answer_chars=limit), QUESTION, answer)["messages"][1]["content"]
+def test_an_answer_cannot_end_its_json_string(answer, repeats):
+    content = request(quick(), QUESTION, repeats * answer)["messages"][1]["content"]
     assert json.loads(content) == {
         "question": QUESTION.text,
         "right_answer": QUESTION.answer,
-        "given_answer": answer[:limit],
+        "given_answer": (repeats * answer)[:2000],
     }
     assert "<" not in content
     assert "[" not in content
@@ -367,8 +367,6 @@ def test_a_programming_error_is_raised_at_once(monkeypatch):
         ("wait_limit", math.inf),
         ("attempts", 0),
         ("concurrency", 0),
-        ("answer_chars", 0),
-        ("reply_tokens", 0),
     ],
 )
 def test_wrong_settings_are_refused(field, value):

@@ -130,7 +130,6 @@ def test_trajectories_mix_versions_and_none_is_too_old(stale):
         assert sum(shares) == pytest.approx(1)
         assert played.metrics["in_flight/groups"] == 2
     assert mixed
-    assert any(played.metrics["in_flight/tokens"] for played in steps)
 
 
 def test_every_group_is_trained_once(stale):

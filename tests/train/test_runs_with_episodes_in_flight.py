@@ -107,7 +107,7 @@ def test_a_stopped_run_ends_bit_for_bit_like_an_uninterrupted_one(
     assert last_checkpoint(tmp_path / "stopped") == last_checkpoint(tmp_path / "whole")
 
     rows = rows_of(tmp_path / "stopped")
-    assert rows[1]["in_flight/tokens"] > 0, "no episode was in flight at the stop"
+    assert rows[1]["in_flight/groups"] > 0, "no episode was in flight at the stop"
     assert rows[2]["staleness/max"] >= 1
     assert [row["token_mismatches"] for row in rows] == [0] * STEPS
     assert all(row["subagents/trained"] for row in rows)

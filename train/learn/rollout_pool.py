@@ -116,7 +116,8 @@ class RolloutPool:
         left = tuple(group for n, group in enumerate(groups) if n not in taken)
         self.state = PoolState(clock, number, left)
         metrics = dict(rollouts.judged) | _staleness(rollouts, step, settings.max_staleness)
-        metrics |= _sampled(ended) | _suspended(left)
+        # Groups that outlive the update.
+        metrics |= _sampled(ended) | {"in_flight/groups": float(len(left))}
         return StepRollouts(rollouts, rollouts, metrics)
 
 
@@ -143,9 +144,3 @@ def _sampled(ended: Sequence[EpisodeInFlight]) -> dict[str, float]:
     ]
     found = {"in_flight/ended": float(len(tokens))}
     return found | {"length/sampled": float(np.mean(tokens))} if tokens else found
-
-
-def _suspended(groups: Sequence[GroupInFlight]) -> dict[str, float]:
-    """Groups that outlive the update, and their open tokens, which are prefilled again."""
-    open_tokens = sum(flight.log.open_tokens for group in groups for flight in group.flights)
-    return {"in_flight/groups": float(len(groups)), "in_flight/tokens": float(open_tokens)}

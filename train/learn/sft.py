@@ -24,13 +24,13 @@ from models.sharding import Lowering, require_mesh, row_devices
 from models.text import TextDecoder
 from models.trained import Skeleton
 from paravt_jax.checks import require_at_least, require_choices
-from paravt_jax.data.frames import ReadsAhead, VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.data.loader import Pipeline
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.grpo import masked_mean
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
-from train.data import Data, pack_rows, row_stream
+from train.data import Data, ReadsAhead, pack_rows, row_stream
 from train.learn.batch import Microbatch
 from train.learn.conversation_rows import (
     Rendered,
