@@ -104,6 +104,11 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
             "choose longer rows, or prepare data with sft rows (data.annotations)"
         )
     # `pack` numbers conversations by their place in `order`; translate to numbers in `data`.
+    if packing.left_out and hosts.is_first():
+        print(
+            f"{len(packing.left_out)} of {len(order)} conversations are longer than sft.row_tokens "
+            f"({row_tokens}) and left out"
+        )
     rows = tuple(tuple(order[n] for n in row) for row in packing.rows)
     return Packing(rows, tuple(sorted(order[n] for n in packing.left_out)))
 

@@ -211,7 +211,7 @@ def prepare_set(
     except BlockingIOError as error:
         raise OSError(
             f"data.folder: {folder} is {error}, which prepares data in it: wait for it, stop it, "
-            "or name another --data.folder"
+            "or prepare in another folder (--data.folder; for own questions, --run-dir)"
         ) from error
     with held:
         # Another process may have finished the set since the first look.
@@ -333,7 +333,7 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
         lengths=tuple(conversation.tokens for conversation in readable["conversations"]),
         videos=len(paths),
         sizes=((world.size, world.size),),
-        **readable,
+        **readable | {"heldout": readable["heldout"][: run.evaluation.questions]},
     )
     note_unreadable(run, folder, data, unreadable)
     return data

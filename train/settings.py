@@ -125,10 +125,10 @@ class Run:
 
     def __post_init__(self):
         if self.sft is not None and self.sft.steps == 0:
-            if self.rl is None:
+            if self.rl is None or not self.model.path:
                 raise ValueError(
-                    f"sft.steps: 0, but {self.name} has no phase after the cold start; choose a "
-                    "recipe with rl, such as paravt_8b"
+                    f"sft.steps: 0 for {self.name}, with model.path {self.model.path!r}; RL alone "
+                    "needs a recipe with rl, and weights that had the cold start: give --model.path"
                 )
             object.__setattr__(self, "sft", None)
         require_folder_or_bucket("run_dir", self.run_dir)
@@ -280,6 +280,11 @@ def _check_phases(run: Run) -> None:
             f"evaluation.temperatures, evaluation.dispatch: {evaluation.temperatures}, "
             f"{evaluation.dispatch}; the curve and the control compare greedy episodes with "
             "parallel dispatch: add 0 and parallel, or switch off evaluation.curve and rl.control"
+        )
+    if run.rl is not None and run.rl.control and not evaluation.questions:
+        raise ValueError(
+            "rl.control: True with evaluation.questions 0; the control is only evaluated: switch "
+            "it off, or give questions"
         )
     if run.rl is None and evaluation.curve:
         raise ValueError(

@@ -32,7 +32,7 @@ from typing_extensions import TypedDict
 
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.file_sums import require_sealed
+from paravt_jax.data.file_sums import SUMS, require_sealed
 from paravt_jax.data.published import open_table, read_rows
 from paravt_jax.data.row_reading import Reading, ReadRow, RowTask, unread_row
 from paravt_jax.data.stored_json import read_checked_json, read_json, write_checked_json
@@ -315,11 +315,13 @@ def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
         longest = max(longest, row.longest)
     write_atomically(folder / LEFT_OUT, "".join(left_out))
     if not kinds:
+        # Otherwise the same rows would be left out again, after the files were mended.
+        work.unlink()
         reasons = sum(sources.values(), collections.Counter[str]())
         named = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         raise ValueError(
             f"{folder}: none of {len(left_out)} rows can be used ({named or 'there are no rows'}); "
-            f"see {folder / LEFT_OUT}"
+            f"see {folder / LEFT_OUT}, mend them, and prepare again"
         )
     splits = {}
     if kinds.total() > kinds["conversation"]:
@@ -327,6 +329,8 @@ def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
     if kinds["conversation"]:
         splits["conversations"] = _records(work, Conversation)
     datasets.write_splits(folder / _RECORDS, splits)
+    # Those of records that were there before, if any.
+    (folder / _RECORDS / SUMS).unlink(missing_ok=True)
     require_sealed(folder / _RECORDS, _REMEDY)
     summary = Summary(
         sources={source: dict(rows) for source, rows in sources.items()},

@@ -31,7 +31,7 @@ def row(setting: EpisodeSettings, played: Sequence[Played]) -> dict[str, Any]:
     """
     if not played:
         raise ValueError(
-            "evaluation.questions: no question has a readable video; check the data root"
+            "evaluation.questions: no question has a readable video; check --data.media"
         )
     lines = [measures(outcome) for outcome in played]
     episodes = [outcome.episode for outcome in played]

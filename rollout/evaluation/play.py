@@ -53,10 +53,12 @@ class EvaluationSettings:
         # These raise if a K or a temperature is out of range.
         self.episode_settings()
         self.format_settings()
-        if self.format_temperatures and 0 < self.questions < len(self.frames):
+        least = len(self.frames) if self.format_temperatures else int(self.curve)
+        if self.questions < least:
             raise ValueError(
-                f"evaluation.questions: {self.questions}; format is measured on one at least for "
-                f"each of {len(self.frames)} budgets: raise it, or empty format_temperatures"
+                f"evaluation.questions: {self.questions} with evaluation.curve {self.curve} and "
+                f"evaluation.format_temperatures {self.format_temperatures}, which need {least} at "
+                "least: raise it, or switch them off"
             )
 
     def episode_settings(self) -> tuple[EpisodeSettings, ...]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import gpu
+from models.attention import platform
 from models.config import ModelConfig, TextConfig
 from models.device_memory import reported_memory
 from models.features import FrameFeatures, frame_tokens
@@ -197,7 +198,9 @@ def _require_tensor(tensor: int, text: TextConfig) -> None:
 def _require_room(settings: BenchmarkSettings, config: ModelConfig, sizes: EngineSizes) -> None:
     """Raise ValueError if weights and KV cache alone do not fit into the memory of a device."""
     model = abstract_model(config, dtype=settings.dtype, param_dtype=settings.dtype)
-    weights = _bytes(model.text) / settings.tensor + _bytes(model.vision)
+    # Decoding copies the layers' weights, except on TPU.
+    copies = 0 if platform() == "tpu" else _bytes(model.text.layers)
+    weights = (_bytes(model.text) + copies) / settings.tensor + _bytes(model.vision)
     text = config.text
     item = jnp.dtype(settings.dtype).itemsize
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * item

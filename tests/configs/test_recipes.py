@@ -150,8 +150,12 @@ def test_weights_that_had_the_cold_start_replace_it():
     flags = ["--sft.steps", "0", "--model.path", "mwxely/ParaVT-8B-SFT"]
     run = parse(["--config=paravt_8b", *flags], RECIPES)
     assert run.sft is None and run.rl is not None
-    with pytest.raises(ValueError, match="sft.steps: 0, but sft_8b has no phase"):
+    with pytest.raises(ValueError, match="sft.steps: 0 for sft_8b"):
         change(RECIPES["sft_8b"](), "sft_8b", {"sft.steps": 0})
+    with pytest.raises(ValueError, match="sft.steps: 0 for paravt_tiny, with model.path ''"):
+        change(RECIPES["paravt_tiny"](), "paravt_tiny", {"sft.steps": 0})
+    with pytest.raises(ValueError, match="evaluation.questions: 0 with evaluation.curve True"):
+        change(RECIPES["paravt_tiny"](), "paravt_tiny", {"evaluation.questions": 0})
 
 
 # --- lengths: each is stated once ---

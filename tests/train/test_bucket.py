@@ -251,11 +251,13 @@ def test_a_deleted_object_is_like_a_deleted_file_and_a_damaged_list_is_named(sto
 
 
 def test_a_complete_checkpoint_is_copied_within_the_store(store):
-    for name in ("array", "meta", "commit_success.txt"):
+    # Orbax marks each item, too.
+    items = ("array", "meta", "meta/commit_success.txt", "state/commit_success.txt")
+    for name in (*items, "commit_success.txt"):
         store.write(f"from/2/{name}", name.encode())
     assert is_complete(any_path("gs://bucket/from/2"))
     copy_checkpoint("gs://bucket/from/2", "gs://bucket/to/2")
-    assert store.names("to/") == ["to/2/array", "to/2/commit_success.txt", "to/2/meta"]
+    assert store.names("to/") == sorted(f"to/2/{name}" for name in (*items, "commit_success.txt"))
     assert store.read("to/2/array") == b"array"
     store.delete("to/2/commit_success.txt")
     assert not is_complete(any_path("gs://bucket/to/2"))

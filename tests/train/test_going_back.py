@@ -7,11 +7,12 @@ import pathlib
 import shutil
 
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 
 from paravt_jax.data.stored_json import DamagedFileError, write_checked_json
 from tests.train.homes import Steps, open_home
-from train.durable.checkpoint import Checkpoints, DamagedCheckpointError
+from train.durable.checkpoint import CheckpointError, Checkpoints, DamagedCheckpointError
 from train.durable.metrics import read_metrics
 from train.durable.run_directory import RunDirectoryError
 from train.durable.saver import Saver
@@ -120,9 +121,29 @@ def test_the_only_checkpoint_stays_where_it_is_if_it_is_damaged(run):
     checkpoints = run / "checkpoints" / "rl"
     for step in ("2", "4"):
         shutil.rmtree(checkpoints / step / "state")
-    with pytest.raises(DamagedCheckpointError, match="rl/2 cannot be read .* to start again"):
-        train(run, "rl", 4)
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpointError, match="rl/2 cannot be read .* to start again"):
+            train(run, "rl", 4)
     assert (checkpoints / "2").exists()
+
+
+def test_what_a_later_phase_was_trained_from_stays_where_it_is(run):
+    checkpoints = run / "checkpoints" / "sft"
+    shutil.rmtree(checkpoints / "4" / "state")
+    with pytest.raises(DamagedCheckpointError, match="sft/4 cannot be read"):
+        train(run, "sft", 4)
+    assert (checkpoints / "4").exists()
+
+
+@pytest.mark.parametrize("fault", [OSError(24, "Too many open files"), MemoryError()])
+def test_a_fault_of_the_machine_moves_no_checkpoint(run, monkeypatch, fault):
+    def failing(*_, **__):
+        raise fault
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", failing)
+    with pytest.raises(CheckpointError, match="rl/4 cannot be read"):
+        train(run, "rl", 4)
+    assert (run / "checkpoints" / "rl" / "4").exists()
 
 
 def test_a_cold_start_of_another_run_needs_no_metrics_here(run, tmp_path_factory):

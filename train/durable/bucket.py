@@ -22,7 +22,7 @@ from paravt_jax.processes.exit_codes import TEMPORARY, UserError
 
 MANIFEST = "files.json"
 # The last object that Orbax writes into a checkpoint in a bucket.
-_COMMITTED = "commit_success.txt"
+COMMITTED = "commit_success.txt"
 _REMEDY = "restore it from a backup, or start anew with another --run-dir"
 # Checkpoints and compiled programs are in the bucket only. The others belong to one machine.
 _ELSEWHERE = ("checkpoints", "compiled", "wandb")
@@ -81,7 +81,7 @@ def named_errors(address: str) -> Iterator[None]:
 
 def is_complete(checkpoint: AnyPath) -> bool:
     """Return whether a checkpoint exists, on a disk or in a bucket, and is complete."""
-    return (checkpoint / _COMMITTED if is_bucket(checkpoint) else checkpoint).exists()
+    return (checkpoint / COMMITTED if is_bucket(checkpoint) else checkpoint).exists()
 
 
 def copy_checkpoint(source: str, target: str) -> None:
@@ -92,7 +92,8 @@ def copy_checkpoint(source: str, target: str) -> None:
         store, top = open_store(source)
         _, below = open_store(target)
         # The mark of a complete checkpoint comes last.
-        names = sorted(store.find(top), key=lambda name: name.endswith(_COMMITTED))
+        last = f"{top}/{COMMITTED}"
+        names = sorted(store.find(top), key=lambda name: name == last)
         for chosen in (names[:-1], names[-1:]):
             store.copy(chosen, [f"{below}{name.removeprefix(top)}" for name in chosen])
 

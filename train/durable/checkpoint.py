@@ -37,7 +37,7 @@ from paravt_jax.data.any_path import AnyPath, any_path, is_bucket
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import TEMPORARY, UserError
-from train.durable.bucket import store_error
+from train.durable.bucket import COMMITTED, store_error
 
 T = TypeVar("T")
 
@@ -45,8 +45,8 @@ T = TypeVar("T")
 _STATE = "state"
 _META = "meta"
 _SCORE = "score"
-# What Orbax writes last into a checkpoint in a bucket.
-_COMMITTED = "commit_success.txt"
+# Statuses of TensorStore that say nothing about the content of a file.
+_FAULTS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED")
 
 
 class CheckpointError(UserError):
@@ -181,7 +181,7 @@ class Checkpoints:
                 leaf's sharding (without one: on the first device). NumPy leaves stay NumPy.
             step: The checkpoint to read, by default the latest.
             part: Whether the template may lack leaves, and the checkpoint may have another
-                identity; only the leaves of the template are read.
+                identity, which is not compared; only the leaves of the template are read.
 
         Returns:
             (state, meta, step).
@@ -218,7 +218,8 @@ class Checkpoints:
     def set_aside(self, damage: DamagedCheckpointError) -> int:
         """Set a damaged checkpoint aside, and return the step of the one before it.
 
-        It becomes STEP.damaged; in a bucket, which has no rename, an unfinished one.
+        It becomes STEP.damaged. A bucket has no rename: there it becomes an unfinished checkpoint,
+        which the next start deletes.
 
         Raises:
             DamagedCheckpointError: There is no checkpoint before it, so it stays where it is.
@@ -302,9 +303,9 @@ class Checkpoints:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))[item]
         except Exception as error:
             damaged = self._damaged(step, _cause(error))
-            # Only this process may see it; a device may be out of memory, or a store not answer.
+            # Other processes may not see it, and a store may answer the next time.
             own = jax.process_count() > 1 or is_bucket(self.folder)
-            if own or isinstance(error, jax.errors.JaxRuntimeError):
+            if own or not _means_damage(error):
                 raise CheckpointError(str(damaged)) from error
             raise damaged from error
 
@@ -317,10 +318,17 @@ class Checkpoints:
         )
 
 
+def _means_damage(error: Exception) -> bool:
+    """Return whether a checkpoint that cannot be read is damaged; else the machine has a fault."""
+    # What Orbax and TensorStore raise for content that is missing or corrupt.
+    kinds = (ValueError, KeyError, AttributeError, FileNotFoundError)
+    return isinstance(error, kinds) and not any(fault in str(error) for fault in _FAULTS)
+
+
 def _move_away(folder: AnyPath) -> None:
     """Make a folder that is no checkpoint of a damaged one."""
     if is_bucket(folder):
-        (folder / _COMMITTED).unlink()
+        (folder / COMMITTED).unlink()
         return
     aside = pathlib.Path(f"{folder}.damaged")
     shutil.rmtree(aside, ignore_errors=True)

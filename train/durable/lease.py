@@ -116,10 +116,12 @@ class Lease:
                 return
             if found != content:
                 raise LeaseError(
-                    f"--run-dir {self._address} is in use by {_name(content)}: wait for it, stop "
+                    f"--run-dir {self._address} is in use by {_name(found)}: wait for it, stop "
                     "it, or give another --run-dir."
                 )
-        self._delete()
+        # Another process may have waited for the same one.
+        if self._read() == content:
+            self._delete()
 
     def _renew_until_closed(self) -> None:
         while not self._lost and not self._closing.wait(EVERY):
@@ -161,7 +163,7 @@ class Lease:
                 return ""
 
     def _delete(self) -> None:
-        with named_errors(self._file):
+        with named_errors(self._file), contextlib.suppress(FileNotFoundError):
             self._store.rm_file(self._path)
 
 

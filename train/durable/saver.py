@@ -208,12 +208,14 @@ class Saver:
         # Both states together might not fit into the memory of the devices.
         for leaf in jax.tree.leaves(start):
             leaf.delete()
-        while True:
-            try:
-                saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
-                break
-            except DamagedCheckpointError as damage:
-                self.finished_steps = self._checkpoints.set_aside(damage)
+        try:
+            saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
+        except DamagedCheckpointError as damage:
+            # Two damaged ones in a row are rather a fault of the machine.
+            if hosts.from_first(self._made_later):
+                raise
+            self.finished_steps = self._checkpoints.set_aside(damage)
+            saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
         found = self._metrics_sum(self.finished_steps)
         # The cold start of another run has its metrics there.
         is_own = self.name not in ("align", "sft") or not self._home.config.get("start")
@@ -244,16 +246,19 @@ class Saver:
 
     def _require_last(self) -> None:
         """Raise RunDirectoryError if something was made from steps that would be trained again."""
-        home = self._home
-        later = PHASES[PHASES.index(self.name) + 1 :]
-        rows = read_metrics(home.metrics.path)
-        made = [name for name in later if any(row["phase"] == name for row in rows)]
-        made += [name for name in ("model", "adapter") if (home.folder / name).exists()]
+        made = self._made_later()
         if made:
             raise RunDirectoryError(
                 f"{self._checkpoints.folder / str(self._settings.steps)}: lost, but "
-                f"{' and '.join(made)} in {home.folder} was made from it: {_BACKUP}"
+                f"{' and '.join(made)} in {self._home.folder} was made from it: {_BACKUP}"
             )
+
+    def _made_later(self) -> list[str]:
+        """Return what was made from the last step of this phase: later phases, exports."""
+        later = PHASES[PHASES.index(self.name) + 1 :]
+        rows = read_metrics(self._home.metrics.path)
+        made = [name for name in later if any(row["phase"] == name for row in rows)]
+        return made + [name for name in ("model", "adapter") if (self._home.folder / name).exists()]
 
     def _metrics_sum(self, step: int) -> int:
         """Return the checksum of the metrics up to a step."""
