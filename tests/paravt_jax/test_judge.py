@@ -373,5 +373,5 @@ def test_wrong_settings_are_refused(field, value):
     with pytest.raises(
         ValueError, match=rf"rl\.rewards\.judge\.{field}: .*(?:give|leave)"
     ) as error:
-        dataclasses.replace(quick(), **{field: value})
+        RemoteJudge(dataclasses.replace(quick(), **{field: value}))
     assert KEY not in str(error.value)

@@ -391,7 +391,7 @@ def test_held_out_questions_are_whole_videos_and_stay_the_same():
     _, of_fewer = hold_out(tuple(q for q in questions if q.video in heldout_videos), 4)
     assert {question.video for question in of_fewer} < heldout_videos
     assert hold_out(questions, 0) == (questions, ())
-    with pytest.raises(ValueError, match=r"data\.heldout: 2 of 3"):
+    with pytest.raises(ValueError, match=r"evaluation\.questions: 2 of 3"):
         hold_out(questions[:3], 2)  # all three are on one video
 
 
