@@ -82,7 +82,7 @@ SHORT = """
 --keep-checkpoints 3 --align.save-every 2
 --sft.rows 1 --rl.grpo.group-size 2
 --protocol.turn-tokens 40 --protocol.summary-tokens 8 --engine.slots 4
---evaluation.questions 1 --evaluation.dispatch parallel
+--evaluation.questions 2 --evaluation.dispatch parallel
 --evaluation.temperatures 0.7 0
 """.split()
 
