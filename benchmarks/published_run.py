@@ -88,7 +88,7 @@ def published_rl() -> Run:
         save_every=1,
     )
     evaluation = EvaluationSettings(
-        questions=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
+        questions=2, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
     )
     return dataclasses.replace(run, name="published_rl", rl=rl, evaluation=evaluation)
 

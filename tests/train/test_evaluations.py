@@ -44,6 +44,7 @@ def evaluated(road, small, monkeypatch):
 
         version = 0
         counts = EngineCounts()
+        plans = ("guess\n</think><answer>B</answer>",)
 
         def __init__(self):
             small.Script.__init__(self, road)
