@@ -146,7 +146,7 @@ def test_a_run_stopped_between_steps_ends_bit_for_bit_like_an_uninterrupted_one(
             run.rl, steps=2, updates_per_batch=2, dynamic_sampling=1, save_every=1, control=False
         )
         fewer: dict[str, Any] = {"frames": (4,), "curve": False, "format_temperatures": ()}
-        fewer |= {"temperatures": (0.0,), "dispatch": ("parallel",), "questions": 1, "samples": 1}
+        fewer |= {"temperatures": (0.0,), "dispatch": ("parallel",), "questions": 1}
         return dataclasses.replace(
             run,
             run_dir=str(folder),
