@@ -73,14 +73,10 @@ def attend(
     kv = k.shape[2]
     tile = min(TILE, -(-t // LANES) * LANES)
 
-    pad = functools.partial(pad_rows, tile=tile)
-    padded = RowLayout(
-        segments=pad(layout.segments), starts=pad(layout.starts), shared=layout.shared
-    )
-    schedule = _schedule(padded, tile)
+    schedule = _schedule(layout.padded(tile), tile)
     # [b, t, n, h] -> [k, r, b * t, h], and [b, t, k, h] -> [k, b * t, h]
-    queries = pad(q * h**-0.5).reshape(-1, kv, n // kv, h).transpose(1, 2, 0, 3)
-    keys, values = (pad(x).reshape(-1, kv, h).swapaxes(0, 1) for x in (k, v))
+    queries = pad_rows(q * h**-0.5, tile).reshape(-1, kv, n // kv, h).transpose(1, 2, 0, 3)
+    keys, values = (pad_rows(x, tile).reshape(-1, kv, h).swapaxes(0, 1) for x in (k, v))
     out: Any = _attend(queries, keys, values, schedule, tile, interpret)
     return out.transpose(2, 0, 1, 3).reshape(b, -1, n, h)[:, :t]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, no_type_check
 
 import jax
@@ -60,6 +61,12 @@ class RowLayout:
     def packed(self) -> bool:
         """Whether segments of a row share prompts."""
         return self.starts is not None or self.shared is not None
+
+    def padded(self, tile: int) -> RowLayout:
+        """The layout of packed rows that are filled up to whole tiles; see `pad_rows`."""
+        return dataclasses.replace(
+            self, segments=pad_rows(self.segments, tile), starts=pad_rows(self.starts, tile)
+        )
 
     def check(self, b: int, t: int, s: int | None) -> None:
         """Raise ValueError for fields that contradict each other, the rows or the prefix.

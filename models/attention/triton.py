@@ -66,12 +66,8 @@ def attend(
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
     """`attention.attend` of packed rows, which are causal and have no prefix."""
-    pad = functools.partial(pad_rows, tile=TILE)
-    padded = RowLayout(
-        segments=pad(layout.segments), starts=pad(layout.starts), shared=layout.shared
-    )
-    queries, keys, values = (pad(x).swapaxes(1, 2) for x in (q, k, v))
-    out: Any = _attend(queries, keys, values, _schedule(padded), interpret)
+    queries, keys, values = (pad_rows(x, TILE).swapaxes(1, 2) for x in (q, k, v))
+    out: Any = _attend(queries, keys, values, _schedule(layout.padded(TILE)), interpret)
     return out.swapaxes(1, 2)[:, : q.shape[1]]
 
 

@@ -14,7 +14,6 @@ h head_dim.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -82,10 +81,8 @@ def attend(
     if layout.packed:
         # Whole tiles.
         chunk = min(chunk, TILE)
-        q, k, v, segments, starts = (
-            pad_rows(x, chunk) for x in (q, k, v, layout.segments, layout.starts)
-        )
-        layout = dataclasses.replace(layout, segments=segments, starts=starts)
+        q, k, v = (pad_rows(x, chunk) for x in (q, k, v))
+        layout = layout.padded(chunk)
     # [b, t, n, h] -> [b, k, t, r, h]. Heads come before positions, and the queries of a kv head are
     # neighbours, so that each (row, kv head) is one plain matmul.
     queries = (q * h**-0.5).reshape(b, -1, kv, n // kv, h).transpose(0, 2, 1, 3, 4)
