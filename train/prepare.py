@@ -159,8 +159,8 @@ def _own_questions(
             "name the folder that contains the videos of your questions"
         )
     if questions is None:
-        questions = read_questions(settings.questions, settings.media)
-    elif settings.questions:
+        return read_questions(settings.questions, settings.media)
+    if settings.questions:
         raise ValueError(
             f"data.questions: {settings.questions}, and questions were also passed from Python; "
             "use only one of them"

@@ -77,7 +77,7 @@ def require_sealed(folder: pathlib.Path, remedy: str) -> None:
 
 
 def read_sums(folder: pathlib.Path) -> Sums | None:
-    """The sums of a folder; None if it has none, because an earlier version wrote it.
+    """The sums of a folder; None if it has none, such as weights of others.
 
     Raises:
         DamagedFileError: The file of sums is damaged.

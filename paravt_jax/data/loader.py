@@ -185,7 +185,7 @@ class Pipeline(Generic[_Record, _Begun, _Batch]):
 
 
 def _attempt(make: Callable[[], _Batch]) -> Future[_Batch]:
-    """The result of `make`, or the error that it raised."""
+    """The result of `make`, or the error that it raised, which taking its batch raises."""
     outcome: Future[_Batch] = Future()
     try:
         outcome.set_result(make())

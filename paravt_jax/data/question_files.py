@@ -85,6 +85,13 @@ _Options = Annotated[
 ]
 _SPAN = pydantic.TypeAdapter(_Span)
 
+# Rules by pydantic's type of error. Its own texts name no remedy.
+_RULES = {
+    "missing": "it is required: fill it in",
+    "extra_forbidden": "no column has this name: correct the name, or leave it out",
+    "tuple_type": "it is a list: write it in square brackets, as in JSON",
+}
+
 
 class _Row(pydantic.BaseModel):
     """The columns of a row."""
@@ -225,8 +232,11 @@ def _question(columns: Any, line: int, read_subtitles: _ReadSubtitles) -> Questi
 
 def _bad_field(error: pydantic.ValidationError) -> _BadRow:
     first = error.errors()[0]
-    field = ".".join(map(str, first["loc"]))
-    return _BadRow(field or "answer", first["input"], first["msg"])
+    field = ".".join(map(str, first["loc"])) or "answer"
+    # The input of a missing field is the whole row.
+    value = "" if first["type"] == "missing" else first["input"]
+    rule = _RULES.get(first["type"], first["msg"].removeprefix("Value error, "))
+    return _BadRow(field, value, rule)
 
 
 def _answer(row: _Row, kind: QuestionKind) -> str:

@@ -176,7 +176,8 @@ def _load(
         return load(settings.benchmark, settings.data)
     if questions is None:
         questions = read_questions(settings.questions, videos)
-    require_unique_ids(questions)
+    else:
+        require_unique_ids(questions)
     return Loaded(tuple(Item(question) for question in questions), {})
 
 

@@ -86,9 +86,9 @@ def test_the_id_of_a_row_without_one_is_its_line(rows, tmp_path):
 
 # What is changed in a good row; the field that the error names; a word of the rule.
 BAD = [
-    ({"video": None}, "video", "required"),
+    ({"video": None}, "video: ''; ", "required"),
     ({"video": "/etc/passwd"}, "video", "relative"),
-    ({"video": "../x.mp4"}, "video", "relative"),
+    ({"video": "../x.mp4"}, "video: '../x.mp4'; give", "relative"),
     ({"question": " "}, "question", "at least 1"),
     ({"answer": None}, "answer", "required"),
     ({"answer": "D"}, "answer", "from A to C"),
@@ -96,10 +96,10 @@ BAD = [
     ({"answer": "AB"}, "answer", "letter"),
     ({"answer": ["B"]}, "answer", "text"),
     ({"options": ["one"]}, "options", "at least 2"),
-    ({"options": "a, b"}, "options", "tuple"),
+    ({"options": "a, b"}, "options", "a list: write it in square brackets"),
     ({"kind": "essay"}, "kind", "'mcq', 'tvg' or 'oe'"),
     ({"kind": "oe"}, "kind", "options"),
-    ({"kind": "tvg", "options": None}, "answer", "tuple"),
+    ({"kind": "tvg", "options": None}, "answer", "a list: write it in square brackets"),
     ({"kind": "tvg", "options": None, "answer": [9, 3]}, "answer", "span"),
     ({"options": ["a car", " A  car", "x"]}, "options", "occurs twice"),
     ({"options": ["A. one", "B. one"], "answer": "A"}, "options", "occurs twice"),
@@ -108,7 +108,7 @@ BAD = [
     ({"subtitles": "gone.srt"}, "subtitles", "No such file"),
     ({"subtitles": "talk.txt"}, "subtitles", ".srt"),
     ({"evidence": [5, 5]}, "evidence", "span"),
-    ({"option": "x"}, "option", "not permitted"),
+    ({"option": "x"}, "option: 'x'; ", "no column has this name"),
     ({"id": "when"}, "id", "same id"),
 ]
 
