@@ -48,6 +48,9 @@ _NOT_IDENTITY = (
     "frames.admission",
 )
 
+# Fields that only the engine follows.
+_OF_ENGINE = ("dtype", "tensor", "cache_tokens")
+
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkSettings:
@@ -149,6 +152,13 @@ class BenchmarkSettings:
                 "--endpoint, --endpoint-model: an address needs the name of a model there; "
                 "give both or neither"
             )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in _OF_ENGINE if self.endpoint else ():
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: the server at --endpoint "
+                    "decides about its weights and its memory; leave out one of the two"
+                )
         for field, address in (("--endpoint", self.endpoint), ("--judge", self.judge)):
             if address:
                 check_address(field, address, "the environment variable OPENAI_API_KEY")
