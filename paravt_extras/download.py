@@ -86,6 +86,12 @@ def join_parts(archive: Archive, folder: pathlib.Path) -> None:
             (folder / name).unlink()
 
 
+def _is_whole(archive: Archive, folder: pathlib.Path) -> bool:
+    """Whether a folder holds the whole archive, with its parts joined."""
+    whole = folder / archive.name
+    return whole.exists() and whole.stat().st_size == archive.size
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What belongs to a split, of the files of its data set."""
@@ -175,8 +181,10 @@ def download(name: str, folder: pathlib.Path, keep_archives: bool = False) -> No
             if not mark_of(archive.name, archive.size, folder).exists():
                 place = f"{number} of {len(plan.archives)}"
                 _say(f"{name}: archive {place}, {archive.name}, {size(archive.size)}")
-                data_sets.download(benchmark.source, plan.revision, archive.parts, folder)
-                join_parts(archive, folder)
+                # An earlier start may have been stopped while it unpacked this one.
+                if not _is_whole(archive, folder):
+                    data_sets.download(benchmark.source, plan.revision, archive.parts, folder)
+                    join_parts(archive, folder)
                 unpack(archive.name, folder, folder)
             if not keep_archives:
                 (folder / archive.name).unlink(missing_ok=True)
