@@ -413,7 +413,8 @@ def test_eight_devices_share_the_frames():
         from models.features import FrameFeatures, FrameSettings, tower_mesh
         from models.model import VisionLanguageModel
         from models.qwen3_vl.sizes import tiny
-        from paravt_jax.data.frames import VideoInfo, carry_out, read_now
+        from paravt_jax.data.frames import VideoInfo
+        from paravt_jax.data.read_tasks import carry_out, read_now
         from paravt_jax.method.records import Frame
 
         class Source:

@@ -221,7 +221,7 @@ def test_the_example_of_the_docs_trains(recipe, questions, base, at_home, monkey
     assert published in training
     exec(training.replace(published, str(base)), {"questions": questions})
     result = json.loads((at_home / "runs/mine/result.json").read_text())
-    assert result["before"][0]["n"] == result["after"][0]["n"] == 2
+    assert result["before"][0]["n"] == result["after"][0]["n"] == recipe.evaluation.questions
     assert result["token_mismatches"] == 0
     lines = (at_home / "runs/mine/episodes.jsonl").read_text().splitlines()
     asked = {json.loads(line)["question"]["id"] for line in lines}
