@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import itertools
 import math
 import pathlib
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import huggingface_hub
@@ -84,33 +85,24 @@ def check(run: Run, settings: dict[str, Any], place: Place, topology: str = "") 
         topology: A TPU slice to check for, by its name; empty: the devices here.
     """
     devices = Topology(topology).available if topology else found_devices()
-    items: dict[str, Callable[[], list[Finding]]] = {
-        "packages": lambda: _packages(run),
-        "devices": lambda: _devices(run, devices),
-        "weights": lambda: _weights(run),
-        "data": lambda: _data(run),
+    items = {"devices": lambda: _devices(run, devices)} | _items(run, settings, place)
+    if topology:
         # The hosts of a slice that is only named have other disks.
-        "disk": lambda: [] if topology else _disk(run, place),
-        "run directory": lambda: _run_directory(run, settings, place),
-    }
-    findings = []
-    for item, look in items.items():
-        try:
-            findings += look()
-        except (*USER_ERRORS, RuntimeError) as error:
-            findings.append(Finding(item, " ".join(str(error).split()), problem="error"))
-    # Hosts that agree are shown once.
-    of_all = hosts.gather(findings)
-    return list(dict.fromkeys(finding for own in of_all for finding in own))
+        del items["disk"]
+    if devices.platform != jax.default_backend():
+        del items["host memory"]
+    return _look_at(items)
 
 
 def require_ready(run: Run, settings: dict[str, Any], place: Place) -> None:
     """Check a run that is about to start, and print its problems, if there are any.
 
+    Whether it fits the devices shows when it chooses its sizes, right after this.
+
     Raises:
         NotReadyError: Something is missing; its message is the first error.
     """
-    findings = [finding for finding in check(run, settings, place) if finding.problem]
+    findings = [x for x in _look_at(_items(run, settings, place)) if x.problem]
     if findings and hosts.is_first():
         print(as_text(findings), file=sys.stderr)
     errors = [finding for finding in findings if finding.problem == "error"]
@@ -130,6 +122,31 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 # --- the items ---
+
+
+def _items(
+    run: Run, settings: dict[str, Any], place: Place
+) -> dict[str, Callable[[], list[Finding]]]:
+    """What to look at besides the devices; see `check`."""
+    return {
+        "packages": lambda: _packages(run),
+        "host memory": lambda: _host_memory(run),
+        "weights": lambda: _weights(run),
+        "data": lambda: _data(run),
+        "disk": lambda: _disk(run, place),
+        "run directory": lambda: _run_directory(run, settings, place),
+    }
+
+
+def _look_at(items: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
+    """Return the findings of all processes. Hosts that agree are shown once."""
+    findings = []
+    for item, look in items.items():
+        try:
+            findings += look()
+        except (*USER_ERRORS, RuntimeError) as error:
+            findings.append(Finding(item, " ".join(str(error).split()), problem="error"))
+    return list(dict.fromkeys(itertools.chain(*hosts.gather(findings))))
 
 
 def _packages(run: Run) -> list[Finding]:
@@ -159,22 +176,24 @@ def _version(package: str) -> str:
 
 
 def _devices(run: Run, devices: Devices) -> list[Finding]:
-    """Whether the run fits the devices and the memory of this host."""
+    """Whether the run fits the devices."""
     fitted = fit(run, devices)
     memory = "unknown memory" if devices.memory is None else f"{devices.memory / GIB:.2f} GiB each"
     needs = ", ".join(f"{part} {need / GIB:.1f}" for part, need in fitted.needs.items())
     estimate = f"; estimated GiB per device: {needs}" if needs else ""
-    found = [Finding("devices", f"{devices.name}, {memory}: {fitted.describe()}{estimate}")]
-    # The hosts of a slice that is only named have another memory.
-    here = devices.platform == jax.default_backend()
-    if here:
+    if devices.platform == jax.default_backend():
         gpu.require_type("model.dtype", run.model.dtype)
-    needed = run.frames.cache_mib * 2.0**20 + state_bytes(run) / devices.hosts
-    if here and run.model.size != "tiny" and needed > host_memory():
-        have = f"{size(host_memory())} of host memory for {size(needed)}"
-        remedy = "use more hosts, or a lower --frames.cache-mib"
-        found.append(Finding("host memory", have, remedy, "error"))
-    return found
+    return [Finding("devices", f"{devices.name}, {memory}: {fitted.describe()}{estimate}")]
+
+
+def _host_memory(run: Run) -> list[Finding]:
+    """Whether this host has memory for frames and its share of a checkpoint."""
+    needed = run.frames.cache_mib * 2.0**20 + state_bytes(run) / jax.process_count()
+    if run.model.size == "tiny" or needed <= host_memory():
+        return []
+    have = f"{size(host_memory())} of host memory for {size(needed)}"
+    remedy = "use more hosts, or a lower --frames.cache-mib"
+    return [Finding("host memory", have, remedy, "error")]
 
 
 def _weights(run: Run) -> list[Finding]:
