@@ -42,6 +42,7 @@ import av
 import numpy as np
 from PIL import Image
 
+from models.family import family
 from models.qwen3_vl.sizes import tiny
 from models.weights import folder as model_folder
 from models.weights import tensor_file
@@ -58,7 +59,7 @@ from paravt_jax.data.workers import Workers
 from paravt_jax.method.judge import ServerSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.remote.client import Client, Failure
-from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+from paravt_jax.world.vocabulary import build_vocabulary, save_tokenizer
 
 SECONDS = 30.0
 """Upper bound on the time of a case."""
@@ -240,7 +241,7 @@ def rows(place: Place) -> Kind:
         for row in read_rows(table)
     ]
     vocabulary = place.folder / "tokenizer"
-    reading = Reading(str(place.inside), str(vocabulary), ProtocolSettings())
+    reading = Reading(str(place.inside), str(vocabulary), family().dialect, ProtocolSettings())
     workers = Workers(functools.partial(read_row, reading), 1, SECONDS)
     hostile = hostile_values(place)
 
@@ -513,7 +514,7 @@ def write_seeds(place: Place, videos: pathlib.Path | None) -> dict[str, bytes]:
         folder.mkdir(parents=True, exist_ok=True)
     private = place.outside / "private.mp4"
     _write_video(private, "libx264")
-    save_tokenizer(build_tokenizer(["a"]), place.folder / "tokenizer")
+    save_tokenizer(build_vocabulary(["a"], family().dialect), place.folder / "tokenizer")
     write_stand_in(place.folder / "published", seed=0)
     media_folder = place.folder / "published" / "media"
     for file in sorted(media_folder.rglob("*.zip")):

@@ -228,7 +228,9 @@ def make_runs(folder: pathlib.Path) -> Figures:
 
 def _execute(run: Run) -> None:
     def engine(*_: Any) -> ScriptedEngine:
-        return ScriptedEngine(tokenizer.load(pathlib.Path(run.run_dir) / "tokenizer"))
+        return ScriptedEngine(
+            tokenizer.load(pathlib.Path(run.run_dir) / "tokenizer", run.model.dialect)
+        )
 
     with mock.patch("train.actor.Engine", engine):
         train.run.execute(run)

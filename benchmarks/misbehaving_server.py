@@ -35,7 +35,7 @@ from typing import Any
 
 from models.family import family
 from models.weights.hf_config import to_hf
-from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+from paravt_jax.world.vocabulary import build_vocabulary, save_tokenizer
 from rollout.evaluation.folder import Line, latest, read_lines
 
 REQUEST_SECONDS = 2.0
@@ -234,7 +234,7 @@ def misbehaving() -> Iterator[MisbehavingServer]:
 
 def write_model(folder: pathlib.Path) -> None:
     """Write what an evaluation reads of a served model: a tokenizer, of bytes, and config.json."""
-    save_tokenizer(build_tokenizer(()), folder)
+    save_tokenizer(build_vocabulary((), family().dialect), folder)
     (folder / "config.json").write_text(json.dumps(to_hf(family().size("8b"))), encoding="utf-8")
 
 

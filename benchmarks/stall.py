@@ -22,17 +22,15 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.engine import TimedEncoder
+from models.family import family
 from models.features import FrameFeatures, FrameSettings
 from models.model import VisionLanguageModel
-from models.qwen3_vl.sizes import tiny
 from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall, Episode, Question, QuestionKind, digest
 from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world.text import PIECES
 from paravt_jax.world.videos import DrawnVideos, WorldSettings, plan
-from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
+from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling, ask, run
@@ -91,7 +89,7 @@ class Planned:
 
     def submit(self, request: Request) -> int:
         text = self.vocabulary.decode(request.ids)
-        if not text.startswith("<|im_start|>system"):
+        if not text.startswith(self.vocabulary.dialect.open("system")):
             if request.frames:
                 self.started = time.perf_counter()
             return self.engine.submit(request)
@@ -136,11 +134,10 @@ class Setting:
     """A model, its engine, and questions about different videos. Programs are compiled once."""
 
     def __init__(self) -> None:
-        self.vocabulary = Vocabulary(build_tokenizer((*PIECES, *recurring_texts((CropVideo(),)))))
-        names = {"image": "image_pad", "video": "video_pad"}
-        names |= {name: name for name in ("vision_start", "vision_end")}
-        ids = {f"{field}_token_id": self.vocabulary[f"<|{name}|>"] for field, name in names.items()}
-        config = dataclasses.replace(tiny(self.vocabulary.size), **ids)
+        self.vocabulary = world_vocabulary(LIMITS, family().dialect)
+        config = dataclasses.replace(
+            family().tiny(self.vocabulary.size), **self.vocabulary.visual_ids
+        )
         self.model = VisionLanguageModel(config, rngs=nnx.Rngs(0))
         world = WorldSettings(train_videos=3, heldout_videos=1)
         self.videos = plan(world)

@@ -87,8 +87,7 @@ def small_config(vocabulary: Vocabulary) -> ModelConfig:
     sizes, narrow = family().tiny(vocabulary.size), {"hidden_size": 64, "intermediate_size": 128}
     vision = dataclasses.replace(sizes.vision, out_hidden_size=64)
     decoder = dataclasses.replace(sizes.text, **narrow, head_dim=32, mrope_section=(6, 5, 5))
-    names = ("image_pad", "video_pad", "vision_start", "vision_end")
-    return type(sizes)(vision, decoder, *(vocabulary[f"<|{name}|>"] for name in names))
+    return type(sizes)(vision, decoder, **vocabulary.visual_ids)
 
 
 def cold_start(model, environment: Environment, data: Data, steps: int, seed: int):
@@ -135,7 +134,7 @@ def show(episode: Episode) -> None:
 def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[dict[str, float]]:
     """Run the cold start and GRPO. Returns the metrics of each GRPO step."""
     # The model. Its vision tower stays random: the few pictures of this world differ enough.
-    vocabulary, mesh = world_vocabulary(LIMITS), make_mesh()
+    vocabulary, mesh = world_vocabulary(LIMITS, family().dialect), make_mesh()
     model = VisionLanguageModel(small_config(vocabulary), rngs=nnx.Rngs(seed))
     # The world: videos, and questions about them.
     train_videos = videos.of_split(videos.plan(WORLD), "train")

@@ -3,6 +3,7 @@
 A family is a package in `models` with a module `family`, whose `FAMILY` is a `Family`:
 
     models/NAME/family.py    FAMILY
+    models/NAME/dialect.py   chat marks, and how a call is written
     models/NAME/config.py    fields of its vision tower
     models/NAME/vision.py    the vision tower
     models/NAME/folder.py    config.json, and the names of tensors
@@ -21,11 +22,13 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.vision import VisionTower
+from paravt_jax.method.tokenizer import Dialect
 
 REHEARSAL = "rehearsal"
 """Name of a narrow and shallow size that every family has."""
-FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")
-"""All families, by `model_type` in config.json; the first one is the default."""
+FAMILIES = {name: f"models.{name}.family" for name in ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")}
+"""Modules of all families, by `model_type` in config.json; the first one is the default."""
+DEFAULT = next(iter(FAMILIES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Family:
     """Prefix of tensors' names -> prefix of their modules in transformers 5; empty if all agree."""
     vision_modules: Callable[[Any], Mapping[str, list[str]]]
     """Trained part of the tower (`merger` or `tower`) -> its modules in transformers 5."""
+    dialect: Dialect
+    """How it writes a conversation."""
     processor: Mapping[str, str]
     """Names of transformers' classes: processor, image_processor and video_processor."""
 
@@ -70,9 +75,9 @@ class Family:
 
 
 @functools.cache
-def family(name: str = FAMILIES[0]) -> Family:
+def family(name: str = DEFAULT) -> Family:
     """The family called `name`, one of `FAMILIES`. It is imported on first use."""
-    return importlib.import_module(f"models.{name}.family").FAMILY
+    return importlib.import_module(FAMILIES[name]).FAMILY
 
 
 def family_of(config: ModelConfig) -> Family:

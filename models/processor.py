@@ -21,6 +21,7 @@ from jaxtyping import Float, Int, Real, UInt8
 from PIL import Image, ImageOps
 
 from models.config import ModelConfig, VisionConfig
+from models.family import family_of
 from models.model import Inputs
 from models.rope import mrope_positions, visual_index
 from models.vision import patchify
@@ -29,13 +30,7 @@ from paravt_jax.data import foreign, media_files
 from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import fit_size
 from paravt_jax.data.video import on_white
-
-_TOKENS = {
-    "image": "<|image_pad|>",
-    "video": "<|video_pad|>",
-    "vision_start": "<|vision_start|>",
-    "vision_end": "<|vision_end|>",
-}
+from paravt_jax.method.tokenizer import Dialect
 
 
 class _Visual(NamedTuple):
@@ -107,7 +102,8 @@ class Processor:
     video_marks: bool = True
 
     def __post_init__(self):
-        for name, text in _TOKENS.items():
+        for name in ("image", "video", "vision_start", "vision_end"):
+            text = getattr(self._marks, name)
             known = self.tokenizer.convert_tokens_to_ids(text)
             expected = getattr(self.config, f"{name}_token_id")
             if known != expected:
@@ -175,9 +171,10 @@ class Processor:
         text = self.tokenizer.apply_chat_template(
             bare, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
         )
+        marks = self._marks
         # text, placeholder, text, placeholder, ..., text
-        parts = re.split(f"({re.escape(_TOKENS['image'])}|{re.escape(_TOKENS['video'])})", text)
-        if parts[1::2] != [_TOKENS[item["type"]] for item in items]:
+        parts = re.split(f"({re.escape(marks.image)}|{re.escape(marks.video)})", text)
+        if parts[1::2] != [getattr(marks, item["type"]) for item in items]:
             raise ValueError(
                 f"messages: {len(parts) // 2} placeholders for {len(items)} images and videos; "
                 "write no placeholders, and give images and videos to user and tool turns only"
@@ -187,8 +184,8 @@ class Processor:
             for n, item in enumerate(items):
                 if item["type"] == "video":
                     before, after = 2 * n, 2 * n + 2
-                    parts[before] = parts[before].removesuffix(_TOKENS["vision_start"])
-                    parts[after] = parts[after].removeprefix(_TOKENS["vision_end"])
+                    parts[before] = parts[before].removesuffix(marks.vision_start)
+                    parts[after] = parts[after].removeprefix(marks.vision_end)
         ids = np.asarray(self.tokenizer("".join(parts))["input_ids"], np.int32)
         grids = [visual.grid for visual in visuals]
         # The empty array gives a sample without visuals the right shape.
@@ -204,7 +201,7 @@ class Processor:
         height, width, _ = pixels.shape
         size = image_size(height, width, self.image_limits, self._factor)
         patches, grid = self._patches(resize(pixels, size)[None], video=False)
-        return _Visual(_TOKENS["image"] * self._tokens(grid), patches, grid)
+        return _Visual(self._marks.image * self._tokens(grid), patches, grid)
 
     def _video(self, item: Mapping[str, Any]) -> _Visual:
         frames, times = _clip(item["video"])
@@ -227,12 +224,12 @@ class Processor:
         self, grid: tuple[int, int, int], times: Sequence[float] | Real[np.ndarray, " t"]
     ) -> str:
         """What replaces the placeholder of a video in the text."""
-        vision = self.config.vision
+        vision, marks = self.config.vision, self._marks
         if vision.position_rate is not None:
-            return _TOKENS["video"] * self._tokens(grid)
+            return marks.video * self._tokens(grid)
         # One block of placeholders per temporal slice, after the slice's time.
-        placeholders = _TOKENS["video"] * (self._tokens(grid) // grid[0])
-        block = _TOKENS["vision_start"] + placeholders + _TOKENS["vision_end"]
+        placeholders = marks.video * (self._tokens(grid) // grid[0])
+        block = marks.vision_start + placeholders + marks.vision_end
         shown = slice_times(times, vision.temporal_patch_size)
         return "".join(f"<{time:.1f} seconds>{block}" for time in shown)
 
@@ -247,6 +244,10 @@ class Processor:
     def _tokens(self, grid: tuple[int, int, int]) -> int:
         """Visual tokens of a grid."""
         return math.prod(grid) // self.config.vision.spatial_merge_size**2
+
+    @property
+    def _marks(self) -> Dialect:
+        return family_of(self.config).dialect
 
     @property
     def _factor(self) -> int:

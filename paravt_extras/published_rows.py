@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from paravt_jax.method.records import QuestionKind
+from paravt_jax.method.protocol import render_call
+from paravt_jax.method.records import CropCall, QuestionKind
 
 _TEXT = pyarrow.string()
 _RL_ROWS = pyarrow.schema(
@@ -96,9 +97,7 @@ def show(video: str) -> Message:
 
 def call(video: str, start: float, end: float) -> str:
     """A call of crop_video; times in seconds."""
-    arguments = {"video_path": video, "start_time": start, "end_time": end}
-    written = json.dumps({"name": "crop_video", "arguments": arguments})
-    return f"<tool_call>\n{written}\n</tool_call>"
+    return render_call(CropCall(start, end), video)
 
 
 def think(thought: str) -> str:

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from models import gpu
 from models.compile_cache import use_cache
+from models.family import family_of
 from models.features import FrameFeatures, FrameSettings
 from models.model import VisionLanguageModel
 from models.peft_folder import base_folder, load
@@ -131,9 +132,10 @@ class Assistant:
         """
         gpu.require_type("dtype", dtype)
         folder = local_folder(source)
+        model = load(folder, mesh=mesh, dtype=dtype, param_dtype=dtype)
         return cls(
-            load(folder, mesh=mesh, dtype=dtype, param_dtype=dtype),
-            tokenizer.load(base_folder(folder)),
+            model,
+            tokenizer.load(base_folder(folder), family_of(model.config).dialect),
             protocol,
             frames,
             reader,

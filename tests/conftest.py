@@ -67,12 +67,12 @@ from models.config import (
 )
 from models.model import VisionLanguageModel
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
+from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.data.workers import Workers
+from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
-from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
+from paravt_jax.world.vocabulary import world_vocabulary
 from tests import processes
 from tests.cut_tokenizer import cut_tokenizer
 from tests.noisy_model import noisy_model
@@ -167,14 +167,14 @@ def small_world(tmp_path_factory) -> SmallWorld:
 @pytest.fixture(scope="session")
 def small_vocabulary() -> Vocabulary:
     """The vocabulary that the small world's texts are made of."""
-    return Vocabulary(build_tokenizer((*world_text.PIECES, *recurring_texts((CropVideo(),)))))
+    return world_vocabulary(ProtocolSettings(), DIALECT)
 
 
 @pytest.fixture(scope="session")
 def cut_vocabulary(assets) -> Vocabulary:
     """The published tokenizer as older families have it: `<think>` and others are ordinary text."""
     content = cut_tokenizer(assets / "qwen3_vl")
-    return Vocabulary(tokenizers.Tokenizer.from_str(json.dumps(content)))
+    return Vocabulary(tokenizers.Tokenizer.from_str(json.dumps(content)), DIALECT)
 
 
 @pytest.fixture(scope="session")
@@ -205,15 +205,4 @@ def small_model(small_vocabulary) -> VisionLanguageModel:
         rope_theta=10_000.0,
         tie_word_embeddings=True,
     )
-    names = {
-        "image": "image_pad",
-        "video": "video_pad",
-        "vision_start": "vision_start",
-        "vision_end": "vision_end",
-    }
-    config = Qwen3VLConfig(
-        vision,
-        text,
-        **{f"{field}_token_id": small_vocabulary[f"<|{name}|>"] for field, name in names.items()},
-    )
-    return noisy_model(config)
+    return noisy_model(Qwen3VLConfig(vision, text, **small_vocabulary.visual_ids))

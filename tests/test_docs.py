@@ -88,7 +88,7 @@ def model_folder(
 ) -> pathlib.Path:
     """A model that ends every response at once, with its tokenizer and processor files."""
     folder = tmp_path_factory.mktemp("quiet")
-    save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
+    save_tokenizer(small_vocabulary, folder / "tokenizer")
     model = nnx.clone(small_model)
     # All tokens agree in one direction of the residual stream, and the end has the most of it.
     embedding = np.array(model.text.embedding[...])

@@ -22,6 +22,7 @@ import tyro
 from flax import nnx
 
 from models.config import ModelConfig
+from models.family import family_of
 from models.features import FrameSettings
 from models.lora import LoRASettings, add_adapters, cast, merge_adapters
 from models.model import VisionLanguageModel, abstract_model
@@ -91,7 +92,8 @@ def _export(command: Export, folder: pathlib.Path, target: pathlib.Path) -> None
     checkpoints = _checkpoints(command, folder)
     step = _step(checkpoints, command)
     meta = checkpoints.meta(step)
-    vocabulary = tokenizer.load(folder / "tokenizer").digest
+    config = from_hf(meta["model"])
+    vocabulary = tokenizer.load(folder / "tokenizer", family_of(config).dialect).digest
     if vocabulary != meta["vocabulary"]:
         raise ValueError(
             f"--run-dir {command.run_dir}: the vocabulary of tokenizer/ (digest {vocabulary}) is "
@@ -107,7 +109,7 @@ def _export(command: Export, folder: pathlib.Path, target: pathlib.Path) -> None
             "adapters; leave --form out"
         )
     if lora is None:
-        model = _load(checkpoints, step, from_hf(meta["model"]), meta["param_dtype"])
+        model = _load(checkpoints, step, config, meta["param_dtype"])
     else:
         model = _load_adapted(checkpoints, step, meta, lora, command.run_dir)
     if command.form == "peft" and lora is not None:

@@ -123,13 +123,7 @@ def require_targets(run: Run) -> None:
 
 def model_config(run: Run, vocabulary: Vocabulary) -> ModelConfig:
     """Sizes of a model with random weights, and the special tokens' ids in this vocabulary."""
-    return dataclasses.replace(
-        run.model.config(vocabulary.size),
-        image_token_id=vocabulary["<|image_pad|>"],
-        video_token_id=vocabulary["<|video_pad|>"],
-        vision_start_token_id=vocabulary["<|vision_start|>"],
-        vision_end_token_id=vocabulary["<|vision_end|>"],
-    )
+    return dataclasses.replace(run.model.config(vocabulary.size), **vocabulary.visual_ids)
 
 
 def take_apart(

@@ -30,28 +30,6 @@ from train.settings import Run
 # Largest number of frames per video, as in `models.processor.video_frame_indices`. The
 # `longest_edge` of a video processor bounds the pixels of all frames of a video together.
 _FRAMES = 768
-# The chat template: plain turns, with tool responses inside user turns. It refuses tools, because
-# their schema is part of the system turn that `paravt_jax.method.protocol` writes.
-_TEMPLATE = """\
-{%- if tools %}\
-{{ raise_exception('this template writes no tools: \
-paravt_jax.method.protocol does, for rollout.ask') }}\
-{% endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' }}
-{%- if message.role == 'tool' %}{{ '<tool_response>\\n' }}{% endif %}
-{%- if message.content is string %}{{ message.content }}{% else %}
-{%- for item in message.content %}
-{%- if item.type in ('image', 'video') %}\
-{{ '<|vision_start|><|' + item.type + '_pad|><|vision_end|>' }}\
-{% else %}{{ item.text }}{% endif %}
-{%- endfor %}
-{%- endif %}
-{%- if message.role == 'tool' %}{{ '\\n</tool_response>' }}{% endif %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
 
 
 def export_run(run: Run, folder: pathlib.Path, parts: Parts, weights: Any) -> None:
@@ -110,7 +88,8 @@ def write_model(
 
 def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, str]:
     """Contents of the chat template and the processors' settings, by file name."""
-    names = family_of(config).processor
+    family = family_of(config)
+    names = family.processor
     longest = max(frames.max_pixels, frames.crop_max_pixels)
     image_pixels = {"shortest_edge": frames.min_pixels, "longest_edge": longest}
     video_pixels = image_pixels
@@ -130,7 +109,7 @@ def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, st
         **_patches(config.vision),
     }
     return {
-        "chat_template.jinja": _TEMPLATE,
+        "chat_template.jinja": family.dialect.chat_template,
         "preprocessor_config.json": json.dumps(image, indent=2) + "\n",
         "video_preprocessor_config.json": json.dumps(video, indent=2) + "\n",
     }

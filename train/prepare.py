@@ -47,7 +47,7 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
 from paravt_jax.world.videos import WorldSettings
-from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer, world_pieces
+from paravt_jax.world.vocabulary import save_tokenizer, world_vocabulary
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
@@ -194,6 +194,7 @@ def prepare_set(
     reading = Reading(
         root="",  # known when the media are there
         tokenizer=str(local_folder(run.model.path, weights=False)),
+        dialect=run.model.dialect,
         limits=_shared_limits(run.protocol),
         frames=settings.frames,
         rules=run.frames.rules(run.vision),
@@ -313,7 +314,7 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
     if run.model.path:
         copy_tokenizer(run.model.path, tokenizer_folder)
     elif not (tokenizer_folder / tokenizer.FILE).exists():
-        save_tokenizer(build_tokenizer(world_pieces(run.protocol)), tokenizer_folder)
+        save_tokenizer(world_vocabulary(run.protocol, run.model.dialect), tokenizer_folder)
     records = folder / "records"
     require_sealed(records, _remedy(records))
     require_sealed(tokenizer_folder, _remedy(tokenizer_folder))
@@ -329,7 +330,7 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
     }
     data = Data(
         root=root,
-        vocabulary=tokenizer.load(tokenizer_folder),
+        vocabulary=tokenizer.load(tokenizer_folder, run.model.dialect),
         lengths=tuple(conversation.tokens for conversation in readable["conversations"]),
         videos=len(paths),
         sizes=((world.size, world.size),),
@@ -343,7 +344,7 @@ def _copied_vocabulary(run: Run, folder: pathlib.Path) -> Vocabulary:
     """Return the vocabulary of the run's model, whose tokenizer is copied to the run's folder."""
     copy_tokenizer(run.model.path, folder / "tokenizer")
     require_sealed(folder / "tokenizer", _remedy(folder / "tokenizer"))
-    return tokenizer.load(folder / "tokenizer")
+    return tokenizer.load(folder / "tokenizer", run.model.dialect)
 
 
 def _remedy(folder: pathlib.Path) -> str:

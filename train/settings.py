@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from models.config import ModelConfig, VisionConfig
-from models.family import FAMILIES, family
+from models.family import DEFAULT, FAMILIES, family
 from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
 from models.trained import TrainVision
 from paravt_jax.checks import require_at_least
 from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
 from paravt_jax.method.protocol import Lengths, ProtocolSettings
+from paravt_jax.method.tokenizer import Dialect
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.processes.cluster import HostSettings
 from paravt_jax.world import text as small_world
@@ -40,7 +41,7 @@ class ModelSettings:
 
     path: str = ""
     """Hugging Face id, folder or address of initial weights, such as RUN/model; empty: random."""
-    family: str = FAMILIES[0]
+    family: str = DEFAULT
     """Family of the model, by the model_type of its config.json."""
     size: str = "tiny"
     """Size of the model (tiny, or a published one such as 8b); must match the weights at `path`."""
@@ -57,6 +58,11 @@ class ModelSettings:
     def config(self, vocab_size: int = 1) -> ModelConfig:
         """The sizes of the model; `vocab_size` is that of a tiny one."""
         return family(self.family).size(self.size, vocab_size)
+
+    @property
+    def dialect(self) -> Dialect:
+        """How the model's family writes a conversation."""
+        return family(self.family).dialect
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,9 +63,9 @@ def world_records(run: Run) -> Splits:
     """
     assert run.world is not None and run.text is not None, f"{run.name} has no world"
     if run.model.path:
-        vocabulary = tokenizer.load(local_folder(run.model.path, weights=False))
+        vocabulary = tokenizer.load(local_folder(run.model.path, weights=False), run.model.dialect)
     else:
-        vocabulary = world_vocabulary(run.protocol)
+        vocabulary = world_vocabulary(run.protocol, run.model.dialect)
     rules = Protocol(vocabulary, run.protocol)
     videos = world.plan(run.world)
     train = world.of_split(videos, "train")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from models.family import Family
 from models.qwen3_vl import folder, sizes
+from models.qwen3_vl.dialect import DIALECT
 from models.qwen3_vl.vision import Qwen3VLVisionTower
 
 FAMILY = Family(
@@ -16,6 +17,7 @@ FAMILY = Family(
     tensor_layouts=folder.tensor_layouts,
     modules={},
     vision_modules=folder.vision_modules,
+    dialect=DIALECT,
     processor={
         "processor": "Qwen3VLProcessor",
         "image_processor": "Qwen2VLImageProcessor",

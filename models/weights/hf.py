@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from models.config import ModelConfig
+from models.family import family_of
 from models.model import VisionLanguageModel, abstract_model
 from models.sharding import param_shardings
 from models.weights import folder as hf_folder
@@ -323,9 +324,10 @@ def _configs(config: ModelConfig, dtype: str, files: Iterable[Path]) -> dict[str
     would not stop.
     """
     content: dict[str, Any] = to_hf(config) | {"dtype": dtype}
-    vocabulary = next((tokenizer.load(file) for file in files if file.name == tokenizer.FILE), None)
-    if vocabulary is None:
+    file = next((file for file in files if file.name == tokenizer.FILE), None)
+    if file is None:
         return {hf_folder.CONFIG: content}
+    vocabulary = tokenizer.load(file, family_of(config).dialect)
     # No pad id here, as in the published files: with it transformers would freeze that embedding.
     content["text_config"] |= {"bos_token_id": vocabulary.pad, "eos_token_id": vocabulary.eos}
     generation = {

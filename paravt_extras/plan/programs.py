@@ -399,7 +399,7 @@ def planned_config(run: Run) -> ModelConfig:
     if run.model.size != "tiny":
         return run.model.config()
     # The tiny model's vocabulary is built from the world's texts, here as in a run.
-    return model_config(run, world_vocabulary(run.protocol))
+    return model_config(run, world_vocabulary(run.protocol, run.model.dialect))
 
 
 def laid_out(tree: Any, shardings: Any) -> Any:

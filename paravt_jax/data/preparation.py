@@ -237,9 +237,11 @@ def open_prepared(folder: pathlib.Path) -> Prepared:
 def _plan(reading: Reading) -> dict[str, Any]:
     """Return the settings that determine the set, as JSON reads them back."""
     vocabulary = (pathlib.Path(reading.tokenizer) / "tokenizer.json").read_bytes()
+    settings = dataclasses.asdict(reading)
+    del settings["dialect"]  # that of the tokenizer
     plan = {
         "format": _FORMAT,
-        **dataclasses.asdict(reading),
+        **settings,
         # Compare the tokenizer by content: the same one may be in another folder.
         "tokenizer": hashlib.sha256(vocabulary).hexdigest(),
     }

@@ -50,6 +50,7 @@ _PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
 # Forbidden in a response. Special tokens would end its turn when the row is rendered, and an agent
 # of this protocol writes neither tool responses nor <tool_code>.
 _FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
+_END_MARK = re.compile(r"\s*<\|\w+\|>$")
 _RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 _RESPONSE_TAG = re.compile(f"({'|'.join(_RESPONSE_TAGS)})")
 # An answer inside the video that earns less than this has missed the span. Published spans may end
@@ -530,7 +531,8 @@ def _response(
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
         raise Refused(Reason.PROTOCOL, "a response shows a file")
-    text = "".join(texts).strip().removesuffix("<|im_end|>").rstrip()
+    # Some published responses have the mark of their turn's end.
+    text = _END_MARK.sub("", "".join(texts).strip())
     if not text:
         raise Refused(Reason.NO_ANSWER, "a response is empty")
     foreign = _FOREIGN.search(text)

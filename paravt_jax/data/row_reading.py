@@ -35,6 +35,7 @@ from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import Clip, Conversation, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import CropCall, FailedCall, Question
+from paravt_jax.method.tokenizer import Dialect
 from paravt_jax.method.tools.crop_video import resolve_window
 
 
@@ -46,6 +47,8 @@ class Reading:
     """Folder to which relative video paths refer."""
     tokenizer: str
     """Folder of the tokenizer."""
+    dialect: Dialect
+    """How the model's family writes a conversation."""
     limits: ProtocolSettings
     """Limits of the protocol, which conversations must keep."""
     frames: int = 64
@@ -211,4 +214,4 @@ def _require_decodable(file: str, first: int, last: int) -> None:
 # A worker process reads rows with one tokenizer only.
 @functools.lru_cache(maxsize=1)
 def _protocol(reading: Reading) -> Protocol:
-    return Protocol(tokenizer.load(reading.tokenizer), reading.limits)
+    return Protocol(tokenizer.load(reading.tokenizer, reading.dialect), reading.limits)

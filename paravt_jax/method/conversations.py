@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paravt_jax.method.protocol import PINNED, TO_ASSISTANT, Protocol, system_text
+from paravt_jax.method.parsing import rewrite_calls
+from paravt_jax.method.protocol import PINNED, Protocol, system_text
 from paravt_jax.method.records import Author, Frame, Segment, Trajectory
 
 
@@ -95,12 +96,14 @@ def render(
         (clip,) = asked.clips
         prompt = protocol.window(clip.frames, image_tokens(clip))
         return Trajectory((prompt, _response(report, protocol)))
+    dialect = protocol.dialect
     system = system_text(
+        dialect,
         [*protocol.tools.values()] if conversation.tools else (),
         video=any(not clip.still for clip in conversation.clips),
         wording=protocol.wording,
     )
-    opening = system + "<|im_start|>user\n"
+    opening = system + dialect.open("user")
     trajectory = Trajectory()
     tool_turns = 0
     for role, group in itertools.groupby(conversation.turns, key=lambda turn: turn.role):
@@ -116,19 +119,19 @@ def render(
             pieces = [
                 protocol.encode(opening),
                 *_render_content(turns[0], protocol, protocol.plain, image_tokens),
-                protocol.encode(TO_ASSISTANT),
+                protocol.encode(dialect.to_assistant),
             ]
             trajectory.append(_segment(pieces, Author.PROMPT, turns[:1]))
-            opening = "\n<|im_start|>user\n"
+            opening = "\n" + dialect.open("user")
     return trajectory
 
 
 def _response(turn: ChatTurn, protocol: Protocol) -> Segment:
-    text = str(turn.content[0])
+    text = rewrite_calls(str(turn.content[0]), protocol.dialect.calls)
     # In an episode the pinned opening is a separate segment, so encode it separately here too.
     # Otherwise its last characters could share a token with the text after it.
     opening = PINNED if text.startswith(PINNED) else ""
-    rest = text.removeprefix(opening) + "<|im_end|>"
+    rest = text.removeprefix(opening) + protocol.dialect.end
     ids = np.concatenate([protocol.encode(opening), protocol.encode(rest)])
     return Segment(ids, Author.MODEL, np.zeros(len(ids), np.float32))
 
@@ -143,7 +146,7 @@ def _results(
     if not any(turn.clips for turn in turns):
         texts = ["\n".join(str(part) for part in turn.content) for turn in turns]
         return protocol.tool_results(texts, ended=True, last=last)
-    pieces = [protocol.encode("\n<|im_start|>user\n")]
+    pieces = [protocol.encode("\n" + protocol.dialect.open("user"))]
     for number, turn in enumerate(turns):
         separator = "\n" if number > 0 else ""
         pieces += [
@@ -151,7 +154,8 @@ def _results(
             *_render_content(turn, protocol, protocol.cut, image_tokens),
             protocol.encode("\n</tool_response>"),
         ]
-    pieces.append(protocol.encode((protocol.wording.answer_now if last else "") + TO_ASSISTANT))
+    request = protocol.wording.answer_now if last else ""
+    pieces.append(protocol.encode(request + protocol.dialect.to_assistant))
     return _segment(pieces, Author.TOOL, turns)
 
 

@@ -2,11 +2,12 @@
 
 A well-formed turn is one of
 
-    <think>...</think> <tool_call>{"name": ..., "arguments": {...}}</tool_call> ...more calls
+    <think>...</think> <tool_call>...</tool_call> ...more calls
     <think>...</think> <answer>...</answer>
 
-A call that cannot be parsed becomes a `FailedCall` with a sentence that the model can act on. The
-functions raise on no text, and they neither execute nor open anything that the model wrote.
+What is between the tags of a call depends on the model's family (`CallSyntax`). A call that cannot
+be parsed becomes a `FailedCall` with a sentence that the model can act on. The functions raise on
+no text, and they neither execute nor open anything that the model wrote.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paravt_jax.method.records import Call, CallStatus, FailedCall, Turn
@@ -25,7 +26,6 @@ TAG_PATTERN = "<(/?)(" + "|".join(BLOCKS) + ")>"
 MIN_THINK = 10  # a substantive think has at least this many characters (REFERENCE 3)
 
 _TAG = re.compile(TAG_PATTERN)
-_END_TOKENS = re.compile(r"<\|im_end\|>|<\|endoftext\|>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,50 @@ def find_tags(text: str) -> list[Tag]:
     return [Tag(m.group(2), bool(m.group(1)), m.start(), m.end()) for m in _TAG.finditer(text)]
 
 
-def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """The JSON text of a call, which goes between `<tool_call>` and `</tool_call>`."""
+@dataclasses.dataclass(frozen=True)
+class CallSyntax:
+    """How a call is written between `<tool_call>` and `</tool_call>`."""
+
+    request: str
+    """Asks the model to write its calls in this way."""
+    write: Callable[[str, Mapping[str, Any]], str]
+    """The text of a call, from the name of a tool and its arguments."""
+    read: Callable[[str], tuple[str, Mapping[str, Any] | None]]
+    """Back to name and arguments, None if they are missing. Raises ValueError with the reason, a
+    sentence without its period, for a text that is no call."""
+
+
+def _write_json(name: str, arguments: Mapping[str, Any]) -> str:
     return json.dumps({"name": name, "arguments": arguments})
+
+
+def _read_json(text: str) -> tuple[str, Mapping[str, Any] | None]:
+    try:
+        call = json.loads(text, strict=False)
+    except RecursionError:
+        raise ValueError("The tool call is nested too deeply") from None
+    except ValueError:  # not JSON, or an integer with more digits than Python converts
+        raise ValueError("The tool call is not valid JSON") from None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise ValueError("The tool call names no tool")
+    arguments = call.get("arguments")
+    # Some chat formats write the arguments as JSON text.
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, strict=False)
+        except (ValueError, RecursionError):
+            arguments = None
+    return call["name"], arguments if isinstance(arguments, dict) else None
+
+
+JSON_CALLS = CallSyntax(
+    "For each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    _write_json,
+    _read_json,
+)
+"""Calls as JSON objects. Conversations are stored with such calls, whatever is trained on them."""
 
 
 def find_calls(text: str) -> list[tuple[Tag, str | None]]:
@@ -61,72 +102,58 @@ def find_calls(text: str) -> list[tuple[Tag, str | None]]:
     calls: list[tuple[Tag, str | None]] = []
     opened: Tag | None = None
     for tag in find_tags(text):
-        if tag.name == "tool_call" and tag.closing:
-            if opened is not None:
-                calls.append((opened, text[opened.end : tag.start]))
-            opened = None
-        elif not tag.closing and tag.name in ("tool_call", "tool_code"):
-            # A new call: the one before it was never closed.
-            if opened is not None:
-                calls.append((opened, None))
-            if tag.name == "tool_call":
-                opened = tag
-            else:
-                opened = None
-                calls.append((tag, None))
+        if tag.name != "tool_call" and (tag.name != "tool_code" or tag.closing):
+            continue
+        if opened is not None:
+            closed = tag.closing and opened.name == "tool_call"
+            calls.append((opened, text[opened.end : tag.start] if closed else None))
+        opened = None if tag.closing else tag
     if opened is not None:
         calls.append((opened, None))
     return calls
 
 
-def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call | FailedCall]:
+def parse_calls(
+    text: str, tools: Sequence[Tool], syntax: CallSyntax = JSON_CALLS
+) -> list[Call | FailedCall]:
     """Parse the calls of one response, in order. A malformed call does not void the others.
 
     Args:
         text: The response.
         tools: The offered tools, at least one.
+        syntax: How calls are written.
 
     Returns:
         A call or a `FailedCall` for each. Code in a `<tool_code>` is a `FailedCall` and never run.
     """
-    form = call_text(tools[0].name, tools[0].example)
+    form = syntax.write(tools[0].name, tools[0].example)
     calls: list[Call | FailedCall] = []
     for tag, body in find_calls(text):
-        if tag.name == "tool_code":
-            why = "Code is not run. Write the call between tool_call tags"
-            calls.append(FailedCall(f"{why} as {form}."))
-        elif body is None:
-            why = "The tool call was not closed. Write it between tool_call tags"
-            calls.append(FailedCall(f"{why} as {form}."))
+        if body is None:
+            why = "The tool call was not closed. Write it"
+            if tag.name == "tool_code":
+                why = "Code is not run. Write the call"
+            calls.append(FailedCall(f"{why} between tool_call tags as {form}."))
+            continue
+        try:
+            name, arguments = syntax.read(body)
+        except ValueError as error:
+            calls.append(FailedCall(f"{error}. Write it as {form}."))
         else:
-            calls.append(_read_call(body, tools, form))
+            calls.append(_read_call(name, arguments, tools, syntax))
     return calls
 
 
-def _read_call(body: str, tools: Sequence[Tool], form: str) -> Call | FailedCall:
-    """Parse the text between the tags of a call; `form` is an example call for the error."""
-    try:
-        call = json.loads(body, strict=False)
-    except RecursionError:
-        return FailedCall(f"The tool call is nested too deeply. Write it as {form}.")
-    except ValueError:  # not JSON, or an integer with more digits than Python converts
-        return FailedCall(f"The tool call is not valid JSON. Write it as {form}.")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return FailedCall(f"The tool call names no tool. Write it as {form}.")
-    tool = next((tool for tool in tools if tool.name == call["name"]), None)
+def _read_call(
+    name: str, arguments: Mapping[str, Any] | None, tools: Sequence[Tool], syntax: CallSyntax
+) -> Call | FailedCall:
+    tool = next((tool for tool in tools if tool.name == name), None)
     if tool is None:
         names = ", ".join(tool.name for tool in tools)
         known = f"The only tool is {names}" if len(tools) == 1 else f"The tools are {names}"
         return FailedCall(f"There is no such tool. {known}.", CallStatus.UNKNOWN_TOOL)
-    arguments = call.get("arguments")
-    # Some chat formats write the arguments as JSON text.
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments, strict=False)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        form = call_text(tool.name, tool.example)
+    if arguments is None:
+        form = syntax.write(tool.name, tool.example)
         return FailedCall(f"The arguments of the tool call are missing. Write it as {form}.")
     return tool.parse(arguments)
 
@@ -146,6 +173,18 @@ def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:
             spans.append((opened, tag))
         opened = None if tag.closing else tag
     return spans
+
+
+def rewrite_calls(text: str, syntax: CallSyntax) -> str:
+    """Write the calls of a stored response in another syntax; those that are no JSON stay."""
+    for opening, closing in reversed(block_spans(find_tags(text), "tool_call")):
+        try:
+            name, arguments = JSON_CALLS.read(text[opening.end : closing.start])
+        except ValueError:
+            continue
+        call = syntax.write(name, arguments or {})
+        text = f"{text[: opening.end]}\n{call}\n{text[closing.start :]}"
+    return text
 
 
 def extract_answer(text: str) -> str | None:
@@ -190,17 +229,6 @@ def tags_balanced(text: str) -> bool:
     return all(tags.count((name, False)) == tags.count((name, True)) for name in BLOCKS)
 
 
-def _strictly_paired(tags: Sequence[Tag]) -> bool:
-    """Whether the tags form a series of closed blocks, none inside another."""
-    if len(tags) % 2 == 1:
-        return False
-    pairs = zip(tags[::2], tags[1::2], strict=True)
-    return all(
-        not first.closing and second.closing and first.name == second.name
-        for first, second in pairs
-    )
-
-
 def turn_is_well_formed(turn: Turn, final: bool) -> bool:
     """Whether a response keeps the format.
 
@@ -210,19 +238,14 @@ def turn_is_well_formed(turn: Turn, final: bool) -> bool:
     """
     text = turn.text
     tags = find_tags(text)
-    names = [tag.name for tag in tags]
-    if not text.lstrip().startswith("<think>") or names.count("think") != 2:
+    form = "".join(text[tag.start : tag.end] for tag in tags)
+    if not text.lstrip().startswith("<think>"):
         return False
-    if not _strictly_paired(tags):
-        return False
-    # The tags are pairs and the text starts with a think, so the first two tags are the think.
-    after_think = names[2:]
     if final:
-        tail = _END_TOKENS.sub("", text[tags[-1].end :])
-        has_answer = after_think == ["answer", "answer"] and extract_answer(text) is not None
-        return has_answer and not tail.strip()
+        has_answer = form == "<think></think><answer></answer>" and extract_answer(text) is not None
+        return has_answer and not text[tags[-1].end :].strip()
     readable = bool(turn.calls) and all(outcome.call is not None for outcome in turn.calls)
-    return set(after_think) == {"tool_call"} and readable
+    return readable and re.fullmatch("<think></think>(<tool_call></tool_call>)+", form) is not None
 
 
 def format_compliant(turns: Sequence[Turn]) -> bool:

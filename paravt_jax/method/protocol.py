@@ -1,8 +1,8 @@
 """The protocol writes everything an agent reads: prompts, timestamps, placeholders and turns.
 
 Demonstrations, rollouts and evaluation all render through `Protocol`, so they agree token by token.
-The chat markup is Qwen3-VL's. An episode of two turns looks like this (frames have many more
-placeholders):
+The marks and the form of a call are those of the model's family (`Dialect`). An episode of two
+turns may look like this (frames have many more placeholders):
 
     <|im_start|>system
     You answer a question about a video. ...          system_text: task, tool schemas
@@ -49,7 +49,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from paravt_jax.checks import require_above, require_at_least, require_choices
-from paravt_jax.method.parsing import call_text
+from paravt_jax.method.parsing import JSON_CALLS
 from paravt_jax.method.records import (
     Author,
     CropCall,
@@ -58,7 +58,7 @@ from paravt_jax.method.records import (
     Segment,
     Subtitle,
 )
-from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.method.tokenizer import Dialect, Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.tool import Tool
 from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording, fill
@@ -69,7 +69,6 @@ _FURTHER_TOOLS = {"search_subtitles": "paravt_jax.method.tools.search_subtitles:
 PINNED = "<think>\n"
 VIDEO_NAME = "video.mp4"  # the model never sees a path; in its calls this is only text
 
-TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 # `<answer>` is ordinary text everywhere.
 _TAGS = (
     *("<think>", "</think>"),
@@ -196,17 +195,18 @@ def _load_tool(name: str) -> Tool:
         ) from error
 
 
-def render_call(call: CropCall) -> str:
-    """Write a `crop_video` call in the form of the demonstrations."""
+def render_call(call: CropCall, video: str = VIDEO_NAME) -> str:
+    """Write a `crop_video` call as it is stored in demonstrations."""
     arguments = {
-        "video_path": VIDEO_NAME,
+        "video_path": video,
         "start_time": _number(call.start),
         "end_time": _number(call.end),
     }
-    return f"<tool_call>\n{call_text(call.tool, arguments)}\n</tool_call>"
+    return f"<tool_call>\n{JSON_CALLS.write(call.tool, arguments)}\n</tool_call>"
 
 
 def system_text(
+    dialect: Dialect,
     tools: Sequence[Tool],
     prompt: Prompt = "agentic",
     video: bool = True,
@@ -215,6 +215,7 @@ def system_text(
     """The system turn; empty if the wording has none.
 
     Args:
+        dialect: The marks of a turn, and the form of a call.
         tools: Tools whose schemas are shown; empty offers none.
         prompt: Which opening to use.
         video: False for conversations about pictures or text alone. The turn then states only the
@@ -237,8 +238,9 @@ def system_text(
             _of_prompt(wording.system, prompt),
             hints="".join(f"{tool.hint}\n" for tool in tools),
             tools="\n".join(json.dumps(tool.schema) for tool in tools),
+            request=dialect.calls.request,
         )
-    return f"<|im_start|>system\n{text}<|im_end|>\n" if text else ""
+    return f"{dialect.open('system')}{text}{dialect.end}\n" if text else ""
 
 
 def _of_prompt(texts: Mapping[str, str], prompt: Prompt) -> str:
@@ -290,6 +292,7 @@ class Protocol:
         self, vocabulary: Vocabulary, settings: ProtocolSettings, wording: Wording = OUR_WORDING
     ):
         self.vocabulary = vocabulary
+        self.dialect = vocabulary.dialect
         self.settings = settings
         self.wording = wording
         self.tools = {tool.name: tool for tool in settings.make_tools()}
@@ -311,7 +314,7 @@ class Protocol:
     def system(self, tools: bool = True) -> str:
         """The system turn of this protocol's prompt; see `system_text`."""
         offered = [*self.tools.values()] if tools else ()
-        return system_text(offered, self.settings.prompt, wording=self.wording)
+        return system_text(self.dialect, offered, self.settings.prompt, wording=self.wording)
 
     def overview(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], tools: bool = True
@@ -320,17 +323,15 @@ class Protocol:
 
         All questions about a video share this segment, and so its KV cache.
         """
-        opening = self.system(tools) + "<|im_start|>user\n"
+        opening = self.system(tools) + self.dialect.open("user")
         ids = self._labelled_frames(opening, frames, image_tokens)
         return Segment(ids, Author.PROMPT, frames=tuple(frames))
 
     def question(self, question: Question) -> Segment:
         """The rest of the main agent's prompt: the question and the opening of the response."""
-        ids = [self.encode(self._question(question)), self.encode(TO_ASSISTANT)]
+        text = question_text(question, self.wording, self.filled)
+        ids = [self.encode(text), self.encode(self.dialect.to_assistant)]
         return Segment(np.concatenate(ids), Author.PROMPT)
-
-    def _question(self, question: Question) -> str:
-        return question_text(question, self.wording, self.filled)
 
     def window(
         self,
@@ -349,8 +350,8 @@ class Protocol:
         """
         start, end = (f"{time:.1f}" for time in window)
         task = fill(self.wording.subagent, start=start, end=end, question=self.plain(question))
-        shown = self._labelled_frames("<|im_start|>user\n", frames, image_tokens)
-        ids = np.concatenate([shown, self.encode(task + TO_ASSISTANT)])
+        shown = self._labelled_frames(self.dialect.open("user"), frames, image_tokens)
+        ids = np.concatenate([shown, self.encode(task + self.dialect.to_assistant)])
         return Segment(ids, Author.PROMPT, frames=tuple(frames))
 
     @functools.cached_property
@@ -375,19 +376,21 @@ class Protocol:
 
         Args:
             responses: One text per call.
-            ended: Whether the model closed its turn itself with `<|im_end|>`.
+            ended: Whether the model closed its turn itself.
             last: Whether this was the last turn with calls. If so, the segment asks for the answer.
             shown: Under dispatch `frames`, the frames before each response.
             image_tokens: Visual tokens per shown frame.
         """
-        close = "" if ended else "<|im_end|>"
+        close = "" if ended else self.dialect.end
+        opening = f"{close}\n{self.dialect.open('user')}"
         request = self.wording.answer_now if last else ""
-        ending = f"{request}{TO_ASSISTANT}"
+        ending = f"{request}{self.dialect.to_assistant}"
         if not any(shown):
             bodies = "\n".join("".join(self._response(text)) for text in responses)
-            return Segment(self.encode(f"{close}\n<|im_start|>user\n{bodies}{ending}"), Author.TOOL)
+            return Segment(self.encode(f"{opening}{bodies}{ending}"), Author.TOOL)
 
-        parts = [self.encode(f"{close}\n<|im_start|>user")]
+        # Each response begins with a line break, the first one with that of the role.
+        parts = [self.encode(opening.removesuffix("\n"))]
         for text, frames in zip(responses, shown, strict=True):
             before, after = self._response(text)
             parts += [
@@ -442,9 +445,8 @@ class Protocol:
             raise ValueError(
                 f"image_tokens: {len(counts)} counts for {len(frames)} frames; give one per frame"
             )
-        start = self.vocabulary["<|vision_start|>"]
-        end = self.vocabulary["<|vision_end|>"]
-        pad = self.vocabulary["<|image_pad|>"]
+        marks = (self.dialect.vision_start, self.dialect.image, self.dialect.vision_end)
+        start, pad, end = (self.vocabulary[mark] for mark in marks)
         parts: list[np.ndarray] = []
         for frame, count in zip(frames, counts, strict=True):
             if timed:

@@ -1,11 +1,14 @@
 """`Vocabulary` converts text to token ids and back, with a Hugging Face tokenizer.
 
+Its `Dialect` says how the family of the model writes a conversation with these tokens.
+
 `decode(ids)` joins the bytes of the tokens, so every byte of a decoded text belongs to exactly one
 token. struct(o) relies on that.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -17,10 +20,45 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
+from paravt_jax.method.parsing import CallSyntax
+
 FILE = "tokenizer.json"
 
-PAD = "<|endoftext|>"
-EOS = "<|im_end|>"
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """How a family of models writes a conversation. Each of its marks is a token.
+
+    A turn is `start`, its role, a line break, its text and `end`. A line break separates turns. The
+    tags of blocks, such as `<think>`, are the method's, and the same in every dialect.
+    """
+
+    start: str
+    end: str
+    pad: str
+    vision_start: str
+    """Stands before the placeholders of a frame."""
+    vision_end: str
+    image: str
+    """Placeholder of one visual token of a picture or frame."""
+    video: str
+    """Placeholder of one visual token of a video."""
+    calls: CallSyntax
+    chat_template: str
+    """Jinja template of a conversation, for exported models. It offers no tools."""
+    special: tuple[str, ...]
+    """Added tokens that are no text, in the order of their ids: the marks and others."""
+    added: tuple[str, ...]
+    """The other added tokens, in the order of their ids, which follow."""
+
+    def open(self, role: str) -> str:
+        """The beginning of a turn."""
+        return f"{self.start}{role}\n"
+
+    @property
+    def to_assistant(self) -> str:
+        """The end of a turn, and the beginning of the assistant's."""
+        return f"{self.end}\n{self.open('assistant')}"
 
 
 @functools.cache
@@ -38,11 +76,12 @@ def _character_bytes() -> dict[str, int]:
     return {character: byte for byte, character in enumerate(byte_characters())}
 
 
-def load(path: str | os.PathLike) -> Vocabulary:
+def load(path: str | os.PathLike, dialect: Dialect) -> Vocabulary:
     """Load a vocabulary.
 
     Args:
         path: A `tokenizer.json`, or a folder with one.
+        dialect: That of the model's family.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -62,23 +101,24 @@ def load(path: str | os.PathLike) -> Vocabulary:
             f"tokenizer: {file} is not in the Hugging Face tokenizers format ({error}); fetch it "
             "again"
         ) from error
-    return Vocabulary(tokenizer)
+    return Vocabulary(tokenizer, dialect)
 
 
 class Vocabulary:
     """A byte-level tokenizer: ids, texts and the bytes of every token.
 
-    >>> vocabulary = load("models/Qwen3-VL-8B-Instruct")
+    >>> vocabulary = load("models/Qwen3-VL-8B-Instruct", family().dialect)
     >>> vocabulary.decode(vocabulary.encode("so</think>"))
     'so</think>'
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer):
+    def __init__(self, tokenizer: tokenizers.Tokenizer, dialect: Dialect):
         self.tokenizer = tokenizer
+        self.dialect = dialect
         self._ids = tokenizer.get_vocab(with_added_tokens=True)
         self._bytes = self._bytes_by_id()
-        self.pad = self[PAD]
-        self.eos = self[EOS]
+        self.pad = self[dialect.pad]
+        self.eos = self[dialect.end]
 
     def _bytes_by_id(self) -> tuple[bytes, ...]:
         added = self.tokenizer.get_added_tokens_decoder()
@@ -103,6 +143,12 @@ class Vocabulary:
         data = json.dumps(sorted(self._ids.items())).encode()
         return hashlib.blake2b(data, digest_size=8).hexdigest()
 
+    @property
+    def visual_ids(self) -> dict[str, int]:
+        """Ids of the marks and placeholders of frames, by their fields of a `ModelConfig`."""
+        marks = ("image", "video", "vision_start", "vision_end")
+        return {f"{mark}_token_id": self[getattr(self.dialect, mark)] for mark in marks}
+
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The texts that `encode` always turns into a single token, in the order of their ids."""
@@ -123,6 +169,10 @@ class Vocabulary:
         """The UTF-8 bytes of one token, which may be part of a character; empty for unused ids."""
         # A model can sample ids above the vocabulary, because its embedding may have more rows.
         return self._bytes[id] if id < len(self._bytes) else b""
+
+    def decode_turn(self, ids: Sequence[int | np.integer] | Int[np.ndarray, " t"]) -> str:
+        """The text of a turn's ids, without the mark of its end."""
+        return self.decode(ids).removesuffix(self.dialect.end)
 
     def decode(self, ids: Sequence[int | np.integer] | Int[np.ndarray, " t"]) -> str:
         """The text of ids, added tokens included. Invalid UTF-8 becomes U+FFFD."""

@@ -27,7 +27,8 @@ class Wording:
 
     system: Mapping[str, str]
     """System turns that offer tools, by prompt. `{hints}` is one line per tool, which says when to
-    call it; `{tools}` is one line of JSON per tool, its schema. An empty text is no system turn."""
+    call it; `{tools}` is one line of JSON per tool, its schema; `{request}` says how the model's
+    family writes a call. An empty text is no system turn."""
     system_alone: Mapping[str, str]
     """System turns without tools, by prompt."""
     system_pictures: str
@@ -73,9 +74,7 @@ _ANSWER = (
 _TOOLS = (
     "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}"
-    "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
-    "within <tool_call></tool_call> XML tags:\n<tool_call>\n"
-    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    "\n</tools>\n\n{request}"
 )
 
 OUR_WORDING = Wording(

@@ -35,8 +35,8 @@ _RULES = (
     "other case, also if it names several alternatives or contradicts itself. Reply with exactly "
     "one of 0, 0.5, 1 and nothing else."
 )
-# Some servers interpret the markers of their chat template ("<|im_end|>", "[INST]") inside a
-# message too. Escaping "<" and "[" in the JSON keeps them out of an answer.
+# Some servers interpret the markers of their chat template, such as "[INST]", inside a message
+# too. Escaping "<" and "[" in the JSON keeps them out of an answer.
 _MARKER_ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<["}
 # "1", "0.5", "Score: 1.0", "**0**", "1." and the like; nothing may follow.
 _SCORE = re.compile(

@@ -1,6 +1,6 @@
 """The small world's vocabulary: a tokenizer in the Hugging Face format, with few pieces.
 
-It has the added tokens of Qwen3-VL, and a piece for every text that the protocol repeats.
+It has the added tokens of a dialect, and a piece for every text that the protocol repeats.
 """
 
 from __future__ import annotations
@@ -14,27 +14,13 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from paravt_jax.method.parsing import parse_calls
-from paravt_jax.method.protocol import TO_ASSISTANT, ProtocolSettings, render_call, system_text
+from paravt_jax.method.parsing import parse_calls, rewrite_calls
+from paravt_jax.method.protocol import ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import CropCall, FailedCall
-from paravt_jax.method.tokenizer import EOS, FILE, PAD, Vocabulary, byte_characters
+from paravt_jax.method.tokenizer import FILE, Dialect, Vocabulary, byte_characters
 from paravt_jax.method.tools.tool import Tool
 from paravt_jax.method.wording import OUR_WORDING
 from paravt_jax.world.text import PIECES
-
-# The added tokens of Qwen3-VL in the order of their ids, 151643 to 151668: first the ones with the
-# `special` flag, then the others.
-_SPECIAL = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    *("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
-    *("<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>"),
-    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
-)
-_ADDED = (
-    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
-    *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>"),
-    *("<think>", "</think>"),
-)
 
 # Log-probabilities of the unigram model, which picks the segmentation with the largest sum. Equal
 # scores make that the segmentation with the fewest tokens. Bytes score lower than any piece.
@@ -43,62 +29,51 @@ _PIECE_SCORE = -1.0
 
 
 # The most frequent malformed calls. Their error responses are in the small world's vocabulary.
-_BAD_CALLS = (
-    "<tool_code></tool_code>",
-    "<tool_call>",
-    "<tool_call></tool_call>",
-    "<tool_call>{}</tool_call>",
-)
+_BAD_CALLS = "<tool_code></tool_code><tool_call><tool_call></tool_call><tool_call>{}</tool_call>"
 
 
-def world_pieces(limits: ProtocolSettings) -> tuple[str, ...]:
-    """Return the texts that are single tokens in the small world's vocabulary."""
-    return (*PIECES, *recurring_texts(limits.make_tools()))
-
-
-def world_vocabulary(limits: ProtocolSettings) -> Vocabulary:
+def world_vocabulary(limits: ProtocolSettings, dialect: Dialect) -> Vocabulary:
     """Return the small world's vocabulary."""
-    return Vocabulary(build_tokenizer(world_pieces(limits)))
+    return build_vocabulary((*PIECES, *recurring_texts(limits.make_tools(), dialect)), dialect)
 
 
-def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
+def recurring_texts(tools: Sequence[Tool], dialect: Dialect) -> tuple[str, ...]:
     """Texts that the protocol repeats verbatim. A small vocabulary has a token for each.
 
     These are the fixed lines of prompts, the parts of a call around its numbers, and the error
     responses to the most frequent malformed calls.
     """
     texts = [
-        system_text(tools),
-        system_text(()),
+        system_text(dialect, tools),
+        system_text(dialect, ()),
         OUR_WORDING.subagent,
         OUR_WORDING.answer_now,
-        TO_ASSISTANT,
-        "<|im_start|>user\n",
-        render_call(CropCall(0, 1)),
+        dialect.to_assistant,
+        dialect.open("user"),
+        rewrite_calls(render_call(CropCall(0, 1)), dialect.calls),
     ]
-    for bad_call in _BAD_CALLS:
-        for call in parse_calls(bad_call, tools):
-            if isinstance(call, FailedCall):
-                texts.append(f"error: {call.reason}")
+    failed = parse_calls(_BAD_CALLS, tools, dialect.calls)
+    texts += [f"error: {call.reason}" for call in failed if isinstance(call, FailedCall)]
 
     pieces: list[str] = []
     for text in texts:
         for line in re.findall(r"[^\n]*\n+|[^\n]+", text):
             # The times of a call vary, so they are not part of any piece.
-            pieces += re.split(r"(?<=_time\": )\d+", line)
+            pieces += re.split(r"(?<![\w.])\d+", line)
     return tuple(dict.fromkeys(pieces))  # each once, in order
 
 
-def build_tokenizer(pieces: Iterable[str]) -> tokenizers.Tokenizer:
-    """Build a tokenizer from all 256 bytes, the given pieces and the added tokens of Qwen3-VL.
+def build_vocabulary(pieces: Iterable[str], dialect: Dialect) -> Vocabulary:
+    """Build a vocabulary from all 256 bytes, the given pieces and the added tokens of a dialect.
 
     A text is split into as few tokens as possible, so every occurrence of a piece is one token
     unless a longer piece covers it. Any text survives encoding and decoding.
 
     Args:
         pieces: Texts that become one token each. Added tokens inside a piece split it.
+        dialect: That of the model's family.
     """
-    added = re.compile("|".join(map(re.escape, _SPECIAL + _ADDED)))
+    added = re.compile("|".join(map(re.escape, dialect.special + dialect.added)))
     # Dicts as ordered sets: ids follow the order of the pieces.
     parts = dict.fromkeys(part for piece in pieces for part in added.split(piece) if part)
     # A byte-level vocabulary writes each byte as one printable character.
@@ -110,23 +85,28 @@ def build_tokenizer(pieces: Iterable[str]) -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(t, special=True, normalized=False) for t in _SPECIAL]
+        [tokenizers.AddedToken(t, special=True, normalized=False) for t in dialect.special]
     )
     tokenizer.add_tokens(
-        [tokenizers.AddedToken(t, special=False, normalized=False) for t in _ADDED]
+        [tokenizers.AddedToken(t, special=False, normalized=False) for t in dialect.added]
     )
-    return tokenizer
+    return Vocabulary(tokenizer, dialect)
 
 
-def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: str | os.PathLike) -> pathlib.Path:
+def save_tokenizer(vocabulary: Vocabulary, folder: str | os.PathLike) -> pathlib.Path:
     """Write a tokenizer for transformers to a folder, and return the path of its tokenizer.json."""
+    dialect = vocabulary.dialect
     path = pathlib.Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": dialect.end,
+        "pad_token": dialect.pad,
+    }
     config_file = path.parent / "tokenizer_config.json"
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # tokenizer.json is renamed into place last: if it exists, the folder is complete.
     unfinished = path.with_suffix(".tmp")
-    tokenizer.save(str(unfinished))
+    vocabulary.tokenizer.save(str(unfinished))
     os.replace(unfinished, path)
     return path

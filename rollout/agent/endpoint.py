@@ -161,7 +161,8 @@ class EndpointSampler:
             sample = self._sample(request, "", SampleStop.UNREADABLE, error.reason)
             self._failed.append((ticket, (sample,) * len(request.seeds)))
             return ticket
-        read = functools.partial(_read, begun=bool(chat[-1]["content"]))
+        end = self._vocabulary.dialect.end
+        read = functools.partial(_read, begun=bool(chat[-1]["content"]), end=end)
         futures = [
             self._client.ask(
                 body(chat, request.sampling, seed, self._model, self._vocabulary),
@@ -232,7 +233,7 @@ class EndpointSampler:
         )
 
 
-def _read(choice: Choice, begun: bool) -> _Completion:
+def _read(choice: Choice, begun: bool, end: str) -> _Completion:
     """Return the completion in a successful reply.
 
     Reasoning that the server took out of the text is written into it again.
@@ -240,6 +241,7 @@ def _read(choice: Choice, begun: bool) -> _Completion:
     Args:
         choice: The reply.
         begun: Whether the request ends with the opening of the response, `<think>`.
+        end: The mark of a turn's end.
 
     Raises:
         UnusableReply: The reply has no text, or the server reports that it did not finish it.
@@ -259,15 +261,15 @@ def _read(choice: Choice, begun: bool) -> _Completion:
     if not text.strip() and not may_be_empty:
         raise UnusableReply(f"the reply has no text {shown}", _PARSER_REMEDY)
     # Some servers also return text that the model wrote after the end of its turn.
-    response, end, _ = text.partition("<|im_end|>")
+    response, ended, _ = text.partition(end)
     if choice.thought and "</think>" not in response:
         opening = "" if begun else "<think>\n"
         response = f"{opening}{choice.thought}\n</think>\n{response}"
     stop_string = choice.stop_reason
-    if not end and reason in _CUT:
+    if not ended and reason in _CUT:
         return response, SampleStop.LENGTH, ""
-    if end or reason != "stop" or not isinstance(stop_string, str):
-        return response + "<|im_end|>", SampleStop.STOP_ID, ""
+    if ended or reason != "stop" or not isinstance(stop_string, str):
+        return response + end, SampleStop.STOP_ID, ""
     # A stop string is part of the response, but some servers leave it out of the text.
     return response.removesuffix(stop_string) + stop_string, SampleStop.STOP_ID, ""
 
@@ -275,8 +277,8 @@ def _read(choice: Choice, begun: bool) -> _Completion:
 def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> list[dict[str, Any]]:
     """Convert a request's ids to chat messages, with its frames as pictures.
 
-        <|im_start|>user\\n <0.0 seconds> <|vision_start|> pads <|vision_end|> What ...? <|im_end|>
-        role: user          text           picture                            text
+        START user\\n <0.0 seconds> VISION_START pads VISION_END What ...? END
+        role: user    text          picture                      text
 
     Args:
         request: The prompt and its frames.
@@ -289,9 +291,8 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
     Raises:
         VideoError: A frame cannot be read.
     """
-    im_start = vocabulary["<|im_start|>"]
-    im_end = vocabulary["<|im_end|>"]
-    vision_start = vocabulary["<|vision_start|>"]
+    start = vocabulary[vocabulary.dialect.start]
+    vision_start = vocabulary[vocabulary.dialect.vision_start]
     ids = np.asarray(request.ids).tolist()
     frames = list(request.frames)
     chat: list[dict[str, Any]] = []
@@ -312,10 +313,10 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
     in_message = False
     while position < len(ids):
         token = ids[position]
-        if token == im_start and not in_message:  # in a message, it is text that the model wrote
+        if token == start and not in_message:  # in a message, it is text that the model wrote
             text.clear()  # the line break between two messages
             in_message = True
-        elif token == im_end and in_message:
+        elif token == vocabulary.eos and in_message:
             end_message()
             in_message = False
         elif token == vision_start and frames:
@@ -323,7 +324,7 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
             frame = frames.pop(0)
             picture = {"url": _data_uri(images.image(frame))}
             parts.append({"type": "image_url", "image_url": picture})
-            # Skip the placeholders and <|vision_end|>.
+            # Skip the placeholders and the mark after them.
             position += images.tokens(frame) + 1
         else:
             text.append(token)

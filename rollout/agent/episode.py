@@ -219,7 +219,7 @@ async def play(
             state.turns.append(Turn(text, truncated=True))
             return state.finish(_CUT_SHORT[sample.stop], sample.reason)
         answered = extract_answer(text) is not None
-        calls = parse_calls(text, [*state.protocol.tools.values()])
+        calls = parse_calls(text, [*state.protocol.tools.values()], state.protocol.dialect.calls)
         if not calls:
             state.turns.append(Turn(text))
             return state.finish(StopReason.ANSWERED if answered else StopReason.NO_ANSWER)
@@ -293,8 +293,7 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
     state.trajectory.append(_sampled_segment(sample))
 
     ids = np.concatenate([protocol.pinned.ids, sample.ids])
-    text = protocol.vocabulary.decode(ids).removesuffix("<|im_end|>")
-    return text, sample
+    return protocol.vocabulary.decode_turn(ids), sample
 
 
 def _tools_offered(state: _EpisodeState) -> bool:
@@ -308,7 +307,8 @@ def _tools_offered(state: _EpisodeState) -> bool:
 
 def _forges_frames(state: _EpisodeState) -> bool:
     """Whether the model itself wrote the placeholder token of a frame."""
-    placeholders = [state.protocol.vocabulary[f"<|{kind}_pad|>"] for kind in ("image", "video")]
+    dialect = state.protocol.dialect
+    placeholders = [state.protocol.vocabulary[pad] for pad in (dialect.image, dialect.video)]
     return any(
         np.isin(placeholders, segment.ids).any()
         for segment in state.trajectory.segments
@@ -417,7 +417,7 @@ def _report(protocol: Protocol, outcome: CallOutcome, sample: Sample) -> CallOut
     if sample.stop in _NO_REPORT:
         status, response = _NO_REPORT[sample.stop]
         return dataclasses.replace(outcome, status=status, response=response)
-    summary = protocol.vocabulary.decode(sample.ids).removesuffix("<|im_end|>")
+    summary = protocol.vocabulary.decode_turn(sample.ids)
     # The note on the window comes last, because a response that is too long loses its end.
     return dataclasses.replace(outcome, response=summary + outcome.response)
 

@@ -138,8 +138,8 @@ def make_prompt(
     visual_end = int(places[-1]) + 1 if places.size else 0
     if len(places) < count:
         raise ValueError(
-            f"Request.ids: {len(places)} placeholders <|image_pad|> (id {config.image_token_id}) "
-            f"or <|video_pad|> for {count} visual tokens of Request.frames; give one placeholder "
+            f"Request.ids: {len(places)} placeholders of images (id {config.image_token_id}) "
+            f"or videos for {count} visual tokens of Request.frames; give one placeholder "
             "per visual token"
         )
     if visual_end == len(ids):

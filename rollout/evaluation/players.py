@@ -16,6 +16,7 @@ from models import gpu
 from models.attention import platform
 from models.config import ModelConfig, TextConfig
 from models.device_memory import reported_memory
+from models.family import family_of
 from models.features import FrameFeatures, frame_tokens
 from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_folder
@@ -26,7 +27,7 @@ from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.method.wording import Wording
+from paravt_jax.method.wording import OUR_WORDING, Wording
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.endpoint import EndpointSampler, FrameImages
 from rollout.agent.episode import Environment
@@ -38,6 +39,7 @@ from rollout.evaluation.benchmarks import VideoFolder
 from rollout.evaluation.replicas import Devices, device_groups
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.split import Player
+from rollout.evaluation.wording_folder import read_wording
 
 # Timestamp in seconds, as long as any label gets. It bounds the lengths of prompts.
 _LATEST_FRAME = 99_999.9
@@ -66,17 +68,19 @@ class _Prompts:
     crop: int
 
 
-def make_setup(
-    settings: BenchmarkSettings, wording: Wording, videos: VideoFolder, folder: pathlib.Path
-) -> Setup:
-    """Read sizes and tokenizer of the model, and render its longest prompts.
+def make_setup(settings: BenchmarkSettings, videos: VideoFolder, folder: pathlib.Path) -> Setup:
+    """Read wording, sizes and tokenizer of the model, and render its longest prompts.
 
     Raises:
-        ValueError: the model does not fit the settings, or a prompt cannot be rendered.
+        ValueError: the model does not fit the settings, or a prompt cannot be read or rendered.
     """
     base = base_folder(folder, weights=not settings.endpoint)
     config = from_hf(base / "config.json")
-    setup = Setup(settings, wording, videos, folder, config, tokenizer.load(base))
+    dialect = family_of(config).dialect
+    wording = OUR_WORDING
+    if settings.wording:
+        wording = read_wording(pathlib.Path(settings.wording), dialect)
+    setup = Setup(settings, wording, videos, folder, config, tokenizer.load(base, dialect))
     _longest_prompts(setup, subtitled=False)
     return setup
 

@@ -21,7 +21,6 @@ from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method.records import Question
-from paravt_jax.method.wording import OUR_WORDING
 from paravt_jax.processes import cluster, hosts
 from rollout.evaluation.benchmarks import (
     BENCHMARKS,
@@ -47,7 +46,7 @@ from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.split import Player
 from rollout.evaluation.summary import summarise
 from rollout.evaluation.weights_hash import weights_hash
-from rollout.evaluation.wording_folder import digest, read_wording
+from rollout.evaluation.wording_folder import digest
 
 
 def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None = None) -> Line:
@@ -117,13 +116,10 @@ def _prepare(settings: BenchmarkSettings, questions: Sequence[Question] | None) 
             "--benchmark, --questions: there is nothing to play; give the name of a split "
             f"({', '.join(BENCHMARKS)}), or a file of questions"
         )
-    wording = OUR_WORDING
-    if settings.wording:
-        wording = read_wording(pathlib.Path(settings.wording))
     videos = VideoFolder(_videos(settings))
     loaded = _load(settings, questions, videos.root)
     folder = local_folder(settings.model, weights=not settings.endpoint)
-    setup = make_setup(settings, wording, videos, folder)
+    setup = make_setup(settings, videos, folder)
     weights = None  # an endpoint does not reveal its weights
     if not settings.endpoint:
         base = base_folder(folder)
@@ -132,7 +128,7 @@ def _prepare(settings: BenchmarkSettings, questions: Sequence[Question] | None) 
     identity = settings.identity() | {
         "weights": weights,
         "questions": questions_hash(loaded.items),
-        "wording": digest(wording),
+        "wording": digest(setup.wording),
         # Limits count tokens. With the engine, the hash of the model covers its tokenizer.
         **({"tokenizer": setup.vocabulary.digest} if settings.endpoint else {}),
     }

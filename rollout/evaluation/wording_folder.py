@@ -16,12 +16,13 @@ import pathlib
 from typing import Any
 
 from paravt_jax.method.records import QuestionKind
+from paravt_jax.method.tokenizer import Dialect
 from paravt_jax.method.wording import OUR_WORDING, PLACEHOLDER, Wording
 
 # The placeholders that a text needs, because the model must see what they stand for, and those that
 # it may have.
 _PLACEHOLDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "system": (("tools",), ("hints",)),
+    "system": (("tools",), ("hints", "request")),
     f"question.{QuestionKind.MULTIPLE_CHOICE}": (("question", "options"), ("video",)),
     "question": (("question",), ("video",)),
     "option": (("option",), ("letter",)),
@@ -29,11 +30,10 @@ _PLACEHOLDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "subagent": ((), ("start", "end", "question")),
     "window": ((), ("count", "start", "end", "note")),
 }
-_FRAMES = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
-def read_wording(folder: pathlib.Path) -> Wording:
-    """Read a folder of texts.
+def read_wording(folder: pathlib.Path, dialect: Dialect) -> Wording:
+    """Read a folder of texts for models with this dialect.
 
     Raises:
         ValueError: the folder is missing, or a text is unknown, unreadable, or lacks a placeholder.
@@ -50,7 +50,7 @@ def read_wording(folder: pathlib.Path) -> Wording:
             text = file.read_text(encoding="utf-8").removesuffix("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{file}: cannot be read ({error}); save it as UTF-8") from error
-        _check(file, text)
+        _check(file, text, dialect)
         texts[file.stem] = text
     return _wording(texts)
 
@@ -92,7 +92,7 @@ def _wording(texts: dict[str, str]) -> Wording:
     return Wording(**fields, question=questions)
 
 
-def _check(file: pathlib.Path, text: str) -> None:
+def _check(file: pathlib.Path, text: str, dialect: Dialect) -> None:
     """Raise ValueError if a text has unknown placeholders, or lacks one that the model must see."""
     field = file.stem.partition(".")[0]
     needed, optional = _PLACEHOLDERS.get(file.stem, _PLACEHOLDERS.get(field, ((), ())))
@@ -107,7 +107,7 @@ def _check(file: pathlib.Path, text: str) -> None:
             f"{file}: {{{unknown[0]}}} is no placeholder of this text, which may have {allowed}; "
             "correct its name, or leave it out"
         )
-    for special in _FRAMES:
+    for special in (dialect.image, dialect.video, dialect.vision_start, dialect.vision_end):
         if special in text:
             raise ValueError(
                 f"{file}: has {special}, which stands for a frame; leave it out, the protocol "

@@ -22,6 +22,7 @@ from flax import nnx
 from configs import RECIPES
 from models.features import FrameSettings
 from models.model import abstract_model
+from models.qwen3_vl.dialect import DIALECT
 from models.sharding import make_mesh, param_shardings
 from paravt_extras.fit import GIB, fit
 from paravt_extras.plan.abstract import (
@@ -34,14 +35,11 @@ from paravt_extras.slices import Topology
 from paravt_jax.method import tokenizer
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.grpo.settings import Anchor
-from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 from paravt_jax.world.text import TextSettings
-from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
+from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.ask import AskSettings
 from rollout.engine.sizing import crop_tokens, overview_tokens
 from rollout.evaluation.settings import BenchmarkSettings
@@ -237,7 +235,8 @@ def test_a_frame_of_a_world_has_the_tokens_of_its_size():
 def test_the_8b_recipes_bounds_hold_with_the_real_tokenizer():
     run = RECIPES["paravt_8b"]()
     rules = Protocol(
-        tokenizer.load(pathlib.Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl"), run.protocol
+        tokenizer.load(pathlib.Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl", DIALECT),
+        run.protocol,
     )
     longest = run.lengths(64)
     for last in (9.9, 99_999.9):
@@ -248,7 +247,7 @@ def test_the_8b_recipes_bounds_hold_with_the_real_tokenizer():
 
 def test_the_bounds_of_the_small_world_are_those_of_its_vocabulary():
     run = RECIPES["paravt_tiny"]()
-    vocabulary = Vocabulary(build_tokenizer((*world_text.PIECES, *recurring_texts((CropVideo(),)))))
+    vocabulary = world_vocabulary(ProtocolSettings(), DIALECT)
     rules, longest = Protocol(vocabulary, run.protocol), run.lengths(64)
     assert (
         overview_tokens(rules, 64, 1, world.SECONDS) + 15

@@ -505,7 +505,7 @@ COMPANIONS = {
 
 
 def test_stop_ids_come_from_the_copied_tokenizer(model, small_vocabulary, tmp_path):
-    file = save_tokenizer(small_vocabulary.tokenizer, tmp_path)
+    file = save_tokenizer(small_vocabulary, tmp_path)
     hf.save(model, tmp_path / "with", files=[file])
     stop, pad = (small_vocabulary[token] for token in ("<|im_end|>", "<|endoftext|>"))
     generation = json.loads((tmp_path / "with" / "generation_config.json").read_text())
@@ -542,7 +542,7 @@ def test_generate_of_transformers_ends_at_the_stop_id(small_model, small_vocabul
 
     graph, state = nnx.split(small_model)
     model = nnx.merge(graph, jax.tree.map(jnp.copy, state))
-    files = [save_tokenizer(small_vocabulary.tokenizer, tmp_path)]
+    files = [save_tokenizer(small_vocabulary, tmp_path)]
     stop, pad, new = small_vocabulary.eos, small_vocabulary.pad, 12
     prompts = torch.tensor(np.random.default_rng(0).integers(0, pad, (2, 6)))
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from models.processor import Processor, image_size, slice_times, video_frame_indices, video_size
 from models.qwen2_5_vl.sizes import qwen2_5_vl
+from models.qwen3_vl.dialect import DIALECT
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.vision import patchify
 from models.weights.hf_config import from_hf
@@ -261,10 +262,12 @@ def test_the_protocol_writes_timed_images_as_the_processor_does(assets, processo
     question = Question(
         "q", "a.mp4", "Which colour?", QuestionKind.MULTIPLE_CHOICE, "A", ("red", "blue")
     )
-    ours = protocol.Protocol(tokenizer.load(assets / "qwen3_vl"), protocol.ProtocolSettings())
+    ours = protocol.Protocol(
+        tokenizer.load(assets / "qwen3_vl", DIALECT), protocol.ProtocolSettings()
+    )
     ids = np.concatenate([ours.overview(frames, 6).ids, ours.question(question).ids])
     system = (
-        protocol.system_text((CropVideo(),))
+        protocol.system_text(DIALECT, (CropVideo(),))
         .removeprefix("<|im_start|>system\n")
         .removesuffix("<|im_end|>\n")
     )

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation, render
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
@@ -29,7 +30,8 @@ def tokens(clip: Clip) -> int:
 @pytest.fixture(scope="module")
 def rules(assets) -> Protocol:
     return Protocol(
-        tokenizer.load(assets / "qwen3_vl"), ProtocolSettings(max_tool_turns=2, summary_tokens=16)
+        tokenizer.load(assets / "qwen3_vl", DIALECT),
+        ProtocolSettings(max_tool_turns=2, summary_tokens=16),
     )
 
 
@@ -125,9 +127,10 @@ def test_pictures_have_no_timestamp_and_their_prompt_mentions_no_video(rules):
         f"<|im_start|>user\nCompare\n{picture}\nwith\n{picture}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert (
-        text(rules, found) == system_text((), video=False) + asked + "<answer>A</answer><|im_end|>"
+        text(rules, found)
+        == system_text(DIALECT, (), video=False) + asked + "<answer>A</answer><|im_end|>"
     )
-    assert "video" not in system_text((), video=False)
+    assert "video" not in system_text(DIALECT, (), video=False)
 
 
 def test_a_second_question_and_questions_that_would_forge(rules):
@@ -146,5 +149,5 @@ def test_the_system_turn_has_tools_if_they_are_offered(rules):
             rules,
             render(chat(("user", CLIP, "a"), ("assistant", "b"), tools=tools), rules, tokens),
         )
-        assert found.startswith(system_text((CropVideo(),) if tools else ()))
+        assert found.startswith(system_text(DIALECT, (CropVideo(),) if tools else ()))
         assert ("<tools>" in found) is tools

@@ -23,6 +23,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     PLAN,
@@ -95,14 +96,14 @@ def files(assets, small_vocabulary, tmp_path_factory):
     (media / TRUNCATED).write_bytes(whole[: len(whole) // 2])
     Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(media / PICTURE)
     write_files(folder / "annotations", media)
-    save_tokenizer(small_vocabulary.tokenizer, folder)
+    save_tokenizer(small_vocabulary, folder)
     return folder
 
 
 def reading_of(files: pathlib.Path, **changes) -> Reading:
     """Settings with the small tokenizer: every worker would need seconds to load the real one."""
     fields = {"root": str(files / "media"), "tokenizer": str(files), "limits": ProtocolSettings()}
-    return Reading(**(fields | changes))
+    return Reading(**(fields | changes), dialect=DIALECT)
 
 
 def run(
@@ -202,7 +203,7 @@ def test_conversations_are_stored_with_the_frames_they_show(prepared):
 
 def test_stored_lengths_are_those_of_the_rendered_conversations(prepared, files):
     found = open_prepared(prepared)
-    protocol = Protocol(tokenizer.load(files), ProtocolSettings())
+    protocol = Protocol(tokenizer.load(files, DIALECT), ProtocolSettings())
     reading = reading_of(files)
     lengths = [len(render(c, protocol, reading.tokens).ids) for c in found.conversations]
     assert lengths == list(found.lengths)
@@ -284,7 +285,7 @@ def test_an_interrupted_preparation_resumes(prepared, files, tmp_path, monkeypat
 
 
 def test_a_set_without_usable_rows_is_an_error_with_the_reason(small_vocabulary, tmp_path):
-    save_tokenizer(small_vocabulary.tokenizer, tmp_path)
+    save_tokenizer(small_vocabulary, tmp_path)
     write_rl(tmp_path / "annotations", [rl_row(MISSING)] * 2)
     (tmp_path / "media").mkdir()
     with pytest.raises(ValueError, match=r"none of 2 rows .*2 missing video.*left_out.jsonl"):
@@ -295,7 +296,7 @@ def test_a_set_without_usable_rows_is_an_error_with_the_reason(small_vocabulary,
 
 def test_unreadable_rows_are_counted_and_the_others_kept(small_world, small_vocabulary, tmp_path):
     """An unknown codec and a name that is too long, beside good rows."""
-    save_tokenizer(small_vocabulary.tokenizer, tmp_path)
+    save_tokenizer(small_vocabulary, tmp_path)
     media = tmp_path / "media"
     media.mkdir()
     shutil.copyfile(small_world.folder / small_world.videos[0].path, media / "good.mp4")
@@ -319,11 +320,11 @@ def test_unreadable_rows_are_counted_and_the_others_kept(small_world, small_voca
 @pytest.fixture
 def read_one(small_world, small_vocabulary, tmp_path):
     """A function that reads one row about a video of the small world."""
-    save_tokenizer(small_vocabulary.tokenizer, tmp_path)
+    save_tokenizer(small_vocabulary, tmp_path)
 
     def read(row, **limits):
         settings = ProtocolSettings(**limits)
-        reading = Reading(str(small_world.folder), str(tmp_path), settings)
+        reading = Reading(str(small_world.folder), str(tmp_path), DIALECT, settings)
         return read_row(reading, RowTask("x:0", "x", row))
 
     return read
@@ -407,7 +408,7 @@ def test_a_thousand_rows_with_a_tenth_of_the_videos_bad(
             rows["selftrace_15k3"].append(called(path, [(0, 2)]))
         else:
             rows["charades_12k4" if n % 4 == 2 else "tvg_6k3"].append(answered(path))
-    save_tokenizer(small_vocabulary.tokenizer, tmp_path)
+    save_tokenizer(small_vocabulary, tmp_path)
     write_rl(tmp_path / "annotations", rows.pop("rl"))
     for name, messages in rows.items():
         write_sft(tmp_path / "annotations", messages, f"paravt_sft_{name}.parquet")

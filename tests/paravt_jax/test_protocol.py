@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation, render
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call
@@ -46,7 +47,7 @@ def vocabulary(request) -> tokenizer.Vocabulary:
         return request.getfixturevalue("small_vocabulary")
     if request.param == "cut":
         return request.getfixturevalue("cut_vocabulary")
-    return tokenizer.load(request.getfixturevalue("assets") / "qwen3_vl")
+    return tokenizer.load(request.getfixturevalue("assets") / "qwen3_vl", DIALECT)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,8 @@ def system(tools: bool) -> dict:
     return {
         "role": "system",
         "content": re.split(
-            "\n\n# Tools|<[|]im_end[|]>", protocol.system_text((CropVideo(),) if tools else ())
+            "\n\n# Tools|<[|]im_end[|]>",
+            protocol.system_text(DIALECT, (CropVideo(),) if tools else ()),
         )[0].partition("system\n")[2],
     }
 
@@ -296,10 +298,15 @@ def test_a_rendered_call_is_parsed_as_the_same_call():
 
 def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabulary):
     split = re.compile("|".join(map(re.escape, small_vocabulary.special_texts)))
-    parts = [part for text in recurring_texts((CropVideo(),)) for part in split.split(text) if part]
+    parts = [
+        part
+        for text in recurring_texts((CropVideo(),), DIALECT)
+        for part in split.split(text)
+        if part
+    ]
     assert parts
     assert {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(parts, 1)
-    assert len(small_vocabulary.encode(protocol.system_text((CropVideo(),)))) < 30
+    assert len(small_vocabulary.encode(protocol.system_text(DIALECT, (CropVideo(),)))) < 30
 
 
 @pytest.mark.parametrize(

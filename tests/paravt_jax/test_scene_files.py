@@ -188,7 +188,7 @@ def test_the_recipes_prepare_every_row(tmp_path, small_vocabulary):
     """Questions and demonstrations as `paravt_8b` reads them, with four overview frames."""
     settings = plan.SceneSettings(seed=0, videos=8, heldout=1, lines=320)
     write_scenes(settings, tmp_path / "scenes", workers=2)
-    save_tokenizer(small_vocabulary.tokenizer, tmp_path / "tokenizer")
+    save_tokenizer(small_vocabulary, tmp_path / "tokenizer")
     run = paravt_8b()
     data = DataSettings(
         annotations=str(tmp_path / "scenes/annotations"),

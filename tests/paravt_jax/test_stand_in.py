@@ -34,7 +34,7 @@ def stand_in(tmp_path_factory):
 def prepared(stand_in, small_vocabulary, tmp_path_factory):
     """The stand-in as the 8B recipe prepares it, and the summary."""
     folder = tmp_path_factory.mktemp("prepared")
-    save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
+    save_tokenizer(small_vocabulary, folder / "tokenizer")
     run = paravt_8b()
     settings = DataSettings(
         annotations=str(stand_in / "annotations"),

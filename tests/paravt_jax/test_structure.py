@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.method import tokenizer
 from paravt_jax.method.parsing import find_tags
 from paravt_jax.method.protocol import PINNED, system_text
@@ -128,7 +129,7 @@ def test_any_bytes_cut_anywhere_by_any_authors(text, cuts, runs):
 
 @pytest.fixture(scope="module")
 def real_vocabulary(assets) -> Vocabulary:
-    return tokenizer.load(assets / "qwen3_vl")
+    return tokenizer.load(assets / "qwen3_vl", DIALECT)
 
 
 @pytest.fixture(scope="module", params=["small_vocabulary", "real_vocabulary", "cut_vocabulary"])
@@ -215,7 +216,7 @@ ANSWER_KINDS = [Kind.ANSWER_OPEN, Kind.ANSWER_CLOSE]
 
 def test_one_episode(vocabulary):
     runs = [
-        (P, system_text((CropVideo(),))),
+        (P, system_text(DIALECT, (CropVideo(),))),
         (N, PINNED),
         (M, f"look</think>\n{CALL}\n{CALL}<|im_end|>"),
     ]
@@ -367,7 +368,7 @@ def test_real_ids(real_vocabulary):
 
 
 def test_a_token_that_contains_a_whole_block(small_vocabulary):
-    line = system_text(()).removesuffix("<|im_end|>\n").rpartition("\n")[2]
+    line = system_text(DIALECT, ()).removesuffix("<|im_end|>\n").rpartition("\n")[2]
     tokens = encode(small_vocabulary, (M, line))
     assert len(tokens) == 1
     assert "<answer>answer</answer>" in line

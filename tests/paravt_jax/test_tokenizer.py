@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.method import protocol, tokenizer
-from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world import text as world_text
-from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts, save_tokenizer
+from paravt_jax.world.vocabulary import build_vocabulary, save_tokenizer, world_vocabulary
 
 # Any text, with parts of the protocol in it, so that added tokens get unusual neighbours.
 _PARTS = st.sampled_from(
@@ -30,14 +29,12 @@ _TEXTS = st.lists(st.one_of(st.text(), _PARTS), max_size=8).map("".join)
 
 @pytest.fixture(scope="module")
 def small() -> tokenizer.Vocabulary:
-    return tokenizer.Vocabulary(
-        build_tokenizer((*world_text.PIECES, *recurring_texts((CropVideo(),))))
-    )
+    return world_vocabulary(protocol.ProtocolSettings(), DIALECT)
 
 
 @pytest.fixture(scope="module")
 def real(assets) -> tokenizer.Vocabulary:
-    return tokenizer.load(assets / "qwen3_vl")
+    return tokenizer.load(assets / "qwen3_vl", DIALECT)
 
 
 def _pieces(vocabulary: tokenizer.Vocabulary, text: str) -> list[str]:
@@ -135,7 +132,7 @@ def test_added_tokens_have_the_real_names_order_and_flags(small, real):
 
 
 def test_an_added_token_inside_a_piece_splits_it():
-    vocabulary = tokenizer.Vocabulary(build_tokenizer(["some words<|im_end|>\nmore words"]))
+    vocabulary = build_vocabulary(["some words<|im_end|>\nmore words"], DIALECT)
     assert _pieces(vocabulary, "some words<|im_end|>\nmore words") == [
         "some words",
         "<|im_end|>",
@@ -150,12 +147,12 @@ def test_part_of_a_character_decodes_to_a_replacement(small):
 
 
 def test_a_saved_vocabulary_loads_as_the_same(small, tmp_path):
-    path = save_tokenizer(small.tokenizer, tmp_path)
-    again = tokenizer.load(tmp_path)
+    path = save_tokenizer(small, tmp_path)
+    again = tokenizer.load(tmp_path, DIALECT)
     text = "0 green seven é\n</think>"
     assert (
         again.encode(text).tolist()
-        == tokenizer.load(path).encode(text).tolist()
+        == tokenizer.load(path, DIALECT).encode(text).tolist()
         == small.encode(text).tolist()
     )
     assert not list(tmp_path.glob("*.tmp"))
@@ -163,9 +160,9 @@ def test_a_saved_vocabulary_loads_as_the_same(small, tmp_path):
 
 def test_bad_files_and_unknown_tokens_are_refused(small, tmp_path):
     with pytest.raises(FileNotFoundError, match="tokenizer.json"):
-        tokenizer.load(tmp_path)
+        tokenizer.load(tmp_path, DIALECT)
     (tmp_path / tokenizer.FILE).write_text("{}")
     with pytest.raises(ValueError, match="format"):
-        tokenizer.load(tmp_path)
+        tokenizer.load(tmp_path, DIALECT)
     with pytest.raises(KeyError, match="<thought>"):
         small["<thought>"]

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from models.features import FrameSettings
+from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.data import video
 from paravt_jax.method import tokenizer
 from paravt_jax.method.judge import ServerSettings
@@ -177,7 +178,7 @@ def test_rendered_by_the_published_template_messages_are_the_request(
 ):
     render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     template = (assets / "qwen3_vl" / "chat_template.jinja").read_text()
-    vocabulary: Vocabulary = tokenizer.load(assets / "qwen3_vl")
+    vocabulary: Vocabulary = tokenizer.load(assets / "qwen3_vl", DIALECT)
     protocol = Protocol(vocabulary, ProtocolSettings())
     name = small_questions[0].video
     frames = images.overview(name, 3)

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import RewardSettings
@@ -147,13 +148,14 @@ def test_a_blind_episode_needs_dispatch_none(dispatch):
 
 
 def test_each_prompt_differs_and_two_offer_no_tools():
-    agentic = system_text((CropVideo(),))
-    minimal = system_text((CropVideo(),), "agentic-minimal")
-    assert agentic == system_text((CropVideo(),), "agentic")
+    agentic = system_text(DIALECT, (CropVideo(),))
+    minimal = system_text(DIALECT, (CropVideo(),), "agentic-minimal")
+    assert agentic == system_text(DIALECT, (CropVideo(),), "agentic")
     assert "crop_video" in minimal
     assert len(minimal) < len(agentic)
     alone = [
-        system_text((), prompt) for prompt in ("direct", "reasoning", "agentic", "agentic-minimal")
+        system_text(DIALECT, (), prompt)
+        for prompt in ("direct", "reasoning", "agentic", "agentic-minimal")
     ]
     assert len(set(alone)) == 4
     assert not any("crop_video" in text for text in alone)
@@ -162,7 +164,7 @@ def test_each_prompt_differs_and_two_offer_no_tools():
     assert "<think>" in alone[1]
     for prompt in ("direct", "reasoning"):
         with pytest.raises(ValueError, match=f"protocol.prompt: '{prompt}'"):
-            system_text((CropVideo(),), prompt)
+            system_text(DIALECT, (CropVideo(),), prompt)
 
 
 @pytest.mark.parametrize(
@@ -183,5 +185,5 @@ def test_the_prompt_setting_decides_the_system_turn(perform, small_vocabulary):
         ["<answer>A</answer>"], EpisodeSettings(4, 0.7, "none"), prompt="direct", pin_think=False
     )
     text = small_vocabulary.decode(sampler.main[0][0].ids)
-    assert text.startswith(system_text((), "direct"))
+    assert text.startswith(system_text(DIALECT, (), "direct"))
     assert text.endswith("<|im_start|>assistant\n")

@@ -10,8 +10,9 @@ import re
 import numpy as np
 import pytest
 
+from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.data.foreign import parse_srt
-from paravt_jax.method.parsing import call_text, parse_calls
+from paravt_jax.method.parsing import JSON_CALLS, parse_calls
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import (
     Author,
@@ -50,7 +51,7 @@ The bread rises
 
 
 def tool_call(name: str, arguments: dict) -> str:
-    return f"<tool_call>\n{call_text(name, arguments)}\n</tool_call>"
+    return f"<tool_call>\n{JSON_CALLS.write(name, arguments)}\n</tool_call>"
 
 
 def search(query: str) -> str:
@@ -229,11 +230,11 @@ def test_rare_words_count_more_than_common_ones():
 
 def test_each_tool_is_offered_by_its_schema_and_read_by_its_name():
     both = ProtocolSettings(tools=BOTH).make_tools()
-    text = system_text(both)
+    text = system_text(DIALECT, both)
     schemas = text.partition("<tools>\n")[2].partition("\n</tools>")[0].split("\n")
     assert [json.loads(schema)["function"]["name"] for schema in schemas] == list(BOTH)
     # The hint of the second tool follows that of the first.
-    assert text.startswith(system_text((CropVideo(),)).partition("Think first")[0])
+    assert text.startswith(system_text(DIALECT, (CropVideo(),)).partition("Think first")[0])
     written = plan(search("bread"), tool_call("zoom", {}))
     query, unknown = parse_calls(written, both)
     assert query == ToolCall("search_subtitles", {"query": "bread"})

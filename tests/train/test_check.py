@@ -32,7 +32,7 @@ SLICE = "v5e:4x4"
 def tiny_model(small_vocabulary, tmp_path_factory) -> pathlib.Path:
     """A folder of tiny weights with their tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
-    save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
+    save_tokenizer(small_vocabulary, folder / "tokenizer")
     model = nnx.jit(lambda: VisionLanguageModel(tiny(small_vocabulary.size), rngs=nnx.Rngs(0)))()
     files = sorted((folder / "tokenizer").iterdir())
     save(model, folder / "model", files=files, max_shard_bytes=10**6)

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from models.family import FAMILIES, family
+from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import load
 from paravt_jax.method import tokenizer
 from rollout.agent.episode import EpisodeSettings
@@ -60,7 +61,7 @@ def test_a_run_goes_through_all_phases(small, tmp_path, name, recipe):
     # The exported model opens and answers.
     model = load(folder / "model")
     assert model.config.family == name
-    assistant = Assistant(model, tokenizer.load(folder / "model"), run.protocol)
+    assistant = Assistant(model, tokenizer.load(folder / "model", DIALECT), run.protocol)
     video = next((folder / "videos").rglob("*.mp4"))
     question = "What is the number in the scene that starts at 8 s?"
     assert assistant.ask(video, question, EpisodeSettings(4, 0.0)).turns

@@ -57,7 +57,7 @@ def files(small_world, small_vocabulary, tmp_path_factory):
         conversations.append(called(paths[n % 4], [(0, n + 1)]))
         conversations.append(answered(paths[(n + 1) % 4], f"What {'is it ' * (n + 1)}?"))
     write_sft(folder / "annotations", conversations, "paravt_sft_charades_12k4.parquet")
-    save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
+    save_tokenizer(small_vocabulary, folder / "tokenizer")
     return folder
 
 

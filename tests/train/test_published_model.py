@@ -90,7 +90,7 @@ def test_a_tokenizer_is_copied_once_and_without_the_model(base, tmp_path):
 
 def test_a_written_model_has_its_stop_ids(small_model, small_vocabulary, tmp_path):
     """A run's folder `model` and train.export both use `write_model`."""
-    save_tokenizer(small_vocabulary.tokenizer, tmp_path / "tokenizer")
+    save_tokenizer(small_vocabulary, tmp_path / "tokenizer")
     write_model(small_model, tmp_path / "tokenizer", FrameSettings(), tmp_path / "model")
     written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert written["eos_token_id"] == [small_vocabulary.eos, small_vocabulary.pad]

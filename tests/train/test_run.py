@@ -25,6 +25,7 @@ import train.run
 from benchmarks import killing
 from benchmarks.killing import kill_again_and_again
 from models.processor import Processor
+from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import load
 from paravt_extras.studies import gating, paradox, staleness
 from paravt_extras.table_2 import read_run
@@ -32,7 +33,7 @@ from paravt_jax.data.file_sums import SUMS
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
-from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts, save_tokenizer
+from paravt_jax.world.vocabulary import build_vocabulary, recurring_texts, save_tokenizer
 from rollout.agent.episode import EpisodeSettings
 from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
@@ -194,7 +195,9 @@ def test_episodes_are_kept_and_shown_in_the_report(finished):
 @pytest.mark.slow
 def test_the_trained_model_answers_questions(finished, small):
     model = load(finished / "model")
-    assistant = Assistant(model, tokenizer.load(finished / "model"), small.small().protocol)
+    assistant = Assistant(
+        model, tokenizer.load(finished / "model", DIALECT), small.small().protocol
+    )
     video = next((finished / "videos").rglob("*.mp4"))
     question = "What is the number in the scene that starts at 8 s?"
     assert assistant.ask(video, question, EpisodeSettings(4, 0.0)).turns
@@ -273,7 +276,7 @@ def test_an_impossible_export_gets_one_line(finished, tmp_path, capsys):
     odd = tmp_path / "odd"  # a run with sft checkpoints only, and another tokenizer
     shutil.copytree(finished / "checkpoints" / "sft", odd / "checkpoints" / "sft")
     shutil.copy(finished / "config.json", odd)
-    save_tokenizer(build_tokenizer(("another",)), odd / "tokenizer")
+    save_tokenizer(build_vocabulary(("another",), DIALECT), odd / "tokenizer")
     new = tmp_path / "new"
     cases = [
         (finished, "rl", "5", new, r"--step 5: .* 4, 6 \(best: 6\)"),
@@ -320,11 +323,11 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
     finished, tmp_path, capsys
 ):
     shutil.copytree(finished, tmp_path / "run")
-    pieces = (*world_text.PIECES, *recurring_texts((CropVideo(),)), "another")
-    save_tokenizer(build_tokenizer(pieces), tmp_path / "run" / "tokenizer")
+    pieces = (*world_text.PIECES, *recurring_texts((CropVideo(),), DIALECT), "another")
+    save_tokenizer(build_vocabulary(pieces, DIALECT), tmp_path / "run" / "tokenizer")
     # Otherwise the checksum is refused first.
     (tmp_path / "run" / "tokenizer" / SUMS).unlink()
-    size = tokenizer.load(finished / "tokenizer").size
+    size = tokenizer.load(finished / "tokenizer", DIALECT).size
     assert command(tmp_path / "run") == 1
     message = capsys.readouterr().err
     for part in ("checkpoints/align/3", f"vocabulary.size: {size} -> {size + 1}\n", "\n  model."):

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from models.attention import RowLayout
+from models.qwen3_vl.dialect import DIALECT
 from models.rope import mrope_positions, visual_index
 from models.text import VisualBank
 from paravt_jax.method import protocol
@@ -19,9 +20,8 @@ from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import PINNED, render_call
 from paravt_jax.method.records import CropCall, Question, QuestionKind
 from paravt_jax.method.scoring import Rules
-from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world.vocabulary import build_tokenizer, recurring_texts
+from paravt_jax.world.vocabulary import build_vocabulary, recurring_texts
 from tests.train.steps import road_learner, skeleton_of, take_step
 from train.learn.batch import Group, Microbatch, build
 from train.learn.conversation_rows import RowsShape, lay_out_rows, render_rows
@@ -155,7 +155,7 @@ def clip(path: str, indices: Sequence[int]) -> Clip:
 @pytest.fixture(scope="module")
 def fixed(road, small):
     """The road with texts of this test, so that figures do not depend on the world's wording."""
-    pieces = (*recurring_texts((CropVideo(),)), *map(str, range(129)), ".0 seconds>")
+    pieces = (*recurring_texts((CropVideo(),), DIALECT), *map(str, range(129)), ".0 seconds>")
     questions = tuple(
         Question(
             f"q{n}",
@@ -183,7 +183,7 @@ def fixed(road, small):
         conversations.append(Conversation("w", "train", False, turns, subagent=True))
     data = dataclasses.replace(
         road.data,
-        vocabulary=Vocabulary(build_tokenizer(pieces)),
+        vocabulary=build_vocabulary(pieces, DIALECT),
         questions=questions,
         conversations=tuple(conversations),
     )

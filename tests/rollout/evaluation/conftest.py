@@ -106,6 +106,6 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player
 def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
     """The small model as a folder that the command takes."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    save_vocabulary(small_vocabulary.tokenizer, folder / "tokenizer")
+    save_vocabulary(small_vocabulary, folder / "tokenizer")
     save(small_model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
     return folder / "model"

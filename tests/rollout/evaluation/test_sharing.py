@@ -138,7 +138,7 @@ def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
         lambda leaf: jnp.asarray(rng.normal(0.1, 0.2, leaf.shape), leaf.dtype), state
     )
     folder = tmp_path_factory.mktemp("even")
-    save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
+    save_tokenizer(small_vocabulary, folder / "tokenizer")
     model = nnx.merge(graph, noise)
     save(model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
     return folder / "model"

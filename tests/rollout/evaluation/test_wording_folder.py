@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.wording import OUR_WORDING
@@ -21,14 +22,14 @@ def ours(tmp_path):
 
 
 def test_what_is_written_is_read_again(ours):
-    assert read_wording(ours) == OUR_WORDING
+    assert read_wording(ours, DIALECT) == OUR_WORDING
     (ours / "option.txt").unlink()
-    assert read_wording(ours) == OUR_WORDING, "a text that is missing is ours"
+    assert read_wording(ours, DIALECT) == OUR_WORDING, "a text that is missing is ours"
 
 
 def test_a_changed_text_is_asked_and_has_another_digest(ours, small_vocabulary):
     (ours / "question.mcq.txt").write_text("{options}\n{question} Is it one?\n")
-    wording = read_wording(ours)
+    wording = read_wording(ours, DIALECT)
     assert dataclasses.replace(wording, question=OUR_WORDING.question) == OUR_WORDING
     assert digest(wording) != digest(OUR_WORDING)
     asked = Question("q", "v", "How many?", QuestionKind.MULTIPLE_CHOICE, "A", ("1", "2"))
@@ -53,12 +54,12 @@ BROKEN = [
 def test_a_broken_text_is_named(ours, name, content, message):
     (ours / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name}: .*{message}"):
-        read_wording(ours)
+        read_wording(ours, DIALECT)
 
 
 def test_the_command_writes_our_texts_into_a_new_folder_only(tmp_path, capsys):
     folder = tmp_path / "mine"
     assert command.main(["--write-wording", str(folder)]) == 0
-    assert read_wording(folder) == OUR_WORDING
+    assert read_wording(folder, DIALECT) == OUR_WORDING
     assert command.main(["--write-wording", str(folder)]) == 2
     assert "exists; name a new folder" in capsys.readouterr().err
