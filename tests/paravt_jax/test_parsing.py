@@ -213,7 +213,6 @@ def test_extract_answer(text, answer):
     "text, final, good",
     [
         (THINK + "<answer>B</answer>", True, True),
-        (THINK + "<answer>B</answer>\n<|im_end|>", True, True),
         (THINK + "<answer>B</answer>", False, False),
         (THINK + call(), False, True),
         (THINK + call() + "\n" + call(), False, True),

@@ -59,7 +59,9 @@ class Scripted:
         self.tickets = itertools.count()
 
     def is_main(self, request: Request) -> bool:
-        return self.vocabulary.decode(request.ids[:3]).startswith("<|im_start|>system")
+        return self.vocabulary.decode(request.ids[:3]).startswith(
+            self.vocabulary.dialect.open("system").rstrip()
+        )
 
     def is_first(self, request: Request) -> bool:
         """Whether this is a main agent's first turn."""
@@ -94,7 +96,9 @@ class Scripted:
         cut = line if isinstance(line, Cut) else Cut(line, SampleStop.LENGTH)
         said = cut.line
         if isinstance(said, str):
-            said = self.vocabulary.encode(said if cut is line else said + "<|im_end|>")
+            said = self.vocabulary.encode(
+                said if cut is line else said + self.vocabulary.dialect.end
+            )
         ids = np.asarray(said, np.int32)
 
         stop = cut.stop

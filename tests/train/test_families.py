@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import pathlib
 
 import pytest
 
 from models.family import FAMILIES, family
-from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import load
 from paravt_jax.method import tokenizer
 from rollout.agent.episode import EpisodeSettings
 from rollout.ask import Assistant
+from tests import marked_family
 from train.durable.metrics import read_metrics
 from train.run import execute
 from train.settings import ModelSettings, change
@@ -38,16 +39,31 @@ def test_a_size_that_a_family_does_not_have_is_refused_with_those_that_it_has(na
 )
 def test_a_run_goes_through_all_phases(small, tmp_path, name, recipe):
     """With adapters and the merger, and with all weights of the decoder."""
+    _run_all_phases(small, tmp_path, name, recipe)
+
+
+@pytest.mark.slow
+def test_a_family_with_other_marks_and_calls_goes_through_all_phases(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES, marked_family.NAME, marked_family.__name__)
+    # A call takes more tokens than in JSON.
+    limits = {"protocol.turn_tokens": 96, "protocol.trajectory_tokens": 192}
+    folder = _run_all_phases(small, tmp_path, marked_family.NAME, "small", limits)
+    written = (folder / "model" / "chat_template.jinja").read_text()
+    assert "[turn]" in written and "<|im_start|>" not in written
+
+
+def _run_all_phases(small, tmp_path, name, recipe, more=None) -> pathlib.Path:
     changes = {
         "model.family": name,
         "run_dir": str(tmp_path / "run"),
         "rl.control": False,
-        "rl.steps": 3,
+        "rl.steps": 2,
         "evaluation.curve": False,
         "evaluation.frames": (4,),
         "evaluation.dispatch": ("parallel",),
         "evaluation.temperatures": (0.7,),
         "evaluation.format_temperatures": (),
+        **(more or {}),
     }
     run = change(getattr(small, recipe)(), recipe, changes)
     execute(run)
@@ -56,12 +72,15 @@ def test_a_run_goes_through_all_phases(small, tmp_path, name, recipe):
     assert result["token_mismatches"] == 0
     assert 0 <= result["logprob_gap"] < 1e-3
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == "rl"]
-    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert [row["step"] for row in steps] == [1, 2]
     assert all(math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0 for row in steps)
     # The exported model opens and answers.
     model = load(folder / "model")
     assert model.config.family == name
-    assistant = Assistant(model, tokenizer.load(folder / "model", DIALECT), run.protocol)
+    assistant = Assistant(
+        model, tokenizer.load(folder / "model", family(name).dialect), run.protocol
+    )
     video = next((folder / "videos").rglob("*.mp4"))
     question = "What is the number in the scene that starts at 8 s?"
     assert assistant.ask(video, question, EpisodeSettings(4, 0.0)).turns
+    return folder
