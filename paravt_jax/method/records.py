@@ -99,10 +99,10 @@ class Segment:
 
     Example of a short trajectory, one segment per line:
 
-        PROMPT  <|im_start|>system ... <|im_start|>user ... What is shown? ... assistant
+        PROMPT  system turn, frames ... What is shown? ... opening of the assistant's turn
         PINNED  <think>
-        MODEL   I need a closer look </think> <tool_call> ... </tool_call> <|im_end|>
-        TOOL    <|im_start|>user <tool_response> ... </tool_response> ... assistant
+        MODEL   I need a closer look </think> <tool_call> ... </tool_call> end of the turn
+        TOOL    <tool_response> ... </tool_response> ... opening of the assistant's turn
     """
 
     ids: Int[np.ndarray, " t"]
