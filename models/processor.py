@@ -2,8 +2,8 @@
 
 The processor chooses the size of images and frames, and inserts their placeholders into the text.
 It does not decode videos: they come as frames and times. Its results equal those of transformers'
-processor token for token: of version 5.10 or later, or of 4.57 (`Processor.video_marks`). The
-patches of an image depend on that image alone, so they can be cached.
+processor token for token, from version 5.10 on. The patches of an image depend on that image alone,
+so they can be cached.
 """
 
 from __future__ import annotations
@@ -89,17 +89,12 @@ class Processor:
         video_limits: smallest and largest area of all frames of a video together, in pixels; of
             each frame, if the family counts time in positions (`VisionConfig.position_rate`). The
             limits of transformers' `cap_pixels_per_frame` are not applied.
-        video_marks: whether the vision marks that the template writes around a video stay where
-            every slice gets marks of its own. They stay in transformers from 5.10 on; transformers
-            4.57 and vLLM replace them together with the placeholder. No effect in families that
-            write no times.
     """
 
     tokenizer: Any
     config: ModelConfig
     image_limits: tuple[int, int]
     video_limits: tuple[int, int]
-    video_marks: bool = True
 
     def __post_init__(self):
         for name in ("image", "video", "vision_start", "vision_end"):
@@ -180,12 +175,6 @@ class Processor:
                 "write no placeholders, and give images and videos to user and tool turns only"
             )
         parts[1::2] = [visual.text for visual in visuals]
-        if not self.video_marks and self.config.vision.position_rate is None:
-            for n, item in enumerate(items):
-                if item["type"] == "video":
-                    before, after = 2 * n, 2 * n + 2
-                    parts[before] = parts[before].removesuffix(marks.vision_start)
-                    parts[after] = parts[after].removeprefix(marks.vision_end)
         ids = np.asarray(self.tokenizer("".join(parts))["input_ids"], np.int32)
         grids = [visual.grid for visual in visuals]
         # The empty array gives a sample without visuals the right shape.

@@ -15,19 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paravt_extras.report.chart import Point, lines_chart
+from paravt_jax.method.structure import KIND_OF_TAG
 
 Row = dict[str, Any]
 Weighted = tuple[float, float]
 """A value, and its weight in a mean."""
 
-KINDS = {
-    "think_open": "<think>",
-    "think_close": "</think>",
-    "call_open": "<tool_call>",
-    "call_close": "</tool_call>",
-    "answer_open": "<answer>",
-    "answer_close": "</answer>",
-}
+KINDS = {kind.name.lower(): tag.decode() for tag, kind in KIND_OF_TAG.items()}
 """The kinds of tags as metrics name them, and the tags."""
 # A chart has at most this many points. Each is the mean over a window of steps.
 POINTS = 60

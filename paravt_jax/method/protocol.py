@@ -70,10 +70,8 @@ PINNED = "<think>\n"
 VIDEO_NAME = "video.mp4"  # the model never sees a path; in its calls this is only text
 
 # `<answer>` is ordinary text everywhere.
-_TAGS = (
-    *("<think>", "</think>"),
-    *("<tool_call>", "</tool_call>"),
-    *("<tool_response>", "</tool_response>"),
+_TAGS = tuple(
+    f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/")
 )
 
 
@@ -463,13 +461,10 @@ class Protocol:
     ) -> Int32[np.ndarray, " n"]:
         return np.concatenate([self.encode(opening), *self.images(frames, image_tokens)])
 
-    def _timestamp(self, time: float) -> Int32[np.ndarray, " n"]:
-        return self._encode_timestamp(f"<{time:.1f} seconds>")
-
     # Cached, because every frame of every prompt needs a timestamp, and times recur.
     @functools.lru_cache(maxsize=65_536)  # noqa: B019  a protocol lives as long as its run
-    def _encode_timestamp(self, text: str) -> Int32[np.ndarray, " n"]:
-        return self.encode(text)
+    def _timestamp(self, time: float) -> Int32[np.ndarray, " n"]:
+        return self.encode(f"<{time:.1f} seconds>")
 
 
 def _number(value: float) -> float | int:

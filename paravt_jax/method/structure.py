@@ -42,10 +42,6 @@ class Kind(enum.IntEnum):
     VIOLATION = 6
 
 
-TAGS = tuple(kind for kind in Kind if kind is not Kind.VIOLATION)
-"""The kinds that are tags."""
-
-
 class Structure(NamedTuple):
     """The structural tokens of a batch of b rows, padded to s per row.
 
@@ -62,11 +58,17 @@ class Structure(NamedTuple):
 
 
 _TAG = re.compile(TAG_PATTERN.encode())
-_KINDS = {
-    b"think": (Kind.THINK_OPEN, Kind.THINK_CLOSE),
-    b"tool_call": (Kind.CALL_OPEN, Kind.CALL_CLOSE),
-    b"answer": (Kind.ANSWER_OPEN, Kind.ANSWER_CLOSE),
+KIND_OF_TAG = {
+    b"<think>": Kind.THINK_OPEN,
+    b"</think>": Kind.THINK_CLOSE,
+    b"<tool_call>": Kind.CALL_OPEN,
+    b"</tool_call>": Kind.CALL_CLOSE,
+    b"<answer>": Kind.ANSWER_OPEN,
+    b"</answer>": Kind.ANSWER_CLOSE,
 }
+"""The structural tags, and the kinds of their tokens."""
+TAGS = tuple(KIND_OF_TAG.values())
+"""The kinds that are tags."""
 # A response, searched in the int8 authors as bytes: pinned tokens, if any, then the model's.
 _RESPONSE = re.compile(b"%c*(%c+)" % (Author.PINNED, Author.MODEL))
 
@@ -84,14 +86,14 @@ def _find_tags(text: bytes) -> Iterator[tuple[int, int, Kind]]:
         is_closing = bool(match.group(1))
         if is_closing:
             if name == open_block:
-                yield match.start(), match.end(), _KINDS[name][1]
+                yield match.start(), match.end(), KIND_OF_TAG[match[0]]
                 open_block = None
             continue
         if open_block is not None:
             yield match.start(), match.end(), Kind.VIOLATION
-        open_block = name if name in _KINDS else None
+        open_block = name if match[0] in KIND_OF_TAG else None
         if open_block is not None:
-            yield match.start(), match.end(), _KINDS[name][0]
+            yield match.start(), match.end(), KIND_OF_TAG[match[0]]
     if open_block is not None:
         yield len(text), len(text) + 1, Kind.VIOLATION
 

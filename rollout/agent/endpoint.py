@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import UInt8
@@ -293,52 +293,43 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
     """
     start = vocabulary[vocabulary.dialect.start]
     vision_start = vocabulary[vocabulary.dialect.vision_start]
-    ids = np.asarray(request.ids).tolist()
-    frames = list(request.frames)
+    ids = iter(np.asarray(request.ids).tolist())
+    frames = iter(request.frames)
     chat: list[dict[str, Any]] = []
-    parts: list[dict[str, Any]] = []  # of the current message
-    text: list[int] = []  # of the current part
-
-    def end_text() -> None:
-        if text:
-            parts.append({"type": "text", "text": vocabulary.decode(text)})
-            text.clear()
-
-    def end_message() -> None:
-        end_text()
-        chat.append(_message(parts))
-        parts.clear()
-
-    position = 0
+    parts: list[list[int] | Frame] = [[]]  # of the current message: ids of texts, and frames
     in_message = False
-    while position < len(ids):
-        token = ids[position]
+    for token in ids:
         if token == start and not in_message:  # in a message, it is text that the model wrote
-            text.clear()  # the line break between two messages
+            parts = [[]]  # without the line break between two messages
             in_message = True
         elif token == vocabulary.eos and in_message:
-            end_message()
+            chat.append(_message(parts, vocabulary, images))
+            parts = [[]]
             in_message = False
-        elif token == vision_start and frames:
-            end_text()
-            frame = frames.pop(0)
-            picture = {"url": _data_uri(images.image(frame))}
-            parts.append({"type": "image_url", "image_url": picture})
+        elif token == vision_start and (frame := next(frames, None)) is not None:
+            parts += [frame, []]
             # Skip the placeholders and the mark after them.
-            position += images.tokens(frame) + 1
+            for _ in range(images.tokens(frame) + 1):
+                next(ids, None)
         else:
-            text.append(token)
-        position += 1
-    end_message()
-    return chat
+            cast(list, parts[-1]).append(token)
+    return [*chat, _message(parts, vocabulary, images)]
 
 
-def _message(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _message(
+    parts: Sequence[list[int] | Frame], vocabulary: Vocabulary, images: FrameImages
+) -> dict[str, Any]:
     """A chat message. The first part starts with the role and a line break."""
-    role, _, rest = parts[0]["text"].partition("\n")
-    content = list(parts[1:])
-    if rest:
-        content.insert(0, {"type": "text", "text": rest})
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Frame):
+            url = _data_uri(images.image(part))
+            content.append({"type": "image_url", "image_url": {"url": url}})
+        elif part:
+            content.append({"type": "text", "text": vocabulary.decode(part)})
+    role, _, content[0]["text"] = content[0]["text"].partition("\n")
+    if not content[0]["text"]:
+        del content[0]
     if all(part["type"] == "text" for part in content):
         return {"role": role, "content": "".join(part["text"] for part in content)}
     return {"role": role, "content": content}

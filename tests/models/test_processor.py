@@ -203,28 +203,6 @@ def test_the_slices_of_a_video_come_after_their_times(processor):
     assert inputs.grids == [(2, 4, 4)] and processor.tokenizer.decode(inputs.ids) == text
 
 
-def test_the_marks_around_a_video_can_be_left_out_and_nothing_else(processor, counting_processor):
-    items = [
-        {"type": "video", "video": (pixels(3, 64, 64), [0.0, 0.5, 1.0])},
-        {"type": "image", "image": pixels(64, 64)},
-        {"type": "video", "video": (pixels(2, 64, 64), [5.0, 6.0])},
-    ]
-    with_marks = processor(ask(*items))
-    older = dataclasses.replace(processor, video_marks=False)(ask(*items))
-    start, end = (processor.config.vision_start_token_id, processor.config.vision_end_token_id)
-    # A mark before the time of the first slice, and one after the mark of the last slice.
-    ids = with_marks.ids.tolist()
-    time = processor.tokenizer("<")["input_ids"][0]
-    outer = [n for n, token in enumerate(ids) if token == start and ids[n + 1] == time]
-    outer += [n for n, token in enumerate(ids) if token == end and ids[n - 1] == end]
-    assert len(outer) == 4
-    np.testing.assert_array_equal(older.ids, np.delete(with_marks.ids, outer))
-    np.testing.assert_array_equal(older.patches, with_marks.patches)
-    # The other family has one pair of marks in both dialects.
-    same = dataclasses.replace(counting_processor, video_marks=False)(ask(*items))
-    np.testing.assert_array_equal(same.ids, counting_processor(ask(*items)).ids)
-
-
 @pytest.fixture(scope="module")
 def counting_processor(processor) -> Processor:
     """Of a family that counts the seconds of a video in its positions."""
