@@ -41,7 +41,8 @@ from paravt_jax.processes import hosts
 from paravt_jax.processes.cluster import has_tpu_chips
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, USER_ERRORS, UserError
 from paravt_jax.progress import size
-from train.durable.place import Place, require_cold_start
+from train.durable.place import Place
+from train.durable.run_directory import require_cold_start
 from train.learn.optimizer import make_optimizer
 from train.published_model import config_of
 from train.settings import Run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +21,6 @@ from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from train.data import Data
-from train.durable.step_lines import rows_line, say
 from train.learn.rl import Learner
 from train.learn.update import TrainState
 from train.learn.weight_sync import TrainedActor, WeightSync
@@ -48,14 +46,10 @@ class EngineActor(TrainedActor):
 
     def begin(self, learner: Learner, state: TrainState, step: int) -> None:
         """Compile everything, and load the weights of `state`; see `Actor.begin`."""
-        start = time.monotonic()
         features = self.environment.features
         self.compile(learner.lowerings(state, features))
         # Before the engine takes its memory.
         learner.warm_up(state.weights, features)
-        if hosts.is_first():
-            lengths = [shape.tokens for shape in learner.room.sizes]
-            say(rows_line("rl", lengths, time.monotonic() - start))
         super().begin(learner, state, step)
         self.sampler.warm_up()
 

@@ -27,7 +27,7 @@ from models.features import FrameSettings
 from models.lora import LoRASettings, add_adapters, cast, merge_adapters
 from models.model import VisionLanguageModel, abstract_model
 from models.peft_folder import base_fingerprint, save_adapters
-from models.trained import TrainVision, trained_state
+from models.trained import trained_state
 from models.weights.hf import load
 from models.weights.hf_config import from_hf
 from paravt_jax.command_name import command_name
@@ -101,8 +101,9 @@ def _export(command: Export, folder: pathlib.Path, target: pathlib.Path) -> None
             "restore the run's tokenizer"
         )
     lora = None
-    if meta["settings"].get("lora") and command.phase != "align":
-        lora = _lora(meta)
+    if meta["settings"]["lora"] and command.phase != "align":
+        fields = meta["settings"]["lora"]
+        lora = LoRASettings(**fields | {"targets": tuple(fields["targets"])})
     if command.form == "peft" and lora is None:
         raise ValueError(
             f"--form peft: the checkpoints of {command.phase} in {command.run_dir} have no "
@@ -114,7 +115,7 @@ def _export(command: Export, folder: pathlib.Path, target: pathlib.Path) -> None
         model = _load_adapted(checkpoints, step, meta, lora, command.run_dir)
     if command.form == "peft" and lora is not None:
         base, digest = meta["settings"]["model"]["path"], meta["base_fingerprint"]
-        part = _train_vision(meta)
+        part = meta["settings"]["train_vision"]
         save_adapters(model, lora, target, base=base, base_digest=digest, train_vision=part)
         return
     merge_adapters(model.text)
@@ -163,53 +164,24 @@ def _step(checkpoints: Checkpoints, command: Export) -> int:
 def _load(
     checkpoints: Checkpoints, step: int, config: ModelConfig, dtype: str
 ) -> VisionLanguageModel:
-    """Loads the model of a checkpoint into host memory."""
+    """Load the model of a checkpoint into host memory."""
     model = abstract_model(config, param_dtype=dtype)
-    # A checkpoint names the devices it was trained on. They may not exist here, so place every
-    # array on the host.
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    template = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
-        {"vision": nnx.state(model.vision), "text": nnx.state(model.text)},
-    )
-    restored, _, _ = checkpoints.restore(template, step, part=True)
-    nnx.update(model.vision, restored["vision"])
-    nnx.update(model.text, restored["text"])
+    wanted = {"vision": nnx.state(model.vision), "text": nnx.state(model.text)}
+    _restore(model, checkpoints, step, wanted)
     return model
 
 
-def _lora(meta: dict[str, Any]) -> LoRASettings:
-    fields = meta["settings"]["lora"]
-    try:
-        return LoRASettings(**fields | {"targets": tuple(fields["targets"])})
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"--run-dir: its settings of adapters are those of another version ({error}); export "
-            "them with the version that made the run"
-        ) from error
-
-
 def _load_adapted(
-    checkpoints: Checkpoints,
-    step: int,
-    meta: dict[str, Any],
-    lora: LoRASettings,
-    folder: str,
+    checkpoints: Checkpoints, step: int, meta: dict[str, Any], lora: LoRASettings, folder: str
 ) -> VisionLanguageModel:
-    """Loads the base and the adapters of a checkpoint into host memory."""
-    path, digest = meta["settings"]["model"]["path"], meta.get("base_fingerprint")
+    """Load the base and the adapters of a checkpoint into host memory."""
+    path, digest = meta["settings"]["model"]["path"], meta["base_fingerprint"]
     if not path:
         raise ValueError(
             f"--run-dir {folder}: its checkpoints hold adapters of random weights, which are not "
             f"on disk; use {folder}/model, which a finished run writes with the adapters merged"
         )
-    if digest is None:
-        raise ValueError(
-            f"--run-dir {folder}: its checkpoints do not say which base their adapters belong to, "
-            "because an older version wrote them; export them with the version that made the run"
-        )
-    host = jax.local_devices(backend="cpu")[0]
-    with jax.default_device(host):
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
         model = load(path, from_hf(meta["model"]), param_dtype=meta["param_dtype"])
         found = base_fingerprint(model)
         if found != digest:
@@ -218,24 +190,27 @@ def _load_adapted(
                 f"but that of {path} is {found}; restore the weights in {path}"
             )
         add_adapters(model.text, lora, seed=0)
-    sharding = jax.sharding.SingleDeviceSharding(host)
     wanted = {"text": nnx.state(model.text, nnx.LoRAParam)}
-    vision = trained_state(model.vision, _train_vision(meta))
+    vision = trained_state(model.vision, meta["settings"]["train_vision"])
     if vision is not None:
         wanted["vision"] = vision
-    template = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), wanted
-    )
-    restored, _, _ = checkpoints.restore(template, step, part=True)
-    nnx.update(model.text, restored["text"])
-    if vision is not None:
-        nnx.update(model.vision, restored["vision"])
+    _restore(model, checkpoints, step, wanted)
     return model
 
 
-def _train_vision(meta: dict[str, Any]) -> TrainVision:
-    """The part of the tower that was trained. Runs of earlier versions trained none."""
-    return meta["settings"].get("train_vision", "none")
+def _restore(
+    model: VisionLanguageModel, checkpoints: Checkpoints, step: int, wanted: dict[str, Any]
+) -> None:
+    """Set the wanted weights of a model, by tower, to those of a checkpoint."""
+    # A checkpoint names the devices it was trained on. They may not exist here, so place every
+    # array on the host.
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    template = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), wanted
+    )
+    restored, _, _ = checkpoints.restore(template, step, part=True)
+    for name, weights in restored.items():
+        nnx.update(getattr(model, name), weights)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -187,7 +187,7 @@ def rl_step(
 
 
 class Spans:
-    """The parts of a step, in its metrics and in a trace (`train.durable.profile`).
+    """The parts of a step, in its metrics and in a trace (`Run.profile`).
 
     Attributes:
         seconds: How long each part took, by name.

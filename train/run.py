@@ -49,7 +49,6 @@ from train.durable.home import Home
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, format_seconds
 from train.durable.place import Place
-from train.durable.profile import parse_steps
 from train.durable.saver import Origin, open_saver
 from train.durable.usage import Usage
 from train.evaluations import Evaluator
@@ -76,7 +75,7 @@ def resolved(run: Run) -> dict[str, Any]:
     They are stored in the run's folder, and a run can only be resumed with the same settings.
     Fields that are chosen for the devices are stored as they were given, open.
     Settings that may change between two starts are left out: the path of the folder, the number of
-    processes, the steps to trace, and how files are read.
+    processes, the step to trace, and how files are read.
     """
     settings = dataclasses.asdict(run)
     del settings["run_dir"]
@@ -114,13 +113,7 @@ def execute(
         RunDirectoryError: If the folder belongs to another run.
         CheckpointError: If a checkpoint does not belong to this run.
     """
-    return _execute(run, interrupts or Interrupts(), questions)
-
-
-def _execute(
-    run: Run, interrupts: Interrupts, questions: Sequence[Question] | None = None
-) -> pathlib.Path:
-    """Run every unfinished phase; see `execute`."""
+    interrupts = interrupts or Interrupts()
     config = resolved(run)
     fitted = fit(run, found_devices())
     run = fitted.run
@@ -200,7 +193,7 @@ def _open_home(
         usage=Usage(),
         interrupts=interrupts,
         keep_checkpoints=run.keep_checkpoints,
-        profile=parse_steps(run.profile),
+        profile=run.profile,
         report=functools.partial(interim_report, place.folder, data.root),
     )
     return home, data
@@ -356,7 +349,7 @@ def train(run: Run, begin: Callable[[Run], Run] = lambda run: run) -> int:
     with Interrupts() as interrupts, cluster.ending_with_the_others():
         run = begin(run)
         require_ready(run, resolved(run), _place(run))
-        report = _execute(run, interrupts)
+        report = execute(run, interrupts)
     seconds = format_seconds(time.monotonic() - start)
     print(f"done in {seconds}; see {_place(run).in_words(str(report))}")
     return 0

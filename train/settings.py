@@ -27,7 +27,6 @@ from rollout.agent.episode import Dispatch
 from rollout.engine.settings import EngineSizes
 from rollout.engine.sizing import LABEL_TOKENS, EngineSettings, engine_sizes, lengths
 from rollout.evaluation.play import EvaluationSettings
-from train.durable.profile import require_reached
 from train.learn.align import AlignSettings
 from train.learn.packing import StepShape
 from train.learn.rl_settings import RLSettings
@@ -99,8 +98,8 @@ class Run:
     """Output folder, on a disk or as gs://BUCKET/FOLDER. Empty: runs/NAME."""
     start: str = ""
     """Run whose data and finished cold start are reused: a folder, or gs:// if --run-dir is."""
-    profile: str = ""
-    """Steps of each training phase to trace into RUN/profile, such as 3 or 3-5 (docs/speed.md)."""
+    profile: int = 0
+    """Step of each training phase to trace into RUN/profile (docs/speed.md); 0: none."""
     seed: int = 0
     """Seed of initial weights, data order and sampling. The small world has its own seeds."""
     max_left_out: float = 0.1
@@ -152,12 +151,10 @@ class Run:
             raise ValueError(f"max_left_out: {self.max_left_out}; must be a share, from 0 to 1")
         _check_data(self)
         _check_phases(self)
-        require_reached(self.profile, self._steps())
-
-    def _steps(self) -> dict[str, int]:
-        """Number of steps of each training phase."""
         phases = {"align": self.align, "sft": self.sft, "rl": self.rl}
-        return {name: phase.steps for name, phase in phases.items() if phase is not None}
+        steps = {name: phase.steps for name, phase in phases.items() if phase is not None}
+        if not 0 <= self.profile <= max(steps.values(), default=0):
+            raise ValueError(f"profile: {self.profile}; give a step of a phase ({steps}), or 0")
 
     @property
     def plays_episodes(self) -> bool:

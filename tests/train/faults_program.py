@@ -86,8 +86,6 @@ def happen(fault: str, wire: Wire | None) -> None:
         wire.cut = True
     elif fault == "terminate":
         os.kill(me, signal.SIGTERM)
-    elif fault == "interrupt":
-        os.kill(me, signal.SIGINT)
     elif fault == "error":
         raise ValueError("field: 3; give 4")
     elif fault == "bug":
@@ -107,7 +105,7 @@ def destroyed(array: jax.Array) -> jax.Array:
 
 
 def steps(
-    name: str, who: int, folder: pathlib.Path, wire: Wire | None, interrupts: Interrupts
+    name: str, who: int, folder: pathlib.Path, wire: Wire | None, interrupts: Interrupts | None
 ) -> pathlib.Path:
     """Takes the place of the phases of a run."""
     fault = name.removesuffix(" once")
@@ -144,7 +142,7 @@ def main() -> int:
         wire = Wire(int(rest[at].rpartition(":")[2]))
         rest[at] = f"localhost:{wire.port}"
     train.run.require_ready = lambda *_: None
-    train.run._execute = lambda run, interrupts: steps(fault, int(who), folder, wire, interrupts)
+    train.run.execute = lambda run, interrupts: steps(fault, int(who), folder, wire, interrupts)
     return train.run.main(["--config=sft_tiny", "--run-dir", name, *rest])
 
 

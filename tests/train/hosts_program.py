@@ -135,21 +135,6 @@ def resample(folder: pathlib.Path, index: int) -> dict:
     return small.resample(road)
 
 
-def look(folder: pathlib.Path, index: int) -> dict:
-    """Checks a run of which the second host has its own folder, and less memory."""
-    import small
-
-    from paravt_extras import slices
-    from paravt_extras.check import check
-    from train.durable.place import Place
-
-    slices.device_memory = lambda device: (8 - index) * 2.0**30
-    own = folder / str(index)
-    own.mkdir()
-    findings = check(small.small(), {"rl": {"steps": index}}, Place(own / "run"))
-    return {"findings": [dataclasses.asdict(finding) for finding in findings]}
-
-
 def rehearse(folder: pathlib.Path, index: int) -> dict:
     """Makes the weights and data of a rehearsal, which begins with nothing."""
     from configs.paravt_8b import paravt_8b
@@ -226,7 +211,6 @@ if __name__ == "__main__":
     tasks = {
         "talk": talk,
         "hand-over": hand_over,
-        "look": look,
         "fail": fail,
         "damaged": damaged,
         "die": die,

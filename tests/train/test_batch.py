@@ -168,18 +168,6 @@ def test_all_other_places_are_padding(batch):
     assert not padding.reshape(-1)[places].any() and len(set(places.tolist())) == len(places)
 
 
-def test_every_piece_of_a_row_is_a_row_of_the_arrays(road, groups):
-    packed = LAYOUTS["pieces"]
-    cut: Any = build(packed, groups, road.model.config, ROLLOUTS, SUFFIX)
-    shape = dataclasses.replace(packed.shape, pieces=1)
-    whole: Any = build(packed._replace(shape=shape), groups, road.model.config, ROLLOUTS, SUFFIX)
-    assert cut.ids.shape == (8, 256) and cut.positions.shape == (3, 8, 256)
-    for name in ("ids", "positions", "segments", "starts", "visual_index"):
-        np.testing.assert_array_equal(joined(cut, name), getattr(whole, name))
-    np.testing.assert_array_equal(cut.shared, np.repeat(whole.shared, 4))
-    np.testing.assert_array_equal(cut.index, whole.index)
-
-
 def test_the_row_of_the_docstring():
     """Two rollouts of the prompt a b c d, and a sub-agent's trajectory k l m n."""
 
@@ -265,21 +253,3 @@ def test_a_rollout_that_sees_another_is_counted(batch, groups, packed):
         second = groups[chunk.group].rollout + chunk.members[1]
         wrong = changed(batch, "starts", places_of(batch, second), -1)
         assert mismatches([wrong], groups) == 1
-
-
-def test_a_segment_that_begins_late_is_counted(batch, groups):
-    row, _, _ = of_two_turns(groups)
-    wrong = changed(batch, "starts", places_of(batch, row), 1)
-    assert mismatches([wrong], groups) == 1
-
-
-def test_a_token_of_another_group_is_counted(batch, groups):
-    row, _, _ = of_two_turns(groups)
-    wrong = changed(batch, "segments", places_of(batch, row)[3], 40)
-    assert mismatches([wrong], groups) == 1
-
-
-def test_a_lost_prompt_is_counted_for_every_rollout_that_shares_it(batch, groups, packed):
-    wrong = dataclasses.replace(batch, shared=np.zeros_like(batch.shared))
-    sharing = [len(c.members) for row in packed.rows for c in row if len(c.members) > 1]
-    assert mismatches([wrong], groups) == sum(sharing) > 0

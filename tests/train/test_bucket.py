@@ -28,7 +28,6 @@ from train.durable.bucket import (
 from train.durable.lease import Lease, LeaseError
 from train.durable.place import Place
 from train.durable.run_directory import RunDirectoryError
-from train.run import resolved
 from train.settings import change
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -344,11 +343,3 @@ jax.jit(lambda x: x + 1)(1.0)
     del environment["JAX_COMPILATION_CACHE_DIR"]
     subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True)
     assert store.names("programs/compiled/")
-
-
-def test_a_run_in_a_bucket_is_new_or_another_ones(store, machine):
-    config = resolved(paravt_tiny())
-    assert not Place("gs://bucket/checked").require_usable(config)
-    store.write("checked/notes.txt", b"x")
-    with pytest.raises(RunDirectoryError, match="gs://bucket/checked is not a run's folder"):
-        Place("gs://bucket/checked").require_usable(config)

@@ -66,43 +66,6 @@ def test_a_restored_state_is_equal_bit_for_bit(tmp_path: pathlib.Path) -> None:
     assert (jax.random.normal(back["key"], (3,)) == jax.random.normal(state["key"], (3,))).all()
 
 
-def test_an_abstract_template_places_the_arrays(
-    tmp_path: pathlib.Path,
-) -> None:
-    state = {"w": jnp.arange(8.0), "key": jax.random.key(3)}
-    Checkpoints(tmp_path).save(1, state, {})
-    placed = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
-    abstract = jax.eval_shape(lambda: state) | {
-        "w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=placed)
-    }
-    back, _, _ = Checkpoints(tmp_path).restore(abstract)
-    assert bits(back) == bits(state)
-    assert back["w"].sharding == placed
-
-
-def test_only_the_newest_are_kept(tmp_path: pathlib.Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    assert checkpoints.latest() is None
-    for step in (1, 5, 9):
-        checkpoints.save(step, {"w": jnp.full((3,), step)}, {"step": step})
-    assert checkpoints.latest() == 9
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["5", "9"]
-    assert checkpoints.meta() == {"step": 9}
-
-
-def test_saving_in_the_background_writes_the_state_at_the_time_of_the_call(
-    tmp_path: pathlib.Path,
-) -> None:
-    checkpoints = Checkpoints(tmp_path, asynchronous=True)
-    host = np.arange(1000)
-    checkpoints.save(1, {"host": host.copy(), "w": jnp.arange(1000)}, {"n": 1})
-    checkpoints.close()
-    back, meta, step = Checkpoints(tmp_path).restore({"host": host, "w": jnp.zeros(1000, int)})
-    assert (back["host"] == host).all()
-    assert (back["w"] == jnp.arange(1000)).all()
-    assert (meta, step) == ({"n": 1}, 1)
-
-
 def test_an_update_that_donates_the_state_does_not_change_what_is_being_saved(
     tmp_path: pathlib.Path,
 ) -> None:
@@ -230,19 +193,6 @@ def test_a_checkpoint_is_restored_on_other_meshes_and_numbers_of_devices(
     assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 
-def test_a_step_is_saved_once(tmp_path: pathlib.Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(3, {"w": jnp.ones(2)}, {})
-    with pytest.raises(SaveError, match="3 already exists"):
-        checkpoints.save(3, {"w": jnp.zeros(2)}, {})
-    assert (checkpoints.restore({"w": jnp.zeros(2)})[0]["w"] == 1).all()
-
-
-def test_a_meta_that_json_cannot_hold_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(TypeError, match="^meta "):
-        Checkpoints(tmp_path).save(1, {"w": jnp.zeros(2)}, {"cursor": b"x"})
-
-
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -265,11 +215,6 @@ def test_another_state_is_refused_with_the_leaves_that_differ(
     checkpoints.save(1, {"w": jnp.zeros(2), "v": jnp.zeros(2)}, {})
     with pytest.raises(CheckpointError, match=words):
         checkpoints.restore(template)
-
-
-def test_restoring_from_an_empty_folder_is_an_error(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        Checkpoints(tmp_path).restore({"w": jnp.zeros(2)})
 
 
 def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: pathlib.Path) -> None:
@@ -377,15 +322,6 @@ def test_a_checkpoint_that_lacks_something_is_refused(tmp_path, wrong):
         restored(tmp_path)
     shutil.rmtree(tmp_path / "2")
     assert restored(tmp_path) == 1
-
-
-def test_a_reader_of_a_part_verifies_it(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, {"w": jnp.ones(600), "v": jnp.ones(2)}, {})
-    reader = Checkpoints(tmp_path, read_only=True)
-    record = reader._record(1)
-    assert set(record["sums"]) == {"w", "v"}
-    assert reader.restore({"w": jnp.ones(600)}, 1, part=True)[2] == 1
 
 
 @pytest.mark.slow

@@ -99,51 +99,12 @@ def test_the_list_needs_neither_jax_nor_flax(tmp_path):
     assert done.stdout.startswith("usage: paravt COMMAND")
 
 
-@pytest.mark.slow
-def test_the_usage_line_names_what_was_typed(tmp_path):
-    """One process for all commands, because each takes seconds to import."""
-    done = program(
-        f"""
-        from train.command import main
-        for word in {list(EQUIVALENTS)!r}:
-            sys.argv = ["/usr/bin/paravt", word, "--help"]
-            try:
-                code = main()
-            except SystemExit as stop:
-                assert stop.code == 0, (word, stop.code)
-        """,
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
-    # `plan` shows two: its own, and that of a recipe's fields.
-    named = dict.fromkeys(tuple(line.split()[1:3]) for line in usages)
-    assert list(named) == [("paravt", word) for word in EQUIVALENTS]
-
-
-@pytest.mark.slow
-def test_without_the_script_the_usage_line_names_the_module():
-    command = [sys.executable, "-m", "train.run", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith("usage: python -m train.run --config=NAME")
-
-
 def test_in_another_copy_of_the_project_nothing_is_started(start, tmp_path, capsys):
     (tmp_path / "train").mkdir()
     (tmp_path / "train/run.py").touch()
     assert start("run", "--config=sft_tiny") == 2
     message = capsys.readouterr().err
     assert str(tmp_path) in message and "python -m train.run" in message
-
-
-def test_in_its_own_checkout_it_starts(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/paravt", "report", "--help"])
-    with pytest.raises(SystemExit) as stop:
-        train.command.main()
-    assert stop.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: paravt report")
 
 
 def test_the_package_installs_the_script():

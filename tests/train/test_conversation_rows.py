@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
-from models.flops import flops_per_token
 from models.sharding import make_mesh, param_shardings
 from models.trained import Skeleton, split
 from paravt_jax.data import video
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Author, Segment, Trajectory
-from train.learn import speed
 from train.learn.batch import Microbatch
 from train.learn.conversation_rows import (
     Rendered,
@@ -28,7 +26,6 @@ from train.learn.conversation_rows import (
     render_rows,
 )
 from train.learn.optimizer import OptimizerSettings
-from train.learn.packing import GroupLengths
 from train.learn.sft import SFTBatch, SFTSettings, make_sft_updater
 from train.learn.update import make_logprobs
 
@@ -155,26 +152,6 @@ def test_frames_follow_one_another_and_tool_responses_have_no_loss(features, sma
     assert slots.tolist() == list(range(len(own.visual)))
 
 
-def test_rows_that_do_not_fit_are_refused(features, rendered):
-    row = rendered[0]
-    tokens = sum(len(t.ids) for t, _ in row)
-    for shape, words in (
-        (
-            RowsShape(1, tokens - 1, 8),
-            rf"rows\.tokens: {tokens} ",
-        ),
-        (RowsShape(1, tokens, 5), r"rows\.visual: 6 "),
-    ):
-        with pytest.raises(ValueError, match=words):
-            lay_out_rows([row], features, shape, devices=1)
-    with pytest.raises(ValueError, match=r"rows\.rows: 2"):
-        lay_out_rows([row, row], features, RowsShape(1, tokens, 8), devices=1)
-    with pytest.raises(ValueError, match=r"RowsShape\.rows: 0"):
-        RowsShape(0, 1, 1)
-    with pytest.raises(ValueError, match=r"sft\.rows: 0"):
-        SFTSettings(1, 0, OptimizerSettings())
-
-
 def test_the_room_of_a_row_is_what_its_conversations_show(features, rendered, small_world):
     """Sizes come from the records of conversations: no file is opened."""
     path = small_world.videos[0].path
@@ -189,20 +166,6 @@ def test_the_room_of_a_row_is_what_its_conversations_show(features, rendered, sm
     assert most_visual([[shown, two, thin], [two]], settings, vision) == 6
     assert most_visual([[shown, crop]], settings, vision) == 4 + 4 * 4
     assert most_visual([[text]], settings, vision) == 0
-
-
-def test_flops_of_a_packed_row_are_those_of_its_conversations(small_model, rendered):
-    """The row does not count as one sequence."""
-    rows = [tuple(len(t.ids) for t, _ in row) for row in rendered]
-    alone = sum(
-        flops_per_token(small_model.config, seen)
-        for row in rows
-        for length in row
-        for seen in range(1, length + 1)
-    )
-    found = [GroupLengths(0, row) for row in rows]
-    assert speed.update_flops(found, small_model.config) == pytest.approx(3 * alone)
-    assert speed.real_tokens(found) == sum(map(sum, rows))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ import functools
 import json
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 
 from paravt_jax.method.scoring import Rules
-from tests.train.steps import road_learner, take_whole_step
 from train.data import QuestionStream
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Actor, StepRollouts, begin, draw_budgets, play_step, roll_out
@@ -122,22 +120,6 @@ def test_without_dynamic_sampling_nothing_else_is_drawn(road, small, upcoming):
     plain = roll_out(actor_of(road, sampler), groups, settings)
     assert tokens_of(played.batch) == tokens_of(plain)
     assert played.metrics == {}
-
-
-@pytest.mark.slow
-def test_a_step_learns_from_the_groups_that_replace_others(road, small, upcoming):
-    settings = dataclasses.replace(settings_of(road, 2), steps=2)
-    run = dataclasses.replace(road.run, rl=settings)
-    learner = road_learner(road, settings, run.rl_shape)
-    questions = stream_of(road, settings)
-    sampler = small.Picky(road, [upcoming[1].text])
-    state, trained, metrics = take_whole_step(
-        learner, learner.start, sampler, road.environment, questions
-    )
-    assert metrics["groups/silent"] == 0 and metrics["groups/replaced"] == 1
-    assert metrics["groups/further"] == 1 and metrics["token_mismatches"] == 0
-    assert ids_of(trained.rollouts)[1] == upcoming[3].id
-    assert int(jax.device_get(state.step)) == 1
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ FAULTS = {
     "freeze": (LOST, GONE, LOST, GONE),
     "partition": (LOST, GONE, LOST, GONE),
     "terminate": (143, STOPPED, 143, STOPPED),
-    "interrupt": (130, STOPPED, 130, STOPPED),
     "error": (FAILED, r"error: field: 3; give 4", LOST, GONE),
     "destroyed": (FAILED, DESTROYED, FAILED, DESTROYED),
     "bug": (LOST, r"error: unforeseen, KeyError .*", LOST, GONE),
@@ -43,7 +42,6 @@ WHO = [
     # Only process 1 has a wire to cut: the other one is the coordinator.
     *((fault, 1 if fault == "partition" else number % 2) for number, fault in enumerate(FAULTS)),
     ("kill", 1),
-    ("freeze", 0),
 ]
 STACK = re.compile(r"^Traceback|^ +@ +0x|^\*\*\* |^terminate called", re.MULTILINE)
 

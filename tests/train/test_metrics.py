@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tensorboardX.proto import event_pb2
 
-from train.durable.metrics import MetricsWriter, format_seconds, read_jsonl, read_metrics
+from train.durable.metrics import MetricsWriter, format_seconds, read_metrics
 
 
 def steps(folder):
@@ -63,11 +63,6 @@ def test_truncating_removes_later_steps_and_later_phases(tmp_path):
     assert steps(tmp_path) == [("align", 0)]
 
 
-def test_truncating_a_new_run_creates_no_file(tmp_path):
-    MetricsWriter(tmp_path).truncate("rl", 5)
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
 def test_an_incomplete_last_line_is_dropped_before_the_next_is_written(tmp_path):
     written(tmp_path)
     path = tmp_path / "metrics.jsonl"
@@ -75,13 +70,6 @@ def test_an_incomplete_last_line_is_dropped_before_the_next_is_written(tmp_path)
     assert steps(tmp_path)[-1] == ("rl", 1)
     MetricsWriter(tmp_path).write("rl", 2, {"loss": 1.0})
     assert steps(tmp_path)[-3:] == [("rl", 0), ("rl", 1), ("rl", 2)]
-
-
-def test_a_broken_line_in_the_middle_is_named(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"phase": "rl", "step": 0}\n{"phase": \n{"phase": "rl", "step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: "):
-        read_jsonl(path)
 
 
 def test_tensorboard_gets_the_finite_figures_and_hides_repeated_steps(tmp_path):

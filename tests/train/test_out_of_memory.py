@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import functools
 import re
@@ -60,13 +59,6 @@ def test_named_flags_exist_and_a_run_may_resume_with_the_lower_values():
         assert functools.reduce(getattr, name.split("."), run)
 
 
-def test_parts_that_a_run_does_not_have_are_not_named():
-    run = dataclasses.replace(fitted(), sft=None)
-    with pytest.raises(OutOfMemoryError) as error, naming_remedies(run):
-        take_too_much()
-    assert "sft" not in str(error.value) and "cold start" not in str(error.value)
-
-
 def test_other_errors_of_programs_pass():
     with pytest.raises(jax.errors.JaxRuntimeError, match="^INTERNAL"), naming_remedies(fitted()):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
@@ -84,6 +76,6 @@ def test_a_full_disk_is_one_line_with_what_to_do(monkeypatch, capsys, tmp_path):
     def fill(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(train.run, "_execute", fill)
+    monkeypatch.setattr(train.run, "execute", fill)
     assert train.run.main(["--config=paravt_tiny", "--run-dir", str(tmp_path / "run")]) == TEMPORARY
     assert re.search(r"error: a disk is full .*make room, .*continues", capsys.readouterr().err)

@@ -203,23 +203,6 @@ def step_of(mains: Sequence[Plan], agents: Sequence[Plan]) -> Step:
     )
 
 
-def shuffled(step: Step, random: Any) -> Step:
-    """The same step, with its groups, the rollouts of each, and its sub-agents in another order."""
-    order = random.sample(range(len(step.groups)), len(step.groups))
-    members = [random.sample(range(ROLLOUTS), ROLLOUTS) for _ in order]
-    groups = [
-        dataclasses.replace(
-            step.groups[old], members=tuple(step.groups[old].members[n] for n in numbers)
-        )
-        for old, numbers in zip(order, members, strict=True)
-    ]
-    agents = [
-        (agent, order.index(group), members[order.index(group)].index(member))
-        for agent, group, member in random.sample(step.subagents, len(step.subagents))
-    ]
-    return Step(tuple(groups), tuple(agents))
-
-
 # --- what PARA-GRPO reads ---
 
 
@@ -427,22 +410,6 @@ def assert_same(found: tuple[dict[str, float], Any], wanted: tuple[dict[str, flo
 def test_packed_rows_give_the_gradients_of_trajectories_alone(layouts, mains, agents, sizes):
     step = step_of(mains, agents)
     assert_same(layouts.packed(step, SIZES[sizes]), layouts.slow(step))
-
-
-@pytest.mark.slow
-@settings(max_examples=15, phases=PHASES)
-@given(
-    mains=MAINS,
-    agents=AGENTS,
-    sizes=st.sampled_from(sorted(SIZES)),
-    random=st.randoms(use_true_random=False),
-)
-def test_the_order_of_groups_and_rollouts_does_not_change_gradients(
-    layouts, mains, agents, sizes, random
-):
-    step = step_of(mains, agents)
-    other = shuffled(step, random)
-    assert_same(layouts.packed(other, SIZES[sizes]), layouts.packed(step, SIZES["one"]))
 
 
 @pytest.mark.slow

@@ -97,12 +97,6 @@ def test_the_largest_size_keeps_all_bounds_but_has_room_for_the_longest(
         assert largest.tokens <= 8 * longest
 
 
-def test_sizes_of_a_single_device():
-    shapes = microbatch_shapes(16_384, 2048, 10**6)
-    assert [shape.tokens for shape in shapes] == [16_384, 8192, 4096, 2048]
-    assert [shape.tokens for shape in microbatch_shapes(2048, 2048, 10**6)] == [2048, 1024]
-
-
 def test_a_row_on_several_devices_is_cut_into_equal_tiles():
     (largest, *_) = microbatch_shapes(60_000, 6000, 10**6, devices=16, pieces=16)
     assert largest == MicrobatchShape(rows=1, tokens=47_104, pieces=16)
@@ -201,12 +195,6 @@ def test_rows_of_log_normal_lengths_have_little_padding(devices, pieces, filled)
         assert real_tokens(groups) / (28 * (1200 + 8 * 2048)) < 0.3
 
 
-def test_equal_lengths_fill_their_rows():
-    groups = [GroupLengths(128, (128,) * 7)] * 16
-    packed = pack(groups, microbatch_shapes(4096, 256, real_tokens(groups)))
-    assert places(packed) == real_tokens(groups)
-
-
 def test_a_charge_per_micro_batch_keeps_them_few():
     """Four micro-batches of half the size would save no padding."""
     groups = [GroupLengths(0, (512,))] * 8
@@ -225,13 +213,6 @@ def test_a_trajectory_without_room_is_refused_in_one_line():
 # --- the shape of a step ---
 
 LENGTHS = Lengths(prompt=100, visual=64, response=50, crop_prompt=30, crop_visual=16, report=8)
-
-
-def test_figures_of_a_step_without_sub_agents():
-    shape = StepShape(groups=3, rollouts=4, subagents=0, limits=LENGTHS)
-    assert (shape.rows, shape.suffix, shape.trajectory) == (12, 50, 150)
-    assert shape.at_limits == [GroupLengths(100, (50,) * 4)] * 3
-    assert shape.tokens == 3 * (100 + 4 * 50)
 
 
 def test_figures_of_a_step_with_sub_agents():
@@ -256,16 +237,3 @@ def test_each_device_has_its_part_of_the_slots(processes, devices, slots):
     """A process plays at most two of three prompts, but all sub-agents may be its own."""
     shape = StepShape(groups=3, rollouts=4, subagents=5, limits=LENGTHS)
     assert shape.slots(processes, devices) == slots
-
-
-def test_a_step_without_frames_has_a_slot_per_device():
-    shape = StepShape(1, 2, 0, dataclasses.replace(LENGTHS, visual=0))
-    assert shape.slots(processes=2, devices=8) == 1
-
-
-def test_every_step_fits_the_sizes_of_its_shape():
-    shape = StepShape(groups=3, rollouts=4, subagents=5, limits=LENGTHS)
-    for most in (1, 1000, 10**6):
-        for devices, pieces in ((1, 1), (8, 2)):
-            sizes = shape.microbatches(most, devices, pieces)
-            assert places(pack(shape.at_limits, sizes)) >= shape.tokens

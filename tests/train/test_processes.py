@@ -148,18 +148,6 @@ def test_a_stop_during_data_preparation_stops_all(together, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_finish_a_run_with_adapters(together, tmp_path):
-    """They share the frozen base, and write one model with the adapters merged."""
-    short = "--rl.steps 2 --rl.no-control --evaluation.no-curve".split()
-    arguments = [*command(tmp_path / "run")[2:], *short]
-    for ended in together([str(PROGRAM), "--config=small_lora", *arguments], 2, 4, timeout=LONG):
-        assert ended.code == 0, ended.err[-3000:]
-    rows = [row for row in figures(tmp_path / "run") if row["phase"] == "rl"]
-    assert [row["token_mismatches"] for row in rows] == [0, 0]
-    assert (tmp_path / "run/model/model.safetensors").is_file()
-
-
-@pytest.mark.slow
 def test_two_processes_train_adapters_like_one_device(together, road, small, tmp_path):
     """Each process samples with its own copy of the base, and checks that it has the weights."""
     program = str(PROGRAM.with_name("hosts_program.py"))

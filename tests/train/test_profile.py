@@ -13,7 +13,7 @@ import pytest
 
 import train.run
 from paravt_jax.processes import hosts
-from train.durable.profile import Profiler, parse_steps
+from tests.train.homes import Steps, open_home, open_phase
 
 # Every part of a step, by phase. `evaluation` is that of a checkpoint of RL.
 PARTS = {
@@ -57,7 +57,7 @@ SCOPES = {
 }
 
 SHORT = """
---rl.steps 3 --rl.no-control
+--rl.steps 2 --rl.no-control --align.save-every 1 --sft.save-every 1 --rl.save-every 1
 --evaluation.frames 4 --evaluation.dispatch parallel --evaluation.temperatures 0
 """.split()
 
@@ -75,7 +75,7 @@ def events(file: pathlib.Path) -> list[Any]:
 @pytest.mark.slow
 def test_a_trace_names_every_part_and_program(small, tmp_path):
     folder = tmp_path / "run"
-    command = ["--config=small", "--run-dir", str(folder), "--profile", "1-3", *SHORT]
+    command = ["--config=small", "--run-dir", str(folder), "--profile", "1", *SHORT]
     assert train.run.main(command) == 0
     for phase, parts in PARTS.items():
         written = session(folder, phase)
@@ -84,7 +84,7 @@ def test_a_trace_names_every_part_and_program(small, tmp_path):
         names = {event.name for event in found}
         assert parts <= names, f"{phase}: no {parts - names}"
         steps = {dict(event.stats)["step_num"] for event in found if event.name == phase}
-        assert steps == {1, 2, 3}
+        assert steps == {1}
         called = {name[14:-1] for name in names if name.startswith("PjitFunction(")}
         computed = {dict(event.stats).get("hlo_module") for event in found}
         for program in PROGRAMS[phase]:
@@ -99,65 +99,23 @@ def test_a_trace_names_every_part_and_program(small, tmp_path):
         assert parts <= shown
 
 
-def traced(folder: pathlib.Path, steps: str, done: range) -> set[int]:
-    """The steps in the trace of a phase that runs `done`; empty if there is none."""
-    profiler = Profiler(folder, parse_steps(steps))
-    for _ in profiler.annotated("rl", done):
-        pass
-    profiler.close()
-    return steps_of(folder)
-
-
-def steps_of(folder: pathlib.Path) -> set[int]:
-    files = list(folder.rglob("*.xplane.pb"))
-    assert len(files) <= 1
-    found = [dict(event.stats) for file in files for event in events(file) if event.name == "rl"]
-    return {stats["step_num"] for stats in found}
-
-
-def test_a_run_that_was_killed_traces_the_steps_that_are_left(tmp_path):
-    assert traced(tmp_path, "2-4", range(3, 8)) == {3, 4}
-
-
-def test_steps_after_the_last_one_are_not_waited_for(tmp_path):
-    assert traced(tmp_path, "2-40", range(1, 4)) == {2, 3}
-
-
-def test_nothing_is_written_without_a_step_of_the_trace(tmp_path):
-    assert traced(tmp_path, "2-3", range(4, 8)) == set()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_stops_in_between_keeps_the_trace_so_far(tmp_path):
-    profiler = Profiler(tmp_path, parse_steps("2-4"))
-    for step in profiler.annotated("rl", range(1, 8)):
-        if step == 3:
-            break
-    profiler.close()
-    assert steps_of(tmp_path) == {2, 3}
-
-
-def test_every_process_writes_a_file(tmp_path, monkeypatch):
+def test_every_process_traces_one_step(tmp_path, monkeypatch):
     for process in range(2):
         monkeypatch.setattr(hosts, "process_index", lambda process=process: process)
-        profiler = Profiler(tmp_path, parse_steps("1"))
-        assert list(profiler.annotated("rl", range(1, 3))) == [1, 2]
-    found = sorted(file.relative_to(tmp_path).parts[0] for file in tmp_path.rglob("*.xplane.pb"))
-    assert found == ["process-0", "process-1"]
+        home = open_home(tmp_path / f"run-{process}", profile=2)
+        with open_phase("rl", home, Steps(4, 4)) as saver:
+            assert list(saver.steps()) == [1, 2, 3, 4]
+        (file,) = tmp_path.rglob(f"profile/rl/process-{process}/**/*.xplane.pb")
+        found = [dict(event.stats) for event in events(file) if event.name == "rl"]
+        assert {stats["step_num"] for stats in found} == {2}
 
 
-@pytest.mark.parametrize("text", ["0", "5-3", "3-", "-3", "a", "3,4", "0-2", "3 - 4"])
-def test_what_names_no_steps_is_refused(small, text):
-    with pytest.raises(ValueError, match=r"^profile: .*; give a step or the first and the last"):
-        dataclasses.replace(small.small(), profile=text)
-
-
-def test_steps_that_no_phase_reaches_are_refused(small):
-    with pytest.raises(ValueError, match=r"^profile: '7-9'; .*align 3, sft 4, rl 6.*earlier"):
-        dataclasses.replace(small.small(), profile="7-9")
-    assert dataclasses.replace(small.small(), profile="6-9").profile == "6-9"
+@pytest.mark.parametrize("step", [-1, 7])
+def test_a_step_that_no_phase_reaches_is_refused(small, step):
+    with pytest.raises(ValueError, match=rf"^profile: {step}; .*'align': 3, 'sft': 4, 'rl': 6"):
+        dataclasses.replace(small.small(), profile=step)
 
 
 def test_what_is_traced_may_change_when_a_run_goes_on(small):
     run = small.small()
-    assert train.run.resolved(dataclasses.replace(run, profile="2")) == train.run.resolved(run)
+    assert train.run.resolved(dataclasses.replace(run, profile=2)) == train.run.resolved(run)

@@ -25,7 +25,6 @@ from paravt_jax.method.rewards import Rewards, RewardSettings, published_format
 from paravt_jax.method.scoring import Rules
 from paravt_jax.method.structure import Kind
 from paravt_jax.processes import hosts
-from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
 from tests.compiled_names import CompiledNames
 from tests.train.steps import road_learner, take_step, take_whole_step
@@ -36,8 +35,6 @@ from train.learn.rl_batch import LaidOut, lay_out
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import (
     Actor,
-    Rollouts,
-    ScoredGroup,
     begin,
     describe,
     draw_budgets,
@@ -112,13 +109,6 @@ def test_budgets_are_a_function_of_seed_and_step(road):
     assert draw_budgets(gated(road), 0, 3, 8)[:5] == draw_budgets(gated(road), 0, 3, 5), (
         "a budget does not depend on the number of prompts after it"
     )
-
-
-def test_budgets_are_drawn_evenly(road):
-    drawn = collections.Counter(
-        k for step in range(200) for k in draw_budgets(gated(road), 0, step, 8)
-    )
-    assert set(drawn) == {4, 8, 16, 32, 64} and min(drawn.values()) > 0.8 * 320
 
 
 def test_a_group_shares_its_budget_and_its_question(road, small):
@@ -230,25 +220,6 @@ def test_a_wrong_digest_is_counted(road, small, learner, start):
         learner, start, Liar(road), road.environment, road.data.questions[:2], seed=0
     )
     assert metrics["token_mismatches"] == 8
-
-
-def test_a_step_depends_on_seed_number_and_questions_only(road, small, learner, start):
-    other = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), start)
-    (one, first), (two, second) = (
-        take_step(
-            learner, state, small.Script(road), road.environment, road.data.questions[:2], seed=0
-        )
-        for state in (start, other)
-    )
-
-    def drop(metrics):
-        return {name: value for name, value in metrics.items() if not name.startswith("time/")}
-
-    assert drop(first) == drop(second)
-    assert all(
-        (np.asarray(a) == np.asarray(b)).all()
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
-    )
 
 
 def test_groups_with_an_unreadable_video_are_left_out_and_counted(road, small, learner, start):
@@ -366,18 +337,6 @@ def test_the_tool_gap_is_what_rollouts_with_calls_earn_more_at_each_budget(road,
                 assert figures[f"k{k}/{name}"] == pytest.approx(expected)
                 gaps += 1
     assert gaps
-
-
-def test_without_a_call_on_one_side_there_is_no_tool_gap(road, small):
-    """Neither 0 nor NaN, which averages over steps would take for a measurement."""
-    rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
-    pairs = [
-        pair
-        for pair in zip(rollouts.episodes, rollouts.rewards, strict=True)
-        if executed_calls(pair[0])
-    ]
-    figures = describe(Rollouts(tuple(ScoredGroup((e,), (r,)) for e, r in pairs)))
-    assert pairs and not [name for name in figures if "tool_gap" in name]
 
 
 def test_a_step_measures_the_tags_that_were_sampled(road, small, learner, start):
@@ -560,45 +519,6 @@ def test_the_gap_is_that_of_the_current_weights(road, small, shape):
     assert (every.current, none.current) == (1.0, 0.0)
     assert not np.asarray(none.grpo.current).any()
     assert lay_out(rollouts, *given).grpo.current is None
-
-
-def test_more_groups_than_a_step_has_are_refused(road, small):
-    rollouts = rolled_out(road, small.Script(road), road.data.questions[:3])
-    with pytest.raises(ValueError, match=r"batch\.groups: 3 of at most 2; raise rl\.prompts"):
-        laid_out(road, rollouts)
-
-
-@pytest.mark.slow
-def test_a_step_without_calls_trains_no_subagents(road, small, both, start):
-    class Direct(small.Script):
-        plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
-
-    _, metrics = take_step(
-        both, start, Direct(road), road.environment, road.data.questions[:2], seed=0
-    )
-    assert metrics["subagents/trained"] == metrics["subagents/left_out"] == metrics["calls"] == 0
-    assert np.isfinite(list(metrics.values())).all() and metrics["grad_norm"] > 0
-
-
-@pytest.mark.slow
-def test_subagents_change_the_update(road, small, both, start):
-    """Their tokens enter the batch's mean over tokens, so the update differs."""
-    state, metrics = take_step(
-        both, start, small.Script(road), road.environment, road.data.questions[:2], seed=0
-    )
-    alone = anchored_learner(road)
-    other, figures = take_step(
-        alone, alone.start, small.Script(road), road.environment, road.data.questions[:2], seed=0
-    )
-    assert (
-        metrics["subagents/trained"] > 0
-        and metrics["token_mismatches"] == 0
-        and metrics["loss"] != figures["loss"]
-    )
-    assert any(
-        (np.asarray(a) != np.asarray(b)).any()
-        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True)
-    )
 
 
 # --- micro-batches and old rollouts ---

@@ -6,13 +6,10 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import pathlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -22,7 +19,6 @@ from flax import nnx
 
 import train.export
 import train.run
-from benchmarks import killing
 from benchmarks.killing import kill_again_and_again
 from models.processor import Processor
 from models.qwen3_vl.dialect import DIALECT
@@ -39,8 +35,6 @@ from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics
 
-ROOT = pathlib.Path(__file__).parents[2]
-PROGRAM = pathlib.Path(__file__).with_name("small.py")
 RESULT_FIELDS = """
     name seed reward before control curve by_temperature after token_mismatches logprob_gap
     recompilations_after_warmup seconds goodput
@@ -256,20 +250,6 @@ def test_an_export_opens_with_its_processor(finished):
         processor([{"role": "user", "content": "Which?"}], tools=[{"type": "function"}])
 
 
-def test_a_run_of_another_format_is_not_exported(finished, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    config = json.loads((finished / "config.json").read_text())
-    del config["checksum"]
-    newer = config["format"] + 1
-    (run / "config.json").write_text(json.dumps(config | {"format": newer}))
-    capsys.readouterr()
-    assert exported(run, "rl", "latest", tmp_path / "new") == 1
-    message = capsys.readouterr().err
-    assert f"format {newer}" in message and message.count("\n") == 1
-    assert not (tmp_path / "new").exists()
-
-
 def test_an_impossible_export_gets_one_line(finished, tmp_path, capsys):
     there = tmp_path / "there"
     there.mkdir()
@@ -354,68 +334,6 @@ def test_a_mesh_with_too_many_devices_is_refused_before_any_data_is_made(small, 
     message = capsys.readouterr().err
     assert "mesh: 1 x 64 x 32 " in message and "2048 devices" in " ".join(message.split())
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_mistakes_on_the_command_line_touch_no_device(small):
-    """JAX has no device in this process, so touching one would fail."""
-    program = """
-import sys, small, train.run
-lines = [
-    "--config=smal",
-    "--config=small --rl.steps x",
-    "--config=small --rl.stepz 3",
-    "--config=small --sft.save-every 1.5",
-    "--config=small --max-left-out 2",
-]
-for line in lines:
-    try:
-        train.run.main(line.split())
-    except SystemExit as stop:
-        print("code", stop.code, file=sys.stderr)
-import jax
-try:
-    jax.devices()
-except RuntimeError:
-    print("no device", file=sys.stderr)
-"""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{PROGRAM.parent}",
-        "JAX_PLATFORMS": "absent",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.stderr.count("code 2") == 5 and "no device" in done.stderr, done.stderr
-    named = "Did you mean small?", "rl.steps", "rl.stepz", "sft.save-every", "max_left_out: 2"
-    for part in named:
-        assert part in done.stderr
-
-
-# --- compiled programs on disk ---
-
-
-@pytest.mark.slow
-def test_a_run_with_programs_from_disk_ends_with_the_same_weights(tmp_path):
-    variables = killing.environment(tmp_path) | {"XDG_CACHE_HOME": str(tmp_path)}
-    del variables["JAX_COMPILATION_CACHE_DIR"]
-    weights, programs = [], []
-    for name in ("compiled", "loaded"):
-        command = killing.command(tmp_path / name, killing.ONE_PROMPT)
-        subprocess.run(command, env=variables, check=True)
-        steps = read_metrics(tmp_path / name / "metrics.jsonl")
-        weights.append([step["weights/fingerprint"] for step in steps if step["phase"] == "rl"])
-        programs.append(
-            len(list((tmp_path / "paravt-jax" / "compiled").glob("jit_logprobs-*-cache")))
-        )
-    assert weights[0] == weights[1] and len(set(weights[0])) == 6
-    # Those of the reference, one per size of micro-batch.
-    assert programs[0] == programs[1] > 0
 
 
 # --- killed in the middle ---

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from train.durable.step_lines import StepLines, rows_line, step_line
+from train.durable.step_lines import StepLines, step_line
 
 SFT = {
     "phase": "sft",
@@ -94,9 +94,3 @@ def test_long_steps_have_a_line_each_with_the_time_left(capsys):
         "30 s left",
         "MFU 38.1 %",
     ]
-
-
-def test_the_sizes_of_packed_rows_have_a_line():
-    line = "PARA-GRPO: rows of 3,328, 1,664 and 896 tokens, compiled in 1 min 00 s"
-    assert rows_line("rl", (3328, 1664, 896), 60.2) == line
-    assert rows_line("rl", (896,), 5.0) == "PARA-GRPO: rows of 896 tokens, compiled in 5 s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 
 import jax
@@ -29,7 +28,7 @@ from train.durable.metrics import read_metrics
 from train.export import Export, export
 from train.learn.rl import rl_loss
 from train.learn.rollouts import Actor, begin, roll_out
-from train.learn.sft import SFTBatches, make_sft_updater, sft_loss, sft_step
+from train.learn.sft import SFTBatches, make_sft_updater, sft_loss
 from train.learn.weight_sync import WeightSync
 from train.run import execute
 
@@ -164,18 +163,6 @@ def test_what_the_sampler_sees_is_what_the_update_scores(thawed, learner, start)
     assert second["kl_reference"] > 1e-6
 
 
-@pytest.mark.slow
-def test_the_reference_sees_with_the_weights_that_rl_starts_from(thawed, small, learner, start):
-    """The text weights are those of the reference, so the whole distance comes from the tower."""
-    text, vision = split_vision(start.weights)
-    moved = jax.tree.map(lambda x: x + 0.02 * jnp.ones_like(x), vision)
-    state = dataclasses.replace(start, weights=merge_vision(text, moved))
-    questions = thawed.data.questions[:2]
-    script = small.Script(thawed)
-    _, metrics = take_step(learner, state, script, thawed.environment, questions)
-    assert metrics["kl_reference"] > 1e-6
-
-
 def test_a_number_of_the_tower_that_changes_on_its_way_is_noticed_in_that_step(
     thawed, small, learner, start, monkeypatch
 ):
@@ -279,21 +266,6 @@ def test_steps_of_rl_use_programs_that_were_compiled_ahead(thawed, small, start)
     assert not {"jit(encode_frames)", "jit(logprobs)", *UPDATE} & set(names), names
 
 
-@pytest.mark.slow
-def test_steps_of_the_cold_start_use_programs_that_were_compiled_ahead(thawed):
-    features = fresh_features(thawed, thawed.environment.features.trained)
-    environment = dataclasses.replace(thawed.environment, features=features)
-    settings = thawed.run.sft
-    batches = SFTBatches(settings, thawed.data, None, 0, environment, make_mesh(1, 1, 1))
-    updater = make_sft_updater(skeleton_of(thawed), thawed.fresh(), settings, batches.shape)
-    state = updater.start
-    compile_ahead(batches.lowerings(updater, state))
-    names = CompiledNames()
-    for left in (1, 0):
-        state, _, _ = sft_step(updater, state, batches, 0, left)
-    assert not {"jit(encode_frames)", *UPDATE} & set(names), names
-
-
 # --- runs ---
 
 
@@ -344,21 +316,6 @@ def test_a_stopped_run_ends_bit_for_bit_like_an_uninterrupted_one(small, finishe
     assert ours == theirs
     written = [(each / "model" / "model.safetensors").read_bytes() for each in (folder, whole)]
     assert written[0] == written[1]
-
-
-@pytest.mark.slow
-def test_checkpoints_hold_what_is_trained(finished):
-    part, folder = finished
-    for phase in ("sft", "rl"):
-        meta = folder / "checkpoints" / phase / "2" / "meta" / "metadata"
-        record = json.loads(meta.read_text())
-        seen = {name.split(".")[1] for name in record["leaves"] if name.startswith("vision.")}
-        if part == "merger":
-            assert seen == {"merger", "deepstack"}
-            assert len(record["identity"]["base"]) == 8
-        else:
-            assert seen == {"patch", "positions", "blocks", "merger", "deepstack"}
-            assert "base" not in record["identity"]
 
 
 @pytest.mark.slow

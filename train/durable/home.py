@@ -25,8 +25,8 @@ class Home:
     interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
     keep_checkpoints: int = 2
     """Number of newest checkpoints that each phase keeps."""
-    profile: range = range(0)
-    """Steps of each phase to trace."""
+    profile: int = 0
+    """Step of each phase to trace; 0: none."""
     check: Callable[[], None] = lambda: None
     """Called before each save, in every process; an exception from it prevents the save."""
     report: Callable[[], None] = lambda: None

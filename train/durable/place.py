@@ -23,7 +23,7 @@ from typing import Any
 from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
 from paravt_jax.processes import cluster, hosts
 from train.durable import run_directory
-from train.durable.bucket import BucketFiles, copy_checkpoint, named_errors
+from train.durable.bucket import BucketFiles, copy_checkpoint
 from train.durable.interrupts import Stopped
 from train.durable.lease import Lease
 from train.durable.run_directory import RunDirectory, lock_run
@@ -67,9 +67,8 @@ class Place:
         return BucketFiles(self.shown, self.folder)
 
     def require_usable(self, config: dict[str, Any]) -> bool:
-        """See `train.durable.run_directory.require_usable`. Changes nothing."""
-        with named_errors(self.shown):
-            return run_directory.require_usable(self.programs, config)
+        """See `train.durable.run_directory.require_usable`."""
+        return run_directory.require_usable(self.programs, config)
 
     def claim(self, config: dict[str, Any], start: str, stack: contextlib.ExitStack) -> None:
         """Lock the run until `stack` closes. Only the first process calls it.
@@ -132,7 +131,7 @@ class Place:
 
         Folders and checkpoints that are already there stay.
         """
-        require_cold_start(start, config)
+        run_directory.require_cold_start(start, config)
         folders = run_directory.cold_start_folders(config)
         missing = tuple(name for name in folders if not (self.folder / name).exists())
         with small_files(start, lambda name: name.startswith(missing)) as source:
@@ -143,12 +142,6 @@ class Place:
                 copy_checkpoint(f"{start.rstrip('/')}/{name}", f"{self.shown}/{name}")
             else:
                 _copy_folder(pathlib.Path(start) / name, self.folder / name, _link_or_copy)
-
-
-def require_cold_start(start: str, config: dict[str, Any]) -> None:
-    """See `train.durable.run_directory.require_cold_start`; `start` may be in a bucket."""
-    with named_errors(start):
-        run_directory.require_cold_start(any_path(start), config)
 
 
 def _is_read(name: str) -> bool:

@@ -8,11 +8,11 @@ from typing import Any, NotRequired, TextIO
 
 from typing_extensions import TypedDict
 
-from paravt_jax.data.any_path import AnyPath
+from paravt_jax.data.any_path import AnyPath, any_path
 from paravt_jax.data.stored_json import DamagedFileError, parse_checked_json, write_checked_json
 from paravt_jax.data.stored_settings import as_json, holder_of, lock, require_same
 from paravt_jax.processes.exit_codes import UserError
-from train.durable.bucket import is_complete
+from train.durable.bucket import is_complete, named_errors
 
 _LOCK = ".lock"
 _CONFIG = "config.json"
@@ -94,7 +94,8 @@ def require_usable(path: AnyPath, config: dict[str, Any]) -> bool:
     """
     if isinstance(path, pathlib.Path):
         _require_writable(path)
-    return path.exists() and _is_continued(path, as_json(config, "the run's configuration"))
+    with named_errors(str(path)):
+        return path.exists() and _is_continued(path, as_json(config, "the run's configuration"))
 
 
 def _require_writable(path: pathlib.Path) -> None:
@@ -219,32 +220,34 @@ _ROLLOUT_FIELDS = (
 )
 
 
-def require_cold_start(source: AnyPath, config: dict[str, Any]) -> None:
+def require_cold_start(start: str, config: dict[str, Any]) -> None:
     """Raise RunDirectoryError unless a run has a finished cold start of the same settings.
 
     Args:
-        source: Directory of the other run, or its address in a bucket.
+        start: Directory of the other run, or its address in a bucket.
         config: This run's settings.
     """
+    source = any_path(start)
     folders = ("checkpoints/sft", *cold_start_folders(config))
-    missing = [name for name in (_CONFIG, *folders) if not (source / name).exists()]
-    if missing:
-        raise RunDirectoryError(
-            f"--start {source} is not a run with a cold start: {', '.join(missing)} missing."
-        )
-    require_same(
-        f"--start {source} holds a cold start of other settings",
-        cold_start_identity(read_config(source, "--start")),
-        cold_start_identity(as_json(config, "the run's configuration")),
-        "Name another --start, or use its settings.",
-        RunDirectoryError,
-    )
-    for name in cold_start_checkpoints(config):
-        if not is_complete(source / name):
+    with named_errors(start):
+        missing = [name for name in (_CONFIG, *folders) if not (source / name).exists()]
+        if missing:
             raise RunDirectoryError(
-                f"--start {source}: {name}, the last step of its cold start, is missing; resume "
-                "that run first."
+                f"--start {start} is not a run with a cold start: {', '.join(missing)} missing."
             )
+        require_same(
+            f"--start {start} holds a cold start of other settings",
+            cold_start_identity(read_config(source, "--start")),
+            cold_start_identity(as_json(config, "the run's configuration")),
+            "Name another --start, or use its settings.",
+            RunDirectoryError,
+        )
+        for name in cold_start_checkpoints(config):
+            if not is_complete(source / name):
+                raise RunDirectoryError(
+                    f"--start {start}: {name}, the last step of its cold start, is missing; resume "
+                    "that run first."
+                )
 
 
 def cold_start_folders(config: dict[str, Any]) -> tuple[str, ...]:

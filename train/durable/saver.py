@@ -13,6 +13,7 @@ lines up to its step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,6 @@ from train.durable.finite import not_finite
 from train.durable.home import Home
 from train.durable.interrupts import Stopped
 from train.durable.metrics import PHASE_TITLES, PHASES, read_metrics
-from train.durable.profile import Profiler
 from train.durable.run_directory import RunDirectoryError, cold_start_identity, identity
 from train.durable.step_lines import StepLines, say
 from train.durable.stored_records import pack, unpack
@@ -106,7 +106,7 @@ class Saver:
         self._checkpoints = checkpoints
         self._meta = meta
         self._form = form
-        self._profiler = Profiler(home.folder / "profile" / name, home.profile)
+        self._trace = contextlib.ExitStack()
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
         self.finished_steps: int = hosts.gather(checkpoints.latest())[0] or 0
@@ -122,7 +122,7 @@ class Saver:
             # Other processes may have no part in a save any more, which would then never complete.
             return
         self._checkpoints.close()
-        self._profiler.close()
+        self._trace.close()
 
     @property
     def left(self) -> range:
@@ -130,10 +130,24 @@ class Saver:
         return range(self.finished_steps + 1, self._settings.steps + 1)
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps of `left`, of which the profiler traces some. Each ends with `done`."""
-        for step in self._profiler.annotated(self.name, self.left):
+        """Yield the steps of `left`, of which one is traced (`Run.profile`). Each ends with `done`.
+
+        Every process writes its trace into RUN/profile/PHASE/process-N.
+        """
+        for step in self.left:
+            if step == self._home.profile:
+                folder = self._home.folder / "profile" / self.name
+                options = jax.profiler.ProfileOptions()
+                # Calls of Python functions would be most of the events, and slow the step down.
+                options.python_tracer_level = 0
+                trace = jax.profiler.trace(
+                    folder / f"process-{hosts.process_index()}", profiler_options=options
+                )
+                self._trace.enter_context(trace)
             self._home.usage.reset()
-            yield step
+            with jax.profiler.StepTraceAnnotation(self.name, step_num=step):
+                yield step
+            self._trace.close()
 
     def restore(self, start: T) -> tuple[T, Any]:
         """Restore the newest checkpoint. Call it once, before the first step.

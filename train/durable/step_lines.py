@@ -8,9 +8,7 @@ A terminal and a log file get the same plain lines.
 
 from __future__ import annotations
 
-import collections
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from train.durable.metrics import PHASE_TITLES, format_seconds
@@ -19,9 +17,6 @@ Row = dict[str, Any]
 
 EVERY = 1.0
 """Seconds between two lines at least, so that logs of short steps stay readable."""
-
-RECENT = 20
-"""Steps whose mean is the expected time of the next ones."""
 
 _FIGURES = {
     "reward/total": "reward {:.2f}",
@@ -62,19 +57,6 @@ def step_line(row: Row, steps: int, left: str) -> str:
     return " · ".join(parts)
 
 
-def rows_line(phase: str, lengths: Sequence[int], seconds: float) -> str:
-    """Return the line after a phase has compiled its programs for packed rows.
-
-    Args:
-        phase: Name of the phase.
-        lengths: Lengths of the rows, in tokens.
-        seconds: Time that compiling took.
-    """
-    *others, last = [f"{length:,}" for length in lengths]
-    listed = f"{', '.join(others)} and {last}" if others else last
-    return f"{PHASE_TITLES[phase]}: rows of {listed} tokens, compiled in {format_seconds(seconds)}"
-
-
 class StepLines:
     """The lines of one phase in one process.
 
@@ -84,29 +66,22 @@ class StepLines:
 
     def __init__(self, steps: int):
         self._steps = steps
-        # Unix times at which the last steps ended.
-        self._ends: collections.deque[float] = collections.deque(maxlen=RECENT + 1)
+        # The first step of a process compiles, so only those after it tell how long a step takes,
+        # with saves and evaluations between.
+        self._first: Row | None = None
         self._printed = 0.0
 
     def add(self, row: Row) -> None:
         """Print the line of the step with this line of metrics.jsonl, if one is due."""
-        self._ends.append(row["wall"])
-        left = self._steps - row["step"]
+        first = self._first = self._first or row
+        left, done = self._steps - row["step"], row["step"] - first["step"]
         if left and row["wall"] - self._printed < EVERY:
             return
         self._printed = row["wall"]
-        say(step_line(row, self._steps, self._time_left(left)))
-
-    def _time_left(self, steps: int) -> str:
-        """Return the time left in words; "" if nothing is left, or nothing tells it yet.
-
-        A step takes from its end to the end of the next one, with saves and evaluations between.
-        The first step of a process compiles, so it does not count.
-        """
-        if not steps or len(self._ends) < 2:
-            return ""
-        usual = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return f"{format_seconds(max(0.0, steps * usual))} left"
+        text = ""
+        if left and done:
+            text = f"{format_seconds(left * (row['wall'] - first['wall']) / done)} left"
+        say(step_line(row, self._steps, text))
 
 
 def step_seconds(row: Row) -> float:

@@ -7,7 +7,7 @@ waiting for files and other hosts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,54 +41,6 @@ class Compilations:
             self.seconds += duration_secs
 
 
-class Waiting:
-    """Seconds of a step in which hosts waited, by what they waited for.
-
-    - `files`: nothing to sample while files were read;
-    - `hosts`: for other hosts, for example for their last rollouts;
-    - `tail`: decoding while rows were empty, by their share of the most that were busy in the step;
-    - `compile`: compilation.
-    """
-
-    def __init__(self, engine: Engine, features: FrameFeatures, compilations: Compilations):
-        self._engine = engine
-        self._features = features
-        self._compilations = compilations
-        self.reset()
-
-    def reset(self) -> None:
-        """Count from now on: a step begins."""
-        self._before = self._seconds()
-        self._compiled = self._compilations.count
-
-    def metrics(self, warm: bool) -> dict[str, float]:
-        """Return means over hosts, and the most of any host if there are several.
-
-        All hosts call this.
-
-        Args:
-            warm: Whether a program that was compiled in this step counts as `recompilations`.
-        """
-        own = {name: end - self._before[name] for name, end in self._seconds().items()}
-        everyone = hosts.gather(own)
-        compiled = self._compilations.count - self._compiled
-        found = {"recompilations": float(compiled if warm else 0)}
-        for name in own:
-            seconds = [host[name] for host in everyone]
-            found[f"idle/{name}"] = sum(seconds) / len(seconds)
-            if len(seconds) > 1:
-                found[f"idle/{name}_max"] = max(seconds)
-        return found
-
-    def _seconds(self) -> dict[str, float]:
-        return {
-            "files": self._features.waited,
-            "hosts": hosts.seconds_waited(),
-            "tail": self._engine.counts.tail_seconds,
-            "compile": self._compilations.seconds,
-        }
-
-
 class Usage:
     """The metrics of a step that are measured alike in every phase."""
 
@@ -96,26 +48,39 @@ class Usage:
     """Steps of a process in which programs may still compile."""
 
     def __init__(self) -> None:
-        self._compilations = Compilations()
-        self._programs = 0
-        self._compiled = 0.0
-        self._waiting: Waiting | None = None
-        self._steps = 0
+        self.compilations = Compilations()
         self._trained: tuple[ModelConfig, int] | None = None
+        # Counters of the seconds in which this host waited, by what it waited for.
+        self._waited: dict[str, Callable[[], float]] = {}
+        self._warm_up = self.WARM_UP
+        self._ended = (0, 0.0)
+        self.reset()
 
     def trains(self, config: ModelConfig, devices: int) -> None:
         """Measure from now on the speed of updates of a model on a number of devices."""
         self._trained = (config, devices)
 
     def watch(self, engine: Engine, features: FrameFeatures) -> None:
-        """Measure from now on where steps wait, and what compiles after the first ones."""
-        self._waiting = Waiting(engine, features, self._compilations)
-        self._steps = 0
+        """Measure from now on where steps wait, and what compiles after the first ones.
+
+        - `files`: nothing to sample while files were read;
+        - `hosts`: for other hosts, for example for their last rollouts;
+        - `tail`: decoding while rows were empty, by their share of the most that were busy;
+        - `compile`: compilation.
+        """
+        self._waited = {
+            "files": lambda: features.waited,
+            "hosts": hosts.seconds_waited,
+            "tail": lambda: engine.counts.tail_seconds,
+            "compile": lambda: self.compilations.seconds,
+        }
+        self._warm_up = self.WARM_UP
+        self.reset()
 
     def reset(self) -> None:
         """Count from now on: a step begins. An evaluation since the last one is not part of it."""
-        if self._waiting is not None:
-            self._waiting.reset()
+        self._before = {name: seconds() for name, seconds in self._waited.items()}
+        self._compiled = self.compilations.count
 
     def metrics(
         self, figures: Mapping[str, float], lengths: Sequence[GroupLengths] = ()
@@ -131,17 +96,30 @@ class Usage:
             config, devices = self._trained
             seconds = figures.get("time/update", figures.get("time/step", math.inf))
             measured |= speeds(lengths, config, seconds, devices)
-        if self._waiting is not None:
-            self._steps += 1
-            measured |= self._waiting.metrics(warm=self._steps > self.WARM_UP)
-        compiled = self._compilations.seconds - self._compiled
-        programs = self._compilations.count - self._programs
-        self._compiled, self._programs = self._compilations.seconds, self._compilations.count
+        if self._waited:
+            measured |= self._idle()
+            self._warm_up -= 1
+            if self._warm_up < 0:
+                measured["recompilations"] = float(self.compilations.count - self._compiled)
+        before, self._ended = self._ended, (self.compilations.count, self.compilations.seconds)
+        programs, compiled = (end - start for end, start in zip(self._ended, before, strict=True))
         return measured | {
             "compile/seconds": compiled,
             "compile/programs": float(programs),
             "goodput/seconds": counted_seconds({**figures, **measured}, compiled),
         }
+
+    def _idle(self) -> dict[str, float]:
+        """Return means over hosts, and the most of any host if there are several."""
+        own = {name: seconds() - self._before[name] for name, seconds in self._waited.items()}
+        found = {"recompilations": 0.0}
+        everyone = hosts.gather(own)
+        for name in own:
+            seconds = [host[name] for host in everyone]
+            found[f"idle/{name}"] = sum(seconds) / len(seconds)
+            if len(seconds) > 1:
+                found[f"idle/{name}_max"] = max(seconds)
+        return found
 
 
 def counted_seconds(figures: Mapping[str, float], compiled: float) -> float:
