@@ -165,21 +165,40 @@ def test_own_questions_reach_training_as_docs_data_says(run_page):
     assert large.data.media == laptop.data.media == "videos"
 
 
-def test_own_questions_and_an_entry_of_a_benchmark_work_as_docs_evaluation_says(
-    run_page, workspace
-):
+def test_own_questions_are_evaluated_as_docs_evaluation_says(run_page, workspace):
     names, _ = run_page("docs/evaluation.md")
     assert names["summary"]["n"] == 1
     assert (workspace / "evaluations/goal/summary.json").is_file()
-    assert names["figures"]["n"] == len(names["questions"]) == 3
-    row = {"qid": 1, "video_uid": "v", "question": "Who?", "choices": ["a", "b"]}
-    item = names["CGBENCH"].read(row | {"right_answer": "B"})
-    assert (item.question.video, item.question.answer) == ("cg_videos_720p/v.mp4", "B")
+
+
+def anchors(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", PAGES[page], re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_no_page_has_a_place_for_a_figure_that_is_still_to_be_measured(page):
-    assert not re.findall(r"^RESULT_\w+$", PAGES[page], re.MULTILINE)
+def test_links_lead_to_files_and_headings(page):
+    folder = (ROOT / page).parent
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (folder / path).resolve() if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(str(target.relative_to(ROOT))), link
+
+
+def test_source_files_that_the_pages_name_exist():
+    tops = "paravt_jax|models|rollout|train|configs|paravt_extras|examples|benchmarks|tests"
+    for page, text in PAGES.items():
+        named = re.findall(rf"`((?:{tops})/[\w/.-]+)`", text)
+        assert not [path for path in named if not (ROOT / path).exists()], page
+
+
+def test_the_pages_stay_short():
+    assert sum(len(text.split()) for text in PAGES.values()) <= 20_000
+    assert PAGES["README.md"].count("\n") <= 120
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)])
