@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import require
 from models.qwen2_5_vl.config import Qwen25VLConfig, Qwen25VLVisionConfig
 from models.weights.hf_config import (
     ids_of,
@@ -39,12 +38,6 @@ def from_hf(content: Mapping[str, Any]) -> Qwen25VLConfig:
     vision = content.get("vision_config", {})
     parts = {"text_config": text, "vision_config": vision}
     require_supported(parts, {"text_config": _TEXT, "vision_config": _VISION}, TITLE)
-    layers = set(text.get("layer_types") or ())
-    require(
-        layers <= {"full_attention"},
-        f"text_config.layer_types: {', '.join(sorted(layers))}; only full_attention is supported; "
-        f"give a {TITLE} config.json",
-    )
     # transformers takes it from either place.
     tied = content.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
     if "hidden_size" in text and "num_attention_heads" in text:

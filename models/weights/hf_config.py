@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from models.config import ModelConfig, TextConfig, require
+from models.config import LAYER_KINDS, ModelConfig, TextConfig, require
 from models.family import FAMILIES, family, family_of
 from paravt_jax.data import foreign
 
@@ -163,12 +163,13 @@ def read_text(
         f"text_config.mrope_interleaved = {_shown(interleaved)}: only "
         f"{fixed['mrope_interleaved']} is supported; give a {title} config.json",
     )
-    return read_fields(
-        TextConfig,
-        "text_config",
-        {**defaults, **text, **rope, **fixed, "tie_word_embeddings": tied},
-        title,
-    )
+    # The file has an entry per layer, or none.
+    kinds = text.get("layer_types") or list(LAYER_KINDS)
+    if isinstance(kinds, list) and kinds == kinds[:1] * len(kinds):
+        kinds = kinds[:1]
+    more = {"tie_word_embeddings": tied, "layer_types": kinds}
+    content = {**defaults, **text, **rope, **fixed, **more}
+    return read_fields(TextConfig, "text_config", content, title)
 
 
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,6 +228,9 @@ def _checked(place: str, value: Any, kind: str) -> Any:
         "bool": type(value) is bool,
         "str": isinstance(value, str),
     }
+    if kind == "tuple[str, ...]":
+        listed = isinstance(value, list | tuple)
+        expected[kind] = listed and all(isinstance(entry, str) for entry in value)
     if kind.startswith("tuple[int"):
         listed = isinstance(value, list | tuple) and all(_is_size(entry) for entry in value)
         # "tuple[int, int, int]" names its length, and "tuple[int, ...]" has any.
@@ -296,6 +300,7 @@ def text_to_hf(config: TextConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
         "attention_bias",
         "mrope_interleaved",
         "experts",
+        "layer_types",
     ):
         del text[name]
     section = {"mrope_section": list(text.pop("mrope_section"))}

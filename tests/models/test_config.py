@@ -25,6 +25,9 @@ def test_a_written_configuration_is_read_back_from_the_fields_of_either_generati
     new = json.loads(written)
     del new["text_config"]["rope_scaling"], new["text_config"]["rope_theta"]
     assert from_hf(old) == from_hf(new) == config
+    # transformers may write the kind of every layer.
+    new["text_config"]["layer_types"] = ["full_attention"] * config.text.num_hidden_layers
+    assert from_hf(new) == config
 
 
 def test_the_length_of_the_context_is_kept():
@@ -57,6 +60,12 @@ def test_another_model_or_size_is_refused():
             "rope_parameters",
             {"rope_type": "yarn", "rope_theta": 1e4},
             "text_config.rope_parameters.rope_type = 'yarn'",
+        ),
+        (
+            "text_config",
+            "layer_types",
+            ["linear_attention", "full_attention", "full_attention"],
+            r"text.layer_types = \('linear_attention', .*a pattern of full_attention",
         ),
         # Beside rope_parameters, which say default.
         (
