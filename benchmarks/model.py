@@ -35,9 +35,9 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from models.attention import DenseCache
-from models.config import ModelConfig
+from models.config import ModelConfig, VisionConfig
 from models.family import family
-from models.flops import flops_per_token, vision_flops
+from models.flops import flops_per_token
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.rope import mrope_positions, visual_index
@@ -176,6 +176,22 @@ def _text(rng: np.random.Generator, case: Case, length: int) -> Int[np.ndarray, 
     """Random ids below the special tokens."""
     special = min(case.config.image_token_id, case.config.vision_start_token_id)
     return rng.integers(0, min(special, case.config.text.vocab_size), length).astype(np.int32)
+
+
+def vision_flops(config: VisionConfig, patches: int) -> float:
+    """Forward FLOPs of the vision tower for one frame of `patches` patches.
+
+    Attention within windows is computed, and counted, like that within whole frames.
+    """
+    c = config
+    d = c.hidden_size
+    joined = c.spatial_merge_size**2
+    # Products per patch. A patch attends to all patches of its frame: q k^T and the weighted sum of
+    # v take d products per pair.
+    block = 4 * d**2 + c.mlp_matrices * d * c.intermediate_size + 2 * patches * d
+    # A merger joins several patches into one vector. These are the products per patch.
+    merger = d * (joined * d + c.out_hidden_size)
+    return 2.0 * patches * (c.patch_dim * d + c.depth * block + (1 + c.levels) * merger)
 
 
 def flops(case: Case) -> dict[str, float]:

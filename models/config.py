@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -217,3 +218,12 @@ class ModelConfig:
             f"vision: {vision.levels} DeepStack levels need a text layer each; "
             f"tap at most {text.num_hidden_layers} layers",
         )
+
+    def require_ids(self, ids: Mapping[str, int | None], place: str = "") -> None:
+        """Raises ValueError if a tokenizer has other ids, given by the names of their fields."""
+        for field, known in ids.items():
+            own = getattr(self, field)
+            require(
+                known == own,
+                f"{place}config.{field} = {own}: {known} in the tokenizer; take both of one folder",
+            )

@@ -1,8 +1,8 @@
-"""Floating-point operations of both towers. Only matrix products are counted."""
+"""Floating-point operations of the decoder. Only matrix products are counted."""
 
 from __future__ import annotations
 
-from models.config import ModelConfig, VisionConfig
+from models.config import ModelConfig
 
 
 def flops_per_token(config: ModelConfig, context: float) -> float:
@@ -34,19 +34,3 @@ def forward_flops(config: ModelConfig, tokens: float, with_logits: float, pairs:
     layers = flops_per_token(config, 0.0) - head
     pair = flops_per_token(config, 1.0) - flops_per_token(config, 0.0)
     return tokens * layers + with_logits * head + pairs * pair
-
-
-def vision_flops(config: VisionConfig, patches: int) -> float:
-    """Forward FLOPs of the vision tower for one frame of `patches` patches.
-
-    Attention within windows is computed, and counted, like that within whole frames.
-    """
-    c = config
-    d = c.hidden_size
-    joined = c.spatial_merge_size**2
-    # Products per patch. A patch attends to all patches of its frame: q k^T and the weighted sum of
-    # v take d products per pair.
-    block = 4 * d**2 + c.mlp_matrices * d * c.intermediate_size + 2 * patches * d
-    # A merger joins several patches into one vector. These are the products per patch.
-    merger = d * (joined * d + c.out_hidden_size)
-    return 2.0 * patches * (c.patch_dim * d + c.depth * block + (1 + c.levels) * merger)

@@ -97,15 +97,9 @@ class Processor:
     video_limits: tuple[int, int]
 
     def __post_init__(self):
-        for name in ("image", "video", "vision_start", "vision_end"):
-            text = getattr(self._marks, name)
-            known = self.tokenizer.convert_tokens_to_ids(text)
-            expected = getattr(self.config, f"{name}_token_id")
-            if known != expected:
-                raise ValueError(
-                    f"config.{name}_token_id = {expected}: {text} is {known} in the tokenizer; "
-                    "take both from one folder"
-                )
+        known = self.tokenizer.convert_tokens_to_ids
+        marks = self._marks.visual.items()
+        self.config.require_ids({field: known(mark) for field, mark in marks})
 
     @classmethod
     def load(cls, source: str | os.PathLike, config: ModelConfig) -> Processor:

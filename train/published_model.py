@@ -96,15 +96,7 @@ def check_vocabulary(config: ModelConfig, vocabulary: Vocabulary, path: str) -> 
             f"only {config.text.vocab_size}; "
             "tokenizer.json belongs to another model: download it again"
         )
-    for field, tokenizer_id in vocabulary.visual_ids.items():
-        model_id = getattr(config, field)
-        if model_id != tokenizer_id:
-            token = vocabulary.decode([tokenizer_id])
-            raise ValueError(
-                f"model.path: {path} has id {tokenizer_id} for {token} in its tokenizer, but "
-                f"{model_id} in its config.json; "
-                "one of them belongs to another model: download both again"
-            )
+    config.require_ids(vocabulary.visual_ids, f"model.path: {path}, ")
 
 
 def fingerprint(path: str) -> str:

@@ -56,6 +56,12 @@ class Dialect:
         return f"{self.start}{role}\n"
 
     @property
+    def visual(self) -> dict[str, str]:
+        """The marks and placeholders of frames, by their fields of a `ModelConfig`."""
+        marks = ("image", "video", "vision_start", "vision_end")
+        return {f"{mark}_token_id": getattr(self, mark) for mark in marks}
+
+    @property
     def to_assistant(self) -> str:
         """The end of a turn, and the beginning of the assistant's."""
         return f"{self.end}\n{self.open('assistant')}"
@@ -69,11 +75,6 @@ def byte_characters() -> tuple[str, ...]:
     others = (byte for byte in range(256) if byte not in printable)
     moved = {byte: chr(256 + n) for n, byte in enumerate(others)}
     return tuple(moved.get(byte, chr(byte)) for byte in range(256))
-
-
-@functools.cache
-def _character_bytes() -> dict[str, int]:
-    return {character: byte for byte, character in enumerate(byte_characters())}
 
 
 def load(path: str | os.PathLike, dialect: Dialect) -> Vocabulary:
@@ -122,7 +123,7 @@ class Vocabulary:
 
     def _bytes_by_id(self) -> tuple[bytes, ...]:
         added = self.tokenizer.get_added_tokens_decoder()
-        characters = _character_bytes()
+        characters = {character: byte for byte, character in enumerate(byte_characters())}
         table = [b""] * self.size
         for text, id in self._ids.items():
             # Added tokens are stored as plain text, others as GPT-2's printable characters.
@@ -145,9 +146,8 @@ class Vocabulary:
 
     @property
     def visual_ids(self) -> dict[str, int]:
-        """Ids of the marks and placeholders of frames, by their fields of a `ModelConfig`."""
-        marks = ("image", "video", "vision_start", "vision_end")
-        return {f"{mark}_token_id": self[getattr(self.dialect, mark)] for mark in marks}
+        """Ids of `Dialect.visual`."""
+        return {field: self[mark] for field, mark in self.dialect.visual.items()}
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:

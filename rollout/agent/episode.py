@@ -15,12 +15,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int32
 
 from models.features import FrameFeatures, ShownFrames
+from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.parsing import extract_answer, parse_calls
 from paravt_jax.method.protocol import VIDEO_NAME, Protocol
@@ -93,26 +94,15 @@ class EpisodeSettings:
     """Time limit of a sub-agent, from when its frames have been read."""
 
     def __post_init__(self):
-        fewest = 0 if self.dispatch == "none" else 1
-        if not isinstance(self.frames, int) or self.frames < fewest:
-            raise ValueError(
-                f"frames = {self.frames}: a whole number of at least 1; "
-                "give for instance 64 (0 is a blind run and needs dispatch 'none')"
-            )
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(
-                f"temperature = {self.temperature}: a finite number of at least 0; "
-                "give 0 for greedy decoding"
-            )
+        require_choices("episode", self)
+        require_at_least("episode", self, 0 if self.dispatch == "none" else 1, "frames")
+        require_at_least("episode", self, 0, "temperature")
         for name in ("seconds", "report_seconds"):
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(
-                    f"{name} = {value}: seconds above 0; leave it out for no time limit"
+                    f"episode.{name}: {value}; give seconds above 0, or nothing for no time limit"
                 )
-        if self.dispatch not in get_args(Dispatch):
-            choices = ", ".join(get_args(Dispatch))
-            raise ValueError(f"dispatch = {self.dispatch!r}: unknown; choose one of {choices}")
 
 
 @dataclasses.dataclass(frozen=True)

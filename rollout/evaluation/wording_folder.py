@@ -107,7 +107,7 @@ def _check(file: pathlib.Path, text: str, dialect: Dialect) -> None:
             f"{file}: {{{unknown[0]}}} is no placeholder of this text, which may have {allowed}; "
             "correct its name, or leave it out"
         )
-    for special in (dialect.image, dialect.video, dialect.vision_start, dialect.vision_end):
+    for special in dialect.visual.values():
         if special in text:
             raise ValueError(
                 f"{file}: has {special}, which stands for a frame; leave it out, the protocol "

@@ -143,7 +143,7 @@ def test_a_blind_episode_has_no_frames(perform, small_questions, small_vocabular
 
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential", "frames"])
 def test_a_blind_episode_needs_dispatch_none(dispatch):
-    with pytest.raises(ValueError, match="frames = 0"):
+    with pytest.raises(ValueError, match="episode.frames: 0"):
         EpisodeSettings(0, 0.7, dispatch)
 
 

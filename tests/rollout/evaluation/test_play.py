@@ -246,6 +246,6 @@ def test_each_budget_measures_format_on_questions_of_its_own(small_questions):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("field", "value"), [("questions", 2), ("format_temperatures", (-0.1,))])
 def test_impossible_measurements_of_format_are_refused(field, value):
-    with pytest.raises(ValueError, match=r"evaluation.questions: 2|temperature = -0.1"):
+    with pytest.raises(ValueError, match=r"evaluation.questions: 2|episode.temperature: -0.1"):
         fields: dict[str, Any] = {"format_temperatures": (0.0,)} | {field: value}
         EvaluationSettings(**fields)
