@@ -47,7 +47,7 @@ def compile_ahead(lowerings: Iterable[Lowering], shown: bool = True) -> None:
 
 
 def compile_threads() -> int:
-    """How many programs to compile at a time.
+    """Return how many programs to compile at a time.
 
     One per core, as far as half of the host's memory suffices. The other half is for weights,
     frames and the compiled programs.

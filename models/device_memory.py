@@ -16,7 +16,7 @@ MEMORY_LIMITS = tuple(
 
 
 def host_memory() -> float:
-    """Bytes of memory that the processes of this host may use."""
+    """Return the bytes of memory that the processes of this host may use."""
     limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     # A container may have less than the machine.
     for file in MEMORY_LIMITS:
@@ -26,7 +26,8 @@ def host_memory() -> float:
 
 
 def reported_memory(device: Any) -> float | None:
-    """Bytes that programs may use on a device, as JAX reports them; None if it does not."""
+    """Return the bytes that programs may use on a device, as JAX reports them; None if it does
+    not."""
     if device.platform == "cpu":
         # The devices of a CPU share the memory of their host.
         return host_memory() / jax.local_device_count()
@@ -38,7 +39,8 @@ def reported_memory(device: Any) -> float | None:
 
 
 def used_memory(devices: Sequence[Any]) -> list[tuple[int, int]]:
-    """Bytes in use now, and at most since the process began, of each device that counts them.
+    """Return the bytes in use now, and at most since the process began, of each device that counts
+    them.
 
     The devices of a CPU do not.
     """

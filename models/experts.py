@@ -47,7 +47,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "b t d"]
     ) -> tuple[Float[Array, "b t d"], UInt8[Array, "b t"]]:
-        """The output of one layer, and the mark of each token's route."""
+        """Return the output of one layer, and the mark of each token's route."""
         router = self.router[...]
         # Rounded before they are gathered.
         gate_up, down = (weight[...].astype(x.dtype) for weight in (self.gate_up, self.down))
@@ -75,7 +75,7 @@ class Experts(nnx.Module):
 def _route(
     rows: Float[Array, "n d"], router: Float[Array, "d e"], per_token: int
 ) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
-    """The experts of each token, likeliest first, and their shares, which add up to 1."""
+    """Return the experts of each token, likeliest first, and their shares, which add up to 1."""
     logits = checkpoint_name(product(rows, router), PRODUCT)
     scores = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     shares, chosen = jax.lax.top_k(scores, per_token)
@@ -83,7 +83,7 @@ def _route(
 
 
 def _marks(chosen: Int[Array, "n k"], count: int) -> UInt8[Array, " n"]:
-    """The mark of each token's route, among `count` experts."""
+    """Return the mark of each token's route, among `count` experts."""
     # A sum does not depend on the order of experts. Numbers of experts have too many equal sums.
     of_expert = np.random.default_rng(0).permutation(max(256, count))[:count].astype(np.uint8)
     return jnp.asarray(of_expert)[chosen].sum(axis=-1, dtype=jnp.uint8)
@@ -97,7 +97,8 @@ def _mixture(
     per_token: int,
     first_expert: int | Int[Array, ""],
 ) -> tuple[Float[Array, "b t d"], UInt8[Array, "b t"]]:
-    """The share of m experts, from `first_expert` on, in the output, float32; marks of routes."""
+    """Return the share of m experts, from `first_expert` on, in the output, float32; marks of
+    routes."""
     rows = x.reshape(-1, x.shape[-1])
     shares, chosen = _route(rows, router, per_token)
     count = len(gate_up)

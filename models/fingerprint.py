@@ -17,7 +17,8 @@ from models.lora import cast
 
 
 def fingerprint(*states: Any, dtype: DTypeLike | None = None) -> int:
-    """A number from 0 to 2^32 - 1 that depends on every bit of some weights, and on their names.
+    """Return a number from 0 to 2^32 - 1 that depends on every bit of some weights, and on their
+    names.
 
     It is the sum of the fingerprints of the states, modulo 2^32. If a single number changes, it
     changes. On several hosts, every process of the weights' mesh has to call this.
@@ -53,7 +54,8 @@ def host_fingerprint(x: np.ndarray) -> int:
 
 
 def _of_array(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
-    """The sum over all numbers of their bits times an odd number that depends on their place.
+    """Return the sum over all numbers of their bits times an odd number that depends on their
+    place.
 
     Sums of integers do not depend on their order, so neither does the result on the sharding.
     """

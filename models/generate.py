@@ -40,7 +40,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Int32[np.ndarray, " n"]:
-    """Samples the tokens that follow a prompt.
+    """Sample the tokens that follow a prompt.
 
     The first sample of a size compiles. A model whose weights are on a mesh runs on it.
 
@@ -89,7 +89,7 @@ def generate(
 
 
 def _pack_inputs(inputs: Inputs, config: VisionConfig) -> PackedPatches:
-    """Packs the frames into rows; size and number of rows are rounded up to powers of two."""
+    """Pack the frames into rows; size and number of rows are rounded up to powers of two."""
     merged = config.spatial_merge_size**2
     largest = max(h * w for _, h, w in inputs.grids) // merged
     size = merged * max(_MIN_ROW, _power_of_two(largest))
@@ -98,7 +98,7 @@ def _pack_inputs(inputs: Inputs, config: VisionConfig) -> PackedPatches:
 
 
 def _power_of_two(least: int) -> int:
-    """The smallest power of two that is at least `least`."""
+    """Return the smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()
 
 
@@ -127,7 +127,7 @@ class _Sampling(NamedTuple):
 def _prefill(
     graph: nnx.GraphDef[VisionLanguageModel], weights: nnx.State, prompt: _Prompt
 ) -> tuple[Float[Array, "1 v"], KV]:
-    """Scores of the first new token, and the prompt's keys and values."""
+    """Return the scores of the first new token, and the prompt's keys and values."""
     model = nnx.merge(graph, weights)
     ids, positions, index, seen, length = prompt
     visual = None
@@ -148,7 +148,7 @@ def _decode(
     sampling: _Sampling,
     room: int,
 ) -> tuple[Int[Array, " room"], Int[Array, ""]]:
-    """New token ids and their number.
+    """Return the new token ids and their number.
 
     `prefilled` is the result of `_prefill`. `counts` holds the prompt's length, the position after
     it, and the limit of new tokens.

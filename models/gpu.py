@@ -17,7 +17,7 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 def reserve_memory() -> None:
-    """Lets JAX take 90 % of a GPU's memory. Has an effect before JAX sees a device, and on GPUs.
+    """Let JAX take 90 % of a GPU's memory. Has an effect before JAX sees a device, and on GPUs.
 
     JAX takes this memory at once and serves all arrays and programs from it, so that it does not
     fall into pieces. Its own default is 75 %, which leaves 6 of 24 GB unused. The CUDA context,
@@ -29,7 +29,7 @@ def reserve_memory() -> None:
 
 
 def require_type(field: str, dtype: DTypeLike, device: Any = None) -> None:
-    """Checks that a device computes in a type.
+    """Check that a device computes in a type.
 
     Args:
         field: The setting that names the type, for the message.

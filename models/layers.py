@@ -24,7 +24,7 @@ def normal(
     dtype: DTypeLike,
     **metadata: Any,
 ) -> nnx.Param:
-    """A parameter drawn from N(0, std^2).
+    """Return a parameter drawn from N(0, std^2).
 
     It is drawn in float32 and then rounded, so that every `dtype` starts from the same numbers.
     The parameter has `axes` and `metadata` as its metadata.
@@ -36,7 +36,7 @@ def normal(
 def constant(
     value: float, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike
 ) -> nnx.Param:
-    """A parameter filled with `value`, for the scales and biases of norms."""
+    """Return a parameter filled with `value`, for the scales and biases of norms."""
     return nnx.Param(jnp.full(shape, value, dtype), axes=_checked(shape, axes))
 
 
@@ -49,7 +49,7 @@ def _checked(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
 def product(
     x: Float[Array, "*n i"], weight: Float[Array, "i *o"] | Int8[Array, "i *o"]
 ) -> Float[Array, "*n *o"]:
-    """x times a weight, in x's type."""
+    """Return x times a weight, in x's type."""
     # All rows as one axis: with several, XLA on CPU copies the operands of the weight's gradient.
     rows = x.reshape(-1, x.shape[-1])
     out = jnp.tensordot(rows, weight.astype(x.dtype), 1)
@@ -57,7 +57,7 @@ def product(
 
 
 def rms_norm(x: Float[Array, "*n d"], scale: nnx.Param, eps: float) -> Float[Array, "*n d"]:
-    """Root-mean-square norm over the last axis, with statistics in float32."""
+    """Normalise by the root mean square over the last axis, with statistics in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     # The published model rounds before it scales. The other order gives other bfloat16 numbers.
@@ -65,7 +65,7 @@ def rms_norm(x: Float[Array, "*n d"], scale: nnx.Param, eps: float) -> Float[Arr
 
 
 def _last_axis(vector: Float[Array, " d"], like: Float[Array, "*n d"]) -> Float[Array, "... d"]:
-    """[d] -> [1, ..., 1, d] with the rank of `like`."""
+    """Reshape [d] to [1, ..., 1, d], with the rank of `like`."""
     return jax.lax.broadcast_to_rank(vector, like.ndim)
 
 

@@ -86,7 +86,7 @@ class Adapter(nnx.Module):
     def __call__(
         self, x: Float[Array, "*n i"], key: Key[Array, ""] | None
     ) -> Float[Array, "*n *o"]:
-        """What the adapter of one layer adds to the product of x and the matrix.
+        """Return what the adapter of one layer adds to the product of x and the matrix.
 
         Args:
             x: Input of the matrix, with its input axes as one.
@@ -109,7 +109,7 @@ class Adapter(nnx.Module):
 
 
 def matrices(decoder: Decoder) -> dict[str, nnx.Variable]:
-    """The matrices of a decoder's layers, by name."""
+    """Return the matrices of a decoder's layers, by name."""
     found = vars(decoder.layers).items()
     return {
         name: weight
@@ -202,12 +202,12 @@ def merge_adapters(decoder: Decoder) -> None:
 
 
 def cast(weights: Any, dtype: DTypeLike) -> Any:
-    """Weights in another type. Matrices in int8 stay as they are."""
+    """Return weights in another type. Matrices in int8 stay as they are."""
     return jax.tree.map(lambda x: x if x.dtype == jnp.int8 else x.astype(dtype), weights)
 
 
 def drops(decoder: Decoder) -> bool:
-    """Whether updates of the decoder drop inputs of adapters."""
+    """Return whether updates of the decoder drop inputs of adapters."""
     return any(adapter.dropout for adapter in decoder.layers.adapters.values())
 
 

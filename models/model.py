@@ -67,7 +67,7 @@ def abstract_model(
     param_dtype: DTypeLike = jnp.float32,
     lora: LoRASettings | None = None,
 ) -> VisionLanguageModel:
-    """The model, with adapters if any, that has shapes and types in place of weights."""
+    """Return the model, with adapters if any, that has shapes and types in place of weights."""
 
     def make() -> VisionLanguageModel:
         model = VisionLanguageModel(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype)

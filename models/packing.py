@@ -17,7 +17,8 @@ from models.vision import PatchLayout, frame_layout
 def packed_layout(
     grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig
 ) -> PatchLayout:
-    """The layout of one row: the frames of images and videos, one after another, then padding.
+    """Return the layout of one row: the frames of images and videos, one after another, then
+    padding.
 
     The row's visual tokens come in the same order.
 
@@ -61,7 +62,7 @@ class PackedPatches(NamedTuple):
 
 
 def deal_rows(grids: Sequence[tuple[int, int, int]], size: int) -> list[list[tuple[int, int, int]]]:
-    """Distributes frames over as few rows of `size` patches as possible, in order.
+    """Distribute frames over as few rows of `size` patches as possible, in order.
 
     Frames stay whole. There is at least one row.
     """
@@ -84,7 +85,7 @@ def pack_patches(
     config: VisionConfig,
     rows: int | None = None,
 ) -> PackedPatches:
-    """Packs the frames of images and videos into rows of `size` patches.
+    """Pack the frames of images and videos into rows of `size` patches.
 
     Args:
         patches: patches of all images and videos, as in `Inputs`.

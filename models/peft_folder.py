@@ -81,7 +81,7 @@ _PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
 
 
 def base_fingerprint(model: VisionLanguageModel) -> str:
-    """The fingerprint of a model without adapters, with its weights rounded to bfloat16.
+    """Return the fingerprint of a model without adapters, with its weights rounded to bfloat16.
 
     So it does not depend on the type that the weights are loaded in.
     """
@@ -97,7 +97,7 @@ def save_adapters(
     base_digest: str,
     train_vision: TrainVision = "none",
 ) -> None:
-    """Writes a model's adapters to a new folder. See `hf.save`, also for several processes.
+    """Write a model's adapters to a new folder. See `hf.save`, also for several processes.
 
     Args:
         model: a model with adapters. Its other weights are not read.
@@ -131,7 +131,8 @@ def save_adapters(
 
 
 def base_folder(folder: Path, *, weights: bool = True) -> Path:
-    """The folder with the config, tokenizer and weights of a model that is saved in `folder`.
+    """Return the folder with the config, tokenizer and weights of a model that is saved in
+    `folder`.
 
     That is the base if `folder` holds adapters, and otherwise `folder` itself.
 
@@ -178,7 +179,7 @@ def load(
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
 ) -> VisionLanguageModel:
-    """Loads a model from a folder of weights, or a base with its adapters from a PEFT folder.
+    """Load a model from a folder of weights, or a base with its adapters from a PEFT folder.
 
     Arguments and errors are those of `hf.load`. In addition:
 
@@ -210,7 +211,7 @@ def load(
 
 
 def _state(model: VisionLanguageModel, train_vision: TrainVision) -> nnx.State:
-    """The adapters of a model, and the part of its tower that belongs to them."""
+    """Return the adapters of a model, and the part of its tower that belongs to them."""
     adapters = nnx.state(model, nnx.LoRAParam)
     if train_vision == "none":
         return adapters
@@ -219,7 +220,7 @@ def _state(model: VisionLanguageModel, train_vision: TrainVision) -> nnx.State:
 
 
 def _layouts(model: VisionLanguageModel, train_vision: TrainVision) -> dict[str, TensorLayout]:
-    """Path of each parameter in `_state` -> its tensor."""
+    """Map the path of each parameter in `_state` to its tensor."""
     stems = _stems(model)
     adapters = {
         f"{_STACK}/adapters/{name}/{part}": TensorLayout(
@@ -239,7 +240,8 @@ def _layouts(model: VisionLanguageModel, train_vision: TrainVision) -> dict[str,
 
 
 def _module_layouts(config: ModelConfig) -> dict[str, TensorLayout]:
-    """Path of each parameter of a base -> its tensor, with the name that it has in transformers."""
+    """Map the path of each parameter of a base to its tensor, with the name that it has in
+    transformers."""
     modules = family_of(config).modules
 
     def renamed(layout: TensorLayout) -> TensorLayout:
@@ -252,7 +254,7 @@ def _module_layouts(config: ModelConfig) -> dict[str, TensorLayout]:
 
 
 def _trained_vision(header: Header, config: ModelConfig) -> TrainVision:
-    """The part of the tower whose tensors are in a file."""
+    """Return the part of the tower whose tensors are in a file."""
     layouts = _module_layouts(config)
     # A tensor of each part; `_require_fit` compares all of them. The tower has the mergers too.
     samples: dict[TrainVision, str] = {
@@ -275,7 +277,7 @@ def _stems(model: VisionLanguageModel) -> dict[str, str]:
 def _config(
     model: VisionLanguageModel, settings: LoRASettings, base: str, train_vision: TrainVision
 ) -> dict[str, Any]:
-    """The content of adapter_config.json."""
+    """Return the content of adapter_config.json."""
     stems = _stems(model)
     # A pattern of whole names. A list of their last words could match modules of the tower as well.
     patterns = [
@@ -301,7 +303,8 @@ def _config(
 
 
 def _settings(folder: Path, header: Header, config: ModelConfig) -> LoRASettings:
-    """The settings of saved adapters. Which matrices they adapt follows from the tensors' names."""
+    """Return the settings of saved adapters. Which matrices they adapt follows from the tensors'
+    names."""
     file = folder / ADAPTER_CONFIG
     content = _read_json(file)
     if content.get("peft_type") != "LORA":
@@ -337,7 +340,7 @@ def _settings(folder: Path, header: Header, config: ModelConfig) -> LoRASettings
 
 
 def _require_saved_modules(file: Path, content: Mapping[str, Any], header: Header) -> None:
-    """Raises ValueError if adapter_config.json names a trained module that has no tensor."""
+    """Raise ValueError if adapter_config.json names a trained module that has no tensor."""
     modules = content.get("modules_to_save") or []
     if not isinstance(modules, list):
         raise ValueError(f"{file}: modules_to_save is no list; save the adapters again")
@@ -352,7 +355,7 @@ def _require_saved_modules(file: Path, content: Mapping[str, Any], header: Heade
 def _require_fit(
     folder: Path, base: Path, header: Header, model: VisionLanguageModel, train_vision: TrainVision
 ) -> None:
-    """Raises ValueError unless a file holds the adapters of an abstract model, and no more."""
+    """Raise ValueError unless a file holds the adapters of an abstract model, and no more."""
     parameters = flat_parameters(_state(model, train_vision))
     places = tensor_places(_layouts(model, train_vision), parameters)
     shapes = {name: place.shape for name, place in places.items()}
@@ -364,7 +367,7 @@ def _require_fit(
 
 
 def _require_base(folder: Path, base: Path, model: VisionLanguageModel) -> None:
-    """Raises ValueError if the fingerprint of the loaded base is not the recorded one, if any."""
+    """Raise ValueError if the fingerprint of the loaded base is not the recorded one, if any."""
     file = folder / _BASE
     if not file.exists():
         return

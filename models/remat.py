@@ -32,7 +32,7 @@ PRODUCT = "product"
 
 
 def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """Applies a policy to the body of a scan over layers. ValueError for an unknown policy."""
+    """Apply a policy to the body of a scan over layers. ValueError for an unknown policy."""
     if remat not in get_args(Remat):
         raise ValueError(f"remat: {remat!r} is unknown; choose one of {', '.join(get_args(Remat))}")
     if remat == "auto":

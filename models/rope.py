@@ -28,7 +28,7 @@ def mrope_positions(
     config: ModelConfig,
     slice_seconds: Sequence[float] = (),
 ) -> Int[np.ndarray, "3 t"]:
-    """Positions (time, height, width) of a sequence's tokens, equal to `get_rope_index`.
+    """Return the positions (time, height, width) of a sequence's tokens, equal to `get_rope_index`.
 
     Example: text a b, an image of 2 x 3 merged cells, then text c:
 
@@ -115,7 +115,7 @@ class _Block(NamedTuple):
 def _blocks(
     grids: Sequence[tuple[int, ...]], rate: float | None, seconds: Sequence[float]
 ) -> list[_Block]:
-    """The blocks of images and videos; see `mrope_positions`."""
+    """Return the blocks of images and videos; see `mrope_positions`."""
     if rate is None:
         image = np.zeros(1, int)
         return [_Block(image, *grid[-2:]) for grid in grids for _ in range(math.prod(grid[:-2]))]
@@ -130,7 +130,7 @@ def _blocks(
 
 
 def visual_index(ids: Cells, *placeholders: int) -> Cells:
-    """The visual vector of each token, numbered along the row; -1 where the token is text.
+    """Return the visual vector of each token, numbered along the row; -1 where the token is text.
 
     Args:
         ids: token ids, [t] or [b, t].
@@ -142,14 +142,14 @@ def visual_index(ids: Cells, *placeholders: int) -> Cells:
 
 
 def next_position(positions: Int[np.ndarray, "3 t"]) -> int:
-    """The position of the text token that would follow: the largest plus one."""
+    """Return the position of the text token that would follow: the largest plus one."""
     return int(positions.max()) + 1 if positions.size else 0
 
 
 def mrope_angles(
     positions: Int[Array | np.ndarray, "3 b t"], config: TextConfig
 ) -> Float[Array, "b t j"]:
-    """Rotation angles of text heads in radians, one per frequency, j = head_dim / 2."""
+    """Return the rotation angles of text heads in radians, one per frequency, j = head_dim / 2."""
     half = config.head_dim // 2
     j = np.arange(half)
     if config.mrope_interleaved:
@@ -173,7 +173,7 @@ def vision_angles(
     column: Int[Array | np.ndarray, "b p"],
     config: VisionConfig,
 ) -> Float[Array, "b p j"]:
-    """Rotation angles of vision heads for patches at (row, column) of their frame.
+    """Return the rotation angles of vision heads for patches at (row, column) of their frame.
 
     j = head_dim / 2: first the angles of rows, then those of columns.
     """
@@ -184,7 +184,7 @@ def vision_angles(
 
 
 def merge_order(cells: Cells, merge: int) -> Cells:
-    """Flattens [height, width, ...] so that the patches of a visual token are neighbours.
+    """Flatten [height, width, ...] so that the patches of a visual token are neighbours.
 
     A visual token is made of merge x merge patches.
     """
@@ -194,7 +194,7 @@ def merge_order(cells: Cells, merge: int) -> Cells:
 
 
 def rotate(x: Float[Array, "b t n h"], angles: Float[Array, "#b t j"]) -> Float[Array, "b t n h"]:
-    """Rotates the two halves of each head against each other by `angles`, j = h / 2.
+    """Rotate the two halves of each head against each other by `angles`, j = h / 2.
 
     Computed in float32, returned in x's type.
     """

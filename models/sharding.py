@@ -68,7 +68,7 @@ Lowering = Callable[[], jax.stages.Lowered]
 def make_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh over the first data * fsdp * tensor devices.
+    """Return a mesh over the first data * fsdp * tensor devices.
 
     Devices are ordered by TPU slice and process. A replica lies within a slice.
 
@@ -106,12 +106,12 @@ def make_mesh(
 
 
 def slice_of(device: Any) -> int:
-    """The TPU slice of a device; 0 for devices of other platforms."""
+    """Return the TPU slice of a device; 0 for devices of other platforms."""
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def mesh_of(weights: Any) -> Mesh | None:
-    """The mesh of real or abstract weights; None if they are not sharded over a mesh."""
+    """Return the mesh of real or abstract weights; None if they are not sharded over a mesh."""
     sharding = jax.tree.leaves(weights)[0].sharding
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return sharding.mesh
@@ -126,17 +126,17 @@ def require_mesh(weights: Any) -> Mesh:
 
 
 def row_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Mesh axes that shard the rows of a batch: in a replica, those of its own rows."""
+    """Return the mesh axes that shard the rows of a batch: in a replica, those of its own rows."""
     return tuple(name for name in ROWS if name not in mesh.manual_axes)
 
 
 def row_devices(mesh: Mesh | AbstractMesh) -> int:
-    """Number of devices that the rows of a batch are sharded over: data * fsdp."""
+    """Return the number of devices that the rows of a batch are sharded over: data * fsdp."""
     return math.prod(mesh.shape[name] for name in row_axes(mesh))
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh set with `jax.set_mesh`, if there is anything to shard.
+    """Return the mesh set with `jax.set_mesh`, if there is anything to shard.
 
     None without a mesh, on a single device, and inside a shard_map, where arrays are shards
     already.
@@ -159,7 +159,7 @@ class MeshProgram(NamedTuple):
             return self.jitted(*self.first, *arguments, **options)
 
     def lower(self, *arguments: Any, **options: Any) -> Any:
-        """Like `jax.jit(...).lower`, for arrays or their abstract shapes."""
+        """Lower like `jax.jit(...).lower`, for arrays or their abstract shapes."""
         with self._set():
             return self.jitted.lower(*self.first, *arguments, **options)
 
@@ -168,14 +168,15 @@ class MeshProgram(NamedTuple):
 
 
 def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape, type and sharding of an array, for which programs compile as for the array itself."""
+    """Return the shape, type and sharding of an array, for which programs compile as for the array
+    itself."""
     # An array that no one has placed goes where the others are.
     sharding = x.sharding if x.committed else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def constrain(x: T, *axes: Axes) -> T:
-    """Shards arrays over the current mesh, one entry of `axes` per leading dimension.
+    """Shard arrays over the current mesh, one entry of `axes` per leading dimension.
 
     In a replica, `data` is left out. Dimensions without an entry are whole. Dimensions that do not
     divide evenly are left to the compiler. Without a mesh nothing happens.
@@ -196,13 +197,13 @@ def _constrain(x: jax.Array, mesh: AbstractMesh, axes: tuple[Axes, ...]) -> jax.
 
 
 def _without_manual(names: Axes, mesh: AbstractMesh) -> tuple[str, ...]:
-    """The mesh axes among `names` that the compiler shards."""
+    """Return the mesh axes among `names` that the compiler shards."""
     wanted = (names,) if isinstance(names, str) else names or ()
     return tuple(name for name in wanted if name not in mesh.manual_axes)
 
 
 def on_devices(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Callable[..., T]:
-    """Runs `function` on each device of the current mesh, on its shards (`jax.shard_map`).
+    """Run `function` on each device of the current mesh, on its shards (`jax.shard_map`).
 
     In a replica, these are its own devices, and `data` is left out of the specs.
     """
@@ -224,7 +225,8 @@ def on_devices(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Cal
 def param_shardings(
     state: Any, mesh: Mesh | AbstractMesh, rules: Mapping[str, str | None] = RULES
 ) -> Any:
-    """The sharding of every parameter of an nnx state, in a tree for `jax.device_put` and `jit`.
+    """Return the sharding of every parameter of an nnx state, in a tree for `jax.device_put` and
+    `jit`.
 
     Args:
         state: real or abstract parameters.

@@ -90,7 +90,7 @@ def merge_vision(text: Any, vision: Any) -> Any:
 
 
 def in_activations(weights: Any, dtype: DTypeLike) -> Any:
-    """Trained weights as a model that computes in `dtype` needs them to sample."""
+    """Return trained weights as a model that computes in `dtype` needs them to sample."""
     text, vision = split_vision(weights)
     text = jax.tree.map(lambda x: x.astype(dtype), text)
     return merge_vision(text, None if vision is None else encoding_weights(vision, dtype))
@@ -112,14 +112,14 @@ class TrainedVision:
 
     @staticmethod
     def of(tower: VisionTower, part: TrainVision, frame_tokens: int) -> TrainedVision | None:
-        """The trained part of `tower`; None if it has none."""
+        """Return the trained part of `tower`; None if it has none."""
         if part == "none":
             return None
         graph = nnx.graphdef(part_of(tower, part))
         return TrainedVision(graph, tower.config, frame_tokens, part == "tower")
 
     def trains(self, name: str) -> bool:
-        """Whether a module of the tower, by its name, is trained."""
+        """Return whether a module of the tower, by its name, is trained."""
         return self.whole or name in ("merger", "deepstack")
 
     @property
@@ -130,7 +130,8 @@ class TrainedVision:
     def in_rows(
         self, cached: Shaped[np.ndarray, "n 1 w"], grids: Sequence[tuple[int, int]]
     ) -> Shaped[np.ndarray, "m 1 w"]:
-        """Patches of frames, one after another, with every frame padded to `frame_tokens`.
+        """Return the patches of frames, one after another, with every frame padded to
+        `frame_tokens`.
 
         Args:
             cached: Patches of all tokens.
@@ -150,7 +151,8 @@ class TrainedVision:
         groups: int,
         room: int,
     ) -> Float[Array, "g m levels d"]:
-        """The visual vectors of what is cached, in pieces that are computed again for gradients.
+        """Return the visual vectors of what is cached, in pieces that are computed again for
+        gradients.
 
         With a mesh, rows are split over its devices, each of which has all weights.
 
@@ -175,7 +177,7 @@ class TrainedVision:
         return jax.vmap(_without_gaps, (0, 0, None))(by_frame, tokens.reshape(groups, -1), room)
 
     def _tokens(self, weights: Any, cached: Float[Array, "b n c w"], _: None) -> Array:
-        """Merges the states of every token."""
+        """Merge the states of every token."""
 
         def merged(weights: Any, states: Float[Array, "n c w"]) -> Float[Array, "n c d"]:
             return nnx.merge(self.graph, weights).of_tokens(states[None])[0]
@@ -187,7 +189,7 @@ class TrainedVision:
     def _frames(
         self, weights: Any, cached: Float[Array, "b n 1 w"], grids: Int[Array, "b f 2"]
     ) -> Array:
-        """Runs the tower on every frame, which only sees itself."""
+        """Run the tower on every frame, which only sees itself."""
         c = self.config
 
         def encoded(
@@ -204,7 +206,7 @@ class TrainedVision:
 
 
 def cached_shape(config: VisionConfig, part: TrainVision) -> tuple[int, int]:
-    """The shape of what is cached per visual token; see the module's docstring."""
+    """Return the shape of what is cached per visual token; see the module's docstring."""
     joined = config.spatial_merge_size**2
     return {
         "none": (1 + config.levels, config.out_hidden_size),
@@ -214,7 +216,8 @@ def cached_shape(config: VisionConfig, part: TrainVision) -> tuple[int, int]:
 
 
 def trained_state(tower: VisionTower, part: TrainVision) -> nnx.State | None:
-    """The weights of a real or abstract tower that are trained, in float32; None for none."""
+    """Return the weights of a real or abstract tower that are trained, in float32; None for
+    none."""
     if part == "none":
         return None
     state = nnx.state(part_of(tower, part))
@@ -222,12 +225,12 @@ def trained_state(tower: VisionTower, part: TrainVision) -> nnx.State | None:
 
 
 def part_of(tower: VisionTower, part: Literal["merger", "tower"]) -> Mergers | VisionTower:
-    """A part of the tower. Its weights have the names that they have in the tower."""
+    """Return a part of the tower. Its weights have the names that they have in the tower."""
     return tower if part == "tower" else tower.mergers
 
 
 def padded_layout(grids: Int[Array, "f 2"], frame_tokens: int, config: VisionConfig) -> PatchLayout:
-    """The layout of rows of `frame_tokens` visual tokens, each a frame and then padding.
+    """Return the layout of rows of `frame_tokens` visual tokens, each a frame and then padding.
 
     Args:
         grids: Height and width of the frames, in patches; 0 for a row of padding.
@@ -250,7 +253,7 @@ def padded_layout(grids: Int[Array, "f 2"], frame_tokens: int, config: VisionCon
 def _without_gaps(
     vectors: Float[Array, "f n c d"], tokens: Int[Array, " f"], room: int
 ) -> Float[Array, "m c d"]:
-    """The first `tokens` vectors of each frame, one after another, and then 0."""
+    """Return the first `tokens` vectors of each frame, one after another, and then 0."""
     ends = jnp.cumsum(tokens)
     place = jnp.arange(room)
     frame = jnp.minimum(jnp.searchsorted(ends, place, side="right"), len(tokens) - 1)

@@ -38,7 +38,7 @@ class PatchLayout(NamedTuple):
 
 
 def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
-    """The layout of rows that are one frame each, of `grid` = (height, width) patches.
+    """Return the layout of rows that are one frame each, of `grid` = (height, width) patches.
 
     ValueError if a side is not a multiple of the merge size.
     """
@@ -161,7 +161,7 @@ class VisionBlock(nnx.Module):
         return x + self.mlp(self.norm2(x))
 
     def mlp(self, x: Float[Array, "b p d"]) -> Float[Array, "b p d"]:
-        """The MLP, from `up` to `down`."""
+        """Return the MLP, from `up` to `down`."""
         raise NotImplementedError
 
 
@@ -239,7 +239,7 @@ class Mergers(nnx.Module):
         return jnp.moveaxis(jnp.concatenate(features), 0, 2)
 
     def of_tokens(self, states: Float[Array, "b q c w"]) -> Float[Array, "b q c o"]:
-        """The same for what `VisionTower.before_mergers` returns."""
+        """Do the same for what `VisionTower.before_mergers` returns."""
         b, q, c, w = states.shape
         patches = self.merger.patches
         x = jnp.moveaxis(states, 2, 0).reshape(c, b, q * patches, w // patches)
@@ -264,13 +264,13 @@ class VisionTower(nnx.Module):
     deepstack: PatchMerger | None
 
     def embed(self, patches: Float[Array, "b p c"], layout: PatchLayout) -> Float[Array, "b p d"]:
-        """The input of the first block."""
+        """Return the input of the first block."""
         raise NotImplementedError
 
     def segments(
         self, layout: PatchLayout, rows: int
     ) -> Callable[[Int[Array, ""]], Int[Array, "b p"] | None]:
-        """From a layer's number to its segments: a patch sees the patches of its own segment.
+        """Map a layer's number to its segments: a patch sees the patches of its own segment.
 
         Frames by default. 0 is padding; None: every row is one segment.
         """
@@ -290,7 +290,7 @@ class VisionTower(nnx.Module):
         layout: PatchLayout,
         remat: bool = False,
     ) -> Float[Array, "b q levels d"]:
-        """Computes visual features, q = p / merge^2 visual tokens per row.
+        """Compute visual features, q = p / merge^2 visual tokens per row.
 
         Args:
             patches: patches as `patchify` makes them.
@@ -309,7 +309,8 @@ class VisionTower(nnx.Module):
     def before_mergers(
         self, patches: Float[Array | np.ndarray, "b p c"], layout: PatchLayout
     ) -> Float[Array, "b q levels w"]:
-        """What the mergers read, per visual token: the states of its merge^2 patches as one vector.
+        """Return what the mergers read, per visual token: the states of its merge^2 patches as one
+        vector.
 
         Arguments and errors are those of a call. At 0 on the third axis are the last hidden states.
         """
@@ -325,7 +326,8 @@ class VisionTower(nnx.Module):
         layout: PatchLayout,
         remat: bool = False,
     ) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
-        """The hidden states after the last block, and after each block that DeepStack taps."""
+        """Return the hidden states after the last block, and after each block that DeepStack
+        taps."""
         rows, size = layout.row.shape
         if size != patches.shape[1] or rows not in (1, patches.shape[0]):
             raise ValueError(
@@ -368,7 +370,8 @@ class VisionTower(nnx.Module):
 
 
 def encoding_weights(weights: nnx.State, dtype: DTypeLike) -> nnx.State:
-    """The weights of a tower, or of a part of it, that encodes frames in `dtype` without gradients.
+    """Return the weights of a tower, or of a part of it, that encodes frames in `dtype` without
+    gradients.
 
     Kernels are stored in `dtype`, to which the tower would round them anyway. All other weights
     keep their type: norms and positions are used in float32. Weights may be abstract.

@@ -50,7 +50,7 @@ def attend(
     prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "b t n h"]:
-    """Grouped-query attention; query head i uses kv head i // (n / k).
+    """Compute grouped-query attention; query head i uses kv head i // (n / k).
 
     Behind a prefix of s = 3 positions, the t = 2 tokens of a row see (#):
 
@@ -106,7 +106,7 @@ def choose(
     pieces: int = 1,
     packed: bool = False,
 ) -> Implementation:
-    """The kernel of the platform `target` if it supports these arrays, else XLA."""
+    """Return the kernel of the platform `target` if it supports these arrays, else XLA."""
     # The compiler cannot shard kernels in Pallas: over several devices they need `spread`.
     whole_or_spread = current_mesh() is None or spread.fits(q, k, pieces)
     if target == "tpu" and splash.supports(q) and whole_or_spread:

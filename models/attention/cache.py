@@ -35,7 +35,7 @@ class Shared(NamedTuple):
         kv: tuple[Float[Array, "l p u k h"], Float[Array, "l p u k h"]],
         valid: Bool[Array, "b u"],
     ) -> Shared:
-        """From the keys and values of a forward pass over the prompts."""
+        """Make a cache from the keys and values of a forward pass over the prompts."""
         return cls(*_flat(kv), valid)
 
 
@@ -69,7 +69,7 @@ class DenseCache(NamedTuple):
 
     @classmethod
     def prefilled(cls, kv: KV, valid: Bool[Array, "b s"], room: int) -> DenseCache:
-        """From the keys and values of a forward pass, with `room` free columns.
+        """Make a cache from the keys and values of a forward pass, with `room` free columns.
 
         Invalid entries are zeroed: a NaN would survive a zero attention weight.
         """
@@ -80,7 +80,7 @@ class DenseCache(NamedTuple):
         return cls(k, v, jnp.pad(valid, ((0, 0), (0, room))), jnp.int32(valid.shape[1]))
 
     def since(self, column: int) -> KV:
-        """Keys and values from `column` on, in the layout of a forward pass."""
+        """Return keys and values from `column` on, in the layout of a forward pass."""
         b = len(self.valid)
 
         # [k * b, h, s] and [k * b, s, h] -> [b, s, k, h]
@@ -101,7 +101,8 @@ class DenseCache(NamedTuple):
         k: Float[Array, "b k h"],
         v: Float[Array, "b k h"],
     ) -> tuple[Float[Array, "b n h"], DenseCache]:
-        """Attention of one token per row in one layer, and the cache with its key and value."""
+        """Return the attention of one token per row in one layer, and the cache with its key and
+        value."""
         b, n, h = q.shape
         heads = k.shape[1]
         layer_k, layer_v = self._written(layer, k, v)
@@ -132,7 +133,7 @@ class DenseCache(NamedTuple):
     def _written(
         self, layer: int, k: Float[Array, "b k h"], v: Float[Array, "b k h"]
     ) -> tuple[Float[Array, "kb h s"], Float[Array, "kb s h"]]:
-        """A layer's keys and values with those of a token in the current column."""
+        """Return a layer's keys and values with those of a token in the current column."""
         h = k.shape[-1]
         layer_k = self.k[layer]
         layer_v = self.v[layer]
@@ -144,7 +145,7 @@ class DenseCache(NamedTuple):
         )
 
     def advance(self, active: Bool[Array, " b"]) -> DenseCache:
-        """Moves on to the next column. Only `active` rows keep the token in the current one."""
+        """Move on to the next column. Only `active` rows keep the token in the current one."""
         valid = self.valid.at[:, self.column].set(active)
         return self._replace(valid=valid, column=self.column + 1)
 
@@ -155,7 +156,7 @@ def _weigh(
     v: Float[Array, "kp s h"],
     seen: Bool[Array, "b s"],
 ) -> tuple[Float[Array, "kb r h"], Float[Array, "kb r"], Float[Array, "kb r"]]:
-    """Weighted values, sum of weights and largest score of every query, float32.
+    """Return weighted values, sum of weights and largest score of every query, float32.
 
     Rows may share keys and values: then kp < kb.
     """
@@ -177,7 +178,7 @@ def _weigh(
 
 
 def _flat(kv: KV) -> tuple[tuple[Float[Array, "kb h s"], ...], tuple[Float[Array, "kb s h"], ...]]:
-    """[l, b, s, k, h] -> per layer, keys [k * b, h, s] and values [k * b, s, h]."""
+    """Reshape [l, b, s, k, h] to, per layer, keys [k * b, h, s] and values [k * b, s, h]."""
     layers, b, s, k, h = kv[0].shape
     keys = kv[0].transpose(0, 3, 1, 4, 2).reshape(layers, k * b, h, s)
     values = kv[1].transpose(0, 3, 1, 2, 4).reshape(layers, k * b, s, h)

@@ -19,7 +19,7 @@ def supports(
     q: Float[Array | jax.ShapeDtypeStruct, "b t n h"],
     prefix: tuple[Array | jax.ShapeDtypeStruct, Array | jax.ShapeDtypeStruct] | None,
 ) -> bool:
-    """Whether the kernel can take these arrays.
+    """Return whether the kernel can take these arrays.
 
     It needs a 16-bit type and heads of at most 128, a multiple of 8. Gradients under a mask also
     need even lengths.
@@ -37,7 +37,7 @@ def attend(
     layout: RowLayout,
     implementation: Literal["cudnn", "xla"],
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` on this kernel, which has no packed rows."""
+    """Compute `attention.attend` on this kernel, which has no packed rows."""
     mask, causal = None, layout.causal
     if layout.segments is not None:
         mask = layout.segments[:, :, None] == layout.segments[:, None]
@@ -63,7 +63,7 @@ def _prefix_mask(
     prefix_mask: Bool[Array | np.ndarray, "b s"] | None,
     same_segment: Bool[Array, "b t t"] | None,
 ) -> Bool[Array, "b t s_plus_t"]:
-    """Which of [prefix, own row] each query sees."""
+    """Return which of [prefix, own row] each query sees."""
     b, t = q.shape[:2]
     s = prefix[0].shape[1]
     valid = jnp.ones((b, s), bool) if prefix_mask is None else prefix_mask

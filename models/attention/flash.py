@@ -68,7 +68,7 @@ def attend(
     layout: RowLayout,
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` of packed rows, which are causal and have no prefix."""
+    """Compute `attention.attend` of packed rows, which are causal and have no prefix."""
     b, t, n, h = q.shape
     kv = k.shape[2]
     tile = min(TILE, -(-t // LANES) * LANES)
@@ -101,7 +101,7 @@ def _schedule(layout: RowLayout, tile: int) -> _Schedule:
     most = b * (t // tile) * (t // tile + 1) // 2
 
     def visit(*order: int) -> Int[Array, "2 n"]:
-        """The visible tiles, with the last axis of `order` running fastest."""
+        """Return the visible tiles, with the last axis of `order` running fastest."""
         found = jnp.nonzero(seen.transpose(order).reshape(-1), size=most, fill_value=-1)[0]
         tiles = jnp.stack([queries, keys]).transpose(0, *(1 + axis for axis in order))
         tiles = jnp.where(found < 0, -1, tiles.reshape(2, -1)[:, found])
@@ -169,7 +169,8 @@ _attend.defvjp(_forward, _backward)
 
 
 def _block(tile: int, side: int, *shape: Any) -> pl.BlockSpec:
-    """The part of an array that a visit reads or writes: of its queries (side 0) or keys (side 1).
+    """Return the part of an array that a visit reads or writes: of its queries (side 0) or keys
+    (side 1).
 
     An entry of `shape` is None for the axis of kv heads, TILED for the places, or a whole length.
     """
@@ -183,7 +184,7 @@ def _block(tile: int, side: int, *shape: Any) -> pl.BlockSpec:
 
 
 def _call(kernel: Any, arrays: Any, specs: Any, outs: Any, scratch: Any, run: Any) -> Any:
-    """Runs a kernel for every kv head and every tile of the list, which is the first array."""
+    """Run a kernel for every kv head and every tile of the list, which is the first array."""
     count, interpret = run
     return pl.pallas_call(
         kernel,
@@ -202,20 +203,21 @@ def _call(kernel: Any, arrays: Any, specs: Any, outs: Any, scratch: Any, run: An
 
 
 def _ends(tiles: Any, side: int) -> tuple[Any, Any]:
-    """Whether this visit is the first, and the last, of its tile of queries (side 0) or keys."""
+    """Return whether this visit is the first, and the last, of its tile of queries (side 0) or
+    keys."""
     before, own, after = (tiles[side, pl.program_id(1) + i] for i in range(3))
     return before != own, after != own
 
 
 def _seen(queries: list[Array], keys: list[Array]) -> Array:
-    """The rule of `attention.attend`; one side is a column and the other a row."""
+    """Return the rule of `attention.attend`; one side is a column and the other a row."""
     group, start, _, query = queries
     _, _, prompt, key = keys
     return (key <= query) & ((key >= start) | (prompt == group))
 
 
 def _attributes(ref: Any, axis: int) -> list[Array]:
-    """The four attributes of a tile's places, as rows (axis 0) or as columns (axis 1)."""
+    """Return the four attributes of a tile's places, as rows (axis 0) or as columns (axis 1)."""
     return [ref[i : i + 1, :] if axis == 0 else ref[:, i : i + 1] for i in range(4)]
 
 

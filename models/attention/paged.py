@@ -61,7 +61,8 @@ class PagedCache(NamedTuple):
         k: Float[Array, "b k h"],
         v: Float[Array, "b k h"],
     ) -> tuple[Float[Array, "b n h"], PagedCache]:
-        """Attention of one token per row in one layer, and the cache with its key and value."""
+        """Return the attention of one token per row in one layer, and the cache with its key and
+        value."""
         mesh = jax.sharding.get_abstract_mesh()
         on_mesh = not (mesh.empty or mesh.are_all_axes_manual)
         devices = mesh.shape["tensor"] if on_mesh else 1
@@ -74,12 +75,12 @@ class PagedCache(NamedTuple):
         return attended, self._replace(pages=pages)
 
     def advance(self, active: Bool[Array | np.ndarray, " b"]) -> PagedCache:
-        """Keeps the token in `active` rows. The next token overwrites it in the others."""
+        """Keep the token in `active` rows. The next token overwrites it in the others."""
         return self._replace(lengths=self.lengths + active)
 
 
 def supports(pages: Float[Array | jax.ShapeDtypeStruct, "l P u c h"], devices: int) -> bool:
-    """Whether the kernel can take this pool, with kv heads over `devices` devices.
+    """Return whether the kernel can take this pool, with kv heads over `devices` devices.
 
     It needs bfloat16 or float32, heads of 128, and a number of kv heads per device that fills
     tiles: 1, 2, 4 or a multiple of 8 (in float32: 1, 2 or a multiple of 4).
@@ -101,7 +102,7 @@ def _attend_token(
     *,
     kernel: bool,
 ) -> tuple[Float[Array, "b n h"], Float[Array, "l P u c h"]]:
-    """On one device: writes keys and values, then attends to them and to all earlier ones.
+    """Write keys and values on one device, then attend to them and to all earlier ones.
 
     The cache is given as pages, tables and lengths.
     """

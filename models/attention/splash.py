@@ -25,7 +25,7 @@ PADDING = -1
 
 
 def supports(q: Float[Array | jax.ShapeDtypeStruct, "b t n h"]) -> bool:
-    """Whether the kernel can take these queries: bfloat16 or float32."""
+    """Return whether the kernel can take these queries: bfloat16 or float32."""
     return q.dtype in (jnp.bfloat16, jnp.float32)
 
 
@@ -37,7 +37,7 @@ def attend(
     layout: RowLayout,
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` on this kernel, which has no packed rows.
+    """Compute `attention.attend` on this kernel, which has no packed rows.
 
     The kernel's queries are the row, its keys the prefix and the row.
     """
@@ -51,7 +51,7 @@ def attend(
     tile_k = _tile(s + t)
 
     def sequence(*parts: Any, tile: int, fill: int = 0) -> Array:
-        """Joins parts along positions, [b, sum of lengths, ...], and pads to whole tiles."""
+        """Join parts along positions, [b, sum of lengths, ...], and pad to whole tiles."""
         whole = jnp.concatenate(parts, axis=1)
         padding = [(0, 0), (0, -whole.shape[1] % tile)] + [(0, 0)] * (whole.ndim - 2)
         return jnp.pad(whole, padding, constant_values=fill)
@@ -87,7 +87,7 @@ def attend(
 
 
 def _tile(length: int) -> int:
-    """The tile that cuts `length` into the fewest parts, with the least padding."""
+    """Return the tile that cuts `length` into the fewest parts, with the least padding."""
     parts = _ceil_div(length, BLOCK)
     return _ceil_div(length, parts * LANES) * LANES
 

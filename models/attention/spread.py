@@ -34,7 +34,7 @@ def fits(
     k: Float[Array | jax.ShapeDtypeStruct, "b t k h"],
     pieces: int,
 ) -> bool:
-    """Whether a mesh is set over which heads and rows divide."""
+    """Return whether a mesh is set over which heads and rows divide."""
     mesh = current_mesh()
     if mesh is None:
         return False
@@ -52,7 +52,7 @@ def attend(
     prefix: Prefix | None,
     layout: RowLayout,
 ) -> Float[Array, "b t n h"]:
-    """Runs `kernel` on every device of the current mesh."""
+    """Run `kernel` on every device of the current mesh."""
     mesh, pieces = current_mesh(), layout.pieces
     assert mesh is not None
     # If kv heads do not divide over `tensor`, the smallest number of copies of each that does.
@@ -82,11 +82,11 @@ def join(
     prefix: Prefix | None,
     layout: RowLayout,
 ) -> Float[Array, "b t n h"]:
-    """Runs `kernel` without a mesh: the pieces of a sequence are joined."""
+    """Run `kernel` without a mesh: the pieces of a sequence are joined."""
     pieces = layout.pieces
 
     def whole(arrays: Any) -> Any:
-        """[sequences * pieces, t, ...] -> [sequences, pieces * t, ...]"""
+        """Reshape [sequences * pieces, t, ...] to [sequences, pieces * t, ...]."""
         return jax.tree.map(lambda x: x.reshape(len(x) // pieces, -1, *x.shape[2:]), arrays)
 
     if pieces == 1:
@@ -104,7 +104,7 @@ def _attend_in_pieces(
     rows: tuple[str, ...],
     blocks: list[list[int]],
 ) -> Float[Array, "1 t n h"]:
-    """Attention of this device's piece to its whole sequence."""
+    """Return the attention of this device's piece to its whole sequence."""
     q, k, v = qkv
     pieces = layout.pieces
     t = q.shape[1]
@@ -135,5 +135,5 @@ def _attend_in_pieces(
 
 
 def _gather(x: Array, rows: tuple[str, ...], blocks: list[list[int]]) -> Array:
-    """All pieces of this device's sequence, joined along positions."""
+    """Return all pieces of this device's sequence, joined along positions."""
     return jax.lax.all_gather(x, rows, axis=1, axis_index_groups=blocks, tiled=True)

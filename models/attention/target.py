@@ -63,7 +63,7 @@ class RowLayout:
         return self.starts is not None or self.shared is not None
 
     def padded(self, tile: int) -> RowLayout:
-        """The layout of packed rows that are filled up to whole tiles; see `pad_rows`."""
+        """Return the layout of packed rows that are filled up to whole tiles; see `pad_rows`."""
         return dataclasses.replace(
             self, segments=pad_rows(self.segments, tile), starts=pad_rows(self.starts, tile)
         )
@@ -96,7 +96,7 @@ class RowLayout:
 
 
 def platform() -> str:
-    """The platform that the code being traced will run on: "tpu", "gpu" or "cpu".
+    """Return the platform that the code being traced will run on: "tpu", "gpu" or "cpu".
 
     It is the platform of the current mesh, which may describe another machine (to compile ahead of
     time). Without a mesh it is the default backend.
@@ -106,12 +106,13 @@ def platform() -> str:
 
 
 def pad_rows(x: Any, tile: int) -> Array:
-    """Fills axis 1, the places of a row, up to whole tiles."""
+    """Fill axis 1, the places of a row, up to whole tiles."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % tile)] + [(0, 0)] * (x.ndim - 2))
 
 
 def visible_tiles(layout: RowLayout, queries: int, keys: int) -> Bool[Array, "b i j"]:
-    """Which tiles of packed rows, of `queries` queries x `keys` keys, may hold a visible pair.
+    """Return which tiles of packed rows, of `queries` queries x `keys` keys, may hold a visible
+    pair.
 
     The length of a row is a multiple of both sizes. Prompts count by the lowest and highest number
     of the groups in a tile, so the result is exact if groups are numbered in their order. The tile
@@ -124,7 +125,7 @@ def visible_tiles(layout: RowLayout, queries: int, keys: int) -> Bool[Array, "b 
     prompt = valid & (jnp.arange(t)[None] < shared[:, None])
 
     def ends(x: Any, counted: Array, size: int) -> tuple[Array, Array]:
-        """Smallest and largest x per tile, of the places that are counted."""
+        """Return the smallest and largest x per tile, of the places that are counted."""
         smallest = jnp.where(counted, x, jnp.iinfo(jnp.int32).max).reshape(b, -1, size).min(-1)
         return smallest, jnp.where(counted, x, -1).reshape(b, -1, size).max(-1)
 

@@ -53,7 +53,8 @@ class _Schedule(NamedTuple):
 
 
 def supports(q: Float[Array | jax.ShapeDtypeStruct, "b t n h"]) -> bool:
-    """Whether the kernel can take these arrays, which need 16 bits and heads of a power of two."""
+    """Return whether the kernel can take these arrays, which need 16 bits and heads of a power of
+    two."""
     return q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[3] in (16, 32, 64, 128)
 
 
@@ -65,7 +66,7 @@ def attend(
     layout: RowLayout,
     interpret: bool,
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` of packed rows, which are causal and have no prefix."""
+    """Compute `attention.attend` of packed rows, which are causal and have no prefix."""
     queries, keys, values = (pad_rows(x, TILE).swapaxes(1, 2) for x in (q, k, v))
     out: Any = _attend(queries, keys, values, _schedule(layout.padded(TILE)), interpret)
     return out.swapaxes(1, 2)[:, : q.shape[1]]
@@ -154,7 +155,7 @@ def _call(
 
 
 def _cut(tile: Any) -> Any:
-    """Returns the places of a tile."""
+    """Return the places of a tile."""
     return pl.ds(tile * TILE, TILE)
 
 
@@ -164,7 +165,8 @@ def _dot(a: Array, b: Array, contract: int) -> Float[Array, "i j"]:
 
 
 def _scores(q: Array, k: Array, places: Any, tiles: tuple[Any, Any], axis: int) -> Array:
-    """Scores of a tile of queries against one of keys, in powers of 2; keys are along `axis`."""
+    """Return the scores of a tile of queries against one of keys, in powers of 2; keys are along
+    `axis`."""
     query, key = (tile * TILE + jnp.arange(TILE) for tile in tiles)
     group, start, prompt = (places[i, _cut(tiles[i // 2])] for i in range(3))
     query, group, start = (jnp.expand_dims(x, axis) for x in (query, group, start))

@@ -74,7 +74,7 @@ def attend(
     prefix: tuple[Float[Array, "b s k h"], Float[Array, "b s k h"]] | None,
     layout: RowLayout,
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` in chunks of `QUERY_CHUNK` queries."""
+    """Compute `attention.attend` in chunks of `QUERY_CHUNK` queries."""
     b, t, n, h = q.shape
     kv = k.shape[2]
     chunk = QUERY_CHUNK
@@ -162,7 +162,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _forward_packed(q: Float[Array, "b k t r h"], keys: _Keys, layout: RowLayout, tile: int):
-    """Outputs and log-sum-exps of packed rows; `tile` divides their length."""
+    """Return outputs and log-sum-exps of packed rows; `tile` divides their length."""
     first_keys, count = _tiles_to_visit(layout, tile)
 
     def step(done, query):
@@ -185,7 +185,7 @@ def _forward_packed(q: Float[Array, "b k t r h"], keys: _Keys, layout: RowLayout
 
 
 def _backward_packed(queries: _Queries, keys: _Keys, layout: RowLayout, tile: int):
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     first_keys, count = _tiles_to_visit(layout, tile)
 
     def step(done, query):
@@ -209,7 +209,8 @@ def _backward_packed(queries: _Queries, keys: _Keys, layout: RowLayout, tile: in
 
 
 def _tiles_to_visit(layout: RowLayout, tile: int) -> tuple[Int[Array, "i j"], Int[Array, " i"]]:
-    """First keys of the tiles that each chunk of queries sees, and how many of them count."""
+    """Return the first keys of the tiles that each chunk of queries sees, and how many of them
+    count."""
     seen = visible_tiles(layout, tile, tile).any(axis=0)
     # A stable sort puts the visible tiles first, in their order.
     return jnp.argsort(~seen, axis=1, stable=True) * tile, jnp.sum(seen, axis=1)
@@ -222,7 +223,8 @@ def _tile_scores(
     query: Int[Array, ""],
     key: Int[Array, ""],
 ) -> Float[Array, "b k c r s"]:
-    """Scores of the queries from place `query` against a tile of keys from place `key`."""
+    """Return the scores of the queries from place `query` against a tile of keys from place
+    `key`."""
     assert layout.segments is not None and layout.starts is not None and layout.shared is not None
     tile = q.shape[2]
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=tile, axis=1)
@@ -244,7 +246,7 @@ class _Span(NamedTuple):
 
 
 def _spans(t: int, causal: bool, chunk: int) -> list[_Span]:
-    """Groups the chunks of t queries into loops.
+    """Group the chunks of t queries into loops.
 
     Every pass of a loop takes the same number of keys, but a causal chunk sees more keys than the
     one before it. With 6 chunks and 3 loops (# computed and needed, o computed and masked):
@@ -273,7 +275,7 @@ def _spans(t: int, causal: bool, chunk: int) -> list[_Span]:
 
 
 def _over_chunks(step, done, t: int, causal: bool, chunk: int):
-    """Runs `done = step(done, first query, span)` for every chunk."""
+    """Run `done = step(done, first query, span)` for every chunk."""
     for span in _spans(t, causal, chunk):
         if span.count == 1:
             done = step(done, span.start, span)
@@ -285,7 +287,7 @@ def _over_chunks(step, done, t: int, causal: bool, chunk: int):
 
 
 def _without_output(step, span: _Span):
-    """`step` as the body of a scan."""
+    """Return `step` as the body of a scan."""
     return lambda done, start: (step(done, start, span), None)
 
 
@@ -311,7 +313,8 @@ def _own_scores(
     layout: RowLayout,
     start: int | Int[Array, ""],
 ) -> Float[Array, "b k c r s"]:
-    """Scores of the queries from position `start` against the first s keys of their row."""
+    """Return the scores of the queries from position `start` against the first s keys of their
+    row."""
     c = q.shape[2]
     s = k.shape[2]
     scores = _scores(q, k)
@@ -345,7 +348,7 @@ def _weigh(scores: Float[Array, "b k c r s"], v: Float[Array, "b k s h"]) -> _Pa
 
 
 def _merge(a: _Partial, b: _Partial) -> _Partial:
-    """Attention over the keys of both."""
+    """Return attention over the keys of both."""
     top = jnp.maximum(a.top, b.top)
     scale_a = jnp.exp(a.top - top)
     scale_b = jnp.exp(b.top - top)
@@ -359,7 +362,7 @@ def _grads(
     v: Float[Array, "b k s h"],
     scores: Float[Array, "b k c r s"],
 ) -> tuple[Float[Array, "b k c r h"], Float[Array, "b k s h"], Float[Array, "b k s h"]]:
-    """Gradients of queries, keys and values through one set of scores, float32."""
+    """Return the gradients of queries, keys and values through one set of scores, float32."""
     q, logsumexp, d_out, delta = queries
     weights = jnp.exp(scores - logsumexp[..., None])
     d_v = _collect(weights.astype(d_out.dtype), d_out)
@@ -372,7 +375,7 @@ def _grads(
 
 
 def _scores(q: Float[Array, "b k c r h"], k: Float[Array, "b k s h"]) -> Float[Array, "b k c r s"]:
-    """Products of every query and key."""
+    """Return the products of every query and key."""
     b, n, c, r, h = q.shape
     out = _matmul(q.reshape(b * n, c * r, h), k.reshape(b * n, -1, h), 2, 2)
     return out.reshape(b, n, c, r, -1)
@@ -381,7 +384,7 @@ def _scores(q: Float[Array, "b k c r h"], k: Float[Array, "b k s h"]) -> Float[A
 def _apply(
     weights: Float[Array, "b k c r s"], v: Float[Array, "b k s h"]
 ) -> Float[Array, "b k c r h"]:
-    """The weighted sum of values, per query."""
+    """Return the weighted sum of values, per query."""
     b, n, c, r, s = weights.shape
     out = _matmul(weights.reshape(b * n, c * r, s), v.reshape(b * n, s, -1), 2, 1)
     return out.reshape(b, n, c, r, -1)
@@ -390,7 +393,7 @@ def _apply(
 def _collect(
     weights: Float[Array, "b k c r s"], x: Float[Array, "b k c r h"]
 ) -> Float[Array, "b k s h"]:
-    """The weighted sum over queries, per key."""
+    """Return the weighted sum over queries, per key."""
     b, n, c, r, s = weights.shape
     out = _matmul(weights.reshape(b * n, c * r, s), x.reshape(b * n, c * r, -1), 1, 1)
     return out.reshape(b, n, s, -1)

@@ -18,7 +18,7 @@ _PUBLISHED = {
 
 
 def qwen2_5_vl(size: str) -> Qwen25VLConfig:
-    """The published model of `size`."""
+    """Return the published model of `size`."""
     hidden, layers, heads, kv_heads, mlp, vocabulary, tied, vision_mlp = _PUBLISHED[size]
     vision = Qwen25VLVisionConfig(
         hidden_size=1280,
@@ -47,7 +47,7 @@ def qwen2_5_vl(size: str) -> Qwen25VLConfig:
 
 
 def _rehearsal() -> Qwen25VLConfig:
-    """A narrow and shallow model with the vocabulary and the width of heads of the 7B model.
+    """Return a narrow and shallow model with the vocabulary and the width of heads of the 7B model.
 
     It has fewer heads: all heads together are as wide as the hidden states.
     """
@@ -77,7 +77,7 @@ def _rehearsal() -> Qwen25VLConfig:
 
 
 def tiny(vocab_size: int) -> Qwen25VLConfig:
-    """The laptop model: about 0.8 M parameters plus embeddings."""
+    """Return the laptop model: about 0.8 M parameters plus embeddings."""
     vision = Qwen25VLVisionConfig(
         hidden_size=64,
         depth=2,

@@ -76,7 +76,8 @@ class Qwen25VLVisionTower(VisionTower):
     def segments(
         self, layout: PatchLayout, rows: int
     ) -> Callable[[Int[Array, ""]], Int[Array, "b p"]]:
-        """Frames for some layers, and windows, counted from a frame's upper left, for the others.
+        """Return frames for some layers, and windows, counted from a frame's upper left, for the
+        others.
 
         Windows are segments, not an order of patches: a row has few patches, so the masked part of
         attention is cheap next to the projections.

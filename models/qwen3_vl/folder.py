@@ -28,7 +28,7 @@ _DEFAULTS = {"mrope_section": (24, 20, 20), "rope_theta": 5_000_000.0}
 
 
 def from_hf(content: Mapping[str, Any]) -> Qwen3VLConfig:
-    """Reads the content of a config.json; see `models.weights.hf_config.from_hf`."""
+    """Read the content of a config.json; see `models.weights.hf_config.from_hf`."""
     require_supported(content, _SUPPORTED, TITLE)
     text = content.get("text_config", {})
     vision = content.get("vision_config", {})
@@ -42,7 +42,7 @@ def from_hf(content: Mapping[str, Any]) -> Qwen3VLConfig:
 
 
 def to_hf(config: Qwen3VLConfig) -> dict[str, Any]:
-    """The content of a `config.json`; see `models.weights.hf_config.to_hf`."""
+    """Return the content of a `config.json`; see `models.weights.hf_config.to_hf`."""
     text = text_to_hf(config.text, {"mrope_interleaved": True})
     vision = dataclasses.asdict(config.vision)
     vision |= {
@@ -59,7 +59,7 @@ def to_hf(config: Qwen3VLConfig) -> dict[str, Any]:
 
 
 def tensor_layouts(config: Qwen3VLConfig) -> dict[str, TensorLayout]:
-    """Path of each parameter -> its tensor."""
+    """Map the path of each parameter to its tensor."""
     return text_layouts(config.text, "model.language_model") | _vision_layouts(config)
 
 
@@ -93,7 +93,7 @@ def _vision_layouts(config: Qwen3VLConfig) -> dict[str, TensorLayout]:
 
 
 def vision_modules(config: Qwen3VLConfig) -> dict[str, list[str]]:
-    """Trained part of the tower -> its modules in transformers."""
+    """Map each trained part of the tower to its modules in transformers."""
     visual = "model.visual"
     # PEFT does not save a list of modules as a whole.
     deepstack = [f"{visual}.deepstack_merger_list.{level}" for level in range(config.vision.levels)]

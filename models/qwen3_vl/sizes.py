@@ -17,7 +17,7 @@ _PUBLISHED = {
 
 
 def qwen3_vl(size: str) -> Qwen3VLConfig:
-    """The published dense model of `size`."""
+    """Return the published dense model of `size`."""
     hidden, layers, heads, mlp, tied, large = _PUBLISHED[size]
     vision = Qwen3VLVisionConfig(
         hidden_size=1152 if large else 1024,
@@ -44,7 +44,8 @@ def qwen3_vl(size: str) -> Qwen3VLConfig:
 
 
 def _rehearsal() -> Qwen3VLConfig:
-    """A narrow and shallow model with the vocabulary, heads and DeepStack levels of a large one.
+    """Return a narrow and shallow model with the vocabulary, heads and DeepStack levels of a large
+    one.
 
     Numbers of heads and their width stay, because attention kernels and the tensor axis of a mesh
     depend on them.
@@ -74,7 +75,7 @@ def _rehearsal() -> Qwen3VLConfig:
 
 
 def tiny(vocab_size: int) -> Qwen3VLConfig:
-    """The laptop model: about 0.8 M parameters plus embeddings.
+    """Return the laptop model: about 0.8 M parameters plus embeddings.
 
     It has every part of the published models, one DeepStack level and a position table of 2 x 2
     patches.

@@ -73,7 +73,7 @@ class Qwen3VLVisionTower(VisionTower):
         return self.patch(patches) + self.position_embeddings(layout).astype(self.dtype)
 
     def position_embeddings(self, layout: PatchLayout) -> Float[Array, "b p d"]:
-        """Position embeddings: the square table, stretched over each frame.
+        """Return position embeddings: the square table, stretched over each frame.
 
         The interpolation is bilinear with aligned corners.
         """
@@ -92,7 +92,8 @@ class Qwen3VLVisionTower(VisionTower):
 def _neighbours(
     place: Int[Array | np.ndarray, "b p"], length: Int[Array | np.ndarray, "b p"], side: int
 ) -> list[tuple[Int[Array, "b p"], Float[Array, "b p"]]]:
-    """The two of `side` table cells around each place of a frame's axis, and their weights."""
+    """Return the two of `side` table cells around each place of a frame's axis, and their
+    weights."""
     # Aligned corners: place 0 is cell 0, and place length - 1 is cell side - 1.
     cell = place * jnp.float32(side - 1) / jnp.maximum(length - 1, 1)
     low = jnp.floor(cell).astype(jnp.int32)

@@ -36,7 +36,7 @@ def _with_experts(dense: Qwen3VLConfig, experts: ExpertsConfig, **text: Any) -> 
 
 
 def from_hf(content: Mapping[str, Any]) -> Qwen3VLMoeConfig:
-    """Reads the content of a config.json; see `models.weights.hf_config.from_hf`."""
+    """Read the content of a config.json; see `models.weights.hf_config.from_hf`."""
     text = {"mlp_only_layers": [], **content.get("text_config", {})}
     # transformers calls it so in its own objects.
     if "num_local_experts" in text:
@@ -47,7 +47,7 @@ def from_hf(content: Mapping[str, Any]) -> Qwen3VLMoeConfig:
 
 
 def to_hf(config: Qwen3VLMoeConfig) -> dict[str, Any]:
-    """The content of a `config.json`; see `models.weights.hf_config.to_hf`."""
+    """Return the content of a `config.json`; see `models.weights.hf_config.to_hf`."""
     assert config.text.experts is not None
     content = folder.to_hf(config)
     more = {"model_type": "qwen3_vl_moe_text", **_FIXED}
@@ -57,7 +57,8 @@ def to_hf(config: Qwen3VLMoeConfig) -> dict[str, Any]:
 
 
 def tensor_layouts(config: Qwen3VLMoeConfig) -> dict[str, TensorLayout]:
-    """Path of each parameter -> its tensor. Published experts have the layout of this project."""
+    """Map the path of each parameter to its tensor. Published experts have the layout of this
+    project."""
     table = folder.tensor_layouts(config)
     mlp = "model.language_model.layers.{}.mlp"
     for name in ("gate", "up", "down"):
@@ -70,7 +71,7 @@ def tensor_layouts(config: Qwen3VLMoeConfig) -> dict[str, TensorLayout]:
 
 
 def _published() -> Qwen3VLMoeConfig:
-    """Qwen3-VL-30B-A3B: 128 experts, of which a token uses 8."""
+    """Return Qwen3-VL-30B-A3B: 128 experts, of which a token uses 8."""
     large = sizes.qwen3_vl("8b")
     text = TextConfig(
         vocab_size=151_936,
@@ -92,7 +93,7 @@ def _published() -> Qwen3VLMoeConfig:
 # transformers transposes the matrices of experts that it reads, but leaves square ones as they are.
 # So no small size has a square one.
 def tiny(vocab_size: int) -> Qwen3VLMoeConfig:
-    """The laptop model, with four experts, of which a token uses two."""
+    """Return the laptop model, with four experts, of which a token uses two."""
     return _with_experts(sizes.tiny(vocab_size), ExpertsConfig(4, 2, 96))
 
 

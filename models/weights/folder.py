@@ -36,7 +36,8 @@ Shape = tuple[int, ...]
 
 
 def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
-    """The folder of a checkpoint, downloaded into a cache if `source` is not on this machine.
+    """Return the folder of a checkpoint, downloaded into a cache if `source` is not on this
+    machine.
 
     Args:
         source: a folder, a hub id such as `Qwen/Qwen3-VL-8B-Instruct`, or the address of a folder
@@ -77,7 +78,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
 def read_headers(
     folder: Path, shapes: Mapping[str, Shape], optional: Mapping[str, Shape]
 ) -> dict[str, Header]:
-    """Reads the headers of all weights files, and checks that they hold the expected tensors.
+    """Read the headers of all weights files, and check that they hold the expected tensors.
 
     Args:
         folder: the folder of a checkpoint.
@@ -99,12 +100,12 @@ def read_headers(
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has the weights of a whole model."""
+    """Return whether a folder has the weights of a whole model."""
     return (folder / _FILE).exists() or (folder / _INDEX).exists()
 
 
 def weights_files(folder: Path) -> list[str]:
-    """Names of a checkpoint's weights files. FileNotFoundError if there are none."""
+    """Return the names of a checkpoint's weights files. FileNotFoundError if there are none."""
     # The single file goes before the index, as in transformers.
     if (folder / _FILE).exists():
         return [_FILE]
@@ -140,7 +141,7 @@ def weights_files(folder: Path) -> list[str]:
 
 
 def require_readable(folder: Path) -> None:
-    """Raises as `read_headers` does if a weights file is missing, damaged, or only a pointer."""
+    """Raise as `read_headers` does if a weights file is missing, damaged, or only a pointer."""
     for name in weights_files(folder):
         read_header(folder / name)
 
@@ -152,7 +153,7 @@ def require_tensors(
     optional: Mapping[str, Shape],
     remedy: str,
 ) -> None:
-    """Raises ValueError unless files hold the expected tensors; see `read_headers`."""
+    """Raise ValueError unless files hold the expected tensors; see `read_headers`."""
     stored = [(name, tensor.shape) for header in headers for name, tensor in header.tensors.items()]
     found = dict(stored)
     counts = Counter(name for name, _ in stored)
@@ -176,14 +177,14 @@ def require_tensors(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first names of a list, each shortened. There may be thousands, of any length."""
+    """Return the first names of a list, each shortened. There may be thousands, of any length."""
     shown = [shortened(name) for name in names[:_NAMED]]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
-    """File name -> content of everything beside the weights.
+    """Map file names to the content of everything beside the weights.
 
     That is config, tokenizer, chat template, processor, index and licence.
     """
@@ -198,7 +199,7 @@ def read_companions(folder: Path) -> dict[str, bytes]:
 
 
 def _require_inside(folder: Path, path: Path) -> None:
-    """Raises ValueError if a link leads out of a model's folder, whose files are copied."""
+    """Raise ValueError if a link leads out of a model's folder, whose files are copied."""
     target = path.resolve()
     if not is_inside(target, folder):
         raise ForeignFileError(
@@ -211,7 +212,7 @@ def new_files(
     tensors: Mapping[str, tuple[np.dtype, Shape]],
     max_bytes: int,
 ) -> tuple[dict[str, Header], dict[str, bytes]]:
-    """Plans the files of a new checkpoint.
+    """Plan the files of a new checkpoint.
 
     Args:
         configs: file name -> content of config.json and similar files.

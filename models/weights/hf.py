@@ -53,7 +53,7 @@ def load(
     dtype: DTypeLike = jnp.float32,
     param_dtype: DTypeLike = jnp.float32,
 ) -> VisionLanguageModel:
-    """Loads a model.
+    """Load a model.
 
     Every process of a mesh must call this. Each reads the slices that its own devices need.
 
@@ -87,7 +87,7 @@ def load(
 
 
 def require_sound(folder: Path, files: Sequence[str]) -> None:
-    """Raises ValueError if weights that `save` wrote are damaged; others have no sums.
+    """Raise ValueError if weights that `save` wrote are damaged; others have no sums.
 
     On several hosts every process reads a part of the files.
     """
@@ -108,7 +108,7 @@ def read_parameters(
     state: Any,
     mesh: Mesh | None,
 ) -> None:
-    """Reads the parameters of a state.
+    """Read the parameters of a state.
 
     Args:
         folder: the folder of the files.
@@ -139,7 +139,7 @@ def _stored(folder: Path, headers: Mapping[str, tensor_file.Header]) -> dict[str
 
 
 def _require_tied(stored: Mapping[str, Stored], embedding: str) -> None:
-    """Raises ValueError if the files repeat a tied embedding as an output head that differs.
+    """Raise ValueError if the files repeat a tied embedding as an output head that differs.
 
     Some tools train the head of a tied model, and leave its configuration as it was.
     """
@@ -163,7 +163,8 @@ def _require_float(field: str, value: Any) -> None:
 def _headers(
     folder: Path, config: ModelConfig, places: Mapping[str, Place]
 ) -> dict[str, tensor_file.Header]:
-    """Headers of a folder's weights files, which must hold exactly the model's tensors."""
+    """Return the headers of a folder's weights files, which must hold exactly the model's
+    tensors."""
     shapes = {name: place.shape for name, place in places.items()}
     embedding = tensor_layouts(config)[EMBEDDING].name
     optional = {TIED_HEAD: shapes[embedding]} if config.text.tie_word_embeddings else {}
@@ -177,7 +178,7 @@ def _value(
     dtype: DTypeLike,
     sharding: NamedSharding | None,
 ) -> jax.Array:
-    """Reads one parameter."""
+    """Read one parameter."""
     # Wait for every transfer, because each transfer in the queue holds its host buffer.
     if not layout.stacked:
         value = _on_devices(layout, stored[layout.name], shape, sharding)
@@ -205,7 +206,7 @@ def _insert(
 def _on_devices(
     layout: TensorLayout, stored: Stored, shape: tuple[int, ...], sharding: NamedSharding | None
 ) -> jax.Array:
-    """Reads one tensor onto its devices, in the file's type."""
+    """Read one tensor onto its devices, in the file's type."""
     if sharding is None:
         return jax.device_put(layout.read(stored, shape, (slice(None),) * len(shape)))
     # Replicas hold the same block, which is read once.
@@ -228,7 +229,7 @@ def save(
     files: Iterable[str | os.PathLike] = (),
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a model to a new folder, for `load` and transformers.
+    """Write a model to a new folder, for `load` and transformers.
 
     With `like`, untrained weights come out byte for byte if the parameters' type can hold every
     number of the file's type: float32 holds those of all types, bfloat16 only its own (others come
@@ -279,7 +280,7 @@ def save(
 
 
 def require_new(folder: Path) -> None:
-    """Raises FileExistsError in every process if the folder exists."""
+    """Raise FileExistsError in every process if the folder exists."""
     # The first process decides: another may look when the folder is written already.
     if multihost_utils.broadcast_one_to_all(np.asarray(folder.exists())):
         raise FileExistsError(f"{folder}: exists; choose a new folder, or remove this one first")
@@ -292,7 +293,7 @@ def write_folder(
     layouts: Mapping[str, TensorLayout],
     parameters: Mapping[str, nnx.Variable],
 ) -> None:
-    """Writes parameters and other files to a new folder; see `save`, also for several processes.
+    """Write parameters and other files to a new folder; see `save`, also for several processes.
 
     Args:
         folder: the new folder.
@@ -318,7 +319,8 @@ def write_folder(
 
 
 def _configs(config: ModelConfig, dtype: str, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """File name -> content of config.json, and of generation_config.json if there is a tokenizer.
+    """Map file names to the content of config.json, and of generation_config.json if there is a
+    tokenizer.
 
     Special ids are where the published files have them. Without them, transformers' `generate`
     would not stop.
@@ -340,7 +342,7 @@ def _configs(config: ModelConfig, dtype: str, files: Iterable[Path]) -> dict[str
 
 @contextlib.contextmanager
 def _together(folder: Path) -> Iterator[None]:
-    """If the block fails in one process, raise RuntimeError in the others.
+    """Raise RuntimeError in the other processes if the block fails in one.
 
     Otherwise they would wait forever in the next collective.
     """
@@ -388,7 +390,7 @@ def _matrices(
     places: Mapping[str, Place],
     header: tensor_file.Header,
 ) -> Iterator[Shaped[np.ndarray, "i j"]]:
-    """The tensors of one file, each gathered when it is asked for."""
+    """Return the tensors of one file, each gathered when it is asked for."""
     for name in header.tensors:
         # A name without a place is the tied head.
         place = places[name] if name in places else places[layouts[EMBEDDING].name]
@@ -397,7 +399,7 @@ def _matrices(
 
 
 def _on_host(value: Float[Array, "..."], number: int | None) -> Shaped[np.ndarray, "..."]:
-    """A parameter, or one layer of a stack, gathered from all devices and processes."""
+    """Return a parameter, or one layer of a stack, gathered from all devices and processes."""
     # Copy whole parameters too: a jax.Array keeps the NumPy array that it was converted to, so
     # converting the model's own arrays would fill the host's memory.
     part = jnp.copy(value) if number is None else _take(value, number)

@@ -55,7 +55,7 @@ class TensorLayout:
         return "{}" in self.name
 
     def tensor_shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor, given that of our parameter (of one layer)."""
+        """Return the shape of the tensor, given that of our parameter (of one layer)."""
         if self.shape:
             return self.shape
         if self.joined:
@@ -67,7 +67,7 @@ class TensorLayout:
     def read(
         self, stored: Stored, ours: tuple[int, ...], index: tuple[slice, ...]
     ) -> Shaped[np.ndarray, "..."]:
-        """Reads the block `index` of our parameter of shape `ours`, in the file's type."""
+        """Read the block `index` of our parameter of shape `ours`, in the file's type."""
         # View both as matrices. Ours is [axes before the cut, axes after it].
         cut = self._cut(ours)
         first = matrix_slice(index[:cut], ours[:cut])
@@ -78,7 +78,8 @@ class TensorLayout:
         return block.reshape(shape)
 
     def matrix(self, ours: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "i j"]:
-        """The tensor as `tensor_file.write` takes it: a view of our parameter, not a copy."""
+        """Return the tensor as `tensor_file.write` takes it: a view of our parameter, not a
+        copy."""
         flat = ours.reshape(math.prod(ours.shape[: self._cut(ours.shape)]), -1)
         return flat.T if self.inputs else flat
 
@@ -87,7 +88,7 @@ class TensorLayout:
 
 
 def matrix_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
-    """The slice of the joined axes that a block `index` of axes of size `shape` takes.
+    """Return the slice of the joined axes that a block `index` of axes of size `shape` takes.
 
     ValueError unless only the first axis is cut. For heads: between heads, not inside a head.
     """
@@ -104,12 +105,13 @@ def matrix_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
 
 
 def tensor_layouts(config: ModelConfig) -> dict[str, TensorLayout]:
-    """Path of each parameter -> its tensor, in the order in which new files hold the tensors."""
+    """Map the path of each parameter to its tensor, in the order in which new files hold the
+    tensors."""
     return family_of(config).tensor_layouts(config)
 
 
 def text_layouts(config: TextConfig, decoder: str) -> dict[str, TensorLayout]:
-    """The parameters of the text decoder.
+    """Return the parameters of the text decoder.
 
     Args:
         config: its sizes.
@@ -141,14 +143,15 @@ def text_layouts(config: TextConfig, decoder: str) -> dict[str, TensorLayout]:
 
 
 def patch_layout(config: VisionConfig, tensor: str) -> TensorLayout:
-    """The patch embedding's kernel, which checkpoints have as a 3-D convolution."""
+    """Return the patch embedding's kernel, which checkpoints have as a 3-D convolution."""
     c = config
     shape = (c.hidden_size, c.in_channels, c.temporal_patch_size, c.patch_size, c.patch_size)
     return TensorLayout(tensor, 1, shape)
 
 
 def linear_layouts(linears: Mapping[str, str]) -> dict[str, TensorLayout]:
-    """Kernels and biases of linear layers, given by path of the layer -> name of its tensors."""
+    """Return kernels and biases of linear layers, given by path of the layer -> name of its
+    tensors."""
     table = {}
     for ours, theirs in linears.items():
         table[f"{ours}/kernel"] = TensorLayout(f"{theirs}.weight", inputs=1)
@@ -157,7 +160,7 @@ def linear_layouts(linears: Mapping[str, str]) -> dict[str, TensorLayout]:
 
 
 def flat_parameters(state: Any) -> dict[str, Any]:
-    """Path (`text/layers/q`) -> parameter."""
+    """Map paths (`text/layers/q`) to parameters."""
     return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
@@ -187,7 +190,7 @@ def tensor_places(
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's tensors, as in transformers."""
+    """Return names and shapes of a checkpoint's tensors, as in transformers."""
     layouts = tensor_layouts(config)
     parameters = flat_parameters(nnx.state(abstract_model(config), nnx.Param))
     return {name: place.shape for name, place in tensor_places(layouts, parameters).items()}

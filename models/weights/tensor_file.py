@@ -58,7 +58,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: Path) -> Header:
-    """Reads the header of a safetensors file.
+    """Read the header of a safetensors file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -120,7 +120,7 @@ def _parse(file: Path, content: bytes) -> Header:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether a header's entry has a type, a shape and two offsets."""
+    """Return whether a header's entry has a type, a shape and two offsets."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
@@ -130,7 +130,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def new_header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> Header:
-    """The header of a new file with tensors of these types and shapes, in this order."""
+    """Return the header of a new file with tensors of these types and shapes, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
@@ -156,7 +156,7 @@ def new_header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> Heade
 def read(
     file: Path, tensor: Tensor, rows: slice, columns: slice, *, transpose: bool
 ) -> Shaped[np.ndarray, "i j"]:
-    """Reads a block of a tensor, seen as the matrix [shape[0], product of the other sizes].
+    """Read a block of a tensor, seen as the matrix [shape[0], product of the other sizes].
 
     Only the pages of the file that hold the block are read.
 
@@ -186,7 +186,7 @@ def read(
 
 
 def same_numbers(first: tuple[Path, Tensor], second: tuple[Path, Tensor]) -> bool:
-    """Whether two tensors of one shape, each with its file, hold the same numbers.
+    """Return whether two tensors of one shape, each with its file, hold the same numbers.
 
     Their types may differ. A few rows at a time are in memory.
     """
@@ -202,7 +202,7 @@ def same_numbers(first: tuple[Path, Tensor], second: tuple[Path, Tensor]) -> boo
 
 
 def _aligned(shape: tuple[int, int], bits: str) -> np.ndarray:
-    """An empty array that XLA can use in place. A copy would need the memory twice."""
+    """Return an empty array that XLA can use in place. A copy would need the memory twice."""
     size = math.prod(shape) * np.dtype(bits).itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
@@ -210,14 +210,14 @@ def _aligned(shape: tuple[int, int], bits: str) -> np.ndarray:
 
 
 def _blocks(rows: slice, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """(First row, end) of blocks of about `_BLOCK` bytes."""
+    """Return (first row, end) of blocks of about `_BLOCK` bytes."""
     # At least 32 rows: in a transposed copy, fewer would fill only part of each cache line.
     step = max(32, _BLOCK // row_bytes)
     return ((row, min(row + step, rows.stop)) for row in range(rows.start, rows.stop, step))
 
 
 def write(file: Path, header: Header, matrices: Iterable[Shaped[np.ndarray, "i j"]]) -> None:
-    """Writes a new file: the header, then its tensors.
+    """Write a new file: the header, then its tensors.
 
     Args:
         file: path of the new file.

@@ -258,7 +258,7 @@ class Engine:
         self.runner.sleep()
 
     def fingerprint(self) -> int:
-        """The fingerprint of the weights, frozen ones too."""
+        """Return the fingerprint of the weights, frozen ones too."""
         return fingerprint(*self._loaded("fingerprint"))
 
     def forget(self) -> None:
@@ -281,7 +281,7 @@ class Engine:
         self.runner.warm_up(self._loaded("warm_up"))
 
     def lowerings(self) -> Iterator[Lowering]:
-        """The programs that take long to compile, for `models.compile_ahead`.
+        """Return the programs that take long to compile, for `models.compile_ahead`.
 
         The engine may sleep: no memory of the device is needed.
         """
@@ -290,7 +290,7 @@ class Engine:
     # --- requests ---
 
     def _loaded(self, method: str) -> tuple[Any, Any]:
-        """The weights."""
+        """Return the weights."""
         if self.weights is None:
             raise ValueError(f"Engine.{method}: the engine sleeps without weights; call load first")
         return self.weights
@@ -333,7 +333,7 @@ class Engine:
             )
 
     def _unreadable(self, request: Request, reason: str) -> Sample:
-        """The sample of a request that failed before it could wait."""
+        """Return the sample of a request that failed before it could wait."""
         if request.begun is not None:
             return dataclasses.replace(request.begun, stop=SampleStop.UNREADABLE, reason=reason)
         return Sample(
@@ -544,7 +544,7 @@ class Engine:
         return "admitted"
 
     def _visual(self, sequence: EngineSequence) -> Float[np.ndarray, "m c d"]:
-        """Vectors of the visual tokens that are not computed yet.
+        """Return the vectors of the visual tokens that are not computed yet.
 
         The frames of an agent are in memory. Those of other callers are read and encoded now.
 
@@ -594,7 +594,8 @@ class Engine:
             self._finish(sequence, SampleStop.LENGTH)
 
     def _stop_string_end(self, sequence: EngineSequence, before: int) -> int | None:
-        """Number of tokens up to the one that completes the first stop string, if there is one.
+        """Return the number of tokens up to the one that completes the first stop string, if there
+        is one.
 
         `before` is the number of tokens that were searched already.
         """
@@ -642,7 +643,7 @@ class _PrefillBatch:
         self._before = 0
 
     def need(self, sequence: EngineSequence) -> _Need:
-        """The needs of the batch if `sequence` joins it."""
+        """Return the needs of the batch if `sequence` joins it."""
         prompt = sequence.prompt
         part = slice(sequence.computed, prompt.prefill_length)
         missing = prompt.content[part]
@@ -659,7 +660,7 @@ class _PrefillBatch:
         )
 
     def has_row(self, need: _Need) -> bool:
-        """Whether a program of these sizes has a free row. With longer rows it has fewer."""
+        """Return whether a program of these sizes has a free row. With longer rows it has fewer."""
         if not need.rows:
             return True
         return len(self.beginnings) < self.settings.prefill_rows(need.length, need.before)

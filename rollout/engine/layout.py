@@ -75,7 +75,7 @@ def choose_layout(
     loaded: dict[int, list[Serials]],
     sizes: LayoutSizes,
 ) -> Layout:
-    """The layout that reads the fewest tokens per step.
+    """Return the layout that reads the fewest tokens per step.
 
     Args:
         paths: the full pages that each sequence begins with, for at most `slots` sequences.
@@ -131,7 +131,8 @@ def _groups(
 
 
 def _prefer_loaded(prefix: Serials, loaded: Sequence[Serials]) -> Serials:
-    """The longest part of a prefix that is already in a buffer, if it is more than half of it.
+    """Return the longest part of a prefix that is already in a buffer, if it is more than half of
+    it.
 
     Otherwise the whole prefix, which then has to be gathered from its pages.
     """

@@ -167,7 +167,8 @@ class PacedAgent(Generic[Result]):
     async def _ask(
         self, requests: tuple[Request, ...], most: float
     ) -> tuple[Any, list[Any], int | None]:
-        """Samples of at most `most` tokens, as answers, and the time if all have ended."""
+        """Return the samples of at most `most` tokens, as answers, and the time if all have
+        ended."""
         samples: Any = list(self.log.begun or (None,) * len(requests))
         parts = {
             number: _part(request, begun, most)
@@ -196,7 +197,8 @@ class _HandedOn:
 
 
 def _part(request: Request, begun: Sample | None, most: float) -> Request:
-    """The next part of a request, which ends when `most` tokens of its response are there."""
+    """Return the next part of a request, which ends when `most` tokens of its response are
+    there."""
     if begun is not None:
         request = dataclasses.replace(request, begun=begun)
     if most >= request.sampling.max_new_tokens:

@@ -68,7 +68,7 @@ class PageTree:
         self._serials = itertools.count()
 
     def nodes(self) -> Iterator[Node]:
-        """Every page in the tree."""
+        """Return every page in the tree."""
         for root in list(self.roots.values()):
             yield from _descendants(root)
 
@@ -209,13 +209,14 @@ class PageTree:
 
 
 def page_count(tokens: int, size: int) -> int:
-    """Number of pages of `size` tokens that hold `tokens` tokens. The last may be partial."""
+    """Return the number of pages of `size` tokens that hold `tokens` tokens. The last may be
+    partial."""
     full, rest = divmod(tokens, size)
     return full + 1 if rest else full
 
 
 def _descendants(root: Node) -> list[Node]:
-    """All nodes below `root`, each before its own children."""
+    """Return all nodes below `root`, each before its own children."""
     found: list[Node] = []
     stack = list(root.children.values())
     while stack:
@@ -226,12 +227,12 @@ def _descendants(root: Node) -> list[Node]:
 
 
 def _begins_any(tokens: Content, nodes: Iterable[Node]) -> bool:
-    """Whether any page begins with all of `tokens`."""
+    """Return whether any page begins with all of `tokens`."""
     return any(_common_length(node.tokens, tokens) == len(tokens) for node in nodes)
 
 
 def _common_length(a: Content, b: Content) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     length = min(len(a), len(b))
     differing = np.flatnonzero(a[:length] != b[:length])
     return int(differing[0]) if differing.size else length

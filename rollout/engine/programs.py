@@ -171,17 +171,19 @@ class Programs:
         self.decode = MeshProgram(decode, mesh)
 
     def abstract_pool(self, pages: int) -> jax.ShapeDtypeStruct:
-        """Shape, type and sharding of `make_pool`, to compile programs before it takes memory."""
+        """Return the shape, type and sharding of `make_pool`, to compile programs before it takes
+        memory."""
         heads = 2 * self.text.num_key_value_heads
         shape = (self.text.num_hidden_layers, pages + 1, self.page, heads, self.text.head_dim)
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._pool_sharding)
 
     def make_pool(self, pages: int) -> Pool:
-        """A pool of `pages` pages filled with zeros, and one more page for padding to read."""
+        """Return a pool of `pages` pages filled with zeros, and one more page for padding to
+        read."""
         return _zeros(self.abstract_pool(pages))
 
     def abstract_prefixes(self, blocks: int, length: int) -> Prefixes:
-        """Shapes, types and shardings of `make_prefixes`."""
+        """Return the shapes, types and shardings of `make_prefixes`."""
         layers = self.text.num_hidden_layers
         entries = self.text.num_key_value_heads * blocks
         h = self.text.head_dim
@@ -191,20 +193,20 @@ class Programs:
         return Prefixes((k,) * layers, (v,) * layers)
 
     def make_prefixes(self, blocks: int, length: int) -> Prefixes:
-        """Arrays of zeros for one prefix of up to `length` tokens per block."""
+        """Return arrays of zeros for one prefix of up to `length` tokens per block."""
         return _zeros(self.abstract_prefixes(blocks, length))
 
     def bank_shape(self, tokens: int) -> tuple[int, int, int]:
-        """The shape of a bank for up to `tokens` visual tokens, in whole chunks."""
+        """Return the shape of a bank for up to `tokens` visual tokens, in whole chunks."""
         return math.ceil(tokens / CHUNK) * CHUNK, *self._vectors
 
     def abstract_bank(self, tokens: int) -> jax.ShapeDtypeStruct:
-        """Shape, type and sharding of `make_bank`."""
+        """Return the shape, type and sharding of `make_bank`."""
         shape = self.bank_shape(tokens)
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._bank_sharding)
 
     def make_bank(self, tokens: int) -> Bank:
-        """A bank of zeros for up to `tokens` visual tokens."""
+        """Return a bank of zeros for up to `tokens` visual tokens."""
         return _zeros(self.abstract_bank(tokens))
 
     def _fill(self, bank: Bank, chunk: Float[Any, "n c d"], first: Int[Any, ""]) -> Bank:
@@ -217,7 +219,7 @@ class Programs:
         tables: Int[Array, "*b m"],
         layer: Int[Array, ""] | slice = _ALL_LAYERS,
     ) -> KV:
-        """Keys and values on the pages of a table, in its order, for one layer or for all.
+        """Return keys and values on the pages of a table, in its order, for one layer or for all.
 
         Returns arrays [..., m * page, k, h]: the tokens of all pages, joined.
         """
@@ -309,7 +311,7 @@ class Programs:
     def _cache(
         self, pool: Pool, prefixes: Prefixes | None, rows: Rows, steps: int, width: int
     ) -> PagedCache | DenseCache:
-        """The cache that the rows decode with, which has room for `steps` more tokens."""
+        """Return the cache that the rows decode with, which has room for `steps` more tokens."""
         if self._paged:
             return PagedCache(pool, rows.tables, rows.own_tokens)
         kv = self._read(pool, rows.tables[:, : width // self.page])
@@ -381,7 +383,7 @@ class Programs:
 
 
 def _zeros(abstract: Any) -> Any:
-    """Arrays of zeros, like the abstract ones of a tree."""
+    """Return arrays of zeros, like the abstract ones of a tree."""
     leaves, structure = jax.tree.flatten(abstract)
     return jax.tree.unflatten(structure, _make_zeros(*leaves)())
 
@@ -415,5 +417,6 @@ def difference(weights: Any, expected: Any) -> str:
 
 
 def pages_of(tokens: int, page: int) -> int:
-    """Upper bound on the pages that hold `tokens` tokens, if they may start within a page."""
+    """Return an upper bound on the pages that hold `tokens` tokens, if they may start within a
+    page."""
     return page_count(tokens, page) + 1

@@ -365,7 +365,7 @@ class _Scheduler:
             agent.close()
 
     def _pass_time(self) -> None:
-        """Without anything to sample, go to the first step at which a reading is due."""
+        """Go to the first step at which a reading is due, if there is nothing to sample."""
         counted = [waiting.step for waiting in self.readings if waiting.step is not None]
         if counted:
             self.steps = max(self.steps, min(counted))
@@ -408,7 +408,7 @@ class _Scheduler:
 
 
 def _collect(count: int, resume: Callable[[list[Any]], None]) -> list[Callable[[Any], None]]:
-    """Functions that take one value each. The last call passes all values to `resume`."""
+    """Return functions that take one value each. The last call passes all values to `resume`."""
     values: dict[int, Any] = {}
 
     def take(place: int, value: Any) -> None:

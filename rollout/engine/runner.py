@@ -107,7 +107,7 @@ class ModelRunner:
             self._run([], idle, weights)
 
     def lowerings(self, weights: Any) -> Iterator[Lowering]:
-        """The programs that take long to compile: those for prefill and decoding.
+        """Return the programs that take long to compile: those for prefill and decoding.
 
         Args:
             weights: Real or abstract weights.
@@ -129,12 +129,12 @@ class ModelRunner:
             yield functools.partial(programs.decode.lower, weights, pool, prefixes, rows, **static)
 
     def _prefill_sizes(self) -> Iterator[tuple[int, int]]:
-        """Tokens per row of each prefill program, and the cached tokens before them."""
+        """Return tokens per row of each prefill program, and the cached tokens before them."""
         settings = self.settings
         return itertools.product(settings.prefill_lengths, (0, *settings.row_lengths))
 
     def _idle_layouts(self) -> Iterator[Layout]:
-        """A layout of each decoding program, without sequences."""
+        """Return a layout of each decoding program, without sequences."""
         settings = self.settings
         for row_length in settings.row_lengths:
             rows = self._rows(row_length)
@@ -203,7 +203,7 @@ class ModelRunner:
         return found
 
     def _rows(self, width: int) -> int:
-        """Rows of a program that reads `width` tokens per row.
+        """Return the rows of a program that reads `width` tokens per row.
 
         Paged decoding makes no copies, so its programs always have all slots.
         """
@@ -254,7 +254,8 @@ class ModelRunner:
         return np.asarray(pieces.lengths).tolist()
 
     def _pieces(self, sequences: Sequence[EngineSequence], length: int, before: int) -> Pieces:
-        """The next `length` tokens of each sequence, for the program that reads `before` tokens."""
+        """Return the next `length` tokens of each sequence, for the program that reads `before`
+        tokens."""
         settings = self.settings
         rows = settings.prefill_rows(length, before)
         columns = before // settings.page + pages_of(length, settings.page)
@@ -341,7 +342,7 @@ class ModelRunner:
         return drawn
 
     def _idle_rows(self, layout: Layout) -> Rows:
-        """The arrays of a program whose rows are all idle."""
+        """Return the arrays of a program whose rows are all idle."""
         settings = self.settings
         count = len(layout.rows)
         columns = layout.row_length // settings.page + pages_of(settings.steps, settings.page)

@@ -104,7 +104,7 @@ def draw_at(
 
 
 def _cut(scores: Float[Array, "b v"], choices: Choices) -> Float[Array, "b v"]:
-    """Log-probs after top-k and then top-p, -inf for tokens that are cut.
+    """Return log-probs after top-k and then top-p, -inf for tokens that are cut.
 
     Tokens of equal probability stay or go together.
     """
@@ -122,7 +122,8 @@ def _cut(scores: Float[Array, "b v"], choices: Choices) -> Float[Array, "b v"]:
 def _keep(
     scores: Float[Array, "b v"], enough: Callable[[Bool[Array, "b v"]], Bool[Array, " b"]]
 ) -> Float[Array, "b v"]:
-    """Log-probs over the smallest set of likeliest tokens that is `enough`, or over all tokens."""
+    """Return log-probs over the smallest set of likeliest tokens that is `enough`, or over all
+    tokens."""
     order = _order(scores)
 
     # Bisection over all 2**32 thresholds, so the result is exact after 32 halvings.

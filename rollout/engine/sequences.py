@@ -109,7 +109,7 @@ class EngineSequence:
 
 
 def no_vectors() -> np.ndarray:
-    """An empty array of visual vectors."""
+    """Return an empty array of visual vectors."""
     return np.zeros((0, 0, 0), np.float32)
 
 
@@ -174,7 +174,7 @@ def _positions(
     grids: list[tuple[int, int]],
     config: ModelConfig,
 ) -> Int32[np.ndarray, "3 t"]:
-    """M-RoPE positions. Placeholders after the last frame count as text."""
+    """Return M-RoPE positions. Placeholders after the last frame count as text."""
     with_frames = mrope_positions(ids[:visual_end], grids, config)
     text_length = len(ids) - visual_end
     text = next_position(with_frames) + np.arange(text_length)
@@ -184,7 +184,7 @@ def _positions(
 
 @functools.lru_cache(maxsize=65_536)
 def _fingerprint(key: tuple) -> int:
-    """A hash of a frame, far enough from all others to number the frame's tokens from it."""
+    """Return a hash of a frame, far enough from all others to number the frame's tokens from it."""
     hashed = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     # 62 bits: adding a token's index and negating stays inside int64.
     return int.from_bytes(hashed, "little") >> 2

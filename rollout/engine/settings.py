@@ -82,19 +82,19 @@ class EngineSizes:
                 )
 
     def width(self, tokens: int) -> int:
-        """The smallest row length that holds `tokens` tokens; 0 if there are none."""
+        """Return the smallest row length that holds `tokens` tokens; 0 if there are none."""
         return next(length for length in (0, *self.row_lengths) if length >= tokens)
 
     def rows(self, width: int) -> int:
-        """Rows of a program that reads `width` tokens per row."""
+        """Return the rows of a program that reads `width` tokens per row."""
         return max(1, min(self.slots, self.read_tokens // max(1, width)))
 
     def prefill_rows(self, length: int, before: int) -> int:
-        """Rows of a program that prefills `length` tokens after `before` cached ones."""
+        """Return the rows of a program that prefills `length` tokens after `before` cached ones."""
         return max(1, min(self.rows(self.width(before)), self.prefill_tokens // length))
 
     def only_text(self, length: int) -> bool:
-        """Whether the prefill programs of this length have no visual input.
+        """Return whether the prefill programs of this length have no visual input.
 
         These are the programs of the shortest of several lengths: what they compute is mostly the
         results of tools. All others take visual tokens and text, so each length is compiled once.
@@ -102,7 +102,7 @@ class EngineSizes:
         return len(self.prefill_lengths) > 1 and length == self.prefill_lengths[0]
 
     def piece(self, missing: int, visual: bool) -> int:
-        """The smallest prefill length that holds `missing` tokens.
+        """Return the smallest prefill length that holds `missing` tokens.
 
         If there are too many, the largest: prefill then takes several calls.
 

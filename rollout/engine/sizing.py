@@ -57,7 +57,7 @@ def lengths(
     crop_frame_tokens: int | None = None,
     label_tokens: int = LABEL_TOKENS,
 ) -> Lengths:
-    """The longest sequences of a run.
+    """Return the longest sequences of a run.
 
     No tokenizer is needed, because texts are bounded: `limits.text_tokens`, `label_tokens` and
     REQUEST_TOKENS. `train.prepare` checks these bounds against the run's tokenizer.
@@ -88,7 +88,7 @@ def lengths(
 def engine_sizes(
     longest: Lengths, settings: EngineSettings, rows_per_prefix: int, share_prompts: bool = True
 ) -> EngineSizes:
-    """Sizes of an engine that fits every sequence of a run.
+    """Return the sizes of an engine that fits every sequence of a run.
 
     Args:
         longest: the run's longest sequences.
@@ -130,7 +130,7 @@ def engine_sizes(
 def sizes_for_single_episodes(
     protocol: Protocol, overview: int, crop: int, episodes: int = 1, cache_tokens: int = 0
 ) -> EngineSizes:
-    """Sizes of an engine for episodes that share no prompts.
+    """Return the sizes of an engine for episodes that share no prompts.
 
     Args:
         protocol: the protocol with its limits.
@@ -158,7 +158,7 @@ def sizes_for_single_episodes(
 
 
 def _row_lengths(first: int, last: int, page: int) -> tuple[int, ...]:
-    """`first`, then doublings of `_SHORTEST_READ`, then `last`, as multiples of `page`.
+    """Return `first`, then doublings of `_SHORTEST_READ`, then `last`, as multiples of `page`.
 
     With doublings, a sequence reads at most about twice its own length.
     """
@@ -171,7 +171,7 @@ def _row_lengths(first: int, last: int, page: int) -> tuple[int, ...]:
 def overview_tokens(
     protocol: Protocol, frames: int, frame_tokens: int, last: float, tools: bool = True
 ) -> int:
-    """Tokens of a main agent's prompt before the question.
+    """Return the tokens of a main agent's prompt before the question.
 
     Args:
         protocol: renders the system turn and the labels of frames.
@@ -184,7 +184,7 @@ def overview_tokens(
 
 
 def crop_tokens(protocol: Protocol, frame_tokens: int, last: float) -> int:
-    """Tokens of a sub-agent's longest prompt. Arguments are as in `overview_tokens`."""
+    """Return the tokens of a sub-agent's longest prompt. Arguments are as in `overview_tokens`."""
     return len(protocol.window(_frames(protocol.settings.crop_frames, last), frame_tokens).ids)
 
 
@@ -193,5 +193,5 @@ def _frames(count: int, last: float) -> Sequence[Frame]:
 
 
 def round_up(tokens: int, step: int) -> int:
-    """`tokens` rounded up to a multiple of `step`."""
+    """Return `tokens` rounded up to a multiple of `step`."""
     return page_count(tokens, step) * step

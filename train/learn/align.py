@@ -151,7 +151,7 @@ def align(
 
 
 def _as_saved(model: VisionLanguageModel, optimizer_state: Any) -> dict[str, Any]:
-    """The state that a checkpoint of this phase stores."""
+    """Return the state that a checkpoint of this phase stores."""
     return {
         "vision": nnx.state(model.vision),
         "text": nnx.state(model.text),
@@ -162,7 +162,7 @@ def _as_saved(model: VisionLanguageModel, optimizer_state: Any) -> dict[str, Any
 def _make_update(
     graph: nnx.GraphDef, optimizer: optax.GradientTransformation, layout: PatchLayout
 ) -> Callable[..., Any]:
-    """The jitted `f(weights, state, patches, words) -> (weights, state, loss, accuracy)`."""
+    """Return the jitted `f(weights, state, patches, words) -> (weights, state, loss, accuracy)`."""
 
     def loss(
         weights: Any, patches: Float[Array, "m p i"], words: Int[Array, "m w"]

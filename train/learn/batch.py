@@ -92,7 +92,7 @@ class Group(NamedTuple):
 
 
 def prompt_segments(trajectory: Trajectory) -> tuple[Segment, ...]:
-    """The segments before an agent's first response."""
+    """Return the segments before an agent's first response."""
     return tuple(itertools.takewhile(lambda s: s.author is Author.PROMPT, trajectory.segments))
 
 

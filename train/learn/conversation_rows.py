@@ -135,7 +135,8 @@ def _render(conversation: Conversation, protocol: Protocol, features: FrameFeatu
 def most_visual(
     rows: Iterable[Sequence[Conversation]], settings: FrameSettings, vision: VisionConfig
 ) -> int:
-    """The largest number of visual tokens in a row, by the sizes that preparation found in files.
+    """Return the largest number of visual tokens in a row, by the sizes that preparation found in
+    files.
 
     Args:
         rows: Conversations, row by row.
@@ -157,7 +158,7 @@ def most_visual(
 
 
 def most_frames(rows: Iterable[Sequence[Conversation]]) -> int:
-    """The largest number of frames in a row."""
+    """Return the largest number of frames in a row."""
     return max(sum(len(clip.indices) for chat in row for clip in chat.clips) for row in rows)
 
 

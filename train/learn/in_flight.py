@@ -66,7 +66,7 @@ class GroupInFlight:
 
 
 def deal(clocks: Sequence[int], homes: Sequence[int | None], processes: int) -> list[int]:
-    """The process of each episode. Their numbers of episodes differ by one at most.
+    """Return the process of each episode. Their numbers of episodes differ by one at most.
 
     Lengths have a long tail, so the longer an episode has run, the longer it will probably run on.
     Those that have begun are dealt first, the longest first: each stays where its frames are
@@ -111,7 +111,7 @@ class GroupProgress(NamedTuple):
 def choose(
     groups: Sequence[GroupProgress], step: int, prompts: int, max_staleness: int
 ) -> list[int] | None:
-    """The groups that the update of `step` takes, in order; None: it has to wait.
+    """Return the groups that the update of `step` takes, in order; None: it has to wait.
 
     It takes the groups that would be too old for the next update, and then those that ended first.
     At most `prompts` groups began before this step (`capacity`), and only those can be due, so
@@ -129,7 +129,7 @@ def choose(
 
 
 def capacity(prompts: int, max_staleness: int) -> int:
-    """Groups in flight at the beginning of a step.
+    """Return the number of groups in flight at the beginning of a step.
 
     Beyond those of an update, as many more can outlive it. With still more, more groups could be
     due at once than an update takes.
@@ -226,7 +226,7 @@ class Player:
 
 
 def _unreadable(group: GroupInFlight) -> Episode:
-    """An episode whose files could be read when it began, and can no longer be read."""
+    """Return an episode whose files could be read when it began, and can no longer be read."""
     reason = "a frame that the episode had seen can no longer be read"
     return Episode(
         group.question,
@@ -242,7 +242,7 @@ def _unreadable(group: GroupInFlight) -> Episode:
 def _named(
     groups: Sequence[GroupInFlight],
 ) -> Iterator[tuple[_Name, tuple[GroupInFlight, EpisodeInFlight]]]:
-    """All episodes by name."""
+    """Return all episodes by name."""
     for group in groups:
         for member, flight in enumerate(group.flights):
             yield (group.number, member), (group, flight)

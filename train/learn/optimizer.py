@@ -101,7 +101,7 @@ _AXES = {
 
 
 def _matrix_axes(weights: Any) -> Any:
-    """Each weight's axes as Muon needs them; None for weights that AdamW updates."""
+    """Return each weight's axes as Muon needs them; None for weights that AdamW updates."""
 
     def axes(path: tuple[Any, ...], _: Any) -> Any:
         # A path such as layers/q/value.

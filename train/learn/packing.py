@@ -120,7 +120,7 @@ class StepShape:
         return sum(group.prompt + sum(group.suffixes) for group in self.at_limits)
 
     def slots(self, processes: int, devices: int) -> int:
-        """Room, per device, for the visual vectors that one process may provide.
+        """Return the room, per device, for the visual vectors that one process may provide.
 
         All trained sub-agents may be of one process, so each one has room for all of them.
         """
@@ -128,7 +128,7 @@ class StepShape:
         return self._room(visual, crop_visual, processes, devices)
 
     def frames(self, processes: int, devices: int) -> int:
-        """Room, per device, for the frames that one process may provide."""
+        """Return the room, per device, for the frames that one process may provide."""
         return self._room(self.limits.frames, self.limits.crop_frames, processes, devices)
 
     def _room(self, of_main: int, of_subagent: int, processes: int, devices: int) -> int:
@@ -136,7 +136,7 @@ class StepShape:
         return max(1, math.ceil(count / (devices // processes)))
 
     def microbatches(self, most: int, devices: int, pieces: int) -> tuple[MicrobatchShape, ...]:
-        """Sizes of micro-batches of at most `most` tokens; see `microbatch_shapes`."""
+        """Return the sizes of micro-batches of at most `most` tokens; see `microbatch_shapes`."""
         return microbatch_shapes(most, self.trajectory, self.tokens, devices, pieces)
 
 
@@ -154,7 +154,7 @@ class StepRoom(NamedTuple):
 def microbatch_shapes(
     most: int, longest_tokens: int, total: int, devices: int = 1, pieces: int = 1
 ) -> tuple[MicrobatchShape, ...]:
-    """The sizes of micro-batches that are compiled, the largest first.
+    """Return the sizes of micro-batches that are compiled, the largest first.
 
     Each has rows half as long as the one before, down to half of the longest trajectory.
 
@@ -213,7 +213,7 @@ def pack(
 
 
 def chunk_tokens(chunk: Chunk, groups: Sequence[GroupLengths]) -> int:
-    """Tokens of a chunk in its row: its prompt and its trajectories."""
+    """Return the tokens of a chunk in its row: its prompt and its trajectories."""
     prompt, suffixes = groups[chunk.group]
     return prompt + sum(suffixes[member] for member in chunk.members)
 
@@ -224,7 +224,7 @@ def _packed(
     most_of_chunk: int,
     shapes: Sequence[MicrobatchShape],
 ) -> tuple[PackedMicrobatch, ...]:
-    """Packs rows of `row_tokens`, and then shrinks every micro-batch as far as possible."""
+    """Pack rows of `row_tokens`, and then shrink every micro-batch as far as possible."""
     chunks = [
         chunk for number, group in enumerate(groups) for chunk in _cut(number, group, most_of_chunk)
     ]
@@ -235,7 +235,7 @@ def _packed(
 
 
 def _cut(number: int, group: GroupLengths, most: int) -> list[Chunk]:
-    """Cuts a group into few chunks of at most `most` tokens, longest trajectories first."""
+    """Cut a group into few chunks of at most `most` tokens, longest trajectories first."""
     longest_first = sorted(range(len(group.suffixes)), key=lambda n: -group.suffixes[n])
     room: list[int] = []
     members: list[list[int]] = []
@@ -255,7 +255,7 @@ def _cut(number: int, group: GroupLengths, most: int) -> list[Chunk]:
 def _fill(
     chunks: Sequence[Chunk], groups: Sequence[GroupLengths], tokens: int
 ) -> list[tuple[Chunk, ...]]:
-    """Puts every chunk, the longest first, into the first row that has room for it."""
+    """Put every chunk, the longest first, into the first row that has room for it."""
     sized = sorted(((chunk_tokens(chunk, groups), chunk) for chunk in chunks), key=lambda x: -x[0])
     room: list[int] = []
     rows: list[list[Chunk]] = []
@@ -275,7 +275,7 @@ def _shrunk(
     groups: Sequence[GroupLengths],
     shapes: Sequence[MicrobatchShape],
 ) -> PackedMicrobatch:
-    """The chunks of a micro-batch in the smallest size that holds them."""
+    """Return the chunks of a micro-batch in the smallest size that holds them."""
     chunks = [chunk for row in rows for chunk in row]
     longest = max(chunk_tokens(chunk, groups) for chunk in chunks)
     for shape in sorted(shapes, key=lambda shape: shape.tokens):
@@ -292,5 +292,5 @@ def _first_with_room(room: Sequence[int], needed: int) -> int | None:
 
 
 def _ceil_to(value: int, unit: int) -> int:
-    """`value` rounded up to a multiple of `unit`."""
+    """Return `value` rounded up to a multiple of `unit`."""
     return -(-value // unit) * unit

@@ -69,7 +69,8 @@ class Bank(NamedTuple):
 
 
 def row_pieces(text: TextConfig, devices: int, tensor: int = 1) -> int:
-    """The largest number of devices that can share a packed row: each computes some of its heads.
+    """Return the largest number of devices that can share a packed row: each computes some of its
+    heads.
 
     Args:
         text: Sizes of the decoder.
@@ -112,7 +113,7 @@ def require_even(mesh: Mesh) -> None:
 
 
 def shardings(batch: T, mesh: Mesh) -> T:
-    """The sharding of each array of a batch.
+    """Return the sharding of each array of a batch.
 
     Args:
         batch: A tree of `Microbatch`, `RLBatch` or the like, of real or abstract
@@ -131,7 +132,7 @@ def shardings(batch: T, mesh: Mesh) -> T:
 
 
 def row_specs(batch: T, axes: str | tuple[str, ...]) -> T:
-    """The same tree with the spec that shards the rows of each array over mesh axes."""
+    """Return the same tree with the spec that shards the rows of each array over mesh axes."""
 
     def of(path: tuple, _: Any) -> PartitionSpec:
         name = _name(path)
@@ -250,7 +251,7 @@ class BankPlacer:
 
 
 def _fill(rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, device: Any) -> Array:
-    """The vectors of a device's rows, in an array [rows, room, c, d] on this device."""
+    """Return the vectors of a device's rows, in an array [rows, room, c, d] on this device."""
     vector = rows[0].shape[1:]
     bank = jnp.zeros((len(rows), room, *vector), rows[0].dtype, device=device)
     size = min(_CHUNK, room)
@@ -271,7 +272,7 @@ def _write(bank: Array, chunk: Array, start: Array) -> Array:
 
 
 def _name(path: tuple) -> str:
-    """The name of an array in a batch. All arrays of a `Structure` count as `structure`."""
+    """Return the name of an array in a batch. All arrays of a `Structure` count as `structure`."""
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     return "structure" if "structure" in names else names[-1]
 
@@ -280,12 +281,13 @@ def _name(path: tuple) -> str:
 
 
 def replicas(mesh: Mesh | None) -> int:
-    """Number of replicas of the weights."""
+    """Return the number of replicas of the weights."""
     return 1 if mesh is None else mesh.shape[REPLICAS]
 
 
 def bank_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a step's visual vectors [rows, m, c, d]: every replica has all of them.
+    """Return the sharding of a step's visual vectors [rows, m, c, d]: every replica has all of
+    them.
 
     Any row may need any vector, and none should cross between slices once per micro-batch.
     """
@@ -304,7 +306,7 @@ def make_bank_share(mesh: Mesh) -> MeshProgram:
 
 
 def sums_sharding(sharding: Any, mesh: Mesh | None) -> Any:
-    """The sharding of gradients, given that of what they are of.
+    """Return the sharding of gradients, given that of what they are of.
 
     Several replicas have a sum each: the first axis of gradients counts replicas.
     """
@@ -314,12 +316,12 @@ def sums_sharding(sharding: Any, mesh: Mesh | None) -> Any:
 
 
 def sums_shape(shape: tuple[int, ...], mesh: Mesh | None) -> tuple[int, ...]:
-    """The shape of gradients, given that of what they are of."""
+    """Return the shape of gradients, given that of what they are of."""
     return shape if replicas(mesh) == 1 else (replicas(mesh), *shape)
 
 
 def sums_of(arrays: Any, mesh: Mesh | None) -> Any:
-    """Gradients of arrays as abstract arrays, in float32."""
+    """Return the gradients of arrays as abstract arrays, in float32."""
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
         shape, sharding = sums_shape(x.shape, mesh), sums_sharding(x.sharding, mesh)
@@ -329,7 +331,7 @@ def sums_of(arrays: Any, mesh: Mesh | None) -> Any:
 
 
 def over_replicas(sums: Any, mesh: Mesh | None) -> Any:
-    """The sums over replicas: the one reduction of an update.
+    """Return the sums over replicas: the one reduction of an update.
 
     With several replicas, the first axis of `sums` counts them.
     """
@@ -339,7 +341,7 @@ def over_replicas(sums: Any, mesh: Mesh | None) -> Any:
 
 
 def in_replicas(function: Gradients, mesh: Mesh | None) -> Gradients:
-    """`function` in every replica, each with its own rows of the batch.
+    """Run `function` in every replica, each with its own rows of the batch.
 
     Args:
         function: `f(arrays, sums, batch, number=()) -> (sums, metrics)`. Arrays are the same in all
@@ -374,14 +376,15 @@ def in_replicas(function: Gradients, mesh: Mesh | None) -> Gradients:
 
 
 def _of_all_rows(metrics: Mapping[str, Array]) -> dict[str, Array]:
-    """Metrics of all replicas, given those of one."""
+    """Return the metrics of all replicas, given those of one."""
     largest = {name: x for name, x in metrics.items() if name.endswith("_max")}
     added = {name: x for name, x in metrics.items() if name not in largest}
     return jax.lax.psum(added, REPLICAS) | jax.lax.pmax(largest, REPLICAS)
 
 
 def _in_replica(part: Any, number: Int[Array, ""]) -> Any:
-    """A part of a batch whose rows are those of a replica: it has no tokens of other replicas."""
+    """Return a part of a batch whose rows are those of a replica: it has no tokens of other
+    replicas."""
     if not isinstance(part, Microbatch):
         return part
     own = part.index - number * part.ids.size

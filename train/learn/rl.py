@@ -98,7 +98,8 @@ def rl_loss(settings: RLSettings) -> Loss:
 def _routing_gap(
     routes: UInt8[Array, "b t l"], here: GRPOBatch, totals: Totals
 ) -> Float[Array, ""]:
-    """Share of layers, per trained token, in which sampler and trainer chose different experts.
+    """Return the share of layers, per trained token, in which sampler and trainer chose different
+    experts.
 
     Summed over the tokens that the weights of the update drew, and divided by all trained tokens.
     """
@@ -329,7 +330,7 @@ def _advantages(
 
 
 def _over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the updates that have it; of `*_max` the largest."""
+    """Return the mean of each metric over the updates that have it; of `*_max` the largest."""
     names = dict.fromkeys(itertools.chain(*updates))
     values = {name: [found[name] for found in updates if name in found] for name in names}
     return {

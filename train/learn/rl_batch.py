@@ -163,7 +163,8 @@ def lay_out(
 
 
 def lay_out_padding(room: StepRoom, features: FrameFeatures, stale: bool = False) -> LaidOut:
-    """A step without rollouts, with one micro-batch of every size; the arguments of `lay_out`.
+    """Return a step without rollouts, with one micro-batch of every size; the arguments of
+    `lay_out`.
 
     `stale` says whether older weights may have drawn some tokens.
     """
@@ -188,7 +189,7 @@ def lay_out_padding(room: StepRoom, features: FrameFeatures, stale: bool = False
 
 
 def _main_prompts(rollouts: Rollouts, shape: StepShape, processes: int) -> list[_Prompt]:
-    """The prompts of main agents."""
+    """Return the prompts of main agents."""
     players = [group.players for group in rollouts.groups]
     providers = _providers(players, shape.groups, processes)
     return [
@@ -203,7 +204,7 @@ def _main_prompts(rollouts: Rollouts, shape: StepShape, processes: int) -> list[
 
 
 def _providers(players: Sequence[Sequence[int]], groups: int, processes: int) -> list[int]:
-    """The process that provides the visual vectors of each group.
+    """Return the process that provides the visual vectors of each group.
 
     It is the first with room that played one of its rollouts and so has encoded its frames; if all
     of these are full, the process that provides the fewest. Each has room for its share of the
@@ -223,7 +224,7 @@ def _providers(players: Sequence[Sequence[int]], groups: int, processes: int) ->
 def _draw_subagents(
     rollouts: Rollouts, shape: StepShape, seed: Sequence[int]
 ) -> tuple[list[_Prompt], int]:
-    """The prompts of sub-agents to train, and the number of those without room."""
+    """Return the prompts of sub-agents to train, and the number of those without room."""
     if not shape.subagents:
         return [], 0
     agents = rollouts.subagents
@@ -242,7 +243,7 @@ def _draw_subagents(
 def _encode(
     prompts: Sequence[_Prompt], features: FrameFeatures
 ) -> tuple[dict[int, np.ndarray | None], dict[int, tuple[tuple[int, int], ...]]]:
-    """The visual vectors of this process's prompts, and the grids of every prompt's frames.
+    """Return the visual vectors of this process's prompts, and the grids of every prompt's frames.
 
     Both are by the number of the prompt. Prompts with unreadable frames are missing.
     """
@@ -269,7 +270,8 @@ def _slots(
     features: FrameFeatures,
     room: int,
 ) -> dict[int, int]:
-    """The slot of each prompt's first vector. Every process has `room` slots, one after another."""
+    """Return the slot of each prompt's first vector. Every process has `room` slots, one after
+    another."""
     used: Counter[int] = Counter()
     slots = {}
     for number in sorted(grids):
@@ -303,7 +305,8 @@ def _grpo_batch(
     text: TextConfig,
     version: int | None,
 ) -> GRPOBatch:
-    """What PARA-GRPO reads about the rollouts, but for the log-probs of the reference (zeros)."""
+    """Return what PARA-GRPO reads about the rollouts, but for the log-probs of the reference
+    (zeros)."""
     size = (shape.rows, shape.suffix)
     by_token: dict[str, Any] = {
         "mask": np.zeros(size, bool),
@@ -346,13 +349,14 @@ def _grpo_batch(
 def _structure(
     trajectory: Trajectory, first: int, token_bytes: TokenBytes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """struct(o) of a rollout that begins at token `first`: positions in its row, and kinds."""
+    """Return struct(o) of a rollout that begins at token `first`: positions in its row, and
+    kinds."""
     positions, kinds = find_structure(token_bytes, trajectory.ids, trajectory.authors)
     return positions - first, kinds
 
 
 def _by_rollout(rollouts: Rollouts, shape: StepShape) -> dict[str, Any]:
-    """Rewards as arrays [groups, rollouts]; False and 0 for padding."""
+    """Return rewards as arrays [groups, rollouts]; False and 0 for padding."""
     size = (shape.groups, shape.rollouts)
     arrays = {
         "rewards": np.zeros(size, np.float32),

@@ -82,7 +82,7 @@ class RLSettings:
             )
 
     def shape(self, longest: Lengths) -> StepShape:
-        """Upper bounds on the rollouts of a step.
+        """Return the upper bounds on the rollouts of a step.
 
         If a step has more sub-agents than `subagents_per_rollout` allows, those to train are drawn
         at random.

@@ -50,7 +50,7 @@ CHARGE = 1 / 4
 
 
 def virtual_times(trajectory_tokens: int) -> tuple[int, int]:
-    """The quantum, and the charge for reading frames, for trajectories of this length."""
+    """Return the quantum, and the charge for reading frames, for trajectories of this length."""
     quantum = max(LEAST_TOKENS, trajectory_tokens // QUANTA)
     return quantum, round(quantum * CHARGE)
 
@@ -122,7 +122,7 @@ class RolloutPool:
 
 
 def _staleness(rollouts: Rollouts, step: int, max_staleness: int) -> dict[str, float]:
-    """Ages of the batch's sampled tokens, in updates; nothing if there are none."""
+    """Return the ages of the batch's sampled tokens, in updates; nothing if there are none."""
     ages = np.concatenate([np.zeros(0, np.int32), *token_ages(rollouts, step)])
     if not ages.size:
         return {}
@@ -133,7 +133,7 @@ def _staleness(rollouts: Rollouts, step: int, max_staleness: int) -> dict[str, f
 
 
 def _sampled(ended: Sequence[EpisodeInFlight]) -> dict[str, float]:
-    """Number and mean length of the episodes that ended in this step, whether taken or not.
+    """Return the number and mean length of the episodes that ended in this step, taken or not.
 
     If the trained ones (`length/response`) stayed shorter, the choice of groups would be biased.
     """

@@ -66,7 +66,7 @@ class Rollouts:
         return [reward for group in self.groups for reward in group.rewards]
 
     def without(self, groups: Sequence[int]) -> Rollouts:
-        """All groups but those with these numbers, which count as unreadable."""
+        """Return all groups but those with these numbers, which count as unreadable."""
         kept = tuple(group for number, group in enumerate(self.groups) if number not in groups)
         unreadable = self.unreadable + len(self.groups) - len(kept)
         return dataclasses.replace(self, groups=kept, unreadable=unreadable)
@@ -264,7 +264,7 @@ def _without_signal(rollouts: Rollouts, settings: RLSettings) -> list[int]:
 
 
 def _replaced(old: Rollouts, new: Rollouts) -> Rollouts:
-    """The groups of both in the order of their places; of two at one place, the new one."""
+    """Return the groups of both in the order of their places; of two at one place, the new one."""
     groups = {group.place: group for group in (*old.groups, *new.groups)}
     in_order = tuple(groups[place] for place in sorted(groups))
     return Rollouts(in_order, old.unreadable + new.unreadable)
@@ -283,14 +283,14 @@ def require_fresh(rollouts: Rollouts, version: int, max_staleness: int) -> None:
 
 
 def token_ages(rollouts: Rollouts, version: int) -> list[Int32[np.ndarray, " t"]]:
-    """The age of each sampled token in the update of `version`, by trajectory."""
+    """Return the age of each sampled token in the update of `version`, by trajectory."""
     trajectories = [episode.trajectory for episode in rollouts.episodes]
     trajectories += [trajectory for _, trajectory in rollouts.subagents]
     return [version - found[found >= 0] for found in (each.versions for each in trajectories)]
 
 
 def describe(rollouts: Rollouts) -> dict[str, float]:
-    """Metrics of a step's episodes, under the names that the report reads.
+    """Return the metrics of a step's episodes, under the names that the report reads.
 
     The metrics of a frame budget K are prefixed with it, as in `k4/accuracy`.
     """
@@ -329,7 +329,7 @@ def _headline(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[s
 
 
 def _tool_gap(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[str, float]:
-    """What rollouts with calls earn more than those without, and the number of rollouts.
+    """Return what rollouts with calls earn more than those without, and the number of rollouts.
 
     The gaps are missing if all rollouts call, or none does.
     """
@@ -348,7 +348,7 @@ def _tool_gap(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[s
 
 
 def response_tokens(episode: Episode) -> int:
-    """Tokens that the main agent sampled."""
+    """Count the tokens that the main agent sampled."""
     segments = episode.trajectory.segments
     return sum(len(segment.ids) for segment in segments if segment.logprobs is not None)
 

@@ -33,7 +33,7 @@ from train.learn.update import TrainState
 
 
 def host_mesh(mesh: Mesh, per_host: int) -> Mesh:
-    """The devices of `mesh` as hosts along `data` and each host's devices along `tensor`.
+    """Return the devices of `mesh` as hosts along `data` and each host's devices along `tensor`.
 
     Args:
         mesh: The mesh of training, whose devices are ordered host by host.
@@ -84,7 +84,7 @@ def make_vision_sync(vision: Any, mesh: Mesh, dtype: DTypeLike) -> jax.stages.Wr
 
 
 def stay(weights: Any, hosts: Mesh, dtype: DTypeLike) -> bool:
-    """Whether samplers can use weights, real or abstract, as they are; see `make_sync`."""
+    """Return whether samplers can use weights, real or abstract, as they are; see `make_sync`."""
     wanted = jax.tree.leaves(param_shardings(weights, hosts))
     return all(
         x.dtype in (dtype, jnp.int8) and x.sharding.is_equivalent_to(sharding, x.ndim)
@@ -93,7 +93,7 @@ def stay(weights: Any, hosts: Mesh, dtype: DTypeLike) -> bool:
 
 
 def _halfway_shardings(weights: Any, hosts: Mesh) -> Any:
-    """Intermediate shardings of the move; None if the sizes of the mesh do not allow any.
+    """Return intermediate shardings of the move; None if the sizes of the mesh do not allow any.
 
     First, devices along fsdp are regrouped along `tensor`, as the samplers need it. Then the hosts
     exchange the rest. In a single step, XLA would gather every weight in full on every device.
@@ -112,7 +112,7 @@ def _halfway_shardings(weights: Any, hosts: Mesh) -> Any:
 
 
 def sampler_devices(weights: Any, count: int) -> int:
-    """Number of devices, out of a process's `count`, that its sampler uses.
+    """Return the number of devices, out of a process's `count`, that its sampler uses.
 
     It is the largest number that divides both `count` and every weight axis along `tensor`.
     """
@@ -161,7 +161,7 @@ class WeightSync:
             self._vision_sync = make_vision_sync(vision, mesh, dtype)
 
     def __call__(self, weights: Any) -> Any:
-        """The decoder's trained weights on this process's sampling devices."""
+        """Return the decoder's trained weights on this process's sampling devices."""
         text, _ = split_vision(weights)
         return self._take(text if self.program is None else self.program(text))
 
@@ -201,7 +201,7 @@ class WeightSync:
         return wanted
 
     def _program(self, weights: Any) -> jax.stages.Wrapped | None:
-        """The jitted move; None if there is nothing to move."""
+        """Return the jitted move; None if there is nothing to move."""
         # Even a program that changes nothing would copy the weights.
         if stay(weights, self._hosts, self._dtype):
             return None
@@ -212,12 +212,12 @@ class WeightSync:
         return jax.tree.map(self._own, moved, param_shardings(moved, mesh))
 
     def _on_tower(self, x: jax.Array) -> jax.Array:
-        """An array that every device has, as one on this process's devices."""
+        """Return an array that every device has, as one on this process's devices."""
         sharding = NamedSharding(tower_mesh(self._local), PartitionSpec())
         return self._own(x, sharding)
 
     def _own(self, x: jax.Array, sharding: Any) -> jax.Array:
-        """This process's shards of an array as an array of its own, without a copy."""
+        """Return this process's shards of an array as an array of its own, without a copy."""
         devices = sharding.device_set
         parts = [shard.data for shard in x.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)

@@ -33,14 +33,15 @@ def shape_rewards(rewards: Float[Array, "p g"], settings: GRPOSettings) -> Float
 
 
 def _axis(level: Level) -> int | None:
-    """The axis of [groups, members] for statistics of each group, or None for the whole batch."""
+    """Return the axis of [groups, members] for statistics of each group, or None for the whole
+    batch."""
     return 1 if level == "group" else None
 
 
 def varied(
     x: Float[Array, "p n"], mask: Bool[Array, "p n"], level: Level = "group"
 ) -> Bool[Array, "p 1"] | Bool[Array, "1 1"]:
-    """Whether the masked values of each group, or of the batch, are not all equal."""
+    """Return whether the masked values of each group, or of the batch, are not all equal."""
     axis = _axis(level)
     largest = jnp.where(mask, x, -jnp.inf).max(axis, keepdims=True)
     smallest = jnp.where(mask, x, jnp.inf).min(axis, keepdims=True)
@@ -50,14 +51,15 @@ def varied(
 def has_signal(
     rewards: Float[Array, "p g"], valid: Bool[Array, "p g"], settings: GRPOSettings
 ) -> Bool[Array, " p"]:
-    """Whether the rewards of each group differ after shaping. A group of equal ones is silent."""
+    """Return whether the rewards of each group differ after shaping. A group of equal ones is
+    silent."""
     return varied(shape_rewards(rewards, settings), valid)[:, 0]
 
 
 def normalise(
     x: Float[Array, "p n"], mask: Bool[Array, "p n"], how: Normalisation, epsilon: float = EPSILON
 ) -> Float[Array, "p n"]:
-    """(x - mean) / (std + epsilon) of the masked values, and 0 elsewhere.
+    """Return (x - mean) / (std + epsilon) of the masked values, and 0 elsewhere.
 
     The std is that of the centred values, divided by n - 1.
 
@@ -151,7 +153,7 @@ def normalise_tokens(
     how: Normalisation,
     epsilon: float = EPSILON,
 ) -> Float[Array, "b t"]:
-    """`normalise` over the trained tokens of the batch, or of each group.
+    """Apply `normalise` over the trained tokens of the batch, or of each group.
 
     If all rollouts of a group (or of the batch) have equal rewards, the advantages consist of the
     small KL penalty only. Then only the mean is subtracted: divided by its own std, this noise

@@ -26,7 +26,7 @@ def anchor_likelihood(
     gamma: float,
     total: Num[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-    """The paper's R_fmt (REFERENCE 2) as a term of the objective.
+    """Return the paper's R_fmt (REFERENCE 2) as a term of the objective.
 
     Sums the log-likelihood of the tags of compliant rollouts, subtracts gamma times that of all
     violations, and divides by the number of tags and violations. The paper has no penalty.
@@ -48,7 +48,8 @@ def anchor_likelihood(
 
 
 def structural_tokens(batch: GRPOBatch) -> tuple[Bool[Array, "b t"], Bool[Array, "b t"]]:
-    """Masks of the trained tokens with a tag of a compliant rollout, and with a violation."""
+    """Return the masks of the trained tokens with a tag of a compliant rollout, and with a
+    violation."""
     length = batch.mask.shape[1]
     is_tag = _is_tag(batch.structure)
     compliant = batch.of_rows(batch.compliant)[:, None]
@@ -99,7 +100,7 @@ def structural_weights(
 
 
 def tag_counts(batch: GRPOBatch) -> Float[Array, " k"]:
-    """Number of trained tokens of tags, of each kind in `TAGS`.
+    """Return the number of trained tokens of tags, of each kind in `TAGS`.
 
     A token with the kinds of two tags counts for both.
     """
@@ -109,7 +110,8 @@ def tag_counts(batch: GRPOBatch) -> Float[Array, " k"]:
 def tag_likelihood(
     logprobs: Float[Array, "b t"], batch: GRPOBatch, totals: Float[Array, " k"]
 ) -> Metrics:
-    """How likely the tags that were sampled are under the current policy. It has no gradient.
+    """Return how likely the tags that were sampled are under the current policy. It has no
+    gradient.
 
     The tags of all valid rollouts count, compliant or not. Pinned tags do not. Every recipe has
     these metrics, with an anchor or without.
@@ -145,7 +147,7 @@ def tag_likelihood(
 
 
 def _of_each_tag(batch: GRPOBatch) -> Bool[Array, "k b s"]:
-    """For each kind in `TAGS`, the structural tokens of that kind that are trained."""
+    """Return, for each kind in `TAGS`, the structural tokens of that kind that are trained."""
     structure = batch.structure
     trained = jnp.take_along_axis(batch.trained, structure.positions, axis=1)
     kinds = jnp.array(TAGS, structure.kinds.dtype)[:, None, None]

@@ -23,7 +23,7 @@ def policy_loss(
     settings: GRPOSettings,
     tokens: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Decoupled PPO (REFERENCE 3, step 4).
+    """Compute the loss of decoupled PPO (REFERENCE 3, step 4).
 
     The ratio is taken against the proximal policy (the weights at the start of the step) and
     clipped. Each token's loss is weighted by its probability under the proximal policy divided by
@@ -74,7 +74,7 @@ def policy_loss(
 def clipped_loss(
     ratio: Float[Array, "b t"], advantages: Float[Array, "b t"], settings: GRPOSettings
 ) -> Float[Array, "b t"]:
-    """The loss of each token: -A * ratio, with clips of the ratio.
+    """Return the loss of each token: -A * ratio, with clips of the ratio.
 
     The clip limits what is gained by a token, never what it costs: of the clipped and the unclipped
     loss, the larger one counts. A token of negative advantage costs more the likelier it has
@@ -128,7 +128,7 @@ def behaviour_weight(
     mask: Bool[Array, "b t"],
     settings: GRPOSettings,
 ) -> Float[Array, "b t"]:
-    """Importance weight exp(proximal - behaviour) of each token, without gradient.
+    """Return the importance weight exp(proximal - behaviour) of each token, without gradient.
 
     A weight above `behaviour_cap` becomes 0, so the token is left out, not clipped (REFERENCE 3,
     step 4).
@@ -145,7 +145,7 @@ def _row_means(x: Float[Array, "b t"], mask: Bool[Array, "b t"]) -> Float[Array,
 
 
 def batch_totals(batch: GRPOBatch) -> Totals:
-    """The denominators of a whole batch, for a loss computed by micro-batches."""
+    """Return the denominators of a whole batch, for a loss computed by micro-batches."""
     tags, violations = structural_tokens(batch)
     return Totals(
         tokens=batch.trained.sum().astype(jnp.float32),
@@ -162,7 +162,8 @@ def paravt_loss(
     totals: Totals | None = None,
     gamma: float = 0.3,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The whole loss of a batch: policy loss, and the anchor `likelihood` if the recipe uses it.
+    """Return the whole loss of a batch: policy loss, and the anchor `likelihood` if the recipe uses
+    it.
 
     Args:
         logprobs: Log-probs under the current policy.
