@@ -83,7 +83,7 @@ ADAM = OptimizerSettings(learning_rate=4e-4, weight_decay=0.0)  # for GRPO
 
 
 def small_config(vocabulary: Vocabulary) -> ModelConfig:
-    """Three narrow layers, one visual token per frame, and this vocabulary."""
+    """Return three narrow layers, one visual token per frame, and this vocabulary."""
     sizes, narrow = family().tiny(vocabulary.size), {"hidden_size": 64, "intermediate_size": 128}
     vision = dataclasses.replace(sizes.vision, out_hidden_size=64)
     decoder = dataclasses.replace(sizes.text, **narrow, head_dim=32, mrope_section=(6, 5, 5))

@@ -42,20 +42,20 @@ class Canvas:
     def box(
         self, left: float, top: float, right: float, bottom: float, fill: Colour, corner: float = 0
     ) -> None:
-        """A rectangle, whose corners may be round."""
+        """Draw a rectangle, whose corners may be round."""
         self._draw.rounded_rectangle(
             self._pixels(left, top, right, bottom), self._unit * corner, fill
         )
 
     def oval(self, left: float, top: float, right: float, bottom: float, fill: Colour) -> None:
-        """An ellipse within a rectangle."""
+        """Draw an ellipse within a rectangle."""
         self._draw.ellipse(self._pixels(left, top, right, bottom), fill)
 
     def disc(self, x: float, y: float, radius: float, fill: Colour) -> None:
         self.oval(x - radius, y - radius, x + radius, y + radius, fill)
 
     def shape(self, points: Sequence[Point], fill: Colour) -> None:
-        """A polygon."""
+        """Draw a polygon."""
         self._draw.polygon([(x * self._unit, y * self._unit) for x, y in points], fill)
 
     def line(self, points: Sequence[Point], fill: Colour, width: float) -> None:
@@ -63,7 +63,7 @@ class Canvas:
         self._draw.line(at, fill, max(1, round(width * self._unit)), joint="curve")
 
     def text(self, x: float, y: float, text: str, height: float, fill: Colour) -> None:
-        """A text around a point. `height` is that of its digits and capitals."""
+        """Draw a text around a point. `height` is that of its digits and capitals."""
         pixels = height * self._unit
         self._draw.text(
             (x * self._unit, y * self._unit + pixels / 2),
@@ -87,7 +87,7 @@ class Canvas:
         self._draw = ImageDraw.Draw(self._image)
 
     def pixels(self) -> UInt8[np.ndarray, "h w 4"]:
-        """The picture at its size, as RGB and opacity."""
+        """Return the picture at its size, as RGB and opacity."""
         return np.asarray(self._image.reduce(_SUPERSAMPLING))
 
     def _pixels(self, *lengths: float) -> list[float]:
@@ -96,7 +96,7 @@ class Canvas:
 
 @functools.cache
 def _font(pixels: float) -> ImageFont.FreeTypeFont:
-    """Pillow's own font, of a size at which digits are so many pixels high.
+    """Return pillow's own font, of a size at which digits are so many pixels high.
 
     Raises:
         ImportError: Pillow was built without FreeType.
@@ -113,7 +113,7 @@ def _font_of_size(size: float) -> ImageFont.FreeTypeFont:
 
 
 def mixed(first: Colour, second: Colour, share: float) -> Colour:
-    """`first` with a share of `second`."""
+    """Return `first` with a share of `second`."""
     red, green, blue = (
         round(a * (1 - share) + b * share) for a, b in zip(first, second, strict=True)
     )
@@ -129,7 +129,7 @@ def darker(colour: Colour, share: float) -> Colour:
 
 
 def readable_on(colour: Colour) -> Colour:
-    """Black or white, whichever contrasts more with a colour."""
+    """Return black or white, whichever contrasts more with a colour."""
     red, green, blue = colour
     bright = 0.299 * red + 0.587 * green + 0.114 * blue > 140
     return (20, 20, 24) if bright else (255, 255, 255)

@@ -111,7 +111,7 @@ def _look_closer(video: SceneVideo, seen: _Sighting) -> list[Message]:
 
 
 def _windows(video: SceneVideo, asked: SceneQuestion) -> list[Window]:
-    """The gaps between overview frames in which the moments can be, judged by these frames.
+    """Return the gaps between overview frames in which the moments can be, judged by these frames.
 
     A vehicle or animals are at their own place. If no frame shows it, it is between two others.
     """
@@ -131,7 +131,7 @@ def _windows(video: SceneVideo, asked: SceneQuestion) -> list[Window]:
 
 
 def _crops(video: SceneVideo, thought: str, windows: Sequence[Window]) -> list[Message]:
-    """One turn with a call per window, and their reports."""
+    """Return one turn with a call per window, and their reports."""
     calls = "\n".join(call(video.path, start, end) for start, end in windows)
     return [
         say("assistant", f"{think(thought)}{calls}"),
@@ -140,7 +140,7 @@ def _crops(video: SceneVideo, thought: str, windows: Sequence[Window]) -> list[M
 
 
 def report(video: SceneVideo, window: Window) -> str:
-    """What a sub-agent says about a window: what its frames show, with times."""
+    """Return what a sub-agent says about a window: what its frames show, with times."""
     sightings = _sightings(video, window)
     if not sightings:
         return "The board is dark, and no vehicle and no animals are there."
@@ -194,7 +194,7 @@ def _guess(video: SceneVideo, asked: SceneQuestion, rng: np.random.Generator) ->
 
 
 def _answer_at_once(video: SceneVideo, rng: np.random.Generator) -> list[Message]:
-    """A question about the first or the last frame, which every overview shows."""
+    """Return a question about the first or the last frame, which every overview shows."""
     at_end = bool(rng.integers(2))
     chapter = video.chapters[-1 if at_end else 0]
     others = [place.where for place in PLACES if place is not chapter.place]
@@ -229,7 +229,7 @@ def _chapter_at(video: SceneVideo, time: float) -> Chapter:
 
 
 def _overview(video: SceneVideo) -> str:
-    """Where each frame of the overview was taken."""
+    """Return where each frame of the overview was taken."""
     shown = [(time, _chapter_at(video, time).place.name) for time in _overview_times(video)]
     return (
         f"The frames show a {', a '.join(f'{name} at {time:.1f}' for time, name in shown)} seconds."
@@ -237,7 +237,7 @@ def _overview(video: SceneVideo) -> str:
 
 
 def _unanswered(video: SceneVideo, asked: SceneQuestion) -> str:
-    """The overview, and that it does not show what the question is about."""
+    """Return the overview, and that it does not show what the question is about."""
     first, last = asked.moments[0], asked.moments[-1]
     sought = " or ".join(dict.fromkeys((first.word, last.word))) + " on the board"
     if asked.family in _VEHICLE_NAMED:

@@ -40,7 +40,7 @@ class Film:
         self._stages = [_Stage(video, chapter) for chapter in video.chapters]
 
     def picture(self, frame: int) -> tuple[Picture, bool]:
-        """The RGB pixels of a frame, and whether they are those of the frame before."""
+        """Return the RGB pixels of a frame, and whether they are those of the frame before."""
         time = frame / FPS
         stage = next(stage for stage in self._stages if time < stage.chapter.end)
         return stage.picture(time)
@@ -72,7 +72,7 @@ class _Stage:
         self._still = False
 
     def picture(self, time: float) -> tuple[Picture, bool]:
-        """As `Film.picture`. Calls have to be in order of time."""
+        """Draw like `Film.picture`. Calls have to be in order of time."""
         word = next((m.word for m in self.chapter.moments if m.start <= time < m.end), "")
         # Clouds and clock move once per second, so most frames without visitors are alike.
         changed = self._shown != (int(time), word)
@@ -119,7 +119,7 @@ class _Stage:
 
 
 def _away(moment: Moment, time: float) -> float:
-    """How far a visitor is out of view: from -1 before the moment over 0 to 1 after it."""
+    """Return how far a visitor is out of view: from -1 before the moment over 0 to 1 after it."""
     if time < moment.start:
         # The first frame of a visit shows a part of the visitor.
         return (time - moment.start) / (ENTRY + 1 / FPS)

@@ -167,7 +167,7 @@ def _peak(canvas: Canvas, x: float, top: float, half: float) -> None:
 def hills(
     canvas: Canvas, rng: np.random.Generator, height: float, colour: Colour, base: float
 ) -> None:
-    """A line of hills that stands on `base`."""
+    """Draw a line of hills that stands on `base`."""
     x = np.linspace(0, 2, 81)
     phases = rng.uniform(0, 2 * np.pi, 3)
     waves = np.stack([np.sin(n * 2.2 * x + phase) / n for n, phase in enumerate(phases, 1)])

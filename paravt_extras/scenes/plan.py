@@ -224,13 +224,14 @@ class SceneVideo:
         return next(chapter for chapter in self.chapters if moment in chapter.moments)
 
     def clock(self, time: float) -> str:
-        """What the clock shows at a second of the video."""
+        """Return what the clock shows at a second of the video."""
         minutes = (self.opening + int(time)) % (24 * 60)
         return f"{minutes // 60:02d}:{minutes % 60:02d}"
 
 
 def plan(settings: SceneSettings) -> tuple[SceneVideo, ...]:
-    """All videos, those to train on first. A video does not depend on the number of videos."""
+    """Return all videos, those to train on first. A video does not depend on the number of
+    videos."""
     counts = {"train": settings.videos, "heldout": settings.heldout}
     return tuple(
         plan_video(settings, split, number) for split in SPLITS for number in range(counts[split])
@@ -272,12 +273,12 @@ def plan_video(settings: SceneSettings, split: str, number: int) -> SceneVideo:
 
 
 def _on_grid(seconds: float) -> float:
-    """The time of the nearest frame."""
+    """Return the time of the nearest frame."""
     return round(seconds * FPS) / FPS
 
 
 def _draw_cuts(seconds: int, rng: np.random.Generator) -> list[float]:
-    """The beginnings of the chapters, and the end of the video."""
+    """Return the beginnings of the chapters, and the end of the video."""
     first, last = rng.uniform(*_SHARES, 2)
     return [0.0, _on_grid(first * seconds), _on_grid((1 - last) * seconds), float(seconds)]
 
@@ -285,7 +286,7 @@ def _draw_cuts(seconds: int, rng: np.random.Generator) -> list[float]:
 def _draw_spans(
     seconds: int, cuts: list[float], count: int, rng: np.random.Generator
 ) -> list[tuple[float, float]]:
-    """The starts and ends of all moments, in order.
+    """Return the starts and ends of all moments, in order.
 
     They keep away from each other, from the cuts, and from the four frames of K = 4.
     """
@@ -308,7 +309,7 @@ def _draw_spans(
 def _draw_pair(
     spans: list[tuple[float, float]], cuts: list[float], rng: np.random.Generator
 ) -> tuple[int, ...]:
-    """The numbers of two moments of one chapter."""
+    """Return the numbers of two moments of one chapter."""
     by_chapter = [
         [n for n, (start, _) in enumerate(spans) if cut <= start < end]
         for cut, end in zip(cuts, cuts[1:], strict=False)
@@ -363,7 +364,7 @@ def _fill(
 def _pair_vehicles(
     colours: list[str], numbers: list[int], heading: str, change: str
 ) -> tuple[Vehicle, Vehicle]:
-    """Two vehicles that differ in the change, if it is about vehicles."""
+    """Return two vehicles that differ in the change, if it is about vehicles."""
     first = Vehicle(colours[0], numbers[0], heading)
     if change == "colour":
         return first, dataclasses.replace(first, colour=colours[1])

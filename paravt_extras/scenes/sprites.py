@@ -35,7 +35,8 @@ Sprite = UInt8[np.ndarray, "h w 4"]
 
 
 def board(word: str, lines: int) -> Sprite:
-    """The board, which hangs from the upper edge of the frame. It is lit if there is a word."""
+    """Return the board, which hangs from the upper edge of the frame. It is lit if there is a
+    word."""
     inside: Colour = (16, 40, 92) if word else (30, 33, 38)
     canvas = _panel(BOARD_WIDTH, BOARD_HEIGHT, _FRAME, inside, lines)
     canvas.text(BOARD_WIDTH / 2, HANGING + BOARD_HEIGHT / 2, word, WORD_HEIGHT, (255, 240, 170))
@@ -43,14 +44,14 @@ def board(word: str, lines: int) -> Sprite:
 
 
 def clock(text: str, lines: int) -> Sprite:
-    """The clock, such as "14:05"."""
+    """Return the clock, such as "14:05"."""
     canvas = _panel(CLOCK_WIDTH, CLOCK_HEIGHT, (232, 232, 228), (22, 24, 28), lines)
     canvas.text(CLOCK_WIDTH / 2, HANGING + CLOCK_HEIGHT / 2, text, TIME_HEIGHT, (246, 246, 240))
     return canvas.pixels()
 
 
 def _panel(width: float, height: float, edge: Colour, inside: Colour, lines: int) -> Canvas:
-    """A panel that hangs from the upper edge of the frame."""
+    """Return a panel that hangs from the upper edge of the frame."""
     canvas = Canvas(width, HANGING + height, lines)
     for x in (0.2 * width, 0.8 * width):
         canvas.box(x - 0.008, 0, x + 0.008, HANGING + 0.02, _FRAME)
@@ -71,7 +72,7 @@ def cloud(lines: int) -> Sprite:
 
 
 def vehicle(kind: str, look: Vehicle, lines: int) -> Sprite:
-    """A vehicle from its side, with its number."""
+    """Return a vehicle from its side, with its number."""
     canvas = Canvas(VEHICLE_WIDTH, VEHICLE_HEIGHT, lines)
     colour = COLOURS[look.colour]
     draw, (x, y) = _VEHICLES[kind]
@@ -87,7 +88,7 @@ def vehicle(kind: str, look: Vehicle, lines: int) -> Sprite:
 
 
 def blended(below: Sprite, above: Sprite) -> Sprite:
-    """A sprite on top of another one of the same size."""
+    """Return a sprite on top of another one of the same size."""
     share = above[..., 3:] / 255
     colour = below[..., :3] * (1 - share) + above[..., :3] * share
     opacity = np.maximum(below[..., 3:], above[..., 3:])
@@ -180,7 +181,7 @@ _VEHICLES: dict[str, tuple[_Draw, tuple[float, float]]] = {
 
 
 def animal(kind: str, lines: int) -> Sprite:
-    """An animal from its side."""
+    """Return an animal from its side."""
     canvas = Canvas(ANIMAL_WIDTH, ANIMAL_HEIGHT, lines)
     if kind in _BIRDS:
         _bird(canvas, *_BIRDS[kind])

@@ -54,7 +54,7 @@ def expected_size(videos: Sequence[SceneVideo]) -> int:
 
 
 def missing_videos(settings: SceneSettings, folder: pathlib.Path) -> tuple[SceneVideo, ...]:
-    """The videos that a folder does not hold yet."""
+    """Return the videos that a folder does not hold yet."""
     return tuple(v for v in plan(settings) if not (folder / MEDIA / v.path).exists())
 
 
@@ -177,7 +177,7 @@ def _lines(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _own_row(question: Question) -> dict[str, Any]:
-    """A question as a line of a file of your own questions."""
+    """Return a question as a line of a file of your own questions."""
     row: dict[str, Any] = {"id": question.id, "video": question.video, "question": question.text}
     if question.options:
         row["options"] = question.options
@@ -200,7 +200,7 @@ def _answer(question: Question) -> Any:
 
 
 def calibration(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """What is known of the questions of a folder, as `calibrate.facts` gives it.
+    """Return what is known of the questions of a folder, as `calibrate.facts` gives it.
 
     Raises:
         FileNotFoundError: The folder holds no finished scenes.

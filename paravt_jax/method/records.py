@@ -194,7 +194,8 @@ class Trajectory:
         ).astype(np.int32)
 
     def routes(self, layers: int) -> UInt8[np.ndarray, "t l"]:
-        """`Segment.routes` of each token in a model of so many layers; 0 where there are none."""
+        """Return `Segment.routes` of each token in a model of so many layers; 0 where there are
+        none."""
         return np.concatenate(
             [
                 np.zeros((len(s.ids), layers), np.uint8) if s.routes is None else s.routes

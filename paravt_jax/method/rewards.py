@@ -80,7 +80,7 @@ class RewardSettings:
 
 
 def frugal_reward() -> RewardSettings:
-    """A reward for right answers and format that pays nothing for calls as such."""
+    """Return a reward for right answers and format that pays nothing for calls as such."""
     return RewardSettings(
         tool_weight=0.0, tool_turn_cost=0.2, order_without_calls=True, format_cap=False
     )
@@ -108,22 +108,23 @@ class Rewards:
 
 
 def _closes_think(text: str) -> bool:
-    """Whether the first think is substantive and closed."""
+    """Return whether the first think is substantive and closed."""
     return has_substantive_think(text) and first_think(text)[1] is not None
 
 
 def _leaves_think_open(text: str) -> bool:
-    """Whether the first think is never closed."""
+    """Return whether the first think is never closed."""
     return "<think>" in text and first_think(text)[1] is None
 
 
 def _thinks_then_answers(text: str) -> bool:
-    """Whether a non-empty answer follows a substantive, closed think."""
+    """Return whether a non-empty answer follows a substantive, closed think."""
     return _closes_think(text) and extract_answer(first_think(text)[1] or "") is not None
 
 
 def _thinks_then_calls(turn: Turn) -> bool:
-    """Whether a readable call follows a substantive, closed think, and none comes before it."""
+    """Return whether a readable call follows a substantive, closed think, and none comes before
+    it."""
     text = turn.text
     if not _closes_think(text):
         return False
@@ -138,7 +139,7 @@ def _thinks_then_calls(turn: Turn) -> bool:
 
 
 def _has_call(turn: Turn) -> bool:
-    """Whether at least one of the turn's calls is readable."""
+    """Return whether at least one of the turn's calls is readable."""
     return any(outcome.call is not None for outcome in turn.calls)
 
 
@@ -147,7 +148,7 @@ def _mean(values: Sequence[bool | float]) -> float:
 
 
 def anchor_reward(turns: Sequence[Turn], gamma: float = 0.3) -> float:
-    """R_anchor, the mean over turns of three terms.
+    """Return R_anchor, the mean over turns of three terms.
 
         +0.4    a substantive, closed think
         +0.3    the whole flow: think then answer in the last turn, think then call before it
@@ -170,7 +171,7 @@ def anchor_reward(turns: Sequence[Turn], gamma: float = 0.3) -> float:
 def format_base(
     turns: Sequence[Turn], answer_suffix: bool = True, order_without_calls: bool = False
 ) -> float:
-    """R_fmt without its anchor.
+    """Return R_fmt without its anchor.
 
         0.2  times the share of turns with a substantive think (0.3 without `answer_suffix`)
         0.5  an answer block in the last turn (0.3 without `answer_suffix`)
@@ -200,7 +201,7 @@ def format_base(
 
 
 def published_format(turns: Sequence[Turn]) -> float:
-    """R_fmt as published, in [0, 1], whatever a run's own settings are: it compares runs.
+    """Return R_fmt as published, in [0, 1], whatever a run's own settings are: it compares runs.
 
     The answer-suffix terms, plus half of R_anchor, cut to [0, 1] (REFERENCE 3).
     """
@@ -210,7 +211,7 @@ def published_format(turns: Sequence[Turn]) -> float:
 
 
 def tool_reward(turns: Sequence[Turn], right: bool) -> float:
-    """R_tool: 0.1 for a readable call, 0.3 if one was executed, plus 0.5 for a right answer.
+    """Return R_tool: 0.1 for a readable call, 0.3 if one was executed, plus 0.5 for a right answer.
 
     Calls in a turn without tools do not count.
 
@@ -232,12 +233,12 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
 
 
 def tool_turns(turns: Sequence[Turn]) -> int:
-    """Number of turns in which at least one tool ran."""
+    """Return the number of turns in which at least one tool ran."""
     return sum(any(outcome.status.executed for outcome in turn.calls) for turn in turns)
 
 
 def final_answer(turns: Sequence[Turn]) -> str | None:
-    """The answer in the last turn; None if there is none or that turn was truncated."""
+    """Return the answer in the last turn; None if there is none or that turn was truncated."""
     if not turns or turns[-1].truncated:
         return None
     return extract_answer(turns[-1].text)
@@ -246,7 +247,7 @@ def final_answer(turns: Sequence[Turn]) -> str | None:
 def combine(
     turns: Sequence[Turn], r_acc: float, settings: RewardSettings, anchor_weight: float = 0.5
 ) -> Rewards:
-    """All rewards of an episode whose answer earned `r_acc`.
+    """Return all rewards of an episode whose answer earned `r_acc`.
 
     Args:
         turns: The main agent's turns. An episode without turns earns 0.

@@ -210,7 +210,7 @@ def _with_generators(
 
 
 def _digit_scenes(video: WorldVideo) -> list[int]:
-    """The numbers of the scenes with a digit."""
+    """Return the numbers of the scenes with a digit."""
     return [n for n, scene in enumerate(video.scenes) if scene.digit is not None]
 
 
@@ -248,7 +248,7 @@ class _Sighting:
     """First and last second at which it was seen; None: not to be read from these frames."""
 
     def answers(self, question: Question) -> bool:
-        """Whether this is enough to answer."""
+        """Return whether this is enough to answer."""
         return question.kind is QuestionKind.MULTIPLE_CHOICE or self.span is not None
 
 
@@ -360,7 +360,7 @@ class _Demonstration:
 def _seen_in_overview(
     question: Question, scene: Scene, times: Sequence[int], settings: TextSettings
 ) -> _Sighting | None:
-    """What the overview's frames show of the digit; None if they do not show it."""
+    """Return what the overview's frames show of the digit; None if they do not show it."""
     seen = [time for time in times if scene.shows(time)]
     if not seen:
         return None

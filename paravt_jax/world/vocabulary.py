@@ -38,7 +38,7 @@ def world_vocabulary(limits: ProtocolSettings, dialect: Dialect) -> Vocabulary:
 
 
 def recurring_texts(tools: Sequence[Tool], dialect: Dialect) -> tuple[str, ...]:
-    """Texts that the protocol repeats verbatim. A small vocabulary has a token for each.
+    """Return the texts that the protocol repeats verbatim. A small vocabulary has a token for each.
 
     These are the fixed lines of prompts, the parts of a call around its numbers, and the error
     responses to the most frequent malformed calls.

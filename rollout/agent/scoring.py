@@ -18,12 +18,12 @@ def seed_of(*parts: int | str) -> int:
 
 
 def executed_calls(episode: Episode) -> int:
-    """Number of tool calls of an episode that were carried out."""
+    """Return the number of tool calls of an episode that were carried out."""
     return sum(calls_by_turn(episode))
 
 
 def calls_by_turn(episode: Episode) -> list[int]:
-    """Number of tool calls that were carried out, by turn of the main agent."""
+    """Return the number of tool calls that were carried out, by turn of the main agent."""
     return [sum(outcome.status.executed for outcome in turn.calls) for turn in episode.turns]
 
 

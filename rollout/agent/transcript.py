@@ -27,7 +27,7 @@ def transcript(
     vocabulary: Vocabulary,
     credit: Float[np.ndarray, " t"] | None = None,
 ) -> dict[str, Any]:
-    """Everything that happened in an episode, as JSON values.
+    """Return everything that happened in an episode, as JSON values.
 
     Args:
         episode: The episode.
@@ -60,7 +60,7 @@ def transcript(
 
 
 def overview_times(episode: Episode) -> list[float]:
-    """Times of the overview frames, in seconds."""
+    """Return the times of the overview frames, in seconds."""
     return [
         frame.time
         for segment in episode.trajectory.segments
@@ -72,7 +72,7 @@ def overview_times(episode: Episode) -> list[float]:
 def _turns(
     episode: Episode, vocabulary: Vocabulary, credit: Float[np.ndarray, " t"] | None
 ) -> list[dict[str, Any]]:
-    """Each turn's tokens and calls."""
+    """Return each turn's tokens and calls."""
     trajectory = episode.trajectory
     kinds = _kinds_by_position(episode, vocabulary)
     credit_start = len(split_prompt(trajectory)[0])
@@ -93,7 +93,7 @@ def _turns(
 
 
 def _kinds_by_position(episode: Episode, vocabulary: Vocabulary) -> dict[int, str]:
-    """The kind of each structural token, by its position in the trajectory."""
+    """Return the kind of each structural token, by its position in the trajectory."""
     trajectory = episode.trajectory
     positions, kinds = find_structure(vocabulary.token_bytes, trajectory.ids, trajectory.authors)
     return {
@@ -110,7 +110,7 @@ def _tokens(
     vocabulary: Vocabulary,
     credit: Float[np.ndarray, " t"] | None,
 ) -> list[dict[str, Any]]:
-    """The tokens of a segment that begins at `position` of its trajectory."""
+    """Return the tokens of a segment that begins at `position` of its trajectory."""
     tokens = []
     for n, token in enumerate(segment.ids):
         kind = kinds.get(position + n)
@@ -135,7 +135,7 @@ def _tokens(
 
 
 def _call(outcome: CallOutcome) -> dict[str, Any]:
-    """One call: the window of crop_video, or another tool's name and arguments."""
+    """Return one call: the window of crop_video, or another tool's name and arguments."""
     call = outcome.call
     record: dict[str, Any] = {}
     if isinstance(call, ToolCall):

@@ -94,7 +94,7 @@ def episode_card(
 
 
 def _facts(episode: dict[str, Any], turns: int, calls: list[dict[str, Any]]) -> list[str]:
-    """The short facts in the card's first line."""
+    """Return the short facts in the card's first line."""
     facts = []
     if episode.get("phase") == "rl":
         facts.append(f"step {episode['step']}")
@@ -110,7 +110,7 @@ def _facts(episode: dict[str, Any], turns: int, calls: list[dict[str, Any]]) -> 
 
 
 def _options(question: dict[str, Any], answer: str | None) -> list[dict[str, Any]]:
-    """Each option, whether it is right and whether it was chosen.
+    """Return each option, whether it is right and whether it was chosen.
 
     `right` is None for all of them if the right answer is unknown, as in `rollout.ask`.
     """
@@ -126,7 +126,7 @@ def _options(question: dict[str, Any], answer: str | None) -> list[dict[str, Any
 
 
 def _token(token: dict[str, Any], strongest: float) -> dict[str, Any]:
-    """A token's CSS classes and tooltip, and its credit as a shade.
+    """Return a token's CSS classes and tooltip, and its credit as a shade.
 
     The shade is relative to the strongest credit in the episode.
     """
@@ -151,7 +151,7 @@ def _token(token: dict[str, Any], strongest: float) -> dict[str, Any]:
 
 
 def _call(path: pathlib.Path, index: int, call: dict[str, Any], until: float) -> dict[str, Any]:
-    """A call with its request, outcome, frames and response.
+    """Return a call with its request, outcome, frames and response.
 
     Transcripts give tool and arguments for every tool except crop_video, which has a window.
     """
@@ -168,7 +168,7 @@ def _call(path: pathlib.Path, index: int, call: dict[str, Any], until: float) ->
 def _timeline(
     duration: float, calls: list[dict[str, Any]], episode: dict[str, Any]
 ) -> dict[str, Any]:
-    """The lanes of the time axis, with places in per cent of the duration.
+    """Return the lanes of the time axis, with places in per cent of the duration.
 
     Overview frames are ticks, crops are numbered bars. A grounding question also has a lane for its
     true and for its answered window.
@@ -194,7 +194,8 @@ def _timeline(
 def _bar(
     class_: str, window: tuple[float, float], duration: float, name: str, label: str = ""
 ) -> dict[str, Any]:
-    """A bar on the time axis. A window may reach outside the video: the bar ends at its edges."""
+    """Return a bar on the time axis. A window may reach outside the video: the bar ends at its
+    edges."""
     left, right = (100 * min(max(time / duration, 0.0), 1.0) for time in window)
     start, end = window
     return {
@@ -207,13 +208,14 @@ def _bar(
 
 
 def _window(text: str | None) -> tuple[float, float] | None:
-    """The window in a text with exactly two numbers; None for other texts."""
+    """Return the window in a text with exactly two numbers; None for other texts."""
     found = re.findall(r"\d+(?:\.\d+)?", text or "")
     return (float(found[0]), float(found[1])) if len(found) == 2 else None
 
 
 def _duration(path: pathlib.Path, overview: Sequence[float], until: float) -> float:
-    """The length of the time axis in seconds. A video that is not read ends at its last frame."""
+    """Return the length of the time axis in seconds. A video that is not read ends at its last
+    frame."""
     if monotonic() > until:
         return max([*overview, 1.0])
     try:
@@ -223,7 +225,8 @@ def _duration(path: pathlib.Path, overview: Sequence[float], until: float) -> fl
 
 
 def _frames(path: pathlib.Path, times: Sequence[float], until: float) -> dict[str, Any]:
-    """The pictures at `times`, or the reason why they cannot be shown, or that it is too late.
+    """Return the pictures at `times`, or the reason why they cannot be shown, or that it is too
+    late.
 
     The page may be published, so it shows the name of the file without its folders.
     """
@@ -258,7 +261,7 @@ def _pictures(path: pathlib.Path, indices: tuple[int, ...]) -> list[dict[str, An
 
 
 def _picture(frame: UInt8[np.ndarray, "h w 3"]) -> dict[str, Any]:
-    """A frame as a data URI, and whether the page enlarges it in squares."""
+    """Return a frame as a data URI, and whether the page enlarges it in squares."""
     image = Image.fromarray(frame)
     buffer = io.BytesIO()
     small = max(image.size) <= PIXEL_ART

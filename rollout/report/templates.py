@@ -67,5 +67,5 @@ def seconds(value: float | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun: "1 call", "2 calls"."""
+    """Return a count with its noun: "1 call", "2 calls"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

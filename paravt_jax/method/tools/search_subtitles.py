@@ -43,7 +43,8 @@ class SearchSubtitles(Tool):
 
 
 def best_entries(entries: Sequence[Subtitle], query: str) -> list[Subtitle]:
-    """The entries that match a query best, in descending order; ties keep the order of the entries.
+    """Return the entries that match a query best, in descending order; ties keep the order of the
+    entries.
 
     Each word of the query scores 1 / (number of entries with that word), so rare words count most.
     """
