@@ -70,7 +70,7 @@ ABLATIONS = {
         # Trained rollouts make about two calls.
         {"rl.subagents_per_rollout": 2.0},
         "Not measured with today's code. Any other recipe takes --rl.subagents-per-rollout. The "
-        "release has a flag for it, which none of its scripts sets (REFERENCE 4, point 8).",
+        "release has a flag for it, which none of its scripts sets.",
     ),
 }
 

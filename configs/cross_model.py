@@ -12,8 +12,8 @@ def paravt_7b() -> Run:
 
     Command: python -m train.run --config=paravt_7b
 
-    The paper reports that this model keeps its format (f 0.85) and never calls a tool in 520 steps
-    (REFERENCE 2). It does not say whether there was a cold start. Here there is none: it would
+    The paper reports that this model keeps its format (f 0.85) and never calls a tool in 520
+    steps. It does not say whether there was a cold start. Here there is none: it would
     teach the calls that the study is about. Everything else is `paravt_8b`. Not measured here.
     """
     changes = {

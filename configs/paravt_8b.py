@@ -1,4 +1,4 @@
-"""PARA-GRPO on Qwen3-VL-8B. Values are those of REFERENCE 3, except where noted below."""
+"""PARA-GRPO on Qwen3-VL-8B, with the published values except where noted below."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def paravt_8b_released() -> Run:
     context of 32,768 tokens. The model card names 54 steps, the release's README more than 700:
     --rl.steps 700 takes these.
 
-    Errors of the release are not repeated (REFERENCE 4), nor are its prompts. The smallest slices
-    that it fits, by estimate: v5p:2x2x1, v6e:2x4, v5e:4x8, v4:2x2x4.
+    Errors of the release are not repeated (docs/reference.md, 4), nor are its prompts. The
+    smallest slices that it fits, by estimate: v5p:2x2x1, v6e:2x4, v5e:4x8, v4:2x2x4.
 
     Paper: as for paravt_8b. Not measured here.
     """

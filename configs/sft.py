@@ -1,4 +1,4 @@
-"""The cold start alone (REFERENCE 1)."""
+"""The cold start alone."""
 
 from __future__ import annotations
 

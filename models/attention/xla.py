@@ -29,7 +29,7 @@ from models.attention.target import SAVED, RowLayout, pad_rows, visible_tiles
 QUERY_CHUNK = 128
 # Upper bound on the spans of whole chunks, each a loop, that causal attention compiles to.
 SPANS = 8
-# Largest tile of a packed row, in queries and in keys: on CPU, 128 takes longer (docs/speed.md).
+# Largest tile of a packed row, in queries and in keys: on CPU, 128 takes longer.
 TILE = 64
 # Score of a masked key. Finite: with -inf, a row without any key would be NaN.
 MASKED = -1e30

@@ -2,8 +2,8 @@
 
 Many forms of answers are read ("(B)", "the answer is B", "from 0:10 to 0:20"). An answer that names
 two options, or no readable range, earns 0; any other score would reward guessing. Scores are in
-[0, 1], and the right answer's own words always score 1. The rules are those of REFERENCE 3 with the
-corrections of REFERENCE 4, point 12.
+[0, 1], and the right answer's own words always score 1. The rules are the published ones without
+their mistakes (docs/reference.md, 3; 4, point 12).
 
 Answers are read by tables of `Reading`: a pattern, what it means, and an example that is read only
 with this line. `chosen_option` reads letters of options with `REWRITTEN`, `NAMED`, `MENTIONED` and
@@ -312,7 +312,7 @@ def exact_match(prediction: str, answer: str) -> bool:
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """F1 over the words of two texts (REFERENCE 3).
+    """F1 over the words of two texts.
 
     A shared word counts once, however often it occurs; the lengths count all words.
     """

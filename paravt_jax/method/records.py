@@ -16,7 +16,7 @@ from jaxtyping import Float, Float32, Int, Int8, Int32, UInt8
 
 
 class QuestionKind(enum.StrEnum):
-    """How a question is answered and scored (REFERENCE 3)."""
+    """How a question is answered and scored."""
 
     MULTIPLE_CHOICE = "mcq"
     TEMPORAL_GROUNDING = "tvg"

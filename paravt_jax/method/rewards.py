@@ -1,4 +1,4 @@
-"""The reward of an episode (REFERENCE 3).
+"""The reward of an episode.
 
     R = R_acc * (1 - tool_turn_cost * tool turns) + format_weight * R_fmt + tool_weight * R_tool
 
@@ -39,7 +39,7 @@ from paravt_jax.method.records import CallStatus, Turn
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-    """Weights of the reward; the defaults are the published recipe (REFERENCE 3)."""
+    """Weights of the reward; the defaults are the published recipe."""
 
     format_weight: float = 1.0
     """Weight of R_fmt in the total."""
@@ -203,7 +203,7 @@ def format_base(
 def published_format(turns: Sequence[Turn]) -> float:
     """Return R_fmt as published, in [0, 1], whatever a run's own settings are: it compares runs.
 
-    The answer-suffix terms, plus half of R_anchor, cut to [0, 1] (REFERENCE 3).
+    The answer-suffix terms, plus half of R_anchor, cut to [0, 1].
     """
     published = RewardSettings()
     reward = format_base(turns) + 0.5 * anchor_reward(turns, published.gamma)

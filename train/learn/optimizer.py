@@ -27,7 +27,7 @@ Schedule = Callable[[float], optax.Schedule | float]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW as published (REFERENCE 3, step 5), or Muon for matrices and AdamW for the rest."""
+    """AdamW as published, or Muon for matrices and AdamW for the rest."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw: AdamW for all weights. muon: Muon for the matrices of layers, AdamW for the rest."""

@@ -1,4 +1,4 @@
-"""Settings of PARA-GRPO. The published values are in REFERENCE 3."""
+"""Settings of PARA-GRPO. docs/reference.md, 3, has the published values."""
 
 from __future__ import annotations
 

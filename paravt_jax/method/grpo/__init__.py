@@ -1,4 +1,4 @@
-"""PARA-GRPO: from rewards of rollouts to a loss, as pure functions on arrays (REFERENCE 3).
+"""PARA-GRPO: from rewards of rollouts to a loss, as pure functions on arrays.
 
     settings    hyperparameters and variants
     batch       the arrays of a batch, and masked means

@@ -1,4 +1,4 @@
-"""Advantages of all tokens, from rewards and log-probs (REFERENCE 3, steps 1 to 3).
+"""Advantages of all tokens, from rewards and log-probs (docs/reference.md, 3, steps 1 to 3).
 
 They are computed once per step, without gradient. Arrays have b rows of t tokens, or p prompts
 (groups) with g rollouts each.
@@ -25,7 +25,7 @@ EPSILON = 1e-5
 
 
 def shape_rewards(rewards: Float[Array, "p g"], settings: GRPOSettings) -> Float[Array, "p g"]:
-    """clip((R - bias) * scaling, -clip, clip) (REFERENCE 3, step 1)."""
+    """Return clip((R - bias) * scaling, -clip, clip)."""
     shaped = (rewards - settings.reward_bias) * settings.reward_scaling
     if settings.reward_clip is None:
         return shaped
@@ -127,8 +127,8 @@ def token_advantages(
     """Sum of token rewards from each generated token to the end (no discount, no critic).
 
     A token costs its penalty p = coefficient * kl. The rollout's reward is added at its last
-    generated token, even if tool tokens follow, so that no rollout loses its reward (REFERENCE 4,
-    6).
+    generated token, even if tool tokens follow, so that no rollout loses its reward, as
+    some do in the release.
 
         mask        0     1       1     0     1
         reward            -p1     -p2         -p4 + R
@@ -157,7 +157,7 @@ def normalise_tokens(
 
     If all rollouts of a group (or of the batch) have equal rewards, the advantages consist of the
     small KL penalty only. Then only the mean is subtracted: divided by its own std, this noise
-    would weigh as much as a reward (REFERENCE 4, 13).
+    would weigh as much as a reward, as it does in the release.
 
     Args:
         advantages: Advantages of all tokens.

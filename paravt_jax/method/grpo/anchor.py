@@ -1,4 +1,4 @@
-"""The four places where the format reward can act (paper; REFERENCE 2). A recipe chooses one.
+"""The four places where the format reward can act. A recipe chooses one.
 
     likelihood  a term of the objective, as in the paper's formula: `anchor_likelihood`
     credit      advantages of structural tokens: `anchor_credit`
@@ -26,7 +26,7 @@ def anchor_likelihood(
     gamma: float,
     total: Num[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-    """Return the paper's R_fmt (REFERENCE 2) as a term of the objective.
+    """Return the paper's R_fmt as a term of the objective.
 
     Sums the log-likelihood of the tags of compliant rollouts, subtracts gamma times that of all
     violations, and divides by the number of tags and violations. The paper has no penalty.

@@ -1,4 +1,4 @@
-"""The decoupled policy loss (REFERENCE 3, step 4) and the whole loss of a batch."""
+"""The decoupled policy loss and the whole loss of a batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def policy_loss(
     settings: GRPOSettings,
     tokens: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Compute the loss of decoupled PPO (REFERENCE 3, step 4).
+    """Compute the loss of decoupled PPO.
 
     The ratio is taken against the proximal policy (the weights at the start of the step) and
     clipped. Each token's loss is weighted by its probability under the proximal policy divided by
@@ -130,8 +130,8 @@ def behaviour_weight(
 ) -> Float[Array, "b t"]:
     """Return the importance weight exp(proximal - behaviour) of each token, without gradient.
 
-    A weight above `behaviour_cap` becomes 0, so the token is left out, not clipped (REFERENCE 3,
-    step 4).
+    A weight above `behaviour_cap` becomes 0, so the token is left out, not clipped, as
+    in the release.
     """
     weight = jnp.exp(jnp.where(mask, proximal - behaviour, 0.0))
     cap = jnp.inf if settings.behaviour_cap is None else settings.behaviour_cap

@@ -1,4 +1,4 @@
-"""Hyperparameters and variants of PARA-GRPO. Defaults: the published recipe (REFERENCE 3)."""
+"""Hyperparameters and variants of PARA-GRPO. The defaults are the published recipe."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class GRPOSettings:
     """Subtracted from a reward before it is scaled."""
     reward_scaling: float = 10.0
     """Factor on a reward before it is clipped and normalised."""
-    # The bound 20 is reached at R = 2.2, although rewards go up to 2.8 (REFERENCE 4, 14).
+    # The bound 20 is reached at R = 2.2, although rewards go up to 2.8.
     reward_clip: float | None = 20.0
     """Bound on scaled rewards in both directions, None for no bound."""
     reward_normalisation: NormalisationName = "group"
