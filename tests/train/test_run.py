@@ -162,7 +162,7 @@ def test_metrics_have_a_line_for_every_step(finished, small):
     assert [(line["phase"], line["step"]) for line in lines] == steps
     assert any((finished / "tensorboard" / "rl").iterdir())
     fields = """
-        reward/tool length/response time/rollout speed/tokens speed/mfu groups/silent kl_reference
+        reward/tool length/response time/rollout speed/tokens groups/silent kl_reference
         grad_norm
     """
     assert set(fields.split()) <= set(lines[-1])

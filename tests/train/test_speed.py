@@ -55,5 +55,5 @@ def test_mfu_is_relative_to_all_devices(monkeypatch):
     assert figures["speed/mfu"] == pytest.approx(speed.update_flops(one, config) / 8e9)
 
 
-def test_the_peak_of_a_cpu_is_measured_and_plausible():
-    assert 1e9 < speed.peak_flops() < 1e14 and speed.peak_flops() == speed.peak_flops()
+def test_a_cpu_has_no_published_peak():
+    assert "speed/mfu" not in speed.speeds(GROUPS, tiny(100), seconds=1.0, devices=1)

@@ -48,12 +48,6 @@ class RowsShape:
     microbatches: int = 1
     """Micro-batches that the rows are split into."""
 
-    def __post_init__(self):
-        for name in ("rows", "tokens", "visual", "microbatches"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"RowsShape.{name}: {value}; give a whole number of at least 1")
-
     def fitted(self, limit: int, devices: int) -> RowsShape:
         """Return the shape with at most `limit` micro-batches, each with equal rows per device.
 

@@ -7,13 +7,10 @@ split or sharded. A prompt counts once per group; only behind it are there logit
 
 from __future__ import annotations
 
-import functools
 import re
-import time
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from models.config import ModelConfig
@@ -32,17 +29,11 @@ _GPUS = {
     "RTX 4090": 165e12,
 }
 
-# On other devices the peak is measured: the fastest of some products of two square matrices.
-_SIZE = 1024
-_ROUNDS = 5
 
+def peak_flops() -> float | None:
+    """Return the published bfloat16 peak, in FLOP/s, of one of this process's devices.
 
-@functools.cache
-def peak_flops() -> float:
-    """Peak FLOP/s of one of this process's devices.
-
-    TPUs and known GPUs: the published bfloat16 peak. Other devices: the measured speed of a float32
-    matrix product.
+    None for CPUs and other devices that are not listed.
     """
     device = jax.local_devices()[0]
     if device.platform == "tpu":
@@ -52,26 +43,13 @@ def peak_flops() -> float:
     for name, peak in _GPUS.items():
         if re.search(rf"\b{name}\b", device.device_kind):
             return peak
-    return _measured_flops()
-
-
-def _measured_flops() -> float:
-    x = jnp.ones((_SIZE, _SIZE), jnp.float32)
-    square = jax.jit(lambda x: x @ x)
-    square(x).block_until_ready()
-    spans = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        square(x).block_until_ready()
-        spans.append(time.perf_counter() - start)
-    # On a CPU all devices share the processor.
-    return 2 * _SIZE**3 / min(spans) / jax.local_device_count()
+    return None
 
 
 def speeds(
     lengths: Sequence[GroupLengths], config: ModelConfig, seconds: float, devices: int
 ) -> dict[str, float]:
-    """The metrics `speed/tokens`, per second, and `speed/mfu`.
+    """Return the metrics `speed/tokens`, per second, and `speed/mfu` where the peak is known.
 
     Args:
         lengths: Lengths of all trajectories of one update.
@@ -79,10 +57,11 @@ def speeds(
         seconds: Duration of the update.
         devices: Number of devices that computed it.
     """
-    return {
-        "speed/tokens": real_tokens(lengths) / seconds,
-        "speed/mfu": update_flops(lengths, config) / seconds / (devices * peak_flops()),
-    }
+    found = {"speed/tokens": real_tokens(lengths) / seconds}
+    peak = peak_flops()
+    if peak is not None:
+        found["speed/mfu"] = update_flops(lengths, config) / seconds / (devices * peak)
+    return found
 
 
 def real_tokens(groups: Sequence[GroupLengths]) -> int:
