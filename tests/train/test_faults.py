@@ -34,7 +34,6 @@ FAULTS = {
     "error": (FAILED, r"error: field: 3; give 4", LOST, GONE),
     "destroyed": (FAILED, DESTROYED, FAILED, DESTROYED),
     "bug": (LOST, r"error: unforeseen, KeyError .*", LOST, GONE),
-    "full disk": (TEMPORARY, r"error: a disk is full .*", LOST, GONE),
     "full disk in a save": (TEMPORARY, r"error: saving a checkpoint .*", None, None),
 }
 # The process that it happens to. The first one is also the coordinator.
