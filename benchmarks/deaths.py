@@ -61,6 +61,7 @@ from paravt_jax.data.atomic import write_atomically
 PROCESSES = 2
 DEVICES = 2
 HEARTBEAT = 10
+SOON_LOST = ROOT / "tests" / "soon_lost.py"
 # Seconds after which a process that has not ended counts as stuck.
 DEADLINE = 600.0
 # A bit is flipped after every third death.
@@ -70,7 +71,6 @@ MOST_DISK = 8 << 30
 ARGUMENTS = (
     *SHORT,
     *("--rl.prompts", "2", "--mesh.fsdp", str(PROCESSES * DEVICES)),
-    *("--hosts.heartbeat", str(HEARTBEAT)),
 )
 # Which processes get a signal.
 WHO = ((0,), (1,), (0, 1))
@@ -154,28 +154,29 @@ class Pair:
         self, run: str, folder: pathlib.Path, variables: Mapping[str, str] = MappingProxyType({})
     ):
         flags = os.environ.get("XLA_FLAGS", "")
+        with socket.socket() as found:
+            found.bind(("localhost", 0))
+            port = found.getsockname()[1]
         environment = dict(
             os.environ,
             **variables,
             JAX_PLATFORMS="cpu",
+            JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
+            JAX_NUM_PROCESSES=str(PROCESSES),
             XLA_FLAGS=f"{flags} --xla_force_host_platform_device_count={DEVICES}",
             JAX_COMPILATION_CACHE_DIR=str(folder / "compiled"),
             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
             PYTHONPATH=str(ROOT),
         )
-        with socket.socket() as found:
-            found.bind(("localhost", 0))
-            port = found.getsockname()[1]
         self.logs = [folder / f"process-{index}.log" for index in range(PROCESSES)]
         self.processes = []
         for index, log in enumerate(self.logs):
-            command = [sys.executable, str(PROGRAM), "--config=small", "--run-dir", run]
-            command += [*ARGUMENTS, "--hosts.coordinator", f"localhost:{port}"]
-            command += ["--hosts.count", str(PROCESSES), "--hosts.index", str(index)]
+            command = [sys.executable, str(SOON_LOST), str(HEARTBEAT), str(PROGRAM)]
+            command += ["--config=small", "--run-dir", run, *ARGUMENTS]
             with log.open("wb") as output:
                 process = subprocess.Popen(
                     command,
-                    env=environment,
+                    env=environment | {"JAX_PROCESS_ID": str(index)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

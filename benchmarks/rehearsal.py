@@ -132,18 +132,19 @@ def start(
     line += ["--frames.admission=counted", *setting.arguments]
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={setting.devices}"
-    if setting.processes > 1:
-        line += ["--hosts.coordinator", f"localhost:{_free_port()}"]
-        line += ["--hosts.count", str(setting.processes)]
+    variables = variables | {
+        "XLA_FLAGS": flags,
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{_free_port()}",
+        "JAX_NUM_PROCESSES": str(setting.processes),
+    }
     started = []
     for index in range(setting.processes):
-        mine = ["--hosts.index", str(index)] if setting.processes > 1 else []
         with (place / f"{index}.log").open("ab") as log:
             started.append(
                 subprocess.Popen(
-                    line + mine,
+                    line,
                     cwd=place,
-                    env=variables | {"XLA_FLAGS": flags},
+                    env=variables | {"JAX_PROCESS_ID": str(index)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -79,9 +79,9 @@ def _write_wording(argv: Sequence[str]) -> int:
 def _evaluate(settings: BenchmarkSettings) -> int:
     # With a server, hosts join only where that is asked for: joining takes hold of the devices,
     # which the server may be using.
-    if settings.hosts.coordinator or not settings.endpoint:
+    if cluster.is_named() or not settings.endpoint:
         # Before JAX sees a device: afterwards it cannot add other hosts.
-        cluster.connect(settings.hosts)
+        cluster.connect()
     with cluster.ending_with_the_others():
         summary = evaluate(settings)
     return 0 if summary["n"] else 1  # 1: no question could be played

@@ -51,20 +51,29 @@ def together(
     devices: int,
     timeout: float = 300,
     disturb: Callable[[list[subprocess.Popen]], None] | None = None,
+    heartbeat: int = 0,
 ) -> list[Ended]:
     """Run `python ARGS` as `count` processes with `devices` fake devices each.
 
-    `disturb` is called with the started processes. Raises AssertionError, with their stderr, if one
+    `disturb` is called with the started processes. After `heartbeat` seconds of silence, if it is
+    given, a process counts as dead. Raises AssertionError, with their stderr, if one
     does not end in time. No process is left running.
     """
-    hosts = ["--hosts.coordinator", f"localhost:{free_port()}", "--hosts.count", str(count)]
+    hosts = {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": str(count),
+    }
+    if heartbeat:
+        args = [str(ROOT / "tests/soon_lost.py"), str(heartbeat), *args]
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     # The flags of tests/conftest.py make compilation three times as fast.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    env = dict(os.environ, **cache, JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=str(ROOT))
+    env = dict(
+        os.environ, **cache, **hosts, JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=str(ROOT)
+    )
     with tempfile.TemporaryDirectory() as folder:
         files = [
             tuple((pathlib.Path(folder) / f"{i}.{name}").open("w+") for name in ("out", "err"))
@@ -72,10 +81,10 @@ def together(
         ]
         started = [
             subprocess.Popen(
-                [sys.executable, *args, *hosts, "--hosts.index", str(i)],
+                [sys.executable, *args],
                 stdout=out,
                 stderr=err,
-                env=env,
+                env=env | {"JAX_PROCESS_ID": str(i)},
                 cwd=ROOT,
             )
             for i, (out, err) in enumerate(files)

@@ -74,8 +74,8 @@ def resolved(run: Run) -> dict[str, Any]:
 
     They are stored in the run's folder, and a run can only be resumed with the same settings.
     Fields that are chosen for the devices are stored as they were given, open.
-    Settings that may change between two starts are left out: the path of the folder, the number of
-    processes, the step to trace, and how files are read.
+    Settings that may change between two starts are left out: the path of the folder, the step to
+    trace, and how files are read.
     """
     settings = dataclasses.asdict(run)
     del settings["run_dir"]

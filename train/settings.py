@@ -124,9 +124,9 @@ class Run:
     rl: RLSettings | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()
+    hosts: HostSettings = HostSettings()
     keep_checkpoints: int = 2
     """Number of newest checkpoints that each phase keeps; the best one of RL stays as well."""
-    hosts: HostSettings = HostSettings()
 
     def __post_init__(self):
         if self.sft is not None and self.sft.steps == 0:

@@ -21,8 +21,13 @@ from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import LOST, TEMPORARY
 
 _GOOGLE = "0x1ae0"  # PCI vendor of TPU chips
-REMEDY = "start the same command on every host; see --hosts.coordinator"
+# jax 0.10 reads only the first of these itself.
+_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_ADDRESS, _COUNT, _INDEX = _VARIABLES
+REMEDY = f"start the same command on every host; see {_ADDRESS} in docs/tpu.md"
 """What to do if not all processes join."""
+HEARTBEAT = 100
+"""Seconds of silence after which a process counts as dead and the others exit."""
 _SAY = 5.0  # seconds until a process says that it waits for the others
 _PATIENCE = 300.0  # seconds; hosts of a slice may start minutes apart
 _MARGIN = 60.0  # seconds after which JAX ends a process that this module did not end
@@ -35,37 +40,20 @@ class HostSettings:
     """How the processes of a run connect. They share one run directory; results do not change."""
 
     coordinator: str = ""
-    """address:port of process 0. Empty: found on TPU pods, GKE and SLURM. none: one process."""
-    count: int = 1
-    """Number of processes, when the coordinator is an address."""
-    index: int = 0
-    """Index of this process, from 0, when the coordinator is an address."""
-    heartbeat: int = 100
-    """Seconds of silence after which a process counts as dead and the others exit."""
+    """address:port of process 0, instead of JAX_COORDINATOR_ADDRESS. none: this process alone."""
+    heartbeat: int = 0
+    """Seconds of silence after which a process counts as dead and the others exit; 0: 100."""
 
     def __post_init__(self):
-        require_at_least("hosts", self, 1, "count", "heartbeat")
-        host, _, port = self.coordinator.rpartition(":")
-        if self.coordinator in ("", "none"):
-            if (self.count, self.index) != (1, 0):
-                raise ValueError(
-                    f"hosts.count, hosts.index: {self.count}, {self.index} with hosts.coordinator "
-                    f"{self.coordinator!r}: they need an address; give process 0's address:port"
-                )
-        elif not host or not port.isdigit():
-            raise ValueError(
-                f"hosts.coordinator: {self.coordinator!r}; give address:port of process 0, none "
-                "for a single process, or leave it empty"
-            )
-        if not 0 <= self.index < self.count:
-            raise ValueError(
-                f"hosts.index: {self.index} of hosts.count = {self.count}; give a number from 0 "
-                f"to {self.count - 1}"
-            )
+        require_at_least("hosts", self, 0, "heartbeat")
 
 
-def connect(settings: HostSettings, patience: float = _PATIENCE) -> None:
+def connect(settings: HostSettings = HostSettings(), patience: float = _PATIENCE) -> None:
     """Connect to the other processes, and return when all of them have joined.
+
+    JAX finds them on TPU pods, GKE, SLURM and Open MPI. Elsewhere each process has
+    JAX_COORDINATOR_ADDRESS (address:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from
+    0). With JAX_NUM_PROCESSES=1 a process runs alone.
 
     Says on stderr if it has to wait. If they do not all join, it ends this process with the code
     `TEMPORARY`. Call it before anything touches a device: jax fixes its list of devices at first
@@ -74,12 +62,22 @@ def connect(settings: HostSettings, patience: float = _PATIENCE) -> None:
     Once they have joined, JAX aborts a process whose heartbeats fail (SIGABRT, exit status 134).
 
     Args:
-        settings: How to find the others.
+        settings: Takes the place of the environment's address.
         patience: Seconds until all of them must have joined.
+
+    Raises:
+        ValueError: The variables are wrong, or the other processes cannot be found.
     """
-    by_address = settings.coordinator not in ("", "none")
-    if not by_address and (settings.coordinator == "none" or not _in_cluster()):
+    address = settings.coordinator or os.environ.get(_ADDRESS) or None
+    given = (address, _number(_COUNT, 1), _number(_INDEX, 0))
+    if given[1] == 1 or address == "none":
         return
+    if address is not None and not re.fullmatch(r".+:[0-9]+", address):
+        raise ValueError(f"{_ADDRESS}: {address!r}; give address:port of process 0")
+    if None in given and not _in_cluster():
+        if given == (None, None, None):
+            return
+        raise _not_found("some of these variables are not set")
     # With asynchronous dispatch a CPU runs independent programs at the same time. Collectives of
     # two programs could then start in a different order on each process and deadlock.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
@@ -91,25 +89,41 @@ def connect(settings: HostSettings, patience: float = _PATIENCE) -> None:
             _after(patience, lambda: end(TEMPORARY, too_late)),
         ):
             jax.distributed.initialize(
-                # None lets jax detect the value from the cluster's environment.
-                settings.coordinator if by_address else None,
-                settings.count if by_address else None,
-                settings.index if by_address else None,
+                # JAX asks the cluster for what is None.
+                *given,
                 initialization_timeout=int(patience + _MARGIN),
-                heartbeat_timeout_seconds=settings.heartbeat,
+                heartbeat_timeout_seconds=settings.heartbeat or HEARTBEAT,
                 # A process that is done waits for the others, which may still write files.
                 shutdown_timeout_seconds=_SHUTDOWN,
             )
     except ValueError as error:
-        if by_address:
-            raise
-        raise ValueError(
-            f"hosts.coordinator: empty, and the other hosts cannot be found ({error}); give "
-            "address:port, hosts.count and hosts.index, or none for a single process"
-        ) from error
+        raise _not_found(error) from error
     except RuntimeError as error:
         # For example, one of them was started again while the others still ran.
         end(TEMPORARY, f"error: hosts: joining failed ({_shortened(error)}); {REMEDY}")
+
+
+def _not_found(cause: object) -> ValueError:
+    values = ", ".join(f"{name}={os.environ.get(name, '')}" for name in _VARIABLES)
+    return ValueError(
+        f"{values}: the other processes cannot be found ({cause}); give all three on every host, "
+        f"or {_COUNT}=1 for a process that runs alone"
+    )
+
+
+def is_named() -> bool:
+    """Return whether the environment names the other processes."""
+    return any(os.environ.get(name) for name in _VARIABLES)
+
+
+def _number(variable: str, least: int) -> int | None:
+    """Return a number from the environment."""
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < least:
+        raise ValueError(f"{variable}: {text!r}; give a whole number, {least} or more")
+    return int(text)
 
 
 @contextlib.contextmanager
@@ -154,7 +168,7 @@ def leave(code: int, text: str) -> int:
 
 
 def _in_cluster() -> bool:
-    """Whether this process is one of several: of SLURM, of GKE, or on a TPU VM, which JAX asks.
+    """Whether this is one of several processes that JAX finds: SLURM, Open MPI, GKE, a TPU VM.
 
     Elsewhere nothing is looked for, so a laptop does not wait for an answer from a network.
     """
@@ -162,6 +176,8 @@ def _in_cluster() -> bool:
     # Outside of `srun`, SLURM starts a single process, whatever the number of tasks.
     if "SLURM_STEP_NODELIST" in environment:
         return int(environment.get("SLURM_NTASKS", "1")) > 1
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        return int(environment["OMPI_COMM_WORLD_SIZE"]) > 1
     if environment.get("JAX_PLATFORMS") not in (None, "", "tpu", "tpu,cpu"):
         return False
     names = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")

@@ -124,7 +124,7 @@ def require_same(name: str, value: Any) -> None:
         if other != first:
             raise ValueError(
                 f"{name}: {first!r} on process 0 and {other!r} on process {index}; start "
-                "every process with the same command (except for hosts.index) and the same code"
+                "every process with the same command and the same code"
             )
 
 

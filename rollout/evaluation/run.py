@@ -137,11 +137,9 @@ def _prepare(settings: BenchmarkSettings, questions: Sequence[Question] | None) 
 
 def _open(work: _Work, stack: contextlib.ExitStack) -> EvaluationFolder:
     """Open the folder on all hosts, which must see the same one. `stack` closes it."""
-    settings = dataclasses.asdict(work.setup.settings)
-    del settings["hosts"]
     details = {
         "name": _name(work.setup.settings),
-        "settings": settings,
+        "settings": dataclasses.asdict(work.setup.settings),
         "versions": versions(),
     }
 

@@ -17,7 +17,6 @@ from paravt_jax.data.any_path import require_local
 from paravt_jax.method.judge import JudgeSettings, ServerSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.processes.cluster import HostSettings
 from paravt_jax.remote.client import check_address
 from rollout.agent.episode import Dispatch, EpisodeSettings
 from rollout.evaluation.benchmarks import BENCHMARKS
@@ -41,7 +40,6 @@ _NOT_IDENTITY = (
     "tensor",
     "endpoint",
     "request_seconds",
-    "hosts",
     # When and where frames are encoded.
     "frames.batch",
     "frames.cache_mib",
@@ -106,7 +104,6 @@ class BenchmarkSettings:
     """Time limit of one request to the endpoint; it is then sent again."""
     protocol: ProtocolSettings = ProtocolSettings()
     frames: FrameSettings = FrameSettings()
-    hosts: HostSettings = HostSettings()
 
     def __post_init__(self):
         require_at_least("evaluate", self, 1, "episodes", "tensor", "subtitle_tokens")

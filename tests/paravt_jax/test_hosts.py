@@ -14,7 +14,6 @@ import jax
 import pytest
 
 from paravt_jax.processes import cluster, hosts
-from paravt_jax.processes.cluster import HostSettings
 from paravt_jax.processes.exit_codes import TEMPORARY, exit_code
 from tests.processes import ROOT, free_port, lost_others
 from train.durable.checkpoint import SaveError
@@ -63,8 +62,8 @@ def test_the_sources_of_a_rehearsal_are_made_together(assets, together, tmp_path
 @pytest.mark.slow
 def test_when_a_process_dies_the_others_end_with_a_message(together, tmp_path):
     start = time.monotonic()
-    command = [PROGRAM, "die", str(tmp_path), "--hosts.heartbeat", "10"]
-    survivor, killed = together(command, 2, devices=1)
+    command = [PROGRAM, "die", str(tmp_path)]
+    survivor, killed = together(command, 2, devices=1, heartbeat=10)
     assert killed.code == -signal.SIGKILL
     assert lost_others(survivor), survivor
     assert time.monotonic() - start < 60
@@ -98,20 +97,25 @@ def test_a_single_process_is_a_whole_run():
         raise OSError("disk full")
 
 
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("variables", "message"),
     [
-        ({"count": 2}, "hosts.count, hosts.index: 2, 0 "),
-        ({"count": 0}, "hosts.count: 0; give a finite number, 1 or more"),
-        ({"coordinator": "none", "index": 1, "count": 2}, "hosts.count, hosts.index: 2, 1 "),
-        ({"coordinator": "here"}, "hosts.coordinator: 'here'"),
-        ({"coordinator": "here:1", "index": 2, "count": 2}, "hosts.index: 2 of hosts.count = 2"),
-        ({"coordinator": "here:1", "heartbeat": 0}, "hosts.heartbeat: 0"),
+        ({ADDRESS: "here:1"}, "give all three on every host"),
+        ({COUNT: "2", INDEX: "0"}, "give all three on every host"),
+        ({ADDRESS: "here", COUNT: "2", INDEX: "0"}, f"{ADDRESS}: 'here'; give address:port"),
+        ({ADDRESS: "here:1", COUNT: "0", INDEX: "0"}, f"{COUNT}: '0'; give .* 1 or more"),
+        ({ADDRESS: "here:1", COUNT: "2", INDEX: "-1"}, f"{INDEX}: '-1'; give .* 0 or more"),
     ],
 )
-def test_invalid_host_settings_are_refused(settings, message):
+def test_variables_that_name_no_process_are_refused(monkeypatch, variables, message):
+    monkeypatch.setattr(jax.config, "update", lambda *setting: None)
+    for name in (ADDRESS, COUNT, INDEX):
+        monkeypatch.setenv(name, variables.get(name, ""))
     with pytest.raises(ValueError, match=message):
-        HostSettings(**settings)
+        cluster.connect()
 
 
 SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4"}
@@ -178,10 +182,11 @@ def looks_for_others(monkeypatch, environment: dict[str, str]) -> bool:
     asked = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **k: asked.append(a))
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
-    cluster.connect(HostSettings())
+    cluster.connect()
     assert asked in ([], [(None, None, None)])
     found = bool(asked)
-    cluster.connect(HostSettings(coordinator="none"))
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+    cluster.connect()
     assert len(asked) == found
     return found
 
@@ -195,24 +200,26 @@ def test_a_cluster_that_does_not_answer_is_one_line_with_the_remedy(monkeypatch)
 
     monkeypatch.setattr(jax.distributed, "initialize", silent)
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
-    with pytest.raises(ValueError, match="hosts.coordinator: empty, .*none for a single process"):
-        cluster.connect(HostSettings())
+    with pytest.raises(ValueError, match="JAX_NUM_PROCESSES=1 for a process that runs alone"):
+        cluster.connect()
 
 
 @pytest.mark.slow
 def test_a_process_whose_others_do_not_come_says_that_it_waits_and_ends():
     program = (
-        "from paravt_jax.processes import cluster; "
-        "cluster._SAY = 0.5; "
-        f"settings = cluster.HostSettings('localhost:{free_port()}', 2, 0); "
-        "cluster.connect(settings, patience=2)"
+        "from paravt_jax.processes import cluster; cluster._SAY = 0.5; cluster.connect(patience=2)"
     )
-    environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
+    named = {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "0",
+    }
+    environment = dict(os.environ, **named, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT))
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert done.returncode == TEMPORARY
-    remedy = "start the same command on every host; see --hosts.coordinator"
+    remedy = "start the same command on every host; see JAX_COORDINATOR_ADDRESS in docs/tpu.md"
     lines = [line for line in done.stderr.splitlines() if remedy in line]
     assert lines == [
         f"waiting up to 2 s for the other processes; {remedy}",

@@ -1,6 +1,6 @@
 """One process of a run to which something happens: `train.run` with steps that do almost nothing.
 
-`python tests/train/faults_program.py FAULT WHO FOLDER --hosts.coordinator ...`
+`python tests/train/faults_program.py FAULT WHO FOLDER`
 
 The command, its signals and its ends are those of `train.run`. Only what it executes is replaced:
 a phase of steps that exchange a value and are saved. In step 3, FAULT happens to process WHO. With
@@ -131,16 +131,15 @@ def steps(
 
 
 def main() -> int:
-    fault, who, name, *rest = sys.argv[1:]
+    fault, who, name = sys.argv[1:]
     folder = pathlib.Path(name)
     wire = None
-    if fault == "partition" and rest[-1] == "1":
-        at = rest.index("--hosts.coordinator") + 1
-        wire = Wire(int(rest[at].rpartition(":")[2]))
-        rest[at] = f"localhost:{wire.port}"
+    if fault == "partition" and os.environ["JAX_PROCESS_ID"] == "1":
+        wire = Wire(int(os.environ["JAX_COORDINATOR_ADDRESS"].rpartition(":")[2]))
+        os.environ["JAX_COORDINATOR_ADDRESS"] = f"localhost:{wire.port}"
     train.run.require_ready = lambda *_: None
     train.run.execute = lambda run, interrupts: steps(fault, int(who), folder, wire, interrupts)
-    return train.run.main(["--config=sft_tiny", "--run-dir", name, *rest])
+    return train.run.main(["--config=sft_tiny", "--run-dir", name])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """The tasks of the two processes in tests/paravt_jax/test_hosts.py and test_processes.py.
 
-`python tests/train/hosts_program.py TASK FOLDER --hosts.coordinator ...`
+`python tests/train/hosts_program.py TASK FOLDER`
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -15,7 +14,6 @@ import time
 
 import jax
 import numpy as np
-import tyro
 from flax import nnx
 
 from models.model import VisionLanguageModel
@@ -26,15 +24,6 @@ from paravt_jax.processes.exit_codes import FAILED
 from tests.collectives import bytes_sent, find_collectives
 from train.durable.interrupts import Interrupts, Stopped
 from train.learn.weight_sync import WeightSync
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """The task of this process, and a folder that all of them share."""
-
-    task: tyro.conf.Positional[str]
-    folder: tyro.conf.Positional[pathlib.Path]
-    hosts: cluster.HostSettings = cluster.HostSettings()
 
 
 def talk(folder: pathlib.Path, index: int) -> dict:
@@ -206,8 +195,8 @@ def die(folder: pathlib.Path, index: int) -> dict:
 
 
 if __name__ == "__main__":
-    program = tyro.cli(Program, args=sys.argv[1:])
-    cluster.connect(program.hosts)
+    task, folder = sys.argv[1:]
+    cluster.connect()
     tasks = {
         "talk": talk,
         "hand-over": hand_over,
@@ -219,4 +208,4 @@ if __name__ == "__main__":
         "resample": resample,
         "rehearse": rehearse,
     }
-    print(json.dumps(tasks[program.task](program.folder, program.hosts.index)))
+    print(json.dumps(tasks[task](pathlib.Path(folder), hosts.process_index())))

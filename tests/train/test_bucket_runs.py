@@ -175,12 +175,12 @@ def test_two_processes_are_killed_and_go_on_elsewhere(together, store, machine, 
         [*program, *command(tmp_path / "disk", *TWO)], 2, devices=4, timeout=LONG
     ):
         assert ended.code == 0, ended.err[-3000:]
-    again = [*program, *command("gs://bucket/runs/two", *TWO), "--hosts.heartbeat", "10"]
+    again = [*program, *command("gs://bucket/runs/two", *TWO)]
 
     def kill(processes: list[subprocess.Popen]) -> None:
         kill_when_ready(processes, lambda: done(store, "runs/two", "rl") >= 2)
 
-    first, second = together(again, 2, devices=4, timeout=LONG, disturb=kill)
+    first, second = together(again, 2, devices=4, timeout=LONG, disturb=kill, heartbeat=10)
     assert second.code == -signal.SIGKILL
     assert first.code == LOST
     machine("second")

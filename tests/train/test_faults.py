@@ -59,9 +59,9 @@ def thaw(who: int):
 @pytest.mark.parametrize(("fault", "who"), WHO)
 def test_every_end_is_one_line(together, tmp_path, fault, who):
     start = time.monotonic()
-    command = [PROGRAM, fault, str(who), str(tmp_path), "--hosts.heartbeat", str(HEARTBEAT)]
+    command = [PROGRAM, fault, str(who), str(tmp_path)]
     disturb = thaw(who) if fault == "freeze" else None
-    ended = together(command, 2, devices=1, timeout=120, disturb=disturb)
+    ended = together(command, 2, devices=1, timeout=120, disturb=disturb, heartbeat=HEARTBEAT)
     code, line, other_code, other_line = FAULTS[fault]
     wanted = [(code, line), (other_code, other_line)]
     for process, (code, line) in zip((ended[who], ended[1 - who]), wanted, strict=True):

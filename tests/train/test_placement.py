@@ -39,5 +39,5 @@ def test_a_mesh_without_devices_of_a_process_is_refused(monkeypatch):
 def test_processes_that_are_not_numbered_slice_by_slice_are_refused():
     # Processes 0 and 2 are in the first slice, 1 and 3 in the second.
     devices = [FakeDevice(n, n // 4, n // 4 % 2, "tpu") for n in range(16)]
-    with pytest.raises(ValueError, match="hosts: .* --hosts.index, numbered slice by slice"):
+    with pytest.raises(ValueError, match="JAX_PROCESS_ID: .* JAX_PROCESS_ID, slice by slice"):
         require_even(make_mesh(data=2, fsdp=8, devices=devices))

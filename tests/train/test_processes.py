@@ -124,9 +124,7 @@ def test_a_killed_process_ends_the_others_and_the_same_command_resumes(together,
     # With the cold start of the undisturbed run.
     again = command(folder, "--start", str(two))
     kill = signalling(signal.SIGKILL, 1, lambda: done(folder, "rl") >= 3, killed)
-    first, second = together(
-        [*again, "--hosts.heartbeat", "10"], 2, devices=4, timeout=LONG, disturb=kill
-    )
+    first, second = together(again, 2, devices=4, timeout=LONG, disturb=kill, heartbeat=10)
     assert time.monotonic() - killed[0] < 60
     assert second.code == -signal.SIGKILL
     assert lost_others(first), first

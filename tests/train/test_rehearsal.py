@@ -22,7 +22,6 @@ def test_sizes_are_cut_and_the_recipe_stays(name):
     run = cut(real)
     assert run.name == f"{real.name}-rehearsal" and run.model.size == "rehearsal"
     assert (run.sft is None, run.rl is None) == (real.sft is None, real.rl is None)
-    assert run.hosts == real.hosts
     assert run.frames.max_pixels < real.frames.max_pixels
     if real.sft is not None and run.sft is not None:
         assert run.sft.steps < real.sft.steps

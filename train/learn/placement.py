@@ -96,8 +96,8 @@ def require_even(mesh: Mesh) -> None:
     order = [device.process_index for device in mesh.devices.flat]
     if order != sorted(order):
         raise ValueError(
-            "hosts: the processes of a slice are not numbered one after another; give "
-            "--hosts.coordinator, --hosts.count and --hosts.index, numbered slice by slice"
+            "JAX_PROCESS_ID: the processes of a slice are not numbered one after another; give "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, slice by slice"
         )
     devices = collections.Counter(order)
     all_take_part = len(devices) == jax.process_count()

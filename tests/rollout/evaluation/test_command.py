@@ -350,7 +350,6 @@ MISTAKES = [
     (["--frames.max-pixels", "1"], "frames.max_pixels: 1"),
     (["--wording", "nowhere"], "--wording nowhere: no such folder"),
     (["--limit", "0"], "--limit 0"),
-    (["--hosts.count", "2"], "hosts.count, hosts.index: 2, 0 "),
     (["--endpoint", "http://localhost:1/v1"], "--endpoint, --endpoint-model"),
     ([*SERVER, "--dtype", "bfloat16"], "--dtype bfloat16: the server at --endpoint"),
     ([*SERVER, "--tensor", "2"], "--tensor 2: the server at --endpoint"),

@@ -251,7 +251,7 @@ def test_a_killed_host_ends_the_other_and_the_same_command_continues(
     together, arguments, alone, tmp_path, who
 ):
     out = tmp_path / "out"
-    command = [*arguments, f"--out={out}", "--hosts.heartbeat=10"]
+    command = [*arguments, f"--out={out}"]
 
     def kill(processes) -> None:
         deadline = time.monotonic() + 300
@@ -261,7 +261,7 @@ def test_a_killed_host_ends_the_other_and_the_same_command_continues(
             time.sleep(0.01)
         os.kill(processes[who].pid, signal.SIGKILL)
 
-    ended = together(command, 2, devices=1, disturb=kill)
+    ended = together(command, 2, devices=1, disturb=kill, heartbeat=10)
     assert ended[who].code == -signal.SIGKILL
     assert lost_others(ended[1 - who]), ended[1 - who]
     assert not (out / "summary.json").exists()
