@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import statistics
@@ -175,23 +174,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="Qwen/Qwen3-VL-2B-Instruct", help="folder or hub id")
     parser.add_argument("--json", type=pathlib.Path, help="file for all figures")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is timed")
-    parser.add_argument("--toy", action="store_true", help="short samples, beside transformers too")
     parser.add_argument("arguments", nargs="*", help="more arguments of train.run, after --")
     asked = parser.parse_args(argv)
     if asked.json is not None:
         require_local("--json", str(asked.json))
     folder = str(local_folder(asked.model))
-    work = Work(prompts=2, samples=2, prompt=64, new=8) if asked.toy else Work()
+    work = Work()
     found: dict[str, Any] = {}
     if "steps" in asked.parts:
         found["steps"] = steps(asked.model, asked.arguments)
     if "here" in asked.parts:
         found["here"] = alone(here, folder, work)
     if "transformers" in asked.parts:
-        if importlib.util.find_spec("torch") is None:
-            print("transformers: not measured; pip install -e '.[parity]' brings torch")
-        else:
-            found["transformers"] = alone(transformers, folder, work)
+        found["transformers"] = alone(transformers, folder, work)
     for phase, row in found.get("steps", {}).items():
         seconds, mfu = row["seconds_per_step"], 100 * row["mfu"]
         print(f"{PHASE_TITLES[phase]}: {seconds:.2f} s per step, MFU {mfu:.1f} %")

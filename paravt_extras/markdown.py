@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 WIDTH = 120
 """Columns at which notes are wrapped."""
+
+Figures = Mapping[str, float | None]
+"""Figures of a run, by the name of their line; None: not measured."""
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -19,6 +23,30 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(3, *(len(row[column]) for row in filled)) for column in range(width)]
     rule = ["-" * widths[0], *("-" * (size - 1) + ":" for size in widths[1:])]
     return "\n".join(_line(row, widths) for row in [filled[0], rule, *filled[1:]])
+
+
+def over_runs(values: Sequence[float | None]) -> str:
+    """Return the mean, with the lowest and the highest value if there are several; or a dash."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    mean = f"{statistics.mean(known):z.3g}"
+    return mean if len(known) == 1 else f"{mean} [{min(known):z.3g}, {max(known):z.3g}]"
+
+
+def table_of_figures(found: Mapping[str, Sequence[Figures]]) -> str:
+    """Return a table with a line per figure that was measured, and a column per group of runs.
+
+    Args:
+        found: The figures of each run, by the name of its group.
+    """
+    names = dict.fromkeys(name for runs in found.values() for run in runs for name in run)
+    rows = []
+    for name in names:
+        columns = [[run.get(name) for run in runs] for runs in found.values()]
+        if any(value is not None for values in columns for value in values):
+            rows.append([name, *map(over_runs, columns)])
+    return table(["", *found], rows)
 
 
 def wrapped(note: str) -> str:

@@ -50,6 +50,15 @@ _QUESTION_FOLDERS = ("selfqa", "museg/charades", "longvt_source/tvg_0")
 _DEMONSTRATION_FOLDER = "longvt_source/selftrace_0"
 _PICTURE_FOLDER = "longvt_source/videor1_0"
 _RL_FILE = "paravt_rl_diverse_4k4.parquet"
+_CHOICE, _GROUNDING, _OPEN = QuestionKind
+_PICTURES = "paravt_sft_videor1_50k.parquet"
+# By file: kinds of questions, and the least and the largest number of crops.
+_SFT_FILES = {
+    "paravt_sft_selftrace_15k3.parquet": ((_CHOICE, _OPEN), 2, 3),
+    "paravt_sft_charades_12k4.parquet": ((_GROUNDING,), 1, 1),
+    "paravt_sft_geminicot_4k8.parquet": ((_CHOICE,), 0, 0),
+    _PICTURES: ((_OPEN,), 0, 0),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,25 +122,24 @@ def _plan_video(path: str, seed: list[int]) -> _Video:
     rng = np.random.default_rng(seed)
     colours = rng.permutation(list(COLOURS))
     digits = rng.permutation(len(DIGITS))
-    scenes: list[Scene] = []
-    start = 0
-    for n in range(_SCENES):
-        end = start + int(rng.choice(_SCENE_SECONDS))
+    ends = np.cumsum(rng.choice(_SCENE_SECONDS, _SCENES)).tolist()
+    scenes = []
+    for n, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         seconds = int(rng.integers(2, 5))  # for which the digit is shown
         first = int(rng.integers(start, end - seconds + 1))
-        shift_x, shift_y = rng.integers(-_FRAMES.jitter, _FRAMES.jitter + 1, 2).tolist()
-        scene = Scene(
-            start,
-            end,
-            str(colours[n]),
-            int(digits[n]),
-            first=first,
-            last=first + seconds - _STEP,
-            left=shift_x + (_FRAMES.size - _FRAMES.digit_width) // 2,
-            top=shift_y + (_FRAMES.size - _FRAMES.digit_height) // 2,
+        left, top = rng.integers(-_FRAMES.jitter, _FRAMES.jitter + 1, 2).tolist()
+        scenes.append(
+            Scene(
+                start,
+                end,
+                str(colours[n]),
+                int(digits[n]),
+                first=first,
+                last=first + seconds - _STEP,
+                left=left + (_FRAMES.size - _FRAMES.digit_width) // 2,
+                top=top + (_FRAMES.size - _FRAMES.digit_height) // 2,
+            )
         )
-        scenes.append(scene)
-        start = end
     return _Video(path, tuple(scenes))
 
 
@@ -212,75 +220,53 @@ def _span(scene: Scene) -> tuple[float, float]:
 
 def _sft_rows(videos: Sequence[_Video], seed: int) -> dict[str, list[list[Message]]]:
     """Conversations by the name of their file. Splits take turns."""
-    splits = {
-        "paravt_sft_selftrace_15k3.parquet": _with_parallel_calls,
-        "paravt_sft_charades_12k4.parquet": _with_one_call,
-        "paravt_sft_geminicot_4k8.parquet": _without_calls,
-        "paravt_sft_videor1_50k.parquet": _about_a_picture,
-    }
     rng = np.random.default_rng([seed, 3])
-    names = list(splits)
-    rows: dict[str, list[list[Message]]] = {}
+    rows: dict[str, list[list[Message]]] = {name: [] for name in _SFT_FILES}
     for n in range(_DEMONSTRATIONS):
-        name = names[n % len(names)]
-        video = videos[n // len(names) % len(videos)]
+        name = list(rows)[n % len(rows)]
+        video = videos[n // len(rows) % len(videos)]
         scene = video.scenes[int(rng.integers(_SCENES))]
-        rows.setdefault(name, []).append(splits[name](video, scene, rng))
+        if name == _PICTURES:
+            rows[name].append(_about_a_picture(video, rng))
+            continue
+        kinds, least, most = _SFT_FILES[name]
+        others = [other for other in video.scenes if other is not scene]
+        count = int(rng.integers(least, most + 1))
+        order = rng.permutation(len(others))
+        crops = [scene, *(others[n] for n in order)][:count]
+        crops.sort(key=lambda crop: crop.start)
+        kind = kinds[int(rng.integers(len(kinds)))]
+        rows[name].append(_conversation(video, scene, kind, crops, rng))
     return rows
 
 
-def _with_parallel_calls(video: _Video, scene: Scene, rng: np.random.Generator) -> list[Message]:
-    """Two or three crops in one turn, with reports in words."""
-    others = [other for other in video.scenes if other is not scene]
-    count = int(rng.integers(1, 3))
-    chosen = [scene, *(others[n] for n in rng.permutation(len(others))[:count])]
-    chosen.sort(key=lambda each: each.start)
-    kind = (QuestionKind.MULTIPLE_CHOICE, QuestionKind.OPEN_ENDED)[int(rng.integers(2))]
+def _conversation(
+    video: _Video,
+    scene: Scene,
+    kind: QuestionKind,
+    crops: Sequence[Scene],
+    rng: np.random.Generator,
+) -> list[Message]:
+    """A question about a scene, all crops in one turn, and the answer.
+
+    The response to a single crop shows the window itself; those to several are reports in words.
+    """
     question, answer = _ask(scene, kind, rng)
-    thought = f"Some parts may be {scene.colour}. I look at {len(chosen)} of them at once."
-    calls = "\n".join(call(video.path, each.start, each.end) for each in chosen)
-    return [
-        say("system", published_rows.SYSTEM_WITH_TOOL),
-        say("user", show(video.path), f"{question} The video is {video.path}."),
-        say("assistant", f"{think(thought)}{calls}"),
-        *(say("tool", _report(each)) for each in chosen),
-        say("assistant", conclude(f"The {scene.colour} part shows {_word(scene)}.", answer)),
-    ]
-
-
-def _with_one_call(video: _Video, scene: Scene, rng: np.random.Generator) -> list[Message]:
-    """One crop whose response shows the window itself."""
-    question, answer = _ask(scene, QuestionKind.TEMPORAL_GROUNDING, rng)
     start, end = _span(scene)
-    thought = f"The {scene.colour} part runs from {scene.start} to {scene.end} s. I look closer."
-    seen = f"The digit appears at {start:g} s and is gone at {end:g} s."
+    seen = f"The {scene.colour} part shows {_word(scene)} from {start:g} to {end:g} s."
+    asked = say("user", show(video.path), f"The video is {video.path}. {question}")
+    answered = say("assistant", conclude(seen, answer))
+    if not crops:
+        return [say("system", published_rows.SYSTEM), asked, answered]
+    thought = f"Some parts may be {scene.colour}. I look at {len(crops)} at once."
+    calls = "\n".join(call(video.path, crop.start, crop.end) for crop in crops)
+    shown = [show(video.path)] if len(crops) == 1 else []
     return [
         say("system", published_rows.SYSTEM_WITH_TOOL),
-        say("user", show(video.path), question),
-        say("assistant", f"{think(thought)}{call(video.path, scene.start, scene.end)}"),
-        say("tool", show(video.path), f"The window from {scene.start} to {scene.end} s."),
-        say("assistant", conclude(seen, answer)),
-    ]
-
-
-def _without_calls(video: _Video, scene: Scene, rng: np.random.Generator) -> list[Message]:
-    question, answer = _ask(scene, QuestionKind.MULTIPLE_CHOICE, rng)
-    seen = f"The {scene.colour} part shows {_word(scene)}, which is option {answer}."
-    return [
-        say("system", published_rows.SYSTEM),
-        say("user", show(video.path), question),
-        say("assistant", conclude(seen, answer)),
-    ]
-
-
-def _about_a_picture(video: _Video, scene: Scene, rng: np.random.Generator) -> list[Message]:
-    del scene  # every picture shows the first one
-    question, answer = _ask(video.scenes[0], QuestionKind.OPEN_ENDED, rng)
-    still = {"type": "image_url", "image_url": {"url": video.picture}}
-    seen = f"The background is {video.scenes[0].colour}, and the digit is {answer}."
-    return [
-        say("user", still, question),
-        say("assistant", conclude(seen, answer)),
+        asked,
+        say("assistant", f"{think(thought)}{calls}"),
+        *(say("tool", *shown, _report(crop)) for crop in crops),
+        answered,
     ]
 
 
@@ -288,3 +274,11 @@ def _report(scene: Scene) -> str:
     start, end = _span(scene)
     seen = f"The digit {_word(scene)} stays from {start:g} to {end:g} s."
     return f"The background is {scene.colour}. {seen}"
+
+
+def _about_a_picture(video: _Video, rng: np.random.Generator) -> list[Message]:
+    scene = video.scenes[0]
+    question, answer = _ask(scene, QuestionKind.OPEN_ENDED, rng)
+    still = {"type": "image_url", "image_url": {"url": video.picture}}
+    seen = f"The background is {scene.colour}, and the digit is {answer}."
+    return [say("user", still, question), say("assistant", conclude(seen, answer))]

@@ -11,9 +11,10 @@ import dataclasses
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from paravt_extras.markdown import table_of_figures
 from paravt_extras.report.result import read_result
 from paravt_extras.table_2 import read_run, text
 from paravt_jax.processes.exit_codes import USER_ERRORS
@@ -86,39 +87,16 @@ LINES = (
 )
 
 
-def table(results: dict[str, Row]) -> str:
-    """Format runs as a Markdown table, with a column per run and a line per figure.
-
-    The last column has mean and standard deviation over the runs; for checks, the largest value. A
-    figure that no run has gets no line.
+def figures(result: Row) -> dict[str, float | None]:
+    """Return the figures of a run, by the name of their line.
 
     Args:
-        results: Contents of each run's `result.json`, by the name of the run.
+        result: Contents of the run's `result.json`.
     """
-    lines = [f"| | {' | '.join(results)} | mean ± std |", "|---" * (len(results) + 2) + "|"]
-    for line in LINES:
-        lines += _mean_line(line.name, [line.value(result) for result in results.values()])
-    lines += _mean_line("minutes", [result["seconds"] / 60 for result in results.values()])
-    shares = [result.get("goodput") for result in results.values()]
-    lines += _mean_line("goodput", shares)
-    for name in ("token_mismatches", "logprob_gap", "recompilations_after_warmup"):
-        values = [result[name] for result in results.values()]
-        cells = [f"{value:.2g}" for value in values]
-        lines.append(_line(name, cells, f"at most {max(values):.2g}"))
-    return "\n".join(lines)
-
-
-def _mean_line(name: str, values: Sequence[float | None]) -> list[str]:
-    known = [value for value in values if value is not None]
-    if not known:
-        return []
-    spread = statistics.stdev(known) if len(known) > 1 else 0.0
-    cells = ["–" if value is None else f"{value:.2f}" for value in values]
-    return [_line(name, cells, f"{statistics.mean(known):.2f} ± {spread:.2f}")]
-
-
-def _line(name: str, cells: Iterable[str], last: str) -> str:
-    return f"| {' | '.join([name, *cells, last])} |"
+    found = {line.name: line.value(result) for line in LINES}
+    found |= {"minutes": result["seconds"] / 60, "goodput": result.get("goodput")}
+    checks = ("token_mismatches", "logprob_gap", "recompilations_after_warmup")
+    return found | {name.replace("_", " "): result[name] for name in checks}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines = [line for run in asked.runs for line in read_run(run, asked.evaluations)]
             print(text(lines))
         else:
-            print(table({run.name: _result(run) for run in asked.runs}))
+            found = {run.name: [figures(_result(run))] for run in asked.runs}
+            everything = [run for (run,) in found.values()]
+            print(table_of_figures(found | {"mean [lowest, highest]": everything}))
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

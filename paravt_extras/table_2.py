@@ -12,17 +12,18 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from typing_extensions import TypedDict
-
+from configs.ablations import ABLATIONS
+from configs.paravt_8b import paravt_8b
 from configs.table_2 import TABLE_2, TABLE_2_SPLITS, Setting
 from paravt_extras.markdown import table as markdown
 from paravt_extras.markdown import wrapped
 from paravt_extras.published_scores import COLUMNS
+from paravt_extras.report.claim import weighted_mean
 from paravt_extras.report.result import read_result
-from paravt_jax.data.stored_json import mismatch
+from paravt_jax.data.stored_settings import as_json
 from rollout.evaluation.summary import read_summary, score_of
 from train.durable.metrics import read_metrics
-from train.durable.run_directory import RunDirectoryError, read_config
+from train.durable.run_directory import read_config
 
 Row = dict[str, Any]
 
@@ -34,36 +35,18 @@ BLOCKS = {
 TEMPERATURE = 0.7
 """Sampling temperature of rollouts in the paper."""
 
-FULL = {
-    "rl.frame_budgets": [4, 8, 16, 32, 64],
-    "rl.grpo.anchor": "anchored",
-    "rl.rewards.answer_suffix": True,
-    "rl.rewards.format_weight": 1.0,
-    "rl.rewards.gamma": 0.3,
-    "rl.rewards.order_without_calls": False,
-    "rl.rewards.tool_turn_cost": 0.0,
-    "rl.rewards.tool_weight": 1.0,
-    "rl.subagents_per_rollout": 0.0,
-    "rl.temperature": TEMPERATURE,
-    "protocol.pin_think": True,
-}
-"""The settings that distinguish rows, with their values in full PARA-GRPO."""
+CHANGES = {key: row.changes for key, row in ABLATIONS.items() if key in TABLE_2} | {"paravt": {}}
+"""What each trained row of the table changes of the full recipe, by its key in `TABLE_2`."""
 
-_UNGATED = {"rl.frame_budgets": [64]}
-_UNANCHORED = {
-    "rl.grpo.anchor": "none",
-    "rl.rewards.answer_suffix": False,
-    "protocol.pin_think": False,
-}
-CHANGES: Mapping[str, Row] = {
-    "vanilla_grpo": _UNGATED | _UNANCHORED,
-    "exploration_anchoring": _UNGATED,
-    "nframes_gating": _UNANCHORED,
-    "paravt": {},
-    "no_tool_reward": {"rl.rewards.tool_weight": 0.0},
-    "no_penalty": {"rl.rewards.gamma": 0.0},
-}
-"""What each trained row of the table changes, by its key in `TABLE_2`."""
+FIELDS = (
+    *sorted({field for changed in CHANGES.values() for field in changed}),
+    "rl.rewards.format_weight",
+    "rl.rewards.order_without_calls",
+    "rl.rewards.tool_turn_cost",
+    "rl.subagents_per_rollout",
+    "rl.temperature",
+)
+"""The settings that distinguish rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +69,17 @@ class Figures:
 
 def changes(config: Mapping[str, Any]) -> Row:
     """What a run with RL changes of full PARA-GRPO, among the settings that distinguish rows."""
-    found = {}
-    for field, value in FULL.items():
-        own: Any = config
-        for part in field.split("."):
-            own = own[part]
-        if field == "rl.grpo.anchor" and own != "none":
-            own = "anchored"
-        if own != value:
-            found[field] = own
-    return found
+    full = as_json(dataclasses.asdict(paravt_8b()), "paravt_8b")
+    found = {field: _value(config, field) for field in FIELDS}
+    return {field: value for field, value in found.items() if value != _value(full, field)}
+
+
+def _value(config: Mapping[str, Any], field: str) -> Any:
+    value: Any = config
+    for part in field.split("."):
+        value = value[part]
+    # Where the anchor acts makes no row of its own.
+    return "anchored" if field == "rl.grpo.anchor" and value != "none" else value
 
 
 def key_of(config: Mapping[str, Any]) -> str:
@@ -103,31 +87,10 @@ def key_of(config: Mapping[str, Any]) -> str:
     if config["rl"] is None:
         return "sft" if config["sft"] else ""
     own = changes(config)
-    return next((key for key, changed in CHANGES.items() if changed == own), "")
+    return next((key for key, changed in CHANGES.items() if as_json(dict(changed), key) == own), "")
 
 
 # --- runs ---
-
-
-class _GRPO(TypedDict):
-    group_size: int
-
-
-class _RL(TypedDict):
-    prompts: int
-    grpo: _GRPO
-
-
-class _Model(TypedDict):
-    size: str
-
-
-class _Config(TypedDict):
-    """What is read of a run's configuration, beside the fields of `FULL`."""
-
-    model: _Model
-    sft: dict[str, Any] | None
-    rl: _RL | None
 
 
 def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[Figures]:
@@ -145,9 +108,6 @@ def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[
     if not result_file.exists():
         raise FileNotFoundError(f"{result_file} does not exist; give the folders of finished runs")
     config = read_config(folder, "--table-2")
-    wrong = mismatch(config, _Config)
-    if wrong:
-        raise RunDirectoryError(f"{folder / 'config.json'} is damaged ({wrong}): restore it.")
     result = read_result(folder)
     scores = _scores(folder, evaluations)
     name = f"{folder.name}, {config['model']['size']}"
@@ -185,12 +145,11 @@ def _cold_start(name: str, result: Row, scores: Mapping[str, float]) -> Figures 
     if not rows:
         return None
     total = sum(row["n"] for row in rows)
-
-    def mean(field: str) -> float:
-        return sum(row["n"] * row[field] for row in rows) / total
-
+    figures = (
+        weighted_mean([(row[field], row["n"]) for row in rows])
+        for field in ("format_reward", "calls", "compliance")
+    )
     note = f"in the row of SFT, {total} rollouts before RL on held-out questions"
-    figures = (mean(field) for field in ("format_reward", "calls", "compliance"))
     return Figures(name, "sft", *figures, scores=scores, note=note)
 
 

@@ -15,7 +15,6 @@ from paravt_extras.report.result import (
     read_by_temperature,
     read_curve,
 )
-from paravt_extras.report.reward import describe
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.processes import hosts
 from train.durable.step_lines import say
@@ -65,10 +64,8 @@ def final_report(
     """
     with hosts.one_after_another():
         if hosts.is_first():
-            result: dict[str, Any] = {"name": run.name, "seed": run.seed}
-            if run.rl is not None:
-                result["reward"] = describe(run.rl.rewards)
-            result |= rows | {"curve": read_curve(folder)}
+            result: dict[str, Any] = {"name": run.name, "seed": run.seed} | rows
+            result["curve"] = read_curve(folder)
             result["by_temperature"] = read_by_temperature(folder)
             result |= checks(folder) | judged(folder) | durations(folder)
             write_atomically(folder / "result.json", json.dumps(result, indent=1))

@@ -66,33 +66,13 @@ RL_CURVES = (
     Curve("compliance", "compliance", "every turn parses, the last one answers", 0, 1),
     Curve("calls", "calls per rollout κ", "", 0),
     Curve("reward/total", "reward: total"),
-    Curve("reward/accuracy", "reward: accuracy", "", 0),
-    Curve("reward/format", "reward: format", "", 0),
     Curve("format_reward", "format reward as published", "its mean is the paper's f", 0, 1),
-    Curve("reward/anchor", "reward: anchor"),
-    Curve("reward/tool", "reward: tool", "", 0),
     Curve("length/response", "response length", "tokens", 0),
-    Curve("length/sampled", "response length, all that ended", "tokens; trained or not yet", 0),
-    Curve("length/turns", "turns per rollout", "", 0),
     Curve("k/mean", "overview budget K", "mean over prompts", 0),
     Curve("groups/silent", "silent groups", "share of groups without a learning signal", 0, 1),
-    Curve("groups/further", "further prompts", "drawn by dynamic sampling", 0),
-    Curve("groups/replaced", "replaced groups", "by dynamic sampling", 0),
-    Curve("packing/filled", "filled share of packed rows", "the rest is padding", 0, 1),
-    Curve("packing/microbatches", "micro-batches of packed rows", "per update", 0),
-    Curve("packing/places", "places in packed rows", "tokens, padding included", 0),
-    Curve("staleness/mean", "age of trained tokens", "updates, mean", 0),
-    Curve("staleness/max", "age of the oldest trained token", "updates", 0),
-    Curve("behaviour_weight", "behaviour weight", "mean after the cap", 0),
-    Curve("behaviour_weight_max", "largest behaviour weight", "after the cap", 0),
-    Curve("in_flight/groups", "groups in flight", "after the update has taken its own", 0),
-    Curve("in_flight/ended", "episodes that ended", "whether the update takes them or not", 0),
-    Curve("clip_fraction", "clipped tokens", "share, after a step's first update", 0),
-    Curve("ratio_max", "largest policy ratio", "after a step's first update", 0),
     Curve("loss", "loss"),
     Curve("kl_reference", "KL to the reference"),
     Curve("logprob_gap", "log-prob gap", "mean; in float32 below 0.001", 0),
-    Curve("routing_gap", "routing gap", "share of layers with other experts than the sampler's", 0),
     Curve("token_mismatches", "token mismatches", "must stay 0", 0, 1),
 )
 SFT_CURVES = (
@@ -138,7 +118,6 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
         rehearsal=config.get("model", {}).get("size") == REHEARSAL,
         progress="" if finished else progress(root, config, metrics),
         temperature=_sampling_temperature(result),
-        reward=result.get("reward"),
         figures=key_figures(result),
         learning=learning_curves(learned, _last_step(learned, metrics, finished)),
         control=bool(learned.get("control")),
@@ -340,16 +319,12 @@ def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
     if idle:
         about = "of each step, mean over hosts; tail: rows without a rollout"
         charts.append(_stacked(lines, idle, "idle seconds", about))
-        slowest = [key for key in idle if f"{key}_max" in rest]
-        rest -= {f"{key}_max" for key in slowest}
-        charts += charts_of(lines, [_slowest_host(key) for key in slowest])
-    return charts + charts_of(lines, [Curve(key, key.replace("_", " ")) for key in sorted(rest)])
+    return charts + charts_of(lines, [_unnamed(key) for key in sorted(rest)])
 
 
-def _slowest_host(key: str) -> Curve:
-    """The curve of the host that waited longest, for a metric of `IDLE`."""
-    title = f"idle seconds: {key.partition('/')[2]}"
-    return Curve(f"{key}_max", title, "of the host with the most", 0)
+def _unnamed(key: str) -> Curve:
+    """The curve of a metric without a title of its own."""
+    return Curve(key, key.replace("_", " ").replace("/", ": "))
 
 
 def _stacked(lines: list[Row], keys: Sequence[str], title: str, about: str) -> Row:
@@ -422,23 +397,15 @@ def _table(result: dict[str, Any]) -> list[tuple[str, float, list[Row]]]:
 # --- the episodes ---
 
 
-def choose_episodes(episodes: list[Row], count: int = EPISODES) -> dict[str, list[Row]]:
-    """Chooses at most `count` episodes, by stage, spread evenly over those recorded.
-
-    Every stage gets an equal share. Larger stages get what a small stage cannot use.
-    """
+def choose_episodes(episodes: list[Row]) -> dict[str, list[Row]]:
+    """Choose episodes by stage: equally many of each, spread evenly over those recorded."""
     stages = {stage: [row for row in episodes if row.get("phase") == stage] for stage in STAGES}
     stages = {stage: rows for stage, rows in stages.items() if rows}
     chosen = {}
-    left = count
-    # Small stages choose first, so that larger ones can share the rest.
-    smallest_first = sorted(stages, key=lambda stage: len(stages[stage]))
-    for i, stage in enumerate(smallest_first):
-        rows = stages[stage]
-        share = min(len(rows), left // (len(stages) - i))
-        chosen[stage] = [rows[j * len(rows) // share] for j in range(share)]
-        left -= share
-    return {stage: chosen[stage] for stage in stages}
+    for stage, rows in stages.items():
+        count = min(len(rows), EPISODES // len(stages))
+        chosen[stage] = [rows[n * len(rows) // count] for n in range(count)]
+    return chosen
 
 
 def _stages(root: pathlib.Path, episodes: list[Row], until: float) -> list[tuple[str, list[Row]]]:

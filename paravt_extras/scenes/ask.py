@@ -301,22 +301,6 @@ def _shown_by(
     return _Draft(_names(video, moment), (moment,), tuple(map(shows, options)))
 
 
-def _ask_word(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    return _shown_by(video, rng, ("vehicle", "word"), lambda moment: moment.word)
-
-
-def _ask_number(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    return _shown_by(video, rng, ("word", "vehicle"), _number)
-
-
-def _ask_colour(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    return _shown_by(video, rng, ("word", "vehicle"), _colour)
-
-
-def _ask_count(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    return _shown_by(video, rng, ("word", "animals"), lambda moment: str(moment.animals))
-
-
 def _ask_clock(video: SceneVideo, rng: np.random.Generator) -> _Draft:
     def shows(moment: Moment) -> str:
         return video.clock((moment.start + moment.end) / 2)
@@ -343,14 +327,6 @@ def _in_order(
     names = {"first": first.word, "second": second.word}
     options = tuple(f"{shows(a)}, then {shows(b)}" for a, b in pairs)
     return _Draft(names, (first, second), options)
-
-
-def _ask_numbers(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    return _in_order(video, rng, _number)
-
-
-def _ask_colours(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    return _in_order(video, rng, _colour)
 
 
 def _ask_sum(video: SceneVideo, rng: np.random.Generator) -> _Draft:
@@ -394,16 +370,18 @@ def _ask_when_vehicle(video: SceneVideo, rng: np.random.Generator) -> _Draft:
 
 
 _MAKERS: dict[str, _Maker] = {
-    "word": _ask_word,
-    "number": _ask_number,
-    "count": _ask_count,
+    "word": lambda video, rng: _shown_by(video, rng, ("vehicle", "word"), lambda m: m.word),
+    "number": lambda video, rng: _shown_by(video, rng, ("word", "vehicle"), _number),
+    "count": lambda video, rng: _shown_by(
+        video, rng, ("word", "animals"), lambda m: str(m.animals)
+    ),
     "clock": _ask_clock,
-    "colour": _ask_colour,
+    "colour": lambda video, rng: _shown_by(video, rng, ("word", "vehicle"), _colour),
     "order": _ask_order,
-    "numbers": _ask_numbers,
+    "numbers": lambda video, rng: _in_order(video, rng, _number),
     "sum": _ask_sum,
     "change": _ask_change,
-    "colours": _ask_colours,
+    "colours": lambda video, rng: _in_order(video, rng, _colour),
     "when word": _ask_when_word,
     "when vehicle": _ask_when_vehicle,
     "when number": _ask_when_vehicle,

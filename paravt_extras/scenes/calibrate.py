@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paravt_extras import markdown
 from paravt_extras.scenes import sprites
 from paravt_extras.scenes.ask import FAMILIES, SceneQuestion
 from paravt_extras.scenes.plan import FPS, Moment, SceneVideo
 from paravt_jax.data.frames import overview_indices
 from paravt_jax.data.sizes import PixelRules
-from paravt_jax.method.records import QuestionKind
 
 BUDGETS = (4, 8, 16, 32, 64)
 HEIGHTS = {
@@ -76,42 +76,30 @@ def table(entries: Sequence[Mapping[str, Any]]) -> str:
     by_family = collections.defaultdict(list)
     for entry in entries:
         by_family[entry["family"]].append(entry)
-    title = ("family", "asked", "moments", "chance", "seconds", "pixels")
-    lines = [_line(*title, *(f"K = {budget}" for budget in BUDGETS))]
-    lines += [_summary(name, by_family[name]) for name in FAMILIES if name in by_family]
-    lines.append(_summary("all", entries))
-    lines += [
+    titles = ["family", "asked", "chance", "seconds", "pixels", *(f"K = {k}" for k in BUDGETS)]
+    rows = [_summary(name, by_family[name]) for name in FAMILIES if name in by_family]
+    notes = [
         "chance: accuracy of a guess among the options, in multiple choice only",
         "seconds: median time for which a moment is seen, and the shortest",
         "pixels: least height of what is to be read or counted, in the picture that a model gets",
         "K = n: share of questions of which an overview of n frames shows all moments",
     ]
-    return "\n".join(lines)
+    return "\n".join([markdown.table(titles, [*rows, _summary("all", entries)]), *notes])
 
 
-def _summary(name: str, entries: Sequence[Mapping[str, Any]]) -> str:
+def _summary(name: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
     seconds = [length for entry in entries for length in entry["seconds"]]
-    chances = [
-        1 / entry["options"]
-        for entry in entries
-        if entry["kind"] == QuestionKind.MULTIPLE_CHOICE.value
-    ]
-    moments = sorted({len(entry["spans"]) for entry in entries})
-    return _line(
+    chances = [1 / entry["options"] for entry in entries if entry["options"]]
+    return [
         name,
         str(len(entries)),
-        " or ".join(map(str, moments)),
         f"{statistics.mean(chances):.2f}" if chances else "-",
         f"{statistics.median(seconds):.1f}/{min(seconds):.1f}",
         f"{min(height for entry in entries for height in entry['pixels'].values()):.1f}",
         *(f"{shown_share(entries, budget):.2f}" for budget in BUDGETS),
-    )
+    ]
 
 
 def shown_share(entries: Sequence[Mapping[str, Any]], budget: int) -> float:
     """Share of questions of which an overview shows every moment."""
     return statistics.mean(all(entry["frames"][str(budget)]) for entry in entries)
-
-
-def _line(first: str, *cells: str) -> str:
-    return f"{first:<14}" + "".join(f"{cell:>10}" for cell in cells)

@@ -5,7 +5,6 @@ huggingface_hub reads its address at import, so every client is a process of its
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import signal
@@ -39,16 +38,6 @@ from paravt_jax.data import sources
 folder = pathlib.Path(sys.argv[1])
 print(sources.fetch("ParaVT/ParaVT-Parquet", folder / "annotations", ["*.parquet"]))
 print(sources.media_root("ParaVT/ParaVT-Source", folder))
-"""
-DESCRIBE = """
-import json, sys
-from huggingface_hub import HfApi
-print(json.dumps([
-    {file.rfilename: file.size for file in HfApi().repo_info(
-        id, repo_type=kind, files_metadata=True
-    ).siblings}
-    for kind, id in (("model", sys.argv[1]), ("dataset", sys.argv[2].removeprefix("datasets/")))
-]))
 """
 
 
@@ -118,15 +107,6 @@ def test_rows_and_archives_of_media_are_fetched(repositories, data, tmp_path):
     names = {path.name for path in (data / "annotations").iterdir()}
     assert {path.name for path in annotations.iterdir()} == names
     assert len(list(media.rglob("*.mp4"))) == 12
-
-
-def test_sizes_are_listed_before_anything_is_downloaded(repositories, tmp_path):
-    with Hub(repositories) as hub:
-        done = client(DESCRIBE, MODEL, ROWS, env=environment(hub, tmp_path))
-        assert not [line for line in hub.requests if "/resolve/" in line]
-    model, rows = json.loads(done.stdout)
-    assert model == {"README.md": 13, "config.json": 1, "model.safetensors": 24 * 2**20}
-    assert rows == {path.name: path.stat().st_size for path in repositories[ROWS].iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -219,17 +199,3 @@ def test_the_command_prints_the_variables_and_serves(repositories, tmp_path):
         served.terminate()
     assert done.returncode == 0, done.stderr
     assert (pathlib.Path(done.stdout.strip()) / "config.json").read_text() == "1"
-
-
-@pytest.mark.parametrize(
-    ("id", "gated", "named"),
-    [("Qwen", (), "Qwen: "), ("a/b/c", (), "a/b/c: "), ("a/b", ("a/d",), "gated = a/d: ")],
-)
-def test_what_cannot_be_served_is_refused(tmp_path, id, gated, named):
-    with pytest.raises(ValueError, match=named):
-        Hub({id: tmp_path}, gated)
-
-
-def test_a_folder_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=f"a/b={tmp_path}/gone: "):
-        Hub({"a/b": tmp_path / "gone"})

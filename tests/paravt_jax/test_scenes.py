@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import scipy.ndimage
 
-from paravt_extras.scenes import ask, calibrate, demonstrate, film, plan, sprites
+from paravt_extras.scenes import ask, calibrate, demonstrate, film, plan
 from paravt_extras.scenes.plan import FPS, PLACES, Chapter, Moment, SceneVideo, Vehicle
 from paravt_jax.data import video
 from paravt_jax.data.frames import overview_indices, window_indices
@@ -84,23 +84,6 @@ def test_three_crops_of_sixteen_frames_show_every_moment():
             assert any(moment.start <= time < moment.end for time in np.concatenate(seen))
 
 
-def test_moments_are_spread_over_the_whole_video():
-    middles = [(m.start + m.end) / 2 / v.seconds for v in VIDEOS for m in v.moments]
-    shares = np.histogram(middles, 6, (0, 1))[0] / len(middles)
-    assert shares.min() > 0.13 and shares.max() < 0.21
-
-
-def test_moments_come_one_after_the_other_within_their_place():
-    for each in VIDEOS:
-        visits = [moment.visit for moment in each.moments]
-        assert all(end < start for (_, end), (start, _) in itertools.pairwise(visits))
-        for chapter in each.chapters:
-            assert all(
-                chapter.start <= start and end <= chapter.end
-                for start, end in (moment.visit for moment in chapter.moments)
-            )
-
-
 def test_nothing_is_shown_twice_except_in_the_pair():
     for each in VIDEOS:
         words = [moment.word for moment in each.singles if moment.word]
@@ -151,20 +134,6 @@ def test_settings_that_make_no_sense_are_refused_in_one_line(field, value):
 # --- pictures ---
 
 
-@pytest.mark.parametrize("lines", [320, 360, 720])
-def test_texts_are_as_high_as_the_calibration_says(lines):
-    for sprite, colour, height in (
-        (sprites.board("OHIO", lines), (255, 240, 170), sprites.WORD_HEIGHT),
-        (sprites.clock("10:48", lines), (246, 246, 240), sprites.TIME_HEIGHT),
-        (sprites.vehicle("bus", Vehicle("red", 88, "left"), lines), (255, 255, 255), 0.14),
-    ):
-        written = (np.abs(sprite[..., :3].astype(int) - colour).max(-1) < 10) & (sprite[..., 3] > 0)
-        # The frame of the clock and the lights of the bus have other colours.
-        rows = np.flatnonzero(written[:, sprite.shape[1] // 5 : -sprite.shape[1] // 5].any(1))
-        # Round letters and strokes stand out a little.
-        assert height * lines <= len(rows) <= 1.25 * height * lines + 1
-
-
 @pytest.mark.parametrize("place", range(len(PLACES)))
 @pytest.mark.parametrize("count", [2, 7])
 def test_animals_can_be_counted(place, count):
@@ -189,25 +158,6 @@ def test_everything_comes_and_goes_when_the_moment_says():
     visited = [bool(np.abs(part - middle[0]).max() > 60) for part in middle]
     start, end = shown.moments[0].visit
     assert visited == [start <= n / FPS < end for n in range(48)]
-
-
-def test_a_vehicle_is_whole_and_moves_during_its_moment():
-    shown = short_video()
-    frames = pictures(shown)
-    red = [(np.abs(frame - (196, 30, 34)).max(-1) < 12)[170:300] for frame in frames]
-    columns = [np.flatnonzero(part.any(0)) for part in red]
-    whole = range(2 * FPS, 4 * FPS)
-    assert len({columns[n][-1] - columns[n][0] for n in whole}) <= 2
-    assert all(0 < columns[n][0] < columns[n][-1] < shown.width - 1 for n in whole)
-    assert columns[whole[-1]][0] - columns[whole[0]][0] > 20
-
-
-def test_a_frame_that_is_called_the_same_is_the_same():
-    drawn = film.Film(short_video())
-    frames = [drawn.picture(n) for n in range(48)]
-    for (before, _), (after, same) in itertools.pairwise(frames):
-        assert not same or (before == after).all()
-    assert sum(same for _, same in frames) > 15
 
 
 @pytest.mark.parametrize("lines", [320, 720])
@@ -317,27 +267,6 @@ def test_the_video_shows_the_answer_and_no_other_option():
             assert accuracy(question, question.answer) == 1
         seen.add((each.split, asked.family))
     assert {family for split, family in seen if split == "heldout"} == set(ask.FAMILIES)
-
-
-def test_wrong_options_are_shown_at_other_moments_of_the_video():
-    for each, asked in ASKED:
-        if asked.family in ("word", "number", "colour", "count"):
-            shown = {
-                str(value)
-                for m in each.singles
-                for value in (m.word, m.animals, *dataclasses.astuple(m.vehicle or Moment(0, 0)))
-            }
-            assert set(asked.question.options) <= shown
-
-
-def test_the_moments_of_a_question_are_those_that_it_is_about():
-    for each, asked in ASKED:
-        named = {m for m in each.moments if m.word and m.word in asked.question.text}
-        if named:
-            assert set(asked.moments) == named
-        assert len(asked.moments) == (
-            2 if asked.family in ("order", "numbers", "sum", "change", "colours") else 1
-        )
 
 
 def test_held_out_videos_are_asked_with_other_sentences_and_about_more():
@@ -474,9 +403,10 @@ def test_more_frames_show_more():
     shares = [calibrate.shown_share(entries, budget) for budget in calibrate.BUDGETS]
     assert shares[0] == 0 and shares[-1] == 1
     assert all(fewer < more for fewer, more in itertools.pairwise(shares))
-    total = next(row for row in calibrate.table(entries).splitlines() if row.startswith("all"))
-    assert total.split()[1] == str(len(entries))
-    assert total.split()[-5:] == [f"{share:.2f}" for share in shares]
+    total = next(row for row in calibrate.table(entries).splitlines() if row.startswith("| all"))
+    cells = total.strip("| ").split(" | ")
+    assert cells[1].strip() == str(len(entries))
+    assert [cell.strip() for cell in cells[-5:]] == [f"{share:.2f}" for share in shares]
 
 
 def test_what_is_to_be_read_is_large_enough_at_the_pixels_of_the_recipes():
@@ -522,17 +452,6 @@ def test_most_demonstrations_look_and_some_guess_or_see_it_at_once():
     assert sum("answers the question" in thought for thought in thoughts) > 20
 
 
-def test_questions_about_two_moments_are_answered_by_several_crops_in_one_turn():
-    about_two = [
-        texts(conversation, "assistant")[0].count("<tool_call>")
-        for _, conversation in DEMONSTRATED
-        if re.search(
-            "twice|two times|in this order|first|earlier|sum|added", texts(conversation, "user")[0]
-        )
-    ]
-    assert set(about_two) == {0, 3}
-
-
 def test_a_demonstration_that_looked_answers_from_its_last_reports():
     hits = []
     for _, conversation in DEMONSTRATED:
@@ -556,18 +475,3 @@ def test_reports_say_only_what_their_frames_show():
     assert f"{moment.start:g}" in told or f"{round(moment.start, 1):g}" in told
     others = [other.word for other in each.moments[1:] if other.word and other.word != moment.word]
     assert not any(word in told for word in others)
-
-
-def test_spans_of_demonstrations_are_near_the_true_ones():
-    near = []
-    for each in VIDEOS:
-        if not each.demonstrated:
-            continue
-        asked = {a.question.text: a for a in ask.questions(each, SETTINGS.seed)}
-        for conversation in demonstrate.demonstrations(each, SETTINGS.seed):
-            question = asked.get(texts(conversation, "user")[0])
-            if question is None or not texts(conversation, "tool"):
-                continue
-            given = span_of(texts(conversation, "assistant")[-1].split("<answer>")[1])
-            near.append(overlap(given, span_of(question.question.answer)))
-    assert len(near) > 10 and min(near) > 0.4 and np.mean(near) > 0.7

@@ -5,10 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import signal
-import subprocess
-import sys
-import textwrap
 import zipfile
 
 import numpy as np
@@ -121,25 +117,3 @@ def test_a_seed_decides_all_rows_and_frames(stand_in, tmp_path):
         np.testing.assert_array_equal(a, b)
     changed = frames(other, tmp_path / "changed")
     assert any(a.shape != b.shape or (a != b).any() for a, b in zip(mine, changed, strict=True))
-
-
-KILLED = """
-    import os, signal, sys
-    from paravt_extras import stand_in
-    encode, files = stand_in.encode, []
-    def encode_or_die(settings, scenes, path, step):
-        files.append(path)
-        if len(files) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        encode(settings, scenes, path, step)
-    stand_in.encode = encode_or_die
-    stand_in.write_stand_in(sys.argv[1], seed=3)
-"""
-
-
-def test_a_killed_writer_leaves_no_half_set(stand_in, tmp_path):
-    target = tmp_path / "data"
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), target], timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    assert not target.exists()
-    assert contents(write_stand_in(target, seed=3)) == contents(stand_in)

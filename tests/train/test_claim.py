@@ -15,7 +15,6 @@ from paravt_extras.report.claim import (
     claim_charts,
     format_table,
     gaps,
-    is_shown,
     tag_probabilities,
     weighted_mean,
 )
@@ -70,14 +69,6 @@ def by_temperature() -> list[Row]:
     return rows
 
 
-def test_a_step_weighs_by_the_smaller_side_of_its_rollouts():
-    """8 against 8 rollouts tell more than 1 against 15."""
-    steps = [step(1) | at_k(4, 1.0, 8, 16), step(2) | at_k(4, 0.0, 1, 16)]
-    values = [value for line in steps for value in gaps(line, 4)]
-    assert values == [(1.0, 4.0), (0.0, 15 / 16)]
-    assert weighted_mean(values) == pytest.approx(4 / (4 + 15 / 16))
-
-
 def test_a_step_without_a_gap_does_not_count_as_zero():
     steps = [step(1) | at_k(4, None, 0, 8), step(2) | at_k(4, 0.5, 4, 8), step(3)]
     assert weighted_mean([value for line in steps for value in gaps(line, 4)]) == 0.5
@@ -105,18 +96,6 @@ def test_the_charts_have_a_line_per_budget_and_per_kind_of_tag():
     assert charts["likelihood of tags"].legend == ["</think>", "<tool_call>", "<answer>"]
     first, last = (charts["likelihood of tags"].hovers[i][1] for i in (0, -1))
     assert first.startswith("step 1: </think> 0.3") and last.startswith("step 48: </think> 0.9")
-
-
-def test_a_budget_where_nothing_calls_has_no_line():
-    steps = [step(n) | at_k(4, 0.5, 4, 8) | at_k(64, None, 0, 8) for n in range(1, 4)]
-    assert charts_of(steps)["tool gap: reward"].legend == ["K = 4"]
-
-
-@pytest.mark.parametrize("count", [1, 2, 700])
-def test_short_and_long_runs_have_charts(count):
-    charts = charts_of(rl_steps(count))
-    assert 1 <= len(charts["tool gap: reward"].hovers) <= 60
-    assert f"step {count}" in charts["tool gap: reward"].hovers[-1][1]
 
 
 def test_format_is_the_mean_over_all_rollouts_of_a_temperature():
@@ -147,17 +126,5 @@ def test_the_page_shows_all_three_measures(tmp_path):
     assert rows[-1] == "10.30 → 0.700.50 → 0.80200"
 
 
-def test_a_run_that_did_not_measure_them_says_so(tmp_path):
-    write_lines(tmp_path / "metrics.jsonl", [step(1, loss=0.5)])
-    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": []}))
-    page = page_of(tmp_path)
-    assert "Not measured yet." in [e["text"] for e in page.all("p", "quiet")]
-
-
 def test_every_kind_of_tag_has_a_name():
     assert list(KINDS) == [kind.name.lower() for kind in TAGS]
-
-
-def test_other_metrics_keep_charts_of_their_own():
-    assert not is_shown("k4/accuracy") and not is_shown("accuracy")
-    assert is_shown("k64/tool_gap") and is_shown("tags/call_open/count")

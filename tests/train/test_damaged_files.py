@@ -12,10 +12,8 @@ from paravt_extras.report import __main__ as report
 from paravt_extras.report.page import write_report
 from paravt_extras.report.result import checks, judged, read_curve, read_evaluation, read_result
 from paravt_extras.summary import main as summarise
-from paravt_extras.table_2 import read_run
 from paravt_jax.data.stored_json import DamagedFileError
 from train.durable.metrics import MetricsWriter, read_metrics
-from train.durable.run_directory import FORMAT, RunDirectoryError
 
 Read = Callable[[pathlib.Path], object]
 
@@ -75,12 +73,3 @@ def test_commands_print_the_line_and_no_traceback(tmp_path, capsys):
     assert summarise([str(tmp_path), "--table-2"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and all("config.json" in line and "damaged" in line for line in lines)
-
-
-@pytest.mark.parametrize("config", [{"rl": 3}, {"rl": {"prompts": 1}}, {"model": []}])
-def test_the_lines_of_table_2_name_a_damaged_configuration(tmp_path, config):
-    sound = {"format": FORMAT, "model": {"size": "tiny"}, "sft": None, "rl": None}
-    (tmp_path / "config.json").write_text(json.dumps(sound | config))
-    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": []}))
-    with pytest.raises(RunDirectoryError, match=r"config\.json is damaged \((rl|model)"):
-        read_run(tmp_path, [])

@@ -13,14 +13,13 @@ import re
 import av
 import numpy as np
 import pytest
-from jinja2 import UndefinedError
 from PIL import Image
 
 from paravt_extras.report.chart import line_chart, stacked_chart
-from paravt_extras.report.page import choose_episodes, key_figures, write_report
+from paravt_extras.report.page import key_figures, write_report
 from paravt_jax.method.records import CallStatus, StopReason
 from rollout.report.episode_card import EXECUTED, STOPS
-from rollout.report.templates import environment, number
+from rollout.report.templates import number
 
 COLOURS = {
     "red": (196, 52, 52),
@@ -28,7 +27,6 @@ COLOURS = {
     "blue": (56, 92, 196),
     "purple": (132, 70, 168),
 }
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 HOSTILE = "<script>alert('x')</script>\"&"
 
 
@@ -62,54 +60,31 @@ def fake_video(path, seed=0, scenes=tuple(COLOURS)):
 
 def fake_metrics(rng):
     for step in range(30):
-        yield {
-            "phase": "align",
-            "step": step,
-            "wall": 0.0,
-            "loss": 3 * math.exp(-step / 8),
-            "accuracy": 1 - math.exp(-step / 8),
-        }
+        yield {"phase": "align", "step": step, "wall": 0.0, "loss": 1 / (step + 1)}
     for step in range(690):
-        loss = 0.25 + 4 * math.exp(-step / 90) + rng.gauss(0, 0.04)
+        noise = {"loss": 1 / (step + 1) + rng.random(), "time/step": 0.4}
+        yield {"phase": "sft", "step": step, "wall": 0.0} | noise
+    for step in range(48):
+        gain = step / 48
         yield {
-            "phase": "sft",
+            "phase": "rl",
             "step": step,
             "wall": 0.0,
-            "loss": loss,
-            "time/step": 0.4 + rng.random() / 20,
-        }
-    for step in range(48):
-        gain = 1 - math.exp(-step / 12)
-        values = {
             "accuracy": 0.36 + 0.45 * gain,
             "compliance": 0.26 + 0.7 * gain,
             "calls": 1.1 + 0.8 * gain,
-            "reward/accuracy": 0.36 + 0.45 * gain,
-            "reward/format": 0.5 + 0.5 * gain,
             "reward/anchor": 0.2 + 0.5 * gain,
-            "reward/tool": 0.4 + 0.5 * gain,
-            "reward/total": 1.3 + 1.4 * gain,
-            "length/response": 62 - 8 * gain,
-            "groups/silent": 0.4 * gain,
-            "k/mean": 25.0,
             "kl_reference": 0.2 * gain,
-            "loss": 0.02 - 0.01 * gain,
-        }
-        noisy = {key: value * (1 + rng.gauss(0, 0.07)) for key, value in values.items()}
-        seconds = {
-            "time/rollout": 1.1 + rng.random() / 3 + 9 * (step == 0),
+            "time/rollout": 11.1 + rng.random() / 3,
             "time/reference": 0.5,
             "time/update": 1.9 + rng.random() / 4,
             "time/data": 0.1,
             "idle/tail": 0.4,
             "idle/files": 0.1 * rng.random(),
-        }
-        exact = {
             "logprob_gap": 2e-6 + rng.random() * 1e-6,
             "token_mismatches": 0,
             "grad_norm": 1 + rng.random(),
         }
-        yield {"phase": "rl", "step": step, "wall": 0.0, **noisy, **seconds, **exact}
 
 
 def fake_result():
@@ -148,82 +123,31 @@ def token(text, author="model", kind=None, credit=None, logprob=None):
 
 
 def fake_episode(rng, phase, step, n, video, at, k):
-    """Two crops and an answer. Some before RL break a block; every third answer is a time."""
+    """Two crops and an answer. Every third answer is a time."""
     colour = rng.choice(list(COLOURS))
-    start = at[colour]
     scene = 32 * list(COLOURS).index(colour)
-    good = phase != "before" or rng.random() < 0.4
     grounding = n % 3 == 2
-    credit = round(rng.gauss(0.6 if good else -0.5, 0.3), 3)
-    word = WORDS[7]
-    truth = f"[{start:.1f}, {start + 3:.1f}]"
-    right_answer = f"[{start + 0.5:.1f}, {start + 3:.1f}]" if grounding else word
-    answer = right_answer if good else "four"
+    answer = f"[{at[colour]:.1f}, {at[colour] + 3:.1f}]" if grounding else "seven"
 
-    def model(text, kind=None, extra=0.0):
-        return token(text, kind=kind, credit=round(credit + extra, 3), logprob=-rng.expovariate(6))
+    def model(text, kind=None):
+        return token(text, kind=kind, credit=0.5, logprob=-0.25)
 
-    def call(a):
-        window = {"video_path": video, "start_time": a, "end_time": a + 16}
-        inner = "\n" + json.dumps({"name": "crop_video", "arguments": window}) + "\n"
-        return [
-            model("<tool_call>", "call-open", 0.2),
-            *(model(part, extra=-credit) for part in re.findall(r"\W*\w+|\W+", inner)),
-            model("</tool_call>", "call-close", 0.2),
-        ]
-
-    think = f" red 0 one blue 64 two - look closer {colour} 0 seven"
-    first = [token("<think>", "pinned", "think-open")]
-    first += [model(" " + part) for part in think.split()]
-    if good:
-        first.append(model("</think>", "think-close", 0.4))
-    calls_begin = len(first)
-    first += [model("\n"), *call(scene), model("\n"), *call(scene + 16)]
-    if not good:
-        first[calls_begin + 1]["kind"] = "violation"
-    first.append(model("<|im_end|>"))
-    calls = []
-    for a in (scene, scene + 16):
-        b = a + 16
-        seen = f"digit seven from {start} to {start + 3}"
-        calls.append(
-            {
-                "start": float(a),
-                "end": float(b),
-                "status": "executed",
-                "times": [float(t) for t in range(a, b)],
-                "response": seen if a <= start < b else "nothing",
-            }
-        )
-    if n % 5 == 4:
-        calls.append(
-            {
-                "start": 90.0,
-                "end": 70.0,
-                "status": "bad_window",
-                "times": [],
-                "response": "end_time has to be after start_time",
-            }
-        )
-    responses = []
-    for c in calls:
-        parts = ("<tool_response>", "\n" + c["response"] + "\n", "</tool_response>\n")
-        responses += [token(part, "tool") for part in parts]
-    last = [
-        token("<think>", "pinned", "think-open"),
-        *(model(" " + part) for part in f"crop shows seven from {start} to {start + 3}".split()),
-        model("</think>", "think-close", 0.4),
-        model("\n"),
-        model("<", "answer-open", 0.3),
-        model("answer", "answer-open", 0.3),
-        model(">", "answer-open", 0.3),
-        model(answer),
-        model("</", "answer-close", 0.3),
-        model("answer", "answer-close", 0.3),
-        model(">", "answer-close", 0.3),
-        model("<|im_end|>"),
+    calls = [
+        {
+            "start": float(start),
+            "end": start + 16.0,
+            "status": "executed",
+            "times": [float(t) for t in range(start, start + 16)],
+            "response": "digit seven" if start <= at[colour] < start + 16 else "nothing",
+        }
+        for start in (scene, scene + 16)
     ]
-    accuracy = (0.83 if grounding else 1.0) if good else 0.0
+    first = [token("<think>", "pinned", "think-open"), model(" look"), model("</think>")]
+    for call in calls:
+        inner = json.dumps({"start_time": call["start"], "end_time": call["end"]})
+        first += [model("<tool_call>", "call-open"), model(inner), model("</tool_call>")]
+    last = [token(f"<tool_response>{call['response']}</tool_response>", "tool") for call in calls]
+    last += [model("<answer>", "answer-open"), model(answer), model("</answer>", "answer-close")]
     return {
         "phase": phase,
         "step": step,
@@ -234,22 +158,16 @@ def fake_episode(rng, phase, step, n, video, at, k):
         "question": {
             "id": f"q{n}",
             "kind": "tvg" if grounding else "mcq",
-            "answer": truth if grounding else word,
+            "answer": answer,
             "text": f"{'When does the' if grounding else 'Which'} digit appear in {colour}?",
             "options": [] if grounding else ["four", "seven", "two", "nine"],
         },
         "overview": [float(i) for i in np.round(np.linspace(0, 127, k))],
-        "turns": [{"tokens": first, "calls": calls}, {"tokens": responses + last, "calls": []}],
+        "turns": [{"tokens": first, "calls": calls}, {"tokens": last, "calls": []}],
         "answer": answer,
         "stop": "answered",
-        "compliant": good,
-        "rewards": {
-            "accuracy": accuracy,
-            "compliance": 1.0 if good else 0.7,
-            "anchor": 0.35 if good else -0.15,
-            "tool": 0.8 if good else 0.3,
-            "total": accuracy + 2,
-        },
+        "compliant": True,
+        "rewards": {"accuracy": 1.0, "compliance": 1.0, "anchor": 0.35, "total": 3.0},
     }
 
 
@@ -366,13 +284,6 @@ def test_key_figures_are_means_over_k_and_the_gain_at_the_smallest():
     assert key_figures({}) == []
 
 
-def test_the_head_shows_what_the_run_reached(page):
-    tiles = {e["text"] for e in page.all("div", "tile")}
-    assert any(text.startswith("accuracy0.43 → 0.85") for text in tiles), tiles
-    facts = [e["text"] for e in page.all("span", "fact")]
-    assert "total time12 min 14 s" in facts
-
-
 def test_a_rule_that_is_not_met_is_marked(tmp_path):
     checks = {"token_mismatches": 3, "logprob_gap": 1e-6}
     result = {"before": [], "after": [], "note": "text", **checks}
@@ -408,37 +319,11 @@ def test_exactly_the_recorded_metrics_have_charts(page):
     assert len(names) == len(page.all("svg", "chart"))
 
 
-def test_packed_rows_ratios_and_replaced_groups_have_titles(tmp_path):
-    metrics = {"packing/filled": 0.8, "ratio_max": 1.5, "groups/replaced": 2.0}
-    metrics |= {"idle/hosts": 0.5, "idle/hosts_max": 1.0}
-    checked = {"logprob_gap": 0.0, "token_mismatches": 0.0, "recompilations": 0.0}
-    row = {"phase": "rl", "step": 1, "wall": 0.0} | checked | metrics
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    names = {e["text"] for e in page_of(tmp_path).all("span", "name")}
-    assert {"filled share of packed rows", "largest policy ratio", "replaced groups"} <= names
-    assert {"idle seconds", "idle seconds: hosts"} <= names
-
-
-def test_the_table_has_a_row_per_setting(page):
-    rows = [e["text"] for e in page.all("tr") if e.get("class") != "group"][1:]
-    assert len(rows) == 18
-    assert rows[0].startswith("40.36 → 0.780.26 → 0.97")
-
-
 def test_episodes_are_about_twenty_and_from_every_stage(page):
     assert len(page.all("details", "episode")) == 21
     assert [e["text"] for e in page.all("h3")][-3:] == [
         f"{when} reinforcement learning" for when in ("Before", "During", "After")
     ]
-
-
-def test_few_episodes_are_all_shown_and_many_are_sampled_evenly():
-    rows = [{"phase": "rl", "step": i} for i in range(100)] + [{"phase": "after", "step": 0}]
-    chosen = choose_episodes(rows, 11)
-    assert [row["step"] for row in chosen["rl"]] == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]
-    assert chosen["after"] == [{"phase": "after", "step": 0}]
-    assert list(chosen) == ["rl", "after"]
-    assert choose_episodes(rows[:2], 21) == {"rl": rows[:2]}
 
 
 def one_episode(folder, **changes):
@@ -626,10 +511,6 @@ def test_the_page_of_an_unfinished_run_says_how_far_it_is(tmp_path):
     assert not (tmp_path / "result.json").exists()
 
 
-def test_a_finished_page_says_nothing_of_the_kind(page):
-    assert not page.all("p", "progress")
-
-
 def test_the_page_of_an_unfinished_run_shows_the_evaluations_so_far(tmp_path):
     folder = unfinished_run(tmp_path)
     page = page_of(folder)
@@ -641,12 +522,6 @@ def test_the_page_of_an_unfinished_run_shows_the_evaluations_so_far(tmp_path):
     (folder / "evaluation" / "curve-000020-4.json").write_text(content)
     again = page_of(folder).source
     assert "step 16: K = 4 0.42" in again and "step 20: K = 4" not in again
-
-
-def test_a_run_without_any_step_has_a_page(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"name": "x", "rl": None}))
-    [progress] = page_of(tmp_path).all("p", "progress")
-    assert "no step yet" in progress["text"]
 
 
 def test_frames_are_left_out_when_time_is_up_and_shown_later(tmp_path):
@@ -695,36 +570,14 @@ def test_charts_of_flat_tiny_and_single_data(values):
     assert len(line.dots) == (len(values) == 1)
 
 
-def test_long_histories_are_thinned_and_keep_their_ends():
-    chart = line_chart([(i, float(i)) for i in range(5000)])
-    [line] = curves(chart, "raw")
-    assert len(line) == 300
-    assert (line[0][0], line[-1][0]) == (40.0, 312.0)
-    assert len(chart.hovers) == 60
-    assert chart.hovers[-1][1].startswith("step 4999: ")
-
-
-def test_stacked_bars_are_drawn_on_top_of_each_other():
-    lower, upper = stacked_chart([0], [("a", [1.0]), ("b", [2.0])]).bars
-    _, lower_top, lower_height, _ = lower
-    _, upper_top, upper_height, _ = upper
-    assert upper_top + upper_height == pytest.approx(lower_top)
-    assert upper_height == pytest.approx(2 * lower_height)
-
-
 def test_a_chart_shows_its_values_on_hover(page):
     def figure(title):
         return next(f["text"] for f in page.all("figure") if f["text"].startswith(title))
 
     assert "step 47: " in figure("log-prob gap")
-    times = r"step 0: rollout \d\d\.\d, reference 0\.5, update 2\.?\d*, data 0\.1"
+    times = r"step 0: rollout \d\d\.\d, reference 0\.5, update \d\.?\d*, data 0\.1"
     assert re.search(times, figure("seconds by phase"))
     assert {e["class"] for e in page.all("rect")} == {"s0", "s1", "s2", "s3", "hover"}
-
-
-def test_an_undefined_name_in_a_template_is_an_error():
-    with pytest.raises(UndefinedError, match="answer"):
-        environment().from_string("{{ answer }}").render()
 
 
 @pytest.mark.parametrize(
