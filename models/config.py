@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 
 def require(holds: bool, message: str) -> None:
-    """Raises ValueError with `message` unless `holds`."""
+    """Raise ValueError with `message` unless `holds`."""
     if not holds:
         raise ValueError(message)
 
@@ -220,7 +220,7 @@ class ModelConfig:
         )
 
     def require_ids(self, ids: Mapping[str, int | None], place: str = "") -> None:
-        """Raises ValueError if a tokenizer has other ids, given by the names of their fields."""
+        """Raise ValueError if a tokenizer has other ids, given by the names of their fields."""
         for field, known in ids.items():
             own = getattr(self, field)
             require(

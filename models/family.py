@@ -59,7 +59,7 @@ class Family:
     """Names of transformers' classes: processor, image_processor and video_processor."""
 
     def size(self, name: str, vocab_size: int = 1) -> ModelConfig:
-        """The sizes called `name`; `vocab_size` is that of `tiny`.
+        """Return the sizes called `name`; `vocab_size` is that of `tiny`.
 
         Raises:
             ValueError: there is no such size.
@@ -76,10 +76,10 @@ class Family:
 
 @functools.cache
 def family(name: str = DEFAULT) -> Family:
-    """The family called `name`, one of `FAMILIES`. It is imported on first use."""
+    """Return the family called `name`, one of `FAMILIES`. It is imported on first use."""
     return importlib.import_module(FAMILIES[name]).FAMILY
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family of a model."""
+    """Return the family of a model."""
     return family(config.family)

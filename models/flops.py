@@ -6,7 +6,8 @@ from models.config import ModelConfig
 
 
 def flops_per_token(config: ModelConfig, context: float) -> float:
-    """Forward FLOPs of the decoder and its head for one token that attends to `context` positions.
+    """Return the forward FLOPs of the decoder and its head for one token that attends to `context`
+    positions.
 
     The backward pass takes twice as many.
     """
@@ -22,7 +23,7 @@ def flops_per_token(config: ModelConfig, context: float) -> float:
 
 
 def forward_flops(config: ModelConfig, tokens: float, with_logits: float, pairs: float) -> float:
-    """Forward FLOPs of the decoder for a batch.
+    """Return the forward FLOPs of the decoder for a batch.
 
     Args:
         config: sizes of the model.

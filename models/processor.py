@@ -46,7 +46,7 @@ class _Visual(NamedTuple):
 def video_frame_indices(
     frames: int, fps: float, sample_fps: float = 2.0, min_frames: int = 4, max_frames: int = 768
 ) -> Int[np.ndarray, " m"]:
-    """The frames of a video that Qwen3-VL's processor takes: evenly spread, with both ends.
+    """Return the frames of a video that Qwen3-VL's processor takes: evenly spread, with both ends.
 
     Other families get frames from it, too; their own processors in transformers choose others.
 
@@ -69,7 +69,8 @@ def video_frame_indices(
 
 
 def slice_times(times: Sequence[float] | Real[np.ndarray, " t"], temporal: int = 2) -> list[float]:
-    """The time of each temporal slice, in seconds: the mean of its first and last frame's time.
+    """Return the time of each temporal slice, in seconds: the mean of its first and last frame's
+    time.
 
     The last slice is padded by repeating the last frame.
     """
@@ -103,7 +104,7 @@ class Processor:
 
     @classmethod
     def load(cls, source: str | os.PathLike, config: ModelConfig) -> Processor:
-        """Reads tokenizer, chat template and settings from a local folder or a hub id.
+        """Read tokenizer, chat template and settings from a local folder or a hub id.
 
         The settings are those of transformers 4.57 or 5.x.
 
@@ -134,7 +135,7 @@ class Processor:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> Inputs:
-        """Makes the sample of a conversation.
+        """Make the sample of a conversation.
 
         Args:
             messages: [{"role": ..., "content": ...}, ...], as in transformers. Content is a text,
@@ -196,7 +197,7 @@ class Processor:
         return _Visual(self._video_text(grid, times), patches, grid, seconds)
 
     def _video_size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """The (height, width) at which frames are shown."""
+        """Return the (height, width) at which frames are shown."""
         vision = self.config.vision
         if vision.position_rate is not None:
             return image_size(height, width, self.video_limits, self._factor)
@@ -206,7 +207,7 @@ class Processor:
     def _video_text(
         self, grid: tuple[int, int, int], times: Sequence[float] | Real[np.ndarray, " t"]
     ) -> str:
-        """What replaces the placeholder of a video in the text."""
+        """Return what replaces the placeholder of a video in the text."""
         vision, marks = self.config.vision, self._marks
         if vision.position_rate is not None:
             return marks.video * self._tokens(grid)
@@ -225,7 +226,7 @@ class Processor:
         return patches.reshape(-1, c.patch_dim), grid
 
     def _tokens(self, grid: tuple[int, int, int]) -> int:
-        """Visual tokens of a grid."""
+        """Return the number of visual tokens of a grid."""
         return math.prod(grid) // self.config.vision.spatial_merge_size**2
 
     @property
@@ -239,7 +240,7 @@ class Processor:
 
 
 def _settings(folder: Path, kind: str) -> dict[str, Any]:
-    """Settings of the "image" or "video" processor."""
+    """Return the settings of the "image" or "video" processor."""
     # transformers 5 writes one file for both, 4.57 a file for each.
     joint = folder / "processor_config.json"
     prefix = "video_" if kind == "video" else ""
@@ -260,7 +261,8 @@ def _settings(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def _limits(kind: str, settings: Mapping[str, Any], vision: VisionConfig) -> tuple[int, int]:
-    """The area limits of a processor, in pixels. Its other settings must be the supported ones."""
+    """Return the area limits of a processor, in pixels. Its other settings must be the supported
+    ones."""
     supported = {
         "patch_size": vision.patch_size,
         "temporal_patch_size": vision.temporal_patch_size,
@@ -288,7 +290,7 @@ def _limits(kind: str, settings: Mapping[str, Any], vision: VisionConfig) -> tup
 
 
 def _separate(messages: Any) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-    """Messages without pixels, as the template wants them, and all image and video items."""
+    """Return messages without pixels, as the template wants them, and all image and video items."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise ValueError(
             f'messages: {_describe(messages)}; give a list of {{"role": ..., "content": ...}}'
@@ -328,7 +330,7 @@ def _check_item(item: Any) -> None:
 
 
 def _pixels(image: Any) -> UInt8[np.ndarray, "h w 3"]:
-    """An image as an array: rotated as its EXIF data says, on a white background."""
+    """Return an image as an array: rotated as its EXIF data says, on a white background."""
     if isinstance(image, (str, os.PathLike)):
         with media_files.open_picture(image) as file:
             return _pixels(ImageOps.exif_transpose(file))
@@ -344,7 +346,7 @@ def _pixels(image: Any) -> UInt8[np.ndarray, "h w 3"]:
 def _slice_seconds(
     times: Sequence[float] | Real[np.ndarray, " t"], fps: float | None, temporal: int
 ) -> float:
-    """Seconds from slice to slice of a video, where a slice has `temporal` frames.
+    """Return the seconds from slice to slice of a video, where a slice has `temporal` frames.
 
     Without `fps`, they follow from the mean distance of the times. With it, they are those of
     transformers, if `fps` is its rate: frames given / frames in the file * rate of the file. Both
@@ -368,7 +370,7 @@ def _slice_seconds(
 def _clip(
     video: Any,
 ) -> tuple[UInt8[np.ndarray, "t h w 3"], Sequence[float] | Real[np.ndarray, " t"]]:
-    """The checked frames and times of a video."""
+    """Return the checked frames and times of a video."""
     if not isinstance(video, (tuple, list)) or len(video) != 2:
         raise ValueError(
             f"video: {_describe(video)}; give (frames, times in seconds), decoded by "
@@ -396,7 +398,7 @@ def _is_rgb(pixels: Any, ndim: int) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """Type and, for arrays, shape, for error messages."""
+    """Return type and, for arrays, shape, for error messages."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype} {list(value.shape)}"
     return type(value).__name__

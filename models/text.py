@@ -55,11 +55,11 @@ class VisualBank(NamedTuple):
     index: Int[Array | np.ndarray, "b t"]  # into the m vectors; -1 where the token is text
 
     def embed(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        """Replaces the embeddings of visual tokens."""
+        """Replace the embeddings of visual tokens."""
         return jnp.where(self.index[..., None] >= 0, self._at_tokens(0, x), x)
 
     def add_level(self, x: Float[Array, "b t d"], level: Int[Array, ""]) -> Float[Array, "b t d"]:
-        """Adds a DeepStack level to the hidden states of visual tokens, if there is that level."""
+        """Add a DeepStack level to the hidden states of visual tokens, if there is that level."""
         levels = self.vectors.shape[2]
         if levels == 1:
             return x
@@ -70,7 +70,8 @@ class VisualBank(NamedTuple):
     def _at_tokens(
         self, level: int | Int[Array, ""], like: Float[Array, "b t d"]
     ) -> Float[Array, "b t d"]:
-        """One level's vectors at their tokens, 0 at text, in the type and shape of `like`."""
+        """Return one level's vectors at their tokens, 0 at text, in the type and shape of
+        `like`."""
         bank = jax.lax.dynamic_index_in_dim(self.vectors, level, axis=2, keepdims=False)
         bank = bank.astype(like.dtype)
         places = jnp.maximum(self.index, 0)
@@ -84,7 +85,7 @@ class VisualBank(NamedTuple):
 def _take_in_rows(
     bank: Float[Array, "b m d"], places: Int[Array | np.ndarray, "b t"]
 ) -> Float[Array, "b t d"]:
-    """Vectors of each row's own bank."""
+    """Return the vectors of each row's own bank."""
 
     def take(bank: Float[Array, "b m d"], places: Int[Array, "b t"]) -> Float[Array, "b t d"]:
         return jnp.take_along_axis(bank, places[..., None], axis=1)
@@ -101,7 +102,7 @@ def _look_up(
     sharded: str | None,
     ids: Int[Array | np.ndarray, "b t"],
 ) -> Float[Array, "b t d"]:
-    """Looks up rows of a table in each of its shares over the mesh, and returns sharded rows.
+    """Look up rows of a table in each of its shares over the mesh, and return sharded rows.
 
     Each device looks up its part of the width for all rows. The parts are then exchanged for whole
     widths of some rows. The compiler would gather all rows on every device, and it aborts in a
@@ -178,7 +179,7 @@ class DecoderLayer(nnx.Module):
     def project(
         self, x: Float[Array, "b t d"], angles: Float[Array, "b t j"]
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
-        """Queries, keys and values of x; queries and keys are rotated."""
+        """Return queries, keys and values of x; queries and keys are rotated."""
         y = rms_norm(x, self.input_norm, self.eps)
         q = _plus(self._times("q", y), self.q_bias)
         k = _plus(self._times("k", y), self.k_bias)
@@ -192,7 +193,7 @@ class DecoderLayer(nnx.Module):
     def finish(
         self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]
     ) -> tuple[Float[Array, "b t d"], UInt8[Array, "b t"] | None]:
-        """The layer's output, given its input and the output of attention.
+        """Return the layer's output, given its input and the output of attention.
 
         With experts also the marks of the tokens' experts (`models.experts`).
         """
@@ -206,7 +207,7 @@ class DecoderLayer(nnx.Module):
         return x + self._times("down", gate * self._times("up", y)), None
 
     def _times(self, name: str, x: Float[Array, "*n i"]) -> Float[Array, "*n *o"]:
-        """x times a weight, plus what the weight's adapter adds."""
+        """Return x times a weight, plus what the weight's adapter adds."""
         weight = getattr(self, name)
         value = weight[...]
         # [n, h, d] -> [n * h, d]: the input axes as one.
@@ -263,7 +264,7 @@ class TextDecoder(nnx.Module):
         positions: Int[Array | np.ndarray, "3 b t"],
         **options: Any,
     ) -> tuple[Float[Array, "b t d"], KV]:
-        """Hidden states, keys and values of `forward`, which has the same arguments."""
+        """Return hidden states, keys and values of `forward`, which has the same arguments."""
         hidden, kv, _ = self.forward(ids, positions, **options)
         return hidden, kv
 
@@ -276,7 +277,7 @@ class TextDecoder(nnx.Module):
         prefix: KV | Callable[[Int[Array, ""]], KV] | None = None,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "b t d"], KV, UInt8[Array, "l b t"] | None]:
-        """Runs the decoder over whole sequences.
+        """Run the decoder over whole sequences.
 
         Over a mesh, rows are sharded over `data` and `fsdp`.
 
@@ -341,7 +342,7 @@ class TextDecoder(nnx.Module):
         cache: Cache,
         layers: Sequence[nnx.State] | None = None,
     ) -> tuple[Float[Array, "b d"], Cache, UInt8[Array, "l b"] | None]:
-        """Runs the decoder over one text token per row.
+        """Run the decoder over one text token per row.
 
         The cache is updated in place if the caller donates it.
 
@@ -385,7 +386,7 @@ class TextDecoder(nnx.Module):
         return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache, routes
 
     def decode_layers(self) -> list[nnx.State] | None:
-        """Each layer's weights as separate arrays; None on TPU.
+        """Return each layer's weights as separate arrays; None on TPU.
 
         Elsewhere a slice of the stacked weights is a copy, which `decode` would make for every
         token.
@@ -401,16 +402,17 @@ class TextDecoder(nnx.Module):
         ]
 
     def embed(self, ids: Int[Array | np.ndarray, "*n"]) -> Float[Array, "*n d"]:
-        """Token embeddings."""
+        """Return token embeddings."""
         return jnp.take(self.embedding[...], ids, axis=0).astype(self.dtype)
 
     def _embed_rows(self, ids: Int[Array | np.ndarray, "b t"]) -> Float[Array, "b t d"]:
-        """Token embeddings, with rows sharded over the mesh."""
+        """Return token embeddings, with rows sharded over the mesh."""
         if current_mesh() is None:
             return self.embed(ids)
 
         def share(table: Float[Array, "v d"], ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-            """Embeddings of tokens in this device's share of the vocabulary; 0 of others."""
+            """Return the embeddings of tokens in this device's share of the vocabulary; 0 of
+            others."""
             own = ids - jax.lax.axis_index("tensor") * len(table)
             found = (own >= 0) & (own < len(table))
             vectors = table[jnp.clip(own, 0, len(table) - 1)].astype(self.dtype)
@@ -419,7 +421,7 @@ class TextDecoder(nnx.Module):
         return _look_up(share, self.embedding[...], "tensor", ids)
 
     def logits(self, hidden: Float[Array, "*n d"]) -> Float[Array, "*n v"]:
-        """Vocabulary scores, float32."""
+        """Return vocabulary scores, float32."""
         return _logits(self._head_weights(), hidden)
 
     def token_logprobs(
@@ -429,7 +431,7 @@ class TextDecoder(nnx.Module):
         temperature: float,
         chunk: int | None = None,
     ) -> Float[Array, "b t"]:
-        """Log-probs of `targets` under softmax(logits / temperature), float32.
+        """Return the log-probs of `targets` under softmax(logits / temperature), float32.
 
         Args:
             hidden: hidden[b, t] is the state that predicts targets[b, t].

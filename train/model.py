@@ -61,7 +61,8 @@ class Parts:
         return self.skeleton.vision
 
     def tower_with(self, vision: Any) -> nnx.State:
-        """The tower with some weights of its trained part, rounded to the type of the others."""
+        """Return the tower with some weights of its trained part, rounded to the type of the
+        others."""
         if vision is None:
             return self.tower
         dtype = jax.tree.leaves(self.tower)[0].dtype
@@ -81,7 +82,7 @@ class Parts:
         return TrainState(weights, saved["optimizer"], saved["step"])
 
     def _trained_of(self, tower: Any) -> nnx.State | None:
-        """The trained part of a state of the tower, the inverse of `tower_with`."""
+        """Return the trained part of a state of the tower, the inverse of `tower_with`."""
         if self.vision is None:
             return None
         trains = self.vision.trains
@@ -122,7 +123,8 @@ def require_targets(run: Run) -> None:
 
 
 def model_config(run: Run, vocabulary: Vocabulary) -> ModelConfig:
-    """Sizes of a model with random weights, and the special tokens' ids in this vocabulary."""
+    """Return the sizes of a model with random weights, and the special tokens' ids in this
+    vocabulary."""
     return dataclasses.replace(run.model.config(vocabulary.size), **vocabulary.visual_ids)
 
 
@@ -158,7 +160,7 @@ def take_apart(
 
 
 def _base(frozen: Any, tower: nnx.State, vision: TrainedVision | None) -> dict[str, str]:
-    """The fingerprint of the frozen weights; empty if the whole decoder is trained.
+    """Return the fingerprint of the frozen weights; empty if the whole decoder is trained.
 
     Adapters make sense with their own base only, and mergers with the blocks below them.
     """

@@ -87,7 +87,7 @@ def write_model(
 
 
 def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, str]:
-    """Contents of the chat template and the processors' settings, by file name."""
+    """Return the contents of the chat template and the processors' settings, by file name."""
     family = family_of(config)
     names = family.processor
     longest = max(frames.max_pixels, frames.crop_max_pixels)

@@ -39,7 +39,7 @@ class OutOfMemoryError(UserError):
 
 @contextlib.contextmanager
 def naming_remedies(run: Run) -> Iterator[None]:
-    """Raises OutOfMemoryError if a program inside the block runs out of memory.
+    """Raise OutOfMemoryError if a program inside the block runs out of memory.
 
     Args:
         run: The settings, with all sizes chosen.
@@ -64,7 +64,7 @@ def _lines(run: Run, error: Exception) -> Iterator[str]:
 
 
 def _remedies(run: Run) -> Iterator[tuple[str, list[str]]]:
-    """Each part of the run, with its flags and their next values."""
+    """Return each part of the run, with its flags and their next values."""
     for part, names in _HALVED.items():
         if part == "rollouts" and not run.plays_episodes:
             continue
@@ -86,7 +86,7 @@ def _remedies(run: Run) -> Iterator[tuple[str, list[str]]]:
 
 
 def _values(run: Run, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """The values of those fields whose section the run has."""
+    """Return the values of those fields whose section the run has."""
     for name in filter(None, names):
         settings: Any = run
         for field in name.split("."):

@@ -101,7 +101,7 @@ def world_records(run: Run) -> Splits:
 def _limited_lengths(
     trajectory: Trajectory, subagent: bool, pinned: int
 ) -> collections.Counter[str]:
-    """Lengths of a demonstration, in tokens, by the name of the protocol's limit.
+    """Return the lengths of a demonstration, in tokens, by the name of the protocol's limit.
 
     `pinned` counts the tokens that start every turn. A rollout does not generate them, so they do
     not count towards the limit of a turn.
@@ -116,7 +116,7 @@ def _limited_lengths(
 
 
 def _require_room(run: Run, rules: Protocol, longest: collections.Counter[str]) -> None:
-    """Raises ValueError if a text exceeds its limit."""
+    """Raise ValueError if a text exceeds its limit."""
     times = range(0, world.SECONDS + 1, world.STEP)
     label = max(rules.measure_label(time) for time in times)
     require_bounds(run, label, len(rules.window((), 0).ids))

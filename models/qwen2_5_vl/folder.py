@@ -29,7 +29,7 @@ MODULES = {"model.": "model.language_model.", "visual.": "model.visual."}
 
 
 def from_hf(content: Mapping[str, Any]) -> Qwen25VLConfig:
-    """Reads the content of a config.json; see `models.weights.hf_config.from_hf`.
+    """Read the content of a config.json; see `models.weights.hf_config.from_hf`.
 
     The published files have the decoder's fields at their top level; transformers 5 writes them
     into `text_config`.
@@ -51,7 +51,7 @@ def from_hf(content: Mapping[str, Any]) -> Qwen25VLConfig:
 
 
 def to_hf(config: Qwen25VLConfig) -> dict[str, Any]:
-    """The content of a `config.json`; see `models.weights.hf_config.to_hf`."""
+    """Return the content of a `config.json`; see `models.weights.hf_config.to_hf`."""
     vision = dataclasses.asdict(config.vision)
     vision |= {
         "model_type": "qwen2_5_vl",
@@ -68,7 +68,7 @@ def to_hf(config: Qwen25VLConfig) -> dict[str, Any]:
 
 
 def tensor_layouts(config: Qwen25VLConfig) -> dict[str, TensorLayout]:
-    """Path of each parameter -> its tensor."""
+    """Map the path of each parameter to its tensor."""
     block = "visual.blocks.{}"
     merger = "visual.merger"
     linears = {
@@ -90,5 +90,5 @@ def tensor_layouts(config: Qwen25VLConfig) -> dict[str, TensorLayout]:
 
 
 def vision_modules(config: Qwen25VLConfig) -> dict[str, list[str]]:
-    """Trained part of the tower -> its modules in transformers."""
+    """Map each trained part of the tower to its modules in transformers."""
     return {"merger": ["model.visual.merger"], "tower": ["model.visual"]}

@@ -34,7 +34,7 @@ _MOST_LAYERS = 1000
 
 
 def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
-    """Reads a Hugging Face `config.json` as written by transformers 4.57 or 5.x.
+    """Read a Hugging Face `config.json` as written by transformers 4.57 or 5.x.
 
     Args:
         source: the content of the file, or its path.
@@ -77,7 +77,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value of a file in an error. It may be of any length."""
+    """Return a value of a file in an error. It may be of any length."""
     return foreign.shortened(repr(value), 40)
 
 
@@ -89,7 +89,7 @@ def _require_object(place: str, value: Any) -> None:
 
 
 def _require_unscaled(place: str, content: Mapping[str, Any], types: Sequence[str]) -> None:
-    """Raises ValueError if a part of config.json scales its rotary embeddings.
+    """Raise ValueError if a part of config.json scales its rotary embeddings.
 
     Args:
         place: what the names of its fields begin with, for errors.
@@ -109,7 +109,7 @@ def _require_unscaled(place: str, content: Mapping[str, Any], types: Sequence[st
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The content of a `config.json` that describes `config`.
+    """Return the content of a `config.json` that describes `config`.
 
     `from_hf` and transformers (4.57 and 5.x) read it back as the same model.
     """
@@ -119,7 +119,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def require_supported(
     content: Mapping[str, Any], supported: Mapping[str, Mapping[str, Any]], title: str
 ) -> None:
-    """Raises ValueError if a part of config.json sets a field to another than its only value.
+    """Raise ValueError if a part of config.json sets a field to another than its only value.
 
     Args:
         content: the content of the file.
@@ -144,7 +144,7 @@ def read_text(
     defaults: Mapping[str, Any],
     fixed: Mapping[str, Any],
 ) -> TextConfig:
-    """The decoder's configuration.
+    """Return the decoder's configuration.
 
     Args:
         text: its part of config.json.
@@ -173,7 +173,7 @@ def read_text(
 
 
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The decoder's rotary embeddings.
+    """Return the decoder's rotary embeddings.
 
     transformers 5 writes `rope_parameters`, 4.57 writes `rope_theta` and `rope_scaling`. Raises
     ValueError if a file has both, and they contradict each other.
@@ -193,7 +193,7 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_fields(kind: type[Fields], name: str, content: Mapping[str, Any], title: str) -> Fields:
-    """A part's configuration from `content`. Entries that are no fields are ignored.
+    """Return a part's configuration from `content`. Entries that are no fields are ignored.
 
     Args:
         kind: its dataclass.
@@ -221,7 +221,7 @@ def read_fields(kind: type[Fields], name: str, content: Mapping[str, Any], title
 
 
 def _checked(place: str, value: Any, kind: str) -> Any:
-    """A value of config.json in the type of its field, which is an annotation's text."""
+    """Return a value of config.json in the type of its field, which is an annotation's text."""
     expected = {
         "int": _is_size(value),
         "float": type(value) in (int, float) and abs(value) < _MOST_FLOAT,
@@ -263,7 +263,7 @@ def _read_json(path: str | os.PathLike) -> Mapping[str, Any]:
 def whole_to_hf(
     config: ModelConfig, architecture: str, text: Mapping[str, Any], vision: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The content of a config.json.
+    """Return the content of a config.json.
 
     Args:
         config: the model's configuration.
@@ -282,12 +282,12 @@ def whole_to_hf(
 
 
 def ids_of(content: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of special tokens that a config.json gives."""
+    """Return the ids of special tokens that a config.json gives."""
     return {name: _checked(name, content[name], "int") for name in _IDS if name in content}
 
 
 def text_to_hf(config: TextConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The decoder's part of config.json, without `model_type`.
+    """Return the decoder's part of config.json, without `model_type`.
 
     Args:
         config: its configuration.

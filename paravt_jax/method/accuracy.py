@@ -307,12 +307,12 @@ def normalise(text: str) -> str:
 
 
 def exact_match(prediction: str, answer: str) -> bool:
-    """Whether two texts are equal after `normalise`, and not empty."""
+    """Return whether two texts are equal after `normalise`, and not empty."""
     return normalise(prediction) == normalise(answer) != ""
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """F1 over the words of two texts.
+    """Return F1 over the words of two texts.
 
     A shared word counts once, however often it occurs; the lengths count all words.
     """
@@ -323,7 +323,10 @@ def token_f1(prediction: str, answer: str) -> float:
 
 
 def _plain(text: str) -> str:
-    """The text without Markdown, LaTeX and repeated spaces; "\\boxed{B}" becomes "answer: B"."""
+    """Return the text without Markdown, LaTeX and repeated spaces.
+
+    "\\boxed{B}" becomes "answer: B".
+    """
     text = _FONT.sub(r"\1", unicodedata.normalize("NFKC", text))
     text = _DRESS.sub("", _BOXED.sub(r" answer: \1 ", text))
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -339,7 +342,7 @@ def _split_mark(text: str, mark: re.Pattern[str] = _MARK) -> tuple[str, str]:
 
 
 def _same(text: str, words: str) -> bool:
-    """Whether two texts have the same words and the same letter, or none, before them.
+    """Return whether two texts have the same words and the same letter, or none, before them.
 
     The letters are compared because `normalise` takes the letter of "A. Bananas" for an article.
     """
@@ -347,13 +350,13 @@ def _same(text: str, words: str) -> bool:
 
 
 def _denied(text: str, start: int, end: int) -> bool:
-    """Whether a negation comes before `start` or after `end`: "not B", "B is wrong"."""
+    """Return whether a negation comes before `start` or after `end`: "not B", "B is wrong"."""
     before = _DENIAL.search(text, max(0, start - _DENIAL_LENGTH), start)
     return bool(before or _DENIED.match(text, end))
 
 
 def _letters(text: str) -> set[str]:
-    """The letters that a text names as options, minus the letters that it denies."""
+    """Return the letters that a text names as options, minus the letters that it denies."""
     alone = _BARE_LETTER.fullmatch(text)
     if alone:
         return {alone[1].upper()}
@@ -390,7 +393,7 @@ def _letters(text: str) -> set[str]:
 
 
 def _namings(text: str) -> list[re.Match[str]]:
-    """The places where a text names options. The last group of a match has the letters."""
+    """Return the places where a text names options. The last group of a match has the letters."""
     matches = [match for form in NAMED for match in form.pattern.finditer(text)]
     matches += [m for form in MENTIONED for m in form.pattern.finditer(text, _concluded(text))]
     leading = _LEADING.match(text)
@@ -400,13 +403,15 @@ def _namings(text: str) -> list[re.Match[str]]:
 
 
 def _concluded(text: str) -> int:
-    """Where the last "the answer is B" that is not denied has its letter; 0 if there is none."""
+    """Return where the last "the answer is B" that is not denied has its letter; 0 if there is
+    none."""
     spans = [match.span(1) for match in _CONCLUSION.finditer(text)]
     return max((start for start, end in spans if not _denied(text, start, end)), default=0)
 
 
 def _by_words(text: str, options: Mapping[str, str]) -> set[str]:
-    """The letters of the options whose words equal a text, and any letter before these words.
+    """Return the letters of the options whose words equal a text, and any letter before these
+    words.
 
     If "two cats" is option C, "B. two cats" names both B and C.
     """
@@ -420,14 +425,14 @@ def _by_words(text: str, options: Mapping[str, str]) -> set[str]:
 
 
 def _statements(text: str) -> list[str]:
-    """The whole text, and the part after its last "the answer is" that is not denied."""
+    """Return the whole text, and the part after its last "the answer is" that is not denied."""
     ends = [match.end() for match in _SAID.finditer(text)]
     affirmed = [end for end in ends if not _denied(text, end, end)]
     return [text, *(text[end:] for end in affirmed[-1:])]
 
 
 def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
-    """The letter of the one option that an answer names.
+    """Return the letter of the one option that an answer names.
 
     These name an option: a letter alone, "(B)", "B. a dog", "Option B", "the answer is B",
     "It is B", "B because", "\\boxed{B}"; and an option's words, alone, after its letter or after
@@ -453,7 +458,7 @@ def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
 
 
 def _named_options(text: str, words: Mapping[str, str]) -> set[str]:
-    """The letters of all options that a text names.
+    """Return the letters of all options that a text names.
 
     Args:
         text: The text.
@@ -479,7 +484,7 @@ def _named_options(text: str, words: Mapping[str, str]) -> set[str]:
 
 
 def _weakly_named(text: str, words: Mapping[str, str]) -> set[str]:
-    """The letters of options in a text that has none of the clear forms.
+    """Return the letters of options in a text that has none of the clear forms.
 
     Empty if another letter stands in the text, because then it is open what the letter does.
     """
@@ -491,7 +496,7 @@ def _weakly_named(text: str, words: Mapping[str, str]) -> set[str]:
 
 
 def _in_sentence(text: str, words: Mapping[str, str]) -> set[str]:
-    """The letters of the options whose words stand in a short sentence: "He feels joy."
+    """Return the letters of the options whose words stand in a short sentence: "He feels joy."
 
     None if a word says that the sentence may mean the opposite. Words that are denied ("not joy")
     are passed over.
@@ -516,7 +521,8 @@ def _in_sentence(text: str, words: Mapping[str, str]) -> set[str]:
 
 
 def choice_accuracy(prediction: str, answer: str, options: Sequence[str] = ()) -> float:
-    """1 if an answer names the right option, by letter or words, and no other option; else 0."""
+    """Return 1 if an answer names the right option, by letter or words, and no other option; else
+    0."""
     if prediction == answer and normalise(answer):
         return 1.0
     right = _plain(answer)
@@ -529,7 +535,7 @@ def choice_accuracy(prediction: str, answer: str, options: Sequence[str] = ()) -
 
 
 def _seconds(text: str) -> float:
-    """Seconds of "73.5", "1:13.5" or "-1:00:13"."""
+    """Return the seconds of "73.5", "1:13.5" or "-1:00:13"."""
     total = 0.0
     for part in text.removeprefix("-").replace(",", "").split(":"):
         total = total * 60 + float(part)
@@ -581,7 +587,7 @@ def _in_seconds(time: re.Match[str]) -> str:
 
 
 def overlap(first: tuple[float, float], second: tuple[float, float]) -> float:
-    """Intersection over union of two ranges; 0 if one is reversed or empty."""
+    """Return the intersection over union of two ranges; 0 if one is reversed or empty."""
     if first[0] >= first[1] or second[0] >= second[1]:
         return 0.0
     intersection = min(first[1], second[1]) - max(first[0], second[0])
@@ -590,7 +596,7 @@ def overlap(first: tuple[float, float], second: tuple[float, float]) -> float:
 
 
 def grounding_accuracy(prediction: str, answer: str) -> float:
-    """Intersection over union of two ranges of seconds.
+    """Return the intersection over union of two ranges of seconds.
 
     1 for the answer's own words; 0 if a range is unreadable, reversed or empty.
     """
@@ -604,7 +610,8 @@ def grounding_accuracy(prediction: str, answer: str) -> float:
 
 
 def open_answer(text: str) -> str:
-    """An open-ended answer without the dress around it: Markdown, LaTeX, JSON, "The answer is"."""
+    """Return an open-ended answer without the dress around it: Markdown, LaTeX, JSON, "The answer
+    is"."""
     plain = " ".join(_plain(text).split())
     found = _LABELLED_ANSWER.fullmatch(plain)
     return found[1] if found else plain
@@ -613,7 +620,7 @@ def open_answer(text: str) -> str:
 def accuracy(
     question: Question, prediction: str | None, open_ended: Literal["f1", "exact"] = "f1"
 ) -> float:
-    """R_acc of an answer, in [0, 1].
+    """Return R_acc of an answer, in [0, 1].
 
     Args:
         question: The question with the right answer.
@@ -633,7 +640,7 @@ def accuracy(
 
 
 def is_read(question: Question, prediction: str) -> bool:
-    """Whether an answer names one option or a range; any open-ended answer is readable."""
+    """Return whether an answer names one option or a range; any open-ended answer is readable."""
     if question.kind is QuestionKind.TEMPORAL_GROUNDING:
         return read_range(prediction) is not None or exact_match(prediction, question.answer)
     if question.kind is QuestionKind.MULTIPLE_CHOICE:

@@ -142,7 +142,8 @@ def _results(
     image_tokens: Callable[[Clip], int],
     last: bool,
 ) -> Segment:
-    """The user turn with tool responses, as in an episode. Here, responses may also show clips."""
+    """Return the user turn with tool responses, as in an episode. Here, responses may also show
+    clips."""
     if not any(turn.clips for turn in turns):
         texts = ["\n".join(str(part) for part in turn.content) for turn in turns]
         return protocol.tool_results(texts, ended=True, last=last)
@@ -165,7 +166,7 @@ def _render_content(
     clean: Callable[[str], str],
     image_tokens: Callable[[Clip], int],
 ) -> list[np.ndarray]:
-    """The ids of a turn's texts and clips, in pieces.
+    """Return the ids of a turn's texts and clips, in pieces.
 
     A line break separates two parts, except two clips.
     """

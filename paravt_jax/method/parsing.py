@@ -42,7 +42,7 @@ class Tag:
 
 
 def find_tags(text: str) -> list[Tag]:
-    """All tags of `BLOCKS`, in order."""
+    """Return all tags of `BLOCKS`, in order."""
     return [Tag(m.group(2), bool(m.group(1)), m.start(), m.end()) for m in _TAG.finditer(text)]
 
 
@@ -159,7 +159,7 @@ def _read_call(
 
 
 def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:
-    """All closed blocks of one name, as (opening, closing) tags.
+    """Return all closed blocks of one name, as (opening, closing) tags.
 
     If a block is opened twice, the later opening counts.
     """
@@ -188,7 +188,8 @@ def rewrite_calls(text: str, syntax: CallSyntax) -> str:
 
 
 def extract_answer(text: str) -> str | None:
-    """The content of the last non-empty `<answer>` block outside think and tool blocks, or None.
+    """Return the content of the last non-empty `<answer>` block outside think and tool blocks, or
+    None.
 
     A think that is never closed does not hide an answer after it, although the turn is not well
     formed.
@@ -207,7 +208,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def first_think(text: str) -> tuple[str, str | None]:
-    """The content of the first think block, and the text after its `</think>`.
+    """Return the content of the first think block, and the text after its `</think>`.
 
     If nothing closes the block, its content ends at the next tag and the second value is None.
     """
@@ -219,18 +220,18 @@ def first_think(text: str) -> tuple[str, str | None]:
 
 
 def has_substantive_think(text: str) -> bool:
-    """Whether the first think block, closed or not, has at least `MIN_THINK` characters."""
+    """Return whether the first think block, closed or not, has at least `MIN_THINK` characters."""
     return len(first_think(text)[0]) >= MIN_THINK
 
 
 def tags_balanced(text: str) -> bool:
-    """Whether every kind of block has equal numbers of opening and closing tags."""
+    """Return whether every kind of block has equal numbers of opening and closing tags."""
     tags = [(tag.name, tag.closing) for tag in find_tags(text)]
     return all(tags.count((name, False)) == tags.count((name, True)) for name in BLOCKS)
 
 
 def turn_is_well_formed(turn: Turn, final: bool) -> bool:
-    """Whether a response keeps the format.
+    """Return whether a response keeps the format.
 
     It has to start with one closed `<think>`. A final turn then has one non-empty answer block and
     nothing after it. Any other turn then has one or more calls, all of them readable. No other tags
@@ -249,7 +250,8 @@ def turn_is_well_formed(turn: Turn, final: bool) -> bool:
 
 
 def format_compliant(turns: Sequence[Turn]) -> bool:
-    """Whether an episode keeps the format (f): all turns are well formed, and none is truncated."""
+    """Return whether an episode keeps the format (f): all turns are well formed, and none is
+    truncated."""
     if not turns:
         return False
     last = len(turns) - 1

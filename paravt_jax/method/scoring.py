@@ -22,16 +22,16 @@ class Rules:
         self._open_ended: Literal["f1", "exact"] = open_ended
 
     def scores(self, items: Sequence[tuple[Question, str | None]]) -> list[float]:
-        """R_acc of each answer, in [0, 1]; 0 for None."""
+        """Return R_acc of each answer, in [0, 1]; 0 for None."""
         return [accuracy(question, answer, self._open_ended) for question, answer in items]
 
     def metrics(self) -> dict[str, float]:
-        """Rules count nothing."""
+        """Return nothing: rules count nothing."""
         return {}
 
 
 def rules_of(settings: RewardSettings) -> Rules:
-    """The rules that score answers under these settings, where no judge does."""
+    """Return the rules that score answers under these settings, where no judge does."""
     return Rules("exact" if settings.open_ended == "exact" else "f1")
 
 

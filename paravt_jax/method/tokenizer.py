@@ -52,7 +52,7 @@ class Dialect:
     """The other added tokens, in the order of their ids, which follow."""
 
     def open(self, role: str) -> str:
-        """The beginning of a turn."""
+        """Return the beginning of a turn."""
         return f"{self.start}{role}\n"
 
     @property
@@ -69,7 +69,7 @@ class Dialect:
 
 @functools.cache
 def byte_characters() -> tuple[str, ...]:
-    """The printable character for each byte in byte-level vocabularies (GPT-2's map)."""
+    """Return the printable character for each byte in byte-level vocabularies (GPT-2's map)."""
     # Printable bytes of Latin-1 represent themselves; the others, in order, take 256, 257, ...
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
@@ -156,25 +156,27 @@ class Vocabulary:
         return tuple(token.content for _, token in sorted(added.items()))
 
     def __getitem__(self, token: str) -> int:
-        """The id of an added token, such as `<think>`."""
+        """Return the id of an added token, such as `<think>`."""
         if token not in self._ids:
             raise KeyError(f"tokenizer: no token {token!r}; use the tokenizer of a supported model")
         return self._ids[token]
 
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:
-        """The ids of a text. Added tokens in it are recognised; no start or end token is added."""
+        """Return the ids of a text. Added tokens in it are recognised; no start or end token is
+        added."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def token_bytes(self, id: int | np.integer) -> bytes:
-        """The UTF-8 bytes of one token, which may be part of a character; empty for unused ids."""
+        """Return the UTF-8 bytes of one token, which may be part of a character; empty for unused
+        ids."""
         # A model can sample ids above the vocabulary, because its embedding may have more rows.
         return self._bytes[id] if id < len(self._bytes) else b""
 
     def decode_turn(self, ids: Sequence[int | np.integer] | Int[np.ndarray, " t"]) -> str:
-        """The text of a turn's ids, without the mark of its end."""
+        """Return the text of a turn's ids, without the mark of its end."""
         return self.decode(ids).removesuffix(self.dialect.end)
 
     def decode(self, ids: Sequence[int | np.integer] | Int[np.ndarray, " t"]) -> str:
-        """The text of ids, added tokens included. Invalid UTF-8 becomes U+FFFD."""
+        """Return the text of ids, added tokens included. Invalid UTF-8 becomes U+FFFD."""
         data = b"".join(self.token_bytes(id) for id in np.asarray(ids).tolist())
         return data.decode("utf-8", errors="replace")

@@ -50,7 +50,7 @@ class Wording:
     says how the window differs from the call, after a space and in brackets."""
 
     def listed(self, options: Sequence[str]) -> str:
-        """Options as the prompt lists them."""
+        """Return the options as the prompt lists them."""
         return "".join(
             fill(self.option, letter=chr(ord("A") + i), option=option)
             for i, option in enumerate(options)

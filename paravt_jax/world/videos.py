@@ -129,7 +129,7 @@ class Scene:
     top: int = 0
 
     def shows(self, time: float) -> bool:
-        """Whether the frame at `time` shows the digit."""
+        """Return whether the frame at `time` shows the digit."""
         return self.digit is not None and self.first <= time <= self.last
 
 

@@ -242,7 +242,7 @@ async def play(
 async def _overview(
     environment: Environment, question: Question, settings: EpisodeSettings
 ) -> ShownFrames:
-    """The frames of the overview. Raises VideoError if they cannot be read."""
+    """Return the frames of the overview. Raises VideoError if they cannot be read."""
     if not settings.frames:  # a blind episode opens no file
         return ShownFrames((), ())
     return await environment.features.request_overview(question.video, settings.frames)
@@ -251,7 +251,7 @@ async def _overview(
 def _prompt(
     environment: Environment, question: Question, settings: EpisodeSettings, shown: ShownFrames
 ) -> tuple[Segment, Segment]:
-    """The opening of the main agent's prompt."""
+    """Return the opening of the main agent's prompt."""
     frames = shown.frames
     tokens = environment.features.tokens(frames[0]) if frames else 0
     return environment.protocol.prompt(question, frames, tokens, settings.dispatch != "none")
@@ -287,7 +287,7 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
 
 
 def _tools_offered(state: _EpisodeState) -> bool:
-    """Whether the calls of the turn that was just written are carried out."""
+    """Return whether the calls of the turn that was just written are carried out."""
     if len(state.turns) >= state.tool_turns:
         return False
     # With dispatch `frames`, real frames would follow the placeholders that the model wrote, and
@@ -296,7 +296,7 @@ def _tools_offered(state: _EpisodeState) -> bool:
 
 
 def _forges_frames(state: _EpisodeState) -> bool:
-    """Whether the model itself wrote the placeholder token of a frame."""
+    """Return whether the model itself wrote the placeholder token of a frame."""
     dialect = state.protocol.dialect
     placeholders = [state.protocol.vocabulary[pad] for pad in (dialect.image, dialect.video)]
     return any(
@@ -400,7 +400,7 @@ async def _ask_subagent(state: _EpisodeState, subagent: Trajectory, number: int)
 
 
 def _report(protocol: Protocol, outcome: CallOutcome, sample: Sample) -> CallOutcome:
-    """A call's outcome with the report of its sub-agent, or the reason why there is none."""
+    """Return a call's outcome with the report of its sub-agent, or the reason why there is none."""
     if sample.stop is SampleStop.FAILED:
         response = _ERROR + sample.reason
         return dataclasses.replace(outcome, status=CallStatus.FAILED, response=response)
@@ -413,7 +413,7 @@ def _report(protocol: Protocol, outcome: CallOutcome, sample: Sample) -> CallOut
 
 
 def _refuse(calls: list[Call | FailedCall]) -> list[CallOutcome]:
-    """The outcomes of calls in a turn in which no tool is offered."""
+    """Return the outcomes of calls in a turn in which no tool is offered."""
     response = "error: no call is possible now"
     return [
         CallOutcome(
@@ -424,7 +424,8 @@ def _refuse(calls: list[Call | FailedCall]) -> list[CallOutcome]:
 
 
 def _cut_response(protocol: Protocol, outcome: CallOutcome) -> CallOutcome:
-    """The outcome with its response as the model reads it: plain and within its token limit."""
+    """Return the outcome with its response as the model reads it: plain and within its token
+    limit."""
     return dataclasses.replace(outcome, response=protocol.cut(outcome.response))
 
 
@@ -432,7 +433,7 @@ def _cut_response(protocol: Protocol, outcome: CallOutcome) -> CallOutcome:
 
 
 def _gather(state: _EpisodeState, outcomes: Sequence[CallOutcome], sample: Sample) -> Segment:
-    """The user turn that brings the responses of all calls back to the main agent."""
+    """Return the user turn that brings the responses of all calls back to the main agent."""
     protocol = state.protocol
     shown = [outcome.frames for outcome in outcomes]
     # All crops are of one video, so all their frames have one size.
@@ -447,7 +448,8 @@ def _gather(state: _EpisodeState, outcomes: Sequence[CallOutcome], sample: Sampl
 
 
 def _fits(state: _EpisodeState, results: Segment) -> bool:
-    """Whether the trajectory has room for `results`, a pinned opening and at least one token."""
+    """Return whether the trajectory has room for `results`, a pinned opening and at least one
+    token."""
     length = suffix_length(state.trajectory) + len(results.ids) + len(state.protocol.pinned.ids)
     return length < state.protocol.settings.trajectory_tokens
 
@@ -491,5 +493,6 @@ def split_prompt(
 
 
 def suffix_length(trajectory: Trajectory) -> int:
-    """Tokens that count against `trajectory_tokens`: the second part of `split_prompt`."""
+    """Return the number of tokens that count against `trajectory_tokens`: the second part of
+    `split_prompt`."""
     return len(split_prompt(trajectory)[1])
