@@ -38,6 +38,7 @@ from models.fingerprint import fingerprint
 from models.sharding import Lowering
 from paravt_jax.data import video
 from paravt_jax.method import tokenizer
+from paravt_jax.method.parsing import rewrite_calls
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.tokenizer import Vocabulary
@@ -198,7 +199,7 @@ class ScriptedEngine(Engine):
         else:
             texts = self.plans
         rng = np.random.default_rng(seed)
-        text = texts[rng.integers(len(texts))]
+        text = rewrite_calls(texts[rng.integers(len(texts))], self.vocabulary.dialect.calls)
         ids = np.append(self.vocabulary.encode(text), self.vocabulary.eos).astype(np.int32)
         stop = SampleStop.STOP_ID
         limit = request.sampling.max_new_tokens
@@ -217,8 +218,8 @@ def make_runs(folder: pathlib.Path) -> Figures:
     """Make both runs in an empty folder and return their figures by name."""
     cold_start = folder / "sft"
     rl = folder / "rl"
-    _execute(dataclasses.replace(recipe(cold_start), rl=None))
-    _execute(dataclasses.replace(recipe(rl), sft=None))
+    execute_scripted(dataclasses.replace(recipe(cold_start), rl=None))
+    execute_scripted(dataclasses.replace(recipe(rl), sft=None))
     figures = {**_frames(rl), **_metrics(cold_start), **_metrics(rl)}
     for name, value in _weights(cold_start).items():
         if ".visual." not in name:  # only align trains the tower: it is the same in both runs
@@ -226,7 +227,9 @@ def make_runs(folder: pathlib.Path) -> Figures:
     return figures | _weights(rl)
 
 
-def _execute(run: Run) -> None:
+def execute_scripted(run: Run) -> None:
+    """Execute a run whose engine is a `ScriptedEngine`."""
+
     def engine(*_: Any) -> ScriptedEngine:
         return ScriptedEngine(
             tokenizer.load(pathlib.Path(run.run_dir) / "tokenizer", run.model.dialect)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-import pathlib
 
 import pytest
 
+from benchmarks import golden_run
 from models.family import FAMILIES, family
 from models.weights.hf import load
 from paravt_jax.method import tokenizer
@@ -39,20 +40,6 @@ def test_a_size_that_a_family_does_not_have_is_refused_with_those_that_it_has(na
 )
 def test_a_run_goes_through_all_phases(small, tmp_path, name, recipe):
     """With adapters and the merger, and with all weights of the decoder."""
-    _run_all_phases(small, tmp_path, name, recipe)
-
-
-@pytest.mark.slow
-def test_a_family_with_other_marks_and_calls_goes_through_all_phases(small, tmp_path, monkeypatch):
-    monkeypatch.setitem(FAMILIES, marked_family.NAME, marked_family.__name__)
-    # A call takes more tokens than in JSON.
-    limits = {"protocol.turn_tokens": 96, "protocol.trajectory_tokens": 192}
-    folder = _run_all_phases(small, tmp_path, marked_family.NAME, "small", limits)
-    written = (folder / "model" / "chat_template.jinja").read_text()
-    assert "[turn]" in written and "<|im_start|>" not in written
-
-
-def _run_all_phases(small, tmp_path, name, recipe, more=None) -> pathlib.Path:
     changes = {
         "model.family": name,
         "run_dir": str(tmp_path / "run"),
@@ -63,7 +50,6 @@ def _run_all_phases(small, tmp_path, name, recipe, more=None) -> pathlib.Path:
         "evaluation.dispatch": ("parallel",),
         "evaluation.temperatures": (0.7,),
         "evaluation.format_temperatures": (),
-        **(more or {}),
     }
     run = change(getattr(small, recipe)(), recipe, changes)
     execute(run)
@@ -83,4 +69,28 @@ def _run_all_phases(small, tmp_path, name, recipe, more=None) -> pathlib.Path:
     video = next((folder / "videos").rglob("*.mp4"))
     question = "What is the number in the scene that starts at 8 s?"
     assert assistant.ask(video, question, EpisodeSettings(4, 0.0)).turns
-    return folder
+
+
+@pytest.mark.slow
+def test_a_family_with_other_marks_and_calls_trains(tmp_path, monkeypatch):
+    """The cold start, and two steps of RL with calls in XML that are carried out."""
+    monkeypatch.setitem(FAMILIES, marked_family.NAME, marked_family.__name__)
+    changes = {
+        "model.family": marked_family.NAME,
+        "sft.steps": 2,
+        "rl.steps": 2,
+        # A call takes more tokens than in JSON.
+        "protocol.turn_tokens": 96,
+        "protocol.trajectory_tokens": 224,
+    }
+    run = change(golden_run.recipe(tmp_path), "golden_run", changes)
+    golden_run.execute_scripted(dataclasses.replace(run, align=None))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["phase"] for row in rows] == ["sft"] * 2 + ["rl"] * 2
+    assert all(math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0 for row in rows)
+    assert sum(row["call/executed"] for row in rows if row["phase"] == "rl") > 0
+    assert json.loads((tmp_path / "result.json").read_text())["token_mismatches"] == 0
+    # The exported model has the marks of its family.
+    vocabulary = tokenizer.load(tmp_path / "model", marked_family.DIALECT)
+    assert load(tmp_path / "model").config.image_token_id == vocabulary["[image]"]
+    assert "<|im_start|>" not in (tmp_path / "model" / "chat_template.jinja").read_text()
