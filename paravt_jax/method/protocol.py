@@ -1,35 +1,36 @@
 """The protocol writes everything an agent reads: prompts, timestamps, placeholders and turns.
 
 Demonstrations, rollouts and evaluation all render through `Protocol`, so they agree token by token.
-The marks and the form of a call are those of the model's family (`Dialect`). An episode of two
-turns may look like this (frames have many more placeholders):
+Marks and the form of a call are those of the model's family (`Dialect`). Here, START and END are
+the marks of a turn, and FRAME stands for the marks and placeholders of a frame. An episode of two
+turns looks like this:
 
-    <|im_start|>system
+    START system
     You answer a question about a video. ...          system_text: task, tool schemas
-    <|im_start|>user
-    <0.0 seconds><|vision_start|><|image_pad|><|vision_end|><2.0 seconds><|vision_start|>...
+    END START user
+    <0.0 seconds> FRAME <2.0 seconds> FRAME ...
     Which comes first?                                question_text
     A. a dog
-    B. a cat<|im_end|>
-    <|im_start|>assistant
+    B. a cat END
+    START assistant
     <think>                                           pinned
-    The frames are far apart ...</think>              the model, up to its <|im_end|>
+    The frames are far apart ...</think>              the model, up to its END
     <tool_call>
-    {"name": "crop_video", "arguments": {..., "start_time": 12, "end_time": 28}}
-    </tool_call><|im_end|>
-    <|im_start|>user                                  tool_results
+    crop_video from 12 to 28
+    </tool_call> END
+    START user                                        tool_results
     <tool_response>
     A dog at 13 seconds.
-    </tool_response><|im_end|>
-    <|im_start|>assistant
+    </tool_response> END
+    START assistant
     <think>                                           pinned again, then the model answers
 
 and the sub-agent that wrote the report saw this (`Protocol.window`):
 
-    <|im_start|>user
-    <12.0 seconds><|vision_start|><|image_pad|><|vision_end|><13.0 seconds>...
-    Say in one short sentence what these frames show, with times in seconds.<|im_end|>
-    <|im_start|>assistant
+    START user
+    <12.0 seconds> FRAME <13.0 seconds> FRAME ...
+    Say in one short sentence what these frames show, with times in seconds. END
+    START assistant
 
 Each piece is encoded once, on its own, and appended; text is never encoded again. Text from outside
 (questions, reports) cannot forge a special token, because `Protocol.plain` breaks it up.
