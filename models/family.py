@@ -28,7 +28,6 @@ REHEARSAL = "rehearsal"
 """Name of a narrow and shallow size that every family has."""
 FAMILIES = {name: f"models.{name}.family" for name in ("qwen3_vl", "qwen2_5_vl", "qwen3_vl_moe")}
 """Modules of all families, by `model_type` in config.json; the first one is the default."""
-DEFAULT = next(iter(FAMILIES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Family:
 
 
 @functools.cache
-def family(name: str = DEFAULT) -> Family:
+def family(name: str = next(iter(FAMILIES))) -> Family:
     """Return the family called `name`, one of `FAMILIES`. It is imported on first use."""
     return importlib.import_module(FAMILIES[name]).FAMILY
 

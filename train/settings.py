@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from models.config import ModelConfig, VisionConfig
-from models.family import DEFAULT, FAMILIES, family
+from models.family import FAMILIES, family
 from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
 from models.trained import TrainVision
@@ -40,7 +40,7 @@ class ModelSettings:
 
     path: str = ""
     """Hugging Face id, folder or address of initial weights, such as RUN/model; empty: random."""
-    family: str = DEFAULT
+    family: str = next(iter(FAMILIES))
     """Family of the model, by the model_type of its config.json."""
     size: str = "tiny"
     """Size of the model (tiny, or a published one such as 8b); must match the weights at `path`."""

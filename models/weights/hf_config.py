@@ -228,11 +228,10 @@ def _checked(place: str, value: Any, kind: str) -> Any:
         "bool": type(value) is bool,
         "str": isinstance(value, str),
     }
-    if kind == "tuple[str, ...]":
-        listed = isinstance(value, list | tuple)
-        expected[kind] = listed and all(isinstance(entry, str) for entry in value)
-    if kind.startswith("tuple[int"):
-        listed = isinstance(value, list | tuple) and all(_is_size(entry) for entry in value)
+    if kind.startswith("tuple["):
+        listed = isinstance(value, list | tuple) and all(
+            _is_size(entry) if "int" in kind else isinstance(entry, str) for entry in value
+        )
         # "tuple[int, int, int]" names its length, and "tuple[int, ...]" has any.
         expected[kind] = listed and ("..." in kind or len(value) == kind.count("int"))
     require(

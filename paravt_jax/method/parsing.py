@@ -252,10 +252,7 @@ def turn_is_well_formed(turn: Turn, final: bool) -> bool:
 def format_compliant(turns: Sequence[Turn]) -> bool:
     """Return whether an episode keeps the format (f): all turns are well formed, and none is
     truncated."""
-    if not turns:
-        return False
-    last = len(turns) - 1
-    return all(
-        not turn.truncated and turn_is_well_formed(turn, final=number == last)
-        for number, turn in enumerate(turns)
+    return bool(turns) and all(
+        not turn.truncated and turn_is_well_formed(turn, final=number == len(turns))
+        for number, turn in enumerate(turns, start=1)
     )
