@@ -99,13 +99,13 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
 
 
 def _by_kind(ids: Sequence[str], played: dict[str, Line]) -> dict[str, list[str]]:
-    """The ids of each kind that there is. A mean over several kinds would be meaningless."""
+    """Return the ids of each kind that there is. A mean over several kinds would be meaningless."""
     found = {str(kind): [id for id in ids if played[id]["kind"] == kind] for kind in KINDS}
     return {kind: ids for kind, ids in found.items() if ids}
 
 
 def _is_same(first: Line, second: Line) -> bool:
-    """Whether two lines are about the same question, video and answer."""
+    """Return whether two lines are about the same question, video and answer."""
     fields = ["options", "answer"]
     # Subtitles come before the text, as many as a run has room for.
     if not (first["subtitles"] or second["subtitles"]):
@@ -151,13 +151,13 @@ def _played(lines: dict[str, Line]) -> dict[str, Line]:
 
 
 def _left_out(lines: dict[str, Line]) -> dict[str, int]:
-    """Number of questions left out, by cause."""
+    """Return the number of questions left out, by cause."""
     causes = [line["left_out"] for line in lines.values() if "left_out" in line]
     return dict(sorted(collections.Counter(causes).items()))
 
 
 def _differing(first: Line, second: Line) -> dict[str, list[Any]]:
-    """The fields of two identities that differ, each with both values."""
+    """Return the fields of two identities that differ, each with both values."""
     pairs = {name: [first.get(name), second.get(name)] for name in first | second}
     return {name: values for name, values in pairs.items() if values[0] != values[1]}
 
@@ -211,7 +211,7 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
 
 
 def _difference(found: dict[str, Any]) -> str:
-    """The difference and its interval, in points."""
+    """Return the difference and its interval, in points."""
     low, high = (100 * end for end in found["interval"])
     gain = 100 * found["difference"]
     digits = 2 if high - low < 1 else 1

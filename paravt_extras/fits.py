@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def lack(run: Run, devices: Devices) -> str:
-    """Why a run cannot train on some devices; empty if it can, by estimates of its memory."""
+    """Return why a run cannot train on some devices; empty if it can, by estimates of its
+    memory."""
     if devices.platform == "cpu" and run.model.size != "tiny":
         slices = ", ".join(smallest_slices(run))
         return f"needs a TPU or a GPU; the smallest TPU slices that it fits: {slices}"

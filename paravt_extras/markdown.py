@@ -50,7 +50,7 @@ def table_of_figures(found: Mapping[str, Sequence[Figures]]) -> str:
 
 
 def wrapped(note: str) -> str:
-    """A note below a table, such as "- text", in lines of at most `WIDTH` columns."""
+    """Return a note below a table, such as "- text", in lines of at most `WIDTH` columns."""
     return textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 

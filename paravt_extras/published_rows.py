@@ -57,7 +57,7 @@ def question_row(
     answer: Any,
     evidence: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """An rl row.
+    """Return an rl row.
 
     Args:
         video: Path of the video.
@@ -80,23 +80,23 @@ def question_row(
 
 
 def with_options(question: str, options: Sequence[str]) -> str:
-    """A question with one line per option."""
+    """Return a question with one line per option."""
     return "\n".join([question, *(f"{chr(ord('A') + n)}. {o}" for n, o in enumerate(options))])
 
 
 def say(role: str, *content: str | Message) -> Message:
-    """A message of texts and files."""
+    """Return a message of texts and files."""
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     return {"role": role, "content": parts}
 
 
 def show(video: str) -> Message:
-    """The part of a message that shows a video."""
+    """Return the part of a message that shows a video."""
     return {"type": "video_url", "video_url": {"url": video}}
 
 
 def call(video: str, start: float, end: float) -> str:
-    """A call of crop_video; times in seconds."""
+    """Return a call of crop_video; times in seconds."""
     return render_call(CropCall(start, end), video)
 
 
@@ -105,5 +105,5 @@ def think(thought: str) -> str:
 
 
 def conclude(thought: str, answer: Any) -> str:
-    """A thought and the final answer."""
+    """Return a thought and the final answer."""
     return f"{think(thought)}<answer>{answer}</answer>"

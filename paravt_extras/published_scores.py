@@ -48,7 +48,8 @@ class Model:
 
 
 def mean_of_complete(cells: Sequence[Cell | None]) -> float | None:
-    """The mean of scores; None if one is missing, because the others would flatter or harm."""
+    """Return the mean of scores; None if one is missing, because the others would flatter or
+    harm."""
     numbers = [cell for cell in cells if isinstance(cell, float)]
     if not cells or len(numbers) < len(cells):
         return None

@@ -93,7 +93,7 @@ def rehearsal(run: Run) -> Run:
 
 
 def cut(run: Run) -> Run:
-    """The settings of a rehearsal before its weights and data are known. Makes nothing.
+    """Return the settings of a rehearsal before its weights and data are known. Makes nothing.
 
     Raises:
         ValueError: The recipe has no published data.

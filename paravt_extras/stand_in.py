@@ -190,7 +190,7 @@ def _rl_rows(videos: Sequence[_Video], seed: int) -> list[dict[str, Any]]:
 
 
 def _ask(scene: Scene, kind: QuestionKind, rng: np.random.Generator) -> tuple[str, Any]:
-    """A question about a scene, and its answer as the published rows give it."""
+    """Return a question about a scene, and its answer as the published rows give it."""
     if kind is QuestionKind.TEMPORAL_GROUNDING:
         question = (
             f"When is a digit shown on the {scene.colour} background? "
@@ -219,7 +219,7 @@ def _span(scene: Scene) -> tuple[float, float]:
 
 
 def _sft_rows(videos: Sequence[_Video], seed: int) -> dict[str, list[list[Message]]]:
-    """Conversations by the name of their file. Splits take turns."""
+    """Return the conversations by the name of their file. Splits take turns."""
     rng = np.random.default_rng([seed, 3])
     rows: dict[str, list[list[Message]]] = {name: [] for name in _SFT_FILES}
     for n in range(_DEMONSTRATIONS):
@@ -247,7 +247,7 @@ def _conversation(
     crops: Sequence[Scene],
     rng: np.random.Generator,
 ) -> list[Message]:
-    """A question about a scene, all crops in one turn, and the answer.
+    """Return a question about a scene, all crops in one turn, and the answer.
 
     The response to a single crop shows the window itself; those to several are reports in words.
     """

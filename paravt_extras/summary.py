@@ -41,7 +41,7 @@ class Line:
     """The overview budgets that count."""
 
     def value(self, result: Row) -> float | None:
-        """The figure of a run; None if its evaluation lacks what the figure needs.
+        """Return the figure of a run; None if its evaluation lacks what the figure needs.
 
         Args:
             result: Contents of the run's `result.json`.

@@ -8,7 +8,7 @@ SCRIPT = "paravt"
 
 
 def command_name(module_command: str) -> str:
-    """The command as it was typed.
+    """Return the command as it was typed.
 
     Args:
         module_command: The command without the script, such as "python -m train.run".

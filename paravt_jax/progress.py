@@ -109,7 +109,7 @@ class _Lines:
 
 
 def size(count: float) -> str:
-    """A number of bytes in decimal units: "17.5 GB", "320 MB"."""
+    """Return a number of bytes in decimal units: "17.5 GB", "320 MB"."""
     if count >= 1e9:
         return f"{count / 1e9:,.1f} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
     if count >= 1e6:

@@ -72,7 +72,7 @@ def parse(
 
 
 def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns all values of --config, and the other arguments in their order."""
+    """Return all values of --config, and the other arguments in their order."""
     names: list[str] = []
     rest: list[str] = []
     args = iter(argv)
@@ -90,7 +90,7 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _usage(recipes: Mapping[str, Callable[[], object]], prog: str) -> str:
-    """The usage line, then each recipe with the first line of its docstring."""
+    """Return the usage line, then each recipe with the first line of its docstring."""
     lines = [
         f"usage: {prog} --config=NAME [--field value ...]",
         f"       {prog} --config=NAME --help lists the fields of a recipe.",

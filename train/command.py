@@ -108,7 +108,7 @@ def _help() -> str:
 
 
 def _other_copy() -> pathlib.Path | None:
-    """The working directory, if it holds another copy of this project.
+    """Return the working directory, if it holds another copy of this project.
 
     Processes that a command starts with `python -m` would run that copy's code.
     """

@@ -61,11 +61,12 @@ class Data:
     same one. Empty for the small world, which is determined by the settings."""
 
     def row(self, numbers: Sequence[int]) -> tuple[Conversation, ...]:
-        """The conversations of a packed row, by their numbers."""
+        """Return the conversations of a packed row, by their numbers."""
         return tuple(self.conversations[n] for n in numbers)
 
     def of_kinds(self, kinds: Sequence[str]) -> Data:
-        """The same data with training questions of some kinds only; all, if `kinds` is empty.
+        """Return the same data with training questions of some kinds only; all, if `kinds` is
+        empty.
 
         Raises:
             ValueError: No question is of these kinds.
@@ -205,7 +206,7 @@ class QuestionStream:
         self._questions.set_state(state)
 
     def _own(self, groups: int) -> set[int]:
-        """The groups of which this process plays rollouts, if all begin together.
+        """Return the groups of which this process plays rollouts, if all begin together.
 
         Rollouts that outlive an update shift the deal. Then some overviews are read when needed.
         """

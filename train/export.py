@@ -77,7 +77,7 @@ def export(command: Export) -> None:
 
 
 def _is_needed(name: str) -> bool:
-    """Whether an export reads a file of a run."""
+    """Return whether an export reads a file of a run."""
     return name == "config.json" or name.startswith("tokenizer/")
 
 
@@ -143,7 +143,7 @@ def _checkpoints(command: Export, folder: pathlib.Path) -> Checkpoints:
 
 
 def _step(checkpoints: Checkpoints, command: Export) -> int:
-    """Returns the number of the step that the command names."""
+    """Return the number of the step that the command names."""
     steps = checkpoints.steps()
     best = checkpoints.best()
     by_name: dict[str, int | None] = {str(step): step for step in steps}

@@ -56,7 +56,7 @@ class Chart:
 def line_chart(
     points: Sequence[Point], low: float | None = None, high: float | None = None
 ) -> Chart:
-    """A curve over steps: raw values faint, their moving average strong.
+    """Return a curve over steps: raw values faint, their moving average strong.
 
     Args:
         points: (step, value); None leaves a gap. At least one value is not None.
@@ -89,7 +89,7 @@ def lines_chart(
     low: float,
     high: float,
 ) -> Chart:
-    """Several curves over steps, each in a colour of its own.
+    """Return several curves over steps, each in a colour of its own.
 
     Args:
         series: (name, points) of each curve. All have the same steps.
@@ -117,7 +117,7 @@ def lines_chart(
 def stacked_chart(
     steps: Sequence[float], series: Sequence[tuple[str, Sequence[float | None]]]
 ) -> Chart:
-    """Stacked bars over steps.
+    """Return stacked bars over steps.
 
     Args:
         steps: one bar per step; long histories are thinned.
@@ -146,7 +146,7 @@ def stacked_chart(
 def _axes(
     points: Sequence[Point], columns: Sequence[object], axis: list[float]
 ) -> tuple[Chart, Scale, Scale]:
-    """A chart with axes only, and the functions from a step to x and from a value to y."""
+    """Return a chart with axes only, and the functions from a step to x and from a value to y."""
     first = points[0][0]
     last = points[-1][0]
     x = _scale(first, last, LEFT, RIGHT)
@@ -165,7 +165,7 @@ def _axes(
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Scale:
-    """Maps [low, high] linearly to [start, end], and an empty range to the middle."""
+    """Map [low, high] linearly to [start, end], and an empty range to the middle."""
 
     def scaled(value: float) -> float:
         share = (value - low) / (high - low) if high > low else 0.5
@@ -175,7 +175,7 @@ def _scale(low: float, high: float, start: float, end: float) -> Scale:
 
 
 def _corners(run: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
-    """The `points` attribute of an SVG polyline."""
+    """Return the `points` attribute of an SVG polyline."""
     return " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in run)
 
 
@@ -200,7 +200,7 @@ def ticks(low: float, high: float, parts: int = 3) -> list[float]:
 
 
 def _thin(points: Sequence[Point], limit: int) -> list[Point]:
-    """Merges neighbours into at most `limit` means, each at the last step of its group."""
+    """Merge neighbours into at most `limit` means, each at the last step of its group."""
     if len(points) <= limit:
         return list(points)
     edges = [round(i * len(points) / limit) for i in range(limit + 1)]
@@ -214,7 +214,7 @@ def _thin(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def _runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
-    """The stretches of points between gaps."""
+    """Return the stretches of points between gaps."""
     runs: list[list[tuple[float, float]]] = [[]]
     for step, value in points:
         if value is None:
@@ -225,7 +225,7 @@ def _runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
 
 
 def smooth(run: Sequence[tuple[float, float]], span: int) -> list[tuple[float, float]]:
-    """Moving average over `span` points to each side, fewer at the ends."""
+    """Return the moving average over `span` points to each side, fewer at the ends."""
     out = []
     for i, (step, _) in enumerate(run):
         window = [value for _, value in run[max(0, i - span) : i + span + 1]]

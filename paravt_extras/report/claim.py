@@ -29,19 +29,19 @@ _BUDGET = re.compile(r"k(\d+)/rollouts_with_calls")
 
 
 def is_shown(key: str) -> bool:
-    """Whether this metric is part of the charts here, and so needs none of its own."""
+    """Return whether this metric is part of the charts here, and so needs none of its own."""
     return key.startswith("tags/") or bool(
         re.fullmatch(r"k\d+/(tool_gap|tool_gap_accuracy|rollouts_with_calls|rollouts)", key)
     )
 
 
 def budgets(steps: Sequence[Row]) -> list[int]:
-    """The overview budgets K of the rollouts of some RL steps."""
+    """Return the overview budgets K of the rollouts of some RL steps."""
     return sorted({int(m[1]) for step in steps for key in step if (m := _BUDGET.fullmatch(key))})
 
 
 def gaps(step: Row, k: int, figure: str = "tool_gap") -> list[Weighted]:
-    """The tool gap of a step at K; [] if no rollout called there, or all did.
+    """Return the tool gap of a step at K; [] if no rollout called there, or all did.
 
     Its weight is n * m / (n + m) for n rollouts with calls and m without, the inverse of the
     variance of a difference of two means: a step in which one rollout called says little.
@@ -59,7 +59,8 @@ def gaps(step: Row, k: int, figure: str = "tool_gap") -> list[Weighted]:
 
 
 def tag_probabilities(step: Row, kind: str = "") -> list[Weighted]:
-    """The mean probability of a step's sampled tags, weighted by their number; [] without any.
+    """Return the mean probability of a step's sampled tags, weighted by their number; [] without
+    any.
 
     Args:
         step: A step's line of metrics.jsonl.
@@ -71,13 +72,13 @@ def tag_probabilities(step: Row, kind: str = "") -> list[Weighted]:
 
 
 def weighted_mean(values: Sequence[Weighted]) -> float | None:
-    """None if there is no value."""
+    """Return the weighted mean; None if there is no value."""
     total = sum(weight for _, weight in values)
     return sum(value * weight for value, weight in values) / total if total else None
 
 
 def claim_charts(steps: Sequence[Row]) -> list[Row]:
-    """Charts of the tool gap by K and of the likelihood of tags over the steps of RL.
+    """Return the charts of the tool gap by K and of the likelihood of tags over the steps of RL.
 
     Args:
         steps: The lines of metrics.jsonl of RL. Those of runs without these measures are skipped.
@@ -100,7 +101,7 @@ def claim_charts(steps: Sequence[Row]) -> list[Row]:
 
 
 def _over_steps(steps: Sequence[Row], values: Callable[[Row], list[Weighted]]) -> list[Point]:
-    """Moving means over a twelfth of the steps to each side."""
+    """Return moving means over a twelfth of the steps to each side."""
     span = max(1, len(steps) // 12)
     count = min(POINTS, len(steps))
     points = []
@@ -116,7 +117,7 @@ def _over_steps(steps: Sequence[Row], values: Callable[[Row], list[Weighted]]) -
 def _chart(
     title: str, note: str, lines: dict[str, list[Point]], low: float, high: float
 ) -> list[Row]:
-    """A chart of the lines that have values; [] if none has."""
+    """Return a chart of the lines that have values; [] if none has."""
     known = [(name, line) for name, line in lines.items() if any(y is not None for _, y in line)]
     if not known:
         return []

@@ -25,13 +25,13 @@ GROUPS = {
 
 
 def greedy(rows: Sequence[Row]) -> list[Row]:
-    """The rows of greedy decoding with parallel dispatch, in the order of K."""
+    """Return the rows of greedy decoding with parallel dispatch, in the order of K."""
     found = [row for row in rows if row["temperature"] == 0 and row["dispatch"] == "parallel"]
     return sorted(found, key=lambda row: row["k"])
 
 
 def greedy_curve(result: Row, last_step: int) -> list[Row]:
-    """The greedy rows before, during and after RL, each with its `step`.
+    """Return the greedy rows before, during and after RL, each with its `step`.
 
     Args:
         result: Contents of result.json.
@@ -43,12 +43,13 @@ def greedy_curve(result: Row, last_step: int) -> list[Row]:
 
 
 def of_group(name: str, key: str) -> Callable[[Row], float | None]:
-    """A function from a row to a figure of a group; None if the row has no such group."""
+    """Return a function from a row to a figure of a group; None if the row has no such group."""
     return lambda row: row.get("groups", {}).get(name, {}).get(key)
 
 
 def learning_curves(result: Row, last_step: int) -> list[Row]:
-    """Charts of greedy evaluations over RL steps, with a line per K; [] if there are too few.
+    """Return the charts of greedy evaluations over RL steps, with a line per K; [] if there are too
+    few.
 
     Args:
         result: Contents of result.json.
@@ -85,7 +86,7 @@ def learning_curves(result: Row, last_step: int) -> list[Row]:
 
 
 def group_table(result: Row) -> list[tuple[str, list[Row]]]:
-    """(title, lines) of each group of questions; a line has a K and the figures there."""
+    """Return (title, lines) of each group of questions; a line has a K and the figures there."""
     sides = {
         side: {row["k"]: row.get("groups", {}) for row in greedy(result.get(side, []))}
         for side in ("before", "control", "after")
@@ -104,7 +105,7 @@ def group_table(result: Row) -> list[tuple[str, list[Row]]]:
 
 
 def choose_pairs(episodes: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """The same question before and after RL, greedily decoded: at most one pair per kind.
+    """Return the same question before and after RL, greedily decoded: at most one pair per kind.
 
     In a pair there is no call and a score below 0.5 before RL, and a score of 1 with several crops
     in one turn after it. Of each kind of question, the pair with the smallest K is chosen.
@@ -124,7 +125,7 @@ def choose_pairs(episodes: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def _executed(turn: Row) -> int:
-    """The number of a turn's calls that were carried out."""
+    """Return the number of a turn's calls that were carried out."""
     return sum(call["status"] in EXECUTED for call in turn["calls"])
 
 
@@ -133,7 +134,8 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 
 def pair_cards(root: pathlib.Path, episodes: Sequence[Row], until: float) -> list[tuple[Row, Row]]:
-    """The cards of `choose_pairs`, unfolded; frames are read until `until`, see `episode_card`."""
+    """Return the cards of `choose_pairs`, unfolded; frames are read until `until`, see
+    `episode_card`."""
     return [
         (episode_card(root, old, True, until), episode_card(root, new, True, until))
         for old, new in choose_pairs(episodes)

@@ -95,7 +95,7 @@ IDLE = ("idle/tail", "idle/hosts", "idle/files", "idle/compile")
 
 
 def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.inf) -> pathlib.Path:
-    """Writes `run_dir`/report.html and returns its path.
+    """Write `run_dir`/report.html and return its path.
 
     If a source file is missing, a note takes the place of its part of the page.
 
@@ -136,14 +136,14 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
 
 
 def _last_step(learned: Row, metrics: list[Row], finished: bool) -> int:
-    """The RL step of the last evaluation so far; 0 without one."""
+    """Return the RL step of the last evaluation so far; 0 without one."""
     if not finished:
         return max((row["step"] for row in learned["curve"]), default=0)
     return max((row["step"] for row in metrics if row["phase"] == "rl"), default=0)
 
 
 def _up_to_now(result: Row) -> Row:
-    """The part of an unfinished run's result that the curves over RL steps can show.
+    """Return the part of an unfinished run's result that the curves over RL steps can show.
 
     The control and the evaluation after RL belong to the last step. An evaluation that is going on
     has no rows yet for some K.
@@ -172,7 +172,7 @@ class _Config(TypedDict):
 
 
 def read_shown_config(root: pathlib.Path) -> dict[str, Any]:
-    """The configuration of a run; {} if there is none yet.
+    """Return the configuration of a run; {} if there is none yet.
 
     Raises:
         DamagedFileError: The file holds something else.
@@ -186,7 +186,7 @@ def read_shown_config(root: pathlib.Path) -> dict[str, Any]:
 
 
 def progress(root: pathlib.Path, config: Row, metrics: list[Row]) -> str:
-    """How far an unfinished run is: phase, step, and when that was."""
+    """Return how far an unfinished run is: phase, step, and when that was."""
     if not metrics:
         return "The run has not finished. It has recorded no step yet."
     row = metrics[-1]
@@ -199,7 +199,7 @@ def progress(root: pathlib.Path, config: Row, metrics: list[Row]) -> str:
 
 
 def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, float | None]]:
-    """The four figures that tell whether RL worked, at the sampling temperature.
+    """Return the four figures that tell whether RL worked, at the sampling temperature.
 
     Accuracy and f are means over K with parallel dispatch. Calls and the gain by crops (accuracy
     with parallel dispatch minus accuracy without tools) are taken at the smallest K, where the
@@ -252,7 +252,7 @@ def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, fl
 
 
 def _facts(result: dict[str, Any], dtype: str | None) -> list[tuple[str, str, bool | None]]:
-    """(title, value, verdict) of single figures.
+    """Return (title, value, verdict) of single figures.
 
     The verdict says whether a check that every run must pass is passed; None for other figures.
     """
@@ -286,7 +286,7 @@ def _rows(result: dict[str, Any]) -> list[Row]:
 
 
 def _sampling_temperature(result: dict[str, Any]) -> float | None:
-    """The highest temperature of the evaluation; 0 is greedy."""
+    """Return the highest temperature of the evaluation; 0 is greedy."""
     return max((row["temperature"] for row in _rows(result)), default=None)
 
 
@@ -294,7 +294,7 @@ def _sampling_temperature(result: dict[str, Any]) -> float | None:
 
 
 def _phases(metrics: list[Row]) -> list[tuple[str, list[Row]]]:
-    """(title, charts) of each phase that recorded anything."""
+    """Return (title, charts) of each phase that recorded anything."""
     phases = []
     for phase, title, curves in PHASE_CURVES:
         charts = _charts([row for row in metrics if row["phase"] == phase], curves)
@@ -304,7 +304,8 @@ def _phases(metrics: list[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
-    """Charts of the recorded metrics: known curves, seconds by phase, idle seconds, the rest."""
+    """Return the charts of the recorded metrics: known curves, seconds by phase, idle seconds, the
+    rest."""
     keys = {key for key in _recorded(lines) if not is_shown(key)}
     times = [key for key in STACKED if key in keys]
     idle = [key for key in IDLE if key in keys]
@@ -323,12 +324,12 @@ def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
 
 
 def _unnamed(key: str) -> Curve:
-    """The curve of a metric without a title of its own."""
+    """Return the curve of a metric without a title of its own."""
     return Curve(key, key.replace("_", " ").replace("/", ": "))
 
 
 def _stacked(lines: list[Row], keys: Sequence[str], title: str, about: str) -> Row:
-    """A chart of seconds whose sum is of interest."""
+    """Return a chart of seconds whose sum is of interest."""
     totals = [sum(row.get(key) or 0.0 for key in keys) for row in lines]
     steps = [row["step"] for row in lines]
     layers = [(key.partition("/")[2], [row.get(key) for row in lines]) for key in keys]
@@ -336,7 +337,7 @@ def _stacked(lines: list[Row], keys: Sequence[str], title: str, about: str) -> R
 
 
 def charts_of(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
-    """The charts of those curves of which something is recorded.
+    """Return the charts of those curves of which something is recorded.
 
     Args:
         lines: The lines of metrics.jsonl of one phase.
@@ -354,7 +355,7 @@ def charts_of(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
 
 
 def _recorded(lines: list[Row]) -> set[str]:
-    """The names of metrics that have a value in some line."""
+    """Return the names of metrics that have a value in some line."""
     return {
         key
         for row in lines
@@ -364,7 +365,8 @@ def _recorded(lines: list[Row]) -> set[str]:
 
 
 def _figure(title: str, note: str, values: Sequence[float | None], chart: Chart) -> Row:
-    """A chart with its caption, which shows the means of the first and the last tenth of values."""
+    """Return a chart with its caption, which shows the means of the first and the last tenth of
+    values."""
     known = [value for value in values if value is not None]
     tenth = max(1, len(known) // 10)
     return {
@@ -380,7 +382,8 @@ def _figure(title: str, note: str, values: Sequence[float | None], chart: Chart)
 
 
 def _table(result: dict[str, Any]) -> list[tuple[str, float, list[Row]]]:
-    """(dispatch, temperature, rows) of each group of the table; a row has k, before and after."""
+    """Return (dispatch, temperature, rows) of each group of the table; a row has k, before and
+    after."""
     order = {"parallel": 0, "sequential": 1, "none": 2}
     pairs: dict[tuple[float, str, int], Row] = {}
     for side in ("before", "after"):
@@ -409,7 +412,7 @@ def choose_episodes(episodes: list[Row]) -> dict[str, list[Row]]:
 
 
 def _stages(root: pathlib.Path, episodes: list[Row], until: float) -> list[tuple[str, list[Row]]]:
-    """(title, cards) of each stage; its first cards are unfolded."""
+    """Return (title, cards) of each stage; its first cards are unfolded."""
     return [
         (
             STAGES[stage],

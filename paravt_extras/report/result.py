@@ -48,7 +48,7 @@ def read_result(folder: pathlib.Path) -> Row:
 
 
 def read_evaluation(folder: pathlib.Path, name: str) -> list[Row]:
-    """The rows of all finished files of an evaluation.
+    """Return the rows of all finished files of an evaluation.
 
     Args:
         folder: The run's folder.
@@ -58,7 +58,7 @@ def read_evaluation(folder: pathlib.Path, name: str) -> list[Row]:
 
 
 def read_curve(folder: pathlib.Path) -> list[Row]:
-    """The rows of all evaluations during RL, each with its `step`."""
+    """Return the rows of all evaluations during RL, each with its `step`."""
     rows = []
     for file in sorted((folder / "evaluation").glob("curve-*.json")):
         step = int(file.stem.split("-")[1])
@@ -67,7 +67,8 @@ def read_curve(folder: pathlib.Path) -> list[Row]:
 
 
 def read_by_temperature(folder: pathlib.Path) -> list[Row]:
-    """The rows of format at several temperatures, each with its `phase`: `before` or `after`."""
+    """Return the rows of format at several temperatures, each with its `phase`: `before` or
+    `after`."""
     return [
         {"phase": phase} | row
         for phase in ("before", "after")
@@ -76,7 +77,7 @@ def read_by_temperature(folder: pathlib.Path) -> list[Row]:
 
 
 def checks(folder: pathlib.Path) -> Row:
-    """Checks over all RL steps: two counts that must be 0, and a gap that must be small."""
+    """Check over all RL steps: two counts that must be 0, and a gap that must be small."""
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
     # There is none in a step whose tokens were all drawn by older weights.
     gaps = [line["logprob_gap"] for line in steps if "logprob_gap" in line]
@@ -102,7 +103,7 @@ def durations(folder: pathlib.Path) -> dict[str, float]:
 
 
 def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
-    """The judge's counts, summed over all evaluations; {} for a run without a judge."""
+    """Return the judge's counts, summed over all evaluations; {} for a run without a judge."""
     contents = [read_evaluation_file(file) for file in (folder / "evaluation").glob("*.json")]
     counts = [content["judge"] for content in contents if "judge" in content]
     total: collections.Counter[str] = collections.Counter()
@@ -112,7 +113,8 @@ def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
 
 
 def result_so_far(folder: pathlib.Path) -> Row:
-    """What result.json would hold if the run ended now; without RL steps, no checks of them."""
+    """Return what result.json would hold if the run ended now; without RL steps, no checks of
+    them."""
     rows = {name: read_evaluation(folder, name) for name in ("before", "control", "after")}
     result = rows | {"curve": read_curve(folder), "by_temperature": read_by_temperature(folder)}
     result |= durations(folder)
@@ -144,7 +146,7 @@ def collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
 
 
 def _contents(folder: pathlib.Path, name: str) -> list[Row]:
-    """The contents of an evaluation's files NAME-NUMBER.json, by number."""
+    """Return the contents of an evaluation's files NAME-NUMBER.json, by number."""
     found = (folder / "evaluation").glob(f"{name}-*.json")
     files = sorted(found, key=lambda file: int(file.stem.split("-")[1]))
     return [read_evaluation_file(file) for file in files]

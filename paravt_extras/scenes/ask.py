@@ -251,7 +251,7 @@ def _worded(
 
 
 def _with_parts(video: SceneVideo, *parts: str) -> list[Moment]:
-    """The moments outside of the pair that have some parts."""
+    """Return the moments outside of the pair that have some parts."""
     return [moment for moment in video.singles if all(getattr(moment, part) for part in parts)]
 
 
@@ -273,7 +273,7 @@ def _colour(moment: Moment) -> str:
 
 
 def _names(video: SceneVideo, moment: Moment) -> dict[str, str]:
-    """What sentences may name of a moment."""
+    """Return what sentences may name of a moment."""
     place = video.chapter_of(moment).place
     names = {"word": moment.word, "vehicle": place.vehicle, "animals": place.animals}
     if moment.vehicle is not None:
@@ -287,7 +287,7 @@ def _shown_by(
     parts: Sequence[str],
     shows: Callable[[Moment], str],
 ) -> _Draft:
-    """What one moment shows; the wrong options are shown by other moments.
+    """Return what one moment shows; the wrong options are shown by other moments.
 
     Args:
         video: The video.
@@ -319,7 +319,8 @@ def _ask_order(video: SceneVideo, rng: np.random.Generator) -> _Draft:
 def _in_order(
     video: SceneVideo, rng: np.random.Generator, shows: Callable[[Moment], str]
 ) -> _Draft:
-    """What two vehicles show. The options combine two values of each, so that all occur alike."""
+    """Return what two vehicles show. The options combine two values of each, so that all occur
+    alike."""
     first, second = _drawn(_with_parts(video, "word", "vehicle"), 2, rng)
     others = [each for each in _with_parts(video, "vehicle") if each not in (first, second)]
     instead, after = _drawn(others, 2, rng)
@@ -330,7 +331,7 @@ def _in_order(
 
 
 def _ask_sum(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    """The sum of two counts. Four sums are drawn first, and then which of them is asked for.
+    """Return the sum of two counts. Four sums are drawn first, and then which of them is asked for.
 
     If a pair of moments were drawn, middle sums would be right more often than others.
     """

@@ -29,13 +29,13 @@ HEIGHTS = {
 
 
 def frames_showing(video: SceneVideo, moment: Moment, budget: int) -> int:
-    """Number of frames of an overview that show the whole moment."""
+    """Return the number of frames of an overview that show the whole moment."""
     times = overview_indices(video.frames, budget) / FPS
     return int(((times >= moment.start) & (times < moment.end)).sum())
 
 
 def seen_height(video: SceneVideo, name: str, rules: PixelRules) -> float:
-    """Height of an entry of `HEIGHTS` in the picture that a model gets, in pixels."""
+    """Return the height of an entry of `HEIGHTS` in the picture that a model gets, in pixels."""
     height, _ = rules.size(video.lines, video.width)
     return HEIGHTS[name] * height
 
@@ -43,7 +43,7 @@ def seen_height(video: SceneVideo, name: str, rules: PixelRules) -> float:
 def facts(
     video: SceneVideo, asked: SceneQuestion, rules: PixelRules | None = None
 ) -> dict[str, Any]:
-    """What is known about a question, as JSON.
+    """Return what is known about a question, as JSON.
 
     Args:
         video: The video.
@@ -72,7 +72,7 @@ def facts(
 
 
 def table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """A table of entries of `facts`, one line per family and one for all."""
+    """Return a table of entries of `facts`, one line per family and one for all."""
     by_family = collections.defaultdict(list)
     for entry in entries:
         by_family[entry["family"]].append(entry)
@@ -101,5 +101,5 @@ def _summary(name: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def shown_share(entries: Sequence[Mapping[str, Any]], budget: int) -> float:
-    """Share of questions of which an overview shows every moment."""
+    """Return the share of questions of which an overview shows every moment."""
     return statistics.mean(all(entry["frames"][str(budget)]) for entry in entries)

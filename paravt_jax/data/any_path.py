@@ -25,12 +25,12 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is an address of Google Cloud Storage."""
+    """Return whether a path is an address of Google Cloud Storage."""
     return os.fspath(path).startswith(_SCHEME)
 
 
 def any_path(path: str | os.PathLike[str]) -> AnyPath:
-    """An absolute local path, or an address.
+    """Return an absolute local path, or an address.
 
     Raises:
         ModuleNotFoundError: It is an address, and the package for it is missing.
@@ -78,6 +78,6 @@ def require_local(field: str, path: str | os.PathLike[str] | None) -> None:
 
 
 def user_folder() -> pathlib.Path:
-    """~/.cache/paravt-jax, or paravt-jax in $XDG_CACHE_HOME if that is set."""
+    """Return ~/.cache/paravt-jax, or paravt-jax in $XDG_CACHE_HOME if that is set."""
     parent = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(parent) / "paravt-jax"

@@ -26,7 +26,8 @@ def write_atomically(file: pathlib.Path, text: str) -> None:
 
 @contextlib.contextmanager
 def appearing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A hidden folder to fill. It becomes `folder` if the block succeeds, and is deleted if not.
+    """Return a hidden folder to fill. It becomes `folder` if the block succeeds, and is deleted if
+    not.
 
     So `folder` is always complete, even if the process is killed. A killed writer leaves its hidden
     folder behind, which the next writer of the same folder deletes: there must be only one at a

@@ -112,7 +112,8 @@ def read_object(path: str | os.PathLike, remedy: str = "fetch it again") -> dict
 
 
 def shortened(error: Exception | str, most: int = 100) -> str:
-    """A message in one line of at most `most` characters. Errors may quote a file's content."""
+    """Return a message in one line of at most `most` characters. Errors may quote a file's
+    content."""
     text = " ".join(str(error).split())
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -141,7 +141,7 @@ class FrameReader:
         self.close()
 
     def _hurry(self, read: _Ahead) -> None:
-        """Somebody awaits it now: it goes before all that is read ahead."""
+        """Put a task before all that is read ahead: somebody awaits it now."""
         # It can be cancelled only if no worker has begun it.
         if not read.awaited and read.call.cancel():
             read.call = self._workers.submit(read.task, _AWAITED)
@@ -149,7 +149,7 @@ class FrameReader:
 
 
 def _brings(known: ReadTask, task: ReadTask) -> bool:
-    """Whether the frames of one task include those of another."""
+    """Return whether the frames of one task include those of another."""
     if known.path != task.path:
         return False
     if task.wanted == ():
@@ -160,7 +160,7 @@ def _brings(known: ReadTask, task: ReadTask) -> bool:
 
 
 def _of_file(path: str, call: Future[ReadFrames]) -> Future[ReadFrames]:
-    """A future with the result of a worker's call. Its failures are those of the file."""
+    """Return a future with the result of a worker's call. Its failures are those of the file."""
     future: Future[ReadFrames] = Future()
     call.add_done_callback(functools.partial(_pass_on, path, future))
     return future

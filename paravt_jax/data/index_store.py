@@ -27,7 +27,7 @@ _MOST_IN_MEMORY = 256
 
 
 def folder() -> pathlib.Path:
-    """Where indexes are kept on disk."""
+    """Return where indexes are kept on disk."""
     named = os.environ.get("PARAVT_VIDEO_INDEXES")
     if named:
         return pathlib.Path(named)
@@ -35,7 +35,7 @@ def folder() -> pathlib.Path:
 
 
 def index_of(path: str | os.PathLike) -> VideoIndex:
-    """The index of a file, which is built if its present content has none.
+    """Return the index of a file, which is built if its present content has none.
 
     Raises:
         VideoError: The file cannot be read.

@@ -36,7 +36,8 @@ def split_options(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _words(texts: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
-    """The texts without their letters; empty unless they have the letters A, B, C, ... in order."""
+    """Return the texts without their letters; empty unless they have the letters A, B, C, ... in
+    order."""
     matches = [match for match in map(pattern.fullmatch, texts) if match and match[3].strip()]
     letters = "".join(match[1] or match[2] for match in matches)
     if len(matches) < len(texts) or not any(

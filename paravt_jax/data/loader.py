@@ -147,7 +147,7 @@ class Pipeline(Generic[_Record, _Begun, _Batch]):
         return self
 
     def __next__(self) -> _Batch:
-        """The next batch; raises the error of its preparation."""
+        """Return the next batch, or raise the error of its preparation."""
         self.prepare(1)
         _, batch = self._ready.popleft()
         return batch.result()
@@ -166,7 +166,7 @@ class Pipeline(Generic[_Record, _Begun, _Batch]):
             self._start()
 
     def get_state(self) -> dict[str, Any]:
-        """The state from which `set_state` resumes with the batch that comes next."""
+        """Return the state from which `set_state` resumes with the batch that comes next."""
         for waiting in (self._ready, self._begun):
             if waiting:
                 return waiting[0][0]
@@ -185,7 +185,7 @@ class Pipeline(Generic[_Record, _Begun, _Batch]):
 
 
 def _attempt(make: Callable[[], _Batch]) -> Future[_Batch]:
-    """The result of `make`, or the error that it raised, which taking its batch raises."""
+    """Return the result of `make`, or the error that it raised, which taking its batch raises."""
     outcome: Future[_Batch] = Future()
     try:
         outcome.set_result(make())

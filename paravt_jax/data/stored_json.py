@@ -72,7 +72,7 @@ def parse_checked_json(content: bytes, name: str, kind: Any, remedy: str) -> Any
 
 
 def has_checksum(content: bytes) -> bool:
-    """Whether a file has, or had before it was damaged, a checksum of itself."""
+    """Return whether a file has, or had before it was damaged, a checksum of itself."""
     first = content.partition(b"\n")[0]
     # Earlier versions wrote "{" into the first line, or all of the content.
     return first.startswith(_MARK) or first.endswith(b",")

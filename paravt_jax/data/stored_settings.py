@@ -108,7 +108,7 @@ def lock(file: pathlib.Path, wait: bool = False) -> TextIO:
 
 
 def holder_of(file: pathlib.Path) -> str:
-    """The id of the process that has locked `file`, or ""; "unknown" if it left no id."""
+    """Return the id of the process that has locked `file`, or ""; "unknown" if it left no id."""
     if not file.exists():
         return ""
     # A shared lock is refused as well while `lock` holds the file, and needs no right to write.

@@ -41,7 +41,7 @@ _TEMPORARY_ERRNOS = frozenset(
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of a command that ends because of `error`.
+    """Return the exit code of a command that ends because of `error`.
 
     An error whose class sets `exit_code` ends with that code. Others end with the code of their
     cause.

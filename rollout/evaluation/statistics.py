@@ -87,7 +87,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def _design_effect(values: Float64[np.ndarray, "n"], videos: Int64[np.ndarray, "n"]) -> float:
-    """How many questions count as one, because questions on the same video are alike.
+    """Return how many questions count as one, because questions on the same video are alike.
 
     It is the variance of the mean, robust to correlation within videos, over that of independent
     values. At least 1: questions on one video are not less alike than others, and a smaller
@@ -108,7 +108,7 @@ def _design_effect(values: Float64[np.ndarray, "n"], videos: Int64[np.ndarray, "
 
 
 def _quantile(videos: Int64[np.ndarray, "n"]) -> float:
-    """The quantile of a two-sided 95 % interval.
+    """Return the quantile of a two-sided 95 % interval.
 
     It is Student's for a variance that is estimated from the sums of few videos, and the normal
     distribution's if every question has a video of its own, as in Wilson's and in Bonett and

@@ -16,7 +16,7 @@ _ARENA_MAX = -8
 
 
 def reuse_freed_memory() -> None:
-    """Makes glibc reuse freed memory in this process. Changes speed only; a no-op without glibc."""
+    """Make glibc reuse freed memory in this process. Changes speed only; a no-op without glibc."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):

@@ -13,7 +13,7 @@ from paravt_jax.processes import hosts
 
 
 def not_finite(state: PyTree) -> str:
-    """The path of an array that has a number that is not finite; "" if there is none.
+    """Return the path of an array that has a number that is not finite; "" if there is none.
 
     All processes call it, and get the same. Sharded arrays stay where they are.
     """
@@ -36,5 +36,5 @@ def _all_finite(array: np.ndarray) -> bool:
 
 @jax.jit
 def _each_finite(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Whether all numbers of each array are finite, in one program."""
+    """Return whether all numbers of each array are finite, in one program."""
     return {name: jnp.isfinite(array).all() for name, array in arrays.items()}

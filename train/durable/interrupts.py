@@ -51,13 +51,13 @@ class Interrupts:
         self._old_handlers: dict[signal.Signals, Any] = {}
 
     def asked(self) -> int | None:
-        """The number of the signal that this process received, or None."""
+        """Return the number of the signal that this process received, or None."""
         if self._first_signal is None:
             return None
         return self._first_signal[0]
 
     def agree(self) -> int | None:
-        """The first signal that any process of the run received, or None.
+        """Return the first signal that any process of the run received, or None.
 
         All processes call it at the same place, so they all stop after the same step.
         """
@@ -69,7 +69,7 @@ class Interrupts:
         return None
 
     def check(self, kept: str) -> None:
-        """Raises Stopped on all processes if any of them received a signal.
+        """Raise Stopped on all processes if any of them received a signal.
 
         Args:
             kept: message of the exception: what is saved and what the next start repeats.
@@ -79,7 +79,7 @@ class Interrupts:
             raise Stopped(number, kept)
 
     def check_alone(self, kept: str) -> None:
-        """Like `check`, for a process that works while the others wait for it."""
+        """Do the same as `check`, for a process that works while the others wait for it."""
         number = self.asked()
         if number is not None:
             raise Stopped(number, kept)

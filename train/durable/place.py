@@ -104,7 +104,7 @@ class Place:
             self._files.push()
 
     def pull(self) -> None:
-        """On the other processes, fetch the files of the first one."""
+        """Fetch the files of the first process on the other processes."""
         if self._in_bucket and not hosts.is_first():
             self._files.pull(_is_read)
 
