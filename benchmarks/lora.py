@@ -31,7 +31,7 @@ from models.lora import LoRASettings
 from models.sharding import make_mesh
 from paravt_extras.fit import total_bytes
 from paravt_extras.markdown import table as markdown
-from paravt_extras.plan.abstract import abstract_rl_step
+from paravt_extras.plan import PlannedModel, rl_step
 from paravt_extras.report.discovery import greedy
 from paravt_extras.studies.study import over_seeds, require_seeds
 from paravt_extras.summary import Line
@@ -125,8 +125,9 @@ def memory(run: Run, data: Data) -> dict[str, float]:
     model, origin = first_model(run, data, mesh)
     parts, weights = take_apart(model, run, mesh, origin)
     learner = Learner(parts.skeleton, weights, model.config, run.rl, run.rl_shape)
-    update = abstract_rl_step(run, mesh, model.config).gradients()
-    compiled = update.program.lower(*update.arguments).compile().memory_analysis()
+    update = next(rl_step(PlannedModel.of(run, mesh, model.config)).lowerings)
+    compiled = update().compile().memory_analysis()
+    assert compiled is not None
     trained = learner.start.weights
     arrays = {
         "decoder": total_bytes((trained, parts.frozen)),

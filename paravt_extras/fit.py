@@ -1,7 +1,8 @@
 """Chooses the sizes that a recipe leaves open, so that its run fits the devices.
 
 A field that is 0 or "auto" is open. The choice follows from the devices alone, so every start on
-the same devices chooses the same. A value that is set by hand stays.
+the same devices chooses the same. A value that is set by hand stays. `fit` reads from top to
+bottom: the mesh, then the cold start, PARA-GRPO, and the engine.
 
 Memory is estimated by arithmetic. Per device, a training step needs
 
@@ -19,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -49,8 +50,9 @@ from train.settings import ModelSettings, Run, change
 GIB = 2.0**30
 # Part of a device's memory to plan with. The rest covers errors of the estimate.
 USABLE = 0.97
-# The order in which policies are tried: each computes more again, and keeps less, than the last.
-POLICIES: tuple[Remat, ...] = ("dots", "attention", "full", "offload")
+# Policies that keep activations on the device: each computes more again, and keeps less, than the
+# one before. Copies to the host take time, so `offload` comes last.
+ON_DEVICE: tuple[Remat, ...] = ("dots", "attention", "full")
 # Sequences decoded side by side. More would hardly be faster.
 MOST_SLOTS = 64
 # The fields of `Run` that a recipe can leave open.
@@ -76,20 +78,19 @@ class Fitted:
     """A run with every size chosen."""
 
     run: Run
-    devices: Devices
     chosen: dict[str, Any]
     """The values of the open fields, by dotted name."""
     needs: dict[str, float]
     """Estimated bytes per device in each part of a run. Empty if nothing was open."""
 
     def describe(self) -> str:
-        """The mesh and the chosen values, on one line."""
+        """Return the mesh and the chosen values, on one line."""
         mesh = " x ".join(map(str, mesh_sizes(self.run)))
         others = [f"{k} {v}" for k, v in self.chosen.items() if not k.startswith("mesh.")]
         return ", ".join([f"mesh {mesh} (data, fsdp, tensor)", *others])
 
 
-class _TooLarge(Exception):
+class _TooLargeError(Exception):
     """A part of the run needs more memory than a device has."""
 
     def __init__(self, part: str, needed: float):
@@ -110,10 +111,10 @@ def fit(run: Run, devices: Devices) -> Fitted:
             not known; or the run does not fit. The last message names the smallest slices on which
             it would.
     """
-    open_fields = [name for name in OPEN_FIELDS if _is_open(run, name)]
+    open_fields = [name for name in OPEN_FIELDS if _value(run, name) in (0, "auto")]
     if not open_fields:
         require_dividing(run, devices)
-        return Fitted(run, devices, {}, {})
+        return Fitted(run, {}, {})
     if devices.memory is None:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in open_fields)
         raise ValueError(
@@ -122,7 +123,7 @@ def fit(run: Run, devices: Devices) -> Fitted:
         )
     try:
         return _fit(run, devices)
-    except _TooLarge as lack:
+    except _TooLargeError as lack:
         slices = ", ".join(smallest_slices(run)) or "none that is known"
         raise ValueError(
             f"devices = {devices.name}: too small for {lack.part}, which needs an estimated "
@@ -132,68 +133,56 @@ def fit(run: Run, devices: Devices) -> Fitted:
         ) from lack
 
 
+def _fit(run: Run, devices: Devices) -> Fitted:
+    shapes = _shapes(run.model, run.lora, run.train_vision)
+    mesh = choose_mesh(run, devices, shapes.config.text.most_tensor)
+    fields: dict[str, Any] = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
+    fitted = change(run, run.name, fields)
+    require_dividing(fitted, devices)
+    memory = _Memory(fitted, devices, shapes)
+    needs = {}
+    if run.sft is not None:
+        choices = _cold_starts(memory)
+        found, needed = _first_fitting("the cold start", memory, memory.cold_start, choices)
+        fields |= dict(zip(("sft.remat", "sft.microbatches"), found, strict=True))
+        needs["cold start"] = needed
+    if run.rl is not None:
+        found, needed = _first_fitting("PARA-GRPO", memory, memory.rl, _updates(memory))
+        fields |= dict(zip(("rl.remat", "rl.microbatch_tokens"), found, strict=True))
+        needs["PARA-GRPO"] = needed
+    if run.plays_episodes:
+        found, needed = _first_fitting("rollouts", memory, memory.rollouts, _engines(memory))
+        fields |= dict(zip(("engine.slots", "engine.cache_tokens"), found, strict=True))
+        needs["rollouts"] = needed
+        needs["weight sync"] = memory.weight_sync()
+    chosen = {name: value for name, value in fields.items() if value != _value(run, name)}
+    return Fitted(change(run, run.name, fields), chosen, needs)
+
+
 def smallest_slices(run: Run) -> Iterator[str]:
-    """Per generation of TPUs, the smallest slice that the run fits."""
+    """Yield, per generation of TPUs, the smallest slice that the run fits."""
     for _, slices in itertools.groupby(known_slices(), lambda topology: topology.chip):
         for topology in slices:
             try:
                 _fit(run, topology.available)
-            except (_TooLarge, ValueError):  # ValueError: the mesh does not divide the devices
+            except (_TooLargeError, ValueError):  # ValueError: the mesh does not divide the devices
                 continue
             yield topology.name
             break
 
 
-def rows_of(run: Run) -> int:
-    """Rows in the largest batch of an update."""
-    if run.rl is not None:
-        return run.rl_shape.rows
-    return 1 if run.sft is None else run.sft.rows
-
-
-def mesh_sizes(run: Run) -> Mesh:
-    """Sizes of the run's mesh; 0 where one is left open."""
-    return run.mesh.data, run.mesh.fsdp, run.mesh.tensor
-
-
-def total_bytes(tree: Any) -> float:
-    """Bytes of all arrays in a tree, each counted once."""
-    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
-
-
-def _is_open(run: Run, name: str) -> bool:
+def _value(run: Run, name: str) -> Any:
+    """The value of an open field; None if the run does not have its phase."""
     section, _, field = name.partition(".")
-    settings = getattr(run, section)
-    # A phase that the run does not have leaves nothing open.
-    return settings is not None and getattr(settings, field) in (0, "auto")
-
-
-def _fit(run: Run, devices: Devices) -> Fitted:
-    sizes = _sizes(run.model, run.lora, run.train_vision)
-    mesh = choose_mesh(run, devices, sizes.config.text.most_tensor)
-    fields: dict[str, Any] = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
-    require_dividing(change(run, run.name, fields), devices)
-    estimate = _Estimate(run, devices, mesh, sizes)
-    needs = {}
-    if run.sft is not None:
-        policy, parts, needs["cold start"] = estimate.choose_cold_start()
-        fields |= {"sft.microbatches": parts, "sft.remat": policy}
-    if run.rl is not None:
-        policy, tokens, needs["PARA-GRPO"] = estimate.choose_rl()
-        fields |= {"rl.microbatch_tokens": tokens, "rl.remat": policy}
-    if run.plays_episodes:
-        slots, tokens, needs["rollouts"] = estimate.choose_engine()
-        fields |= {"engine.slots": slots, "engine.cache_tokens": tokens}
-        needs["weight sync"] = estimate.weight_sync()
-    fields = {
-        name: value
-        for name, value in fields.items()
-        if _is_open(run, name) or (name == "mesh.data" and value != run.mesh.data)
-    }
-    return Fitted(change(run, run.name, fields), devices, fields, needs)
+    return getattr(getattr(run, section), field, None)
 
 
 # --- the mesh ---
+
+
+def mesh_sizes(run: Run) -> Mesh:
+    """Return the sizes of the run's mesh; 0 where one is left open."""
+    return run.mesh.data, run.mesh.fsdp, run.mesh.tensor
 
 
 def choose_mesh(run: Run, devices: Devices, most_tensor: int) -> Mesh:
@@ -221,18 +210,19 @@ def choose_mesh(run: Run, devices: Devices, most_tensor: int) -> Mesh:
             f"mesh: {data} x {fsdp} x {tensor} (data, fsdp, tensor; 0 is chosen) does not divide "
             f"{devices.count} devices; give divisors"
         )
-    if fsdp:
-        return data, fsdp, left
-    if tensor:
-        return data, left, tensor
-    rows = rows_of(run)
+    if fsdp or tensor:
+        return data, fsdp or left, tensor or left
+    rows = 1
     if run.lora is not None and devices.hosts == 1 and most_tensor % devices.count == 0:
         # Sharded by heads only, the base serves updates and the engine alike, without a copy.
-        rows = 1
-    padded_rows = 1 << (rows - 1).bit_length()
-    rows_of_replica = max(1, padded_rows // data)
-    # As the limit is a power of two, the gcd is the largest such number that divides the devices.
-    least = math.gcd(left, 1 << (rows_of_replica.bit_length() - 1))
+        pass
+    elif run.rl is not None:
+        rows = run.rl_shape.rows
+    elif run.sft is not None:
+        rows = run.sft.rows
+    of_replica = max(1, 2 ** math.ceil(math.log2(rows)) // data)
+    # The largest power of two that divides the devices and leaves none of them without a row.
+    least = math.gcd(left, 2 ** int(math.log2(of_replica)))
     fsdp = next(
         size
         for size in range(least, left + 1)
@@ -249,11 +239,11 @@ def require_dividing(run: Run, devices: Devices) -> None:
     Raises:
         ValueError: There are too few devices, or something does not divide.
     """
-    mesh = mesh_sizes(run)
-    reason = _misfit(run, mesh, devices)
+    reason = _misfit(run, mesh_sizes(run), devices)
     if reason:
+        mesh = " x ".join(map(str, mesh_sizes(run)))
         raise ValueError(
-            f"mesh: {' x '.join(map(str, mesh))} (data, fsdp, tensor): {reason}; let it be chosen: "
+            f"mesh: {mesh} (data, fsdp, tensor): {reason}; let it be chosen: "
             "--mesh.data 1 --mesh.fsdp 0 --mesh.tensor 0"
         )
 
@@ -261,15 +251,15 @@ def require_dividing(run: Run, devices: Devices) -> None:
 def _misfit(run: Run, mesh: Mesh, devices: Devices) -> str:
     """Why a mesh does not work; empty if it does."""
     data, fsdp, tensor = mesh
-    count = math.prod(mesh)
-    if count > devices.count:
-        return f"takes {count} devices, but there are {devices.count}"
-    if data % devices.slices:
-        return f"data is not a multiple of the {devices.slices} slices, which need whole replicas"
-    if count < devices.count and not devices.hosts == devices.slices == 1:
-        return f"takes {count} of {devices.count} devices, but several hosts have to use all"
-    if data * fsdp % devices.hosts:
-        return f"data * fsdp does not divide over {devices.hosts} hosts, which share the batch"
+    count, hosts, slices = devices.count, devices.hosts, devices.slices
+    idle_allowed = hosts == slices == 1
+    if math.prod(mesh) > count or (math.prod(mesh) < count and not idle_allowed):
+        return f"takes {math.prod(mesh)} of {count} devices; several hosts have to use all"
+    if data % slices or data * fsdp % hosts:
+        return (
+            f"{slices} slices need whole replicas (data), and {hosts} hosts share the batch "
+            "(data * fsdp) equally"
+        )
     if fsdp == tensor == 1:
         return ""
     # The vocabulary of a tiny model is made from its data, and not known yet.
@@ -277,30 +267,104 @@ def _misfit(run: Run, mesh: Mesh, devices: Devices) -> str:
     heads, kv_heads = config.text.num_attention_heads, config.text.num_key_value_heads
     if heads % math.lcm(kv_heads, tensor):
         return f"{heads} heads and {kv_heads} kv heads do not divide over {tensor} devices"
+    # All dimensions of the tower may be whole.
+    decoder = nnx.state(abstract_model(config, lora=run.lora).text)
     try:
-        param_shardings(_decoder(config, run.lora), AbstractMesh(mesh, MESH_AXES))
+        param_shardings(decoder, AbstractMesh(mesh, MESH_AXES))
     except ValueError as error:
         return str(error).partition(";")[0]
     return ""
 
 
-@functools.cache
-def _decoder(config: ModelConfig, lora: LoRASettings | None) -> Any:
-    """The abstract weights of the decoder. All dimensions of the tower may be whole."""
-    return nnx.state(abstract_model(config, lora=lora).text)
+# --- what is chosen: the first that fits ---
 
 
-def _sharded_bytes(state: Any, mesh: Mesh) -> float:
-    """Bytes of weights on each device of a mesh."""
-    shardings = jax.tree.leaves(param_shardings(state, AbstractMesh(mesh, MESH_AXES)))
-    leaves = zip(jax.tree.leaves(state), shardings, strict=True)
-    return float(sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in leaves))
+def _first_fitting(
+    part: str, memory: _Memory, needed: Callable[..., float], choices: Iterable[tuple[Any, Any]]
+) -> tuple[tuple[Any, Any], float]:
+    """Return the first choice whose needed bytes a device has, and these bytes."""
+    least = math.inf
+    for choice in choices:
+        bytes_needed = needed(*choice)
+        if bytes_needed <= memory.usable:
+            return choice, bytes_needed
+        least = min(least, bytes_needed)
+    raise _TooLargeError(part, least)
+
+
+def _cold_starts(memory: _Memory) -> Iterator[tuple[Remat, int]]:
+    """Yield policies and numbers of micro-batches: fewer of them gather the weights less often."""
+    sft = memory.run.sft
+    assert sft is not None
+    most = sft.shape.fitted(sft.rows, memory.row_devices).microbatches
+    numbers = [sft.microbatches] if sft.microbatches else range(1, most + 1)
+    policies = (*ON_DEVICE, "offload") if sft.remat == "auto" else (sft.remat,)
+    return itertools.product(policies, numbers)
+
+
+def _updates(memory: _Memory) -> list[tuple[Remat, int]]:
+    """Return policies and bounds on the tokens of a micro-batch of RL.
+
+    First come those that hold whole groups at their longest, so that no prompt is repeated. Then
+    they get smaller, until every row has room for just the longest trajectory.
+    """
+    rl, shape = memory.run.rl, memory.run.rl_shape
+    assert rl is not None
+    rows = memory.row_devices // memory.pieces
+    # Rows are multiples of this: rounded down, whole groups would have no room.
+    unit = rows * memory.pieces * ALIGNMENT
+    group = shape.limits.prompt + shape.rollouts * shape.limits.response
+    whole = [-(-groups * group // unit) * unit for groups in range(shape.groups, 0, -1)]
+    smaller = [whole[-1]]
+    while smaller[-1] > rows * shape.trajectory:
+        smaller.append(smaller[-1] // 2)
+    del smaller[0]
+    if rl.microbatch_tokens:
+        whole, smaller = [rl.microbatch_tokens], []
+    policies = ON_DEVICE if rl.remat == "auto" else (rl.remat,)
+    last = ("offload",) if rl.remat == "auto" else ()
+    products = ((policies, whole), (policies, smaller), (last, [*whole, *smaller]))
+    return [choice for product in products for choice in itertools.product(*product)]
+
+
+def _engines(memory: _Memory) -> Iterator[tuple[int, int]]:
+    """Yield slots and tokens of the cache.
+
+    The cache holds all rollouts that a host plays at once, at their longest, and there are slots
+    for them and as many sub-agents. Then slots get fewer. If it never fits, the cache holds what
+    fits beside the fewest.
+    """
+    run, longest = memory.run, memory.engine(1).row_lengths[-1]
+    page, groups, most, least = run.engine.page, 0, MOST_SLOTS, MOST_SLOTS
+    if run.rl is not None:
+        groups = math.ceil(capacity(run.rl.prompts, run.rl.max_staleness) / memory.devices.hosts)
+        least = run.rl.grpo.group_size
+        most = min(MOST_SLOTS, 2 * groups * least)
+    if memory.devices.tpu:
+        # Decoding on pages, fewer slots would save hardly any memory.
+        least = most
+    slots = run.engine.slots or most
+    while True:
+        tokens = slots * longest
+        if run.rl is not None:
+            limits = run.rl_shape.limits
+            rollouts = min(groups * run.rl.grpo.group_size, memory.engine(slots).slots)
+            # A group shares the pages of its prompt, but for a partly filled last one.
+            pages = groups * page_count(limits.prompt, page)
+            pages += rollouts * (page_count(limits.response, page) + 1)
+            tokens = max(pages * page, longest)
+        yield slots, run.engine.cache_tokens or tokens
+        if run.engine.slots or slots // 2 < least:
+            break
+        slots //= 2
+    room = int((memory.usable - memory.rollouts(slots, 0)) / memory.token) // page * page
+    yield slots, run.engine.cache_tokens or max(room, longest)
 
 
 # --- memory ---
 
 
-class _Sizes(NamedTuple):
+class _Shapes(NamedTuple):
     """Abstract parts of a model."""
 
     config: ModelConfig
@@ -317,124 +381,78 @@ class _Sizes(NamedTuple):
 
 
 @functools.cache
-def _sizes(settings: ModelSettings, lora: LoRASettings | None, train_vision: TrainVision) -> _Sizes:
-    dtype = settings.dtype
-    param_dtype = jnp.float32 if lora is None else dtype
+def _shapes(
+    settings: ModelSettings, lora: LoRASettings | None, train_vision: TrainVision
+) -> _Shapes:
+    param_dtype = jnp.float32 if lora is None else settings.dtype
     sized = settings.config(_TINY_VOCABULARY)
-    model = abstract_model(sized, dtype=dtype, param_dtype=param_dtype, lora=lora)
-    itemsize = jnp.dtype(dtype).itemsize
+    model = abstract_model(sized, dtype=settings.dtype, param_dtype=param_dtype, lora=lora)
+    itemsize = jnp.dtype(settings.dtype).itemsize
     _, trained, base = split(model, train_vision)
     tower = float(_numbers(nnx.state(model.vision)) * itemsize)
-    return _Sizes(settings.config(), trained, split_vision(trained)[0], base, tower, itemsize)
+    return _Shapes(settings.config(), trained, split_vision(trained)[0], base, tower, itemsize)
+
+
+def total_bytes(tree: Any) -> float:
+    """Return the bytes of all arrays in a tree, each counted once."""
+    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
 
 def _numbers(tree: Any) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
-class _Estimate:
+def _sharded_bytes(state: Any, mesh: Mesh) -> float:
+    """Bytes of weights on each device of a mesh."""
+    shardings = jax.tree.leaves(param_shardings(state, AbstractMesh(mesh, MESH_AXES)))
+    leaves = zip(jax.tree.leaves(state), shardings, strict=True)
+    return float(sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in leaves))
+
+
+class _Memory:
     """Estimates the memory of a device in each part of a run, in bytes."""
 
-    def __init__(self, run: Run, devices: Devices, mesh: Mesh, sizes: _Sizes) -> None:
+    def __init__(self, run: Run, devices: Devices, shapes: _Shapes) -> None:
+        assert devices.memory is not None
+        mesh = mesh_sizes(run)
+        text = shapes.config.text
         self.run = run
         self.devices = devices
-        assert devices.memory is not None
+        self.shapes = shapes
         self.usable = USABLE * devices.memory
-        self.mesh = mesh
         self.row_devices = mesh[0] * mesh[1]
-        self.sizes = sizes
-        self.engine_devices = sampler_devices(
-            (sizes.text, sizes.base), devices.count // devices.hosts
-        )
-        self.weights = _sharded_bytes(sizes.trained, mesh)
-        self.frozen = _sharded_bytes(sizes.base, mesh) + sizes.tower
+        self.pieces = row_pieces(text, mesh[1], mesh[2])
+        self.weights = _sharded_bytes(shapes.trained, mesh)
+        self.frozen = _sharded_bytes(shapes.base, mesh) + shapes.tower
+        of_host = (shapes.text, shapes.base), devices.count // devices.hosts
+        self.engine_devices = sampler_devices(*of_host)
         if run.plays_episodes and mesh != (1, 1, self.engine_devices):
             # Sharded differently, the engine has a base of its own.
-            self.frozen += total_bytes(sizes.base) / self.engine_devices
+            self.frozen += total_bytes(shapes.base) / self.engine_devices
+        # Keys and values of a token, sharded by head.
+        numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+        self.token = numbers * shapes.itemsize / self.engine_devices
+        self.engine_weights = _numbers(shapes.text) * shapes.itemsize / self.engine_devices
 
-    # --- updates ---
+    @functools.cached_property
+    def cold_start_state(self) -> float:
+        return self._state(self.run.sft)
 
-    def choose_cold_start(self) -> tuple[Remat, int, float]:
-        """The first policy and the fewest micro-batches with which an update fits, and its bytes.
+    @functools.cached_property
+    def rl_state(self) -> float:
+        return self._state(self.run.rl)
 
-        Fewer micro-batches gather the weights less often.
-        """
-        sft = self.run.sft
-        assert sft is not None
-        most = sft.shape.fitted(sft.rows, self.row_devices).microbatches
-        numbers = [sft.microbatches] if sft.microbatches else list(range(1, most + 1))
-        policies: tuple[Remat, ...] = POLICIES if sft.remat == "auto" else (sft.remat,)
-        needed = math.inf
-        for policy, number in itertools.product(policies, numbers):
-            needed = self._cold_start(policy, number)
-            if needed <= self.usable:
-                return policy, number, needed
-        raise _TooLarge("the cold start", needed)
+    def _state(self, phase: Any) -> float:
+        """Trained weights, their moments, and frozen weights. Moments are sharded like weights."""
+        if phase is None:
+            return self.weights + self.frozen
+        optimizer = make_optimizer(phase.optimizer)
+        moments = total_bytes(jax.eval_shape(optimizer.init, self.shapes.trained))
+        share = self.weights / total_bytes(self.shapes.trained)
+        return self.weights + moments * share + self.frozen
 
-    def choose_rl(self) -> tuple[Remat, int, float]:
-        """The first policy with which a micro-batch holds a whole group, and the largest such one.
-
-        If there is none, micro-batches get smaller, down to a trajectory for each row.
-
-        Returns:
-            The policy, the bound on the tokens of a micro-batch, and the bytes that it needs.
-        """
-        rl = self.run.rl
-        assert rl is not None
-        on_device: tuple[Remat, ...] = POLICIES[:-1] if rl.remat == "auto" else (rl.remat,)
-        whole, smaller = self._microbatch_tokens()
-        if rl.microbatch_tokens:
-            whole, smaller = [rl.microbatch_tokens], []
-        choices = [
-            *itertools.product(on_device, whole),
-            *itertools.product(on_device, smaller),
-            # Copies to the host take time, so they are tried last.
-            *itertools.product(POLICIES[-1:] if rl.remat == "auto" else (), [*whole, *smaller]),
-        ]
-        needed = math.inf
-        for policy, bound in choices:
-            needed = self._rl(policy, bound)
-            if needed <= self.usable:
-                return policy, bound, needed
-        raise _TooLarge("PARA-GRPO", needed)
-
-    def _microbatch_tokens(self) -> tuple[list[int], list[int]]:
-        """Bounds on the tokens of a micro-batch: for whole groups at their longest, and for less.
-
-        The last one gives every row just the longest trajectory.
-        """
-        shape = self.run.rl_shape
-        longest = shape.limits
-        group = longest.prompt + shape.rollouts * longest.response
-        # Rows are multiples of this: rounded down, whole groups would have no room.
-        unit = self.row_devices // self._pieces() * self._pieces() * ALIGNMENT
-        whole = [-(-groups * group // unit) * unit for groups in range(shape.groups, 0, -1)]
-        smaller = [whole[-1]]
-        while smaller[-1] > self.row_devices // self._pieces() * shape.trajectory:
-            smaller.append(smaller[-1] // 2)
-        return whole, smaller[1:]
-
-    def _pieces(self) -> int:
-        return row_pieces(self.sizes.config.text, self.mesh[1], self.mesh[2])
-
-    def _rl(self, policy: Remat, bound: int) -> float:
-        shape = self.run.rl_shape
-        replicas = self.mesh[0]
-        # Every replica has the visual vectors of the whole step.
-        visual = shape.slots(self.devices.hosts, self.row_devices) * replicas
-        frames = shape.frames(self.devices.hosts, self.row_devices)
-        if self.run.train_vision == "none":
-            frames *= replicas
-            cached = self._cached(visual, frames)
-        else:
-            cached = self._cached(visual / replicas, frames)
-        vectors = cached + self._differentiated_vectors(visual)
-        largest = shape.microbatches(bound, self.row_devices, self._pieces())[0]
-        activations = self._activations(policy, largest.places / self.row_devices)
-        # The sum over micro-batches, and the gradient of one of them.
-        return self._state("rl") + 2 * self.weights + vectors + activations
-
-    def _cold_start(self, policy: Remat, parts: int) -> float:
+    def cold_start(self, policy: Remat, parts: int) -> float:
+        """Return what an update of the cold start needs in `parts` micro-batches."""
         assert self.run.sft is not None
         shape = self.run.sft.shape.fitted(parts, self.row_devices)
         rows = shape.rows / self.row_devices
@@ -442,63 +460,69 @@ class _Estimate:
         # Every replica has the visual vectors of the batch, and of the next one. What the tower
         # computes for the one after it is spread over all devices.
         visual, frames = rows * shape.visual, rows * shape.visual / self.run.smallest_frame
-        replicas = self.mesh[0] if self.run.train_vision == "none" else 1
+        replicas = self.run.mesh.data if self.run.train_vision == "none" else 1
         vectors = (2 * replicas + 1) * self._cached(visual, frames)
-        vectors += self._differentiated_vectors(visual * self.mesh[0])
+        vectors += self._differentiated_vectors(visual * self.run.mesh.data)
         activations = self._activations(policy, rows * shape.tokens / parts)
-        return self._state("sft") + gradients + vectors + activations
+        return self.cold_start_state + gradients + vectors + activations
 
-    def _state(self, phase: str) -> float:
-        """Trained weights, their moments, and frozen weights. Moments are sharded like weights."""
-        optimizer = make_optimizer(getattr(self.run, phase).optimizer)
-        moments = total_bytes(jax.eval_shape(optimizer.init, self.sizes.trained))
-        share = self.weights / total_bytes(self.sizes.trained)
-        return self.weights + moments * share + self.frozen
+    def rl(self, policy: Remat, bound: int) -> float:
+        """Return what an update of RL needs with at most `bound` tokens in a micro-batch."""
+        shape = self.run.rl_shape
+        # Every replica has the visual vectors of the whole step.
+        replicas = self.run.mesh.data
+        visual = shape.slots(self.devices.hosts, self.row_devices)
+        frames = shape.frames(self.devices.hosts, self.row_devices)
+        copies = replicas if self.run.train_vision == "none" else 1
+        vectors = copies * self._cached(visual, frames)
+        vectors += self._differentiated_vectors(visual * replicas)
+        largest = shape.microbatches(bound, self.row_devices, self.pieces)[0]
+        activations = self._activations(policy, largest.places / self.row_devices)
+        # The sum over micro-batches, and the gradient of one of them.
+        return self.rl_state + 2 * self.weights + vectors + activations
 
     def _cached(self, visual: float, frames: float) -> float:
         """What is cached of frames for an update; see `models.trained`."""
-        numbers = math.prod(cached_shape(self.sizes.config.vision, self.run.train_vision))
-        if self.run.train_vision == "tower":
-            visual = frames * self.run.largest_frame
-        return visual * numbers * self.sizes.itemsize
+        part = self.run.train_vision
+        slots = frames * self.run.largest_frame if part == "tower" else visual
+        numbers = math.prod(cached_shape(self.shapes.config.vision, part))
+        return slots * numbers * self.shapes.itemsize
 
     def _differentiated_vectors(self, visual: float) -> float:
         """If they are differentiated: visual vectors, their gradient, and the sum of gradients."""
         if self.run.train_vision == "none":
             return 0.0
-        return self._vectors(visual) * (2 + 4 / self.sizes.itemsize)
+        return self._vectors(visual) * (2 + 4 / self.shapes.itemsize)
 
     def _vectors(self, visual: float) -> float:
         """Visual vectors, one of each level per visual token, in the type of the activations."""
-        config = self.sizes.config
-        levels = 1 + config.vision.levels
-        return visual * levels * config.text.hidden_size * self.sizes.itemsize
+        levels = 1 + self.shapes.config.vision.levels
+        return visual * levels * self.shapes.config.text.hidden_size * self.shapes.itemsize
 
     def _activations(self, policy: Remat, tokens: float) -> float:
         """What layers keep for the backward pass, and the temporaries of a layer and the head."""
-        text = self.sizes.config.text
+        text, tensor = self.shapes.config.text, self.run.mesh.tensor
         kept = text.num_hidden_layers * _kept(text, policy)
         attention = text.num_attention_heads * text.head_dim
         computed = 6 * text.mlp_width + 2 * text.dispatched + 5 * max(text.hidden_size, attention)
         heads = 2 * (text.num_attention_heads + text.num_key_value_heads) * text.head_dim
         layer = text.hidden_size * heads + text.mlp_weights
         # The weights of a layer are gathered for forward and backward pass, with their gradients.
-        gathered = 3 * layer / self.mesh[2]
+        gathered = 3 * layer / tensor
         scores = 0.0
         if not self.devices.tpu:
             # Scores of a chunk of queries and their gradients, in float32.
-            scores = 4 * QUERY_CHUNK * text.num_attention_heads / self.mesh[2] * tokens * 4
-        decoder = self.sizes.itemsize * (tokens * (kept + computed) + gathered) + scores
+            scores = 4 * QUERY_CHUNK * text.num_attention_heads / tensor * tokens * 4
+        decoder = self.shapes.itemsize * (tokens * (kept + computed) + gathered) + scores
         return max(decoder, self._vision_backward())
 
     def _vision_backward(self) -> float:
         """The backward pass of the trained part of the tower, for one piece of a batch."""
-        part = self.run.train_vision
+        part, vision = self.run.train_vision, self.shapes.config.vision
         if part == "none":
             return 0.0
-        vision = self.sizes.config.vision
         # Every device has all of its weights, and their gradient.
-        count = _numbers(self.sizes.trained) - _numbers(self.sizes.text)
+        count = _numbers(self.shapes.trained) - _numbers(self.shapes.text)
         joined = vision.spatial_merge_size**2 * vision.hidden_size
         numbers = (1 + vision.levels) * (4 * joined + 2 * vision.out_hidden_size)
         if part == "tower":
@@ -506,115 +530,35 @@ class _Estimate:
             computed = 8 * vision.hidden_size + 3 * vision.intermediate_size
             per_patch = (vision.depth + vision.levels) * vision.hidden_size + computed
             numbers += vision.spatial_merge_size**2 * per_patch
-        return 2 * 4 * count + CHUNK_TOKENS * numbers * self.sizes.itemsize
+        return 2 * 4 * count + CHUNK_TOKENS * numbers * self.shapes.itemsize
 
-    # --- rollouts ---
-
-    def choose_engine(self) -> tuple[int, int, float]:
-        """Slots, tokens of the cache, and the bytes that rollouts need.
-
-        The cache holds all rollouts that a host plays at once, at their longest. The slots are the
-        most with which that fits. If it never does, the cache holds what fits beside the fewest.
-        """
-        run = self.run
-        token = self._token_bytes()
-        numbers = [run.engine.slots] if run.engine.slots else self._slots()
-        for slots in numbers:
-            engine = self._engine(slots)
-            tokens = run.engine.cache_tokens or self._cache_for_all(engine)
-            needed = self._rollouts_without_cache(engine) + tokens * token
-            if needed <= self.usable:
-                return slots, tokens, needed
-        engine = self._engine(numbers[-1])
-        fixed = self._rollouts_without_cache(engine)
-        room = int((self.usable - fixed) / token) // engine.page * engine.page
-        tokens = run.engine.cache_tokens or max(room, engine.pages * engine.page)
-        if fixed + tokens * token > self.usable:
-            raise _TooLarge("rollouts", fixed + tokens * token)
-        return numbers[-1], tokens, fixed + tokens * token
-
-    def _slots(self) -> Sequence[int]:
-        """Room for a host's rollouts and as many sub-agents, up to `MOST_SLOTS`, then less."""
-        rl = self.run.rl
-        if rl is None:
-            return [MOST_SLOTS]
-        group = rl.grpo.group_size
-        most = min(MOST_SLOTS, 2 * self._prompts() * group)
-        # Decoding on pages, fewer slots would save hardly any memory.
-        halvings = 0 if self._paged else int(math.log2(most / group))
-        return [most // 2**n for n in range(halvings + 1)]
-
-    def _prompts(self) -> int:
-        """Groups of rollouts in flight on a host."""
-        assert self.run.rl is not None
-        groups = capacity(self.run.rl.prompts, self.run.rl.max_staleness)
-        return math.ceil(groups / self.devices.hosts)
-
-    @property
-    def _paged(self) -> bool:
-        """Whether the engine decodes on pages, without copies of them."""
-        return self.devices.tpu
-
-    def _engine(self, slots: int) -> EngineSizes:
-        """Sizes of an engine whose cache, if it is open, holds a single rollout at its longest."""
+    def engine(self, slots: int) -> EngineSizes:
+        """Return the sizes of an engine with as many slots."""
         return change(self.run, self.run.name, {"engine.slots": slots}).engine_sizes
 
-    def _cache_for_all(self, engine: EngineSizes) -> int:
-        """Tokens of all rollouts that a host plays at once, at their longest."""
-        longest = engine.row_lengths[-1]
-        if self.run.rl is None:
-            return engine.slots * longest
-        shape = self.run.rl_shape
-        rollouts = min(self._prompts() * shape.rollouts, engine.slots)
-        # A group shares the pages of its prompt, but for a partly filled last one.
-        pages = self._prompts() * page_count(shape.limits.prompt, engine.page)
-        pages += rollouts * (page_count(shape.limits.response, engine.page) + 1)
-        return max(pages * engine.page, longest)
-
-    def _token_bytes(self) -> float:
-        """Keys and values of a token, sharded by head."""
-        text = self.sizes.config.text
-        numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
-        return numbers * self.sizes.itemsize / self.engine_devices
-
-    def _rollouts_without_cache(self, engine: EngineSizes) -> float:
+    def rollouts(self, slots: int, cache_tokens: int) -> float:
+        """Return what the engine needs besides the state of RL."""
+        engine, config, token = self.engine(slots), self.shapes.config, self.token
         lengths = itertools.product(engine.prefill_lengths, (0, *engine.row_lengths))
-        calls = [self._prefill(engine, length, before) for length, before in lengths]
-        config, token = self.sizes.config, self._token_bytes()
         copies = 0.0
-        if not self._paged:
-            widths = engine.row_lengths
-            calls += [decode_bytes(config, engine, token, w, False) for w in widths]
+        if self.devices.tpu:
+            # Decoding works on the pages themselves.
+            calls = [self._prefill(engine, length, before) for length, before in lengths]
+        else:
+            item = self.shapes.itemsize
+            calls = [prefill_bytes(config, engine, item, token, *each) for each in lengths]
+            calls += [decode_bytes(config, engine, token, w, False) for w in engine.row_lengths]
             # Copies of shared prompts, one per group of rows and length.
             copies = engine.slots // engine.rows_per_prefix * sum(engine.prefix_lengths) * token
             # Copies of the layers' weights.
-            states = (self.sizes.text, self.sizes.base)
+            states = (self.shapes.text, self.shapes.base)
             layers = sum(_numbers(state["layers"]) for state in states if "layers" in state)
-            copies += layers * self.sizes.itemsize / self.engine_devices
-        state = self._state("rl") if self.run.rl is not None else self.weights + self.frozen
-        return state + self._engine_weights() + max(calls) + copies
-
-    def _engine_weights(self) -> float:
-        """Bytes of the trained weights in the type of the activations."""
-        return _numbers(self.sizes.text) * self.sizes.itemsize / self.engine_devices
-
-    def weight_sync(self) -> float:
-        """Bytes while the engine receives new weights, of which there are two copies meanwhile.
-
-        The batch of RL is still there.
-        """
-        if self.run.rl is None:
-            return self.weights + self.frozen + 2 * self._engine_weights()
-        slots = self.run.rl_shape.slots(self.devices.hosts, self.row_devices)
-        return self._state("rl") + 2 * self._engine_weights() + self._vectors(slots * self.mesh[0])
+            copies += layers * item / self.engine_devices
+        return self.rl_state + self.engine_weights + max(calls) + copies + cache_tokens * token
 
     def _prefill(self, engine: EngineSizes, length: int, before: int) -> float:
-        """A call of prefill: the visual vectors, and what the program computes."""
-        text, itemsize = self.sizes.config.text, self.sizes.itemsize
-        token = self._token_bytes()
-        if not self.devices.tpu:
-            config = self.sizes.config
-            return prefill_bytes(config, engine, itemsize, token, length, before)
+        """A call of prefill on a TPU: the visual vectors, and what the program computes."""
+        text, itemsize, token = self.shapes.config.text, self.shapes.itemsize, self.token
         rows = engine.prefill_rows(length, before)
         tokens = rows * length
         numbers = 2 * text.hidden_size + text.dispatched + text.mlp_width / self.engine_devices
@@ -623,6 +567,14 @@ class _Estimate:
         read = 2 * rows * before * token / text.num_hidden_layers
         bank = self._vectors(math.ceil(engine.bank_tokens / CHUNK) * CHUNK)
         return bank + tokens * (numbers * itemsize + token) + max(tokens * token, read)
+
+    def weight_sync(self) -> float:
+        """Return what is there while the engine receives new weights: two copies, and the batch."""
+        vectors = 0.0
+        if self.run.rl is not None:
+            slots = self.run.rl_shape.slots(self.devices.hosts, self.row_devices)
+            vectors = self._vectors(slots * self.run.mesh.data)
+        return self.rl_state + 2 * self.engine_weights + vectors
 
 
 def _kept(text: TextConfig, policy: Remat) -> int:

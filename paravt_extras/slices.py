@@ -11,7 +11,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,8 +22,7 @@ from paravt_jax.processes import hosts
 INSTALL = "pip install -e '.[tpu]'"
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
+class Chip(NamedTuple):
     """Peak rates of one chip, and how JAX sees it."""
 
     flops: float
@@ -37,29 +36,22 @@ class Chip:
 
     A little less than the chip has.
     """
-    coordinates: int
-    """Number of sides in the name of a slice: 3 for v5p:2x2x4."""
+    kinds: tuple[str, ...]
+    """Names that JAX gives to its devices."""
+    slices: tuple[str, ...]
+    """Shapes of its slices, from small to large."""
 
 
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8")
 # Peak rates as documented in docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}.
 CHIPS = {
-    "v4": Chip(275e12, 1200e9, 2, 15.25 * 2**30, 3),
-    "v5e": Chip(197e12, 819e9, 1, 15.75 * 2**30, 2),
-    "v5p": Chip(459e12, 2765e9, 1, 95.73 * 2**30, 3),
-    "v6e": Chip(918e12, 1638e9, 1, 31.24 * 2**30, 2),
+    "v4": Chip(275e12, 1200e9, 2, 15.25 * 2**30, ("TPU v4",), _CUBES),
+    "v5e": Chip(197e12, 819e9, 1, 15.75 * 2**30, ("TPU v5 lite", "TPU v5e"), _FLAT),
+    "v5p": Chip(459e12, 2765e9, 1, 95.73 * 2**30, ("TPU v5", "TPU v5p"), _CUBES),
+    "v6e": Chip(918e12, 1638e9, 1, 31.24 * 2**30, ("TPU v6 lite", "TPU v6e"), _FLAT),
 }
 HOST_CHIPS = 4
-# Names that JAX gives to the devices of a generation.
-_KINDS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-}
-_MOST_CHIPS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,27 +90,12 @@ class Topology:
     def __post_init__(self):
         generation, _, shape = self.slice_name.partition(":")
         count = self.name.removesuffix(self.slice_name)
-        if count and not re.fullmatch(r"[2-9]\*|[1-9]\d+\*", count):
+        shapes = CHIPS[generation].slices if generation in CHIPS else ()
+        if shape not in shapes or not re.fullmatch(r"([1-9]\d*\*)?", count):
+            known = ", ".join(shapes) or f"one of {', '.join(CHIPS)}, as in v5e:4x4 (v5litepod-16)"
             raise ValueError(
-                f"topology = {self.name!r}: {count!r} is not a number of slices; give one such as "
-                "2*v5e:4x4 (two slices)"
-            )
-        if generation not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", shape):
-            raise ValueError(
-                f"topology = {self.name!r}: not GENERATION:SHAPE with one of {', '.join(CHIPS)}; "
-                "give one such as v5e:1x1 (one chip), v5e:4x4 (v5litepod-16) or v5p:4x4x4"
-            )
-        if len(self.sides) != self.chip.coordinates:
-            example = "x".join("4" * self.chip.coordinates)
-            raise ValueError(
-                f"topology = {self.name!r}: a slice of {generation} has {self.chip.coordinates} "
-                f"sides; give one such as {generation}:{example}"
-            )
-        chips = math.prod(self.sides)
-        if chips % HOST_CHIPS and not self.single:
-            raise ValueError(
-                f"topology = {self.name!r}: slices of {chips} chips; a host has {HOST_CHIPS}, give "
-                "a multiple of that, or a single chip of v5e or v6e"
+                f"topology = {self.name!r}: not a slice GENERATION:SHAPE, nor several such as "
+                f"2*v5e:4x4; give {generation if shapes else 'GENERATION'} with {known}"
             )
 
     @property
@@ -135,27 +112,14 @@ class Topology:
         return int(self.name.rpartition("*")[0] or 1)
 
     @property
-    def sides(self) -> tuple[int, ...]:
-        return tuple(int(side) for side in self.slice_name.partition(":")[2].split("x"))
-
-    @property
     def chips(self) -> int:
         """Number of chips of all slices."""
-        return self.slices * math.prod(self.sides)
-
-    @property
-    def single(self) -> bool:
-        """Whether the slice is a single chip, which exists for generations of two coordinates."""
-        return self.chips == 1 and self.chip.coordinates == 2
+        return self.slices * math.prod(map(int, self.slice_name.partition(":")[2].split("x")))
 
     @property
     def devices(self) -> int:
         """Number of JAX devices. A v4 chip is two of them."""
         return self.chips * self.chip.devices
-
-    @property
-    def hosts(self) -> int:
-        return max(1, self.chips // HOST_CHIPS)
 
     @property
     def host(self) -> Topology:
@@ -164,15 +128,15 @@ class Topology:
         Programs of a single host are compiled for it, because the compiler requires a program to
         use all devices of a slice.
         """
-        if self.single:
+        if self.chips < HOST_CHIPS:
             return self
-        generation = self.slice_name.partition(":")[0]
-        sides = ("2", "2", "1")[: self.chip.coordinates]
-        return Topology(f"{generation}:{'x'.join(sides)}")
+        shape = "2x2" if self.chip.slices == _FLAT else "2x2x1"
+        return Topology(f"{self.slice_name.partition(':')[0]}:{shape}")
 
     @property
     def available(self) -> Devices:
-        return Devices(self.name, self.devices, self.hosts, self.chip.hbm, "tpu", self.slices)
+        hosts = max(1, self.chips // HOST_CHIPS)
+        return Devices(self.name, self.devices, hosts, self.chip.hbm, "tpu", self.slices)
 
     def make_devices(self) -> list[Any]:
         """Devices to compile for, ordered by host.
@@ -189,7 +153,7 @@ class Topology:
 
         # By default a host has 2 x 2 chips.
         options: dict[str, Any] = {}
-        if self.single:
+        if self.slice_name.endswith(":1x1"):
             options["chips_per_host_bounds"] = (1, 1, 1)
         if self.slices > 1:
             options["num_slices"] = self.slices
@@ -216,30 +180,15 @@ def found_devices() -> Devices:
     return Devices(name, count, jax.process_count(), memory, own.platform, slices)
 
 
-def generation_of(device: Any) -> str | None:
-    """The generation of a TPU, a key of `CHIPS`; None for other devices."""
-    return _KINDS.get(device.device_kind)
-
-
 def device_memory(device: Any) -> float | None:
     """Bytes that programs may use on a device; None if JAX does not report it for its kind."""
-    generation = generation_of(device)
-    if generation is not None:
-        return CHIPS[generation].hbm
+    for chip in CHIPS.values():
+        if device.device_kind in chip.kinds:
+            return chip.hbm
     return reported_memory(device)
 
 
 def known_slices() -> Iterator[Topology]:
     """All slices of every generation, from small to large."""
     for generation, chip in CHIPS.items():
-        if chip.coordinates == 2:
-            yield Topology(f"{generation}:1x1")
-        sides = [2] * chip.coordinates
-        if chip.coordinates == 3:
-            sides[-1] = 1
-        while math.prod(sides) <= _MOST_CHIPS:
-            yield Topology(f"{generation}:{'x'.join(map(str, sides))}")
-            # The next slice has twice the chips: the last of the shortest sides doubles.
-            shortest = min(sides)
-            last = max(n for n, side in enumerate(sides) if side == shortest)
-            sides[last] *= 2
+        yield from (Topology(f"{generation}:{shape}") for shape in chip.slices)

@@ -25,11 +25,12 @@ from models.model import abstract_model
 from models.qwen3_vl.dialect import DIALECT
 from models.sharding import make_mesh, param_shardings
 from paravt_extras.fit import GIB, fit
-from paravt_extras.plan.abstract import (
-    Abstract,
-    AbstractStep,
-    abstract_rl_step,
-    abstract_sft_step,
+from paravt_extras.plan import (
+    PlannedModel,
+    PlannedStep,
+    reference_lowerings,
+    rl_step,
+    sft_step,
 )
 from paravt_extras.slices import Topology
 from paravt_jax.method import tokenizer
@@ -350,20 +351,21 @@ def shapes_of(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
-def results_of(traced: Abstract) -> Any:
-    return jax.eval_shape(traced.program.jitted, *traced.all_arguments)
+def results_of(lowering: Any) -> Any:
+    program = lowering.func.__self__
+    return jax.eval_shape(program.jitted, *program.first, *lowering.args, **lowering.keywords)
 
 
-def check_update(step: AbstractStep) -> None:
+def check_update(step: PlannedStep) -> None:
     """Gradients are float32 and add up; the new state has every weight and moment as before."""
-    gradients, optimizer = step.gradients(), step.optimizer()
-    weights, total, *_ = gradients.arguments
-    after, metrics = results_of(gradients)
+    add, *_, apply = step.lowerings
+    weights, total, *_ = add.args
+    after, metrics = results_of(add)
     assert total is None or shapes_of(after) == shapes_of(total), "gradients add up"
     assert shapes_of(after) == [(shape, jnp.dtype("float32")) for shape, _ in shapes_of(weights)]
     assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
-    state, _ = optimizer.arguments
-    after, norm = results_of(optimizer)
+    state, _ = apply.args
+    after, norm = results_of(apply)
     assert shapes_of(after) == shapes_of(state) and shapes_of(state.weights) == shapes_of(weights)
     assert norm.shape == ()
 
@@ -398,9 +400,10 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     run = fit(RECIPES[name](), Topology(slice_of(name)).available).run
     settings = run.rl
     assert settings is not None
-    step = abstract_rl_step(run, make_mesh())
+    planned = PlannedModel.of(run, make_mesh())
+    step = rl_step(planned)
     check_update(step)
-    rows = results_of(step.reference(run))
+    rows = results_of(next(reference_lowerings(planned, step)))
     shape, engine = run.rl_shape, run.engine_sizes
     assert rows.shape == (7 * 8, shape.suffix), "log-probs by rollout, without padding rows"
     longest = shape.limits
@@ -420,7 +423,7 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
 def test_a_cold_start_step_of_a_large_recipe_fits_itself(name):
     run = fit(RECIPES[name](), Topology(slice_of(name)).available).run
     assert run.model.dtype == "bfloat16"
-    check_update(abstract_sft_step(run, make_mesh()))
+    check_update(sft_step(PlannedModel.of(run, make_mesh())))
 
 
 @pytest.mark.parametrize(
@@ -446,8 +449,8 @@ def test_a_recipe_with_adapters_takes_the_drawn_scenes(name):
 @pytest.mark.slow
 def test_the_steps_of_the_smallest_recipe_with_adapters_fit_themselves():
     run = fit(RECIPES["paravt_2b_lora"](), Topology("v5e:1x1").available).run
-    check_update(abstract_sft_step(run, make_mesh()))
-    check_update(abstract_rl_step(run, make_mesh()))
+    check_update(sft_step(PlannedModel.of(run, make_mesh())))
+    check_update(rl_step(PlannedModel.of(run, make_mesh())))
 
 
 @pytest.mark.parametrize("size", ["8b", "tiny"])

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 EQUIVALENTS = {
     "run": ("train.run", []),
     "check": ("train.run", ["--check"]),
-    "plan": ("paravt_extras.plan.__main__", []),
+    "plan": ("paravt_extras.plan", []),
     "prepare": ("train.prepare", []),
     "scenes": ("paravt_extras.scenes.__main__", []),
     "download": ("paravt_extras.download", []),

@@ -13,69 +13,54 @@ import jax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-import paravt_extras.plan.programs
 from configs import RECIPES
 from models import attention
 from models.attention import paged
 from paravt_extras.fit import GIB, fit
-from paravt_extras.plan.programs import Plan, program_names
+from paravt_extras.plan import Program, programs
 from paravt_extras.slices import Devices
-from rollout.engine.programs import Programs
 
 # 90 % of what a GPU of 24 GB has.
 SMALL_GPU = Devices("1 x L4", 1, 1, 20.2 * GIB, "gpu")
 
 
 @pytest.fixture
-def plan(monkeypatch) -> Plan:
+def plan(monkeypatch) -> list[Program]:
     for module in (attention, paged):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     # JAX asks the installed library for its version.
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91002)
-    # Away from TPUs, the engine copies pages to dense arrays before it decodes.
-    monkeypatch.setattr(
-        paravt_extras.plan.programs,
-        "Programs",
-        lambda model, page, paged: Programs(model, page, False),
-    )
     run = fit(RECIPES["paravt_2b_lora"](), SMALL_GPU).run
     devices = jax.devices()[:1]
-    return Plan(run, devices, devices, (1, 1, 1))
+    return programs(run, devices, devices)
 
 
-def kernels(plan: Plan, name: str) -> dict[str, int]:
-    """How often a program calls each kernel of cuDNN and of `triton`, per layer of its scans."""
-    program = plan.program(name)
+def kernels(plan: list[Program], name: str) -> dict[str, int]:
+    """How often the last program with this name calls each kernel, per layer of its scans.
+
+    The kernels are those of cuDNN and of `triton`. The last program of a name is the smallest.
+    """
+    found = [program for program in plan if program.name.startswith(name)][-1].lower
+    program = found.func.__self__
     with jax.set_mesh(program.mesh):
-        traced = program.function.trace(*program.arguments, **program.options)
+        traced = program.jitted.trace(*program.first, *found.args, **found.keywords)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return collections.Counter(re.findall(r'(?:__cudnn\$|name = "packed_attention_)(\w+)', text))
 
 
 def test_tower_prefill_and_cold_start_attend_with_cudnn(plan):
-    names = program_names(plan.run)
-    alone, behind = (
-        [name for name in names if name.startswith("prefill") and ("after" in name) == cached][-1]
-        for cached in (False, True)
-    )
+    # A program that reads more pages than it writes attends to cached tokens.
     assert kernels(plan, "vision") == {"fmhaSoftmax": 1}
-    assert kernels(plan, alone) == {"fmhaScaleBiasSoftmax": 1}
-    assert kernels(plan, behind) == {"fmhaScaleBiasSoftmax": 1}
-    update = kernels(plan, "SFT update")
+    assert kernels(plan, "prefill") == {"fmhaScaleBiasSoftmax": 1}
+    update = kernels(plan, "SFT add_gradients")
     assert update["fmhaScaleBiasSoftmaxBackward"] == 1 and update["fmhaScaleBiasSoftmax"]
 
 
 def test_packed_rows_attend_with_triton_and_decoding_with_xla(plan):
-    # The last name of a family is that of its smallest program.
-    decode, reference, update = (
-        [name for name in program_names(plan.run) if name.startswith(family)][-1]
-        for family in ("decode", "reference", "RL update")
-    )
-    assert kernels(plan, decode) == {}
-    assert kernels(plan, reference) == {"forward": 1}
-    assert kernels(plan, update).keys() == {"forward", "d_queries", "d_keys"}
+    assert kernels(plan, "decode") == {}
+    assert kernels(plan, "RL logprobs") == {"forward": 1}
+    assert kernels(plan, "RL add_gradients").keys() == {"forward", "d_queries", "d_keys"}
 
 
-@pytest.mark.parametrize("name", ["page copy", "bank fill", "RL start", "RL optimizer"])
-def test_the_other_programs_lower(plan, name):
-    assert kernels(plan, name) == {}
+def test_the_optimizer_lowers(plan):
+    assert kernels(plan, "RL apply_gradients") == {}

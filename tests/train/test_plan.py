@@ -1,21 +1,156 @@
-"""The plan compiles a run's programs for TPU, and says whether they fit."""
+"""The plan lowers the programs of a run with shapes alone, and says whether they fit a TPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
+from typing import Any
 
+import jax
 import pytest
 
-from paravt_extras.plan.__main__ import main
-from tests.models.program import FOR_TPU
+from models.sharding import make_mesh
+from paravt_extras.plan import PlannedModel, main, reference_lowerings, rl_step, sft_step
+from tests.models.program import FOR_TPU, run
+from tests.train.steps import road_learner, skeleton_of
+from train.learn.placement import Bank
+from train.learn.rl_settings import RLSettings
+from train.learn.sft import SFTBatches, make_sft_updater
 
-pytestmark = pytest.mark.skipif(
+needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU's compiler: pip install -e '.[tpu]'",
 )
+
+
+def require_same(real: Iterable[Any], planned: Iterable[Any]) -> None:
+    """Require the same programs, with equal shapes, types and shardings."""
+    for one, other in zip(real, planned, strict=True):
+        program, planned_program = one.func.__self__, other.func.__self__
+        name = program.jitted.__name__
+        assert name == planned_program.jitted.__name__
+        arguments = (program.first, one.args), (planned_program.first, other.args)
+        first, second = map(jax.tree.structure, arguments)
+        assert first == second, name
+        for x, y in zip(*map(jax.tree.leaves, arguments), strict=True):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype), name
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim), (name, x.sharding, y.sharding)
+
+
+def require_same_cold_start(road: Any, **axes: int) -> None:
+    """The plan knows no data: it has room for rows of nothing but visual tokens."""
+    mesh = make_mesh(axes.get("data", 1), axes.get("fsdp", 1), axes.get("tensor", 1))
+    settings = road.run.sft
+    batches = SFTBatches(settings, road.data, None, 0, road.environment, mesh)
+    skeleton, weights = skeleton_of(road, **axes), road.fresh(**axes)
+    updater = make_sft_updater(skeleton, weights, settings, batches.shape)
+    step = next(batches)
+    rows = [(step.microbatches[0], step.batch)]
+    real = updater.lowerings(updater.start, step.bank, rows, draw=3)
+    planned = sft_step(PlannedModel.of(road.run, mesh, road.model.config))
+    bank: Any = planned.bank.cached
+    shape = step.bank.cached.shape
+    assert (shape[0], *shape[2:]) == (bank.shape[0], *bank.shape[2:])
+    assert 0 < shape[1] <= bank.shape[1]
+    known = dataclasses.replace(planned, bank=Bank(bank.update(shape=shape)))
+    require_same(real, known.lowerings)
+
+
+def require_same_rl(road: Any, settings: RLSettings, **axes: int) -> None:
+    """Micro-batches of every size, what the loss reads besides, and the reference."""
+    run = dataclasses.replace(road.run, rl=settings)
+    learner = road_learner(road, settings, run.rl_shape, **axes)
+    real = learner.lowerings(learner.start, road.environment.features)
+    planned = PlannedModel.of(run, learner.mesh, road.model.config)
+    step = rl_step(planned)
+    require_same(real, [*step.lowerings, *reference_lowerings(planned, step)])
+
+
+def test_the_plan_has_the_programs_of_a_run(road):
+    require_same_cold_start(road)
+    require_same_rl(road, road.run.rl)
+    changed = dataclasses.replace(road.run.rl, subagents_per_rollout=0.5, updates_per_batch=2)
+    require_same_rl(road, changed)
+
+
+@pytest.mark.slow
+def test_the_plan_has_the_programs_of_a_run_on_eight_devices():
+    printed = run(
+        """
+        import pathlib, tempfile
+        from tests.train import small, test_plan
+        road = small.build_road(pathlib.Path(tempfile.mkdtemp()))
+        for axes in ({"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4}):
+            test_plan.require_same_cold_start(road, **axes)
+            test_plan.require_same_rl(road, road.run.rl, **axes)
+        print("done")
+        """,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    )
+    print(printed)
+
+
+@pytest.mark.slow
+def test_an_update_compiles_for_tpu():
+    """Four layers on eight chips: gradients of one packed row in eight pieces.
+
+    Attention runs in the kernels of packed rows, without whole score matrices. The inputs of layers
+    are offloaded to the host. The sum of the gradients overwrites the one before.
+    """
+    pytest.importorskip("libtpu", reason="the TPU's compiler: pip install -e '.[tpu]'")
+    printed = run(
+        """
+        import collections
+        import dataclasses
+        import re
+        from jax.experimental import topologies
+        from configs import RECIPES
+        from models.qwen3_vl.sizes import qwen3_vl
+        from models.sharding import make_mesh
+        from paravt_extras.plan import PlannedModel, rl_step
+
+        devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+        run, config = RECIPES["paravt_8b"](), qwen3_vl("8b")
+        sizes = dict(num_hidden_layers=4, vocab_size=4096, hidden_size=1024, intermediate_size=2048)
+        sizes |= dict(num_attention_heads=8, num_key_value_heads=4)
+        vision = dataclasses.replace(config.vision, out_hidden_size=1024)
+        text = dataclasses.replace(config.text, **sizes)
+        config = dataclasses.replace(config, vision=vision, text=text)
+        grpo = dataclasses.replace(run.rl.grpo, group_size=4)
+        limits = dataclasses.replace(run.protocol, trajectory_tokens=1024, text_tokens=1756)
+        changes = dict(prompts=3, microbatch_tokens=4096, frame_budgets=(4,), remat="offload")
+        rl = dataclasses.replace(run.rl, grpo=grpo, **changes)
+        run = dataclasses.replace(run, protocol=limits, rl=rl)
+        mesh = make_mesh(1, 8, 1, devices=devices)
+        update = next(rl_step(PlannedModel.of(run, mesh, config)).lowerings)
+        batch = update.args[3]
+        assert batch.pieces == 8 and batch.ids.shape == (8, 512)
+        compiled = update().compile()
+        memory = compiled.memory_analysis()
+        hlo = compiled.as_text()
+        calls = re.findall("%packed_attention_([a-z_]+)[.0-9]* = .*tpu_custom_call", hlo)
+        kernels = collections.Counter(calls)
+        temporary = memory.temp_size_in_bytes
+        host = memory.host_temp_size_in_bytes
+        print(kernels, temporary / 2**20, "MiB, of the host", host / 2**20)
+        # Two loops over layers, with and without visual vectors. Offloading repeats the forward
+        # pass of attention.
+        assert kernels == {"forward": 4, "d_queries": 2, "d_keys": 2}, kernels
+        assert hlo.count('custom_call_target="tpu_custom_call"') == kernels.total()
+        assert "all-to-all" in hlo
+        assert host > 0
+        # A device has one of 8 heads. Its scores in float32 would be 64 MiB.
+        assert temporary < 4 * 4096 * 4096 / 2, temporary
+        assert memory.alias_size_in_bytes > 0.9 * memory.output_size_in_bytes
+        print("done")
+        """,
+        **FOR_TPU,
+    )
+    print(printed)
 
 
 def planned(*arguments: str) -> tuple[int, list[str]]:
@@ -26,18 +161,28 @@ def planned(*arguments: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines() or [done.stderr]
 
 
+@needs_libtpu
 @pytest.mark.slow
 def test_programs_of_the_smallest_recipe_with_adapters_compile_and_fit():
-    code, lines = planned("--config=paravt_2b_lora", "--only", "bank,RL optimizer")
+    code, lines = planned("--config=paravt_2b_lora", "--only", "RL apply,RL weight_sync")
     assert code == 0, lines
-    assert lines[-2].startswith("RL optimizer") and lines[-1].startswith("fits: 15.75 GiB")
+    assert lines[-2].endswith("RL weight_sync") and lines[-1].startswith("fits: 15.75 GiB")
 
 
+@needs_libtpu
 @pytest.mark.slow
 def test_a_program_that_is_too_large_is_a_result():
     sizes = ("--sft.remat=none", "--sft.microbatches=1")
-    code, lines = planned("--config=sft_2b_lora", "--only", "SFT update", *sizes)
+    code, lines = planned("--config=sft_2b_lora", "--only", "SFT add_gradients", *sizes)
     assert code != 0 and "does not fit" in lines[-1] or "too small" in lines[-1]
+
+
+@needs_libtpu
+def test_an_unknown_program_is_one_line_with_all_names():
+    code, lines = planned("--config=paravt_2b_lora", "--only", "nothing")
+    assert code == 2
+    (line,) = [line for line in lines[0].splitlines() if line.startswith("error")]
+    assert "--only nothing" in line and "RL add_gradients" in line
 
 
 @pytest.mark.parametrize(
@@ -45,7 +190,6 @@ def test_a_program_that_is_too_large_is_a_result():
     [
         ([], "topology = ''"),
         (["--topology=v5e:3"], "v5e:3"),
-        (["--topology=v5e:4x4", "--only", "nothing"], "--only nothing: unknown"),
         (["--topology=v5e:4x4", "--mesh.fsdp", "8", "--mesh.tensor", "1"], "mesh: "),
     ],
 )

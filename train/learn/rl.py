@@ -37,6 +37,7 @@ from train.learn.update import (
     MicrobatchMetrics,
     TrainState,
     Updater,
+    init_state,
     like,
     make_logprobs,
     score_rollouts,
@@ -144,7 +145,8 @@ class Learner:
         optimizer = make_optimizer(settings.optimizer)
         devices, processes = row_devices(mesh), jax.process_count()
         visual = VisualRoom(shape.slots(processes, devices), shape.frames(processes, devices))
-        self.updater = Updater(skeleton, weights, optimizer, rl_loss(settings), visual)
+        start = init_state(weights, optimizer)
+        self.updater = Updater(skeleton, start, optimizer, rl_loss(settings), visual)
         self.start = self.updater.start
         pieces = row_pieces(config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
         sizes = shape.microbatches(settings.microbatch_tokens, devices, pieces)

@@ -21,7 +21,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Shaped
 
-from models.config import TextConfig
+from models.config import ModelConfig, TextConfig
 from models.features import FrameFeatures
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOBatch, Totals
@@ -32,6 +32,7 @@ from rollout.agent.episode import Environment, split_prompt
 from train.learn.batch import Group, Microbatch, build, mismatches, prompt_segments
 from train.learn.packing import (
     GroupLengths,
+    MicrobatchShape,
     PackedMicrobatch,
     StepRoom,
     StepShape,
@@ -178,14 +179,20 @@ def lay_out_padding(room: StepRoom, features: FrameFeatures, stale: bool = False
         frames = shape.frames(processes, devices) * (devices // processes)
         grids, slots = ((merge, merge * tokens),) * frames, frames * tokens
     visual = np.zeros((slots, *features.vector), features.dtype)
+    microbatches, batch = empty_step(shape, sizes, features.config, stale)
+    return LaidOut(microbatches, visual, grids, batch, (), Rollouts(()), 0.0, {})
+
+
+def empty_step(
+    shape: StepShape, sizes: Sequence[MicrobatchShape], config: ModelConfig, stale: bool
+) -> tuple[tuple[Microbatch, ...], GRPOBatch]:
+    """Return a micro-batch of every size without rollouts, and what PARA-GRPO reads of none."""
     microbatches = tuple(
-        build(PackedMicrobatch(size, ()), [], features.config, shape.rows, shape.suffix)
-        for size in sizes
+        build(PackedMicrobatch(size, ()), [], config, shape.rows, shape.suffix) for size in sizes
     )
-    nothing = Rollouts(())
-    text = features.config.text
-    batch = _grpo_batch(nothing, [], lambda _: b"", shape, text, 0 if stale else None)
-    return LaidOut(microbatches, visual, grids, batch, (), nothing, 0.0, {})
+    version = 0 if stale else None
+    batch = _grpo_batch(Rollouts(()), [], lambda _: b"", shape, config.text, version)
+    return microbatches, batch
 
 
 def _main_prompts(rollouts: Rollouts, shape: StepShape, processes: int) -> list[_Prompt]:

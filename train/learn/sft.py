@@ -43,7 +43,14 @@ from train.learn.conversation_rows import (
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import GroupLengths
 from train.learn.placement import Bank, BankPlacer, place
-from train.learn.update import Loss, TrainState, Updater, score_rollouts, to_floats
+from train.learn.update import (
+    Loss,
+    TrainState,
+    Updater,
+    init_state,
+    score_rollouts,
+    to_floats,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +163,8 @@ def make_sft_updater(
     optimizer = make_optimizer(settings.optimizer, settings.learning_rate)
     room = shape.room(row_devices(require_mesh(weights)))
     several = shape.microbatches > 1
-    return Updater(skeleton, weights, optimizer, sft_loss(settings), room, accumulates=several)
+    start = init_state(weights, optimizer)
+    return Updater(skeleton, start, optimizer, sft_loss(settings), room, accumulates=several)
 
 
 def sft_step(

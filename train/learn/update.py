@@ -323,7 +323,7 @@ class Updater:
 
     Args:
         skeleton: The model without its trained weights.
-        weights: The trained weights to start from, on a mesh. The first update donates them.
+        start: The state before the first update, on a mesh: arrays, or only their shapes.
         optimizer: Turns gradients into changes of the weights.
         loss: The loss of a micro-batch.
         room: Room for the frames of a step.
@@ -339,21 +339,21 @@ class Updater:
     def __init__(
         self,
         skeleton: Skeleton,
-        weights: Any,
+        start: TrainState,
         optimizer: optax.GradientTransformation,
         loss: Loss,
         room: VisualRoom,
         accumulates: bool = True,
     ):
-        mesh = require_mesh(weights)
+        mesh = require_mesh(start.weights)
         self.mesh = mesh
         self._accumulates = accumulates
-        self.start = init_state(weights, optimizer)
-        self.programs = make_update(skeleton, optimizer, loss, self.start)
+        self.start = start
+        self.programs = make_update(skeleton, optimizer, loss, start)
         self.place_bank = BankPlacer(mesh, room, skeleton.vision)
         self.vision: VisionPrograms | None = None
         if skeleton.vision is not None:
-            processes = jax.process_count()
+            processes = len({device.process_index for device in mesh.devices.flat})
             slots = room.slots * row_devices(mesh) // processes
             self.vision = make_vision_programs(skeleton.vision, mesh, processes, slots)
 

@@ -1,0 +1,436 @@
+"""`python -m paravt_extras.plan --config=NAME --topology=v5p:4x4x4 [--only decode] [--field V]`
+
+Compiles the programs of a run for a TPU slice, on a machine without one, and prints whether they
+fit in memory, and a floor of the time of a call: FLOPs and bytes as the compiler counts them, at
+the peak rates. Kernels are not among them. Nothing is executed.
+
+The programs are those that a run itself compiles ahead (`lowerings`), given the shapes of arrays
+instead of arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from configs import RECIPES
+from models.config import ModelConfig
+from models.features.encoder import tower_mesh, tower_program
+from models.lora import cast
+from models.model import VisionLanguageModel, abstract_model
+from models.sharding import BATCH, Lowering, MeshProgram, make_mesh, param_shardings, row_devices
+from models.trained import Skeleton, TrainedVision, cached_shape, split, split_vision
+from models.vision import encoding_weights, frame_layout
+from paravt_extras.fit import GIB, fit, mesh_sizes
+from paravt_extras.slices import Chip, Topology
+from paravt_jax.command_name import command_name
+from paravt_jax.method import grpo
+from paravt_jax.world.vocabulary import world_vocabulary
+from rollout.engine.runner import ModelRunner
+from train.cli import EXIT_USAGE, parse
+from train.learn.batch import Microbatch, build
+from train.learn.optimizer import make_optimizer
+from train.learn.packing import PackedMicrobatch
+from train.learn.placement import Bank, VisualRoom, bank_sharding, row_pieces, shardings
+from train.learn.rl import rl_loss
+from train.learn.rl_batch import RLBatch, empty_step
+from train.learn.sft import SFTBatch, sft_loss
+from train.learn.update import TrainState, Updater, like, make_logprobs, state_shardings
+from train.learn.weight_sync import host_mesh, make_sync, sampler_devices, stay
+from train.model import model_config
+from train.settings import Run
+
+_OUT_OF_MEMORY = re.compile(r"Ran out of memory|exceeds available HBM", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedModel:
+    """A run's model on the mesh of training, with shapes instead of arrays."""
+
+    run: Run
+    mesh: Mesh
+    config: ModelConfig
+    model: VisionLanguageModel
+    skeleton: Skeleton
+    weights: Any
+    """The trained weights."""
+
+    @staticmethod
+    def of(run: Run, mesh: Mesh, config: ModelConfig | None = None) -> PlannedModel:
+        """Return the model of a run; `config` replaces the sizes of the recipe."""
+        if config is None:
+            config = run.model.config()
+            if run.model.size == "tiny":
+                # Its vocabulary is made from the world's texts, here as in a run.
+                config = model_config(run, world_vocabulary(run.protocol, run.model.dialect))
+        dtype = jnp.dtype(run.model.dtype)
+        model = abstract_model(config, dtype=dtype, param_dtype=run.param_dtype, lora=run.lora)
+        graph, *states = split(model, run.train_vision)
+        weights, frozen = (like(x, param_shardings(x, mesh)) for x in states)
+        vision = TrainedVision.of(model.vision, run.train_vision, run.largest_frame)
+        return PlannedModel(run, mesh, config, model, Skeleton(graph, frozen, vision), weights)
+
+    @property
+    def dtype(self) -> Any:
+        """Type of the activations."""
+        return jnp.dtype(self.run.model.dtype)
+
+    def state(self, optimizer: optax.GradientTransformation) -> TrainState:
+        """Return the state of training before the first update."""
+        moments = jax.eval_shape(optimizer.init, self.weights)
+        step: Any = _shape((), jnp.int32)
+        state = TrainState(self.weights, moments, step)
+        placed = like(state, state_shardings(state))
+        # Not copies of the weights, by which `Program.held` knows them.
+        return dataclasses.replace(placed, weights=self.weights)
+
+    def bank(self, room: VisualRoom) -> Bank:
+        """Return what is cached of a step's frames."""
+        vision, rows = self.skeleton.vision, row_devices(self.mesh)
+        vector, slots, grids = cached_shape(self.config.vision, "none"), room.slots, None
+        sharding = bank_sharding(self.mesh)
+        if vision is not None:
+            vector, sharding = vision.vector, NamedSharding(self.mesh, BATCH)
+            if vision.whole:
+                slots = room.frames * vision.frame_tokens
+                grids = like(_shape((rows, room.frames, 2), jnp.int32), sharding)
+        return Bank(like(_shape((rows, slots, *vector), self.dtype), sharding), grids)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """What the updates of a phase take."""
+
+    updater: Updater
+    bank: Bank
+    parts: Sequence[Microbatch]
+    """An empty micro-batch of every size, the largest first."""
+    batches: Sequence[Any]
+    """What else the losses of the updates read."""
+    draw: int
+    """How many numbers decide what adapters drop."""
+
+    @property
+    def lowerings(self) -> Iterator[Lowering]:
+        """The programs of an update."""
+        rows = list(itertools.product(self.parts, self.batches))
+        return self.updater.lowerings(self.updater.start, self.bank, rows, self.draw)
+
+
+def sft_step(planned: PlannedModel) -> PlannedStep:
+    """Return a step of the cold start. No data are known, so its rows are full of visual tokens."""
+    run, devices = planned.run, row_devices(planned.mesh)
+    assert run.sft is not None, f"{run.name} has no cold start"
+    frames = math.ceil(run.sft.row_tokens / run.smallest_frame)
+    shape = dataclasses.replace(run.sft.shape, frames=frames)
+    shape = shape.fitted(run.sft.microbatches, devices)
+    optimizer = make_optimizer(run.sft.optimizer, run.sft.learning_rate)
+    state, room = planned.state(optimizer), shape.room(devices)
+    several = shape.microbatches > 1
+    updater = Updater(planned.skeleton, state, optimizer, sft_loss(run.sft), room, several)
+    packed = PackedMicrobatch(shape.microbatch, ())
+    part = build(packed, [], planned.config, shape.rows, shape.tokens)
+    # Conversations share no prompts.
+    part = dataclasses.replace(part, starts=None, shared=None)
+    mask: Any = np.zeros((shape.rows, shape.tokens), bool)
+    tokens: Any = np.zeros((), np.float32)
+    batch = SFTBatch(mask, tokens)
+    part, batch = like((part, batch), shardings((part, batch), planned.mesh))
+    return PlannedStep(updater, planned.bank(room), [part], [batch], draw=3)
+
+
+def rl_step(planned: PlannedModel) -> PlannedStep:
+    """Return a step of PARA-GRPO."""
+    run, mesh = planned.run, planned.mesh
+    assert run.rl is not None, f"{run.name} has no RL"
+    shape, devices = run.rl_shape, row_devices(mesh)
+    processes = len({device.process_index for device in mesh.devices.flat})
+    room = VisualRoom(shape.slots(processes, devices), shape.frames(processes, devices))
+    optimizer = make_optimizer(run.rl.optimizer)
+    state = planned.state(optimizer)
+    updater = Updater(planned.skeleton, state, optimizer, rl_loss(run.rl), room)
+    pieces = row_pieces(planned.config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
+    sizes = shape.microbatches(run.rl.microbatch_tokens, devices, pieces)
+    parts, played = empty_step(shape, sizes, planned.config, run.rl.max_staleness > 0)
+    batch = RLBatch(played, played.behaviour, jax.eval_shape(grpo.batch_totals, played))
+    batches = [batch, batch.later(batch.advantages)][: run.rl.updates_per_batch]
+    parts, batches = like((parts, batches), shardings((parts, batches), mesh))
+    return PlannedStep(updater, planned.bank(room), parts, batches, draw=4)
+
+
+def reference_lowerings(planned: PlannedModel, step: PlannedStep) -> Iterator[Lowering]:
+    """Yield the programs of the reference's log-probs, the largest micro-batch first."""
+    assert planned.run.rl is not None
+    program = make_logprobs(planned.skeleton, planned.run.rl.temperature, planned.mesh)
+    text, vision = split_vision(planned.weights)
+    visual = step.updater.abstract_visual(vision, step.bank)
+    for part in step.parts:
+        yield functools.partial(program.lower, _cast(text, planned.dtype), visual, part)
+
+
+class PlannedEngine:
+    """The engine of a host, asleep. It decodes on pages, if the devices are TPUs.
+
+    Args:
+        planned: The model of the run.
+        host: The host's devices.
+    """
+
+    def __init__(self, planned: PlannedModel, host: Sequence[Any]):
+        dtype, frozen = planned.dtype, planned.skeleton.frozen
+        self.text, _ = split_vision(planned.weights)
+        count = sampler_devices((self.text, frozen), len(host))
+        mesh = make_mesh(tensor=count, devices=host)
+        hosts = host_mesh(planned.mesh, count)
+        self.weights, self.base = (
+            like(_cast(x, dtype), param_shardings(x, mesh)) for x in (self.text, frozen)
+        )
+        # Whether training and the engine share the base.
+        self.shares = stay(frozen, hosts, dtype)
+        model = abstract_model(planned.config, dtype=dtype)
+        model.text = nnx.merge(planned.skeleton.graph, self.weights, self.base)
+        sizes = dataclasses.replace(planned.run.engine_sizes, paged=host[0].platform == "tpu")
+        self.lowerings: Any = list(ModelRunner(model, sizes).lowerings((self.weights, self.base)))
+        # Every program has the same pool.
+        self.pool = self.lowerings[0].args[1]
+        sync = MeshProgram(make_sync(self.text, hosts, dtype), planned.mesh)
+        self.sync = functools.partial(sync.lower, self.text)
+
+
+def tower_lowering(planned: PlannedModel, host: Sequence[Any]) -> Any:
+    """Return the vision tower on a batch of the largest frames. Its first argument is weights."""
+    run, vision, mesh = planned.run, planned.config.vision, tower_mesh(host)
+    graph, weights = nnx.split(planned.model.vision)
+    weights = like(encoding_weights(weights, planned.dtype), NamedSharding(mesh, PartitionSpec()))
+    grid = (vision.spatial_merge_size, vision.spatial_merge_size * run.largest_frame)
+    count = run.frames.batch_of(run.largest_frame, mesh.size)
+    patches = _shape((count, math.prod(grid), vision.patch_dim), jnp.float32)
+    patches = like(patches, NamedSharding(mesh, PartitionSpec("data")))
+    program = MeshProgram(tower_program(graph, mesh), mesh)
+    return functools.partial(program.lower, weights, patches, frame_layout(grid, vision))
+
+
+# --- what is on a device, and when ---
+
+
+class Program(NamedTuple):
+    """A program of a run, before it is compiled."""
+
+    name: str
+    lower: Any
+    """`functools.partial` of `MeshProgram.lower`."""
+    residents: Mapping[str, Any]
+    """Arrays that are on the devices meanwhile. Some of them may be arguments."""
+
+    @property
+    def held(self) -> float:
+        """Bytes per device of the residents that are not arguments."""
+        arguments = (self.lower.func.__self__.first, self.lower.args)
+        given = {id(x) for x in jax.tree.leaves(arguments)}
+        residents = jax.tree.leaves(dict(self.residents))
+        return device_bytes([x for x in residents if id(x) not in given])
+
+
+def programs(run: Run, devices: Sequence[Any], host: Sequence[Any]) -> list[Program]:
+    """Return the programs of a run that take long to compile, the cold start's first.
+
+    The engine's weights and pages are on the devices during rollouts only. At other times, the
+    batch is there instead.
+
+    Args:
+        run: The settings.
+        devices: Devices of the slice, ordered by host.
+        host: Devices of one host, which plays its rollouts by itself.
+    """
+    planned = PlannedModel.of(run, make_mesh(*mesh_sizes(run), devices=devices))
+    vision = tower_lowering(planned, host)
+    always = {"weights": planned.weights, "vision tower": vision.args[0]}
+    training = always | {"base": planned.skeleton.frozen}
+    engine = None
+    if run.plays_episodes:
+        engine = PlannedEngine(planned, host)
+        training |= {} if engine.shares else {"engine's base": engine.base}
+    found, moments = [], {}
+    for name, phase, make in (("SFT", run.sft, sft_step), ("RL", run.rl, rl_step)):
+        if phase is None:
+            continue
+        step = make(planned)
+        moments = {"moments": step.updater.start.optimizer}
+        there = training | moments | {"batch": (step.bank, step.parts, step.batches)}
+        lowerings = list(step.lowerings)
+        if phase is run.rl:
+            lowerings += reference_lowerings(planned, step)
+            if engine is not None:
+                lowerings.append(engine.sync)
+        found += [Program(_name(name, lower), lower, there) for lower in lowerings]
+    there = training | moments
+    if engine is not None:
+        there |= {"engine's weights": engine.weights, "engine's base": engine.base}
+        there |= {"KV pool": engine.pool}
+        if engine.shares:
+            del there["base"]
+        found += [Program(_name("", lower), lower, there) for lower in engine.lowerings]
+    return [*found, Program("vision", vision, there)]
+
+
+def _name(phase: str, lowering: Any) -> str:
+    """The name of a program: its phase, its function, and the shapes of its tokens and pages."""
+    words = [phase, lowering.func.__self__.jitted.__name__.strip("_")]
+    for argument in lowering.args:
+        for array in ("ids", "tables"):
+            if hasattr(argument, array):
+                words.append(array + " " + "x".join(map(str, getattr(argument, array).shape)))
+    return " ".join(words).strip()
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _cast(weights: Any, dtype: Any) -> Any:
+    """The weights in another type, with their shardings."""
+    moved = jax.eval_shape(lambda x: cast(x, dtype), weights)
+    return like(moved, jax.tree.map(lambda x: x.sharding, weights))
+
+
+def device_bytes(tree: Any) -> float:
+    """Return the bytes of sharded arrays on one device."""
+    shards = [(x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree)]
+    return float(sum(math.prod(shape) * itemsize for shape, itemsize in shards))
+
+
+# --- the command ---
+
+
+class Compiled(NamedTuple):
+    """The compiler's report about one program. Bytes are per device."""
+
+    name: str
+    error: str
+    """Empty if it compiled."""
+    peak: float = 0.0
+    """Bytes that the program needs, with its arguments."""
+    held: float = 0.0
+    """Bytes of other arrays that stay on the device meanwhile."""
+    floor: float = 0.0
+    """Seconds that a call takes at least."""
+    seconds: float = 0.0
+    """Time to compile."""
+
+
+def compile_program(program: Program, chip: Chip) -> Compiled:
+    """Compile a program. Running out of memory is a result, not an error."""
+    begin = time.monotonic()
+    try:
+        compiled = program.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not _OUT_OF_MEMORY.search(str(error)):
+            raise
+        return Compiled(program.name, str(error).partition("\n")[0][:200])
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    # Donated arguments share memory with outputs, so both sums include it: subtract it once.
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    peak += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    cost = compiled.cost_analysis() or {}
+    rates = (cost.get("flops", 0.0) / chip.flops, cost.get("bytes accessed", 0.0) / chip.hbm_rate)
+    floor = chip.devices * max(rates)
+    return Compiled(program.name, "", peak, program.held, floor, time.monotonic() - begin)
+
+
+def report(compiled: Sequence[Compiled], limit: float) -> str:
+    """Return the plan as a table, one line per program."""
+    lines = [f"{'GiB':>7} {'others':>7} {'total':>7} {'floor s':>9} {'compiled s':>11}  program"]
+    for one in compiled:
+        total = one.peak + one.held
+        figures = f"{one.peak / GIB:7.2f} {one.held / GIB:7.2f} {total / GIB:7.2f}"
+        line = f"{figures} {one.floor:9.4f} {one.seconds:11.0f}  {one.name}"
+        too_large = ": does not fit" if total > limit else ""
+        lines.append(f"{one.name}: {one.error}" if one.error else line + too_large)
+    verdict = "fits" if fits(compiled, limit) else "does not fit"
+    lines.append(f"{verdict}: {limit / GIB:.2f} GiB per device")
+    return "\n".join(lines)
+
+
+def fits(compiled: Sequence[Compiled], limit: float) -> bool:
+    """Return whether all programs compile and fit into `limit` bytes per device."""
+    return all(not one.error and one.peak + one.held <= limit for one in compiled)
+
+
+def chosen(found: Sequence[Program], only: str) -> list[Program]:
+    """Return the programs whose names begin with one of some words; all if there are none.
+
+    Raises:
+        ValueError: No program has such a name.
+    """
+    words = tuple(word.strip() for word in only.split(",") if word.strip()) or ("",)
+    for word in words:
+        if not any(program.name.startswith(word) for program in found):
+            names = ", ".join(program.name for program in found)
+            raise ValueError(f"--only {word}: unknown; give the first words of some of: {names}")
+    return [program for program in found if program.name.startswith(words)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns 0 if the run fits, 1 if not, 2 for a mistake in the arguments."""
+    parser = argparse.ArgumentParser(
+        prog=command_name("python -m paravt_extras.plan"),
+        description=__doc__,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--topology", default="", help="a slice, or several such as 2*v5e:4x4")
+    parser.add_argument("--only", default="", help="comma-separated beginnings of programs' names")
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        # The options of the recipe follow: its parser prints them and exits.
+        print(parser.format_help())
+    options, rest = parser.parse_known_args(argv)
+    run = parse(rest, RECIPES)
+    try:
+        topology = Topology(options.topology)
+        fitted = fit(run, topology.available)
+        if math.prod(mesh_sizes(fitted.run)) != topology.devices:
+            raise ValueError(
+                f"mesh: {mesh_sizes(fitted.run)} (data, fsdp, tensor): the product must equal the "
+                f"{topology.devices} devices of {topology.name}; change --mesh"
+            )
+        # There is no TPU to open: libtpu must not ask the cloud's metadata server for one.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        devices, host = topology.make_devices(), topology.host.make_devices()
+        found = chosen(programs(fitted.run, devices, host), options.only)
+    except (ValueError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    print(f"{run.name} on {topology.name}: {fitted.describe()}")
+    residents = {name: x for program in found for name, x in program.residents.items()}
+    sizes = [f"{name} {device_bytes(x) / GIB:.2f}" for name, x in residents.items()]
+    print(f"stays on a device, GiB: {', '.join(sizes)}")
+    compiled = []
+    for program in found:
+        print(f"compiles {program.name}", file=sys.stderr)
+        compiled.append(compile_program(program, topology.chip))
+    print(report(compiled, topology.chip.hbm))
+    return 0 if fits(compiled, topology.chip.hbm) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
