@@ -155,7 +155,7 @@ def _packages(run: Run) -> list[Finding]:
     wrong = []
     for line in importlib.metadata.requires("paravt-jax") or ():
         requirement = Requirement(line)
-        extra = "tpu" if has_tpu_chips() and "tpu" in line else ""
+        extra = "tpu" if "tpu" in line and has_tpu_chips() else ""
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             version = _version(requirement.name)
             if not requirement.specifier.contains(version or "0", prereleases=True) or not version:
