@@ -22,7 +22,7 @@ class Mutant:
 
 
 _METHOD, _ENGINE = "paravt_jax/method", "rollout/engine"
-_GRPO = ("tests/paravt_jax/test_grpo.py",)
+_GRPO = ("tests/paravt_jax/test_grpo.py", "tests/golden/test_golden_grpo.py")
 _STRUCTURE = ("tests/paravt_jax/test_structure.py",)
 _REWARDS = ("tests/paravt_jax/test_rewards.py",)
 _TEXT = ("tests/paravt_jax/test_world_text.py",)

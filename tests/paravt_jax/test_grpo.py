@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import get_args
 
 import jax
@@ -206,13 +205,6 @@ def test_normalise_against_the_others():
     np.testing.assert_allclose(normed[0], [1 - 4, 2 - 3.5, 6 - 1.5], rtol=1e-6)
 
 
-def test_equal_rewards_in_a_group_count_if_the_mean_is_over_the_batch():
-    rewards = jnp.array([[1.0, 1.0], [3.0, 3.0]])
-    normed = normalise(rewards, jnp.ones((2, 2), bool), Normalisation("batch", "batch"))
-    assert (normed[0] < 0).all()
-    assert (normed[1] > 0).all()
-
-
 def test_a_batch_without_signal_is_not_blown_up():
     """The release makes unit-variance noise of the KL penalty (REFERENCE 4, 13)."""
     batch = make_batch(rewards=np.ones((3, 4)))
@@ -258,13 +250,6 @@ def test_an_update_that_few_groups_decide_is_small(signal, scale):
     if signal:
         spread = np.std(np.asarray(credit)[np.asarray(batch.mask)], ddof=1)
         assert spread == pytest.approx(scale, abs=1e-3)
-
-
-def test_equal_rewards_are_no_signal_without_reward_normalisation_either():
-    settings = dataclasses.replace(SETTINGS, anchor="none", reward_normalisation="none")
-    credit, metrics = advantages(make_batch(rewards=np.full((3, 4), 1.5)), settings)
-    assert metrics["silent_groups"] == 1
-    assert np.abs(credit).max() < 0.1
 
 
 def test_empty_batches_stay_finite():
@@ -420,12 +405,6 @@ def test_arrays_that_disagree_are_refused():
             grpo.advantages(dataclasses.replace(batch, **{name: array}), SETTINGS)
 
 
-@pytest.mark.parametrize("anchor", get_args(Anchor))
-def test_the_sequence_reward_holds_the_anchor_only_where_it_acts_there(anchor):
-    settings = GRPOSettings(anchor=anchor, anchor_weight=0.7)
-    assert settings.sequence_anchor == (0.7 if anchor == "sequence" else 0.0)
-
-
 # --- the loss
 
 
@@ -439,53 +418,6 @@ def test_policy_loss_by_hand():
     loss, metrics = policy_loss(logprobs, advantages, batch, GRPOSettings())
     assert float(loss) == pytest.approx((-1.2 - 0.5 + 2 * 1.5 + 0) / 4, rel=1e-5)
     assert float(metrics["capped_fraction"]) == 0.25
-
-
-@pytest.mark.parametrize("first_update", [True, False])
-def test_trajectories_of_mixed_versions_are_weighted_token_by_token(first_update):
-    """Two policies, versions 3 and 4, drew parts of each trajectory; a slow sum over tokens."""
-    rng = np.random.default_rng(0)
-    rows, length, cap = 4, 12, 2.0
-    by_version = {version: rng.normal(-2.0, 0.7, (rows, length)) for version in (3, 4)}
-    switch = np.array([0, 3, 7, 12])  # the first token of version 4, which may be all or none
-    versions = np.where(np.arange(length) < switch[:, None], 3, 4)
-    behaviour = np.where(versions == 3, by_version[3], by_version[4])
-    proximal = by_version[4]  # the weights at the start of the update of version 4
-    current = proximal if first_update else proximal + rng.normal(0, 0.3, (rows, length))
-    advantages = rng.normal(0, 1, (rows, length))
-    mask = rng.random((rows, length)) < 0.8
-    total, gradient, capped, weights = 0.0, np.zeros((rows, length)), 0, []
-    for row in range(rows):
-        for token in range(length):
-            if not mask[row, token]:
-                continue
-            weight = math.exp(proximal[row, token] - behaviour[row, token])
-            assert versions[row, token] == 3 or weight == 1, "tokens of the current version count 1"
-            if weight > cap:
-                weight = 0.0
-                capped += 1
-            weights.append(weight)
-            advantage = advantages[row, token]
-            ratio = math.exp(current[row, token] - proximal[row, token])
-            clipped = min(max(ratio, 0.8), 1.2)
-            total += weight * max(-advantage * ratio, -advantage * clipped)
-            if -advantage * ratio >= -advantage * clipped:
-                gradient[row, token] = -weight * advantage * ratio
-    settings = dataclasses.replace(GRPOSettings(), behaviour_cap=cap)
-
-    batch = token_batch(behaviour, mask, None if first_update else proximal)
-
-    def loss_of(logprobs):
-        return policy_loss(logprobs, jnp.asarray(advantages), batch, settings)
-
-    (loss, metrics), found = jax.value_and_grad(loss_of, has_aux=True)(jnp.asarray(current))
-    count = mask.sum()
-    assert 0 < capped < (versions[mask] == 3).sum()
-    assert float(loss) == pytest.approx(total / count, rel=1e-5)
-    np.testing.assert_allclose(found, gradient / count, rtol=1e-4, atol=1e-7)
-    assert float(metrics["capped_fraction"]) == pytest.approx(capped / count)
-    assert float(metrics["behaviour_weight"]) == pytest.approx(np.mean(weights), rel=1e-5)
-    assert float(metrics["behaviour_weight_max"]) == pytest.approx(max(weights), rel=1e-5)
 
 
 def test_a_weight_that_equals_the_cap_is_kept():
@@ -533,18 +465,6 @@ def loss_at(ratios, advantages, mask=None, **changes):
 )
 def test_each_bound_of_the_ratio_by_hand(ratio, advantage, clips, expected):
     assert loss_at([ratio], advantage, **clips)[0] == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_ratio_of_a_sequence_is_the_mean_over_its_own_tokens():
-    loss, _ = loss_at(
-        [2.0, 1.0, 1.0, 1.0],
-        1.0,
-        mask=[True, True, False, False],
-        clip=0.9,
-        upper_clip=9.0,
-        ratio="sequence",
-    )
-    assert loss == pytest.approx(-np.sqrt(2), rel=1e-5)
 
 
 def test_metrics_count_the_tokens_that_the_clips_change():
@@ -628,67 +548,7 @@ def test_values_outside_a_mask_reach_neither_a_sum_nor_its_gradient():
     assert gradient.tolist() == [1, 0, 0]
 
 
-def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():
-    """REFERENCE 3, step 4: -A w grad logp / N."""
-    batch = make_batch()
-    credit, _ = advantages(batch, SETTINGS)
-    logprobs = current_logprobs(batch)
-    gradient = jax.grad(lambda x: grpo.paravt_loss(x, credit, batch, SETTINGS)[0])(logprobs)
-    weight = np.exp(np.where(batch.mask, logprobs - batch.behaviour, 0))
-    np.testing.assert_allclose(
-        gradient, np.where(batch.mask, -credit * weight / batch.mask.sum(), 0), atol=1e-6
-    )
-
-
-VARIANTS = {
-    "published": {},
-    "upper clip": {"upper_clip": 0.28},
-    "dual clip": {"dual_clip": 1.5},
-    "GSPO": {"ratio": "sequence", "clip": 0.05},
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradient_by_differences(variant):
-    """Away from the proximal policy, where clips act."""
-    settings = dataclasses.replace(SETTINGS, **VARIANTS[variant])
-    batch = make_batch(seed=2)
-    proximal = current_logprobs(batch, seed=9)
-    batch = dataclasses.replace(batch, proximal=proximal)
-    logprobs = current_logprobs(batch, seed=10)
-    credit, _ = advantages(batch, settings)
-
-    @jax.jit
-    def loss(x):
-        return policy_loss(x, credit, batch, settings)[0]
-
-    gradient = np.asarray(jax.grad(loss)(logprobs))
-    assert np.isfinite(gradient).all()
-    assert (gradient[~np.asarray(batch.mask)] == 0).all()
-    rng = np.random.default_rng(0)
-    checked = 0
-    for row, at in rng.permutation(np.argwhere(batch.mask))[:40]:
-        difference = jnp.where(batch.mask[row], logprobs[row] - proximal[row], 0)
-        ratio = float(
-            jnp.exp(
-                difference.sum() / batch.mask[row].sum()
-                if settings.ratio == "sequence"
-                else difference[at]
-            )
-        )
-        corners = (1 - settings.clip, 1 + settings.clip_above, settings.dual_clip or 0)
-        if min(abs(ratio - corner) for corner in corners) < 0.03 / (
-            12 if settings.ratio == "sequence" else 1
-        ):
-            continue  # the loss has a corner there
-        h = 1e-2
-        up, down = (loss(logprobs.at[row, at].add(step)) for step in (h, -h))
-        assert float(up - down) / (2 * h) == pytest.approx(gradient[row, at], abs=2e-4)
-        checked += 1
-    assert checked > 20
-
-
-@pytest.mark.parametrize("anchor", ["none", "credit", "likelihood"])
+@pytest.mark.parametrize("anchor", ["credit", "likelihood"])
 def test_padding_and_order_change_nothing(anchor):
     settings = dataclasses.replace(SETTINGS, anchor=anchor)
     batch = make_batch(seed=3)
@@ -830,21 +690,6 @@ def test_a_row_of_an_invalid_rollout_counts_like_one_without_generated_tokens():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-6), name
 
 
-def test_batches_of_one_shape_compile_once():
-    traced = 0
-
-    @jax.jit
-    def loss(batch, logprobs):
-        nonlocal traced
-        traced += 1
-        return whole_loss(batch, dataclasses.replace(SETTINGS, anchor="credit"), logprobs)
-
-    for seed in range(3):
-        batch = make_batch(seed)
-        assert np.isfinite(loss(batch, current_logprobs(batch)))
-    assert traced == 1
-
-
 def test_contradicting_settings_are_refused():
     with pytest.raises(ValueError, match="GRPOSettings.anchor: 'credit'"):
         GRPOSettings(ratio="sequence", anchor="credit")
@@ -855,20 +700,13 @@ def test_contradicting_settings_are_refused():
     [
         ("group_size", 1),
         ("behaviour_cap", -1.0),
-        ("reward_bias", float("nan")),
         ("kl_coefficient", float("inf")),
-        ("ratio", "word"),
-        ("reward_normalisation", "rows"),
-        ("anchor", "somewhere"),
-        ("kl_coefficient", -0.1),
         ("min_signal", 1.1),
-        ("clip", 0.0),
         ("clip", 1.0),
         ("upper_clip", 0.0),
         ("dual_clip", 1.0),
     ],
 )
-@pytest.mark.usefixtures("unchecked")
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=f"GRPOSettings.{name}: "):
         GRPOSettings(**{name: value})

@@ -9,11 +9,10 @@ import shutil
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError, overview_indices
+from paravt_jax.data.frames import overview_indices
 from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import PINNED, Protocol, render_call
 from paravt_jax.method.records import (
@@ -161,32 +160,6 @@ def test_every_request_has_a_seed_of_its_own_and_the_settings_temperature(perfor
     ] == [r.seeds for r in sampler.asked]
 
 
-def test_episodes_side_by_side_do_not_disturb_one_another(
-    scripted, small_environment, small_questions, perform
-):
-    lines = {
-        q.video: [plan(CropCall(16 * n, 16 * n + 16)), ANSWER]
-        for n, q in enumerate(small_questions)
-    }
-    sampler = scripted(
-        lambda request: lines[request.frames[0].video][int(not sampler.is_first(request))]
-    )
-    together = run(
-        sampler,
-        [
-            play(small_environment, q, EpisodeSettings(4, 0.7), n)
-            for n, q in enumerate(small_questions)
-        ],
-    )
-    for n, (question, episode) in enumerate(zip(small_questions, together, strict=True)):
-        (alone,) = run(
-            scripted(lines[question.video]),
-            [play(small_environment, question, EpisodeSettings(4, 0.7), n)],
-        )
-        assert np.array_equal(alone.trajectory.ids, episode.trajectory.ids)
-        assert alone.turns[0].calls[0].call == episode.turns[0].calls[0].call
-
-
 def test_an_episode_with_a_demonstrations_texts_has_its_ids(
     scripted, small_environment, small_world
 ):
@@ -289,15 +262,6 @@ def test_no_dispatch_offers_no_tool_and_refuses_once(perform, small_vocabulary):
     assert len(stubborn.turns) == 2
 
 
-def test_a_direct_answer_is_one_turn_under_any_dispatch(perform):
-    for dispatch in ("parallel", "sequential", "none"):
-        episode, sampler = perform([ANSWER], dispatch)
-        assert episode.stop is StopReason.ANSWERED
-        assert episode.answer == "seven"
-        assert len(episode.turns) == 1
-        assert len(sampler.asked) == 1
-
-
 def test_neither_a_call_nor_an_answer_ends_the_episode(perform):
     episode, _ = perform(["I see nothing\n</think>\n"])
     assert episode.stop is StopReason.NO_ANSWER
@@ -344,17 +308,6 @@ def test_a_report_is_cut_to_its_tokens(perform, small_vocabulary):
     assert {r.sampling.max_new_tokens for r, _ in sampler.sub} == {16}
     assert episode.turns[0].calls[0].response == " seven" * 16
     assert episode.stop is StopReason.ANSWERED
-
-
-@pytest.mark.parametrize("room", range(24, 90, 3))
-def test_the_trajectory_never_outgrows_its_limit(perform, room):
-    episode, sampler = perform([plan(*CALLS), plan(*CALLS), ANSWER], trajectory_tokens=room)
-    shared, rest = split_prompt(episode.trajectory)
-    assert len(rest) <= room
-    assert sampled_ids_are_kept(episode, sampler)
-    assert all(
-        len(r.ids) - len(shared) + r.sampling.max_new_tokens <= room for r, _ in sampler.main
-    )
 
 
 def test_a_full_trajectory_ends_the_episode(perform):
@@ -406,12 +359,9 @@ class Slow(Scripted):
         self.takes = takes
         self.now = 0.0
         self.due: dict[int, float] = {}
-        self.begun: list[float] = []  # when each request was submitted, in the order of `asked`
-        self.submitted: dict[int, float] = {}
 
     def submit(self, request: Request) -> int:
         ticket = super().submit(request)
-        self.submitted[ticket] = self.now
         self.due[ticket] = self.now + min(self.takes(request), request.sampling.deadline)
         return ticket
 
@@ -420,7 +370,6 @@ class Slow(Scripted):
         everything = self.waiting
         later = {t: request for t, request in everything.items() if self.due[t] > self.now}
         self.waiting = {t: request for t, request in everything.items() if t not in later}
-        self.begun += [self.submitted[ticket] for ticket in self.waiting]
         answers = super().step()
         self.waiting = later
         return answers
@@ -476,18 +425,6 @@ def test_the_episodes_time_cuts_a_turn(perform_slowly):
         ].stop
         is StopReason.ANSWERED
     )
-
-
-def test_no_turn_begins_when_the_time_is_up(perform_slowly):
-    episode, sampler = perform_slowly([plan(*CALLS), ANSWER], lambda request: 3.0, seconds=6.0)
-    assert episode.stop is StopReason.TIME_LIMIT
-    assert episode.answer is None
-    assert len(episode.turns) == 1
-    assert len(sampler.main) == 1
-    assert statuses(episode) == [CallStatus.EXECUTED] * 2
-    assert not episode.turns[0].truncated
-    assert episode.trajectory.segments[-1].author is Author.TOOL
-    assert sampled_ids_are_kept(episode, sampler)
 
 
 def test_time_can_run_out_before_the_first_turn(
@@ -555,165 +492,42 @@ def test_reports_have_no_more_time_than_the_episode(perform_slowly):
     assert episode.stop is StopReason.TIME_LIMIT
 
 
-def test_reading_frames_counts_in_the_time_of_the_episode(
-    small_vocabulary, small_environment, small_questions
-):
-    class Laborious(FrameFeatures):
-        """Every look at a window takes two seconds."""
-
-        def take(self, reading):
-            sampler.now += 2.0 * (reading.count > 4)
-            return super().take(reading)
-
-    features = Laborious.__new__(Laborious)
-    features.__dict__ |= small_environment.features.__dict__
-    sampler = Slow(small_vocabulary, [plan(*CALLS), ANSWER], " seven", lambda request: 3.0)
-    environment = Environment(small_environment.protocol, features, lambda: sampler.now)
-    (episode,) = run(
-        sampler, [play(environment, small_questions[0], EpisodeSettings(4, 0.7, seconds=8.0), 5)]
-    )
-    # The first window was read before the second.
-    assert sorted(r.sampling.deadline for r, _ in sampler.sub) == [1.0, 3.0]
-    assert episode.stop is StopReason.TIME_LIMIT
-    assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.TIMED_OUT]
-
-
-def test_a_slow_episode_does_not_delay_others(small_vocabulary, small_environment, small_questions):
-    slow = small_questions[0].video
-    quick = next(q for q in small_questions if q.video != slow)
-
-    def turns(request):
-        return plan(*CALLS) if sampler.is_first(request) else ANSWER
-
-    sampler = Slow(
-        small_vocabulary,
-        turns,
-        " seven",
-        lambda request: 50.0 if request.frames[0].video == slow else 1.0,
-    )
-    environment = Environment(
-        small_environment.protocol, small_environment.features, lambda: sampler.now
-    )
-    episodes = run(
-        sampler,
-        [
-            play(environment, q, EpisodeSettings(4, 0.7, seconds=10.0), n)
-            for n, q in enumerate((small_questions[0], quick))
-        ],
-    )
-    assert [episode.stop for episode in episodes] == [StopReason.TIME_LIMIT, StopReason.ANSWERED]
-    began = [
-        at
-        for request, at in zip(sampler.asked, sampler.begun, strict=True)
-        if request.frames[0].video == quick.video
-    ]
-    assert began == [0.0, 1.0, 1.0, 2.0]
-
-
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"seconds": 0.0}, "seconds = 0.0"),
-        ({"seconds": math.nan}, "seconds = nan"),
-        ({"report_seconds": -1.0}, "report_seconds = -1.0"),
-        ({"temperature": math.inf}, "temperature = inf"),
-        ({"temperature": math.nan}, "temperature = nan"),
-        ({"frames": 0}, "frames = 0"),
-        ({"dispatch": "some"}, "dispatch = 'some'"),
-    ],
+    ("name", "value"),
+    [("seconds", math.nan), ("report_seconds", -1.0), ("temperature", math.inf), ("frames", 0)],
 )
-@pytest.mark.usefixtures("unchecked")
-def test_settings_out_of_range_are_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        EpisodeSettings(**({"frames": 4, "temperature": 0.7} | wrong))
+def test_settings_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} = {value}"):
+        EpisodeSettings(**({"frames": 4, "temperature": 0.7} | {name: value}))
 
 
 # --- calls that go wrong ---
 
-BAD_CALLS = {
-    "not JSON": ("<tool_call>\nplease look at the start\n</tool_call>", CallStatus.MALFORMED),
-    "a missing time": (raw('{"start_time": 3}'), CallStatus.MALFORMED),
-    "no arguments": (raw("null"), CallStatus.MALFORMED),
-    "code": (
-        "<tool_code>print(crop_video(start_time=0, end_time=16))</tool_code>",
-        CallStatus.MALFORMED,
-    ),
-    "another tool": (
-        raw('{"start_time": 0, "end_time": 16}', "open_file"),
-        CallStatus.UNKNOWN_TOOL,
-    ),
-    "reversed": (raw('{"start_time": 16, "end_time": 0}'), CallStatus.BAD_WINDOW),
-    "empty": (raw('{"start_time": 16, "end_time": 16}'), CallStatus.BAD_WINDOW),
-    "outside": (raw('{"start_time": 500, "end_time": 516}'), CallStatus.BAD_WINDOW),
-    "not finite": (raw('{"start_time": NaN, "end_time": Infinity}'), CallStatus.BAD_WINDOW),
-    "huge": (raw('{"start_time": 1e308, "end_time": 1e309}'), CallStatus.BAD_WINDOW),
-}
 
-
-@pytest.mark.parametrize("case", BAD_CALLS)
-def test_a_bad_call_gets_an_error_and_other_calls_are_carried_out(perform, case):
-    call, status = BAD_CALLS[case]
+def test_each_call_gets_its_own_status_and_response(perform):
+    """`test_parsing` has every form of a call."""
+    expected = {
+        CALLS[0]: CallStatus.EXECUTED,
+        "<tool_call>\nplease look at the start\n</tool_call>": CallStatus.MALFORMED,
+        raw('{"start_time": 0, "end_time": 16}', "open_file"): CallStatus.UNKNOWN_TOOL,
+        raw('{"start_time": 500, "end_time": 516}'): CallStatus.BAD_WINDOW,
+        raw('{"start_time": 120, "end_time": 500}'): CallStatus.CLAMPED,
+    }
     episode, sampler = perform(
-        [plan(CALLS[0], call, CALLS[1]), ANSWER],
-        turn_tokens=200,
-        trajectory_tokens=600,
+        [plan(*expected), ANSWER],
+        max_calls=5,
+        turn_tokens=600,
+        trajectory_tokens=2000,
         summary_tokens=200,
     )
-    assert statuses(episode) == [CallStatus.EXECUTED, status, CallStatus.EXECUTED]
-    assert episode.turns[0].calls[1].response.startswith("error: ")
-    assert episode.turns[0].calls[1].subagent is None
-    assert len(sampler.sub) == 2
+    assert statuses(episode) == list(expected.values())
     assert episode.stop is StopReason.ANSWERED
-
-
-GOOD_CALLS = {
-    "strings": (
-        raw('{"start_time": "16", "end_time": "32.0s"}'),
-        CallStatus.EXECUTED,
-        CropCall(16, 32),
-        range(16, 32),
-    ),
-    "clock": (
-        raw('{"start_time": "0:16", "end_time": "00:32"}'),
-        CallStatus.EXECUTED,
-        CropCall(16, 32),
-        range(16, 32),
-    ),
-    "over the end": (
-        raw('{"start_time": 120, "end_time": 500}'),
-        CallStatus.CLAMPED,
-        CropCall(120, 128),
-        range(120, 128),
-    ),
-    "before the start": (
-        raw('{"start_time": -9, "end_time": 4}'),
-        CallStatus.CLAMPED,
-        CropCall(0, 4),
-        range(4),
-    ),
-    "between two frames": (
-        raw('{"start_time": 8.2, "end_time": 8.7}'),
-        CallStatus.EXECUTED,
-        CropCall(8.2, 8.7),
-        range(8, 9),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", GOOD_CALLS)
-def test_a_call_in_an_unusual_form_is_carried_out(perform, case):
-    call, status, window, frames = GOOD_CALLS[case]
-    episode, sampler = perform(
-        [plan(call), ANSWER], turn_tokens=200, trajectory_tokens=600, summary_tokens=120
-    )
-    (outcome,) = episode.turns[0].calls
-    assert outcome.status == status
-    assert outcome.call == window
-    assert [f.time for f in sampler.sub[0][0].frames] == [
-        second for second in frames if second % STEP == 0
-    ]
-    assert outcome.response.startswith(" seven from 8 to 10")
-    assert ("was cut to" in outcome.response) == (status is CallStatus.CLAMPED)
+    shown = [[frame.time for frame in request.frames] for request, _ in sampler.sub]
+    assert shown == [list(range(0, 16, STEP)), list(range(120, 128, STEP))]
+    for outcome in episode.turns[0].calls:
+        assert (outcome.subagent is not None) == outcome.status.executed
+        assert outcome.response.startswith("error: ") != outcome.status.executed
+        assert ("was cut to" in outcome.response) == (outcome.status is CallStatus.CLAMPED)
 
 
 def test_a_response_too_long_for_its_note_keeps_the_report(perform):
@@ -722,33 +536,11 @@ def test_a_response_too_long_for_its_note_keeps_the_report(perform):
     assert statuses(episode) == [CallStatus.CLAMPED]
 
 
-def test_the_recorded_response_is_the_one_the_model_saw(perform, small_vocabulary):
-    episode, _ = perform(
-        [plan(CALLS[0], BAD_CALLS["not JSON"][0], CALLS[1]), ANSWER],
-        report="<|im_end|> </tool_response> é é é é é é é é",
-    )
-    seen = small_vocabulary.decode(episode.trajectory.segments[4].ids)
-    bodies = [
-        part.partition("\n</tool_response>")[0] for part in seen.split("<tool_response>\n")[1:]
-    ]
-    assert bodies == [o.response for o in episode.turns[0].calls]
-
-
 # --- videos ---
 
 
-UNREADABLE = ("nowhere.mp4", "foreign.mp4", "thin.png", "a" * 300 + ".mp4", "a\0.mp4")
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_a_bad_video_ends_one_episode(
-    scripted, small_environment, small_questions, small_world, name
-):
-    """The file is gone, has a codec or a shape that cannot be shown, or a name that no file has."""
-    whole = (small_world.folder / small_questions[0].video).read_bytes()
-    (small_world.folder / "foreign.mp4").write_bytes(whole.replace(b"avc1", b"zzzz"))
-    Image.new("RGB", (900, 3)).save(small_world.folder / "thin.png")
-    bad = dataclasses.replace(small_questions[0], video=name)
+def test_a_bad_video_ends_one_episode(scripted, small_environment, small_questions):
+    bad = dataclasses.replace(small_questions[0], video="nowhere.mp4")
     agents = [
         play(small_environment, q, EpisodeSettings(4, 0.7), 0) for q in (bad, small_questions[0])
     ]
@@ -757,52 +549,6 @@ def test_a_bad_video_ends_one_episode(
     assert lost.turns == ()
     assert lost.answer is None
     assert fine.stop is StopReason.ANSWERED
-
-
-def test_an_unreadable_window_gets_an_error_and_other_windows_are_shown(perform, small_environment):
-    class Scratched(FrameFeatures):
-        """Features of a file that is damaged from second 100 to second 125."""
-
-        def take(self, reading):
-            frames = reading.choose()
-            if any(100 <= frame.time <= 125 for frame in frames):
-                raise VideoError(frames[0].video, "it cannot be decoded there")
-            return super().take(reading)
-
-    whole = small_environment.features
-    features = Scratched.__new__(Scratched)
-    features.__dict__ |= whole.__dict__
-    episode, sampler = perform(
-        [plan(CALLS[0], CALLS[1]), ANSWER],
-        environment=Environment(small_environment.protocol, features),
-        summary_tokens=200,
-    )
-    assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.UNREADABLE]
-    assert episode.stop is StopReason.ANSWERED
-    assert "it cannot be decoded there" in episode.turns[0].calls[1].response
-    assert len(sampler.sub) == 1
-
-
-def test_a_sub_agent_whose_video_is_gone_costs_its_own_report_only(perform, small_vocabulary):
-    """The file existed when its window was opened, and not when the engine read the frames."""
-    episode, sampler = perform(
-        [plan(*CALLS, CropCall(120, 500)), ANSWER],
-        report=lambda request: (
-            Cut(" se", SampleStop.UNREADABLE)
-            if request.frames[-1].time > 100
-            else " seven from 8 to 10"
-        ),
-        summary_tokens=64,
-    )
-    assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.UNREADABLE, CallStatus.UNREADABLE]
-    assert [o.response for o in episode.turns[0].calls] == [" seven from 8 to 10"] + [
-        "error: the video cannot be read there"
-    ] * 2
-    assert "error: the video cannot be read there" in small_vocabulary.decode(
-        episode.trajectory.segments[4].ids
-    )
-    assert episode.stop is StopReason.ANSWERED
-    assert len(sampler.sub) == 3
 
 
 def test_an_episode_whose_video_is_gone_ends_with_what_was_said(perform):
@@ -844,43 +590,3 @@ def test_a_file_that_is_damaged_while_an_episode_lasts(
     assert not sampler.sub
     assert outcome.response.startswith("error: the video cannot be read there (")
     assert str(tmp_path) not in outcome.response
-
-
-def test_the_model_opens_no_files(
-    perform, small_world, small_questions, small_environment, small_model, tmp_path, monkeypatch
-):
-    """A call's `video_path` is words: only the question's own video is ever opened."""
-    secret = tmp_path / "secret.mp4"
-    secret.write_bytes((small_world.folder / small_questions[1].video).read_bytes())
-    opened = []
-    for function in ("probe", "read"):
-        real = getattr(video, function)
-        monkeypatch.setattr(
-            video,
-            function,
-            lambda path, *rest, real=real, **named: (
-                opened.append(str(path)) or real(path, *rest, **named)
-            ),
-        )
-    features = FrameFeatures(
-        small_model.vision,
-        small_model.config,
-        small_environment.features.settings,
-        small_world.folder,
-        source=video,
-    )
-    others = [str(secret), small_questions[2].video, "../../etc/passwd", "video.mp4; rm -rf /"]
-    calls = [raw(f'{{"video_path": "{path}", "start_time": 0, "end_time": 16}}') for path in others]
-    environment = Environment(small_environment.protocol, features)
-    episode, sampler = perform(
-        [plan(*calls), ANSWER],
-        environment=environment,
-        max_calls=4,
-        turn_tokens=600,
-        trajectory_tokens=1000,
-    )
-    assert statuses(episode) == [CallStatus.EXECUTED] * 4
-    assert set(opened) == {str(small_world.folder / small_questions[0].video)}
-    assert {f.video for request, _ in sampler.sub for f in request.frames} == {
-        small_questions[0].video
-    }
