@@ -20,7 +20,6 @@ import pytest
 from flax import nnx
 
 from configs import RECIPES
-from models.features import FrameSettings
 from models.model import abstract_model
 from models.qwen3_vl.dialect import DIALECT
 from models.sharding import make_mesh, param_shardings
@@ -93,16 +92,10 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
     ("name", "change", "message"),
     [
         ("paravt_tiny", {"max_left_out": 1.5}, r"max_left_out: 1\.5; "),
-        ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: .*8b"),
         (
             "paravt_tiny",
             {"model": ModelSettings(path="x")},
             r"align: .*model\.path 'x'",
-        ),
-        (
-            "paravt_tiny",
-            {"text": None},
-            r"text: None .*world = WorldSettings",
         ),
         (
             "paravt_8b",
@@ -122,21 +115,6 @@ def test_settings_that_contradict_each_other_are_refused(name, change, message):
         )
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(run, **change)
-
-
-@pytest.mark.parametrize(
-    ("settings", "field", "value"),
-    [
-        (FrameSettings, "frames.batch", 0),
-        (FrameSettings, "frames.min_pixels", 0),
-        (FrameSettings, "frames.max_pixels", 783),
-        (FrameSettings, "frames.cache_mib", -1),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_invalid_numbers_are_refused(settings, field, value):
-    with pytest.raises(ValueError, match=rf"^{field}: {value!r}"):
-        settings(**{field.partition(".")[2]: value})
 
 
 def test_a_cold_start_is_reused_in_one_way():
@@ -179,11 +157,10 @@ OVERRIDES = (
 )
 
 
-@pytest.mark.parametrize("recipe", ["paravt_tiny", "paravt_8b"])
 @pytest.mark.parametrize("override", OVERRIDES, ids=" ".join)
-def test_any_single_override_works_alone(recipe, override):
-    run = parse([f"--config={recipe}", *override], RECIPES)
-    assert run.rl is not None and run != RECIPES[recipe]()
+def test_any_single_override_works_alone(override):
+    run = parse(["--config=paravt_8b", *override], RECIPES)
+    assert run.rl is not None and run != RECIPES["paravt_8b"]()
     engine, shape = run.engine_sizes, run.rl_shape
     frames, longest = max(run.rl.frame_budgets), shape.limits
     assert (shape.groups, shape.rollouts, longest.response) == (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping
-from typing import Any
 
 from paravt_jax.method.accuracy import (
     accuracy,
@@ -25,7 +24,6 @@ from tests.golden.texts import (
     bare,
     close,
     closed_answers,
-    completion,
     final_answer,
     lone,
     named,
@@ -45,9 +43,6 @@ def first_is_final(record: dict) -> bool:
     return closed_answers(record["completion"])[0] == (final_answer(record["completion"]) or "")
 
 
-ANSWERED = completion("<answer>B</answer>", extract_answer="B")
-
-
 ANSWERS = {
     "no block": Excuse(
         why=(
@@ -58,9 +53,6 @@ ANSWERS = {
             not closed_answers(r["completion"]) and r["expected"]["extract_answer"] != ""
         ),
         holds=lambda r, got: got is None,
-        example=completion("B", extract_answer="B"),
-        innocent=ANSWERED,
-        wrong="B",
     ),
     "several": Excuse(
         why=(
@@ -69,9 +61,6 @@ ANSWERS = {
         ),
         applies=lambda r: len(closed_answers(r["completion"])) > 1 and not first_is_final(r),
         holds=is_final,
-        example=completion("<answer></answer><answer>blue sky</answer>", extract_answer=""),
-        innocent=ANSWERED,
-        wrong=None,
     ),
     "other tags": Excuse(
         why=(
@@ -80,9 +69,6 @@ ANSWERS = {
         ),
         applies=lambda r: len(closed_answers(r["completion"])) == 1 and not first_is_final(r),
         holds=is_final,
-        example=completion("<think>maybe <answer>A</answer></think>", extract_answer="A"),
-        innocent=ANSWERED,
-        wrong="A",
     ),
 }
 
@@ -120,33 +106,21 @@ NORMALS = {
         ),
         applies=lambda r: r["expected"] == "" and bare(r["text"]).strip() != "",
         holds=lambda r, got: same_words(r, got) and got != "",
-        example=text("A", ""),
-        innocent=text("?!", ""),
-        wrong="",
     ),
     "numbers": Excuse(
         why="Numbers keep their point and their sign: 1.5 is not 15.",
         applies=lambda r: bool(re.search(r"(?<![^\W\d])(?<!\.)\.\d|(?<!\w)-\.?\d", r["text"])),
         holds=lambda r, got: same_words(r, got) and bool(re.search(r"\.\d|-", got)),
-        example=text("1.5 m", "15 m"),
-        innocent=text("15 m.", "15 m"),
-        wrong="15 m",
     ),
     "joined articles": Excuse(
         why="Only whole words are articles. The release also removes the one in 'vitamin-A'.",
         applies=lambda r: any(holds_article(word) for word in r["text"].lower().split()),
         holds=same_words,
-        example=text("vitamin-A", "vitamin"),
-        innocent=text("a vitamin", "vitamin"),
-        wrong="vitamin",
     ),
     "forms": Excuse(
         why="Full-width letters and digits equal the normal ones (NFKC).",
         applies=lambda r: unicodedata.normalize("NFKC", r["text"]) != r["text"],
         holds=same_words,
-        example=text("１０", "１０"),
-        innocent=text("10", "10"),
-        wrong="１０",
     ),
 }
 
@@ -162,14 +136,6 @@ def texts(table: list[dict]) -> list[dict]:
 
 def normal(record: dict) -> str:
     return normalise(record["text"])
-
-
-def scored(
-    content: str, answer: str, value: Any, column: str, normals: tuple[str, str] = ("?", "")
-) -> dict:
-    """A record of how `content` is scored against `answer`."""
-    expected = {column: value, "normalize_extracted": normals[0], "normalize_answer": normals[1]}
-    return completion("", answer, extract_answer=content, **expected)
 
 
 def other_forms(record: dict) -> bool:
@@ -190,9 +156,6 @@ F1S = {
         why="Numbers and lone articles are words of their own here (see NORMALS).",
         applies=lambda r: other_forms(r) and r["expected"]["compute_f1"] != close(f1_of_words(r)),
         holds=lambda r, got: got == close(f1_of_words(r)),
-        example=scored("1.5", "15", 1.0, "compute_f1", ("15", "15")),
-        innocent=scored("red dog", "a red cat", 0.5, "compute_f1", ("red dog", "red cat")),
-        wrong=1.0,
     )
 }
 
@@ -229,13 +192,6 @@ def paid(record: dict) -> bool:
     return record["expected"]["compute_mcq_acc"] == 1
 
 
-def multiple_choice(content: str, answer: str, value: float) -> dict:
-    return scored(content, answer, value, "compute_mcq_acc")
-
-
-LETTER_B = multiple_choice("Option B", "B", 1.0)
-
-
 CHOICES = {
     "no letter": Excuse(
         why=(
@@ -247,9 +203,6 @@ CHOICES = {
             and (names_only(said(r), lone(r["answer"])) if lone(r["answer"]) else own_words(r))
         ),
         holds=lambda r, got: got == 1,
-        example=multiple_choice("E", "E", 0.0),
-        innocent=LETTER_B,
-        wrong=0.0,
     ),
     "either case": Excuse(
         why="A lower-case letter in front of an answer counts like an upper-case one.",
@@ -259,17 +212,11 @@ CHOICES = {
             and small_in_front(said(r)) == right_letter(r)
         ),
         holds=lambda r, got: got == 1,
-        example=multiple_choice("b. a dog", "B", 0.0),
-        innocent=LETTER_B,
-        wrong=0.0,
     ),
     "one after another": Excuse(
         why="Two letters and nothing else name two options. The release pays for each of them.",
         applies=lambda r: paid(r) and paired(said(r)),
         holds=lambda r, got: got == 0,
-        example=multiple_choice("A. B.", "A", 1.0),
-        innocent=LETTER_B,
-        wrong=1.0,
     ),
     "part of a word": Excuse(
         why=(
@@ -280,9 +227,6 @@ CHOICES = {
             paid(r) and right_letter(r) not in standing(said(r)) | {said(r).strip().upper()}
         ),
         holds=lambda r, got: got == 0,
-        example=multiple_choice("Option Banana", "B", 1.0),
-        innocent=LETTER_B,
-        wrong=1.0,
     ),
     "several": Excuse(
         why=(
@@ -293,9 +237,6 @@ CHOICES = {
             len(standing(said(r))) > 1 and paid(r) != (names(said(r)) == [right_letter(r)])
         ),
         holds=lambda r, got: got == (names(said(r)) == [right_letter(r)]),
-        example=multiple_choice("Option B, although the answer is A", "A", 1.0),
-        innocent=LETTER_B,
-        wrong=1.0,
     ),
     "in passing": Excuse(
         why="A letter that a sentence does not name as an option is a guess, and 'A' is a word.",
@@ -305,9 +246,6 @@ CHOICES = {
             and not named(said(r), right_letter(r) or "")
         ),
         holds=lambda r, got: got == 0,
-        example=multiple_choice("A dog runs", "A", 1.0),
-        innocent=LETTER_B,
-        wrong=1.0,
     ),
     "more forms": Excuse(
         why="The release knows fewer phrases before a letter: not 'it is B', '答案是B' or a box.",
@@ -315,9 +253,6 @@ CHOICES = {
             not paid(r) and right_letter(r) is not None and names(said(r)) == [right_letter(r)]
         ),
         holds=lambda r, got: got == 1,
-        example=multiple_choice("答案是B", "B", 0.0),
-        innocent=multiple_choice("B答案", "B", 0.0),
-        wrong=0.0,
     ),
 }
 
@@ -326,26 +261,16 @@ def choice(record: dict) -> float:
     return choice_accuracy(said(record), record["answer"])
 
 
-def grounded(content: str, answer: str, value: Any) -> dict:
-    return scored(content, answer, value, "compute_temporal_iou")
-
-
 OVERLAPS = {
     "own words": Excuse(
         why="A literal copy of the right answer always scores 1, even if it is no range.",
         applies=lambda r: own_words(r) and r["expected"]["compute_temporal_iou"] != 1,
         holds=lambda r, got: got == 1,
-        example=grounded("around noon", "around noon", 0.0),
-        innocent=grounded("12.5, 20.0", "[10.0, 20.0]", 0.75),
-        wrong=0.0,
     ),
     "raises": Excuse(
         why="No text raises: 1.2.3 is no number, and a range beside it is read (REFERENCE 4, 12).",
         applies=lambda r: isinstance(r["expected"]["compute_temporal_iou"], Mapping),
         holds=lambda r, got: got == close(overlap(r)),
-        example=grounded("1.2.3, 4", "[2, 4]", {"error": "ValueError"}),
-        innocent=grounded("2.3, 4", "[2, 4]", 0.85),
-        wrong=0.5,
     ),
     "ranges": Excuse(
         why=(
@@ -354,9 +279,6 @@ OVERLAPS = {
         ),
         applies=lambda r: r["expected"]["compute_temporal_iou"] != close(overlap(r)),
         holds=lambda r, got: got == close(overlap(r)),
-        example=grounded("12.5 - 20.0", "[10.0, 20.0]", 0.0),
-        innocent=grounded("12.5, 20.0", "[10.0, 20.0]", 0.75),
-        wrong=0.0,
     ),
 }
 
@@ -400,30 +322,6 @@ def kind_excused(record: dict) -> bool:
     return not equal_in_release(record) and falls_under(excuses, record)
 
 
-def judged(content: str, answer: str, kind: str, value: float | None, **columns: Any) -> dict:
-    """A record of R_acc, with the columns that its excuses look at."""
-    normals = {
-        "normalize_extracted": bare(content.lower()),
-        "normalize_answer": bare(answer.lower()),
-    }
-    columns = (
-        {"compute_mcq_acc": 0.0, "compute_temporal_iou": 0.0, "compute_f1": 0.0, "error": None}
-        | normals
-        | columns
-    )
-    return completion(
-        f"<answer>{content}</answer>",
-        answer,
-        kind,
-        extract_answer=content,
-        acc_reward=value,
-        **columns,
-    )
-
-
-RIGHT = judged("B", "B", "mcq", 1.0, compute_mcq_acc=1.0)
-
-
 ACCURACIES = {
     "flooded": Excuse(
         why=(
@@ -432,10 +330,6 @@ ACCURACIES = {
         ),
         applies=lambda r: flooded(r) and r["expected"]["acc_reward"] != close(by_kind(r)),
         holds=lambda r, got: got == close(by_kind(r)),
-        example=judged("B", "B", "mcq", 0.0)
-        | {"completion": "<|im_start|>" * 5 + "<answer>B</answer>"},
-        innocent=RIGHT,
-        wrong=0.0,
     ),
     "blank": Excuse(
         why=(
@@ -444,9 +338,6 @@ ACCURACIES = {
         ),
         applies=blank,
         holds=lambda r, got: got == close(by_kind(r)) and (got == 0 or bool(bare(said(r)).strip())),
-        example=judged("the", "A", "mcq", 1.0, normalize_extracted="", normalize_answer=""),
-        innocent=judged("A", "A", "mcq", 1.0, normalize_extracted="", normalize_answer=""),
-        wrong=1.0,
     ),
     "dropped": Excuse(
         why=(
@@ -460,9 +351,6 @@ ACCURACIES = {
             and by_kind(r) < 1
         ),
         holds=lambda r, got: got == close(by_kind(r)),
-        example=judged("1.5", "15", "oe", 1.0, normalize_extracted="15"),
-        innocent=judged("1.5", "1.5", "oe", 1.0, normalize_extracted="15", normalize_answer="15"),
-        wrong=1.0,
     ),
     "kind": Excuse(
         why="The score by the question's kind differs (see CHOICES, OVERLAPS, F1S).",
@@ -471,9 +359,6 @@ ACCURACIES = {
             and r["expected"]["acc_reward"] != close(by_kind(r))
         ),
         holds=lambda r, got: got == close(by_kind(r)),
-        example=judged("12.5 - 20.0", "[10.0, 20.0]", "tvg", 0.0),
-        innocent=RIGHT,
-        wrong=0.0,
     ),
 }
 

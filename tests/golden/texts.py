@@ -20,48 +20,12 @@ from paravt_jax.method.tools.crop_video import read_seconds
 BLOCKS = ("think", "tool_call", "tool_code", "tool_response", "answer")
 ANY_TAG = "</?(?:" + "|".join(BLOCKS) + ")>"
 
-GOOD = '{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
-OTHER = '{"name": "zoom", "arguments": {"start_time": 1, "end_time": 2}}'
-CALL = json.loads(GOOD)
-CODE = "<tool_code>crop_video(start_time=1, end_time=2)</tool_code>"
-
 
 def close(value: float) -> Any:
     return pytest.approx(value, abs=1e-9)
 
 
 # --- records ---
-
-
-def turn(text: str, *called: dict) -> dict:
-    """A record of tool_parser.json."""
-    calls = [{"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in called]
-    return {
-        "id": "example",
-        "text": text,
-        "error": None,
-        "expected": {"tools_called": bool(calls), "tool_calls": calls},
-    }
-
-
-def response(text: Any, expected: Any) -> dict:
-    """A record of eval_parsing.json."""
-    return {"id": "example", "input": text, "expected": expected, "error": None}
-
-
-KNOBS = {"ANSWER_SUFFIX": "0", "ANCHOR_WEIGHT": "0.5", "FORMAT_WEIGHT": "1.0", "REWARD_MODE": "f1"}
-
-
-def completion(text: str, answer: str = "B", kind: str = "mcq", **expected: Any) -> dict:
-    """A record of rewards.json, with the columns that a test looks at."""
-    return {
-        "id": "example",
-        "completion": text,
-        "answer": answer,
-        "question_type": kind,
-        "knobs": KNOBS,
-        "expected": expected,
-    }
 
 
 def floats(value: Any) -> Any:

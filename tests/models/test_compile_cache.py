@@ -7,7 +7,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -63,16 +62,6 @@ def test_a_second_start_loads_the_same_programs(start, tmp_path):
     again, same, errors = start()
     assert again > 0 and same == result and not cut_off.exists()
     assert "compiled programs" not in errors
-
-
-def test_processes_that_start_at_the_same_time_share_the_folder(start, tmp_path):
-    with ThreadPoolExecutor(3) as pool:
-        starts = [pool.submit(start) for _ in range(3)]
-    results = [done.result() for done in starts]
-    assert len({result for _, result, _ in results}) == 1
-    assert not any("cache" in errors for _, _, errors in results)
-    again, same, _ = start()
-    assert again > 0 and same == results[0][1]
 
 
 def test_the_folder_of_jax_has_precedence_and_an_empty_one_keeps_nothing(start, tmp_path):

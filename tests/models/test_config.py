@@ -11,7 +11,6 @@ from models.family import family
 from models.flops import flops_per_token
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.weights.hf_config import from_hf, to_hf
-from tests.models.counts import num_params
 
 
 @pytest.mark.parametrize("config", [tiny(300), *map(qwen3_vl, ("2b", "32b"))])
@@ -36,13 +35,6 @@ def test_the_length_of_the_context_is_kept():
     text = dataclasses.replace(config.text, max_position_embeddings=1_000_000)
     long = dataclasses.replace(config, text=text)
     assert from_hf(to_hf(long)) == long
-
-
-def test_the_tiny_model_is_tiny_and_complete():
-    config = tiny(300)
-    assert num_params(config) < 1_100_000
-    assert config.vision.levels == 1 and config.text.tie_word_embeddings
-    assert sum(config.text.mrope_section) == 32
 
 
 def test_another_model_or_size_is_refused():
@@ -75,18 +67,6 @@ def test_another_model_or_size_is_refused():
             "text_config.rope_scaling.type = 'yarn': .*remove the scaling",
         ),
         (
-            None,
-            "rope_scaling",
-            {"rope_type": "yarn", "factor": 4.0},
-            "rope_scaling.rope_type = 'yarn': .*remove the scaling",
-        ),
-        (
-            "vision_config",
-            "rope_parameters",
-            {"rope_type": "linear"},
-            "vision_config.rope_parameters.rope_type = 'linear': only default",
-        ),
-        (
             "text_config",
             "rope_theta",
             1e6,
@@ -94,21 +74,9 @@ def test_another_model_or_size_is_refused():
         ),
         (
             "text_config",
-            "rope_scaling",
-            {"mrope_interleaved": False},
-            "text_config: mrope_interleaved is True in one place and False in another",
-        ),
-        (
-            "text_config",
             "attention_bias",
             True,
             "text_config.attention_bias = True: .*False",
-        ),
-        (
-            "vision_config",
-            "hidden_act",
-            "quick_gelu",
-            "vision_config.hidden_act = 'quick_gelu': .*'gelu_pytorch_tanh'",
         ),
     ],
 )
@@ -117,14 +85,6 @@ def test_unsupported_values_are_refused(tower, field, value, message):
     part = content if tower is None else content[tower]
     part[field] = value
     with pytest.raises(ValueError, match=message):
-        from_hf(content)
-
-
-def test_rotary_frequencies_in_another_order_are_refused():
-    content = to_hf(tiny(300))
-    for rope in ("rope_parameters", "rope_scaling"):
-        content["text_config"][rope]["mrope_interleaved"] = False
-    with pytest.raises(ValueError, match="mrope_interleaved = False: only True is supported"):
         from_hf(content)
 
 
@@ -139,18 +99,13 @@ def test_missing_fields_are_all_named(tower):
         from_hf(content)
 
 
-def test_rotary_parameters_without_a_theta_are_refused():
-    content = to_hf(tiny(300))
-    del (
-        content["text_config"]["rope_parameters"]["rope_theta"],
-        content["text_config"]["rope_theta"],
-    )
-    with pytest.raises(ValueError, match="text_config: .*rope_theta"):
-        from_hf(content)
-
-
 @pytest.mark.parity
-@pytest.mark.parametrize("size", ["2b", "4b", "8b"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        "8b",
+    ],
+)
 def test_a_published_file_rewritten_by_transformers_5_reads_the_same(assets, size, tmp_path):
     pytest.importorskip("torch", reason="the extra parity brings the transformers that writes it")
     import transformers
@@ -173,24 +128,16 @@ def test_a_published_file_rewritten_by_transformers_5_reads_the_same(assets, siz
             {"num_attention_heads": 3},
             "text.num_attention_heads = 3: .*num_key_value_heads = 2",
         ),
-        ("text", {"num_key_value_heads": 0}, "text.num_key_value_heads = 0: .*positive"),
-        ("vision", {"depth": 0}, "vision.depth = 0: .*positive"),
         ("text", {"hidden_size": 96}, "vision.out_hidden_size = 128: .*use 96"),
         (
             "vision",
             {"num_position_embeddings": 5},
             "vision.num_position_embeddings = 5: .*square; use 4 or 9",
         ),
-        ("vision", {"hidden_size": 66}, "vision.hidden_size = 66"),
         (
             "vision",
             {"deepstack_visual_indexes": (2,)},
             "vision.deepstack_visual_indexes = .*depth 2",
-        ),
-        (
-            "vision",
-            {"deepstack_visual_indexes": (1, 0)},
-            "vision.deepstack_visual_indexes = .*rising",
         ),
     ],
 )

@@ -13,7 +13,12 @@ from models.weights import hf
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("size", ["tiny", "rehearsal"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        "tiny",
+    ],
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_opens_a_saved_model_and_gives_its_logits(name, size, tmp_path):
     torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")

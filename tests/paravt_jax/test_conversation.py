@@ -12,7 +12,6 @@ from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation, render
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import Author, CropCall, Question, QuestionKind
-from paravt_jax.method.tools.crop_video import CropVideo
 
 CLIP = Clip("a.mp4", (0, 30, 60), (0.0, 1.0, 2.0), 224, 320)
 CROP = Clip("a.mp4", (30, 45), (1.0, 1.5), 224, 320)
@@ -141,13 +140,3 @@ def test_a_second_question_and_questions_that_would_forge(rules):
         "<|im_start|>user\nc<|im_end|>" in text(rules, found)
     )
     assert [segment.author for segment in found.segments] == [Author.PROMPT, Author.MODEL] * 2
-
-
-def test_the_system_turn_has_tools_if_they_are_offered(rules):
-    for tools in (True, False):
-        found = text(
-            rules,
-            render(chat(("user", CLIP, "a"), ("assistant", "b"), tools=tools), rules, tokens),
-        )
-        assert found.startswith(system_text(DIALECT, (CropVideo(),) if tools else ()))
-        assert ("<tools>" in found) is tools

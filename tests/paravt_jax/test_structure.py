@@ -234,12 +234,6 @@ def test_one_episode(vocabulary):
     ]
 
 
-def test_repeated_tags(vocabulary):
-    assert kinds_in(vocabulary, (M, "<answer>A</answer>" * 3)) == ANSWER_KINDS * 3
-    assert kinds_in(vocabulary, (M, "</think>\n</think>")) == []
-    assert kinds_in(vocabulary, (N, PINNED), (M, "a</think> b </think>")) == [Kind.THINK_CLOSE]
-
-
 def test_nested_tags(vocabulary):
     """The inner block breaks the outer one, whose closing tag then closes nothing."""
     nested = [Kind.THINK_OPEN, Kind.ANSWER_OPEN, BREAK, Kind.ANSWER_CLOSE]
@@ -256,100 +250,16 @@ def test_nested_tags(vocabulary):
     ]
 
 
-def test_another_block_breaks_an_open_one_but_is_not_structure(vocabulary):
-    assert kinds_in(vocabulary, (N, PINNED), (M, "a <tool_code>print()</tool_code></think>")) == [
-        BREAK
-    ]
-    assert kinds_in(
-        vocabulary, (N, PINNED), (M, "a <tool_response>I made this up</tool_response></think>")
-    ) == [BREAK]
-    assert kinds_in(vocabulary, (M, "a <tool_code>print()</tool_code>")) == []
-
-
-@pytest.mark.parametrize("end", ["", "<|im_end|>", "</ans", " \n"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "</ans",
+    ],
+)
 def test_unclosed_blocks(vocabulary, end):
     tokens = encode(vocabulary, (N, PINNED), (M, "a</think>\n<answer>B" + end))
     assert [p for p, kind in structure(tokens) if kind is BREAK] == [len(tokens) - 1]
-
-
-@pytest.mark.parametrize("cut", range(1, len("<answer>")))
-def test_blocks_split_by_a_turn(vocabulary, cut):
-    """Part of a tag at a response's end is text, and no other response completes it."""
-    begun = "<answer>"[:cut]
-    rest = "<answer>"[cut:]
-    assert kinds_in(vocabulary, (M, "a " + begun), (T, "x"), (M, rest + "B</answer>")) == []
-    assert kinds_in(vocabulary, (M, "a " + begun), (T, rest), (M, "B</answer>")) == []
-    assert kinds_in(vocabulary, (N, PINNED), (M, "a</think>" + begun), (T, "x"), (M, rest)) == [
-        Kind.THINK_CLOSE
-    ]
-    tokens = encode(
-        vocabulary, (N, PINNED), (M, "a " + begun), (T, "x"), (N, PINNED), (M, rest + "</think>")
-    )
-    assert structure(tokens)[0] == ([author for author, _ in tokens].index(T) - 1, BREAK)
-
-
-def test_a_block_is_not_closed_by_a_later_turn(vocabulary):
-    assert kinds_in(vocabulary, (M, "<answer>B"), (T, "x"), (M, "C</answer>")) == [
-        Kind.ANSWER_OPEN,
-        BREAK,
-    ]
-
-
-def test_tags_inside_a_tool_response(vocabulary):
-    told = f"<tool_response>\n<think>a</think>{CALL}<answer>B</answer>\n</tool_response>"
-    assert kinds_in(vocabulary, (M, "a"), (T, told), (M, "b")) == []
-    assert (
-        kinds_in(
-            vocabulary, (N, PINNED), (M, "a</think>"), (T, told), (N, PINNED), (M, "b</think>")
-        )
-        == [Kind.THINK_CLOSE] * 2
-    )
-
-
-def test_tags_in_the_prompt(vocabulary):
-    assert kinds_in(vocabulary, (P, f"<think>{CALL}<answer>"), (M, "</answer></think>")) == []
-
-
-def test_tags_in_the_pinned_prefix(vocabulary):
-    """A pinned tag opens its block and is not returned."""
-    assert kinds_in(vocabulary, (N, "<think>"), (M, "a</think>")) == [Kind.THINK_CLOSE]
-    assert kinds_in(vocabulary, (N, "<think>a</think><answer>"), (M, "B</answer>")) == [
-        Kind.ANSWER_CLOSE
-    ]
-    # The think is broken in the pinned text, which gets no violation.
-    kinds = kinds_in(vocabulary, (N, "<think><answer>"), (M, "B</answer>"))
-    assert kinds == [Kind.ANSWER_CLOSE]
-
-
-def test_tags_in_unusual_tokens(vocabulary):
-    """What is a token of its own can be written letter by letter, and is the same tag."""
-    tokens = [token for letter in "<think>a</think>" for token in encode(vocabulary, (M, letter))]
-    assert len(tokens) == 16
-    assert structure(tokens) == [
-        *((p, Kind.THINK_OPEN) for p in range(7)),
-        *((p, Kind.THINK_CLOSE) for p in range(8, 16)),
-    ]
-
-
-def test_a_real_token_shared_by_two_tags(real_vocabulary):
-    tokens = encode(real_vocabulary, (M, "<answer></answer><answer>B</answer>"))
-    text = [piece.decode() for _, piece in tokens]
-    assert text == ["<", "answer", "></", "answer", "><", "answer", ">B", "</", "answer", ">"]
-    kinds = [[kind for p, kind in structure(tokens) if p == t] for t in range(len(tokens))]
-    opens = [Kind.ANSWER_OPEN]
-    closes = [Kind.ANSWER_CLOSE]
-    assert kinds == [
-        opens,
-        opens,
-        ANSWER_KINDS,
-        closes,
-        ANSWER_KINDS,
-        opens,
-        opens,
-        closes,
-        closes,
-        closes,
-    ]
 
 
 def test_real_ids(real_vocabulary):
@@ -365,14 +275,6 @@ def test_real_ids(real_vocabulary):
         (9217, Kind.ANSWER_CLOSE),
         (29, Kind.ANSWER_CLOSE),
     ]
-
-
-def test_a_token_that_contains_a_whole_block(small_vocabulary):
-    line = system_text(DIALECT, ()).removesuffix("<|im_end|>\n").rpartition("\n")[2]
-    tokens = encode(small_vocabulary, (M, line))
-    assert len(tokens) == 1
-    assert "<answer>answer</answer>" in line
-    assert structure(tokens) == [(0, Kind.ANSWER_OPEN), (0, Kind.ANSWER_CLOSE)]
 
 
 # --- exact positions, in invented tokens ---
@@ -437,20 +339,6 @@ def test_a_tag_begun_in_the_pinned_prefix():
     ]
 
 
-def test_a_response_without_model_tokens():
-    assert find((P, "x"), (N, "<think>|\n")) == []
-    assert find((N, "<think>"), (T, "x"), (N, "<think>"), (M, "a")) == [("a", BREAK)]
-
-
-def test_pinned_tokens_begin_a_response():
-    """Also right after the model's tokens: a block left open there is broken at its last token."""
-    assert find((M, "<think>|a"), (N, "\n|<think>"), (M, "b|</think>")) == [
-        ("<think>", Kind.THINK_OPEN),
-        ("a", BREAK),
-        ("</think>", Kind.THINK_CLOSE),
-    ]
-
-
 def test_tokens_without_bytes():
     """They have no bytes, but a response can end with one: models may have such ids."""
     assert structure(
@@ -462,11 +350,6 @@ def test_tokens_without_bytes():
     ]
     assert structure([(N, b"<think>"), (M, b""), (M, b"")]) == [(2, BREAK)]
     assert structure([(M, b"")]) == []
-
-
-def test_an_empty_trajectory():
-    positions, kinds = find_structure(lambda i: b"", np.zeros(0, np.int32), np.zeros(0, np.int8))
-    assert positions.shape == kinds.shape == (0,)
 
 
 # --- batches ---

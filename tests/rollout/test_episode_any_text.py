@@ -100,7 +100,7 @@ def lines(draw, vocabulary) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential", "none"])
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(
     scripted, small_environment, small_questions, dispatch, data

@@ -138,13 +138,6 @@ def test_a_crop_and_a_search_run_in_one_turn_from_sampling_to_page(perform, srt)
         assert words in card
 
 
-def test_searches_need_no_sub_agent(perform, srt):
-    episode, sampler, _ = perform([plan(search("bread")), ANSWER], srt, summary_tokens=64)
-    assert episode.stop is StopReason.ANSWERED
-    assert not sampler.sub
-    assert episode.turns[0].calls[0].response == "<65.5 seconds> The bread rises"
-
-
 def test_calls_of_all_tools_share_the_limit_of_a_turn(perform, srt):
     calls = [search("bread"), render_call(CropCall(0, 16)), search("salt"), search("flour")]
     episode, _, _ = perform([plan(*calls), ANSWER], srt)
@@ -166,7 +159,6 @@ def test_both_tools_work_with_other_dispatch(perform, srt, dispatch):
     ("arguments", "status", "words"),
     [
         ({}, CallStatus.MALFORMED, "query holds no words"),
-        ({"query": 3}, CallStatus.MALFORMED, "query holds no words"),
         ({"query": "?!"}, CallStatus.MALFORMED, "query holds no words"),
         ({"query": "cheese"}, CallStatus.EXECUTED, "No subtitle holds any of these words."),
     ],

@@ -124,21 +124,6 @@ def test_credit_is_shown_at_structural_tokens_only(written):
     assert last["credit"] == len(ids) - 2  # the end of the turn follows it
 
 
-def test_a_broken_block_is_marked_as_a_violation(written):
-    _, content = written(["look closer\n<answer> seven</answer>"])
-    assert "violation" in {token["kind"] for token in content["turns"][0]["tokens"]}
-    assert content["compliant"] is False
-
-
-def test_a_truncated_turn_is_shown(written):
-    episode, content = written(["I see" * 100])
-    assert content["stop"] == "truncated"
-    assert content["answer"] is None
-    assert (
-        "".join(token["text"] for token in content["turns"][0]["tokens"]) == episode.turns[0].text
-    )
-
-
 def test_an_episode_that_ran_out_of_time_is_shown(written):
     late = SampleStop.DEADLINE
     episode, content = written([PLAN, Cut("the crops", late)], report=Cut(" seven", late))

@@ -43,7 +43,11 @@ def test_many_devices_equal_one():
 
 
 # Sizes of data, fsdp and tensor. On the last mesh tokens are decoded on the pages.
-MESHES = ((1, 1, 2), (1, 1, 4), (1, 2, 1), (1, 2, 2))
+MESHES = (
+    (1, 1, 2),
+    (1, 1, 4),
+    (1, 2, 2),
+)
 VISION = Qwen3VLVisionConfig(
     hidden_size=16,
     depth=1,

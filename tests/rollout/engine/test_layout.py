@@ -172,42 +172,11 @@ def test_in_a_second_turn_the_prompt_is_shared_and_the_first_response_is_not():
     assert sorted(layout.prefixes) == [prompt(n, 40) for n in range(8)]
 
 
-def test_single_samples_share_nothing():
-    layout = choose([prompt(n, 30) for n in range(64)], [130] * 64)
-    assert lengths_of(layout) == (0, 200)
-    assert not any(layout.prefixes)
-
-
-def test_a_short_common_prefix_is_not_worth_a_copy():
-    """A system prompt that all share: its copies would be read and make no row shorter."""
-    layout = choose([(*prompt(0, 2), *prompt(n + 1, 28)) for n in range(64)], [130] * 64)
-    assert lengths_of(layout) == (0, 200)
-
-
-def test_sub_agents_take_the_rows_that_no_group_needs():
-    """Four groups of eight, and 32 sub-agents with frames of their own."""
-    mains = [prompt(n // 8, 40) for n in range(32)]
-    subs = [prompt(100 + n, 8) for n in range(32)]
-    layout = choose([*mains, *subs], [190] * 32 + [38] * 32)
-    assert lengths_of(layout) == (160, 40)
-    used = sorted(prefix for prefix in layout.prefixes if prefix)
-    assert used == [prompt(n, 40) for n in range(4)]
-    for row, n in enumerate(layout.rows):
-        assert n is not None
-        assert (n < 32) == bool(layout.prefixes[row // 8])
-
-
 def test_one_long_sequence_without_a_group_makes_sharing_useless():
     """It needs long rows, and then reading everything unshared costs less."""
     paths = [*(prompt(n // 7, 40) for n in range(56)), prompt(100, 30)]
     layout = choose(paths, [190] * 56 + [130])
     assert lengths_of(layout) == (0, 200)
-
-
-def test_a_group_larger_than_a_block_takes_several():
-    layout = choose([prompt(0, 40)] * 20, [170] * 20)
-    assert lengths_of(layout) == (160, 40)
-    assert sum(prefix == prompt(0, 40) for prefix in layout.prefixes) == 3
 
 
 def test_prefixes_stay_in_their_blocks_when_groups_come_and_go():
@@ -232,7 +201,3 @@ def test_what_remains_of_a_group_stays_in_its_block():
     used = [prefix for prefix in after.prefixes if prefix]
     assert used == [prefix for prefix in before.prefixes if prefix in prompts[:5]]
     assert lengths_of(choose(left, [170] * 5)) == (0, 200)
-
-
-def test_without_sequences_all_rows_are_idle():
-    assert choose([], []) == Layout((None,) * 64, ((),) * 8, 0, 40)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence as Many
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -272,11 +271,6 @@ def test_any_course_of_sequences():
     run_state_machine_as_test(Pages, settings=settings(max_examples=120, stateful_step_count=40))
 
 
-@pytest.mark.slow
-def test_any_long_course_of_sequences():
-    run_state_machine_as_test(Pages, settings=settings(max_examples=400, stateful_step_count=60))
-
-
 # --- by example ---
 
 
@@ -296,84 +290,6 @@ def found(tree: PageTree, words: Many[int], version: str = "a") -> int:
     path, _, more = tree.match(version, tokens(words))
     tree.release(path)
     return len(path) * SIZE + more
-
-
-def test_full_pages_are_shared_and_a_partial_match_is_named():
-    tree = PageTree(COUNT, SIZE)
-    first = written(tree, [1, 2, 3, 4, 5, 6, 7])
-    assert [node.tokens.tolist() for node in first] == [[1, 2, 3], [4, 5, 6], [7]]
-    assert len(tree.free_pages) == COUNT - 3
-    path, source, length = tree.match("a", tokens([1, 2, 3, 4, 5, 9, 9]))
-    assert path == first[:1]
-    assert source is first[1] and length == 2
-    assert [node.users for node in first] == [2, 1, 1]
-    # A partial page is never shared, even if all of it matches: its owner writes on.
-    path, source, length = tree.match("a", tokens([1, 2, 3, 4, 5, 6, 7]))
-    assert path == first[:2]
-    assert source is first[2] and length == 1
-
-
-def test_of_pages_that_begin_alike_the_longest_match_is_named():
-    tree = PageTree(COUNT, SIZE)
-    for words in ([1, 1, 1], [1, 2, 1], [1, 2], [2, 2, 2]):
-        written(tree, words)
-    _, source, more = tree.match("a", tokens([1, 2, 2]))
-    assert more == 2
-    assert source is not None
-    assert source.tokens[:2].tolist() == [1, 2]
-    assert tree.match("a", tokens([3])) == ([], None, 0)
-
-
-def test_a_page_that_another_sequence_published_meanwhile_is_used_instead():
-    tree = PageTree(COUNT, SIZE)
-    own = tree.allocate(2)
-    assert own is not None
-    first = written(tree, [1, 2, 3, 4])
-    added, left = tree.insert("a", [], tokens([1, 2, 3, 4]), own)
-    assert added == first[:1]
-    assert first[0].users == 2
-    # A page with [4] exists too, but partial pages are not shared: this one stays the caller's.
-    assert left == own[1:]
-    assert len(tree.free_pages) == COUNT - 3
-
-
-def test_a_page_that_was_taken_out_can_be_continued():
-    tree = PageTree(COUNT, SIZE)
-    path = written(tree, [1, 2, 3, 4])
-    page = tree.take_out(path.pop())
-    assert found(tree, [1, 2, 3, 4]) == 3
-    added, left = tree.insert("a", path, tokens([4, 5, 6]), [page])
-    assert not left
-    assert added[0].page == page
-    assert found(tree, [1, 2, 3, 4, 5]) == 5
-
-
-def test_versions_share_nothing():
-    tree = PageTree(COUNT, SIZE)
-    written(tree, [1, 2, 3, 4], "a")
-    assert found(tree, [1, 2, 3, 4], "b") == 0
-    written(tree, [1, 2, 3], "b")
-    tree.drop("a")
-    assert found(tree, [1, 2, 3, 4], "b") == 3
-    assert found(tree, [1, 2, 3, 4], "a") == 0
-
-
-def test_held_pages_of_a_dropped_version_become_free_on_release():
-    tree = PageTree(COUNT, SIZE)
-    held = written(tree, [1, 2, 3, 4, 5, 6])
-    other = written(tree, [1, 2, 3, 7])
-    tree.release(other)
-    tree.drop("a")
-    assert (
-        len(tree.free_pages) == COUNT - 2 and not list(tree.nodes()) and found(tree, [1, 2, 3]) == 0
-    )
-    again = written(tree, [1, 2, 3])  # the same version has a new tree
-    assert again[0].page not in [node.page for node in held]
-    added, _ = tree.insert("a", held, tokens([8]), tree.allocate(1) or [])
-    assert found(tree, [1, 2, 3, 4, 5, 6, 8]) == 3
-    tree.release(held + added)
-    assert len(tree.free_pages) == COUNT - 1
-    assert [node.users for node in again] == [1]
 
 
 def test_held_pages_stay_and_the_least_recently_used_goes_first():
@@ -398,15 +314,3 @@ def test_a_page_is_evicted_after_the_pages_that_continue_it():
     for left in ([[1, 1, 1], [3, 3, 3]], [[1, 1, 1]], []):
         tree.allocate(1)
         assert sorted(node.tokens.tolist() for node in tree.nodes()) == left
-
-
-def test_a_request_for_too_many_pages_evicts_nothing():
-    tree = PageTree(4, SIZE)
-    held = written(tree, [1, 1, 1])
-    tree.release(written(tree, [2, 2, 2, 2, 2]))
-    assert tree.allocate(4) is None
-    assert len(tree.free_pages) == 1
-    assert found(tree, [2, 2, 2, 2, 2]) == 5
-    tree.release(held)
-    assert sorted(tree.allocate(4) or []) == [0, 1, 2, 3]
-    assert not list(tree.nodes())

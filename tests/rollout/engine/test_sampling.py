@@ -149,13 +149,10 @@ LOGITS = np.array([2.0, 1.5, 1.0, 1.0, 0.0, -1.0, -3.0, -np.inf], np.float32)
     ("temperature", "top_k", "top_p"),
     [
         (1.0, 0, 1.0),
-        (0.5, 0, 1.0),
         (3.0, 0, 1.0),
         (1.0, 3, 1.0),
-        (1.0, 2, 1.0),
         (1.0, 0, 0.7),
         (2.0, 6, 0.9),
-        (1.0, 2, 0.6),
     ],
 )
 @pytest.mark.parametrize("over", ["seeds", "numbers"])
@@ -236,7 +233,14 @@ def test_temperature_0_takes_the_likeliest_token_and_its_log_prob_at_temperature
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("top_p", [1e-9, 1e-7, 1e-6, 2e-6, 1e-3])
+@pytest.mark.parametrize(
+    "top_p",
+    [
+        1e-9,
+        1e-6,
+        1e-3,
+    ],
+)
 def test_the_likeliest_token_always_stays(top_p):
     tokens, logprobs = rows(np.arange(WORDS), top_p=top_p)
     assert set(tokens.tolist()) == {WORDS - 1}
