@@ -233,9 +233,6 @@ CASES = {
         ),
         ((1, (2, 2, 4), (4, 2), 7), (9, (2, 2), 2), (12,)),
     ),
-    "text alone, padded left, tied": Case(
-        hf_config({"num_hidden_layers": 4}, {}, tied=True), ((11,), (7,), (3,)), seed=2
-    ),
     "text alone, padded right": Case(
         hf_config({"num_hidden_layers": 3, **heads(8, 4, 8, 1, 2, 1)}, {}), ((6,), (13,)), "right"
     ),
@@ -251,38 +248,6 @@ CASES = {
             },
         ),
         ((2, (3, 6), 4, (2, 6, 3), 3), (1, (9, 3), 2)),
-    ),
-    "no merge, three frames a patch, wide vision heads": Case(
-        hf_config(
-            {
-                "hidden_size": 24,
-                "intermediate_size": 72,
-                "vocab_size": 80,
-                **heads(4, 2, 16, 2, 5, 1),
-            },
-            {
-                "spatial_merge_size": 1,
-                "temporal_patch_size": 3,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "num_position_embeddings": 4,
-            },
-        ),
-        (((3, 1), 2, (2, 1, 4), 3),),
-        seed=2,
-    ),
-    "many small images and videos, five layers, deep tower": Case(
-        hf_config(
-            {"num_hidden_layers": 5, "rope_theta": 1e6, **heads(4, 1, 20, 4, 3, 3)},
-            {
-                "depth": 5,
-                "num_heads": 4,
-                "deepstack_visual_indexes": [1, 2, 4],
-                "num_position_embeddings": 49,
-            },
-        ),
-        ((2, *[(2, 2), 1] * 3, (4, 2, 2), 3), (1, (2, 4, 4), 2, (8, 2), (2, 8), 4)),
-        seed=4,
     ),
 }
 

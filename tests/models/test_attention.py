@@ -270,39 +270,6 @@ def test_one_token_against_a_dense_cache_equals_the_last_of_a_row(shared):
     assert (keys[0, :, :6] == np.where(own[..., None, None], NOISE, 0)).all()
 
 
-def test_rows_of_a_dense_cache_keep_the_tokens_they_advanced_with():
-    """In every step some rows pause. A skipped column stays invisible, earlier tokens visible."""
-    b, n, kv, h, start, steps = 3, 4, 2, 16, 2, 5
-    (q, k, v, every), _ = case(b, start + steps, n, kv, h, s=4)
-    assert every is not None
-    # All rows share one prompt.
-    prefix = (every[0][:1], every[1][:1])
-    seen = np.arange(4) < np.array([[4], [2], [0]])
-    # One line per step, one entry per row.
-    active = np.array([[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 1], [1, 1, 1]], bool)
-    cache = dense_cache(k[:, :start], v[:, :start], np.ones((b, start), bool), steps, prefix, seen)
-    repeated = tuple(x.repeat(b, 0) for x in prefix)
-    held = np.concatenate([np.ones((b, start), np.int32), active.T], 1)
-    whole = jax.jit(textbook)
-    for step, advancing in enumerate(active):
-        column = start + step
-        # A row that pauses is fed noise.
-        fed = advancing[:, None, None]
-        new_k = jnp.where(fed, k[:, column], NOISE)
-        new_v = jnp.where(fed, v[:, column], NOISE)
-        found, cache = one_token(cache, q[:, column], new_k, new_v, advancing)
-        expected = whole(q, k, v, repeated, segments=held, prefix_mask=seen)[:, column]
-        np.testing.assert_allclose(
-            found[advancing], expected[advancing], atol=1e-5, err_msg=str(step)
-        )
-        assert np.isfinite(found).all()
-    np.testing.assert_array_equal(cache.valid, held == 1)
-    for row in range(b):
-        own = np.flatnonzero(cache.valid[row])
-        for found, expected in zip(cache.since(0), (k, v), strict=True):
-            np.testing.assert_array_equal(found[1, row, own], expected[row, own])
-
-
 def mesh_of(platform, *shape):
     device = AbstractDevice(device_kind="any", num_cores=1, platform=platform)
     return AbstractMesh(shape, MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)

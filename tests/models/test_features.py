@@ -113,22 +113,6 @@ def test_a_frame_asked_for_twice_is_encoded_once(make, names):
     assert np.array_equal(vectors[0], vectors[2])
 
 
-def test_a_short_video_is_encoded_whole_on_first_use(make, names, monkeypatch):
-    reads = []
-    real = video.read
-    monkeypatch.setattr(
-        video,
-        "read",
-        lambda path, indices, *rest, **named: (
-            reads.append(len(indices)) or real(path, indices, *rest, **named)
-        ),
-    )
-    for f in (make(batch=FRAMES), make(batch=FRAMES - 1)):
-        f(f.overview(names[0], 1))
-        f(f.window(names[0], 44, 52, 1.0, 4))
-    assert reads == [FRAMES, 1, 8 // STEP]
-
-
 def test_frames_of_several_videos_and_sizes_come_back_in_order(make, wide):
     features = make(wide, batch=4, min_pixels=1024)
     forgetful = make(wide, batch=4, min_pixels=1024, cache_mib=0)

@@ -19,7 +19,6 @@ import sys
 import textwrap
 
 import huggingface_hub
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,7 +29,6 @@ from models.model import VisionLanguageModel
 from models.packing import packed_layout
 from models.processor import Processor
 from models.qwen3_vl.sizes import tiny
-from models.sharding import make_mesh
 from models.text import VisualBank
 from models.weights import folder as hf_folder
 from models.weights import hf, hf_layout, tensor_file
@@ -190,14 +188,6 @@ def test_several_files_of_a_bounded_size(model, tmp_path):
     assert [file.name for file in files] == names
     assert count > 4 and all(file.stat().st_size < 410_000 for file in files)
     assert_equal(hf.load(tmp_path / "model"), model)
-
-
-def test_a_mesh_shards_the_same_weights(model, tmp_path):
-    hf.save(model, tmp_path / "model")
-    loaded = hf.load(tmp_path / "model", mesh=make_mesh())
-    assert_equal(loaded, model)
-    spec = loaded.text.layers.q[...].sharding.spec
-    assert spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor", None)
 
 
 def test_a_slice_read_equals_the_slice_of_the_whole(model, config, tmp_path):
@@ -447,27 +437,6 @@ def test_a_killed_export_makes_no_folder_and_is_deleted_later(tmp_path):
     with appearing(target) as living:
         assert not list(living.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == [".model.v2.partial", "model"]
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        jnp.bfloat16,
-    ],
-)
-def test_transformers_reads_type_and_context_of_an_export(config, tmp_path, dtype):
-    torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
-    import transformers
-
-    hf.save(VisionLanguageModel(config, rngs=nnx.Rngs(0), param_dtype=dtype), tmp_path / "model")
-    expected = getattr(torch, np.dtype(dtype).name)
-    read = transformers.AutoConfig.from_pretrained(tmp_path / "model")
-    assert read.dtype == expected and read.text_config.max_position_embeddings == 262_144
-    theirs = transformers.AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "model", dtype="auto"
-    )
-    assert {parameter.dtype for parameter in theirs.parameters()} == {expected}
 
 
 COMPANIONS = {

@@ -78,17 +78,6 @@ def see(tower, patches, layout):
     return tower(patches, layout)
 
 
-def test_the_features_of_an_image_depend_on_it_alone(model):
-    patches = np.random.default_rng(0).normal(size=(3, 8, 1536)).astype(np.float32)
-    wide = frame_layout((2, 4), CONFIG.vision)
-    high = frame_layout((4, 2), CONFIG.vision)
-    together = see(model.vision, patches, wide)
-    close(together[1], see(model.vision, patches[1:2], wide)[0])
-    # The places of the patches matter.
-    other = see(model.vision, patches, high)
-    assert np.abs(np.asarray(together - other)).max() > 1e-3
-
-
 def test_all_mixes_of_grids_run_one_program_and_frames_see_only_themselves(model):
     """Images and videos of different sizes share a row, with the features that each has alone."""
     rng, traces = np.random.default_rng(1), []
@@ -179,28 +168,6 @@ def test_suffixes_behind_a_prefix_equal_whole_rows(model, visual_batch):
         whole, whole_kv = run(model.text, batch)
         close(hidden[row], whole[0, n:])
         close(kv.k[:, row], whole_kv.k[:, 0, n:])
-
-
-@pytest.mark.slow
-def test_gradients_through_a_prefix_equal_those_of_whole_rows(model):
-    rng = np.random.default_rng(2)
-    prompt = rng.integers(0, 97, (1, 11))
-    suffix = rng.integers(0, 97, (3, 6))
-    whole = np.concatenate([np.repeat(prompt, 3, 0), suffix], 1)
-    weight = rng.normal(size=(3, 6, 128))
-
-    def shared(text):
-        _, prefix = text(prompt, spots(0, 11, 1))
-        prefix = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=1), prefix)
-        return (text(suffix, spots(11, 17, 3), prefix=prefix)[0] * weight).sum()
-
-    def plain(text):
-        return (text(whole, spots(0, 17, 3))[0][:, 11:] * weight).sum()
-
-    ours = nnx.jit(nnx.grad(shared))(model.text)
-    theirs = nnx.jit(nnx.grad(plain))(model.text)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        close(a, b, 1e-4 * max(1.0, float(np.abs(b).max())))
 
 
 def test_packed_segments_equal_each_alone(model, visual_batch):

@@ -44,7 +44,13 @@ def specs(config, **mesh):
     }
 
 
-@pytest.mark.parametrize("size", ["2b", "4b", "8b", "32b"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        "8b",
+        "32b",
+    ],
+)
 def test_every_parameter_of_a_published_size_has_a_sharding(size):
     found = specs(qwen3_vl(size), data=1, fsdp=16, tensor=4)
     assert found["text/layers/q"] == PartitionSpec(None, "fsdp", "tensor", None)
@@ -64,25 +70,6 @@ def test_odd_widths_and_scarce_kv_heads_are_whole():
     assert found["vision/merger/fc1/kernel"] == PartitionSpec("fsdp", "tensor")
 
 
-@pytest.mark.parametrize("size", ["2b", "4b", "8b", "32b"])
-@pytest.mark.parametrize(("fsdp", "tensor"), [(256, 1), (64, 4), (32, 8), (16, 16)])
-def test_every_published_size_is_sharded_over_256_devices(size, fsdp, tensor):
-    found = specs(qwen3_vl(size), data=1, fsdp=fsdp, tensor=tensor)
-    whole = [name for name, spec in found.items() if not any(spec)]
-    assert all("norm" in name or name.startswith("vision/") for name in whole)
-
-
-def test_one_device_holds_everything():
-    shardings = param_shardings(state(), make_mesh())
-    leaves = jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding))
-    assert all(sharding.mesh.size == 1 for sharding in leaves)
-
-
-def with_text(**changes) -> ModelConfig:
-    config = tiny(96)
-    return dataclasses.replace(config, text=dataclasses.replace(config.text, **changes))
-
-
 @pytest.mark.parametrize(
     ("rules", "config", "message"),
     [
@@ -92,29 +79,14 @@ def with_text(**changes) -> ModelConfig:
             "text/layers/down: axes 'mlp' and 'embed' .*'fsdp'",
         ),
         (
-            {**RULES, "patch": "fsdp"},
-            tiny(96),
-            "vision/patch/kernel: axes 'patch' and 'tower_embed' .*'fsdp'",
-        ),
-        (
             RULES,
             tiny(97),
             "text/embedding: axis 'vocab' of size 97 .*2 devices .*'tensor'",
         ),
         (
-            RULES,
-            with_text(intermediate_size=129),
-            "text/layers/down: axis 'mlp' of size 129 .*2 devices",
-        ),
-        (
             {k: v for k, v in RULES.items() if k != "heads"},
             tiny(96),
             "text/layers/o: axis 'heads' has no rule",
-        ),
-        (
-            {k: v for k, v in RULES.items() if k != "position"},
-            tiny(96),
-            "vision/positions: axis 'position' has no rule",
         ),
     ],
 )

@@ -1,7 +1,6 @@
 """struct(o) for any tokens: each structure is compared with that of `scan`, which reads letters."""
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -370,48 +369,3 @@ def test_padding():
     assert pad_structures([none], 8).valid.shape == (1, 8)
     with pytest.raises(ValueError, match="multiple"):
         pad_structures([none], 0)
-
-
-def test_a_large_batch_takes_well_under_a_second(real_vocabulary):
-    """64 trajectories of 8,192 real tokens, with many calls in short turns."""
-    rng = np.random.default_rng(0)
-    words = [
-        "the",
-        "scene",
-        "shows",
-        "a",
-        "man",
-        "who",
-        "walks",
-        "to",
-        "table",
-        "near",
-        "second",
-        "12",
-    ]
-
-    def says(n: int) -> str:
-        return " ".join(rng.choice(words, n))
-
-    batch = []
-    for _ in range(64):
-        arguments = '{"start_time": 12, "end_time": 28}'
-        call = f'<tool_call>\n{{"name": "crop_video", "arguments": {arguments}}}\n</tool_call>\n'
-        turn = [
-            (N, PINNED),
-            (M, f"{says(60)}</think>\n{call * 5}<answer>B</answer><|im_end|>"),
-            (T, f"<tool_response>{says(20)}"),
-        ]
-        encoded = [(author, real_vocabulary.encode(text)) for author, text in turn]
-        ids = np.resize(np.concatenate([ids for _, ids in encoded]), 8192)
-        authors = np.resize(
-            np.concatenate([np.full(len(ids), author, np.int8) for author, ids in encoded]), 8192
-        )
-        batch.append((ids, authors))
-    # A table, because the test run checks the annotations of every call of `token_bytes`.
-    used = {int(id) for ids, _ in batch for id in np.unique(ids)}
-    token_bytes = {id: real_vocabulary.token_bytes(id) for id in used}.__getitem__
-    start = time.thread_time()
-    got = pad_structures([find_structure(token_bytes, ids, authors) for ids, authors in batch])
-    assert time.thread_time() - start < 0.8  # about 0.1 s; the margin is for a busy machine
-    assert got.valid.sum(1).min() > 400

@@ -81,20 +81,6 @@ def test_coding_is_lossless(small_world):
             np.testing.assert_array_equal(decoded[number], stored)
 
 
-def test_colours_can_be_told_apart_after_coding(small_world):
-    seen = {}
-    for video_ in small_world.videos:
-        starts = [scene.start // world.STEP for scene in video_.scenes]
-        frames = video.read(small_world.folder / video_.path, starts)
-        for scene, frame in zip(video_.scenes, frames, strict=True):
-            seen[scene.colour] = frame[0, 0].astype(int)
-    for name, pixel in seen.items():
-        distances = {
-            other: np.abs(np.array(colour) - pixel).sum() for other, colour in world.COLOURS.items()
-        }
-        assert min(distances, key=distances.__getitem__) == name
-
-
 def test_interrupted_rendering_resumes(tmp_path):
     settings = world_of(2, 1)
 
@@ -115,17 +101,6 @@ def test_interrupted_rendering_resumes(tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
     listed = json.loads((tmp_path / world.MANIFEST).read_text())["videos"]
     assert [entry["path"] for entry in listed] == [video_.path for video_ in videos]
-
-
-def test_a_file_that_is_rendered_again_has_the_same_frames(tmp_path):
-    settings = world_of(1, 1)
-    world.render(settings, tmp_path)
-    file = tmp_path / "train/0000.mp4"
-    frames = video.read(file, range(world.FRAMES))
-    file.unlink()
-    (tmp_path / world.MANIFEST).unlink()
-    world.render(settings, tmp_path)
-    np.testing.assert_array_equal(video.read(file, range(world.FRAMES)), frames)
 
 
 def test_a_world_of_other_settings_is_refused(tmp_path):

@@ -223,12 +223,6 @@ def test_the_settings_decide_how_many_demonstrations_are_spoilt(videos):
     assert untagged / len(answers) == pytest.approx(settings.untagged, abs=0.06)
 
 
-def test_habits_and_mistakes_do_not_change_what_is_asked(videos):
-    naive = [c.turns[0] for c in mains(videos[:1], TextSettings(groups=1))]
-    clean = [c.turns[0] for c in mains(videos[:1], dataclasses.replace(CLEAN, groups=1))]
-    assert naive == clean
-
-
 def shows_answer(videos, demonstration: Conversation) -> bool:
     """Whether the overview answers the question; by default it answers only choice."""
     if kind_of(demonstration) is QuestionKind.TEMPORAL_GROUNDING:
@@ -313,14 +307,6 @@ def test_windows_report_what_they_show(videos):
         if visible:
             assert f" from {visible[0]:g} to " in report
             assert report.endswith(f" to {visible[-1]:g}")
-
-
-def test_the_settings_decide_how_many_windows_are_aligned_and_telling(videos):
-    demonstrations = windows(videos, TextSettings())
-    aligned = [d for d in demonstrations if d.clips[0].times[0] % world.WINDOW == 0]
-    assert 0.8 < len(aligned) / len(demonstrations) < 1
-    empty = sum(said(d)[0] == " nothing" for d in aligned)
-    assert 0.15 < empty / len(aligned) < 0.35
 
 
 def test_captions_name_what_is_on_the_frame(videos):

@@ -479,19 +479,6 @@ def test_a_sub_agent_that_takes_too_long_costs_its_own_report_only(
     assert said.stop is SampleStop.DEADLINE
 
 
-def test_reports_have_no_more_time_than_the_episode(perform_slowly):
-    def takes(request):
-        return 3.0 if len(request.frames) == 4 else 99.0
-
-    episode, sampler = perform_slowly(
-        [plan(*CALLS), ANSWER], takes, seconds=8.0, report_seconds=60.0
-    )
-    assert [r.sampling.deadline for r, _ in sampler.sub] == [5.0] * 2
-    assert sampler.now == 8.0
-    assert statuses(episode) == [CallStatus.TIMED_OUT] * 2
-    assert episode.stop is StopReason.TIME_LIMIT
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("seconds", math.nan), ("report_seconds", -1.0), ("temperature", math.inf), ("frames", 0)],

@@ -147,14 +147,6 @@ def test_calls_of_all_tools_share_the_limit_of_a_turn(perform, srt):
     ]
 
 
-@pytest.mark.parametrize("dispatch", ["sequential", "frames"])
-def test_both_tools_work_with_other_dispatch(perform, srt, dispatch):
-    turns = [plan(search("bread")), plan(render_call(CropCall(0, 16))), ANSWER]
-    episode, _, _ = perform(turns, srt, dispatch, summary_tokens=64)
-    assert [o.status for turn in episode.turns for o in turn.calls] == [CallStatus.EXECUTED] * 2
-    assert episode.turns[0].calls[0].response == "<65.5 seconds> The bread rises"
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

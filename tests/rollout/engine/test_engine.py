@@ -27,12 +27,11 @@ from flax import nnx
 
 from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures, FrameSettings
-from models.lora import NOTHING, split
-from models.model import abstract_model
+from models.lora import NOTHING
 from paravt_jax.data import video
 from paravt_jax.method.records import digest
 from rollout.engine.engine import Engine
-from rollout.engine.programs import CHUNK, MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
+from rollout.engine.programs import CHUNK, MOST_STOP_IDS, Pieces, Programs, Rows
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sampling import Choices
 from rollout.engine.settings import EngineSizes
@@ -261,28 +260,6 @@ def test_no_size_changes_a_sample(engine, make_engine, asked, look, changes):
     assert_nothing_held(other)
 
 
-def test_finished_rows_end_the_loop(engine, asked):
-    before = engine.counts.steps
-    sampled(engine, [asked(n, new=3) for n in range(4)])
-    assert engine.counts.steps - before == 3
-
-
-@pytest.mark.slow
-def test_slots_are_refilled_as_sequences_finish(make_engine):
-    """Over 85 % of all rows of all steps give a token, on a long queue of lengths 16 to 512."""
-    rng = np.random.default_rng(0)
-    other = make_engine(
-        row_lengths=(192, 384, 576), prefix_lengths=(), prefill_lengths=(48,), pages=8 * 72, steps=8
-    )
-    lengths = rng.integers(16, 513, 60).tolist()
-    requests = [text(int(rng.integers(4, 40)), n, new=length) for n, length in enumerate(lengths)]
-    samples = sampled(other, requests)
-    assert [len(sample.ids) for sample in samples] == lengths
-    counts = other.counts
-    assert counts.sampled_tokens == sum(lengths)
-    assert counts.sampled_tokens / (counts.steps * other.settings.slots) > 0.85
-
-
 # --- how samples end ---
 
 
@@ -345,15 +322,6 @@ def test_the_prompt_is_not_searched_for_stop_strings(engine, free_running):
         assert stop_at(engine, free_running, string).stop is SampleStop.LENGTH
 
 
-def test_tokens_beyond_the_table_of_bytes_are_no_text(engine, free_running, table):
-    """A model may have more rows than its tokenizer has tokens."""
-    ids = free_running[1].ids.tolist()
-    number = next(n for n in range(1, 11) if ids[n - 1] < ids[n] > ids[n + 1])
-    del table[ids[number] :]
-    neighbours = b"<%d><%d>" % (ids[number - 1], ids[number + 1])
-    assert len(stop_at(engine, free_running, neighbours).ids) == number + 2
-
-
 def test_a_deadline_ends_what_runs_and_what_waits(engine, clock):
     """Two of its samples run, with four tokens each, and two wait for a slot."""
     before = engine.counts.stops[SampleStop.DEADLINE]
@@ -403,14 +371,6 @@ def test_an_unreadable_video_fails_only_its_own_request(
     for copy in copies:
         features.forget(copy.name)
         copy.unlink(missing_ok=True)
-
-
-def test_a_frame_beyond_the_end_of_a_video_fails_only_its_own_request(engine, asked):
-    good = asked(seed=1)
-    frames = (dataclasses.replace(good.frames[0], index=10**6), *good.frames[1:])
-    bad, fine = sampled(engine, [dataclasses.replace(good, frames=frames), good])
-    assert (bad.stop, fine.stop) == (SampleStop.UNREADABLE, SampleStop.LENGTH)
-    assert "64 frames" in engine.features.unreadable.pop(good.frames[0].video)
 
 
 # --- interrupts, and a full cache ---
@@ -592,22 +552,6 @@ def test_after_warming_up_nothing_compiles(engine, asked, look, weights, feature
     assert compilations.count == 0
 
 
-def test_programs_with_fewer_rows_than_slots_are_warmed_up_too(make_engine):
-    """With 300 tokens to read per call: four rows of 64 tokens, or two of 136."""
-    other = make_engine(prefill_lengths=(96,), prefix_lengths=(), read_tokens=300)
-    other.warm_up()
-    compilations = Compilations()
-    for lengths in ((1,) * 8, (100, 60, 1, 40, 90, 80, 3, 1), (120, 5)):
-        first = [text(length, n) for n, length in enumerate(lengths)]
-        samples = sampled(other, first)
-        second = [
-            next_turn(request, sample, range(3), new=1)
-            for request, sample in zip(first, samples, strict=True)
-        ]
-        other.generate(second)
-    assert compilations.count == 0
-
-
 @pytest.mark.slow
 def test_warm_up_uses_programs_that_were_compiled_while_the_engine_slept(make_engine, weights):
     engine = make_engine(page=4, pages=240)
@@ -679,33 +623,6 @@ def test_the_programs_write_the_cache_in_place(small_model, weights):
     assert_in_place(dense.fill, bank, bank, np.asarray(bank[:CHUNK]), np.int32(0))
     assert_in_place(dense.copy, pool, pool, zeros(8), zeros(8))
     assert_in_place(dense.gather, prefixes, pool, prefixes, zeros(12), np.int32(0))
-
-
-def test_a_prefill_reads_one_layer_of_cached_tokens_at_a_time(small_model):
-    """After a long cached prefix, the memory of a prefill does not grow with 24 layers."""
-    config = small_model.config
-    text_config = dataclasses.replace(config.text, num_hidden_layers=24)
-    model = abstract_model(dataclasses.replace(config, text=text_config))
-    rows, page, before, length = 8, 8, 1024, 16
-    heads = 2 * text_config.num_key_value_heads
-
-    def abstract(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    pieces = Pieces(
-        ids=abstract(rows, length),
-        positions=abstract(3, rows, length),
-        index=abstract(rows, length),
-        lengths=abstract(rows),
-        before=abstract(rows),
-        tables=abstract(rows, before // page + pages_of(length, page)),
-    )
-    pool = abstract(24, 130, page, heads, text_config.head_dim, dtype=np.float32)
-    programs = Programs(model, page, False)
-    bank = abstract(*programs.bank_shape(rows * length), dtype=np.float32)
-    compiled = programs.prefill.lower(split(model.text)[1:], pool, bank, pieces).compile()
-    layer = rows * before * heads * text_config.head_dim * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < 12 * layer
 
 
 # --- refused requests ---

@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import itertools
 import math
-import random
 import re
 
 import jaxtyping
@@ -122,13 +121,6 @@ def test_an_agent_continues_as_soon_as_its_own_answers_are_there():
     assert not sampler.open
 
 
-def test_progress_is_reported_when_agents_are_done():
-    reported = []
-    agents = [agent(100, 3), agent(200, 1), agent(300, 1)]
-    run(Doubling(), agents, lambda done, total: reported.append((done, total)))
-    assert reported == [(2, 3), (3, 3)]
-
-
 def test_agents_of_an_agent_run_side_by_side():
     async def leader():
         results = await together(*[agent(number, 2) for number in (1, 5, 3)])
@@ -164,19 +156,6 @@ def test_an_error_of_an_agents_agent_closes_all_of_them():
     with pytest.raises(RuntimeError, match="broken"):
         run(sampler, [leader(), waiting(3)])
     assert closed == [1] and sampler.cancelled == [1]
-
-
-def test_a_run_repeats_exactly_and_results_do_not_depend_on_speed():
-    def play(patience):
-        sampler = Doubling(patience)
-        results = run(sampler, [agent(100 * n, n % 4, width=1 + n % 3) for n in range(1, 12)])
-        return results, sampler.asked
-
-    def slow(number: int) -> int:
-        return 1 + random.Random(number).randrange(6)
-
-    assert play(slow) == play(slow)
-    assert play(slow)[0] == play(lambda number: 1)[0]
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])

@@ -33,9 +33,8 @@ from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
 from models.trained import Skeleton
 from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError
 from paravt_jax.method.parsing import extract_answer
-from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
     Author,
     CallOutcome,
@@ -631,53 +630,3 @@ def test_an_interrupted_run_frees_all_pages(possessed, field, monkeypatch, insid
     after[0] = math.inf
     sampler, environment = possessed()
     assert ids_of(run(sampler, draft(environment, questions, 16))) == ids_of(wanted)
-
-
-@pytest.mark.slow
-def test_an_unreadable_window_fails_only_its_own_sub_agent(small_model, small_vocabulary, field):
-    """The window becomes unreadable between the call and the engine; then so does everything."""
-    features, questions = field
-    bad: list[tuple[float, float]] = []
-
-    class Failing(FrameFeatures):
-        def __call__(self, frames):
-            if any(low <= frame.time <= high for frame in frames for low, high in bad):
-                raise VideoError(frames[0].video, "it cannot be decoded there")
-            return super().__call__(frames)
-
-    failing = Failing.__new__(Failing)
-    failing.__dict__ |= features.__dict__
-    engine = Engine(small_model, failing, SIZES)
-    environment = Environment(Protocol(small_vocabulary, ROOM), failing)
-    calls = render_call(CropCall(0, 16)) + render_call(CropCall(112, 128))
-
-    class Planned(Possessed):
-        def _say(self, request: Request) -> list[int]:
-            text = "look closer</think>" + calls + "<|im_end|>"
-            return self.fuzzer.vocabulary.encode(text).tolist()
-
-        def submit(self, request: Request) -> int:
-            if not self.script.is_main(request):
-                bad.append((100.0, 121.0))  # the overview has a frame at the end
-            elif not self.script.is_first(request) and lost:
-                engine.forget()  # so that the overview is encoded again
-                bad.append((0.0, 127.0))
-            return super().submit(request)
-
-    for lost in (False, True):
-        bad.clear()
-        (episode,) = run(
-            Planned(engine, Fuzzer(small_vocabulary, 0)),
-            [play(environment, questions[0], EpisodeSettings(4, 2.5), 3)],
-        )
-        one, other = episode.turns[0].calls
-        assert one.status is CallStatus.EXECUTED
-        assert other.status is CallStatus.UNREADABLE
-        assert other.response.startswith("error: ")
-        assert one.subagent is not None and other.subagent is not None
-        assert not len(other.subagent.segments[-1].ids)
-        said = small_vocabulary.decode(one.subagent.segments[-1].ids).removesuffix("<|im_end|>")
-        assert one.response == environment.protocol.cut(said) != ""
-        assert len(episode.turns) == 2
-        assert (episode.stop is StopReason.UNREADABLE) == lost
-        assert_nothing_held(engine)
