@@ -44,29 +44,23 @@ def first_is_final(record: dict) -> bool:
 
 
 ANSWERS = {
+    # Only a closed answer block is an answer. The release takes the text after the think, or the
+    # last line.
     "no block": Excuse(
-        why=(
-            "Only a closed answer block is an answer. The release takes the text after the think, "
-            "or the last line."
-        ),
         applies=lambda r: (
             not closed_answers(r["completion"]) and r["expected"]["extract_answer"] != ""
         ),
         holds=lambda r, got: got is None,
     ),
+    # The last block with words in it counts. The release takes the first block, even an empty
+    # one.
     "several": Excuse(
-        why=(
-            "The last block with words in it counts. The release takes the first block, even an "
-            "empty one."
-        ),
         applies=lambda r: len(closed_answers(r["completion"])) > 1 and not first_is_final(r),
         holds=is_final,
     ),
+    # A block with tags in it, or inside a think or tool block, is no answer. The release takes
+    # it.
     "other tags": Excuse(
-        why=(
-            "A block with tags in it, or inside a think or tool block, is no answer. The release "
-            "takes it."
-        ),
         applies=lambda r: len(closed_answers(r["completion"])) == 1 and not first_is_final(r),
         holds=is_final,
     ),
@@ -100,25 +94,23 @@ def text(content: str, normal: str) -> dict:
 
 
 NORMALS = {
+    # Articles stay if there are no other words: option 'A' is not empty (REFERENCE 4, 12).
     "articles": Excuse(
-        why=(
-            "Articles stay if there are no other words: option 'A' is not empty (REFERENCE 4, 12)."
-        ),
         applies=lambda r: r["expected"] == "" and bare(r["text"]).strip() != "",
         holds=lambda r, got: same_words(r, got) and got != "",
     ),
+    # Numbers keep their point and their sign: 1.5 is not 15.
     "numbers": Excuse(
-        why="Numbers keep their point and their sign: 1.5 is not 15.",
         applies=lambda r: bool(re.search(r"(?<![^\W\d])(?<!\.)\.\d|(?<!\w)-\.?\d", r["text"])),
         holds=lambda r, got: same_words(r, got) and bool(re.search(r"\.\d|-", got)),
     ),
+    # Only whole words are articles. The release also removes the one in 'vitamin-A'.
     "joined articles": Excuse(
-        why="Only whole words are articles. The release also removes the one in 'vitamin-A'.",
         applies=lambda r: any(holds_article(word) for word in r["text"].lower().split()),
         holds=same_words,
     ),
+    # Full-width letters and digits equal the normal ones (NFKC).
     "forms": Excuse(
-        why="Full-width letters and digits equal the normal ones (NFKC).",
         applies=lambda r: unicodedata.normalize("NFKC", r["text"]) != r["text"],
         holds=same_words,
     ),
@@ -152,8 +144,8 @@ def f1_of_words(record: dict) -> float:
 
 
 F1S = {
+    # Numbers and lone articles are words of their own here (see NORMALS).
     "other words": Excuse(
-        why="Numbers and lone articles are words of their own here (see NORMALS).",
         applies=lambda r: other_forms(r) and r["expected"]["compute_f1"] != close(f1_of_words(r)),
         holds=lambda r, got: got == close(f1_of_words(r)),
     )
@@ -193,19 +185,17 @@ def paid(record: dict) -> bool:
 
 
 CHOICES = {
+    # Answers other than A to D are scored too: 'E', '(A)', the option's words. The release's
+    # function knows four letters.
     "no letter": Excuse(
-        why=(
-            "Answers other than A to D are scored too: 'E', '(A)', the option's words. The "
-            "release's function knows four letters."
-        ),
         applies=lambda r: (
             right_letter(r) is None
             and (names_only(said(r), lone(r["answer"])) if lone(r["answer"]) else own_words(r))
         ),
         holds=lambda r, got: got == 1,
     ),
+    # A lower-case letter in front of an answer counts like an upper-case one.
     "either case": Excuse(
-        why="A lower-case letter in front of an answer counts like an upper-case one.",
         applies=lambda r: (
             not paid(r)
             and right_letter(r) is not None
@@ -213,33 +203,29 @@ CHOICES = {
         ),
         holds=lambda r, got: got == 1,
     ),
+    # Two letters and nothing else name two options. The release pays for each of them.
     "one after another": Excuse(
-        why="Two letters and nothing else name two options. The release pays for each of them.",
         applies=lambda r: paid(r) and paired(said(r)),
         holds=lambda r, got: got == 0,
     ),
+    # The first letter of a word is not an option. The release takes it after 'option' and 'answer
+    # is'.
     "part of a word": Excuse(
-        why=(
-            "The first letter of a word is not an option. The release takes it after 'option' and "
-            "'answer is'."
-        ),
         applies=lambda r: (
             paid(r) and right_letter(r) not in standing(said(r)) | {said(r).strip().upper()}
         ),
         holds=lambda r, got: got == 0,
     ),
+    # An answer that names two options is wrong, and letters beside the named one do not count
+    # (REFERENCE 4, 12).
     "several": Excuse(
-        why=(
-            "An answer that names two options is wrong, and letters beside the named one do not "
-            "count (REFERENCE 4, 12)."
-        ),
         applies=lambda r: (
             len(standing(said(r))) > 1 and paid(r) != (names(said(r)) == [right_letter(r)])
         ),
         holds=lambda r, got: got == (names(said(r)) == [right_letter(r)]),
     ),
+    # A letter that a sentence does not name as an option is a guess, and 'A' is a word.
     "in passing": Excuse(
-        why="A letter that a sentence does not name as an option is a guess, and 'A' is a word.",
         applies=lambda r: (
             paid(r)
             and right_letter(r) in standing(said(r))
@@ -247,8 +233,8 @@ CHOICES = {
         ),
         holds=lambda r, got: got == 0,
     ),
+    # The release knows fewer phrases before a letter: not 'it is B', '答案是B' or a box.
     "more forms": Excuse(
-        why="The release knows fewer phrases before a letter: not 'it is B', '答案是B' or a box.",
         applies=lambda r: (
             not paid(r) and right_letter(r) is not None and names(said(r)) == [right_letter(r)]
         ),
@@ -262,21 +248,19 @@ def choice(record: dict) -> float:
 
 
 OVERLAPS = {
+    # A literal copy of the right answer always scores 1, even if it is no range.
     "own words": Excuse(
-        why="A literal copy of the right answer always scores 1, even if it is no range.",
         applies=lambda r: own_words(r) and r["expected"]["compute_temporal_iou"] != 1,
         holds=lambda r, got: got == 1,
     ),
+    # No text raises: 1.2.3 is no number, and a range beside it is read (REFERENCE 4, 12).
     "raises": Excuse(
-        why="No text raises: 1.2.3 is no number, and a range beside it is read (REFERENCE 4, 12).",
         applies=lambda r: isinstance(r["expected"]["compute_temporal_iou"], Mapping),
         holds=lambda r, got: got == close(overlap(r)),
     ),
+    # 'a - b', 'a to b', units, mm:ss and signs are read (REFERENCE 4, 12). The release reads only
+    # the first 'a, b'.
     "ranges": Excuse(
-        why=(
-            "'a - b', 'a to b', units, mm:ss and signs are read (REFERENCE 4, 12). The release "
-            "reads only the first 'a, b'."
-        ),
         applies=lambda r: r["expected"]["compute_temporal_iou"] != close(overlap(r)),
         holds=lambda r, got: got == close(overlap(r)),
     ),
@@ -323,27 +307,21 @@ def kind_excused(record: dict) -> bool:
 
 
 ACCURACIES = {
+    # An answer counts whatever precedes it. The release gives 0 to short texts with five
+    # `<|im_start|>`.
     "flooded": Excuse(
-        why=(
-            "An answer counts whatever precedes it. The release gives 0 to short texts with five "
-            "`<|im_start|>`."
-        ),
         applies=lambda r: flooded(r) and r["expected"]["acc_reward"] != close(by_kind(r)),
         holds=lambda r, got: got == close(by_kind(r)),
     ),
+    # An answer that normalises to nothing is no answer: 'the' or '?' is not 'A' (REFERENCE 4,
+    # 12).
     "blank": Excuse(
-        why=(
-            "An answer that normalises to nothing is no answer: 'the' or '?' is not 'A' "
-            "(REFERENCE 4, 12)."
-        ),
         applies=blank,
         holds=lambda r, got: got == close(by_kind(r)) and (got == 0 or bool(bare(said(r)).strip())),
     ),
+    # Characters that the release drops from both texts count here: 1.5 is not 15, and an option
+    # 'A' is no article.
     "dropped": Excuse(
-        why=(
-            "Characters that the release drops from both texts count here: 1.5 is not 15, and an "
-            "option 'A' is no article."
-        ),
         applies=lambda r: (
             equal_in_release(r)
             and not blank(r)
@@ -352,8 +330,8 @@ ACCURACIES = {
         ),
         holds=lambda r, got: got == close(by_kind(r)),
     ),
+    # The score by the question's kind differs (see CHOICES, OVERLAPS, F1S).
     "kind": Excuse(
-        why="The score by the question's kind differs (see CHOICES, OVERLAPS, F1S).",
         applies=lambda r: (
             (kind_excused(r) or r["expected"]["error"] is not None)
             and r["expected"]["acc_reward"] != close(by_kind(r))

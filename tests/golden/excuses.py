@@ -11,7 +11,6 @@ from typing import Any
 class Excuse:
     """A reason why some records differ, with the property that holds for them instead."""
 
-    why: str
     applies: Callable[[dict], bool]
     """Whether a record is excused; it sees the record alone, not our result."""
     holds: Callable[[dict, Any], bool]

@@ -58,29 +58,23 @@ def asked_alike(record: dict) -> bool:
 
 
 OVERVIEWS = {
+    # A video with fewer frames than asked for is shown whole. The release raises, and another
+    # reader is tried.
     "too many": Excuse(
-        why=(
-            "A video with fewer frames than asked for is shown whole. The release raises, and "
-            "another reader is tried."
-        ),
         applies=lambda r: (
             "nframes" in r["ele"] and 2 * round(r["ele"]["nframes"] / 2) > r["total_frames"]
         ),
         holds=evenly_spread,
     ),
+    # K is the number of frames. The release rounds it to an even number (half to the nearest even
+    # half).
     "odd": Excuse(
-        why=(
-            "K is the number of frames. The release rounds it to an even number (half to the "
-            "nearest even half)."
-        ),
         applies=lambda r: r["ele"].get("nframes", 0) % 2 == 1,
         holds=lambda r, got: evenly_spread(r, got) and asked_alike(r),
     ),
+    # K alone decides the number of frames. In the release an fps does, and the drawn K is lost
+    # (REFERENCE 4, 2).
     "rate": Excuse(
-        why=(
-            "K alone decides the number of frames. In the release an fps does, and the drawn K is "
-            "lost (REFERENCE 4, 2)."
-        ),
         applies=lambda r: (
             "nframes" not in r["ele"]
             and r["expected"].get("nframes") != min(wanted(r), r["total_frames"])
@@ -181,27 +175,21 @@ def has_frames(record: dict) -> bool:
 
 
 CROPS = {
+    # A window that ends before it begins is refused, and the model is told. The release tries
+    # another reader.
     "impossible": Excuse(
-        why=(
-            "A window that ends before it begins is refused, and the model is told. The release "
-            "tries another reader."
-        ),
         applies=lambda r: bounds(r)[0] >= bounds(r)[1],
         holds=lambda r, got: got is None and r["expected"]["error"] is not None,
     ),
+    # A window without a frame shows the frame on screen at its start. The release wants two
+    # frames, or tries another reader.
     "between frames": Excuse(
-        why=(
-            "A window without a frame shows the frame on screen at its start. The release wants "
-            "two frames, or tries another reader."
-        ),
         applies=lambda r: not has_frames(r),
         holds=on_show,
     ),
+    # A window is [start, end) with a frame every 1 / fps from its start. The release includes the
+    # end and takes an even number of at least 2.
     "windows": Excuse(
-        why=(
-            "A window is [start, end) with a frame every 1 / fps from its start. The release "
-            "includes the end and takes an even number of at least 2."
-        ),
         applies=is_window,
         holds=lambda r, got: spread_in_window(r, got) and within_theirs(r, got),
     ),
@@ -271,11 +259,9 @@ def on_our_grid(record: dict, got: list[int] | None) -> bool:
 
 
 SIZES = {
+    # Sizes are multiples of 32, the model's grid. The release keeps the library's patch size of
+    # 14 (REFERENCE 4, 11).
     "grid of 28": Excuse(
-        why=(
-            "Sizes are multiples of 32, the model's grid. The release keeps the library's patch "
-            "size of 14 (REFERENCE 4, 11)."
-        ),
         applies=lambda r: 2 * r["image_patch_size"] != FACTOR and r["resized"] is not None,
         holds=on_our_grid,
     )

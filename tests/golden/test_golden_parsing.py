@@ -50,16 +50,14 @@ def never_code(text: str, calls: list[Call | FailedCall]) -> bool:
 
 
 TURNS = {
+    # A text that makes the release raise is read like any other.
     "raises": Excuse(
-        why="A text that makes the release raise is read like any other.",
         applies=lambda r: r["error"] is not None,
         holds=each_alone,
     ),
+    # `<tool_code>` is never a call (REFERENCE 2). The release runs it if there is no call in
+    # JSON.
     "code": Excuse(
-        why=(
-            "`<tool_code>` is never a call (REFERENCE 2). The release runs it if there is no call "
-            "in JSON."
-        ),
         applies=lambda r: (
             "<tool_code>" in r["text"]
             and r["expected"]["tools_called"]
@@ -67,27 +65,22 @@ TURNS = {
         ),
         holds=lambda r, calls: never_code(r["text"], calls),
     ),
+    # Each call is read on its own. In the release one malformed call voids the whole turn
+    # (REFERENCE 4, 10).
     "voided": Excuse(
-        why=(
-            "Each call is read on its own. In the release one malformed call voids the whole turn "
-            "(REFERENCE 4, 10)."
-        ),
         applies=lambda r: not r["expected"]["tools_called"] and bool(alone(r["text"])),
         holds=lambda r, calls: each_alone(r, calls) and bool(crops(calls)),
     ),
+    # A call without a closing tag is malformed. The release reads it to the end of the text.
     "unclosed": Excuse(
-        why=(
-            "A call without a closing tag is malformed. The release reads it to the end of the "
-            "text."
-        ),
         applies=lambda r: (
             r["expected"]["tools_called"]
             and r["text"].rfind("<tool_call>") > r["text"].rfind("</tool_call>")
         ),
         holds=lambda r, calls: each_alone(r, calls) and isinstance(calls[-1], FailedCall),
     ),
+    # Every opening tag begins a call. The release skips one inside a JSON string.
     "tags in a string": Excuse(
-        why="Every opening tag begins a call. The release skips one inside a JSON string.",
         applies=lambda r: (
             r["expected"]["tools_called"]
             and bool(
@@ -96,11 +89,8 @@ TURNS = {
         ),
         holds=each_alone,
     ),
+    # A call is crop_video with two finite times. The release takes any name and any arguments.
     "no crop": Excuse(
-        why=(
-            "A call is crop_video with two finite times. The release takes any name and any "
-            "arguments."
-        ),
         applies=lambda r: len(windows(decoded(r))) < len(r["expected"]["tool_calls"]),
         holds=lambda r, calls: (
             each_alone(r, calls)
@@ -144,19 +134,15 @@ def alone_here(record: dict, calls: list[Call | FailedCall]) -> bool:
 
 
 RESPONSES = {
+    # `<tool_code>` is never a call (REFERENCE 2). The release's evaluation takes one that begins
+    # with crop_video(.
     "code": Excuse(
-        why=(
-            "`<tool_code>` is never a call (REFERENCE 2). The release's evaluation takes one that "
-            "begins with crop_video(."
-        ),
         applies=lambda r: "<tool_code>" in r["input"] and len(r["expected"]) > values(r["input"]),
         holds=lambda r, calls: never_code(r["input"], calls),
     ),
+    # If a call is interrupted by another, only the first is lost. The release's evaluation loses
+    # both.
     "reopened": Excuse(
-        why=(
-            "If a call is interrupted by another, only the first is lost. The release's "
-            "evaluation loses both."
-        ),
         applies=lambda r: (
             bool(
                 re.search(
@@ -167,19 +153,15 @@ RESPONSES = {
         ),
         holds=alone_here,
     ),
+    # Line breaks and tabs are allowed in a call's strings. The release's evaluation drops the
+    # call.
     "line breaks": Excuse(
-        why=(
-            "Line breaks and tabs are allowed in a call's strings. The release's evaluation drops "
-            "the call."
-        ),
         applies=lambda r: alone(r["input"], strict=True) != alone(r["input"]),
         holds=alone_here,
     ),
+    # A call is crop_video with two finite times. The release's evaluation takes any JSON, and
+    # later crashes on some.
     "no crop": Excuse(
-        why=(
-            "A call is crop_video with two finite times. The release's evaluation takes any JSON, "
-            "and later crashes on some."
-        ),
         applies=lambda r: len(windows(floats(r["expected"]))) < len(r["expected"]),
         holds=alone_here,
     ),
@@ -202,8 +184,8 @@ def test_parse_tool_calls(records, hold):
 
 
 ZOOMS = {
+    # `<video_zoom>` is the syntax of another model's tool, and no call here.
     "another tool": Excuse(
-        why="`<video_zoom>` is the syntax of another model's tool, and no call here.",
         applies=lambda r: bool(r["expected"]) and "<video_zoom>" in r["input"],
         holds=alone_here,
     )

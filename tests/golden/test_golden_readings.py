@@ -35,11 +35,9 @@ def unsaid(record: dict, got: str | None) -> bool:
 
 
 LETTERS = {
+    # The answer has no option letter. The release's evaluation returns the first character of the
+    # response.
     "no letter": Excuse(
-        why=(
-            "The answer has no option letter. The release's evaluation returns the first "
-            "character of the response."
-        ),
         applies=lambda r: (
             bool(r["expected"])
             and not standing(r["input"]) & RELEASED
@@ -47,45 +45,32 @@ LETTERS = {
         ),
         holds=unsaid,
     ),
+    # The answer is in the answer block. The release's evaluation looks around it for a letter.
     "elsewhere": Excuse(
-        why=(
-            "The answer is in the answer block. The release's evaluation looks around it for a "
-            "letter."
-        ),
         applies=lambda r: (
             not standing(said(r)) & RELEASED and bool(standing(r["input"]) & RELEASED)
         ),
         holds=unsaid,
     ),
+    # The first letter of a word is not an option. The release's evaluation takes it after 'answer
+    # is'.
     "part of a word": Excuse(
-        why=(
-            "The first letter of a word is not an option. The release's evaluation takes it after "
-            "'answer is'."
-        ),
         applies=lambda r: r["expected"] not in standing(r["input"]) and r["expected"] != said(r),
         holds=lambda r, got: got is None or got in standing(r["input"]),
     ),
+    # Two letters and nothing else name two options. The release's evaluation takes the first.
     "one after another": Excuse(
-        why=(
-            "Two letters and nothing else name two options. The release's evaluation takes the "
-            "first."
-        ),
         applies=lambda r: bool(re.fullmatch(r"(?i)\W*([A-Z])\W{2,}(?!\1)[A-Z]\W*", said(r))),
         holds=lambda r, got: got is None,
     ),
+    # If an answer has several letters, the one named as the option counts. The release takes the
+    # first.
     "several": Excuse(
-        why=(
-            "If an answer has several letters, the one named as the option counts. The release "
-            "takes the first."
-        ),
         applies=lambda r: len(standing(said(r))) > 1 and names(said(r)) != [r["expected"]],
         holds=lambda r, got: got is None or names(said(r)) == [got],
     ),
+    # A letter that a sentence does not name as an option is a guess, and 'A' and 'I' are words.
     "in passing": Excuse(
-        why=(
-            "A letter that a sentence does not name as an option is a guess, and 'A' and 'I' are "
-            "words."
-        ),
         applies=lambda r: bool(standing(said(r))) and not names(said(r)),
         holds=lambda r, got: got is None,
     ),
@@ -128,33 +113,27 @@ def same(got: tuple[float, float] | None, expected: list[float] | None) -> bool:
 
 
 RANGES = {
+    # Two numbers without a separator are no range. The release's evaluation takes any two.
     "no range": Excuse(
-        why=(
-            "Two numbers without a separator are no range. The release's evaluation takes any two."
-        ),
         applies=lambda r: r["expected"] is not None and pair(r) is None,
         holds=lambda r, got: got is None,
     ),
+    # Hours, 'to' and any order of clock times are read. The release's evaluation falls back to
+    # the single numbers in them.
     "clock": Excuse(
-        why=(
-            "Hours, 'to' and any order of clock times are read. The release's evaluation falls "
-            "back to the single numbers in them."
-        ),
         applies=lambda r: other_than_read(r) and bool(re.search(r"\d:\d", r["input"])),
         holds=lambda r, got: same(got, pair(r)),
     ),
+    # A minus with nothing before it is a sign. The release's evaluation ignores it.
     "signs": Excuse(
-        why="A minus with nothing before it is a sign. The release's evaluation ignores it.",
         applies=lambda r: (
             other_than_read(r) and bool(re.search(r"(?:^|[\s(\[,–-])-\.?\d", r["input"]))
         ),
         holds=lambda r, got: same(got, pair(r)),
     ),
+    # The first range is the answer. The release's evaluation prefers dashes, words and rising
+    # order.
     "first": Excuse(
-        why=(
-            "The first range is the answer. The release's evaluation prefers dashes, words and "
-            "rising order."
-        ),
         applies=other_than_read,
         holds=lambda r, got: same(got, pair(r)),
     ),
@@ -185,31 +164,29 @@ def unit_number(text: str) -> float:
 
 
 VALUES = {
+    # True and false are not times.
     "true and false": Excuse(
-        why="True and false are not times.",
         applies=lambda r: isinstance(r["input"], bool),
         holds=lambda r, got: got is None,
     ),
+    # An integer too large for a float is infinite, and no window. The release raises.
     "raises": Excuse(
-        why="An integer too large for a float is infinite, and no window. The release raises.",
         applies=lambda r: r["error"] is not None,
         holds=lambda r, got: got == math.inf,
     ),
+    # Seconds may have their unit. The release reads them as 0.
     "units": Excuse(
-        why="Seconds may have their unit. The release reads them as 0.",
         applies=lambda r: unit_number(text_of(r)) != 0,
         holds=lambda r, got: got == unit_number(text_of(r)),
     ),
+    # A clock time has at most 59 seconds, whole minutes and no sign.
     "no clock": Excuse(
-        why="A clock time has at most 59 seconds, whole minutes and no sign.",
         applies=lambda r: ":" in text_of(r) and not re.fullmatch(CLOCK, text_of(r)),
         holds=lambda r, got: got is None,
     ),
+    # A number is ASCII digits with at most one point. The release takes everything that Python
+    # reads as a float.
     "spellings": Excuse(
-        why=(
-            "A number is ASCII digits with at most one point. The release takes everything that "
-            "Python reads as a float."
-        ),
         applies=lambda r: (
             isinstance(r["input"], str)
             and ":" not in r["input"]
@@ -218,8 +195,8 @@ VALUES = {
         ),
         holds=lambda r, got: got is None,
     ),
+    # A text that is no time is refused, and the model is told. The release reads it as 0.
     "nothing": Excuse(
-        why="A text that is no time is refused, and the model is told. The release reads it as 0.",
         applies=lambda r: (
             r["expected"] == 0.0
             and not isinstance(floats(r["input"]), int | float)
@@ -244,8 +221,8 @@ def test_parse_time_val(records, hold):
 
 
 IOUS = {
+    # A literal copy of the right answer always scores 1, even if it is no range.
     "own words": Excuse(
-        why="A literal copy of the right answer always scores 1, even if it is no range.",
         applies=lambda r: r["input"][0] == r["input"][1] and r["input"][0][0] >= r["input"][0][1],
         holds=lambda r, got: got == 1,
     )
@@ -295,21 +272,16 @@ def below_times(record: dict, got: str) -> bool:
 
 
 SUBTITLES = {
+    # Lines without times above them are no subtitles. The release takes the text after any two
+    # lines.
     "no times": Excuse(
-        why=(
-            "Lines without times above them are no subtitles. The release takes the text after "
-            "any two lines."
-        ),
         applies=lambda r: any(
             words(block[2:]) and not any(map(timed, block[:2])) for block in blocks(r)
         ),
         holds=below_times,
     ),
+    # An entry without its number is read. The release takes its first line of text for the times.
     "no number": Excuse(
-        why=(
-            "An entry without its number is read. The release takes its first line of text for "
-            "the times."
-        ),
         applies=lambda r: any(timed(block[0]) and words(block[1:2]) for block in blocks(r)),
         holds=below_times,
     ),

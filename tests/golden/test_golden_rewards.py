@@ -32,11 +32,9 @@ from tests.turns import read_calls, turn_of
 
 
 THINKS = {
+    # A think that is never closed ends at the next tag of any block. In the release it ends at
+    # the next call, answer or end of turn.
     "unclosed": Excuse(
-        why=(
-            "A think that is never closed ends at the next tag of any block. In the release it "
-            "ends at the next call, answer or end of turn."
-        ),
         applies=lambda r: (
             (len(thought(r["completion"], ANY_TAG)) >= 10)
             != (len(thought(r["completion"], r"<tool_|<answer>|<\|im_end\|>")) >= 10)
@@ -67,19 +65,15 @@ def has_crop(record: dict, got: bool) -> bool:
 
 
 CALLS = {
+    # JSON nested too deeply is no call. In the release it raises out of the reward (REFERENCE 4,
+    # 12).
     "raises": Excuse(
-        why=(
-            "JSON nested too deeply is no call. In the release it raises out of the reward "
-            "(REFERENCE 4, 12)."
-        ),
         applies=lambda r: r["expected"]["has_parseable_tool_call"] is None,
         holds=has_crop,
     ),
+    # `<tool_code>` earns nothing (REFERENCE 2). In the release any line of it with a parenthesis
+    # does.
     "code": Excuse(
-        why=(
-            "`<tool_code>` earns nothing (REFERENCE 2). In the release any line of it with a "
-            "parenthesis does."
-        ),
         applies=lambda r: (
             bool(r["expected"]["has_parseable_tool_call"])
             and "<tool_code>" in r["completion"]
@@ -87,21 +81,17 @@ CALLS = {
         ),
         holds=has_crop,
     ),
+    # A call is crop_video with two times and a closing tag. In the release any JSON with a name
+    # is one.
     "any call": Excuse(
-        why=(
-            "A call is crop_video with two times and a closing tag. In the release any JSON with "
-            "a name is one."
-        ),
         applies=lambda r: (
             bool(r["expected"]["has_parseable_tool_call"]) and not alone(r["completion"])
         ),
         holds=has_crop,
     ),
+    # A call is read even if another one breaks off before it, or a line breaks in its strings.
+    # The release reads neither.
     "spoilt": Excuse(
-        why=(
-            "A call is read even if another one breaks off before it, or a line breaks in its "
-            "strings. The release reads neither."
-        ),
         applies=lambda r: (
             not r["expected"]["has_parseable_tool_call"] and bool(alone(r["completion"]))
         ),
@@ -166,46 +156,44 @@ def differ(name: str) -> Callable[[dict], bool]:
 
 
 FORMATS = {
+    # No text raises. In the release JSON nested too deeply does (REFERENCE 4, 12).
     "raises": Excuse(
-        why="No text raises. In the release JSON nested too deeply does (REFERENCE 4, 12).",
         applies=lambda r: r["expected"]["compute_format_reward"] is None,
         holds=ours_summed,
     ),
+    # The answer block is another one or none (see ANSWERS).
     "answer": Excuse(
-        why="The answer block is another one or none (see ANSWERS).",
         applies=differ("answer"),
         holds=ours_summed,
     ),
+    # A think that is never closed ends elsewhere (see THINKS).
     "think": Excuse(
-        why="A think that is never closed ends elsewhere (see THINKS).",
         applies=differ("think"),
         holds=ours_summed,
     ),
+    # Calls differ (see CALLS), and have to follow a closed think. The release looks at the first
+    # tags only.
     "order": Excuse(
-        why=(
-            "Calls differ (see CALLS), and have to follow a closed think. The release looks at "
-            "the first tags only."
-        ),
         applies=differ("order"),
         holds=ours_summed,
     ),
+    # A `</think>` before `<think>` closes nothing. In the release any one does.
     "closing": Excuse(
-        why="A `</think>` before `<think>` closes nothing. In the release any one does.",
         applies=lambda r: differ("closed")(r) or differ("left open")(r),
         holds=ours_summed,
     ),
+    # An answer before or inside the think does not follow it. In the release it does.
     "flow": Excuse(
-        why="An answer before or inside the think does not follow it. In the release it does.",
         applies=differ("flow"),
         holds=ours_summed,
     ),
+    # A `<tool_response>` that the model writes has to balance too.
     "balance": Excuse(
-        why="A `<tool_response>` that the model writes has to balance too.",
         applies=differ("balance"),
         holds=ours_summed,
     ),
+    # R_fmt is cut to [0, 1]. The release has no lower bound (REFERENCE 4, 12).
     "negative": Excuse(
-        why="R_fmt is cut to [0, 1]. The release has no lower bound (REFERENCE 4, 12).",
         applies=lambda r: summed(their_readings(r), r["knobs"]) < 0,
         holds=lambda r, got: got == 0,
     ),
@@ -275,21 +263,21 @@ def added_up(record: dict, got: Rewards) -> bool:
 
 
 SUMS = {
+    # R_acc differs (see ANSWERS and ACCURACIES).
     "accuracy": Excuse(
-        why="R_acc differs (see ANSWERS and ACCURACIES).",
         applies=lambda r: (
             (falls_under(ANSWERS, r) or falls_under(ACCURACIES, r))
             and r["expected"]["acc_reward"] != close(of(r, final_answer(r["completion"])))
         ),
         holds=added_up,
     ),
+    # The calls differ (see CALLS).
     "calls": Excuse(
-        why="The calls differ (see CALLS).",
         applies=lambda r: falls_under(CALLS, r),
         holds=added_up,
     ),
+    # R_fmt differs (see FORMATS).
     "format": Excuse(
-        why="R_fmt differs (see FORMATS).",
         applies=lambda r: flooded(r) or falls_under(FORMATS, r),
         holds=added_up,
     ),
