@@ -272,21 +272,6 @@ def test_every_flag_has_a_line_of_help(kind):
     assert inspect.getdoc(kind), "the line over a section's flags"
 
 
-def test_every_command_says_what_its_flags_do():
-    """Of commands that are read by argparse."""
-    without = []
-    for file in [*ROOT.glob("train/**/*.py"), *ROOT.glob("rollout/**/*.py")]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr == "add_argument"
-            ):
-                if not any(keyword.arg == "help" for keyword in node.keywords):
-                    without.append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    assert not without
-
-
 def test_every_setting_is_read():
     """A field that is only checked, and read nowhere else, would be a flag without effect.
 

@@ -10,22 +10,13 @@ import pytest
 
 from models.qwen3_vl.sizes import tiny
 from models.rope import (
-    merge_order,
-    mrope_angles,
     mrope_positions,
     next_position,
-    rotate,
     visual_index,
 )
 
 CONFIG = tiny(300)
 IMAGE, VIDEO = CONFIG.image_token_id, CONFIG.video_token_id
-
-
-def test_text_counts_up():
-    positions = mrope_positions(np.arange(4), [], CONFIG)
-    assert positions.dtype == np.int32 and positions.tolist() == [[0, 1, 2, 3]] * 3
-    assert next_position(positions) == 4
 
 
 def test_images_span_their_merged_grid_and_text_continues_after_the_longer_side():
@@ -52,15 +43,6 @@ def test_the_slices_of_a_video_get_the_positions_of_images(videos):
     assert (np.diff(expected.max(0)) <= 1).all() and expected.min() == 0
 
 
-def test_grids_belong_to_images_and_videos_in_order():
-    ids = np.array([VIDEO, VIDEO, 1, VIDEO, VIDEO, *[IMAGE] * 3, 2])
-    positions = mrope_positions(ids, [(2, 4, 2), (1, 2, 6)], CONFIG)
-    assert positions[1:].tolist() == [
-        [0, 1, 2, 3, 4, 5, 5, 5, 8],
-        [0, 0, 2, 3, 3, 5, 6, 7, 8],
-    ]
-
-
 @pytest.mark.parametrize(
     ("ids", "grids", "message"),
     [
@@ -72,37 +54,6 @@ def test_grids_belong_to_images_and_videos_in_order():
 def test_placeholders_that_do_not_match_the_grids_are_refused(ids, grids, message):
     with pytest.raises(ValueError, match=message):
         mrope_positions(np.array(ids), grids, CONFIG)
-
-
-def test_frequencies_interleave_between_the_axes():
-    def used(axis):
-        positions = np.zeros((3, 1, 1), np.int32)
-        positions[axis] = 1
-        return np.flatnonzero(np.asarray(mrope_angles(positions, CONFIG.text))[0, 0]).tolist()
-
-    # Ten frequencies each for height and width.
-    assert used(1) == list(range(1, 30, 3)) and used(2) == list(range(2, 30, 3))
-    assert used(0) == [*range(0, 30, 3), 30, 31]
-
-
-def test_scores_depend_on_distance_alone():
-    rng = np.random.default_rng(0)
-    size = (1, 1, 1, CONFIG.text.head_dim)
-    q = jnp.asarray(rng.normal(size=size), jnp.float32)
-    k = jnp.asarray(rng.normal(size=size), jnp.float32)
-
-    def rotated(x, position):
-        return rotate(x, mrope_angles(np.full((3, 1, 1), position), CONFIG.text))
-
-    def score(a, b):
-        return float((rotated(q, a) * rotated(k, b)).sum())
-
-    assert abs(score(5, 3) - score(45, 43)) < 1e-4 < abs(score(5, 3) - score(5, 4))
-
-
-def test_merge_order_puts_the_patches_of_a_token_together():
-    tokens = merge_order(np.arange(16).reshape(4, 4), 2).reshape(4, 4)
-    assert tokens.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
 
 
 def test_visual_tokens_are_numbered_over_images_and_videos_per_row():

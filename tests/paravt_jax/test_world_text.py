@@ -194,19 +194,6 @@ def test_clean_demonstrations_answer_from_the_overview_or_from_crops(videos, cle
     assert min(counts["overview"], counts["crops"]) > 100
 
 
-def test_crops_one_by_one_stop_when_a_report_shows_the_digit(videos):
-    settings = dataclasses.replace(CLEAN, one_by_one=1, look_when_shown=1)
-    for demonstration in mains(videos, settings):
-        scene = scene_of(videos, demonstration)
-        turns = 1 if scene.first < scene.start + world.WINDOW else 2
-        assert roles(demonstration) == ["assistant", "tool"] * turns + ["assistant"]
-        texts = said(demonstration)
-        calling, reports = texts[: 2 * turns : 2], texts[1 : 2 * turns : 2]
-        assert all(text.count("<tool_call>") == 1 for text in calling)
-        assert all(report == " nothing" for report in reports[:-1])
-        assert reports[-1] != " nothing"
-
-
 def test_the_settings_decide_how_many_demonstrations_are_spoilt(videos):
     settings = dataclasses.replace(CLEAN, leak=0.3, unclosed=0.3, untagged=0.2)
     demonstrations = mains(videos, settings)
@@ -277,17 +264,6 @@ def test_naive_demonstrations_never_tell_what_nobody_saw(videos):
             assert scene.start <= first and end == first + 4 < scene.end
     # One of four options, drawn at random.
     assert sum(guesses) / len(guesses) == pytest.approx(0.25, abs=0.1)
-
-
-def test_a_crop_of_the_wrong_half_leaves_what_the_overview_showed(videos):
-    settings = dataclasses.replace(NAIVE, look_when_shown=1, both=0, toolless=0, multiple_choice=1)
-    found = 0
-    for demonstration in mains(videos, settings):
-        texts = said(demonstration)
-        if shows_answer(videos, demonstration) and texts[1:2] == [" nothing"]:
-            found += 1
-            assert f"I see {word_of(scene_of(videos, demonstration))} from " in texts[-1]
-    assert found > 10
 
 
 def test_windows_report_what_they_show(videos):
