@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from models.config import ModelConfig
 from models.model import VisionLanguageModel, abstract_model
 
 
-def noisy_model(config: ModelConfig) -> VisionLanguageModel:
+def noisy_model(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> VisionLanguageModel:
     """A model whose noise is large enough that the frames decide what it says."""
-    graph, state = nnx.split(abstract_model(config))
+    graph, state = nnx.split(abstract_model(config, dtype=dtype))
     rng = np.random.default_rng(0)  # not the model's own start, which takes seconds to compile
 
     def noise(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:

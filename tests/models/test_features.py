@@ -11,17 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings, frame_tokens
-from models.model import VisionLanguageModel
 from models.vision import frame_layout, patchify
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame
 from paravt_jax.world.videos import FRAMES, STEP
 from tests.models.program import run
+from tests.noisy_model import noisy_model
 from train.durable.usage import Compilations
 
 
@@ -254,7 +253,7 @@ def test_a_new_file_under_an_old_name_is_another_video(make, names, small_world,
 
 def test_features_travel_in_the_type_of_the_tower(small_model, small_world, names):
     """No float32 copy of bfloat16 features exists on the host, neither cached nor returned."""
-    model = VisionLanguageModel(small_model.config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    model = noisy_model(small_model.config, jnp.bfloat16)
     features = FrameFeatures(
         model.vision, model.config, FrameSettings(batch=4), small_world.folder, source=video
     )

@@ -25,7 +25,6 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.model import VisionLanguageModel
 from models.packing import packed_layout
 from models.processor import Processor
 from models.qwen3_vl.sizes import tiny
@@ -37,6 +36,7 @@ from paravt_jax.data.atomic import appearing
 from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.foreign import ForeignFileError
 from paravt_jax.world.vocabulary import save_tokenizer
+from tests.noisy_model import noisy_model
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def model(config):
-    return VisionLanguageModel(config, rngs=nnx.Rngs(3))
+    return noisy_model(config)
 
 
 def leaves(model):

@@ -127,8 +127,8 @@ def test_bfloat16_in_full_tiles_stays_near_float32(implementation, length, size)
 @pytest.mark.parametrize(
     ("implementation", "t", "kv", "trials"),
     [
-        ("xla", 97, 1, 12),
-        ("flash", 400, 1, 4),
+        ("xla", 97, 1, 8),
+        ("flash", 260, 1, 3),
         ("triton", 150, 2, 4),
     ],
 )
@@ -178,7 +178,7 @@ def log_normal_row(rng, t, groups, rollouts, mean):
 @pytest.mark.parametrize("sizes", [(16, 16), (32, 8), (8, 32)])
 def test_a_visible_pair_lies_in_a_tile_that_counts(sizes):
     rng = np.random.default_rng(4)
-    for trial in range(20):
+    for trial in range(8):
         packing = packed_rows(96, *(random_row(rng, 96) for _ in range(2)))
         tiles = visible_tiles(jax.tree.map(jnp.asarray, packing), *sizes)
         missed = any_pair(visible_pairs(packing), *sizes) & ~np.asarray(tiles)

@@ -16,11 +16,11 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from models.attention import DenseCache, PagedCache, paged
-from models.model import abstract_model
 from models.qwen3_vl.sizes import tiny
 from models.sharding import MESH_AXES
 from models.text import KV, TextDecoder
 from tests.models.program import FOR_TPU, run
+from tests.noisy_model import noisy_model
 
 # Value of slots that must stay invisible. If seen, it changes every result.
 NOISE = 9.0
@@ -139,12 +139,7 @@ def test_the_kernels_reference_gives_what_xla_gives(monkeypatch, dtype):
 
 @pytest.fixture(scope="module")
 def text() -> TextDecoder:
-    graph, state = nnx.split(abstract_model(tiny(97)).text)
-
-    def noise(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.asarray(rng.normal("norm" in str(path), 0.2, leaf.shape), leaf.dtype)
-
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(noise, state))
+    return noisy_model(tiny(97)).text
 
 
 def test_the_decoder_gets_the_same_hidden_states(text):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.model import VisionLanguageModel
 from models.packing import pack_patches
 from models.qwen3_vl.sizes import tiny
 from models.vision import encoding_weights, frame_layout
+from tests.noisy_model import noisy_model
 
 CONFIG = tiny(97)
 # 8, 3 x 8, 16 and 4 patches.
@@ -23,9 +23,13 @@ def patches() -> np.ndarray:
     return np.random.default_rng(0).normal(size=(52, 1536)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("size", "rows"), [(16, 4), (20, 3), (52, 1), (64, 1)])
-def test_a_packed_frame_sees_only_itself(patches, size, rows):
-    tower = VisionLanguageModel(CONFIG, rngs=nnx.Rngs(0)).vision
+@pytest.fixture(scope="module")
+def tower():
+    return noisy_model(CONFIG).vision
+
+
+@pytest.mark.parametrize(("size", "rows"), [(16, 4), (20, 3), (64, 1)])
+def test_a_packed_frame_sees_only_itself(tower, patches, size, rows):
     see = nnx.jit(lambda tower, patches, layout: tower(patches, layout))
     packed = pack_patches(patches, GRIDS, size, CONFIG.vision)
     assert packed.patches.shape == (rows, size, 1536)
@@ -70,9 +74,7 @@ def test_more_rows_than_needed_are_padding():
 def test_a_frozen_tower_takes_half_the_memory_and_gives_the_same():
     """The tower rounds kernels to bfloat16 anyway; all other weights stay float32."""
     config = tiny(464)
-    tower = nnx.jit(
-        lambda: VisionLanguageModel(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    )().vision
+    tower = noisy_model(config, jnp.bfloat16).vision
     graph, weights = nnx.split(tower)
     small = encoding_weights(weights, jnp.bfloat16)
 
