@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from models.qwen3_vl.dialect import DIALECT
 from paravt_jax.method import protocol, tokenizer
-from paravt_jax.world.vocabulary import build_vocabulary, save_tokenizer, world_vocabulary
+from paravt_jax.world.vocabulary import save_tokenizer, world_vocabulary
 
 # Any text, with parts of the protocol in it, so that added tokens get unusual neighbours.
 _PARTS = st.sampled_from(
