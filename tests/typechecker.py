@@ -63,7 +63,8 @@ def require_annotated(tree: Any) -> None:
             value = getattr(tree, field.name)
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(value)):
                 continue
-            array = jax.numpy.asarray(value) if isinstance(value, np.ndarray) else value
+            of_numpy = isinstance(value, np.ndarray | np.generic)
+            array = jax.numpy.asarray(value) if of_numpy else value
             hint = eval(str(field.type), dict(names))
             if not (is_bearable(value, hint) or is_bearable(array, hint)):
                 shape = getattr(value, "shape", type(value))
