@@ -12,7 +12,6 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call, 
 from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import score
-from paravt_jax.method.tools.crop_video import CropVideo
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
@@ -150,26 +149,6 @@ def test_a_blind_episode_has_no_frames(perform, small_questions, small_vocabular
 def test_a_blind_episode_needs_dispatch_none(dispatch):
     with pytest.raises(ValueError, match="episode.frames: 0"):
         EpisodeSettings(0, 0.7, dispatch)
-
-
-def test_each_prompt_differs_and_two_offer_no_tools():
-    agentic = system_text(DIALECT, (CropVideo(),))
-    minimal = system_text(DIALECT, (CropVideo(),), "agentic-minimal")
-    assert agentic == system_text(DIALECT, (CropVideo(),), "agentic")
-    assert "crop_video" in minimal
-    assert len(minimal) < len(agentic)
-    alone = [
-        system_text(DIALECT, (), prompt)
-        for prompt in ("direct", "reasoning", "agentic", "agentic-minimal")
-    ]
-    assert len(set(alone)) == 4
-    assert not any("crop_video" in text for text in alone)
-    assert all("<answer>answer</answer>" in text for text in (*alone, agentic, minimal))
-    assert "Do not think" in alone[0]
-    assert "<think>" in alone[1]
-    for prompt in ("direct", "reasoning"):
-        with pytest.raises(ValueError, match=f"protocol.prompt: '{prompt}'"):
-            system_text(DIALECT, (CropVideo(),), prompt)
 
 
 def test_the_prompt_setting_decides_the_system_turn(perform, small_vocabulary):

@@ -295,8 +295,3 @@ def test_the_window_of_a_tool_is_cut_to_the_video_and_the_frame_limit(perform):
     assert long.call == ToolCall("looks", {"window": [0, 1e6]})
     most = environment.protocol.settings.crop_frames
     assert len(long.subagent.frames) == most > len(short.subagent.frames) > 0
-
-
-def test_a_tool_that_cannot_be_made_is_refused():
-    with pytest.raises(ValueError, match="protocol.tools: .*Tool' cannot be made"):
-        ProtocolSettings(tools=("paravt_jax.method.tools.tool:Tool",))
