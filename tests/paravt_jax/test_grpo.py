@@ -337,6 +337,7 @@ def test_every_recipe_has_the_likelihood_of_the_tags_that_were_sampled(anchor):
     assert float(metrics["tags/logprob"]) == pytest.approx(np.mean(everything), rel=1e-5)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_arrays_that_disagree_are_refused():
     batch = make_batch()
     wrong = {
@@ -561,8 +562,9 @@ def test_rows_of_one_rollout_share_what_it_earned():
     """The rows of sub-agents get the reward of their episode."""
     rollout = np.array([0, 1, 2, 3, 2, 2])
     mask = np.ones((6, 3), bool)
-    batch = make_batch(p=1, rollout=rollout, rewards=np.array([[0.0, 1.0, 2.0, 1.0]]))
-    fields = {"mask": mask, "behaviour": np.zeros((6, 3)), "reference": np.zeros((6, 3))}
+    batch = make_batch(p=1, rewards=np.array([[0.0, 1.0, 2.0, 1.0]]))
+    zeros = np.zeros((6, 3))
+    fields = {"mask": mask, "behaviour": zeros, "reference": zeros, "rollout": rollout}
     none = Structure(
         jnp.zeros((6, 1), jnp.int32), jnp.zeros((6, 1), jnp.int8), jnp.zeros((6, 1), bool)
     )
