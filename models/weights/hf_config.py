@@ -56,7 +56,7 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
 def _config(content: Mapping[str, Any]) -> ModelConfig:
     kind = content.get("model_type")
     require(
-        kind in FAMILIES,
+        kind in list(FAMILIES),  # the file may say a list, which is no key
         f"model_type = {_shown(kind)}: supported are {', '.join(FAMILIES)}; "
         "give the config.json of such a model",
     )

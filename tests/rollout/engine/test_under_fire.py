@@ -340,7 +340,7 @@ def inspect_responses(episode: Episode, number: int, vocabulary: Vocabulary) -> 
 
 @pytest.fixture(scope="module")
 def battle(fight) -> Battle:
-    return fight(200)
+    return fight(300)
 
 
 def check_battle(battle: Battle, episodes: int) -> None:
@@ -355,9 +355,9 @@ def check_battle(battle: Battle, episodes: int) -> None:
 
 
 def test_every_end_is_named_and_counted(battle):
-    check_battle(battle, 200)
-    assert min(battle.stops.values()) >= 2 and min(battle.calls.values()) >= 2
-    assert sum(battle.calls.values()) > 700
+    check_battle(battle, 300)
+    assert min(battle.stops.values()) >= 4 and min(battle.calls.values()) >= 4
+    assert sum(battle.calls.values()) > 1000
 
 
 def test_the_fuzzer_uses_its_whole_grammar(battle):
