@@ -201,3 +201,15 @@ def test_what_remains_of_a_group_stays_in_its_block():
     used = [prefix for prefix in after.prefixes if prefix]
     assert used == [prefix for prefix in before.prefixes if prefix in prompts[:5]]
     assert lengths_of(choose(left, [170] * 5)) == (0, 200)
+
+
+def test_a_group_larger_than_a_block_takes_several():
+    layout = choose([prompt(0, 40)] * 20, [170] * 20)
+    assert lengths_of(layout) == (160, 40)
+    assert sum(prefix == prompt(0, 40) for prefix in layout.prefixes) == 3
+
+
+def test_single_samples_share_nothing():
+    layout = choose([prompt(n, 30) for n in range(64)], [130] * 64)
+    assert lengths_of(layout) == (0, 200)
+    assert not any(layout.prefixes)

@@ -314,3 +314,16 @@ def test_a_page_is_evicted_after_the_pages_that_continue_it():
     for left in ([[1, 1, 1], [3, 3, 3]], [[1, 1, 1]], []):
         tree.allocate(1)
         assert sorted(node.tokens.tolist() for node in tree.nodes()) == left
+
+
+def test_a_page_that_another_sequence_published_meanwhile_is_used_instead():
+    tree = PageTree(COUNT, SIZE)
+    own = tree.allocate(2)
+    assert own is not None
+    first = written(tree, [1, 2, 3, 4])
+    added, left = tree.insert("a", [], tokens([1, 2, 3, 4]), own)
+    assert added == first[:1]
+    assert first[0].users == 2
+    # A page with [4] exists too, but partial pages are not shared: this one stays the caller's.
+    assert left == own[1:]
+    assert len(tree.free_pages) == COUNT - 3
