@@ -211,7 +211,7 @@ def system_text(
     video: bool = True,
     wording: Wording = OUR_WORDING,
 ) -> str:
-    """The system turn; empty if the wording has none.
+    """Return the system turn; empty if the wording has none.
 
     Args:
         dialect: The marks of a turn, and the form of a call.
@@ -254,7 +254,7 @@ def _of_prompt(texts: Mapping[str, str], prompt: Prompt) -> str:
 def question_text(
     question: Question, wording: Wording = OUR_WORDING, filled: Callable[..., str] = fill
 ) -> str:
-    """The text of a question in its prompt. Options of multiple choice are lines "A. ...".
+    """Return the text of a question in its prompt. Options of multiple choice are lines "A. ...".
 
     `filled` fills in the wording's template, as `fill` or `Protocol.filled` do.
     """
@@ -307,18 +307,19 @@ class Protocol:
         image_tokens: int | Sequence[int],
         tools: bool = True,
     ) -> tuple[Segment, Segment]:
-        """The main agent's prompt in two parts, which are encoded apart: `overview`, `question`."""
+        """Return the main agent's prompt in two parts, which are encoded apart: `overview`,
+        `question`."""
         return self.overview(frames, image_tokens, tools), self.question(question)
 
     def system(self, tools: bool = True) -> str:
-        """The system turn of this protocol's prompt; see `system_text`."""
+        """Return the system turn of this protocol's prompt; see `system_text`."""
         offered = [*self.tools.values()] if tools else ()
         return system_text(self.dialect, offered, self.settings.prompt, wording=self.wording)
 
     def overview(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], tools: bool = True
     ) -> Segment:
-        """The first part of the main agent's prompt: system turn and overview frames.
+        """Return the first part of the main agent's prompt: system turn and overview frames.
 
         All questions about a video share this segment, and so its KV cache.
         """
@@ -327,7 +328,8 @@ class Protocol:
         return Segment(ids, Author.PROMPT, frames=tuple(frames))
 
     def question(self, question: Question) -> Segment:
-        """The rest of the main agent's prompt: the question and the opening of the response."""
+        """Return the rest of the main agent's prompt: the question and the opening of the
+        response."""
         text = question_text(question, self.wording, self.filled)
         ids = [self.encode(text), self.encode(self.dialect.to_assistant)]
         return Segment(np.concatenate(ids), Author.PROMPT)
@@ -339,7 +341,7 @@ class Protocol:
         window: tuple[float, float] = (0.0, 0.0),
         question: str = "",
     ) -> Segment:
-        """A sub-agent's whole prompt: the frames of its window and its task.
+        """Return a sub-agent's whole prompt: the frames of its window and its task.
 
         Args:
             frames: The frames.
@@ -359,7 +361,7 @@ class Protocol:
         return Segment(self.encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
 
     def window_text(self, count: int, window: tuple[float, float], note: str) -> str:
-        """The text beside `count` frames of a window that the main agent sees itself."""
+        """Return the text beside `count` frames of a window that the main agent sees itself."""
         start, end = (f"{time:.1f}" for time in window)
         return fill(self.wording.window, count=str(count), start=start, end=end, note=note)
 
@@ -371,7 +373,7 @@ class Protocol:
         shown: Sequence[Sequence[Frame]] = (),
         image_tokens: int = 0,
     ) -> Segment:
-        """The user turn with the responses to the calls of one turn.
+        """Return the user turn with the responses to the calls of one turn.
 
         Args:
             responses: One text per call.
@@ -401,11 +403,12 @@ class Protocol:
         return Segment(np.concatenate(parts), Author.TOOL, frames=all_frames)
 
     def _response(self, response: str) -> tuple[str, str]:
-        """The text of a response before its frames and after them."""
+        """Return the text of a response before its frames and after them."""
         return "<tool_response>\n", f"{self.cut(response)}\n</tool_response>"
 
     def cut(self, text: str) -> str:
-        """A tool response as the model reads it: plain, and at most `summary_tokens` long."""
+        """Return a tool response as the model reads it: plain, and at most `summary_tokens`
+        long."""
         limit = self.settings.summary_tokens
         text = self.plain(text)
         ids = self.vocabulary.encode(text)
@@ -454,7 +457,7 @@ class Protocol:
         return parts
 
     def encode(self, text: str) -> Int32[np.ndarray, " n"]:
-        """Token ids of a text of the protocol; special tokens in it become their ids."""
+        """Return the token ids of a text of the protocol; special tokens in it become their ids."""
         return self.vocabulary.encode(text)
 
     def _labelled_frames(
@@ -469,5 +472,5 @@ class Protocol:
 
 
 def _number(value: float) -> float | int:
-    """Whole seconds without a decimal point."""
+    """Return whole seconds without a decimal point."""
     return int(value) if float(value).is_integer() else value

@@ -168,7 +168,8 @@ def leave(code: int, text: str) -> int:
 
 
 def _in_cluster() -> bool:
-    """Whether this is one of several processes that JAX finds: SLURM, Open MPI, GKE, a TPU VM.
+    """Return whether this is one of several processes that JAX finds: SLURM, Open MPI, GKE, a TPU
+    VM.
 
     Elsewhere nothing is looked for, so a laptop does not wait for an answer from a network.
     """
@@ -193,7 +194,7 @@ def _in_cluster() -> bool:
 
 
 def has_tpu_chips(root: pathlib.Path = pathlib.Path("/")) -> bool:
-    """Whether this host has device files of TPU chips.
+    """Return whether this host has device files of TPU chips.
 
     Args:
         root: Folder with `dev` and `sys`.
@@ -208,7 +209,7 @@ def has_tpu_chips(root: pathlib.Path = pathlib.Path("/")) -> bool:
 
 
 def require_shared(folder: pathlib.Path, field: str = "run_dir") -> None:
-    """Raises ValueError on every process if `folder` is not the same directory for all of them.
+    """Raise ValueError on every process if `folder` is not the same directory for all of them.
 
     Args:
         folder: The first process must have created it.
@@ -245,7 +246,7 @@ _XLA_ERROR = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 
 @contextlib.contextmanager
 def ending_with_the_others() -> Iterator[None]:
-    """Exits with code `LOST` and one line if a program fails because another process is gone."""
+    """Exit with code `LOST` and one line if a program fails because another process is gone."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -257,7 +258,7 @@ def ending_with_the_others() -> Iterator[None]:
 
 
 def end_without_others(error: Exception) -> NoReturn:
-    """Exits with code `LOST` and one line, because of an error that says that others are gone."""
+    """Exit with code `LOST` and one line, because of an error that says that others are gone."""
     end(
         LOST,
         "error: another process of this run ended or cannot be reached "
@@ -266,6 +267,6 @@ def end_without_others(error: Exception) -> NoReturn:
 
 
 def _shortened(error: Exception) -> str:
-    """The error on one line of at most 200 characters."""
+    """Return the error on one line of at most 200 characters."""
     line = " ".join(str(error).split())
     return line if len(line) <= 200 else f"{line[:200]} ..."
