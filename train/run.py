@@ -121,7 +121,10 @@ def execute(
     mesh = _check(run, config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(naming_remedies(run))
-        judge = _open_judge(run, stack)
+        judge = None
+        if run.rl is not None and run.rl.rewards.judge is not None:
+            judge = RemoteJudge(run.rl.rewards.judge)
+            stack.enter_context(contextlib.closing(judge))
         home, data = _open_home(run, config, interrupts, questions, stack)
         model, origin = first_model(run, data, mesh)
         _align(run, home, data, model, mesh, origin)
@@ -213,13 +216,6 @@ def _align(
     home = _checking(run, home, data, captioned.unreadable)
     with open_saver("align", run.align, home, origin) as saver:
         align(model, captioned, run.align, run.seed, saver)
-
-
-def _open_judge(run: Run, stack: contextlib.ExitStack) -> RemoteJudge | None:
-    """The model that scores open-ended answers, if there is one."""
-    if run.rl is None or run.rl.rewards.judge is None:
-        return None
-    return stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
 
 
 def _checking(run: Run, home: Home, data: Data, unreadable: dict[str, str]) -> Home:

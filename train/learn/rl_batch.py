@@ -341,7 +341,9 @@ def _grpo_batch(
                 by_token["routes"][row, :length] = routes[first:]
             # Only main agents have a struct(o): sub-agents have no format to keep.
             if row < shape.groups * shape.rollouts:
-                structures[row] = _structure(trajectory, first, token_bytes)
+                ids, authors = trajectory.ids, trajectory.authors
+                positions, kinds = find_structure(token_bytes, ids, authors)
+                structures[row] = positions - first, kinds
     # The width is the same in every step, so that nothing compiles again. It is the largest
     # possible: each token breaks at most one block and opens at most one.
     structure = pad_structures(structures, multiple=2 * shape.suffix)
@@ -351,15 +353,6 @@ def _grpo_batch(
         **by_token,
         **_by_rollout(rollouts, shape),
     )
-
-
-def _structure(
-    trajectory: Trajectory, first: int, token_bytes: TokenBytes
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return struct(o) of a rollout that begins at token `first`: positions in its row, and
-    kinds."""
-    positions, kinds = find_structure(token_bytes, trajectory.ids, trajectory.authors)
-    return positions - first, kinds
 
 
 def _by_rollout(rollouts: Rollouts, shape: StepShape) -> dict[str, Any]:
