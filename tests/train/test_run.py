@@ -36,7 +36,7 @@ from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics
 
 RESULT_FIELDS = """
-    name seed reward before control curve by_temperature after token_mismatches logprob_gap
+    name seed before control curve by_temperature after token_mismatches logprob_gap
     recompilations_after_warmup seconds goodput
 """.split()
 ROW_FIELDS = """
