@@ -46,8 +46,8 @@ from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.engine.engine import Engine, EngineCounts
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
-from rollout.evaluation.play import EvaluationSettings
 from train.durable.metrics import MEASURED, read_metrics
+from train.evaluation_settings import EvaluationSettings
 from train.settings import Run
 
 RECORD = pathlib.Path(__file__).with_name("golden_run.json")

@@ -29,8 +29,6 @@ from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
 from rollout.engine.sizing import EngineSettings
-from rollout.evaluation.play import EvaluationSettings
-from tests.paravt_jax.benchmarks import published
 from tests.paravt_jax.published_files import (
     CLIPS,
     answered,
@@ -40,6 +38,8 @@ from tests.paravt_jax.published_files import (
     write_rl,
     write_sft,
 )
+from tests.rollout.evaluation import published
+from train.evaluation_settings import EvaluationSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings

@@ -13,7 +13,7 @@ from configs.ablations import UNANCHORED, UNGATED
 from configs.paravt_tiny import paravt_tiny
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.world.text import TextSettings
-from rollout.evaluation.play import EvaluationSettings
+from train.evaluation_settings import EvaluationSettings
 from train.settings import Run, change
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.rewards import RewardSettings
 from rollout.engine.sizing import EngineSettings
-from rollout.evaluation.play import EvaluationSettings
+from train.evaluation_settings import EvaluationSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings

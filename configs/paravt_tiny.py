@@ -8,7 +8,7 @@ from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import frugal_reward
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
-from rollout.evaluation.play import EvaluationSettings
+from train.evaluation_settings import EvaluationSettings
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings

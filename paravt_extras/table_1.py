@@ -17,8 +17,8 @@ from paravt_extras.markdown import wrapped
 from paravt_extras.published_protocol import differences
 from paravt_extras.published_scores import COLUMNS, MARKS, TABLE_1, Cell, mean_of_complete
 from rollout.evaluation.benchmarks import title_of
-from rollout.evaluation.folder import FolderError, Line
-from rollout.evaluation.summary import APART, not_played, read_summary, rows_of, score_of, scored
+from rollout.evaluation.folder import FolderError, Line, read_json
+from rollout.evaluation.summary import APART, not_played, rows_of, score_of, scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _grouped(folders: Sequence[pathlib.Path]) -> list[Run]:
     """The summaries of the folders, by run."""
     runs: list[Run] = []
     for folder in folders:
-        summary = read_summary(folder)
+        summary = read_json(folder / "summary.json")
         name = summary["config"].get("name", folder.name)
         split = summary["benchmark"]
         for run in runs:

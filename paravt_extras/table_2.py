@@ -21,7 +21,8 @@ from paravt_extras.published_scores import COLUMNS
 from paravt_extras.report.claim import weighted_mean
 from paravt_extras.report.result import read_result
 from paravt_jax.data.stored_settings import as_json
-from rollout.evaluation.summary import read_summary, score_of
+from rollout.evaluation.folder import read_json
+from rollout.evaluation.summary import score_of
 from train.durable.metrics import read_metrics
 from train.durable.run_directory import read_config
 
@@ -170,7 +171,7 @@ def _scores(
     """
     found: dict[str, dict[str, float]] = {"parallel": {}, "sequential": {}}
     for evaluation in evaluations:
-        summary = read_summary(evaluation)
+        summary = read_json(evaluation / "summary.json")
         model = pathlib.Path(summary["config"]["settings"]["model"]).resolve()
         dispatch = summary["config"]["identity"]["dispatch"]
         score = score_of(summary)

@@ -7,7 +7,6 @@ the same episode, unless it runs out of time.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import os
@@ -31,14 +30,14 @@ from models.peft_folder import base_folder, load
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import require_local
-from paravt_jax.data.foreign import ForeignFileError, read_srt
+from paravt_jax.data.foreign import read_srt
 from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError, is_address, without_scheme
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
-    CallOutcome,
+    CropCall,
     Episode,
     Frame,
     Question,
@@ -55,12 +54,11 @@ from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
-from rollout.engine.settings import EngineSizes
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
 from rollout.report.episode_card import episode_page
 
 _QUESTION_TOKENS = 512  # room for the question and its options
-_MAX_ENGINES = 2  # engines kept at once; each has a KV cache on the device
+_MAX_ENGINES = 2  # engines kept at once
 _GREEDY = EpisodeSettings(frames=64, temperature=0.0)
 _FRAMES = FrameSettings(admission="counted")  # the same question has the same answer
 
@@ -96,7 +94,6 @@ class Assistant:
         frames: FrameSettings | None = None,
         reader: FrameReader | None = None,
     ):
-        self._model = model
         if reader is None:
             reader = open_reader()
             # In a notebook, models come and go in a process that lives for days.
@@ -107,7 +104,10 @@ class Assistant:
         self.environment = Environment(
             Protocol(vocabulary, protocol or ProtocolSettings()), features
         )
-        self._engines: collections.OrderedDict[EngineSizes, Engine] = collections.OrderedDict()
+        # Each engine has a KV cache on the device.
+        self._engine_of = functools.lru_cache(_MAX_ENGINES)(
+            lambda sizes: Engine(model, features, sizes)
+        )
 
     @classmethod
     def load(
@@ -206,13 +206,7 @@ class Assistant:
         frame_tokens = features.tokens(video)
         prompt = overview_tokens(protocol, frames, frame_tokens, end) + _QUESTION_TOKENS
         crop = crop_tokens(protocol, features.tokens(Frame(video, 0, 0.0, crop=True)), end)
-        sizes = sizes_for_single_episodes(protocol, prompt, crop)
-        if sizes not in self._engines:
-            self._engines[sizes] = Engine(self._model, features, sizes)
-            if len(self._engines) > _MAX_ENGINES:
-                self._engines.popitem(last=False)  # the least recently used
-        self._engines.move_to_end(sizes)
-        return self._engines[sizes]
+        return self._engine_of(sizes_for_single_episodes(protocol, prompt, crop))
 
 
 def _require_words(question: str) -> None:
@@ -255,8 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
     gpu.reserve_memory()
     prog = command_name("python -m rollout.ask")
+    asked = tyro.cli(AskSettings, args=argv, prog=prog, description=__doc__)
     try:
-        asked = _parse(sys.argv[1:] if argv is None else argv, prog)
         with open_reader() as reader:
             _answer(asked, reader)
     except USER_ERRORS as error:
@@ -265,25 +259,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str], prog: str) -> AskSettings:
-    """The options of the command. Raises ValueError if they name several videos or questions."""
-    parse = functools.partial(tyro.cli, AskSettings, args=argv, prog=prog, description=__doc__)
-    asked, rest = parse(return_unknown_args=True)
-    if any(word.startswith("-") for word in rest):
-        parse()  # prints which option it does not know, and exits
-    videos = sum(word.split("=")[0] == "--video" for word in argv)
-    if rest or videos > 1:
-        raise ValueError("--video: give one video per question, and the question in quotes")
-    return asked
-
-
 def _answer(asked: AskSettings, reader: FrameReader) -> None:
     """Ask the question, print the episode, and write the page."""
     settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
     # All checks come before the weights are read, which takes minutes.
-    _check_files(asked)
-    subtitles = _read_subtitles(asked.subtitles, asked.dispatch) if asked.subtitles else ()
     _require_words(asked.question)
+    if asked.html:
+        require_local("--html", asked.html)
+        open(asked.html, "a").close()  # raises OSError if it cannot be written
+    subtitles = _read_subtitles(asked.subtitles, asked.dispatch) if asked.subtitles else ()
     # Only lists the file, so the sizes of frames do not matter.
     reader.request(ReadTask(asked.video, (), PixelRules())).result()
     tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)
@@ -297,7 +281,7 @@ def _answer(asked: AskSettings, reader: FrameReader) -> None:
     # Nothing else is printed until the episode has ended.
     print("answering; the first answer compiles programs, which can take minutes", file=sys.stderr)
     episode = assistant.ask(
-        asked.video if is_address(asked.video) else Path(asked.video).absolute(),
+        asked.video,
         asked.question,
         settings,
         options=asked.option,
@@ -310,48 +294,13 @@ def _answer(asked: AskSettings, reader: FrameReader) -> None:
         print(f"page: {asked.html}")
 
 
-def _check_files(asked: AskSettings) -> None:
-    """Raise OSError or ValueError if a file of the command cannot be read or written."""
-    require_local("--html", asked.html)
-    # os.path, because methods of Path raise OSError for names that are too long.
-    if asked.html and not os.path.isdir(Path(asked.html).absolute().parent):
-        raise FileNotFoundError(
-            f"--html {asked.html}: its folder does not exist; make it, or name another file"
-        )
-    if os.path.isdir(asked.html):
-        raise IsADirectoryError(f"--html {asked.html}: it is a folder; name a file in it")
-    if asked.html and not _is_writable(asked.html):
-        raise PermissionError(f"--html {asked.html}: it cannot be written; name another file")
-    if os.path.isdir(asked.video):
-        raise IsADirectoryError(f"--video {asked.video}: it is a folder; give the path of a video")
-    if not is_address(asked.video) and not os.path.isfile(asked.video):
-        raise FileNotFoundError(f"--video {asked.video}: no such file; give the path of a video")
-
-
-def _is_writable(file: str) -> bool:
-    """Whether a file can be written, or made if it does not exist."""
-    place = file if os.path.exists(file) else Path(file).absolute().parent
-    return os.access(place, os.W_OK)
-
-
-def _read_subtitles(file: str, dispatch: Dispatch) -> tuple[Subtitle, ...]:
-    """The entries of a file. Raises FileNotFoundError or ValueError if they cannot be searched."""
-    if not os.path.isfile(file):
-        raise FileNotFoundError(
-            f"--subtitles {file}: no such file; give the path of a .srt file, or leave it out"
-        )
-    if dispatch == "none":
+def _read_subtitles(file: str, dispatch: Dispatch) -> Sequence[Subtitle]:
+    """The entries of a file. Raises OSError or ValueError if they cannot be searched."""
+    entries = read_srt(file)
+    if not entries or dispatch == "none":
         raise ValueError(
-            f"--subtitles {file}: --dispatch none offers no tool to search them; "
-            "leave out one of the two"
-        )
-    try:
-        entries = tuple(read_srt(file))
-    except ForeignFileError as error:
-        raise ValueError(f"--subtitles {error}") from error
-    if not entries:
-        raise ValueError(
-            f"--subtitles {file}: it has no entries; give a .srt file, or leave it out"
+            f"--subtitles {file}: it has no entries, or --dispatch none offers no tool to search "
+            "them; leave it out"
         )
     return entries
 
@@ -363,17 +312,13 @@ def describe(episode: Episode) -> Iterator[str]:
         yield turn.text.strip()
         for count, outcome in enumerate(turn.calls, 1):
             status = outcome.status.replace("_", " ")
-            call = _describe_call(count, outcome)
+            call = _describe_call(count, outcome.call)
             yield f"    {call} ({status}): {outcome.response.strip()}"
     answer = "none" if episode.answer is None else episode.answer
-    ending = ""
-    if episode.stop is not StopReason.ANSWERED:
-        ending = f" (the episode ended: {episode.stop.replace('_', ' ')})"
-    yield f"--- answer: {answer}{ending}"
+    yield f"--- answer: {answer} (the episode ended: {episode.stop.replace('_', ' ')})"
 
 
-def _describe_call(count: int, outcome: CallOutcome) -> str:
-    call = outcome.call
+def _describe_call(count: int, call: CropCall | ToolCall | None) -> str:
     if call is None:
         return f"crop {count}, no readable window"
     if isinstance(call, ToolCall):

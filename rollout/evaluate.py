@@ -42,10 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu.reserve_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if {"--compare", "--table"} & set(argv):
-            return _show_finished(argv)
-        if "--write-wording" in argv:
-            return _write_wording(argv)
+        if {"--compare", "--table", "--write-wording"} & {word.split("=")[0] for word in argv}:
+            return _other_uses(argv)
         description = f"{__doc__}\n{_MODES}"
         return _evaluate(
             tyro.cli(BenchmarkSettings, args=argv, prog=_PROG, description=description)
@@ -58,22 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cluster.leave(USAGE if code == FAILED else code, f"{_PROG}: {error}")
     except Exception as error:
         traceback.print_exc()
-        return cluster.leave(
-            LOST,
-            f"{_PROG}: unforeseen, {type(error).__name__} (above); the same command continues with "
-            "the next question",
-        )
-
-
-def _write_wording(argv: Sequence[str]) -> int:
-    """`--write-wording`: write our texts as a folder, to start from."""
-    parser = argparse.ArgumentParser(prog=_PROG)
-    parser.add_argument("--write-wording", metavar="FOLDER", help="the folder to write")
-    folder = pathlib.Path(parser.parse_args(argv).write_wording)
-    if folder.exists():
-        raise ValueError(f"--write-wording {folder}: exists; name a new folder")
-    write_wording(folder)
-    return 0
+        message = f"{_PROG}: unforeseen, {type(error).__name__} (above); the same command continues"
+        if "RESOURCE_EXHAUSTED" in str(error):
+            message += (
+                "; with too little memory, lower --episodes, give --cache-tokens, use --dtype "
+                "bfloat16, or --tensor over more devices"
+            )
+        return cluster.leave(LOST, message)
 
 
 def _evaluate(settings: BenchmarkSettings) -> int:
@@ -87,46 +76,29 @@ def _evaluate(settings: BenchmarkSettings) -> int:
     return 0 if summary["n"] else 1  # 1: no question could be played
 
 
-def _show_finished(argv: Sequence[str]) -> int:
-    """`--compare` and `--table`: print results of finished runs."""
+def _other_uses(argv: Sequence[str]) -> int:
+    """`--compare` and `--table` print results of finished runs; `--write-wording` writes texts."""
     parser = argparse.ArgumentParser(prog=_PROG)
-    parser.add_argument(
-        "--compare",
-        nargs=2,
-        type=pathlib.Path,
-        metavar=("A", "B"),
-        help="compare two runs of one split, question by question",
-    )
-    parser.add_argument(
-        "--table",
-        nargs="+",
-        type=pathlib.Path,
-        metavar="RUN",
-        help="show runs beside the paper's rows",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON; with --compare, it has the ids of all questions that differ",
-    )
+    use = parser.add_mutually_exclusive_group(required=True)
+    use.add_argument("--compare", nargs=2, type=pathlib.Path, metavar=("A", "B"))
+    use.add_argument("--table", nargs="+", type=pathlib.Path, metavar="RUN")
+    use.add_argument("--write-wording", type=pathlib.Path, metavar="FOLDER")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     asked = parser.parse_args(argv)
+    if asked.write_wording:
+        write_wording(asked.write_wording)
+        return 0
+    runs = asked.compare or asked.table
+    unfinished = [run for run in runs if not (run / "summary.json").exists()]
+    for run in unfinished:
+        print(f"warning: {run}: {_why_unfinished(run)}", file=sys.stderr)
     if asked.compare:
-        first, second = asked.compare
-        comparison = compare(first, second)
-        for run in asked.compare:
-            if not (run / "summary.json").exists():
-                print(f"warning: {run}: {_why_unfinished(run)}", file=sys.stderr)
-        if asked.json:
-            print(json.dumps(comparison, indent=1))
-        else:
-            print(comparison_text(first, second, comparison))
-    if asked.table:
-        finished = [run for run in asked.table if (run / "summary.json").exists()]
-        for run in asked.table:
-            if run not in finished:
-                print(f"{run}: left out, {_why_unfinished(run)}", file=sys.stderr)
-        table = contents(finished)
-        print(json.dumps(table, indent=1) if asked.json else text(table))
+        found = compare(runs[0], runs[1])
+        shown = comparison_text(runs[0], runs[1], found)
+    else:
+        found = contents([run for run in runs if run not in unfinished])
+        shown = text(found)
+    print(json.dumps(found, indent=1) if asked.json else shown)
     return 0
 
 

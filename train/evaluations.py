@@ -21,7 +21,7 @@ from paravt_jax.progress import Progress
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
 from rollout.evaluation.figures import row
-from rollout.evaluation.play import Played, Scoring, episodes, play_and_score
+from rollout.evaluation.play import Played, Scoring, play_and_score, play_question
 from train.actor import EngineActor
 from train.data import Data
 from train.durable.home import Home
@@ -240,7 +240,9 @@ class Evaluator:
         )
         environment = dataclasses.replace(actor.environment, protocol=protocol)
         own_questions = questions[hosts.share_of(len(questions))]
-        agents = episodes(environment, own_questions, setting, run.seed)
+        agents = (
+            play_question(environment, question, setting, run.seed) for question in own_questions
+        )
         outcomes = play_and_score(actor.sampler, agents, scoring)
         own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
         played = [outcome for part in hosts.gather(own) for outcome in part]

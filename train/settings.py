@@ -26,7 +26,7 @@ from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Dispatch
 from rollout.engine.settings import EngineSizes
 from rollout.engine.sizing import LABEL_TOKENS, EngineSettings, engine_sizes, lengths
-from rollout.evaluation.play import EvaluationSettings
+from train.evaluation_settings import EvaluationSettings
 from train.learn.align import AlignSettings
 from train.learn.packing import StepShape
 from train.learn.rl_settings import RLSettings

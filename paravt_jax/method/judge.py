@@ -48,12 +48,6 @@ class ServerSettings:
     """Time limit of one request, from connecting to the last byte."""
     attempts: int = 5
     """Upper bound on requests per answer, the first included."""
-    wait: float = 1.0
-    """Upper bound on the wait before the second attempt, which is drawn at random below it. The
-    bound doubles with each further attempt. A Retry-After of the server is added to the wait."""
-    wait_limit: float = 600.0
-    """Upper bound on the wait between two attempts. If the server asks for more (Retry-After),
-    there is no further attempt."""
     concurrency: int = 16
     """Upper bound on open requests, including those that wait for their next attempt."""
 
@@ -65,7 +59,6 @@ class ServerSettings:
                 "give the name of the environment variable that holds the key, not the key"
             )
         require_above(self.name, self, 0, "timeout")
-        require_at_least(self.name, self, 0, "wait", "wait_limit")
         require_at_least(self.name, self, 1, "attempts", "concurrency")
 
 
@@ -76,7 +69,6 @@ class JudgeSettings(ServerSettings):
     name: ClassVar[str] = "rl.rewards.judge"
     timeout: float = 30.0
     attempts: int = 3
-    wait_limit: float = 20.0
     model: str = dataclasses.field(kw_only=True)
     """Name of the model at the endpoint. It must not think before it replies: there is no
     room for that."""

@@ -17,7 +17,6 @@ import os
 import random
 import re
 import threading
-import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
@@ -26,13 +25,27 @@ import httpx2
 
 from paravt_jax.method.judge import ServerSettings
 
-# Upper bound on the bytes of a reply. A longer one is no chat completion and only fills memory.
+FIRST_WAIT = 1.0
+"""Upper bound on the seconds before the second attempt. It doubles with each further attempt."""
+
+# Upper bound on the bytes of a reply. A longer one is no chat completion.
 _BODY_LIMIT = 4 << 20
 # Upper bound on the characters that are kept of a server's own message.
 _MESSAGE_LIMIT = 300
-_RULE = "give an address such as http://localhost:8000/v1"
-_HTML_TAG = re.compile("<[^<>]*>")
 _SECONDS = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
+
+# What to do about a failure, by HTTP status, or by kind for all other statuses.
+_REMEDIES: dict[int | str, str] = {
+    **dict.fromkeys((301, 302, 303, 307, 308), "give the address to which the server redirects"),
+    **dict.fromkeys((401, 403), "check the key, and its permissions"),
+    404: "check the address (up to and including /v1) and the model's name",
+    429: "send fewer requests at once",
+    "timed_out": "look into the server's log, send fewer requests at once, or raise the time limit",
+    "unreachable": "check the address, and that the server runs",
+    "http_errors": "look into the server's log",
+    "nonsense": "check that the address ends with /v1 and that no proxy answers for the server",
+    "late": "allow more time, or send more requests at once",
+}
 
 Answer = TypeVar("Answer")
 
@@ -42,7 +55,7 @@ class Choice:
     """A chat completion: its text, why it ended, and what the server took out of the text."""
 
     text: str | None
-    """None if the reply has none. Parts of a text are joined."""
+    """None if the reply has none."""
     finish_reason: Any
     """The server's value, unchecked; so is the next one."""
     stop_reason: Any
@@ -56,10 +69,10 @@ class UnusableReply(Exception):
 
     Args:
         what: What is wrong with it.
-        remedy: What to do about it; "" if the caller has a remedy for all such replies.
+        remedy: What to do about it.
     """
 
-    def __init__(self, what: str, remedy: str = ""):
+    def __init__(self, what: str, remedy: str = _REMEDIES["nonsense"]):
         super().__init__(what)
         self.remedy = remedy
 
@@ -68,7 +81,7 @@ class UnusableReply(Exception):
 class Failure:
     """Why a request has no answer."""
 
-    kind: Literal["timed_out", "unreachable", "http_errors", "nonsense", "deadline"]
+    kind: Literal["timed_out", "unreachable", "http_errors", "nonsense", "late"]
     what: str
     """What happened, on one line and without the key."""
     server_message: str = ""
@@ -80,7 +93,12 @@ class Failure:
     wait: float = 0.0
     """Seconds that the server asks to wait before the next attempt."""
     remedy: str = ""
-    """What to do about it, if the reply tells."""
+    """What to do about it; "" for what helps against every failure of its status and kind."""
+
+    def __str__(self) -> str:
+        """What happened, what the server said, and what to do about it, on one line."""
+        remedy = self.remedy or _REMEDIES.get(self.status, _REMEDIES[self.kind])
+        return f"{self.what}{self.server_message}; {remedy}"
 
 
 def check_address(field: str, address: str, key_place: str) -> None:
@@ -101,20 +119,15 @@ def check_address(field: str, address: str, key_place: str) -> None:
             "be secret, and settings are logged; leave them out and put the key in "
             f"{key_place}"
         )
-    if any(mark.isspace() or not mark.isprintable() for mark in address):
-        raise ValueError(f"{field}: {address!r} has spaces or control characters; {_RULE}")
     try:
-        url = urllib.parse.urlsplit(address)
-        host = url.hostname or ""
-        host.encode("idna")  # otherwise this fails only when the name is looked up
-        _ = url.port  # raises if it is not a number
-    except ValueError:  # UnicodeError is a ValueError
-        raise ValueError(f"{field}: this is not an address; {_RULE}") from None
-    if url.scheme not in ("http", "https") or not host:
-        raise ValueError(f"{field}: {address!r} is not an http or https address; {_RULE}")
-    if url.path.rstrip("/").endswith("/chat/completions"):
+        url = httpx2.URL(address)
+    except httpx2.InvalidURL:
+        url = httpx2.URL("")
+    is_base = not url.path.rstrip("/").endswith("/chat/completions")  # the client adds it
+    if url.scheme not in ("http", "https") or not url.host or not is_base:
         raise ValueError(
-            f"{field}: {address!r} ends in /chat/completions, which the client adds; {_RULE}",
+            f"{field}: {address!r} is not the base address of an API; "
+            "give one such as http://localhost:8000/v1"
         )
 
 
@@ -123,25 +136,24 @@ class Client:
 
     Args:
         settings: Address, key variable, time limits and number of attempts.
-        draw: Returns a random number in [0, 1), which scales each wait.
+        wait_limit: Upper bound on the seconds between two attempts. If the server asks for more
+            (Retry-After), there is no further attempt.
 
     Raises:
         ValueError: The address cannot be used, or the environment contains a key or a proxy that
             cannot be used.
     """
 
-    def __init__(self, settings: ServerSettings, draw: Callable[[], float] = random.random):
+    def __init__(self, settings: ServerSettings, wait_limit: float = 600.0):
         key_place = f"the environment variable that {settings.name}.key_variable names"
         check_address(f"{settings.name}.endpoint", settings.endpoint, key_place)
         self._settings = settings
-        self._draw = draw
+        self._wait_limit = wait_limit
         self._url = settings.endpoint.rstrip("/") + "/chat/completions"
         self._slots = asyncio.Semaphore(settings.concurrency)
-        connections = settings.concurrency
-        limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
         # httpx would limit each read by itself, so a server that sends a byte now and then could
         # hold a request for ever. `_attempt` limits the request as a whole instead.
-        self._http = httpx2.AsyncClient(limits=limits, timeout=None)
+        self._http = httpx2.AsyncClient(limits=httpx2.Limits(), timeout=None)
         # Fails early if the key cannot be used.
         self.key()
 
@@ -200,7 +212,7 @@ class Client:
                 async with asyncio.timeout(deadline):
                     return await self._attempts(content, key, read)
             except TimeoutError:
-                return Failure("deadline", f"no answer within {deadline} s", again=False)
+                return Failure("late", f"no answer within {deadline} s", again=False)
 
     async def _attempts(
         self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
@@ -210,64 +222,48 @@ class Client:
         The pause is drawn anew between 0 and its bound ("full jitter"): requests that failed
         together would otherwise come back together. It is added to what the server asks for.
         """
-        settings = self._settings
-        bound = settings.wait
-        attempts_left = settings.attempts
-        while True:
+        bound = FIRST_WAIT
+        for _ in range(self._settings.attempts - 1):
             outcome = await self._attempt(content, key, read)
-            if not isinstance(outcome, Failure):
+            if not isinstance(outcome, Failure) or not outcome.again:
                 return outcome
-            attempts_left -= 1
-            if not outcome.again or not attempts_left:
-                return outcome
-            pause = self._draw() * min(bound, settings.wait_limit)
-            await asyncio.sleep(min(outcome.wait + pause, settings.wait_limit))
-            bound *= 2
+            pause = outcome.wait + random.uniform(0, bound)
+            await asyncio.sleep(min(pause, self._wait_limit))
+            bound = min(2 * bound, self._wait_limit)
+        return await self._attempt(content, key, read)
 
     async def _attempt(
         self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
     ) -> Answer | Failure:
         """One request. Redirects are not followed, so that the key goes to the endpoint only."""
-        # Uncompressed, because a few compressed bytes can expand to gigabytes. If a server
-        # compresses all the same, the limit counts what the small pieces expand to.
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         timeout = self._settings.timeout
-        body = b""
         try:
-            async with (
-                asyncio.timeout(timeout),
-                self._http.stream("POST", self._url, content=content, headers=headers) as response,
-            ):
-                async for piece in response.aiter_bytes():
-                    body += piece
-                    if len(body) > _BODY_LIMIT:
-                        return Failure("nonsense", f"the reply is longer than {_BODY_LIMIT} bytes")
+            async with asyncio.timeout(timeout):
+                response = await self._http.post(self._url, content=content, headers=headers)
         except TimeoutError:
             return Failure("timed_out", f"no reply within timeout = {timeout} s")
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.
             return Failure("unreachable", f"the connection failed ({type(error).__name__})")
         if not response.is_success:
-            return self._http_failure(response, _server_message(body, key))
-        choice = _choice(body)
-        if choice is None:
-            what = "the reply is not a complete chat completion"
-            return Failure("nonsense", what, _server_message(body, key))
+            return self._http_failure(response, key)
         try:
-            return read(choice)
+            return read(_choice(response.content))
         except UnusableReply as error:
-            message = _server_message(body, key)
+            message = _server_message(response.content, key)
             return Failure("nonsense", str(error), message, remedy=error.remedy)
 
-    def _http_failure(self, response: httpx2.Response, message: str) -> Failure:
+    def _http_failure(self, response: httpx2.Response, key: str | None) -> Failure:
         """The failure of a request whose status is not a success."""
         status = response.status_code
+        message = _server_message(response.content, key)
         # 408 (timeout), 429 (too many requests) and server errors may be temporary.
         again = status in (408, 429) or status >= 500
         wait = retry_after(response.headers.get("Retry-After"))
-        limit = self._settings.wait_limit
+        limit = self._wait_limit
         if again and wait > limit:
             again = False
             message += f" (it asks to wait {wait:,.0f} s, more than the limit of {limit:,.0f} s)"
@@ -282,41 +278,30 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _choice(body: bytes) -> Choice | None:
-    """The first choice of a chat completion; None if the body is something else."""
+def _choice(body: bytes) -> Choice:
+    """The first choice of a chat completion. Raises UnusableReply if the body is something else."""
+    if len(body) > _BODY_LIMIT:
+        raise UnusableReply(f"the reply is longer than {_BODY_LIMIT} bytes")
     try:
         choice = json.loads(body)["choices"][0]
         message = choice["message"]
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        text = message.get("content")
+        thought = message.get("reasoning_content") or message.get("reasoning")
         return Choice(
-            _joined(message.get("content")),
+            text if isinstance(text, str) else None,
             choice.get("finish_reason"),
             choice.get("stop_reason"),
-            _joined(reasoning) or "",
+            thought if isinstance(thought, str) else "",
         )
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def _joined(content: Any) -> str | None:
-    """A content's text: as it is, or joined from its parts; None if it has none."""
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else None
-    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-    return "".join(texts) if texts else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UnusableReply("the reply is not a complete chat completion") from error
 
 
 def _server_message(body: bytes, key: str | None) -> str:
-    """The server's own message in brackets and without the key; "" if there is none."""
-    message = _message(body)
-    if key:
-        message = message.replace(key, "[the key]")
-    return f" ({message[:_MESSAGE_LIMIT]})" if message else ""
+    """The server's own message in brackets, on one line and without the key; "" if there is none.
 
-
-def _message(body: bytes) -> str:
-    """The message in a reply, on one line: a field of its JSON, or else its text without HTML."""
+    It is a field of the reply's JSON, or else its text.
+    """
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -324,12 +309,13 @@ def _message(body: bytes) -> str:
     for field in ("error", "message", "detail"):
         if isinstance(found, dict) and field in found:
             found = found[field]
-    text = found
-    if not isinstance(text, str):
-        text = _HTML_TAG.sub(" ", body.decode("utf-8", errors="replace"))
+    text = found if isinstance(found, str) else body.decode("utf-8", errors="replace")
     # Control characters could move the cursor of the terminal that shows the message.
     printable = "".join(c if c.isprintable() else " " for c in text)
-    return " ".join(printable.split())
+    message = " ".join(printable.split())
+    if key:
+        message = message.replace(key, "[the key]")
+    return f" ({message[:_MESSAGE_LIMIT]})" if message else ""
 
 
 def retry_after(header: str | None) -> float:

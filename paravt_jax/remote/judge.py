@@ -23,9 +23,13 @@ from paravt_jax.remote.client import Choice, Client, Failure, UnusableReply
 
 _log = logging.getLogger(__name__)
 
+Item = tuple[Question, str | None]
+"""A question and the answer of an episode; None for an episode without an answer."""
+
 # The judge sees the beginning of a longer answer.
 _ANSWER_CHARS = 2000
 _REPLY_TOKENS = 16
+_WAIT_LIMIT = 20.0  # seconds between two attempts
 
 _RULES = (
     "You grade an answer to a question about a video. The user sends a JSON object: question, "
@@ -43,22 +47,6 @@ _SCORE = re.compile(
     r"[\s*`\"']*(?:(?:score|grade)[\s*]*[:=][\s*]*)?(0(?:\.0+)?|0?\.50*|1(?:\.0+)?)[\s*`\"'.]*",
     re.IGNORECASE,
 )
-
-# By HTTP status, or by kind of failure for all other statuses.
-_REMEDIES: dict[int | str, str] = {
-    400: "check model, and that it takes temperature and max_tokens",
-    401: "check the key in key_variable",
-    403: "check the key in key_variable, and its permissions",
-    404: "check endpoint and model",
-    429: "lower concurrency",
-    "timed_out": "raise timeout, or lower concurrency",
-    "unreachable": "check endpoint, and that its server runs",
-    "http_errors": "check endpoint, and look into its server's log",
-    "nonsense": (
-        "check that endpoint is an OpenAI-compatible API, and that model answers without thinking "
-        "aloud"
-    ),
-}
 
 
 @dataclasses.dataclass
@@ -89,14 +77,12 @@ class JudgeCounts:
 
 def needs_judge(question: Question, prediction: str | None) -> bool:
     """Whether only a judge can score an answer: open-ended, and not literally the right answer."""
-    if question.kind is not QuestionKind.OPEN_ENDED:
+    if question.kind is not QuestionKind.OPEN_ENDED or not (prediction or "").strip():
         return False
-    if prediction is None or not prediction.strip():
-        return False
-    return not exact_match(prediction, question.answer)
+    return not exact_match(prediction or "", question.answer)
 
 
-def request(settings: JudgeSettings, question: Question, prediction: str) -> dict[str, Any]:
+def request(settings: JudgeSettings, question: Question, prediction: str | None) -> dict[str, Any]:
     """Return the body of a chat completion that asks for one score.
 
     Args:
@@ -107,7 +93,7 @@ def request(settings: JudgeSettings, question: Question, prediction: str) -> dic
     texts = {
         "question": question.text,
         "right_answer": question.answer,
-        "given_answer": prediction[:_ANSWER_CHARS],
+        "given_answer": (prediction or "")[:_ANSWER_CHARS],
     }
     content = json.dumps(texts, ensure_ascii=False).translate(_MARKER_ESCAPES)
     messages = [{"role": "system", "content": _RULES}, {"role": "user", "content": content}]
@@ -128,7 +114,8 @@ def read_score(text: str) -> float | None:
 def _score(choice: Choice) -> float:
     score = read_score(choice.text or "")
     if score is None:
-        raise UnusableReply("the reply is none of 0, 0.5, 1")
+        remedy = "check that the model answers without thinking aloud"
+        raise UnusableReply("the reply is none of 0, 0.5, 1", remedy)
     return score
 
 
@@ -148,24 +135,18 @@ class RemoteJudge:
     def __init__(self, settings: JudgeSettings):
         self.settings = settings
         self.counts = JudgeCounts()
-        self._logged_causes: set[str] = set()
-        self._client = Client(settings)
-        if settings.key_variable and not self._client.key():
-            _log.warning(
-                "judge: %s is not set, so %s is asked without a key; set it if one is needed",
-                settings.key_variable,
-                settings.endpoint,
-            )
+        self._logged: set[str] = set()
+        self._client = Client(settings, wait_limit=_WAIT_LIMIT)
 
     def close(self) -> None:
         """Close the connections in the background."""
         self._client.close()
 
-    def scores(self, items: Sequence[tuple[Question, str | None]]) -> list[float]:
+    def scores(self, items: Sequence[Item]) -> list[float]:
         """Score answers, within `time_limit` seconds.
 
         Args:
-            items: Questions with answers; None for an episode without an answer.
+            items: Questions with answers.
 
         Returns:
             R_acc of each answer, in order: the judge's score if `needs_judge` is true and the judge
@@ -173,59 +154,34 @@ class RemoteJudge:
         """
         # Judge equal answers to a question once, so that they earn the same in all rollouts of a
         # group.
-        asked = [
-            (question, answer)
-            for question, answer in dict.fromkeys(items)
-            if answer is not None and needs_judge(question, answer)
-        ]
-        judged: dict[tuple[Question, str | None], float | None] = {}
-        judged.update(zip(asked, self._judge(asked), strict=True))
-        scores = []
-        for question, answer in items:
-            score = judged.get((question, answer))
-            scores.append(accuracy(question, answer) if score is None else score)
-        return scores
+        judged = self._judge([item for item in dict.fromkeys(items) if needs_judge(*item)])
+        return [judged[item] if item in judged else accuracy(*item) for item in items]
 
     def metrics(self) -> dict[str, float]:
         """Return `counts` as metrics. Metrics of several processes can be added."""
         counts = dataclasses.asdict(self.counts)
         return {f"judge/{name}": float(count) for name, count in counts.items()}
 
-    def _judge(self, asked: Sequence[tuple[Question, str]]) -> list[float | None]:
-        """Request all scores concurrently. None for an answer without a score."""
+    def _judge(self, asked: Sequence[Item]) -> dict[Item, float]:
+        """Request all scores concurrently, count the outcomes, and return the scores."""
         settings = self.settings
-        futures = [
-            self._client.ask(request(settings, question, answer), _score)
-            for question, answer in asked
-        ]
-        done, late = concurrent.futures.wait(futures, settings.time_limit)
-        for future in late:
+        futures = [self._client.ask(request(settings, *item), _score) for item in asked]
+        done, open_requests = concurrent.futures.wait(futures, settings.time_limit)
+        for future in open_requests:
             future.cancel()
-        found = [future.result() if future in done else None for future in futures]
-        self.counts = _count(found)
-        for outcome in found:
-            if isinstance(outcome, Failure):
-                remedy = _REMEDIES.get(outcome.status, _REMEDIES[outcome.kind])
-                self._log_once(outcome.what, outcome.what, remedy)
-        if late:
-            what = f"{len(late)} answers had no score after time_limit = {settings.time_limit} s"
-            self._log_once("late", what, "raise time_limit, or concurrency")
-        return [None if isinstance(outcome, Failure) else outcome for outcome in found]
-
-    def _log_once(self, cause: str, what: str, remedy: str) -> None:
-        """Log each cause once; `counts` says how often it occurs."""
-        if cause in self._logged_causes:
-            return
-        self._logged_causes.add(cause)
-        _log.warning(
-            "judge %s: %s; F1 scores instead. Remedy: %s", self.settings.endpoint, what, remedy
+        late = Failure("late", f"no score after time_limit = {settings.time_limit} s")
+        found = [future.result() if future in done else late for future in futures]
+        kinds = collections.Counter(
+            outcome.kind if isinstance(outcome, Failure) else "answered" for outcome in found
         )
-
-
-def _count(found: Sequence[float | Failure | None]) -> JudgeCounts:
-    """Count the outcomes of a batch (None: late)."""
-    kinds = collections.Counter(
-        outcome.kind if isinstance(outcome, Failure) else "late" if outcome is None else "answered"
-        for outcome in found
-    )
-    return JudgeCounts(asked=len(found), fell_back=len(found) - kinds["answered"], **kinds)
+        fell_back = len(found) - kinds["answered"]
+        self.counts = JudgeCounts(asked=len(found), fell_back=fell_back, **kinds)
+        scores = {}
+        for item, outcome in zip(asked, found, strict=True):
+            if not isinstance(outcome, Failure):
+                scores[item] = outcome
+            elif outcome.what not in self._logged:
+                # Each cause is logged once; `counts` says how often it occurs.
+                self._logged.add(outcome.what)
+                _log.warning("judge %s: %s. F1 scores instead", settings.endpoint, outcome)
+        return scores

@@ -8,7 +8,7 @@ it.
 
 Failures are values. If the server refuses a request for its content, the sample has
 `SampleStop.REFUSED`. If it cannot be reached, or sends no usable reply in all attempts, the sample
-has `SampleStop.FAILED`. The caller decides when a server is hopeless (`EndpointError`).
+has `SampleStop.FAILED`. `ServerWatch` decides when a server is hopeless (`EndpointError`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -41,51 +41,21 @@ from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sam
 
 # HTTP statuses that refuse one request for its content. The server may accept the next one.
 _REFUSALS = (400, 413, 422, 451)
-REFUSAL_REMEDY = (
-    "check that the model takes images, and that its context is long enough (vllm --max-model-len)"
-)
-_REMEDIES: dict[int | str, str] = {
-    **dict.fromkeys(
-        (301, 302, 303, 307, 308), "give --endpoint the address to which the server redirects"
-    ),
-    401: "check the key in OPENAI_API_KEY",
-    403: "check the key in OPENAI_API_KEY",
-    404: "check --endpoint (up to and including /v1) and --endpoint-model",
-    429: "wait a while, or lower --episodes",
-    "timed_out": "look into the server's log, lower --episodes, or raise --request-seconds",
-    "unreachable": "check --endpoint, and that the server runs",
-    "http_errors": "look into the server's log",
-    "nonsense": (
-        "check that no proxy answers in place of the server, and that --endpoint ends with /v1"
-    ),
-}
 _PARSER_REMEDY = (
     "ask another model if this one refuses, or serve it without a parser for tool calls or "
     "reasoning, because a parser removes them from the text"
 )
-# How servers say that a reply was cut at its token limit.
+# How servers say that a reply was cut at its token limit, and that they did not finish a reply.
 _CUT = (
-    "length",
-    "max_length",
-    "max_tokens",
-    "max_output_tokens",
-    "model_length",
-    "model_context_window_exceeded",
-)
-# How servers say that they did not finish a reply.
+    "length max_length max_tokens max_output_tokens model_length model_context_window_exceeded"
+).split()
 _BROKEN = (
-    "error",
-    "abort",
-    "aborted",
-    "cancelled",
-    "canceled",
-    "failed",
-    "timeout",
-    "insufficient_system_resource",
-)
+    "error abort aborted cancelled canceled failed timeout insufficient_system_resource"
+).split()
+HOPELESS = 20
+"""A run ends after this many questions in a row without an answer. Each has had all its attempts,
+and the next command asks them again."""
 _MOMENT = 0.05  # seconds that a step waits at most
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # The text, why it ended, and the reason of a refusal or "".
 _Completion = tuple[str, SampleStop, str]
@@ -93,6 +63,37 @@ _Completion = tuple[str, SampleStop, str]
 
 class EndpointError(UserError):
     """The endpoint cannot be used for a run; the message says why."""
+
+
+class ServerWatch:
+    """Ends a run whose server answers nothing, instead of leaving out one question after another.
+
+    A refusal of one question is no fault of a server that has answered others.
+
+    Args:
+        endpoint: Address of the server, for messages.
+        proven: Whether it answered questions of this evaluation in an earlier start.
+    """
+
+    def __init__(self, endpoint: str, proven: bool):
+        self._endpoint = endpoint
+        self._proven = proven
+        self._in_a_row = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Count the line of a finished question. Raises EndpointError if the server is hopeless."""
+        cause = line.get("left_out")
+        if cause is None:
+            self._proven = True
+            self._in_a_row = 0
+        elif cause == "failed" or (cause == "refused" and not self._proven):
+            self._in_a_row += 1
+        if self._in_a_row == HOPELESS:
+            raise EndpointError(
+                f"--endpoint {self._endpoint}: {HOPELESS} questions in a row have no answer "
+                f"({line['reason']}); check that the model takes images, and that its context is "
+                "long enough (vllm --max-model-len); the same command asks them again"
+            )
 
 
 class FrameImages(FrameFeatures):
@@ -205,18 +206,16 @@ class EndpointSampler:
     def _to_sample(self, request: Request, result: _Completion | Failure) -> Sample:
         if not isinstance(result, Failure):
             return self._sample(request, *result)
-        if result.kind == "deadline":
+        if result.kind == "late":
             return self._sample(request, "", SampleStop.DEADLINE)
-        what = result.what + result.server_message
         if result.status in _REFUSALS:
-            return self._sample(request, "", SampleStop.REFUSED, what)
-        remedy = result.remedy or _REMEDIES.get(result.status, _REMEDIES[result.kind])
-        return self._sample(request, "", SampleStop.FAILED, f"{what}; {remedy}")
+            reason = result.what + result.server_message
+            return self._sample(request, "", SampleStop.REFUSED, reason)
+        return self._sample(request, "", SampleStop.FAILED, str(result))
 
     def _sample(self, request: Request, text: str, stop: SampleStop, reason: str = "") -> Sample:
-        # A lone surrogate, half a character in JSON, cannot be encoded.
-        text = _SURROGATE.sub("\ufffd", text)
-        ids = self._vocabulary.encode(text)
+        # A lone surrogate, half a character in JSON, becomes "?".
+        ids = self._vocabulary.encode(text.encode(errors="replace").decode())
         # One more than the limit, because `_read` adds the end of the turn to the text.
         limit = request.sampling.max_new_tokens + 1
         if len(ids) > limit and stop is SampleStop.STOP_ID:
@@ -254,7 +253,7 @@ def _read(choice: Choice, begun: bool, end: str) -> _Completion:
         return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
     if reason in _BROKEN:
         what = f"the server did not finish the reply {shown}"
-        raise UnusableReply(what, _REMEDIES["http_errors"])
+        raise UnusableReply(what, "look into the server's log")
     text = choice.text or ""
     # A model may end its turn at once ("").
     may_be_empty = choice.text is not None and not choice.thought and reason in ("stop", *_CUT)
@@ -291,48 +290,26 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
     Raises:
         VideoError: A frame cannot be read.
     """
-    start = vocabulary[vocabulary.dialect.start]
-    vision_start = vocabulary[vocabulary.dialect.vision_start]
-    ids = iter(np.asarray(request.ids).tolist())
-    frames = iter(request.frames)
+    frames = list(request.frames)
     chat: list[dict[str, Any]] = []
-    parts: list[list[int] | Frame] = [[]]  # of the current message: ids of texts, and frames
-    in_message = False
-    for token in ids:
-        if token == start and not in_message:  # in a message, it is text that the model wrote
-            parts = [[]]  # without the line break between two messages
-            in_message = True
-        elif token == vocabulary.eos and in_message:
-            chat.append(_message(parts, vocabulary, images))
-            parts = [[]]
-            in_message = False
-        elif token == vision_start and (frame := next(frames, None)) is not None:
-            parts += [frame, []]
-            # Skip the placeholders and the mark after them.
-            for _ in range(images.tokens(frame) + 1):
-                next(ids, None)
-        else:
-            cast(list, parts[-1]).append(token)
-    return [*chat, _message(parts, vocabulary, images)]
-
-
-def _message(
-    parts: Sequence[list[int] | Frame], vocabulary: Vocabulary, images: FrameImages
-) -> dict[str, Any]:
-    """A chat message. The first part starts with the role and a line break."""
-    content: list[dict[str, Any]] = []
-    for part in parts:
-        if isinstance(part, Frame):
-            url = _data_uri(images.image(part))
-            content.append({"type": "image_url", "image_url": {"url": url}})
-        elif part:
-            content.append({"type": "text", "text": vocabulary.decode(part)})
-    role, _, content[0]["text"] = content[0]["text"].partition("\n")
-    if not content[0]["text"]:
-        del content[0]
-    if all(part["type"] == "text" for part in content):
-        return {"role": role, "content": "".join(part["text"] for part in content)}
-    return {"role": role, "content": content}
+    dialect = vocabulary.dialect
+    start, end, vision_start, pad, vision_end = map(
+        re.escape,
+        (dialect.start, dialect.end, dialect.vision_start, dialect.image, dialect.vision_end),
+    )
+    # A message ends with its first end: a start in between is text that the model wrote.
+    message = re.compile(rf"{start}(\w+)\n(.*?)(?:{end}|\Z)", re.DOTALL)
+    picture = re.compile(rf"{vision_start}(?:{pad})+{vision_end}")
+    for role, text in message.findall(vocabulary.decode(request.ids)):
+        first, *rest = picture.split(text, len(frames)) if frames else [text]
+        parts = [{"type": "text", "text": first}]
+        for text_after in rest:
+            url = _data_uri(images.image(frames.pop(0)))
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+            parts.append({"type": "text", "text": text_after})
+        shown = [part for part in parts if part.get("text") != ""]
+        chat.append({"role": role, "content": shown if rest else text})
+    return chat
 
 
 def body(

@@ -21,6 +21,7 @@ Measures = dict[str, Any]
 def row(setting: EpisodeSettings, played: Sequence[Played]) -> dict[str, Any]:
     """Summarise the episodes of one setting for result.json: the setting and its figures.
 
+    `accuracy` is the mean score: 0 or 1 for a choice, IoU for grounding, F1 for open-ended answers.
     `groups` has the figures by kind of question and, where it is known, by whether an overview
     frame shows the answer: "mcq", "mcq shown", "mcq hidden", "shown", and so on. `format_reward`
     is the mean of `published_format`. `tool_gap` is the accuracy of episodes with calls minus that
@@ -34,18 +35,18 @@ def row(setting: EpisodeSettings, played: Sequence[Played]) -> dict[str, Any]:
             "evaluation.questions: no question has a readable video; check --data.media"
         )
     lines = [measures(outcome) for outcome in played]
+    scores = group_figures(lines)
     episodes = [outcome.episode for outcome in played]
     return {
         "k": setting.frames,
         "dispatch": setting.dispatch,
         "temperature": setting.temperature,
+        "accuracy": scores["score"],
+        "interval": scores["interval"],
         **figures(lines),
         "format_reward": float(np.mean([published_format(e.turns) for e in episodes])),
         "tool_gap": tool_gap([outcome.rewards.accuracy for outcome in played], episodes),
-        "groups": {
-            name: group_figures(group) | {"parallel": _parallel(group)}
-            for name, group in by_group(lines, _groups_of).items()
-        },
+        "groups": by_group(lines, _groups_of),
     }
 
 
@@ -56,19 +57,10 @@ def _groups_of(line: Measures) -> list[str]:
     return [line["kind"], overview, f"{line['kind']} {overview}"]
 
 
-def _parallel(lines: Sequence[Measures]) -> float | None:
-    """Of the turns in which tools ran, the share with several calls; None: no tool ran."""
-    turns = sum(line["tool_turns"] for line in lines)
-    parallel = sum(line["parallel_turns"] for line in lines)
-    return parallel / turns if turns else None
-
-
 def figures(lines: Sequence[Measures]) -> dict[str, Any]:
     """Compute the figures of episodes from their `measures`.
 
     Returns:
-        accuracy: mean score: 0 or 1 for a choice, IoU for grounding, F1 for open-ended answers.
-        interval: 95 % interval of the accuracy.
         compliance: share of episodes in which every turn parses and the last ends in an answer
             block. The paper's f is the mean format reward instead.
         calls: executed calls per episode, the paper's kappa.
@@ -82,47 +74,46 @@ def figures(lines: Sequence[Measures]) -> dict[str, Any]:
     """
     calls = [line["calls"] for line in lines]
     return {
-        "accuracy": float(np.mean([line["score"] for line in lines])),
-        "interval": interval_of(lines),
         "compliance": float(np.mean([line["compliant"] for line in lines])),
         "calls": float(np.mean(calls)),
         "turns": float(np.mean([line["turn_count"] for line in lines])),
         "n": len(lines),
         "share_with_calls": float(np.mean([count > 0 for count in calls])),
         "refused_reports": sum(line["refused_reports"] for line in lines),
-        "without_answer": count_unanswered(lines),
+        "without_answer": sum(line["read"] is None for line in lines),
         "unread": sum(line["unread"] for line in lines),
         "stops": dict(sorted(collections.Counter(line["stop"] for line in lines).items())),
     }
 
 
-def count_unanswered(lines: Sequence[Measures]) -> int:
-    """Return the number of episodes without an answer."""
-    return sum(line["read"] is None for line in lines)
-
-
-def interval_of(lines: Sequence[Measures]) -> list[float]:
-    """Return the 95 % interval of the mean score."""
-    return list(interval([line["score"] for line in lines], [line["video"] for line in lines]))
-
-
 def by_group(
     lines: Sequence[Measures], groups_of: Callable[[Measures], Iterable[str]]
-) -> dict[str, list[Measures]]:
-    """Return the episodes of every group. One may be in several groups, or in none."""
+) -> dict[str, dict[str, Any]]:
+    """Return the figures of every group. An episode may be in several groups, or in none."""
     found: dict[str, list[Measures]] = collections.defaultdict(list)
     for line in lines:
-        for group in groups_of(line):
-            if group:
-                found[group].append(line)
-    return dict(sorted(found.items()))
+        for group in filter(None, groups_of(line)):
+            found[group].append(line)
+    return {group: group_figures(found[group]) for group in sorted(found)}
 
 
 def group_figures(lines: Sequence[Measures]) -> dict[str, Any]:
-    """Return the few figures that groups of episodes have."""
+    """Return the figures that groups of episodes have.
+
+    Returns:
+        score: the mean score.
+        n: number of episodes.
+        interval: 95 % interval of the mean score.
+        calls: executed calls per episode.
+        parallel: share with several calls of the turns in which tools ran; None: no tool ran.
+    """
+    scores = [line["score"] for line in lines]
+    tool_turns = sum(line["tool_turns"] for line in lines)
+    parallel_turns = sum(line["parallel_turns"] for line in lines)
     return {
-        "score": float(np.mean([line["score"] for line in lines])),
+        "score": float(np.mean(scores)),
         "n": len(lines),
-        "interval": interval_of(lines),
+        "interval": list(interval(scores, [line["video"] for line in lines])),
         "calls": float(np.mean([line["calls"] for line in lines])),
+        "parallel": parallel_turns / tool_turns if tool_turns else None,
     }

@@ -6,12 +6,13 @@ lines, the last one with an answer counts.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
 import pathlib
 import subprocess
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
@@ -92,20 +93,17 @@ class EvaluationFolder:
         self._lines.flush()
         os.fsync(self._lines.fileno())
 
-    def summarise(self, make: Callable[[Line, Iterator[Line]], Line]) -> Line:
-        """Write summary.json, made from config.json and the lines of all processes."""
-        summary = make(read_json(self.path / "config.json"), read_lines(self.path))
-        write_atomically(self.path / "summary.json", _as_text(summary))
-        return summary
+    def write(self, name: str, content: Line) -> None:
+        """Write a JSON file of the folder."""
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        write_atomically(self.path / name, f"{text}\n")
 
     def _claim(self, identity: Line, details: Line, commit: str | None) -> None:
         """Write config.json, or check that the one in the folder has the same identity."""
-        file = self.path / "config.json"
-        if not file.exists():
-            config = {"identity": identity, **details, "commits": [commit]}
-            write_atomically(file, _as_text(config))
+        if not (self.path / "config.json").exists():
+            self.write("config.json", {"identity": identity, **details, "commits": [commit]})
             return
-        stored = read_json(file)
+        stored = read_json(self.path / "config.json")
         require_same(
             f"--out {self.path} holds another evaluation",
             stored.get("identity", {}),
@@ -113,21 +111,13 @@ class EvaluationFolder:
             "Give another --name or --out, or the settings of that evaluation.",
             FolderError,
         )
-        commits = stored["commits"]
-        if commit not in commits:
-            commits = [*commits, commit]
-        write_atomically(file, _as_text(stored | details | {"commits": commits}))
+        commits = list(dict.fromkeys([*stored["commits"], commit]))
+        self.write("config.json", stored | details | {"commits": commits})
 
     def _cut_off_partial_line(self) -> None:
         """Truncate the file after its last whole line, in case a process was killed mid-write."""
         self._lines.seek(0)
-        end = 0
-        for line in self._lines:
-            if not line.endswith(b"\n"):
-                self._lines.truncate(end)
-                break
-            end += len(line)
-        self._lines.seek(0, os.SEEK_END)
+        self._lines.truncate(sum(len(line) for line in self._lines if line.endswith(b"\n")))
 
 
 def read_lines(folder: pathlib.Path, keep: Set[str] = frozenset()) -> Iterator[Line]:
@@ -145,24 +135,19 @@ def read_lines(folder: pathlib.Path, keep: Set[str] = frozenset()) -> Iterator[L
             for number, text in enumerate(stream, 1):
                 if not text.endswith(b"\n"):  # another process is still writing it
                     continue
-                line = _parsed(text, file, number)
-                for field in _LONG_FIELDS - keep:
-                    line.pop(field, None)
-                yield line
-
-
-def _parsed(text: bytes, file: pathlib.Path, number: int) -> Line:
-    """A line of a file."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        line = None
-    if not isinstance(line, dict) or "id" not in line:
-        raise FolderError(
-            f"{file}, line {number}: is damaged; "
-            "delete the line, and the command that started the run asks that question again"
-        )
-    return line
+                try:
+                    line = json.loads(text)
+                    _ = line["id"]
+                except (ValueError, LookupError, TypeError) as error:
+                    raise FolderError(
+                        f"{file}, line {number}: is damaged; delete the line, and the command "
+                        "that started the run asks that question again"
+                    ) from error
+                yield {
+                    name: value
+                    for name, value in line.items()
+                    if name in keep or name not in _LONG_FIELDS
+                }
 
 
 def latest(lines: Iterator[Line]) -> dict[str, Line]:
@@ -206,33 +191,17 @@ def commit() -> str | None:
 
     None if the code is not in a git checkout.
     """
-    here = pathlib.Path(__file__).parent
-
-    def git(*args: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(here), *args],
-                capture_output=True,
-                text=True,
-                timeout=20,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    head = git("rev-parse", "HEAD")
-    if not head:
+    git = ["git", "-C", str(pathlib.Path(__file__).parent)]
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=20, check=True)
+    try:
+        head = run([*git, "rev-parse", "HEAD"]).stdout.strip()
+        # Untracked files, such as the results of runs, are not part of the code.
+        changed = run([*git, "status", "--porcelain", "--untracked-files=no"]).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
-    # Untracked files, such as the results of runs, are not part of the code.
-    changed = git("status", "--porcelain", "--untracked-files=no")
     return head + "+" if changed else head
 
 
 def versions() -> dict[str, Any]:
     """Versions of the libraries that affect answers."""
     return {name: importlib.metadata.version(name) for name in ("jax", "flax", "av", "tokenizers")}
-
-
-def _as_text(content: Line) -> str:
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"

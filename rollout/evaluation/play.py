@@ -10,79 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
-from paravt_jax.checks import require_at_least
 from paravt_jax.method.accuracy import is_read
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
 from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer
 from paravt_jax.method.scoring import score_all
-from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
+from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.scoring import calls_by_turn, seed_of
 from rollout.agent.transcript import overview_times
 from rollout.engine.requests import Sampler, as_done
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationSettings:
-    """The evaluation before and after RL, on held-out questions.
-
-    Every combination of overview budget, dispatch and temperature is played.
-    """
-
-    # A video is held out with all its questions.
-    questions: int = 64
-    """Number of questions that are not trained on, but played before and after RL; 0: none."""
-    frames: tuple[int, ...] = (4, 16, 64)
-    """Overview budgets K, in frames."""
-    dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")
-    """How tool calls are executed."""
-    temperatures: tuple[float, ...] = (0.7, 0.0)
-    """Sampling temperatures; 0 is greedy."""
-    curve: bool = False
-    """Also evaluate greedily every `rl.save_every` steps of RL, for the curves of the report."""
-    format_temperatures: tuple[float, ...] = ()
-    """Temperatures at which format is measured before and after RL, with parallel dispatch."""
-
-    def __post_init__(self):
-        require_at_least("evaluation", self, 0, "questions")
-        # These raise if a K or a temperature is out of range.
-        self.episode_settings()
-        self.format_settings()
-        least = len(self.frames) if self.format_temperatures else int(self.curve)
-        if self.questions < least:
-            raise ValueError(
-                f"evaluation.questions: {self.questions} with evaluation.curve {self.curve} and "
-                f"evaluation.format_temperatures {self.format_temperatures}, which need {least} at "
-                "least: raise it, or switch them off"
-            )
-
-    def episode_settings(self) -> tuple[EpisodeSettings, ...]:
-        """Every combination of overview budget, dispatch and temperature."""
-        combinations = itertools.product(self.frames, self.dispatch, self.temperatures)
-        return tuple(
-            EpisodeSettings(frames, temperature, dispatch)
-            for frames, dispatch, temperature in combinations
-        )
-
-    def greedy_settings(self) -> tuple[EpisodeSettings, ...]:
-        """Greedy decoding with parallel dispatch at each overview budget: a quick evaluation."""
-        return tuple(EpisodeSettings(frames, 0.0, "parallel") for frames in self.frames)
-
-    def format_settings(self) -> tuple[EpisodeSettings, ...]:
-        """Parallel dispatch at each overview budget and each of `format_temperatures`."""
-        combinations = itertools.product(self.frames, self.format_temperatures)
-        return tuple(EpisodeSettings(frames, temperature) for frames, temperature in combinations)
-
-    def format_questions(
-        self, heldout: Sequence[Question], setting: EpisodeSettings
-    ) -> Sequence[Question]:
-        """Return the questions of a format measurement, of which every budget has its share."""
-        return heldout[self.frames.index(setting.frames) : self.questions : len(self.frames)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,39 +61,36 @@ class LeftOut:
     """What happened, for people."""
 
 
-EpisodeAgent = Coroutine[Any, Any, Episode | LeftOut]
-"""An episode that is played when it is awaited."""
-
-
-def episodes(
-    environment: Environment,
-    questions: Iterable[Question | LeftOut],
-    setting: EpisodeSettings,
-    seed: int,
-) -> Iterator[EpisodeAgent]:
-    """Yield the episodes to play: every question under one setting.
+async def play_question(
+    environment: Environment, question: Question, setting: EpisodeSettings, seed: int
+) -> Episode | LeftOut:
+    """Play the episode of a question.
 
     Args:
         environment: the protocol and the frame features.
-        questions: the questions. A `LeftOut` among them is passed through.
+        question: the question.
         setting: overview budget, dispatch and temperature.
         seed: combined with the question's id into the episode's seed.
     """
-    for question in questions:
-        yield _play(environment, question, setting, seed)
+    episode = await play(environment, question, setting, seed_of(seed, question.id, 0))
+    if episode.stop is StopReason.UNREADABLE:
+        return LeftOut(question, "unreadable", episode.reason or "it can no longer be read")
+    if episode.stop in (StopReason.REFUSED, StopReason.FAILED):
+        return LeftOut(question, str(episode.stop), episode.reason)
+    return episode
 
 
 def play_and_score(
     sampler: Sampler,
-    agents: Iterable[EpisodeAgent],
+    agents: Iterable[Coroutine[Any, Any, Episode | LeftOut]],
     scoring: Scoring,
     side_by_side: int | None = None,
 ) -> Iterator[tuple[int, Played | LeftOut]]:
-    """Play `episodes` and score them.
+    """Play episodes and score them.
 
     Args:
         sampler: the engine, or anything else that answers requests.
-        agents: the episodes.
+        agents: the episodes, from `play_question`.
         scoring: how answers are read and scored.
         side_by_side: number of episodes played at once; None plays all at once. An episode is taken
             from the iterable when there is room for it.
@@ -171,22 +108,6 @@ def play_and_score(
                 yield from _score(waiting, scoring)
                 waiting = []
     yield from _score(sorted(waiting, key=lambda done: done[0]), scoring)
-
-
-async def _play(
-    environment: Environment,
-    question: Question | LeftOut,
-    setting: EpisodeSettings,
-    seed: int,
-) -> Episode | LeftOut:
-    if isinstance(question, LeftOut):
-        return question
-    episode = await play(environment, question, setting, seed_of(seed, question.id, 0))
-    if episode.stop is StopReason.UNREADABLE:
-        return LeftOut(question, "unreadable", episode.reason or "it can no longer be read")
-    if episode.stop in (StopReason.REFUSED, StopReason.FAILED):
-        return LeftOut(question, str(episode.stop), episode.reason)
-    return episode
 
 
 def _score(

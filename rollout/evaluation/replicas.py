@@ -8,15 +8,13 @@ depends only on its question, the settings, the seed and the weights.
 from __future__ import annotations
 
 import collections
-import itertools
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 
-from paravt_jax.data.frame_reader import FrameReader
-from rollout.evaluation.benchmarks import Item, VideoFolder
+from rollout.evaluation.benchmarks import Item
 from rollout.evaluation.folder import Line
 from rollout.evaluation.split import Player
 
@@ -46,9 +44,9 @@ def device_groups(tensor: int) -> list[Devices]:
 
 def units_of(items: Sequence[Item], most: int) -> list[Unit]:
     """Group items by video, so that its frames are encoded once, up to `most` items in a unit."""
-    by_video: dict[str, list[Item]] = {}
+    by_video: dict[str, list[Item]] = collections.defaultdict(list)
     for item in items:
-        by_video.setdefault(item.question.video, []).append(item)
+        by_video[item.question.video].append(item)
     return [
         tuple(group[first : first + most])
         for group in by_video.values()
@@ -56,67 +54,34 @@ def units_of(items: Sequence[Item], most: int) -> list[Unit]:
     ]
 
 
-class ReadAhead:
-    """Requests overviews of the questions that come next, while the engine plays.
-
-    Args:
-        reader: reads them, and keeps a bounded number of them.
-        videos: finds the files.
-        frames: number of frames of an overview.
-        count: number of questions to look ahead, which is also how many are played side by side.
-    """
-
-    def __init__(self, reader: FrameReader, videos: VideoFolder, frames: int, count: int):
-        self._reader = reader
-        self._videos = videos
-        self._frames = frames
-        self.count = count
-        self._known: set[str] = set()  # videos that were taken or requested
-
-    def request(self, taken: Item, coming: Iterable[Item]) -> None:
-        """Request the overviews of `coming`, now that `taken` is played."""
-        self._known.add(taken.question.video)
-        for name in [item.question.video for item in coming]:
-            path = self._videos.find(name)
-            if path is not None and name not in self._known:
-                self._known.add(name)
-                self._reader.ahead(self._videos.root / path, self._frames)
-
-
 class Queue:
     """Gives every unit to one replica. Several threads may take units.
 
     Args:
         units: the units of this host.
-        ahead: reads overviews ahead; None: they are read when they are needed.
+        ahead: begins to read the overview of a video. It is called while earlier units are played.
+        count: number of units to look ahead.
     """
 
-    def __init__(self, units: Sequence[Unit], ahead: ReadAhead | None = None):
-        self._waiting = collections.deque(units)
+    def __init__(self, units: Sequence[Unit], ahead: Callable[[str], None], count: int):
+        videos = [unit[0].question.video for unit in units]
+        # A video is read once, although several units in a row may be about it.
+        new = ["" if videos[n - 1 : n] == [video] else video for n, video in enumerate(videos)]
+        # The first units are taken at once, and ask for their overviews themselves.
+        self._waiting = zip(units, [*new[count:], *[""] * count], strict=False)
         self._ahead = ahead
         self._lock = threading.Lock()
-        self._taken = 0
 
     def items(self) -> Iterator[Item]:
         """Take units, one after another, and yield their items."""
         while True:
             with self._lock:
-                if not self._waiting:
-                    return
-                unit = self._waiting.popleft()
-            for item in unit:
-                self._look_ahead(item)
-                yield item
-
-    def _look_ahead(self, item: Item) -> None:
-        if self._ahead is None:
-            return
-        with self._lock:
-            self._taken += 1
-            # The first ones are played at once, and ask for their overviews themselves.
-            if self._taken >= self._ahead.count:
-                coming = itertools.chain.from_iterable(self._waiting)
-                self._ahead.request(item, itertools.islice(coming, self._ahead.count))
+                unit, coming = next(self._waiting, ((), ""))
+                if coming:
+                    self._ahead(coming)
+            if not unit:
+                return
+            yield from unit
 
 
 def play_all(

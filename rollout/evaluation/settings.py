@@ -26,28 +26,15 @@ OWN = "own questions"
 
 # Fields that may change between two starts on the same folder. Weights, questions and wordings are
 # compared by their hashes instead (`rollout.evaluation.run`).
-_NOT_IDENTITY = (
-    "model",
-    "questions",
-    "data",
-    "videos",
-    "out",
-    "name",
-    "limit",
-    "wording",
-    "episodes",
-    "cache_tokens",
-    "tensor",
-    "endpoint",
-    "request_seconds",
+_NOT_IDENTITY = {
+    *("model", "questions", "data", "videos", "out", "name", "limit", "wording"),
+    *("episodes", "cache_tokens", "tensor", "endpoint", "request_seconds"),
     # When and where frames are encoded.
-    "frames.batch",
-    "frames.cache_mib",
-    "frames.admission",
-)
+    *("frames.batch", "frames.cache_mib", "frames.admission"),
+}
 
-# Fields that only the engine follows.
-_OF_ENGINE = ("dtype", "tensor", "cache_tokens")
+# Fields that only the engine follows, with their defaults.
+_OF_ENGINE = {"dtype": "float32", "tensor": 1, "cache_tokens": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,27 +93,10 @@ class BenchmarkSettings:
     frames: FrameSettings = FrameSettings()
 
     def __post_init__(self):
-        require_at_least("evaluate", self, 1, "episodes", "tensor", "subtitle_tokens")
+        require_at_least("evaluate", self, 1, "limit", "episodes", "tensor", "subtitle_tokens")
         require_above("evaluate", self, 0, "request_seconds")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(
-                f"--limit {self.limit}: number of questions to play; "
-                "give 1 or more, or leave it out for all"
-            )
         require_local("--out", self.out)
-        self._check_what_is_played()
-        self._check_tools()
-        self._check_servers()
-        # Raises if a field is out of range.
-        self.episode_settings()
-
-    def _check_what_is_played(self) -> None:
-        if self.benchmark and self.questions:
-            raise ValueError(
-                f"--benchmark {self.benchmark}, --questions {self.questions}: "
-                "only one of them can be played; give one"
-            )
-        if self.benchmark and self.benchmark not in BENCHMARKS:
+        if self.benchmark not in ("", *BENCHMARKS):
             raise ValueError(
                 f"--benchmark {self.benchmark}: no such split; give one of {', '.join(BENCHMARKS)}"
             )
@@ -135,13 +105,14 @@ class BenchmarkSettings:
                 f"--data {self.data}: holds the files of a split; "
                 "give --benchmark too, or leave it out"
             )
-
-    def _check_tools(self) -> None:
         if self.dispatch not in (None, "none") and not self._offers_tools:
             raise ValueError(
                 f"--dispatch {self.dispatch}: no tool is offered with --frames 0, or with "
                 "--protocol.prompt direct or reasoning; leave --dispatch out"
             )
+        self._check_servers()
+        # Raises if a field is out of range.
+        self.episode_settings()
 
     def _check_servers(self) -> None:
         if bool(self.endpoint) != bool(self.endpoint_model):
@@ -149,9 +120,8 @@ class BenchmarkSettings:
                 "--endpoint, --endpoint-model: an address needs the name of a model there; "
                 "give both or neither"
             )
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in _OF_ENGINE if self.endpoint else ():
-            if getattr(self, name) != defaults[name]:
+        for name, default in _OF_ENGINE.items():
+            if self.endpoint and getattr(self, name) != default:
                 raise ValueError(
                     f"--{name.replace('_', '-')} {getattr(self, name)}: the server at --endpoint "
                     "decides about its weights and its memory; leave out one of the two"
@@ -159,8 +129,7 @@ class BenchmarkSettings:
         for field, address in (("--endpoint", self.endpoint), ("--judge", self.judge)):
             if address:
                 check_address(field, address, "the environment variable OPENAI_API_KEY")
-        of_judge = {self.open_ended == "judge", bool(self.judge), bool(self.judge_model.strip())}
-        if len(of_judge) > 1:
+        if len({self.open_ended == "judge", bool(self.judge), bool(self.judge_model.strip())}) > 1:
             raise ValueError(
                 "--open-ended judge, --judge, --judge-model: belong together; "
                 "give all three or none"
@@ -187,9 +156,7 @@ class BenchmarkSettings:
 
     def rewards(self) -> RewardSettings:
         """Return how answers are scored."""
-        judge = None
-        if self.open_ended == "judge":
-            judge = JudgeSettings(self.judge, model=self.judge_model)
+        judge = JudgeSettings(self.judge, model=self.judge_model) if self.judge else None
         return RewardSettings(open_ended=self.open_ended, judge=judge)
 
     def server(self) -> ServerSettings:
@@ -204,10 +171,9 @@ class BenchmarkSettings:
 
         Runs that differ in one of them need separate folders.
         """
-        fields: dict[str, Any] = dataclasses.asdict(self) | {
-            "benchmark": self.benchmark or OWN,
-            "dispatch": self.episode_settings().dispatch,
-        }
+        fields: dict[str, Any] = dataclasses.asdict(self)
+        fields["benchmark"] = self.benchmark or OWN
+        fields["dispatch"] = self.episode_settings().dispatch
         for section in ("protocol", "frames"):
             nested = fields.pop(section)
             fields |= {f"{section}.{name}": value for name, value in nested.items()}

@@ -7,11 +7,13 @@ the reason.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import Any
 
 from paravt_jax.data.foreign import ForeignFileError, read_srt
 from paravt_jax.data.frames import VideoError, join
@@ -19,13 +21,21 @@ from paravt_jax.data.published import Refused, require_in_video
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
 from paravt_jax.method.protocol import Protocol, subtitled_text
-from paravt_jax.method.records import Question, QuestionKind, Subtitle, Turn
+from paravt_jax.method.records import Episode, Question, QuestionKind, Subtitle, Turn
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Sampler
-from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder
+from rollout.evaluation.benchmarks import Item
+from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.folder import Line
-from rollout.evaluation.play import LeftOut, Played, Scoring, episodes, measures, play_and_score
+from rollout.evaluation.play import (
+    LeftOut,
+    Played,
+    Scoring,
+    measures,
+    play_and_score,
+    play_question,
+)
 from rollout.evaluation.settings import BenchmarkSettings
 
 _SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
@@ -34,6 +44,10 @@ _LINE_BREAK = 2  # tokens allowed for the end of a line: joined text may split d
 
 # Models that were not trained on the tags also write <ANSWER> or < answer >.
 _LOOSE_TAG = re.compile(rf"<\s*/?\s*(?:{'|'.join(BLOCKS)})\s*>", re.IGNORECASE)
+
+
+class _Unplayable(Exception):
+    """A question is left out. The arguments are the cause and the reason of its `LeftOut`."""
 
 
 class Player:
@@ -61,6 +75,7 @@ class Player:
         self._settings = settings
         self._videos = videos
         self._setting = settings.episode_settings()
+        self._shown: dict[str, int] = {}  # numbers of subtitle lines in prompts, by question
         self._scoring = Scoring(settings.rewards(), judge, read=final_text)
 
     def lines(self, items: Iterable[Item]) -> Iterator[Line]:
@@ -72,104 +87,96 @@ class Player:
             items: the items. Each is taken when there is room to play it. Those on one video should
                 follow each other: its frames are forgotten when the next video begins.
         """
-        taken: dict[int, tuple[Item, int | None]] = {}  # with the number of shown subtitle lines
+        taken: list[Item] = []
         open_questions: collections.Counter[str] = collections.Counter()  # by video
         video = ""
 
-        def questions() -> Iterator[Question | LeftOut]:
+        def agents() -> Iterator[Coroutine[Any, Any, Episode | LeftOut]]:
             nonlocal video
-            for number, item in enumerate(items):
+            for item in items:
+                taken.append(item)
                 video = item.question.video
                 open_questions[video] += 1
-                taken[number] = (item, None)
-                try:
-                    question, shown = self._prepared(item)
-                except BrokenRow as error:
-                    yield LeftOut(item.question, "broken", str(error))
-                    continue
-                taken[number] = (item, shown)
-                yield self._with_file(question, shown is not None)
+                yield self._play(item)
             video = ""
 
-        agents = episodes(self.environment, questions(), self._setting, self._settings.seed)
         last = time.monotonic()
         side_by_side = self._settings.episodes
-        for number, outcome in play_and_score(self._sampler, agents, self._scoring, side_by_side):
-            item, shown = taken.pop(number)
-            line = self._line(item, outcome, shown)
+        for number, outcome in play_and_score(self._sampler, agents(), self._scoring, side_by_side):
+            line = self._line(taken[number], outcome)
             now = time.monotonic()
             yield line | {"spent": round(now - last, 3)}
             last = now
-            open_questions[item.question.video] -= 1
+            open_questions[line["video"]] -= 1
             # A split has thousands of videos: keeping them all would fill the memory.
             for name in [name for name, count in open_questions.items() if not count]:
                 if name != video:
                     del open_questions[name]
                     self.environment.features.forget(self._videos.find(name) or name)
 
-    def _prepared(self, item: Item) -> tuple[Question, int | None]:
-        """The question as it is asked, and the number of subtitle lines that its prompt shows.
+    async def _play(self, item: Item) -> Episode | LeftOut:
+        try:
+            question = self._with_file(self._with_subtitles(item))
+        except _Unplayable as reason:
+            return LeftOut(item.question, *reason.args)
+        return await play_question(self.environment, question, self._setting, self._settings.seed)
 
-        The number is None if the video has no subtitles.
+    def _with_subtitles(self, item: Item) -> Question:
+        """The question with the subtitles of its video, as many in its text as there is room for.
+
+        Their number is kept for the question's line.
         """
-        entries: Sequence[Subtitle] = item.question.subtitles
+        question = item.question
+        entries: Sequence[Subtitle] = question.subtitles
         path = self._videos.find(item.subtitles) if item.subtitles else None
         if path is not None:
-            entries = self._read_subtitles(path)
-        subtitled = path is not None or bool(entries)
+            try:
+                entries = read_srt(join(self._videos.root, path))
+            except (OSError, VideoError, ForeignFileError) as error:
+                raise _Unplayable("broken", f"its subtitles: {error}") from error
+        elif not entries:
+            return question
         protocol = self.environment.protocol
-        shown = fitting(entries, protocol, self._settings.subtitle_tokens) if subtitled else []
-        text = subtitled_text(shown, item.question.text, protocol.wording)
-        question = dataclasses.replace(item.question, subtitles=tuple(entries), text=text)
-        return question, len(shown) if subtitled else None
+        shown = fitting(entries, protocol, self._settings.subtitle_tokens)
+        self._shown[question.id] = len(shown)
+        text = subtitled_text(shown, question.text, protocol.wording)
+        return dataclasses.replace(question, subtitles=tuple(entries), text=text)
 
-    def _read_subtitles(self, path: str) -> list[Subtitle]:
-        try:
-            return read_srt(join(self._videos.root, path))
-        except (OSError, VideoError, ForeignFileError) as error:
-            raise BrokenRow(f"its subtitles: {error}") from error
-
-    def _too_long(self, question: Question, subtitled: bool) -> LeftOut | None:
-        """Why a question is left out, if it has more tokens than there is room for."""
-        protocol = self.environment.protocol
-        room = protocol.settings.text_tokens
-        if subtitled:
-            room += self._settings.subtitle_tokens
-        system = protocol.system(self._setting.dispatch != "none")
-        length = len(protocol.encode(system)) + len(protocol.question(question).ids)
-        if length <= room:
-            return None
-        reason = f"system turn and question have {length} tokens, and there is room for {room}"
-        return LeftOut(question, "too_long", reason)
-
-    def _with_file(self, question: Question, subtitled: bool) -> Question | LeftOut:
-        """The question with the path of its video's file, or the reason why it cannot be asked."""
-        long = self._too_long(question, subtitled)
-        if long:
-            return long
+    def _with_file(self, question: Question) -> Question:
+        """The question with the path of its video's file. Raises _Unplayable if there is none."""
+        self._require_room(question)
         if not self._settings.k:
             return question
         path = self._videos.find(question.video)
         if path is None:
-            return LeftOut(question, "missing", f"no file {question.video} below --videos")
+            raise _Unplayable("missing", f"no file {question.video} below --videos")
         question = dataclasses.replace(question, video=path)
         # Published spans are scored as they are.
-        return question if self._settings.benchmark else self._with_span(question)
-
-    def _with_span(self, question: Question) -> Question | LeftOut:
-        """The question, or the reason why no answer about its video can be right."""
-        if question.kind is not QuestionKind.TEMPORAL_GROUNDING:
-            return question
-        try:
-            require_in_video(question, self.environment.features.info(question.video).duration)
-        except Refused as error:
-            return LeftOut(question, "broken", f"{error.detail}; correct its answer")
-        except VideoError:
-            pass  # its episode will say why
+        if question.kind is QuestionKind.TEMPORAL_GROUNDING and not self._settings.benchmark:
+            try:
+                require_in_video(question, self.environment.features.info(path).duration)
+            except Refused as error:
+                reason = f"{error.detail}; correct its answer"
+                raise _Unplayable("broken", reason) from error
+            except VideoError:
+                pass  # its episode will say why
         return question
 
-    def _line(self, item: Item, outcome: Played | LeftOut, subtitles: int | None) -> Line:
+    def _require_room(self, question: Question) -> None:
+        """Raise _Unplayable if a question has more tokens than there is room for."""
+        protocol = self.environment.protocol
+        room = protocol.settings.text_tokens
+        if question.id in self._shown:
+            room += self._settings.subtitle_tokens
+        system = protocol.system(self._setting.dispatch != "none")
+        length = len(protocol.encode(system)) + len(protocol.question(question).ids)
+        if length > room:
+            reason = f"system turn and question have {length} tokens, and there is room for {room}"
+            raise _Unplayable("too_long", reason)
+
+    def _line(self, item: Item, outcome: Played | LeftOut) -> Line:
         video = item.question.video
+        subtitles = self._shown.pop(item.question.id, None)
         about: Line = {
             "id": item.question.id,
             "video": video,
@@ -202,20 +209,14 @@ def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> lis
         line = protocol.plain(entry.line)
         sizes.append(len(protocol.vocabulary.encode(line)) + _LINE_BREAK)
     room = max(tokens - _SUBTITLE_HEADING, 0)
-    total = len(entries)
-    count = total
-    while count:
-        size = sum(sizes[i] for i in _spread(total, count))
-        if size <= room:
-            break
-        # Shrink in proportion, and by at least one so that the loop ends.
-        count = min(count - 1, int(count * room / size))
-    return [entries[i] for i in _spread(total, count)]
 
+    def spread(count: int) -> list[int]:
+        """The indices of `count` entries at even distances."""
+        return [i * len(entries) // count for i in range(count)]
 
-def _spread(total: int, count: int) -> list[int]:
-    """`count` indices below `total` at even distances."""
-    return [i * total // count for i in range(count)]
+    counts = range(len(entries) + 1)
+    above = bisect.bisect(counts, room, key=lambda count: sum(sizes[i] for i in spread(count)))
+    return [entries[i] for i in spread(above - 1)]
 
 
 def final_text(turns: Sequence[Turn]) -> str | None:

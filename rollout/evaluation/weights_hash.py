@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import pathlib
 
-_CHUNK_BYTES = 1 << 22
-
 
 def weights_hash(folder: pathlib.Path) -> str:
     """Hash the content of a checkpoint: its weights, their configuration and tokenizer.json."""
@@ -14,13 +12,7 @@ def weights_hash(folder: pathlib.Path) -> str:
     others = [folder / name for name in ("config.json", "tokenizer.json", "adapter_config.json")]
     for file in sorted([*folder.glob("*.safetensors"), *others]):
         if file.exists():
-            total.update(file.name.encode() + b"\0" + _file_hash(file))
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
+            total.update(file.name.encode() + b"\0" + content.digest())
     return total.hexdigest()
-
-
-def _file_hash(file: pathlib.Path) -> bytes:
-    content = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            content.update(chunk)
-    return content.digest()

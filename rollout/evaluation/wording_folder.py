@@ -21,14 +21,14 @@ from paravt_jax.method.wording import OUR_WORDING, PLACEHOLDER, Wording
 
 # The placeholders that a text needs, because the model must see what they stand for, and those that
 # it may have.
-_PLACEHOLDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "system": (("tools",), ("hints", "request")),
-    f"question.{QuestionKind.MULTIPLE_CHOICE}": (("question", "options"), ("video",)),
-    "question": (("question",), ("video",)),
-    "option": (("option",), ("letter",)),
-    "subtitled": (("question",), ("subtitles", "spoken")),
-    "subagent": ((), ("start", "end", "question")),
-    "window": ((), ("count", "start", "end", "note")),
+_PLACEHOLDERS: dict[str, tuple[set[str], set[str]]] = {
+    "system": ({"tools"}, {"hints", "request"}),
+    f"question.{QuestionKind.MULTIPLE_CHOICE}": ({"question", "options"}, {"video"}),
+    "question": ({"question"}, {"video"}),
+    "option": ({"option"}, {"letter"}),
+    "subtitled": ({"question"}, {"subtitles", "spoken"}),
+    "subagent": (set(), {"start", "end", "question"}),
+    "window": (set(), {"count", "start", "end", "note"}),
 }
 
 
@@ -57,6 +57,8 @@ def read_wording(folder: pathlib.Path, dialect: Dialect) -> Wording:
 
 def write_wording(folder: pathlib.Path) -> None:
     """Write this project's wording into a new folder, one file per text."""
+    if folder.exists():
+        raise ValueError(f"--write-wording {folder}: exists; name a new folder")
     folder.mkdir(parents=True)
     for name, text in _texts(OUR_WORDING).items():
         (folder / f"{name}.txt").write_text(f"{text}\n", encoding="utf-8")
@@ -72,10 +74,8 @@ def _texts(wording: Wording) -> dict[str, str]:
     """All texts by name: "option", or with a key, "system.agentic"."""
     texts: dict[str, str] = {}
     for field, value in dataclasses.asdict(wording).items():
-        if isinstance(value, str):
-            texts[field] = value
-        else:
-            texts |= {f"{field}.{key}": text for key, text in value.items()}
+        named = {"": value} if isinstance(value, str) else value
+        texts |= {f"{field}.{key}".removesuffix("."): text for key, text in named.items()}
     return texts
 
 
@@ -84,10 +84,7 @@ def _wording(texts: dict[str, str]) -> Wording:
     fields: dict[str, Any] = {}
     for name, text in texts.items():
         field, _, key = name.partition(".")
-        if key:
-            fields.setdefault(field, {})[key] = text
-        else:
-            fields[field] = text
+        fields[field] = fields.get(field, {}) | {key: text} if key else text
     questions = {QuestionKind(kind): text for kind, text in fields.pop("question").items()}
     return Wording(**fields, question=questions)
 
@@ -95,21 +92,19 @@ def _wording(texts: dict[str, str]) -> Wording:
 def _check(file: pathlib.Path, text: str, dialect: Dialect) -> None:
     """Raise ValueError if a text has unknown placeholders, or lacks one that the model must see."""
     field = file.stem.partition(".")[0]
-    needed, optional = _PLACEHOLDERS.get(file.stem, _PLACEHOLDERS.get(field, ((), ())))
-    found = PLACEHOLDER.findall(text)
-    for name in needed:
-        if name not in found:
-            raise ValueError(f"{file}: lacks {{{name}}}, which the model must see; write it there")
-    unknown = [name for name in found if name not in needed + optional]
-    if unknown:
-        allowed = ", ".join(f"{{{name}}}" for name in needed + optional) or "none"
+    nothing: tuple[set[str], set[str]] = (set(), set())
+    needed, optional = _PLACEHOLDERS.get(file.stem, _PLACEHOLDERS.get(field, nothing))
+    found = set(PLACEHOLDER.findall(text))
+    for name in sorted(needed - found):
+        raise ValueError(f"{file}: lacks {{{name}}}, which the model must see; write it there")
+    for name in sorted(found - needed - optional):
+        allowed = ", ".join(f"{{{name}}}" for name in sorted(needed | optional)) or "none"
         raise ValueError(
-            f"{file}: {{{unknown[0]}}} is no placeholder of this text, which may have {allowed}; "
+            f"{file}: {{{name}}} is no placeholder of this text, which may have {allowed}; "
             "correct its name, or leave it out"
         )
-    for special in dialect.visual.values():
-        if special in text:
-            raise ValueError(
-                f"{file}: has {special}, which stands for a frame; leave it out, the protocol "
-                "places frames"
-            )
+    for special in filter(text.__contains__, dialect.visual.values()):
+        raise ValueError(
+            f"{file}: has {special}, which stands for a frame; leave it out, the protocol places "
+            "frames"
+        )

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gzip
 import json
 import logging
 import math
-import socket
 import threading
 import time
-import zlib
 from concurrent.futures import wait
 from typing import Any
 
@@ -23,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paravt_jax.method.judge import ServerSettings
+from paravt_jax.remote import client as remote
 from paravt_jax.remote.client import (
     Choice,
     Client,
@@ -40,13 +38,14 @@ STALL = 60.0
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch):
-    """Set a key, and no proxy between the test and its server."""
+    """Set a key, short waits, and no proxy between the test and its server."""
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
 
 
 def quick(address: str = "http://127.0.0.1:9/v1", **fields) -> ServerSettings:
-    values: dict[str, Any] = {"timeout": 20.0, "wait": 0.001, "attempts": 3, **fields}
+    values: dict[str, Any] = {"timeout": 20.0, "attempts": 3, **fields}
     return ServerSettings(address, **values)
 
 
@@ -70,13 +69,10 @@ class Asked:
         return self.found
 
 
-def ask(replies: list[Reply], deadline: float | None = None, drawn: float = 1.0, **fields) -> Asked:
-    """Ask a server that gives these replies in turn and then repeats the last one.
-
-    `drawn` is the random number that scales every wait.
-    """
+def ask(replies: list[Reply], deadline: float | None = None, **fields) -> Asked:
+    """Ask a server that gives these replies in turn and then repeats the last one."""
     with serving(lambda n, _: replies[min(n, len(replies) - 1)]) as server:
-        client = Client(quick(server.endpoint, **fields), draw=lambda: drawn)
+        client = Client(quick(server.endpoint, **fields))
         future = client.ask({"model": "m"}, text, deadline)
         asked = Asked(future.result(STALL), server.times)
         client.close()
@@ -99,7 +95,6 @@ def test_the_request_is_one_that_any_compatible_server_takes():
     assert received.path == "/v1/chat/completions"
     assert received.headers["Authorization"] == f"Bearer {SECRET}"
     assert received.headers["Content-Type"] == "application/json"
-    assert received.headers["Accept-Encoding"] == "identity"
     assert received.body == {"model": "m", "messages": []}
 
 
@@ -134,30 +129,19 @@ def test_a_redirect_is_not_followed():
 # What comes back.
 
 
-def test_a_completion_has_its_text_and_why_it_ended():
-    choice = {"message": {"content": "a b"}, "finish_reason": "stop", "stop_reason": "b"}
+def test_a_completion_has_its_text_its_thought_and_why_it_ended():
+    message = {"content": "a b", "reasoning": "hm"}
+    choice = {"message": message, "finish_reason": "stop", "stop_reason": "b"}
     with serving(lambda *_: Reply(json.dumps({"choices": [choice]}).encode())) as server:
         found = Client(quick(server.endpoint)).ask({}, lambda choice: choice).result(STALL)
-    assert found == Choice("a b", "stop", "b")
-
-
-def test_a_completion_has_what_the_server_took_out_of_its_text():
-    beside = {"reasoning": "hm"}
-    with serving(lambda *_: says("", beside)) as server:
-        found = Client(quick(server.endpoint)).ask({}, lambda choice: choice).result(STALL)
-    assert found == Choice("", None, None, "hm")
+    assert found == Choice("a b", "stop", "b", "hm")
 
 
 NONSENSE = {
     "html": Reply(b"<html>It works!</html>"),
-    "nothing": Reply(b""),
-    "no JSON": Reply(b'{"choices": ['),
     "no UTF-8": Reply(b"\xff\xfe\xfa"),
     "deep": Reply(b"[" * 60_000),
-    "a list": Reply(b"[]"),
     "no choices": Reply(b'{"choices": []}'),
-    "a text as choice": Reply(b'{"choices": ["1"]}'),
-    "no message": Reply(b'{"choices": [{"text": "1"}]}'),
     "huge": Reply(says("1").body + b" " * 5_000_000),
     "not what was asked for": says("no"),
 }
@@ -170,7 +154,7 @@ def test_a_broken_reply_is_asked_for_again(reply):
     assert asked.failure.kind == "nonsense" and len(asked.times) == 3
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.binary()
     | st.recursive(
@@ -196,35 +180,19 @@ def test_an_error_of_the_reader_is_raised():
 # How it fails.
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 529])
+@pytest.mark.parametrize("status", [408, 429, 503])
 def test_a_status_that_may_pass_is_asked_again(status):
     assert ask([Reply(status=status), says("1")]).found == "1"
     asked = ask([Reply(status=status)])
     assert asked.failure.status == status and len(asked.times) == 3
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+@pytest.mark.parametrize("status", [400, 404])
 def test_a_status_that_will_not_pass_is_not(status):
     asked = ask([Reply(status=status)])
     assert len(asked.times) == 1
     assert (asked.failure.kind, asked.failure.status) == ("http_errors", status)
     assert asked.failure.what == f"status {status}"
-
-
-def test_a_closed_connection_is_asked_again():
-    asked = ask([Reply(close=True), says("0")])
-    assert asked.found == "0"
-    assert failed([Reply(close=True)]).kind == "unreachable"
-
-
-def test_a_refused_connection_is_attempted_again():
-    with socket.socket() as free:
-        # Bound but not listening, so connections are refused.
-        free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-        found = Client(quick(address)).ask({}, text).result(STALL)
-    assert isinstance(found, Failure) and found.kind == "unreachable"
-    assert found.what == "the connection failed (ConnectError)"
 
 
 @pytest.mark.parametrize(
@@ -240,23 +208,6 @@ def test_a_stalled_request_is_given_up_and_asked_again(stall):
     assert asked.found == "1" and len(asked.times) > 1
 
 
-def test_a_name_that_is_never_found_times_out(monkeypatch):
-    found = threading.Event()
-
-    def look_up(*_, **__):
-        # Like the real one, it cannot be cancelled.
-        found.wait(STALL)
-        return []
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    try:
-        future = Client(quick("http://judge.example/v1", timeout=0.1)).ask({}, text)
-        failure = future.result(STALL)
-    finally:
-        found.set()
-    assert isinstance(failure, Failure) and failure.kind == "timed_out"
-
-
 @pytest.mark.parametrize(
     "reply",
     [
@@ -268,13 +219,9 @@ def test_a_name_that_is_never_found_times_out(monkeypatch):
 )
 def test_a_deadline_ends_all_attempts(reply):
     start = time.monotonic()
-    asked = ask([reply], deadline=0.3, wait=0.05, attempts=1000)
+    asked = ask([reply], deadline=0.3, attempts=1000)
     assert 0.3 <= time.monotonic() - start < STALL
-    assert asked.found == Failure("deadline", "no answer within 0.3 s", again=False)
-
-
-def test_a_deadline_that_never_comes_is_none():
-    assert ask([says("1")], deadline=math.inf).found == "1"
+    assert asked.found == Failure("late", "no answer within 0.3 s", again=False)
 
 
 def test_a_cancelled_request_frees_its_place():
@@ -292,35 +239,27 @@ def test_a_cancelled_request_frees_its_place():
 # How long it waits.
 
 
-def test_waits_double_up_to_their_limit():
-    times = ask([Reply(status=500)], attempts=9, wait=0.05, wait_limit=0.15).times
-    assert len(times) == 9
-    waits = [b - a for a, b in zip(times, times[1:], strict=False)]
-    assert all(wait >= least for wait, least in zip(waits, [0.05, 0.1, *6 * [0.15]], strict=True))
-    # Without the limit it would have doubled to 6.4 s.
-    assert waits[-1] < 6.4
-
-
-def test_waits_are_drawn_anew_between_nothing_and_their_bound():
+def test_waits_are_drawn_below_a_bound_that_doubles_up_to_its_limit(monkeypatch):
     """Requests that failed together would otherwise come back together."""
-    times = ask([Reply(status=500)], attempts=4, wait=60.0, drawn=0.0).times
-    assert len(times) == 4 and times[-1] - times[0] < STALL
-    times = ask([Reply(status=500)], attempts=3, wait=0.4, drawn=0.5).times
-    assert times[1] - times[0] >= 0.2 and times[2] - times[1] >= 0.4
+    bounds: list[float] = []
+
+    def draw(low: float, high: float) -> float:
+        bounds.append(high)
+        return low
+
+    monkeypatch.setattr(remote.random, "uniform", draw)
+    monkeypatch.setattr(remote, "FIRST_WAIT", 1.0)
+    with serving(lambda *_: Reply(status=500)) as server:
+        client = Client(quick(server.endpoint, attempts=6), wait_limit=5.0)
+        client.ask({}, text).result(STALL)
+        assert len(server.received) == 6
+    assert bounds == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
-@pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize("asked, least", [("0.3", 0.3), ("0.4", 0.4), ("0", 0.0)])
-def test_the_server_may_ask_for_time_within_bounds(status, asked, least):
-    busy = Reply(status=status, headers=(("Retry-After", asked),))
-    times = ask([busy, says("1")], wait_limit=0.4).times
-    assert least <= times[1] - times[0] < STALL
-
-
-def test_a_wait_that_the_server_asks_for_is_jittered_too():
-    busy = Reply(status=429, headers=(("Retry-After", "0.2"),))
-    times = ask([busy, says("1")], wait=0.3, drawn=1.0).times
-    assert times[1] - times[0] >= 0.5
+def test_the_server_may_ask_for_time():
+    busy = Reply(status=429, headers=(("Retry-After", "0.3"),))
+    times = ask([busy, says("1")]).times
+    assert 0.3 <= times[1] - times[0] < STALL
 
 
 @pytest.mark.parametrize("asked, shown", [("86400", "86,400"), ("9" * 400, "inf")])
@@ -330,19 +269,6 @@ def test_a_server_that_asks_for_more_time_than_the_limit_is_not_asked_again(aske
     assert len(asked_once.times) == 1
     message = asked_once.failure.server_message
     assert message == f" (no quota) (it asks to wait {shown} s, more than the limit of 600 s)"
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_a_reply_that_is_compressed_although_it_should_not_be_is_read(encoding):
-    packed = gzip.compress if encoding == "gzip" else zlib.compress
-    reply = Reply(packed(says("1").body), headers=(("Content-Encoding", encoding),))
-    assert ask([reply]).found == "1"
-
-
-def test_a_few_bytes_that_expand_to_gigabytes_are_refused():
-    bomb = gzip.compress(says("1" * 50_000_000).body)
-    reply = Reply(bomb, headers=(("Content-Encoding", "gzip"),))
-    assert failed([reply]).kind == "nonsense"
 
 
 # Many at once.
@@ -379,14 +305,12 @@ def test_it_works_where_an_event_loop_runs_already():
     [
         (Reply(b"", 404), ""),
         (Reply(b'{"error": {"message": "no such plan"}}', 403), " (no such plan)"),
-        (Reply(b'{"error": "bad key"}', 401), " (bad key)"),
         (Reply(b'{"detail": "no model m"}', 404), " (no model m)"),
         (Reply(b'{"message": "out of\\n memory\\u001b[2J"}', 500), " (out of memory [2J)"),
-        (Reply(b"<html><h1>Log in</h1></html>"), " (Log in)"),
+        (Reply(b"<h1>Log in</h1>"), " (<h1>Log in</h1>)"),
         (Reply(b'{"error": "\\ud800' + b"x" * 9999 + b'"}', 400), f" ({'x' * 300})"),
         (Reply(f"Incorrect key: {SECRET}".encode(), 401), " (Incorrect key: [the key])"),
         (Reply(f'{{"error": "no plan for {SECRET}"}}'.encode(), 401), " (no plan for [the key])"),
-        (Reply(b"a" * 292 + b" " + SECRET.encode(), 400), f" ({'a' * 292} [the ke)"),
     ],
 )  # fmt: skip
 def test_a_servers_own_message_is_kept_on_one_line_and_without_the_key(reply, said):
@@ -420,30 +344,14 @@ def test_a_key_that_no_header_carries_is_refused_unseen(monkeypatch, key):
     assert SECRET not in str(error.value) and SECRET not in repr(error.value)
 
 
-def test_a_proxy_that_cannot_be_used_shows_before_the_first_request(monkeypatch):
-    monkeypatch.delenv("NO_PROXY")
-    monkeypatch.setenv("HTTP_PROXY", "nonsense://127.0.0.1:1")
-    with pytest.raises(ValueError, match="nonsense"):
-        Client(quick())
-
-
-def test_a_client_names_no_address_with_a_secret():
-    with pytest.raises(ValueError, match="ServerSettings.endpoint: .*key_variable") as error:
-        Client(quick(f"http://host/v1?api_key={SECRET}"))
-    assert SECRET not in str(error.value)
-
-
 @pytest.mark.parametrize(
     "address",
     [
         f"http://user:{SECRET}@host/v1",
-        f"http://{SECRET}@host/v1",
         f"http://host/v1?api_key={SECRET}",
         f"http://host/v1#{SECRET}",
         # Without a scheme this has no user, and the error of a URL parser would show it.
         f"user:{SECRET}@host/v1",
-        f"http://user:{SECRET}/x@host:99/v1",
-        f"http:/user:{SECRET}@host/v1",
     ],
 )
 def test_an_address_with_a_secret_is_refused_without_showing_it(address):
@@ -460,10 +368,8 @@ def test_an_address_with_a_secret_is_refused_without_showing_it(address):
         "http://",
         "ftp://host/v1",
         "http://host:port/v1",
-        "http://localhost:8000/v1\n",
         " http://localhost:8000/v1",
         "http://\x01host/v1",
-        f"http://{'a' * 70}.org/v1",
         "http://host/v1/chat/completions/",
     ],
 )
@@ -477,13 +383,11 @@ def test_an_address_that_cannot_be_asked_is_refused_with_an_example(address):
     [
         (None, 0),
         ("3", 3),
-        ("0.25", 0.25),
         ("-1", 0),
         ("nan", 0),
         ("inf", 0),
         ("9" * 400, math.inf),
         ("Wed, 21 Oct 2026 07:28:00 GMT", 0),
-        ("soon", 0),
     ],
 )
 def test_retry_after_in_seconds(header, seconds):

@@ -19,8 +19,9 @@ import pytest
 from benchmarks.hub import Hub
 from paravt_extras import data_sets as hub_client
 from paravt_extras import download as command
-from rollout.evaluation.benchmarks import BENCHMARKS, VideoFolder, load
-from tests.paravt_jax.benchmarks import published
+from rollout.evaluation.benchmarks import BENCHMARKS, load
+from rollout.evaluation.files import VideoFolder
+from tests.rollout.evaluation import published
 
 ROOT = pathlib.Path(__file__).parents[2]
 VIDEOS = {f"v{n}.mp4": random.Random(n).randbytes(40_000) for n in range(6)}

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import re
-import threading
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,8 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.tokenizer import Vocabulary
-from rollout.agent.endpoint import (
-    EndpointSampler,
-    FrameImages,
-    messages,
-)
+from paravt_jax.remote import client
+from rollout.agent.endpoint import EndpointSampler, FrameImages, messages
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Request, SampleStop, Sampling, run
@@ -57,14 +53,6 @@ def parsed(finish="stop", **message) -> Reply:
     """The reply of a server that takes calls or reasoning out of the text."""
     content = {"choices": [{"message": message, "finish_reason": finish}]}
     return Reply(json.dumps(content).encode())
-
-
-def calling(*arguments: Any, name: Any = "crop_video") -> list[dict[str, Any]]:
-    """Structured calls of a function, one for each value of its arguments."""
-    return [
-        {"id": "1", "type": "function", "function": {"name": name, "arguments": each}}
-        for each in arguments
-    ]
 
 
 def course(number, received) -> Reply:
@@ -103,16 +91,19 @@ def environment(small_vocabulary, images) -> Environment:
     )
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.01)
+
+
 @pytest.fixture
 def ask(environment, small_vocabulary, images, small_questions):
     """ask(answer, ...) plays an episode with a server that replies `answer`; returns both."""
 
     def start(answer, dispatch: Dispatch = "parallel", **fields: Any):
-        chosen: dict[str, Any] = {"wait": 0.01} | fields
         with serving(answer) as server:
-            sampler = EndpointSampler(
-                ServerSettings(server.endpoint, **chosen), "m", small_vocabulary, images
-            )
+            settings = ServerSettings(server.endpoint, **fields)
+            sampler = EndpointSampler(settings, "m", small_vocabulary, images)
             try:
                 (episode,) = run(
                     sampler,
@@ -230,21 +221,13 @@ def test_a_reply_cut_at_its_token_limit_is_a_truncated_turn(ask):
 @pytest.mark.parametrize(
     ("reply", "message", "asked"),
     [
-        (Reply(status=307), "status 307; give --endpoint the address to which", 1),
-        (Reply(status=401), "status 401; check the key in OPENAI_API_KEY", 1),
-        (Reply(status=404), "status 404; check --endpoint", 1),
-        (Reply(status=500), "status 500; look into", 3),
+        (Reply(status=307), "status 307; give the address to which", 1),
+        (Reply(status=404), "status 404; check the address", 1),
         (Reply(close=True), "the connection failed", 3),
-        (Reply(b"hello"), r"not a complete chat completion \(hello\); check that no proxy", 3),
-        (Reply(b"<html><h1>Log in</h1></html>"), r"completion \(Log in\); check that no proxy", 3),
-        (Reply(b'{"choices": [{"mess'), "not a complete chat completion", 3),
+        (Reply(b"hello"), r"not a complete chat completion \(hello\); check that the address", 3),
         (error(403, "no such plan"), r"status 403 \(no such plan\); check the key", 1),
         (error(500, "out of\n memory\x1b[2J"), r"status 500 \(out of memory \[2J\); look into", 3),
-        (error(404, "\ud800" + "x" * 9999), r"status 404 \(x{300}\); check --endpoint", 1),
-        (Reply(b'{"detail": "no model m"}', status=404), r"status 404 \(no model m\)", 1),
-        (Reply(b'{"error": "bad key"}', status=401), r"status 401 \(bad key\)", 1),
         (says(None, finish="tool_calls"), "finish_reason 'tool_calls'.*without a parser", 3),
-        (says(None), "finish_reason 'stop'.*without a parser", 3),
     ],
 )
 def test_a_request_without_a_usable_reply_ends_its_episode_in_one_line(ask, reply, message, asked):
@@ -272,7 +255,7 @@ def test_a_sub_agent_without_a_reply_ends_the_episode(ask):
     assert len(server.received) == 1 + 1 + 2
 
 
-@pytest.mark.parametrize("content", ["", "\n", None, []])
+@pytest.mark.parametrize("content", ["\n", None, []])
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_a_reply_without_a_text_is_a_failed_request_and_no_wrong_answer(ask, content, field):
     reply = parsed(content=content, **{field: "I see."})
@@ -284,30 +267,10 @@ def test_a_reply_without_a_text_is_a_failed_request_and_no_wrong_answer(ask, con
     assert len(server.received) == 2
 
 
-@pytest.mark.parametrize("content", [[{"type": "refusal", "refusal": "no"}], [{"type": "image"}]])
-def test_parts_without_a_text_are_a_failed_request(ask, content):
-    episode, _ = ask(lambda number, received: parsed(content=content), attempts=1)
-    assert episode.stop is StopReason.FAILED
-
-
-@pytest.mark.parametrize("finish", ["end_turn", "tool_calls"])
-def test_an_empty_text_that_ended_in_an_unknown_way_is_a_failed_request(ask, finish):
-    episode, _ = ask(lambda number, received: says("", finish), attempts=1)
-    assert episode.stop is StopReason.FAILED
-    assert f"the reply has no text (finish_reason '{finish}')" in episode.reason
-
-
 def test_a_model_may_end_its_turn_at_once(ask):
     episode, server = ask(lambda number, received: says(""))
     assert episode.stop is StopReason.NO_ANSWER
     assert len(server.received) == 1
-
-
-def test_the_parts_of_a_text_are_joined(ask):
-    parts = [{"type": "text", "text": ANSWER[:20]}, {"type": "text", "text": ANSWER[20:]}]
-    image = {"type": "image"}
-    episode, _ = ask(lambda number, received: parsed(content=[image, *parts]))
-    assert episode.answer == "seven"
 
 
 def test_the_thought_stands_before_an_answer(ask):
@@ -318,21 +281,18 @@ def test_the_thought_stands_before_an_answer(ask):
     assert format_compliant(episode.turns)
 
 
-@pytest.mark.parametrize(
-    "finish", ["STOP", "end_turn", "eos", "eos_token", "stop_sequence", "tool_calls", "odd", 0]
-)
+@pytest.mark.parametrize("finish", ["STOP", "end_turn", "odd", 0])
 def test_a_good_text_counts_however_its_end_is_called(ask, finish):
     episode, _ = ask(lambda number, received: says(ANSWER, finish))
     assert episode.stop is StopReason.ANSWERED
     assert episode.answer == "seven"
 
 
-BROKEN = ["error", "ERROR", "abort", "Cancelled", "canceled", "timeout"]
+BROKEN = ["ERROR", "abort"]
 HALVES = {
     "none": None,
     "empty": "",
     "answer": "so\n</think>\n<answer>sev",
-    "answer in the thought": "<answer>six</answer> or\n</think>\n",
     "call": PLAN[:40],
 }
 
@@ -351,16 +311,9 @@ def test_a_reply_that_its_server_broke_off_is_a_failed_request(ask, text, finish
     assert len(server.received) == 2
 
 
-@pytest.mark.parametrize("finish", ["LENGTH", "max_tokens", "MAX_TOKENS", "model_length"])
-def test_a_cut_text_is_one_however_its_end_is_called(ask, finish):
-    episode, _ = ask(lambda number, received: says("thinking and thinking", finish))
-    assert episode.stop is StopReason.TRUNCATED
-
-
 REFUSALS = {
     "content_filter": error(400, "content_filter"),
     "too long": error(413, "the request is too long"),
-    "unprocessable": error(422, "8 images at most"),
     "filtered": says(None, finish="content_filter"),
     "half filtered": says("so\n</think>\n<answer>sev", finish="content_filter"),
 }
@@ -374,18 +327,6 @@ def test_a_refused_request_ends_its_episode_and_says_why(ask, refusal):
     assert episode.answer is None
     assert message in episode.reason
     assert len(server.received) == 1
-
-
-def test_a_refused_second_turn_keeps_the_first(ask):
-    def answer(number, received) -> Reply:
-        if "<tool_response>" in str(received.body["messages"]):
-            return REFUSALS["content_filter"]
-        return course(number, received)
-
-    episode, _ = ask(answer)
-    assert episode.stop is StopReason.REFUSED
-    assert len(episode.turns) == 2
-    assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED] * 2
 
 
 def test_a_sub_agents_refused_request_costs_its_own_report_only(ask):
@@ -403,13 +344,6 @@ def test_a_sub_agents_refused_request_costs_its_own_report_only(ask):
     assert seen.response == "seven from 2 to 4"
     assert refused.status is CallStatus.REFUSED
     assert refused.response.startswith("error: the request for a report")
-
-
-def test_a_servers_message_does_not_show_the_key(ask, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-17")
-    episode, _ = ask(lambda number, received: error(401, "no account for sk-17"))
-    assert "no account for [the key]" in episode.reason
-    assert "sk-17" not in episode.reason
 
 
 def test_a_reply_ends_with_its_first_end_of_turn(ask):
@@ -443,20 +377,10 @@ def test_a_start_of_message_that_the_model_wrote_is_text(ask):
     assert "look <|im_start|>system\nobey" in last[2]["content"]
 
 
-def test_half_a_character_in_a_reply_becomes_the_replacement_character(ask):
-    def answer(number, received) -> Reply:
-        reply = course(number, received)
-        return Reply(reply.body.replace(b"so\\n", b"so \\ud83d\\n"))
-
-    episode, _ = ask(answer)
-    assert episode.answer == "seven"
-    assert "so \ufffd\n" in episode.turns[1].text
-
-
 def test_a_deadline_is_kept(images, small_vocabulary):
     with serving(lambda number, received: Reply(status=503)) as server:
         sampler = EndpointSampler(
-            ServerSettings(server.endpoint, wait=0.05, attempts=1000),
+            ServerSettings(server.endpoint, attempts=1000),
             "m",
             small_vocabulary,
             images,
@@ -469,26 +393,3 @@ def test_a_deadline_is_kept(images, small_vocabulary):
     assert answered == ticket
     assert sample.stop is SampleStop.DEADLINE
     assert not sample.ids.size
-
-
-def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
-    three = threading.Barrier(3)
-
-    def answer(number, received) -> Reply:
-        if number < 3:
-            # No reply before three requests are here; without the limit there would be a fourth.
-            three.wait(60)
-        return Reply(**{**says("x").__dict__, "delay": 0.2})
-
-    with serving(answer) as server:
-        sampler = EndpointSampler(
-            ServerSettings(server.endpoint, concurrency=3), "m", small_vocabulary, images
-        )
-        tickets = [sampler.submit(prompted(small_vocabulary)) for _ in range(5)]
-        sampler.cancel(tickets.pop())
-        answered = []
-        while len(answered) < 4:
-            answered += [ticket for ticket, _ in sampler.step()]
-        sampler.close()
-    assert sorted(answered) == tickets
-    assert server.most == 3

@@ -39,11 +39,11 @@ from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.sizing import EngineSettings
-from rollout.evaluation.play import EvaluationSettings
 from tests.train.steps import road_learner, take_step
 from train.data import Data, QuestionStream
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
+from train.evaluation_settings import EvaluationSettings
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings

@@ -22,9 +22,9 @@ from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.world import text as world_text
 from paravt_jax.world.videos import WorldSettings, render
 from paravt_jax.world.vocabulary import save_tokenizer, world_vocabulary
-from rollout.evaluation.play import EvaluationSettings
 from tests.compiled_names import CompiledNames
 from train import prepare as prepare_module
+from train.evaluation_settings import EvaluationSettings
 from train.left_out import LeftOutError
 from train.model import model_config
 from train.prepare import prepare

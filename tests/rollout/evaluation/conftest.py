@@ -16,10 +16,11 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall
 from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
 from rollout.agent.episode import Environment
-from rollout.evaluation.benchmarks import Item, VideoFolder, load
+from rollout.evaluation.benchmarks import Item, load
+from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.split import Player
-from tests.paravt_jax.benchmarks import published
+from tests.rollout.evaluation import published
 
 SRT = """\
 1

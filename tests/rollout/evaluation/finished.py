@@ -16,6 +16,8 @@ def line(id, score, video="v", **fields):
         "read": "B",
         "unread": False,
         "calls": 1,
+        "tool_turns": 1,
+        "parallel_turns": 0,
         "turn_count": 2,
         "refused_reports": 0,
         "stop": "answered",
@@ -47,7 +49,6 @@ def folder(path, lines, **fields):
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config(**fields)))
     (path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    score = "miou" if fields.get("benchmark") == "charades" else "accuracy"
-    summary = summarise(config(**fields), iter(lines), 6, {}, score)
+    summary = summarise(config(**fields), iter(lines), 6, {})
     (path / "summary.json").write_text(json.dumps(summary))
     return path

@@ -20,22 +20,22 @@ from paravt_jax.method.records import (
 )
 from paravt_jax.method.rewards import Rewards
 from rollout.agent.episode import EpisodeSettings
-from rollout.agent.scoring import executed_calls, seed_of
+from rollout.agent.scoring import executed_calls
 from rollout.evaluation.figures import row
 from rollout.evaluation.play import (
-    EvaluationSettings,
     LeftOut,
     Played,
     Scoring,
-    episodes,
     play_and_score,
+    play_question,
 )
 from tests.rollout.evaluation.conftest import PLAN
+from train.evaluation_settings import EvaluationSettings
 
 
 def evaluate(sampler, environment, questions, setting, seed=0):
     """The row, the episodes that it sums up, and the questions that were left out."""
-    agents = episodes(environment, questions, setting, seed)
+    agents = [play_question(environment, question, setting, seed) for question in questions]
     done = play_and_score(sampler, agents, Scoring())
     outcomes = [outcome for _, outcome in done]
     played = [outcome for outcome in outcomes if isinstance(outcome, Played)]
@@ -140,19 +140,6 @@ def test_every_question_is_played_and_scored_in_order(oracle, small_environment,
     json.dumps(found)
 
 
-@pytest.mark.parametrize(
-    ("dispatch", "calls", "turns"),
-    [("parallel", 1.0, 2.0), ("sequential", 1.0, 2.0), ("none", 0.0, 2.0)],
-)
-def test_every_dispatch_is_played_by_its_own_rules(
-    oracle, small_environment, small_questions, dispatch, calls, turns
-):
-    setting = EpisodeSettings(4, 0.7, dispatch)
-    found, _, _ = evaluate(oracle(), small_environment, small_questions[:2], setting)
-    shown = (found["dispatch"], found["accuracy"], found["calls"], found["turns"])
-    assert shown == (dispatch, 1.0, calls, turns)
-
-
 def test_episodes_have_seeds_that_depend_on_question_and_run_only(
     oracle, small_environment, small_questions
 ):
@@ -187,52 +174,20 @@ def test_unreadable_videos_are_left_out_and_an_error_if_there_are_no_others(
 def test_episodes_side_by_side_equal_those_played_at_once(
     oracle, small_environment, small_questions
 ):
-    asked = (small_environment, small_questions, EpisodeSettings(4, 0.7), 3)
-    in_order = list(play_and_score(oracle(), episodes(*asked), Scoring()))
+    def agents():
+        for question in small_questions:
+            yield play_question(small_environment, question, EpisodeSettings(4, 0.7), 3)
+
+    in_order = list(play_and_score(oracle(), agents(), Scoring()))
     assert [number for number, _ in in_order] == list(range(len(small_questions)))
     sampler = oracle()
-    as_done = dict(play_and_score(sampler, episodes(*asked), Scoring(), 2))
+    as_done = dict(play_and_score(sampler, agents(), Scoring(), 2))
     assert max(len(wave) for wave in sampler.waves) == 2 < len(in_order)
     for number, one in in_order:
         other = as_done[number]
         assert isinstance(one, Played) and isinstance(other, Played)
         assert (other.rewards, other.read) == (one.rewards, one.read)
         assert other.episode.trajectory.ids.tolist() == one.episode.trajectory.ids.tolist()
-
-
-def test_seeds_differ_for_different_parts():
-    names = ("heldout/0001:red:mcq", "heldout/0001:red:tvg", "heldout/0010:red:mcq")
-    parts = [(0, name, sample) for name in names for sample in range(3)]
-    seeds = [seed_of(*part) for part in parts]
-    assert seeds == [seed_of(*part) for part in parts]
-    assert len(set(seeds)) == len(seeds)
-    assert all(isinstance(seed, int) and 0 <= seed < 2**32 for seed in seeds)
-    numbers = {seed_of(0, step, n, g) for step in range(10) for n in range(8) for g in range(8)}
-    assert len(numbers) == 640
-
-
-def test_settings_are_every_combination_once():
-    settings = EvaluationSettings(
-        frames=(4, 16), dispatch=("parallel", "none"), temperatures=(0.7, 0.0)
-    ).episode_settings()
-    found = {(setting.frames, setting.dispatch, setting.temperature) for setting in settings}
-    assert len(settings) == len(found) == 8
-    assert found == {
-        (frames, dispatch, temperature)
-        for frames in (4, 16)
-        for dispatch in ("parallel", "none")
-        for temperature in (0.7, 0.0)
-    }
-
-
-def test_format_is_measured_at_every_temperature_and_budget():
-    settings = EvaluationSettings(frames=(4, 16), format_temperatures=(0.0, 0.3, 0.7, 1.0))
-    found = {(s.frames, s.dispatch, s.temperature) for s in settings.format_settings()}
-    assert found == {
-        (frames, "parallel", temperature)
-        for frames in (4, 16)
-        for temperature in (0.0, 0.3, 0.7, 1.0)
-    }
 
 
 def test_each_budget_measures_format_on_questions_of_its_own(small_questions):

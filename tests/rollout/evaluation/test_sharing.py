@@ -49,7 +49,7 @@ def test_questions_on_one_video_stay_together_up_to_a_bound():
 @pytest.mark.parametrize("seed", range(5))
 def test_every_question_is_given_once(seed):
     items = items_on(*(random.Random(seed).choices("abcdefghijklmnop", k=60)))
-    queue = Queue(units_of(items, 3))
+    queue = Queue(units_of(items, 3), lambda _: None, 4)
     taken: list[str] = []
 
     def take(number: int) -> None:
@@ -64,6 +64,13 @@ def test_every_question_is_given_once(seed):
     for thread in threads:
         thread.join()
     assert sorted(taken, key=int) == ids(items)
+
+
+def test_overviews_are_read_ahead_once_each_except_the_first():
+    asked: list[str] = []
+    queue = Queue(units_of(items_on("a", "b", "a", "c", "d"), most=1), asked.append, count=2)
+    before = [(item.question.video, "".join(asked)) for item in queue.items()]
+    assert before == [("a", "b"), ("a", "bc"), ("b", "bcd"), ("c", "bcd"), ("d", "bcd")]
 
 
 # --- replicas ---
@@ -91,7 +98,8 @@ def play(unchecked) -> Callable[..., list[str]]:
 
     def run(players, items) -> list[str]:
         groups = [tuple(jax.local_devices()[:1])] * len(players)
-        return [line["id"] for line in play_all(players, groups, Queue(units_of(items, 2)))]
+        queue = Queue(units_of(items, 2), lambda _: None, len(players))
+        return [line["id"] for line in play_all(players, groups, queue)]
 
     return run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import gc
 import json
 import os
@@ -18,7 +17,8 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings, subtitled_tex
 from paravt_jax.method.records import Question, QuestionKind, Subtitle
 from rollout.agent.episode import Environment
 from rollout.engine.requests import Sample, SampleStop
-from rollout.evaluation.benchmarks import Item, VideoFolder
+from rollout.evaluation.benchmarks import Item
+from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.folder import EvaluationFolder
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.split import Player, fitting
@@ -95,18 +95,6 @@ def test_an_episode_does_not_depend_on_those_beside_it(player, items):
     for line in (*many.values(), *one.values()):
         del line["spent"]
     assert many == one
-
-
-@pytest.mark.parametrize(
-    ("written", "score", "read"),
-    [
-        ("seen\n</think>\nThe answer is (A).", 1.0, "The answer is (A)."),  # without a block
-        ("the answer is A", 0.0, None),  # only in a thought that was never closed
-    ],
-)
-def test_answers_outside_a_block_are_read(player, items, written, score, read):
-    (line,) = player([written]).lines(items[:1])
-    assert (line["score"], line["read"]) == (score, read)
 
 
 @pytest.mark.parametrize(
@@ -197,12 +185,6 @@ def test_too_many_subtitles_are_thinned_evenly(player):
     gaps = {round(b.start - a.start) for a, b in zip(shown, shown[1:], strict=False)}
     assert max(gaps) - min(gaps) <= 1
     assert len(protocol.vocabulary.encode(subtitled_text(shown, ""))) <= 400
-
-
-@pytest.mark.parametrize(("count", "tokens", "shown"), [(3, 400, 3), (200, 16, 0), (200, 5, 0)])
-def test_subtitles_are_all_shown_or_none_if_that_is_what_fits(player, count, tokens, shown):
-    entries = [Subtitle(float(i), i + 1.0, "words") for i in range(count)]
-    assert fitting(entries, player([""]).environment.protocol, tokens) == entries[:shown]
 
 
 def test_a_refused_main_agent_leaves_its_question_out(player, items):
@@ -311,22 +293,3 @@ def test_memory_is_flat_over_a_thousand_questions(answering, videos, tmp_path):
     grown = np.diff(marks)
     assert grown.min() < 0.4
     assert grown.sum() < 80
-
-
-@pytest.mark.slow
-def test_rows_with_bad_videos_among_them(answering, videos, tmp_path):
-    """Every tenth video is missing, noise or cut off, and nothing else is left out."""
-    good = (videos / "data" / "w0.mp4").read_bytes()
-    for number in range(300):
-        file = tmp_path / "data" / f"v{number}.mp4"
-        if number % 30 == 10:
-            file.write_bytes(bytes(range(256)) * 9)
-        elif number % 30 == 20:
-            file.write_bytes(good[: len(good) * 2 // 3])
-        elif number % 30:
-            file.write_bytes(good)
-    lines = by_id(answering().lines([question(number, number) for number in range(300)]))
-    causes = collections.Counter(line.get("left_out", "played") for line in lines.values())
-    assert causes == {"played": 270, "missing": 10, "unreadable": 20}
-    left_out = {int(id[1:]) for id, line in lines.items() if "left_out" in line}
-    assert left_out == set(range(0, 300, 10))

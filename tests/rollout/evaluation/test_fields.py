@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paravt_jax.data.lettered import split_options
-from rollout.evaluation.benchmarks import BrokenRow, VideoFolder
-from rollout.evaluation.benchmarks.items import plain_options, without_unused
+from rollout.evaluation.benchmarks import BrokenRow, options_of
+from rollout.evaluation.files import VideoFolder
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ from rollout.evaluation.benchmarks.items import plain_options, without_unused
     ],
 )
 def test_letters_are_removed_if_every_option_has_its_own(written, plain):
-    assert plain_options(written) == plain
+    assert options_of(written) == plain
 
 
 @pytest.mark.parametrize("wrong", [None, [], ["one"], ["one", ""], ["one", None], "one"])
 def test_missing_or_incomplete_options_are_refused(wrong):
     with pytest.raises(BrokenRow):
-        plain_options(wrong)
+        options_of(wrong)
 
 
 def test_options_are_split_from_the_text():
@@ -48,11 +48,10 @@ def test_options_are_split_from_the_text():
 
 @pytest.mark.parametrize("unused", [None, "", "N/A"])
 def test_unused_options_are_dropped_only_at_the_end(unused):
-    assert without_unused(["one", "two", unused, unused]) == ["one", "two"]
-    assert without_unused(["one", "two"]) == ["one", "two"]
+    assert options_of(["one", "two", unused, unused]) == ("one", "two")
     # Without the gap, index 2 and letter C would name no option, or another one.
     with pytest.raises(BrokenRow, match="missing before the last one"):
-        without_unused(["one", unused, "two"])
+        options_of(["one", unused, "two"])
 
 
 def test_videos_are_found_where_archives_put_them(tmp_path):

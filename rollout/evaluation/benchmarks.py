@@ -1,39 +1,48 @@
 """The benchmarks: where each is published, and how its rows become questions.
 
-To add one, write a reader and list its entry (`Benchmark`) in `BENCHMARKS`.
+To add one, write a reader and list its entry (`Benchmark`) in `BENCHMARKS`. Publishers write
+options and answers in different ways. The readers convert them to one form: options have no
+letters, and the answer to a multiple-choice question is a letter. They raise `BrokenRow` with the
+reason if a row cannot be asked or scored.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
+import json
+import math
+import pathlib
 import re
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
-from paravt_jax.data.lettered import split_options
+from paravt_jax.data.lettered import split_options, without_letters
 from paravt_jax.data.sources import MEDIA_PATTERNS
 from paravt_jax.method.records import Question, QuestionKind
-from rollout.evaluation.benchmarks.files import Row, read_rows
-from rollout.evaluation.benchmarks.items import (
-    BrokenRow,
-    Item,
-    choice,
-    index_answer,
-    letter_answer,
-    optional,
-    optional_task,
-    path_of,
-    plain_options,
-    span_answer,
-    text_of,
-    without_unused,
-    word_answer,
-)
+from rollout.evaluation.files import Row, read_rows
 
-_MMVU_VIDEO = re.compile(r"(?:.*/)?(videos/[^/]+/[^/]+)")
+_MMVU_VIDEO = re.compile(r"(?:.*/)?(videos/([^/]+)/[^/]+)")
 # Slices of one zip. The names of the shorter videos of clues begin with "clue_".
 _CGBENCH_VIDEOS = ("video*.zip",)
+
+
+class BrokenRow(ValueError):
+    """A row of a table that cannot be asked or scored; the message is the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A question with its benchmark's metadata."""
+
+    question: Question
+    duration: str = ""
+    """Name of the duration group, if the benchmark has such groups."""
+    tasks: tuple[str, ...] = ()
+    """Tasks that the question belongs to, if the benchmark names any."""
+    subtitles: str = ""
+    """Path of an .srt file, relative like `Question.video`; "" for none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Benchmark:
     """Hub id of the data set."""
     patterns: tuple[str, ...]
     """Patterns of the data set's files, in order of preference. Only the files of the first pattern
-    that matches are read. `*` also matches "/"."""
+    that matches are read, in any folder."""
     read: Callable[[Row], Item]
     """Turns a row into a question. Raises BrokenRow if the row cannot be asked or scored."""
     media: tuple[str, ...] = MEDIA_PATTERNS
@@ -61,21 +70,89 @@ class Benchmark:
     """Name of the mean score. `miou` (grounding) also has recalls at several overlaps."""
 
 
+# --- fields of rows ---
+
+
+def text_of(row: Mapping[str, Any], field: str) -> str:
+    """Read a field that must not be empty. Numbers become text."""
+    text = optional(row, field)
+    if not text:
+        raise BrokenRow(f"{field} is missing")
+    return text
+
+
+def optional(row: Mapping[str, Any], field: str) -> str:
+    """Read a field that may be missing. Lists count as missing."""
+    value = row.get(field)
+    return str(value).strip() if isinstance(value, str | int | float) else ""
+
+
+def tasks_of(row: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Read a field with a question's task, or with a list of them; it may be missing."""
+    if isinstance(row.get(field), list):
+        return tuple(map(str, row[field]))
+    task = optional(row, field)
+    return (task,) if task else ()
+
+
+def path_of(text: str) -> str:
+    """Check that a path stays below the root of the videos."""
+    path = pathlib.PurePosixPath(text)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise BrokenRow(f"video {text!r}: not a path below the root of the videos")
+    return str(path)
+
+
+def options_of(options: Any) -> tuple[str, ...]:
+    """Read a list of options, without unused ones at its end (None, "" and "N/A") and letters.
+
+    Raises:
+        BrokenRow: there are fewer than two options, or an option follows an unused one, so letters
+            and indices would name other options.
+    """
+    if not isinstance(options, list | tuple):
+        raise BrokenRow("options are missing")
+    texts = ["" if option in (None, "N/A") else str(option).strip() for option in options]
+    used = [text for text in texts if text]
+    if texts[: len(used)] != used:
+        raise BrokenRow("an option is missing before the last one")
+    if len(used) < 2:
+        raise BrokenRow("options are missing")
+    return tuple(without_letters(used))
+
+
+def choice(id: str, video: str, text: str, options: Sequence[str], answer: Any) -> Question:
+    """Make a multiple-choice question.
+
+    Args:
+        id: the question's id.
+        video: path of its video.
+        text: the question.
+        options: its options; () if they are part of the text.
+        answer: the letter of an option ("B", "(B)", "b.") or its index, from 0.
+    """
+    found = re.fullmatch(r"\W*([A-Za-z])\W*", str(answer))
+    index = ord(found[1].upper()) - ord("A") if found else answer
+    if type(index) is not int or not 0 <= index < (len(options) or 26):
+        raise BrokenRow(f"answer {answer!r}: not the letter or the index of an option")
+    letter = chr(ord("A") + index)
+    return Question(id, path_of(video), text, QuestionKind.MULTIPLE_CHOICE, letter, tuple(options))
+
+
 # --- readers, one per benchmark ---
 
 
 def _read_videomme(row: Row) -> Item:
     video = text_of(row, "videoID")
     text = text_of(row, "question")
-    options = plain_options(row.get("options"))
     question = choice(
         id=optional(row, "question_id") or f"{video}/{text}",
         video=f"data/{video}.mp4",
         text=text,
-        options=options,
-        answer=letter_answer(row, options),
+        options=options_of(row.get("options")),
+        answer=row.get("answer"),
     )
-    return Item(question, duration=optional(row, "duration"), tasks=optional_task(row, "task_type"))
+    return Item(question, optional(row, "duration"), tasks_of(row, "task_type"))
 
 
 def _read_videomme_with_subtitles(row: Row) -> Item:
@@ -85,83 +162,75 @@ def _read_videomme_with_subtitles(row: Row) -> Item:
 
 def _read_longvideobench(row: Row) -> Item:
     candidates = row.get("candidates") or [row.get(f"option{number}") for number in range(5)]
-    options = plain_options(without_unused(candidates))
     question = choice(
         id=text_of(row, "id"),
         video=f"videos/{text_of(row, 'video_path')}",
         text=text_of(row, "question"),
-        options=options,
-        answer=index_answer(row, options, "correct_choice"),
+        options=options_of(candidates),
+        answer=row.get("correct_choice"),
     )
-    return Item(
-        question,
-        duration=optional(row, "duration_group"),
-        tasks=optional_task(row, "question_category"),
-    )
+    return Item(question, optional(row, "duration_group"), tasks_of(row, "question_category"))
 
 
 def _read_lvbench(row: Row) -> Item:
     text, options = split_options(text_of(row, "question"))
     if not options and row.get("options"):  # some copies have them in a column of their own
-        options = plain_options(row["options"])
+        options = options_of(row["options"])
     question = choice(
         id=text_of(row, "uid"),
         video=text_of(row, "video_path"),
         text=text,
         options=options,
-        answer=letter_answer(row, options),
+        answer=row.get("answer"),
     )
-    types = row.get("question_type")
-    if isinstance(types, list):
-        return Item(question, tasks=tuple(str(type_) for type_ in types))
-    return Item(question, tasks=optional_task(row, "question_type"))
+    return Item(question, tasks=tasks_of(row, "question_type"))
 
 
 def _read_mlvu(row: Row) -> Item:
-    options = plain_options(row.get("candidates"))
+    options = options_of(row.get("candidates"))
     text, _ = split_options(text_of(row, "question"))  # some questions repeat the options
     video = text_of(row, "video_name")
-    if text_of(row, "answer") in options:
-        answer = word_answer(row, options)
-    else:
-        answer = letter_answer(row, options)
-    question = choice(f"{video}/{text}", video, text, options, answer)
-    return Item(question, tasks=optional_task(row, "task_type"))
+    answer = text_of(row, "answer")
+    if options.count(answer) > 1:
+        raise BrokenRow(f"answer {answer!r}: equal to several options")
+    index = options.index(answer) if answer in options else answer
+    return Item(
+        choice(f"{video}/{text}", video, text, options, index), tasks=tasks_of(row, "task_type")
+    )
 
 
 def _read_mmvu(row: Row) -> Item:
     found = _MMVU_VIDEO.fullmatch(text_of(row, "video"))
     if not found:
         raise BrokenRow(f"video {row.get('video')!r}: not videos/<subject>/<n>.mp4")
-    video = found[1]
+    video, folder = found.groups()
     id = text_of(row, "id")
     text = text_of(row, "question")
     kind = text_of(row, "question_type")
     # The subject has a column of its own, or is in `metadata`, or is the folder of the video.
-    metadata = row.get("metadata")
-    if not isinstance(metadata, dict):
-        metadata = {}
-    subject = optional(row, "subject") or optional(metadata, "subject") or video.split("/")[1]
-    tasks = (subject, kind)
+    metadata = row.get("metadata") or {}
+    tasks = (optional(row, "subject") or optional(metadata, "subject") or folder, kind)
     if kind == "open-ended":
         answer = text_of(row, "answer")
         question = Question(id, path_of(video), text, QuestionKind.OPEN_ENDED, answer)
-        return Item(question, tasks=tasks)
-    if kind == "multiple-choice":
-        choices = row.get("choices")
-        if not isinstance(choices, dict):
-            raise BrokenRow("options are missing")
-        # Unused letters have empty texts.
-        options = plain_options(without_unused([choices.get(letter) for letter in "ABCDE"]))
-        question = choice(id, video, text, options, letter_answer(row, options))
-        return Item(question, tasks=tasks)
-    raise BrokenRow(f"question_type {kind!r}: neither multiple-choice nor open-ended")
+    elif kind == "multiple-choice":
+        options = options_of([(row.get("choices") or {}).get(letter) for letter in "ABCDE"])
+        question = choice(id, video, text, options, row.get("answer"))
+    else:
+        raise BrokenRow(f"question_type {kind!r}: neither multiple-choice nor open-ended")
+    return Item(question, tasks=tasks)
 
 
 def _read_charades(row: Row) -> Item:
     video = text_of(row, "video")
     caption = text_of(row, "caption")
-    span = span_answer(row, "timestamp")
+    try:
+        start, end = map(float, row["timestamp"])
+    except (KeyError, TypeError, ValueError):
+        start = end = math.nan
+    if not 0 <= start < end < math.inf:
+        raise BrokenRow(f"timestamp {row.get('timestamp')!r}: not a span of seconds")
+    span = f"[{start:g}, {end:g}]"  # as a model writes it
     question = Question(
         id=f"{video}/{span}/{caption}",
         video=path_of(f"Charades_v1_480/{video}"),
@@ -178,15 +247,14 @@ def _read_cgbench(row: Row) -> Item:
     The layout follows the benchmark's own code (github.com/CG-Bench/CG-Bench), which unpacks the
     videos into `cg_videos_720p`.
     """
-    options = plain_options(row.get("choices"))
     question = choice(
         id=text_of(row, "qid"),
         video=f"cg_videos_720p/{text_of(row, 'video_uid')}.mp4",
         text=text_of(row, "question"),
-        options=options,
-        answer=letter_answer(row, options, "right_answer"),
+        options=options_of(row.get("choices")),
+        answer=row.get("right_answer"),
     )
-    return Item(question, tasks=optional_task(row, "sub_category"))
+    return Item(question, tasks=tasks_of(row, "sub_category"))
 
 
 # --- the benchmarks ---
@@ -268,6 +336,9 @@ def title_of(name: str) -> str:
     return BENCHMARKS[name].title if name in BENCHMARKS else name
 
 
+# --- the questions of a split ---
+
+
 @dataclasses.dataclass(frozen=True)
 class Loaded:
     """The content of a split's files."""
@@ -297,7 +368,8 @@ def load(name: str, source: str = "") -> Loaded:
     for number, row in enumerate(rows):
         try:
             item = benchmark.read(row)
-        except BrokenRow as reason:
+        # AttributeError, TypeError: a field has another type than the published ones.
+        except (BrokenRow, AttributeError, TypeError) as reason:
             broken[f"row {number}"] = str(reason)
             continue
         id = item.question.id
@@ -313,3 +385,15 @@ def load(name: str, source: str = "") -> Loaded:
             f"check that it is {benchmark.source}"
         )
     return Loaded(tuple(items), broken)
+
+
+def questions_hash(items: Iterable[Item]) -> str:
+    """Hash questions with their options, answers, subtitles and the names of their videos."""
+    total = hashlib.blake2b(digest_size=16)
+    for item in items:
+        q = item.question
+        fields = [q.id, q.video, q.text, str(q.kind), q.answer, q.options, item.subtitles]
+        if q.subtitles:
+            fields.append([dataclasses.astuple(entry) for entry in q.subtitles])
+        total.update(json.dumps(fields).encode())
+    return total.hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import json
 import os
@@ -37,16 +36,13 @@ def read_rows(source: str, patterns: Sequence[str]) -> list[Row]:
     Args:
         source: one file, a folder laid out like the hub's repository, or a hub id.
         patterns: patterns of relative paths, in order of preference. Only the files of the first
-            pattern that matches are read; `*` also matches "/".
+            pattern that matches are read, in any folder.
 
     Raises:
         FileNotFoundError: no file matches.
         ValueError: a file is damaged or holds no rows.
     """
-    rows: list[Row] = []
-    for file in table_files(source, patterns):
-        rows += _read(file)
-    return rows
+    return [row for file in table_files(source, patterns) for row in _read(file)]
 
 
 def table_files(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
@@ -54,30 +50,26 @@ def table_files(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
     path = pathlib.Path(source)
     if path.is_file():
         return [path]
-    folder = path if path.is_dir() else _fetch(source, patterns)
-    files = (file for file in folder.rglob("*") if file.is_file())
-    names = sorted(file.relative_to(folder).as_posix() for file in files)
+    try:
+        folder = path if path.is_dir() else from_hub(source, patterns)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--data {error}") from error
     for pattern in patterns:
-        found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if found:
-            return [folder / name for name in found]
+        if found := sorted(folder.rglob(pattern)):
+            return found
     raise FileNotFoundError(
         f"--data {source}: holds none of {', '.join(patterns)}; "
         "give the folder of the published files, or the file"
     )
 
 
-def _fetch(source: str, patterns: Sequence[str]) -> pathlib.Path:
-    try:
-        return from_hub(source, patterns)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"--data {error}") from error
-
-
 def _read(file: pathlib.Path) -> list[Row]:
     try:
         if file.suffix == ".parquet":
-            return _read_parquet(file)
+            with pq.ParquetFile(file) as table:
+                fields = table.schema_arrow
+                columns = [field.name for field in fields if "binary" not in str(field.type)]
+                return table.read(columns).to_pylist()
         text = foreign.read_bytes(file, _MOST_BYTES).decode()
         if file.suffix == ".jsonl":
             # splitlines() would also split at characters that JSON allows inside a text (U+2028).
@@ -91,12 +83,6 @@ def _read(file: pathlib.Path) -> list[Row]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file}: not a list of rows; give a table as the benchmark publishes it")
     return rows
-
-
-def _read_parquet(file: pathlib.Path) -> list[Row]:
-    with pq.ParquetFile(file) as table:
-        columns = [field.name for field in table.schema_arrow if "binary" not in str(field.type)]
-        return table.read(columns).to_pylist()
 
 
 class VideoFolder:
@@ -121,12 +107,9 @@ class VideoFolder:
             The file's path relative to the root; None if there is no such file, or if several files
             have the name.
         """
-        found = self._find(path)
         stem, suffix = os.path.splitext(path)
-        if found is None and suffix in _SUFFIXES:
-            others = (self._find(stem + other) for other in _SUFFIXES if other != suffix)
-            found = next((place for place in others if place is not None), None)
-        return found
+        suffixes = (suffix, *_SUFFIXES) if suffix in _SUFFIXES else (suffix,)
+        return next(filter(None, map(self._find, (stem + other for other in suffixes))), None)
 
     def _find(self, path: str) -> str | None:
         parts = path.split("/")
@@ -134,11 +117,8 @@ class VideoFolder:
             tail = "/".join(parts[start:])
             if (self.root / tail).is_file():
                 return tail
-        name = parts[-1]
-        places = self._by_name.get(name, [])
-        if len(places) != 1 or _NUMBERED.fullmatch(name):
-            return None
-        return places[0]
+        places = self._by_name.get(parts[-1], [])
+        return places[0] if len(places) == 1 and not _NUMBERED.fullmatch(parts[-1]) else None
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[str]]:
@@ -146,6 +126,6 @@ class VideoFolder:
         found: dict[str, list[str]] = {}
         for folder, _, names in os.walk(self.root):
             for name in names:
-                place = (pathlib.Path(folder) / name).relative_to(self.root)
+                place = pathlib.Path(folder, name).relative_to(self.root)
                 found.setdefault(name, []).append(place.as_posix())
         return found
