@@ -283,7 +283,7 @@ def test_mistakes_are_one_line_each(command, small_world, tmp_path):
         (("--video", video, TEXT, "--html", str(tmp_path / "no" / "page.html")), "page.html"),
         (("--video", video, TEXT, "--html", str(tmp_path)), "Is a directory"),
         (("--video", video, " "), "question: it is empty"),
-        (("--video", video, TEXT, "--frames", "0"), "frames = 0"),
+        (("--video", video, TEXT, "--frames", "0"), "episode.frames: 0"),
         (("--video", video, TEXT, "--subtitles", str(tmp_path / "no.srt")), "No such file.*no.srt"),
         (
             ("--video", video, TEXT, "--subtitles", str(tmp_path / "notes.srt")),
