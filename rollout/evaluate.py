@@ -80,10 +80,24 @@ def _other_uses(argv: Sequence[str]) -> int:
     """`--compare` and `--table` print results of finished runs; `--write-wording` writes texts."""
     parser = argparse.ArgumentParser(prog=_PROG)
     use = parser.add_mutually_exclusive_group(required=True)
-    use.add_argument("--compare", nargs=2, type=pathlib.Path, metavar=("A", "B"))
-    use.add_argument("--table", nargs="+", type=pathlib.Path, metavar="RUN")
-    use.add_argument("--write-wording", type=pathlib.Path, metavar="FOLDER")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    use.add_argument(
+        "--compare",
+        nargs=2,
+        type=pathlib.Path,
+        metavar=("A", "B"),
+        help="compare two runs of one split, question by question",
+    )
+    use.add_argument(
+        "--table",
+        nargs="+",
+        type=pathlib.Path,
+        metavar="RUN",
+        help="show runs beside the paper's rows",
+    )
+    use.add_argument(
+        "--write-wording", type=pathlib.Path, metavar="FOLDER", help="the folder to write"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with all ids that differ")
     asked = parser.parse_args(argv)
     if asked.write_wording:
         write_wording(asked.write_wording)
