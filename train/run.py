@@ -79,7 +79,6 @@ def resolved(run: Run) -> dict[str, Any]:
     """
     settings = dataclasses.asdict(run)
     del settings["run_dir"]
-    del settings["hosts"]
     del settings["profile"]
     if run.data is not None:
         del settings["data"]["workers"]
@@ -322,7 +321,7 @@ def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _show(run: Run, topology: str) -> int:
     """Print what the run needs. Returns 1 if it would stop, else 0."""
     if not topology:
-        cluster.connect(run.hosts)
+        cluster.connect()
     findings = check(run, resolved(run), _place(run), topology)
     if hosts.is_first():
         print(as_text(findings))
@@ -341,7 +340,7 @@ def train(run: Run, begin: Callable[[Run], Run] = lambda run: run) -> int:
     """
     start = time.monotonic()
     # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
-    cluster.connect(run.hosts)
+    cluster.connect()
     with Interrupts() as interrupts, cluster.ending_with_the_others():
         run = begin(run)
         require_ready(run, resolved(run), _place(run))

@@ -19,7 +19,6 @@ from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
 from paravt_jax.method.protocol import Lengths, ProtocolSettings
 from paravt_jax.method.tokenizer import Dialect
 from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.processes.cluster import HostSettings
 from paravt_jax.world import text as small_world
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
@@ -124,7 +123,6 @@ class Run:
     rl: RLSettings | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()
-    hosts: HostSettings = HostSettings()
     keep_checkpoints: int = 2
     """Number of newest checkpoints that each phase keeps; the best one of RL stays as well."""
 

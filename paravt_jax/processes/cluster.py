@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -16,7 +15,6 @@ from typing import NoReturn
 
 import jax
 
-from paravt_jax.checks import require_at_least
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import LOST, TEMPORARY
 
@@ -35,20 +33,7 @@ _SHUTDOWN = 3600  # seconds
 _STDERR = 2  # the file descriptor
 
 
-@dataclasses.dataclass(frozen=True)
-class HostSettings:
-    """How the processes of a run connect. They share one run directory; results do not change."""
-
-    coordinator: str = ""
-    """address:port of process 0, instead of JAX_COORDINATOR_ADDRESS. none: this process alone."""
-    heartbeat: int = 0
-    """Seconds of silence after which a process counts as dead and the others exit; 0: 100."""
-
-    def __post_init__(self):
-        require_at_least("hosts", self, 0, "heartbeat")
-
-
-def connect(settings: HostSettings = HostSettings(), patience: float = _PATIENCE) -> None:
+def connect(patience: float = _PATIENCE) -> None:
     """Connect to the other processes, and return when all of them have joined.
 
     JAX finds them on TPU pods, GKE, SLURM and Open MPI. Elsewhere each process has
@@ -62,18 +47,14 @@ def connect(settings: HostSettings = HostSettings(), patience: float = _PATIENCE
     Once they have joined, JAX aborts a process whose heartbeats fail (SIGABRT, exit status 134).
 
     Args:
-        settings: Takes the place of the environment's address.
         patience: Seconds until all of them must have joined.
 
     Raises:
         ValueError: The variables are wrong, or the other processes cannot be found.
     """
-    address = settings.coordinator or os.environ.get(_ADDRESS) or None
-    given = (address, _number(_COUNT, 1), _number(_INDEX, 0))
-    if given[1] == 1 or address == "none":
+    given = (_address(), _number(_COUNT, 1), _number(_INDEX, 0))
+    if given[1] == 1:
         return
-    if address is not None and not re.fullmatch(r".+:[0-9]+", address):
-        raise ValueError(f"{_ADDRESS}: {address!r}; give address:port of process 0")
     if None in given and not _in_cluster():
         if given == (None, None, None):
             return
@@ -92,7 +73,7 @@ def connect(settings: HostSettings = HostSettings(), patience: float = _PATIENCE
                 # JAX asks the cluster for what is None.
                 *given,
                 initialization_timeout=int(patience + _MARGIN),
-                heartbeat_timeout_seconds=settings.heartbeat or HEARTBEAT,
+                heartbeat_timeout_seconds=HEARTBEAT,
                 # A process that is done waits for the others, which may still write files.
                 shutdown_timeout_seconds=_SHUTDOWN,
             )
@@ -114,6 +95,14 @@ def _not_found(cause: object) -> ValueError:
 def is_named() -> bool:
     """Return whether the environment names the other processes."""
     return any(os.environ.get(name) for name in _VARIABLES)
+
+
+def _address() -> str | None:
+    """Return the address of process 0 from the environment."""
+    address = os.environ.get(_ADDRESS) or None
+    if address is not None and not re.fullmatch(r".+:[0-9]+", address):
+        raise ValueError(f"{_ADDRESS}: {address!r}; give address:port of process 0")
+    return address
 
 
 def _number(variable: str, least: int) -> int | None:
