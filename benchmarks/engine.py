@@ -44,10 +44,11 @@ from paravt_jax.data.frames import (
     ReadFrames,
     ReadTask,
     VideoInfo,
+    carry_out,
     overview_indices,
+    read_now,
     shown,
 )
-from paravt_jax.data.read_tasks import carry_out, read_now
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine

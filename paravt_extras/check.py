@@ -34,7 +34,7 @@ from paravt_extras.fit import GIB, fit, total_bytes
 from paravt_extras.slices import Devices, Topology, found_devices
 from paravt_jax.data.frames import is_address
 from paravt_jax.data.hub import is_hub_id
-from paravt_jax.data.preparation import PLAN
+from paravt_jax.data.preparation import SET
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.method import tokenizer
 from paravt_jax.processes import hosts
@@ -234,7 +234,7 @@ def _data(run: Run) -> list[Finding]:
         found = f"{len(questions)} questions in {settings.questions}, {missing} without their video"
         remedy = f"copy the videos to {settings.media}" if missing else ""
         return [Finding("data", found, remedy, "warning" if missing else "")]
-    if (pathlib.Path(settings.folder) / PLAN).exists():
+    if (pathlib.Path(settings.folder) / SET).exists():
         return [Finding("data", f"{settings.folder}: prepared")]
     found = [Finding("data", f"{settings.folder}: the run prepares it", problem="warning")]
     for name, suffixes in (("annotations", (".parquet",)), ("media", ())):

@@ -6,10 +6,10 @@ import collections
 import json
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.preparation import LEFT_OUT, PLAN
+from paravt_jax.data.preparation import LEFT_OUT, SET
+from paravt_jax.data.stored_json import read_json
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import UserError
 from train.data import Data
@@ -28,14 +28,16 @@ class LeftOutError(UserError):
     """More rows or videos than allowed are left out; the message names them."""
 
 
-def count_rows(summary: Mapping[str, Any], further: Iterable[tuple[str, str]] = ()) -> Counts:
+def count_rows(
+    kept: Mapping[str, Mapping[str, int]], further: Iterable[tuple[str, str]] = ()
+) -> Counts:
     """Count the rows of each source.
 
     Args:
-        summary: The summary of a prepared set.
+        kept: The counts of a prepared set.
         further: Source and reason of each prepared row that the run leaves out itself.
     """
-    sources = {source: collections.Counter(rows) for source, rows in summary["sources"].items()}
+    sources = {source: collections.Counter(rows) for source, rows in kept.items()}
     for source, reason in further:
         sources[source]["kept"] -= 1
         sources[source][reason] += 1
@@ -65,7 +67,7 @@ def require_rows(run: Run, sources: Counts, folder: pathlib.Path) -> None:
     if lost:
         raise LeftOutError(
             f"max_left_out: {run.max_left_out:g}; a larger share is left out of {'; '.join(lost)}. "
-            f"See {folder / LEFT_OUT}; mend or remove these files, delete {folder / PLAN} and "
+            f"See {folder / LEFT_OUT}; mend or remove these files, delete {folder / SET} and "
             "prepare again, or allow a larger share with --max-left-out"
         )
 
@@ -73,6 +75,14 @@ def require_rows(run: Run, sources: Counts, folder: pathlib.Path) -> None:
 def _reasons(rows: collections.Counter[str]) -> str:
     """The most frequent reason comes first."""
     return ", ".join(f"{n:,} {reason}" for reason, n in rows.most_common() if reason != "kept")
+
+
+def known_unreadable(folder: pathlib.Path) -> dict[str, str]:
+    """Return the unreadable videos that an earlier start of a run came across."""
+    noted = folder / UNREADABLE
+    if not noted.exists():
+        return {}
+    return read_json(noted, dict[str, str], "delete it, and these videos are found again")
 
 
 def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, str]) -> None:

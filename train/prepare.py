@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -21,13 +20,11 @@ from typing import Any
 from configs import RECIPES
 from models.weights.folder import local_folder
 from paravt_jax.data import datasets
-from paravt_jax.data.file_sums import require_sealed, seal
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     OWN,
-    Summary,
+    Prepared,
     digest_of,
-    known_summary,
     open_prepared,
     prepare_rows,
     rows_of_questions,
@@ -37,7 +34,6 @@ from paravt_jax.data.published import split_of
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.data.row_reading import Reading, read_row
 from paravt_jax.data.sources import fetch, media_root
-from paravt_jax.data.stored_json import read_json
 from paravt_jax.data.stored_settings import lock
 from paravt_jax.data.workers import Workers
 from paravt_jax.method import tokenizer
@@ -51,13 +47,7 @@ from paravt_jax.world.vocabulary import save_tokenizer, world_vocabulary
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
-from train.left_out import (
-    UNREADABLE,
-    count_rows,
-    describe_rows,
-    note_unreadable,
-    require_rows,
-)
+from train.left_out import count_rows, describe_rows, known_unreadable, require_rows
 from train.published_data import DataSettings, hold_out
 from train.published_model import copy_tokenizer
 from train.settings import Run
@@ -110,37 +100,38 @@ def _prepare_rows(
     if questions is not None or settings.questions:
         questions = _own_questions(run, settings, questions)
     home = pathlib.Path(settings.folder) if questions is None else folder / OWN
-    prepare_set(run, settings, home, check, questions)
-    prepared = open_prepared(home)
+    prepared = prepare_set(run, settings, home, check, questions)
+    summary = prepared.summary
     training, heldout = hold_out(tuple(prepared.questions), run.evaluation.questions)
-    # Unreadable videos that an earlier start of this run came across while decoding.
-    noted = folder / UNREADABLE
-    unreadable = {}
-    if noted.exists():
-        remedy = "delete it, and these videos are found again"
-        unreadable = read_json(noted, dict[str, str], remedy)
-    sizes = (name.split("x") for name in prepared.summary["sizes"])
+    sizes = (name.split("x") for name in summary["sizes"])
     data = Data(
         root=prepared.root,
         vocabulary=_copied_vocabulary(run, folder),
         questions=training,
         heldout=heldout,
         conversations=prepared.conversations,
-        lengths=prepared.lengths,
+        lengths=tuple(summary["lengths"]),
         videos=len(prepared.questions) + len(prepared.conversations),
         sizes=tuple((int(height), int(width)) for width, height in sizes),
-        unreadable=unreadable,
+        unreadable=known_unreadable(folder),
         digest=prepared.digest,
     )
+    too_long: list[tuple[str, str]] = []
     # SFT alone asks no questions, so their lengths do not matter to it.
     if run.rl is not None or data.heldout:
-        data = _without_long_questions(run, data, prepared.summary["longest"])
-    sources = count_rows(
-        prepared.summary, _too_long(run, data, (*training, *heldout), questions is not None)
-    )
+        data, ids = _without_long_questions(run, data, summary["longest"])
+        sources = [OWN if questions is not None else split_of(id.rpartition(":")[0]) for id in ids]
+        too_long += [(source, "longer than protocol.text_tokens") for source in sources]
+    if run.sft is not None:
+        too_long += [
+            (conversation.source, "longer than sft.row_tokens")
+            for conversation in data.conversations
+            if conversation.tokens > run.sft.row_tokens
+        ]
+    counts = count_rows(summary["sources"], too_long)
     if hosts.is_first():
-        print(describe_rows(sources))
-    require_rows(run, sources, home)
+        print(describe_rows(counts))
+    require_rows(run, counts, home)
     return data
 
 
@@ -175,8 +166,8 @@ def prepare_set(
     folder: pathlib.Path,
     check: Callable[[], None] = lambda: None,
     questions: Sequence[Question] | None = None,
-) -> Summary:
-    """Prepare the rows of a run in a folder, if they are not prepared yet.
+) -> Prepared:
+    """Prepare the rows of a run in a folder, or open them if they are prepared.
 
     Args:
         run: The settings.
@@ -203,22 +194,21 @@ def prepare_set(
         media=settings.media,
     )
     # The sources of a finished set are not looked at. They may have been deleted since.
-    summary = known_summary(folder, reading)
-    if summary is not None:
-        return summary
+    prepared = open_prepared(folder, reading)
+    if prepared is not None:
+        return prepared
     folder.mkdir(parents=True, exist_ok=True)
     try:
         held = lock(folder / ".lock")
     except BlockingIOError as error:
         raise OSError(
-            f"data.folder: {folder} is {error}, which prepares data in it: wait for it, stop it, "
-            "or prepare in another folder (--data.folder; for own questions, --run-dir)"
+            f"data.folder: {folder} is {error}, which prepares data in it: wait for it, or stop it"
         ) from error
     with held:
         # Another process may have finished the set since the first look.
-        summary = known_summary(folder, reading)
-        if summary is not None:
-            return summary
+        prepared = open_prepared(folder, reading)
+        if prepared is not None:
+            return prepared
         if questions is None:
             annotations = fetch(settings.annotations, folder / "annotations", ["*.parquet"])
             rows = rows_of_tables(annotations)
@@ -237,48 +227,20 @@ def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
 
     Recipes that differ in limits of rollouts can then share a prepared set.
     """
-    names = (
-        "max_tool_turns",
-        "max_calls",
-        "summary_tokens",
-        "crop_fps",
-        "crop_frames",
-        "tools",
-    )
+    names = ("max_tool_turns", "max_calls", "summary_tokens", "crop_fps", "crop_frames", "tools")
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})
 
 
-def _too_long(
-    run: Run, data: Data, questions: Sequence[Question], own: bool
-) -> list[tuple[str, str]]:
-    """Return the source and the reason of each prepared row that is too long for the run.
-
-    Args:
-        run: The settings.
-        data: The data of the run, without long questions.
-        questions: All questions of the set.
-        own: Whether they are your own.
-    """
-    used = {question.id for question in (*data.questions, *data.heldout)}
-    too_long = [question.id for question in questions if question.id not in used]
-    sources = [OWN if own else split_of(id.rpartition(":")[0]) for id in too_long]
-    found = [(source, "longer than protocol.text_tokens") for source in sources]
-    if run.sft is not None:
-        found += [
-            (conversation.source, "longer than sft.row_tokens")
-            for conversation in data.conversations
-            if conversation.tokens > run.sft.row_tokens
-        ]
-    return found
-
-
-def _without_long_questions(run: Run, data: Data, longest: float) -> Data:
+def _without_long_questions(run: Run, data: Data, longest: float) -> tuple[Data, list[str]]:
     """Leave out questions that are too long for a prompt.
 
     Args:
         run: The settings.
         data: The data, with all questions.
         longest: Duration of the longest video, in seconds; later timestamps take more tokens.
+
+    Returns:
+        The data, and the ids of the questions that are left out.
 
     Raises:
         ValueError: If no question is left to train on, or to evaluate with.
@@ -305,50 +267,33 @@ def _without_long_questions(run: Run, data: Data, longest: float) -> Data:
             "question to train on, or to evaluate with, fits beside it: give at least "
             f"{min(lengths.values())}"
         )
-    return dataclasses.replace(data, questions=training, heldout=heldout)
+    too_long = [id for id, length in lengths.items() if length > limit]
+    return dataclasses.replace(data, questions=training, heldout=heldout), too_long
 
 
 def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
-    root = folder / "videos"
-    tokenizer_folder = folder / "tokenizer"
-    if run.model.path:
-        copy_tokenizer(run.model.path, tokenizer_folder)
-    elif not (tokenizer_folder / tokenizer.FILE).exists():
-        save_tokenizer(world_vocabulary(run.protocol, run.model.dialect), tokenizer_folder)
-    records = folder / "records"
-    require_sealed(records, _remedy(records))
-    require_sealed(tokenizer_folder, _remedy(tokenizer_folder))
-
-    stored = {name: tuple(split) for name, split in datasets.open_splits(records).items()}
-    paths = {datasets.video_of(record) for records in stored.values() for record in records}
-    # What can be read without an error may still be another picture.
-    damage = dict(line.split(": ", 1) for line in seal(root))
-    unreadable = {path: what for path, what in damage.items() if path in paths}
-    readable: dict[str, Any] = {
-        name: tuple(record for record in records if datasets.video_of(record) not in unreadable)
-        for name, records in stored.items()
-    }
-    data = Data(
-        root=root,
-        vocabulary=tokenizer.load(tokenizer_folder, run.model.dialect),
-        lengths=tuple(conversation.tokens for conversation in readable["conversations"]),
-        videos=len(paths),
+    if not run.model.path and not (folder / "tokenizer" / tokenizer.FILE).exists():
+        save_tokenizer(world_vocabulary(run.protocol, run.model.dialect), folder / "tokenizer")
+    stored = datasets.open_splits(folder / "records")
+    splits: dict[str, Any] = {name: tuple(split) for name, split in stored.items()}
+    heldout = splits.pop("heldout")[: run.evaluation.questions]
+    return Data(
+        root=folder / "videos",
+        vocabulary=_copied_vocabulary(run, folder),
+        heldout=heldout,
+        lengths=tuple(conversation.tokens for conversation in splits["conversations"]),
+        videos=world.train_videos + world.heldout_videos,
         sizes=((world.size, world.size),),
-        **readable | {"heldout": readable["heldout"][: run.evaluation.questions]},
+        unreadable=known_unreadable(folder),
+        **splits,
     )
-    note_unreadable(run, folder, data, unreadable)
-    return data
 
 
 def _copied_vocabulary(run: Run, folder: pathlib.Path) -> Vocabulary:
     """Return the vocabulary of the run's model, whose tokenizer is copied to the run's folder."""
-    copy_tokenizer(run.model.path, folder / "tokenizer")
-    require_sealed(folder / "tokenizer", _remedy(folder / "tokenizer"))
+    if run.model.path:
+        copy_tokenizer(run.model.path, folder / "tokenizer")
     return tokenizer.load(folder / "tokenizer", run.model.dialect)
-
-
-def _remedy(folder: pathlib.Path) -> str:
-    return f"delete {folder}, and the same command makes it again"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -361,12 +306,10 @@ def main(argv: list[str] | None = None) -> int:
                 "data, such as paravt_8b (your own questions need no preparation: train on them)"
             )
         folder = pathlib.Path(run.data.folder)
-        summary = prepare_set(run, run.data, folder)
-        print(json.dumps(summary, indent=1))
-        sources = count_rows(summary)
-        print(describe_rows(sources))
+        counts = count_rows(prepare_set(run, run.data, folder).summary["sources"])
+        print(describe_rows(counts))
         print(f"{folder / LEFT_OUT} lists the rows that are left out, with reasons")
-        require_rows(run, sources, folder)
+        require_rows(run, counts, folder)
     except KeyboardInterrupt:
         print("\nstopped; the same command continues", file=sys.stderr)
         return 130

@@ -1,14 +1,13 @@
 """Unpacks archives of media: zip, tar and tar.gz.
 
 Archives come from strangers. One is refused, and nothing of it is kept, if a name in it leaves the
-folder or occurs twice, if it has links or a password, or if it grows far beyond its size. It is
-unpacked as a whole into a hidden folder, and its files get their places when all of them are sound.
-Then it is marked as unpacked, so that the next call skips it.
+folder, if it has links or a password, or if it grows far beyond its size. It is unpacked as a whole
+into a hidden folder, and its files get their places when all of them are sound. Then it is marked
+as unpacked, so that the next call skips it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gzip
 import hashlib
@@ -18,7 +17,6 @@ import shutil
 import stat
 import tarfile
 import zipfile
-from collections.abc import Iterator
 
 from paravt_jax.data import foreign
 from paravt_jax.data.frames import is_inside
@@ -26,24 +24,15 @@ from paravt_jax.data.frames import is_inside
 SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
 """Endings of the names of archives."""
 
-_MARKS = ".unpacked"
-_UNFINISHED = ".unpacking"
 # Videos hardly shrink in an archive, texts to a tenth. An archive that grows more is an attack.
 _MOST_GROWTH = 50
 _ALWAYS_ALLOWED = 2**20  # bytes
-_BLOCK = 2**20
-_TAR_BLOCK = 512
-_TAR_END = bytes(2 * _TAR_BLOCK)
+_HEADER = 512  # bytes of a member's header in a tar
+_TAR_END = bytes(2 * _HEADER)
 
 
 class ArchiveError(ValueError):
     """An archive cannot be unpacked, or must not be; the message names it and the remedy."""
-
-
-def mark_of(name: str, size: int, root: pathlib.Path) -> pathlib.Path:
-    """Return the file that exists once an archive of this size in bytes has been unpacked."""
-    identity = hashlib.sha256(f"{name}\n{size}".encode()).hexdigest()[:16]
-    return root / _MARKS / f"{pathlib.PurePosixPath(name).name[:100]}-{identity}"
 
 
 def unpack(name: str, source: pathlib.Path, root: pathlib.Path) -> None:
@@ -66,38 +55,20 @@ def unpack(name: str, source: pathlib.Path, root: pathlib.Path) -> None:
         raise ArchiveError(
             f"{path}: a link to {target}, outside the folder; copy the archive there"
         )
-    size = path.stat().st_size
-    mark = mark_of(name, size, root)
+    identity = hashlib.sha256(f"{name}\n{path.stat().st_size}".encode()).hexdigest()[:16]
+    mark = root / ".unpacked" / f"{path.name[:100]}-{identity}"
     if mark.exists():
         return
-    temporary = root / _UNFINISHED
+    temporary = root / ".unpacking"
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     temporary.mkdir(parents=True)
     try:
-        with _named_errors(path):
-            guard = _Guard(root, size)
-            if name.lower().endswith(".zip"):
-                _extract_zip(path, temporary, guard)
-            else:
-                _extract_tar(path, temporary, guard)
-            if not guard.files:
-                raise ArchiveError("it holds no file")
-            shutil.copytree(temporary, root, copy_function=os.replace, dirs_exist_ok=True)
+        _extract(path, temporary)
+        shutil.copytree(temporary, root, copy_function=os.replace, dirs_exist_ok=True)
         # After a power failure, the mark must not exist without the files.
         os.sync()
         mark.parent.mkdir(exist_ok=True)
         mark.touch()
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _named_errors(path: pathlib.Path) -> Iterator[None]:
-    """Turn all errors that an archive can cause into one line that names it."""
-    try:
-        yield
-    except ArchiveError as error:
-        raise ArchiveError(f"{path}: {error}; it is kept, and not unpacked") from error
     # Broad because damaged archives find errors of every kind in the libraries.
     except Exception as error:
         # Errors of the disk have a number. Those of gzip's format have none, and a damaged zip
@@ -106,37 +77,11 @@ def _named_errors(path: pathlib.Path) -> Iterator[None]:
             raise
         reason = foreign.shortened(error, 200) or type(error).__name__
         raise ArchiveError(
-            f"{path}: cannot be unpacked ({reason}); delete it and download it again"
+            f"{path}: cannot be unpacked ({reason}); it is kept: download it again, or unpack it "
+            "yourself"
         ) from error
-
-
-class _Guard:
-    """Refuses members of an archive before they are written."""
-
-    def __init__(self, root: pathlib.Path, size: int):
-        self._root = root
-        self._room = _MOST_GROWTH * size + _ALWAYS_ALLOWED
-        self.files: set[pathlib.Path] = set()
-
-    def check(self, name: str, size: int, is_file: bool, is_folder: bool) -> None:
-        """Count a member of this size in bytes.
-
-        Raises:
-            ArchiveError: It must not be written.
-        """
-        target = inside(self._root, name)
-        if not is_file and not is_folder:
-            raise ArchiveError(f"{name} is a link or a device, which could lead anywhere")
-        self._room -= size + _TAR_BLOCK
-        if self._room < 0:
-            raise ArchiveError(
-                f"it unpacks to more than {_MOST_GROWTH} times its size; check it, and unpack it "
-                "yourself if it is right"
-            )
-        if target in self.files:
-            raise ArchiveError(f"it holds {name} twice")
-        if is_file:
-            self.files.add(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def inside(root: pathlib.Path, name: str) -> pathlib.Path:
@@ -151,34 +96,49 @@ def inside(root: pathlib.Path, name: str) -> pathlib.Path:
     return root / path
 
 
-def _extract_zip(path: pathlib.Path, folder: pathlib.Path, guard: _Guard) -> None:
-    with zipfile.ZipFile(path) as file:
-        for member in file.infolist():
-            if member.flag_bits & 1:
-                raise ArchiveError(f"{member.filename} is encrypted; unpack it yourself")
-            is_file = not member.is_dir() and not stat.S_ISLNK(member.external_attr >> 16)
-            guard.check(member.filename, member.file_size, is_file, member.is_dir())
-        # A member ends at the size that it declares, and its checksum is verified.
-        file.extractall(folder)
+def _extract(path: pathlib.Path, folder: pathlib.Path) -> None:
+    """Extract an archive; each member is checked before it is written."""
+    room = _MOST_GROWTH * path.stat().st_size + _ALWAYS_ALLOWED
+    files = 0
 
+    def check(name: str, size: int, is_file: bool, is_folder: bool) -> None:
+        nonlocal room, files
+        inside(folder, name)
+        if not is_file and not is_folder:
+            raise ArchiveError(f"{name} is a link or a device, which could lead anywhere")
+        room -= size + _HEADER
+        if room < 0:
+            raise ArchiveError(f"it unpacks to more than {_MOST_GROWTH} times its size")
+        files += is_file
 
-def _extract_tar(path: pathlib.Path, folder: pathlib.Path, guard: _Guard) -> None:
     def checked(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
-        guard.check(member.name, member.size, member.isfile(), member.isdir())
+        check(member.name, member.size, member.isfile(), member.isdir())
         return tarfile.data_filter(member, place)
 
-    with tarfile.open(path) as file:
-        file.extractall(str(folder), filter=checked)
-        assert file.fileobj is not None
-        if isinstance(file.fileobj, gzip.GzipFile):
-            # The checksum of gzip is behind the last byte.
-            while file.fileobj.read(_BLOCK):
-                pass
-            return
-        # tarfile takes the end of the file, and a damaged header, for the end of the archive.
-        file.fileobj.seek(file.offset)
-        if file.fileobj.read(len(_TAR_END)) != _TAR_END:
-            raise ArchiveError(
-                f"it is cut off or damaged after {file.offset} bytes; delete it and download it "
-                "again"
-            )
+    if path.name.lower().endswith(".zip"):
+        with zipfile.ZipFile(path) as zipped:
+            for member in zipped.infolist():
+                is_file = not member.is_dir() and not stat.S_ISLNK(member.external_attr >> 16)
+                check(member.filename, member.file_size, is_file, member.is_dir())
+            # A member ends at the size that it declares, and its checksum is verified.
+            zipped.extractall(folder)
+    else:
+        with tarfile.open(path) as tar:
+            tar.extractall(str(folder), filter=checked)
+            _require_end(tar)
+    if not files:
+        raise ArchiveError("it holds no file")
+
+
+def _require_end(tar: tarfile.TarFile) -> None:
+    """Raise an error unless all of a tar was read, and is sound."""
+    assert tar.fileobj is not None
+    if isinstance(tar.fileobj, gzip.GzipFile):
+        # The checksum of gzip is behind the last byte.
+        while tar.fileobj.read(2**20):
+            pass
+        return
+    # tarfile takes the end of the file, and a damaged header, for the end of the archive.
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(len(_TAR_END)) != _TAR_END:
+        raise ArchiveError(f"it is cut off or damaged after {tar.offset} bytes")

@@ -17,6 +17,7 @@ from typing import Any
 import pydantic
 import tensorflow_datasets as tfds
 
+from paravt_jax.data.stored_json import DamagedFileError
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
 
@@ -80,8 +81,9 @@ def _mark(folder: pathlib.Path) -> pathlib.Path:
 class Split(Sequence[Any]):
     """The records of a stored split, read on access. Usable as a grain data source."""
 
-    def __init__(self, source: Any):
+    def __init__(self, source: Any, folder: pathlib.Path):
         self._source = source
+        self._folder = folder
 
     def __len__(self) -> int:
         return len(self._source)
@@ -90,7 +92,15 @@ class Split(Sequence[Any]):
         if isinstance(index, slice):
             return tuple(self[n] for n in range(*index.indices(len(self))))
         # The range converts a negative index, and raises IndexError for one out of bounds.
-        return _RECORD.validate_json(self._source[range(len(self))[index]]["record"])
+        number = range(len(self))[index]
+        try:
+            record = self._source[number]["record"]
+        # array_record verifies a hash of each chunk.
+        except RuntimeError as error:
+            raise DamagedFileError(
+                f"{self._folder}: a record is damaged; delete it and prepare again ({error})"
+            ) from error
+        return _RECORD.validate_json(record)
 
 
 def is_prepared(folder: str | os.PathLike) -> bool:
@@ -110,11 +120,6 @@ def open_splits(folder: str | os.PathLike) -> dict[str, Split]:
     builder = tfds.builder_from_directory(str(_builder_folder(folder)))
     # A decorator hides the signature from pyright.
     return {
-        name: Split(builder.as_data_source(split=name))  # pyright: ignore[reportCallIssue]
+        name: Split(builder.as_data_source(split=name), folder)  # pyright: ignore[reportCallIssue]
         for name in builder.info.splits
     }
-
-
-def video_of(record: Record) -> str:
-    """Return the path of a record's video; for a conversation, the path of its first clip."""
-    return record.clips[0].path if isinstance(record, Conversation) else record.video

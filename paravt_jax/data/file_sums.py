@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from typing_extensions import TypedDict
 
-from paravt_jax.data.stored_json import DamagedFileError, read_checked_json, write_checked_json
+from paravt_jax.data.stored_json import read_checked_json, write_checked_json
 
 SUMS = "sums.json"
 
@@ -47,33 +47,6 @@ def write_sums(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = dict(zip(names, pool.map(_sum_of, ordered), strict=True))
     write_checked_json(folder / SUMS, sums)
-
-
-def seal(folder: pathlib.Path) -> list[str]:
-    """Write the sums of a complete folder; if it has sums, say what is wrong with its files.
-
-    Returns:
-        As `find_damage`.
-
-    Raises:
-        DamagedFileError: The file of sums is damaged.
-    """
-    sums = read_sums(folder)
-    if sums is not None:
-        return find_damage(folder, sums)
-    write_sums(folder, [file for file in folder.rglob("*") if file.is_file()])
-    return []
-
-
-def require_sealed(folder: pathlib.Path, remedy: str) -> None:
-    """Write the sums of a complete folder; if it has sums, verify its files.
-
-    Raises:
-        DamagedFileError: A file has changed.
-    """
-    damage = seal(folder)
-    if damage:
-        raise DamagedFileError(f"{folder}/{damage[0]}; {remedy}")
 
 
 def read_sums(folder: pathlib.Path) -> Sums | None:

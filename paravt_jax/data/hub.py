@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import pathlib
 import re
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from paravt_jax.processes.exit_codes import FAILED
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _LOG_IN = "log in (hf auth login, or set HF_TOKEN)"
 _UNAUTHORIZED = 401
-FAILURES = (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx2.HTTPError)
-"""What the client raises where a download fails."""
+# What the client raises where a download fails.
+_FAILURES = (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx2.HTTPError)
 
 
 class HubRefusal(ConnectionError):
@@ -30,8 +31,14 @@ def is_hub_id(source: str) -> bool:
     return _ID.fullmatch(source) is not None
 
 
-def snapshot(id: str, patterns: Sequence[str], repo_type: str = "model") -> pathlib.Path:
-    """Download the matching files of a repository, and return its folder in the hub's cache.
+def snapshot(
+    id: str,
+    patterns: Sequence[str],
+    repo_type: str = "model",
+    folder: pathlib.Path | None = None,
+    skip: Sequence[str] = (),
+) -> pathlib.Path:
+    """Download the matching files of a repository, and return their folder.
 
     A repeated call fetches only what is missing.
 
@@ -39,24 +46,31 @@ def snapshot(id: str, patterns: Sequence[str], repo_type: str = "model") -> path
         id: The repository, such as `Qwen/Qwen3-VL-8B-Instruct`.
         patterns: Patterns of file names, such as "*.json".
         repo_type: `model` or `dataset`.
+        folder: Where to put the files; None: the hub's cache.
+        skip: Files that are not downloaded.
 
     Raises:
         FileNotFoundError: The repository cannot be downloaded. The message names the remedy.
     """
     try:
-        folder = huggingface_hub.snapshot_download(
-            id, repo_type=repo_type, allow_patterns=list(patterns)
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(
+                id,
+                repo_type=repo_type,
+                allow_patterns=list(patterns),
+                ignore_patterns=[glob.escape(name) for name in skip],
+                local_dir=folder,
+            )
         )
-    except FAILURES as error:
-        why = reason(error, id, repo_type)
+    except _FAILURES as error:
+        why = _reason(error, id, repo_type)
         raise FileNotFoundError(
             f"{id}: no such folder, and the download from the hub failed: {why}, or download it "
             "elsewhere and give its folder"
         ) from why
-    return pathlib.Path(folder)
 
 
-def reason(error: Exception, id: str, repo_type: str = "model") -> ConnectionError:
+def _reason(error: Exception, id: str, repo_type: str) -> ConnectionError:
     """Why a download failed, and what to do. A `HubRefusal` if the same call would fail again."""
     page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{id}"
     # A gated repository counts as not found, too, so it goes first.

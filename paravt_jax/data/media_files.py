@@ -106,8 +106,13 @@ def open_video(path: str | os.PathLike) -> Iterator[InputContainer]:
     """Open a video. Errors in the file become VideoErrors, also those of the caller's block."""
     # Open the file anew for every call: a reader that is passed to another thread or through a fork
     # can hang.
-    with _video_errors(path), _opened(path) as source, _container(path, source) as container:
-        yield container
+    with _video_errors(path), _opened(path) as source:
+        try:
+            container = av.open(source, container_options=_FFMPEG_LIMITS, **_FFMPEG_OPTIONS)
+        except av.error.ArgumentError as error:
+            raise VideoError(path, f"it is none of {', '.join(_CONTAINERS)}; convert it") from error
+        with container:
+            yield container
 
 
 @contextlib.contextmanager
@@ -128,13 +133,6 @@ def _video_errors(path: str | os.PathLike) -> Iterator[None]:
         raise _undecodable(path, error) from error
 
 
-def _container(path: str | os.PathLike, source: Any) -> InputContainer:
-    try:
-        return av.open(source, container_options=_FFMPEG_LIMITS, **_FFMPEG_OPTIONS)
-    except av.error.ArgumentError as error:
-        raise VideoError(path, f"it is none of {', '.join(_CONTAINERS)}; convert it") from error
-
-
 @contextlib.contextmanager
 def open_picture(path: str | os.PathLike) -> Iterator[Image.Image]:
     """Open a picture. Errors in the file become VideoErrors, also those of the caller's block."""
@@ -143,20 +141,13 @@ def open_picture(path: str | os.PathLike) -> Iterator[Image.Image]:
         _video_errors(path),
         warnings.catch_warnings(action="ignore"),  # of damaged EXIF data
         _opened(path) as source,
-        _image(path, source) as picture,
+        Image.open(source, formats=_PICTURES) as picture,
     ):
         require_size(path, picture.width, picture.height)
         # A phone's JPEG may hold a second picture, such as depth, which viewers do not show.
         if picture.format in ("PNG", "WEBP") and getattr(picture, "n_frames", 1) > 1:
             raise VideoError(path, "it is an animation; convert it to a video (ffmpeg, .mp4)")
         yield picture
-
-
-def _image(path: str | os.PathLike, source: Any) -> Image.Image:
-    try:
-        return Image.open(source, formats=_PICTURES)
-    except UnidentifiedImageError as error:
-        raise VideoError(path, f"it is none of {', '.join(_PICTURES)}; convert it") from error
 
 
 def require_size(path: str | os.PathLike, width: int, height: int) -> None:
@@ -172,6 +163,8 @@ def require_size(path: str | os.PathLike, width: int, height: int) -> None:
 def _undecodable(path: str | os.PathLike, error: Exception) -> VideoError:
     if isinstance(error, PermissionError):
         return VideoError(path, f"it cannot be read ({error.strerror}); check its permissions")
+    if isinstance(error, UnidentifiedImageError):
+        return VideoError(path, f"it is none of {', '.join(_PICTURES)}; convert it")
     # FFmpeg's own text has a long negative number and the path.
     text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return VideoError(path, f"it cannot be decoded ({text}); fetch or convert it again")

@@ -1,7 +1,6 @@
 """Turns the rows of a source into one prepared set, with several processes.
 
-    a folder of published tables, or your own questions
-    -> `Rows` -> `read_row` in worker processes -> outcomes -> records
+    published tables, or your own questions -> `Rows` -> `read_row` in worker processes -> records
 
 Each row is read on its own, under a deadline: its videos are opened, and their first and last frame
 decoded. A bad row does not affect the others. Every row is either stored or listed once in
@@ -10,9 +9,9 @@ decoded. A bad row does not affect the others. Every row is either stored or lis
 The outcome of each row is appended to a file, so an interrupted preparation goes on with the next:
 
     FOLDER/work-<digest>.jsonl    outcomes of the rows so far; deleted at the end
-    FOLDER/records/               the stored splits, with their checksums
-    FOLDER/summary.json, left_out.jsonl
-    FOLDER/plan.json              the settings of the set; written last
+    FOLDER/records/               the stored splits
+    FOLDER/left_out.jsonl         the rows that are not used
+    FOLDER/set.json               settings and counts of the set; written last
 """
 
 from __future__ import annotations
@@ -25,28 +24,25 @@ import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import pydantic
 from typing_extensions import TypedDict
 
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.file_sums import SUMS, require_sealed
 from paravt_jax.data.published import open_table, read_rows
 from paravt_jax.data.row_reading import Reading, ReadRow, RowTask, unread_row
-from paravt_jax.data.stored_json import read_checked_json, read_json, write_checked_json
+from paravt_jax.data.stored_json import read_checked_json, write_checked_json
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Question
 from paravt_jax.progress import Progress
 
-SUMMARY = "summary.json"
 LEFT_OUT = "left_out.jsonl"
 # Written last: if it exists, the set is complete.
-PLAN = "plan.json"
-WORK = "work-*.jsonl"
+SET = "set.json"
 OWN = "questions"
 """Source of your own questions."""
 
@@ -54,23 +50,31 @@ OWN = "questions"
 _AHEAD = 128
 _REMEDY = "restore it, or delete the folder and prepare the set again"
 _RECORDS = "records"
-# Part of every plan. Change it whenever the same files give other records.
-_FORMAT = 4
-_Record = TypeVar("_Record", Question, Conversation)
+# Part of every set. Change it whenever the same files give other records.
+_FORMAT = 5
 _OUTCOME = pydantic.TypeAdapter(ReadRow)
 
 
 class Summary(TypedDict):
-    """The content of summary.json."""
+    """Counts of a set."""
 
     sources: dict[str, dict[str, int]]
     """Rows of each source, by the reason why they are left out, or as `kept`."""
-    kinds: dict[str, int]
-    """Kept rows by kind of question, and conversations."""
     sizes: dict[str, int]
     """Videos and pictures by width x height in pixels, the most frequent first."""
     longest: float
     """Duration of the longest video, in seconds."""
+    lengths: list[int]
+    """Length of each conversation, in tokens."""
+
+
+class _Set(TypedDict):
+    """The content of set.json."""
+
+    settings: dict[str, Any]
+    files: dict[str, Any]
+    root: str
+    summary: Summary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +90,25 @@ class Rows:
     files: dict[str, Any]
     count: int
     tasks: Iterator[RowTask]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A finished set.
+
+    Attributes:
+        root: Folder to which relative video paths refer.
+        questions: The questions, in the order of the source.
+        conversations: The conversations, in the order of the source.
+        summary: Counts of its rows and videos.
+        digest: Fingerprint of the set. It does not depend on where its sources are.
+    """
+
+    root: pathlib.Path
+    questions: Sequence[Question]
+    conversations: Sequence[Conversation]
+    summary: Summary
+    digest: str
 
 
 def rows_of_tables(folder: pathlib.Path) -> Rows:
@@ -127,14 +150,46 @@ def digest_of(questions: Sequence[Question]) -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
+def open_prepared(folder: pathlib.Path, reading: Reading) -> Prepared | None:
+    """Open a finished set, or return None. The source files are not needed.
+
+    Raises:
+        ValueError: A file is damaged, or the set was prepared with other settings.
+    """
+    if not (folder / SET).exists():
+        return None
+    stored: _Set = read_checked_json(folder / SET, _Set, _REMEDY)
+    require_same(
+        f"{folder} holds a set prepared with other settings",
+        stored["settings"],
+        _settings(reading),
+        "Name another folder, delete this one, or use its settings.",
+    )
+    return _open(folder, stored)
+
+
+def _open(folder: pathlib.Path, stored: _Set) -> Prepared:
+    splits = datasets.open_splits(folder / _RECORDS)
+    settings = dict(stored["settings"])
+    # The same set may come from elsewhere.
+    del settings["annotations"], settings["media"]
+    return Prepared(
+        root=pathlib.Path(stored["root"]),
+        questions=splits.get("questions", ()),
+        conversations=splits.get("conversations", ()),
+        summary=stored["summary"],
+        digest=_digest([settings, stored["files"], stored["summary"]]),
+    )
+
+
 def prepare_rows(
     rows: Rows,
     folder: pathlib.Path,
     reading: Reading,
     pool: Workers[RowTask, ReadRow],
     check: Callable[[], None] = lambda: None,
-) -> Summary:
-    """Store rows as the splits `questions` and `conversations`.
+) -> Prepared:
+    """Store rows as the splits `questions` and `conversations`, and open them.
 
     Args:
         rows: The rows.
@@ -146,10 +201,9 @@ def prepare_rows(
     Raises:
         ValueError: No row can be used.
     """
-    plan = _plan(reading) | {"files": rows.files}
-    # The name depends on the plan, so outcomes of another plan are never used.
-    digest = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]
-    work = folder / WORK.replace("*", digest)
+    settings = _settings(reading)
+    # The name depends on the settings, so outcomes of others are never used.
+    work = folder / f"work-{_digest([settings, reading.root, rows.files])[:12]}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     done = _count_outcomes(work)
     with work.open("ab") as file, Progress("prepare rows", "row") as progress:
@@ -160,102 +214,26 @@ def prepare_rows(
             progress.update(done, rows.count)
             check()
     summary = _store(folder, work)
-    # Written last: its existence marks the set as complete.
-    write_atomically(folder / PLAN, json.dumps(plan, indent=1) + "\n")
-    for old in folder.glob(WORK):
+    content = _Set(settings=settings, files=rows.files, root=reading.root, summary=summary)
+    write_checked_json(folder / SET, content, indent=1)
+    for old in folder.glob("work-*.jsonl"):
         old.unlink()
-    return summary
+    return _open(folder, content)
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A finished set.
-
-    Attributes:
-        root: Folder to which relative video paths refer.
-        questions: The questions, in the order of the source.
-        conversations: The conversations, in the order of the source.
-        lengths: Length of each conversation in tokens.
-        summary: Counts of its rows and videos.
-        digest: Fingerprint of the set. It does not depend on where its sources are.
-    """
-
-    root: pathlib.Path
-    questions: Sequence[Question]
-    conversations: Sequence[Conversation]
-    lengths: tuple[int, ...]
-    summary: Summary
-    digest: str
-
-
-def known_summary(folder: pathlib.Path, reading: Reading) -> Summary | None:
-    """Return the summary of a finished set, or None. The source files are not needed.
-
-    Raises:
-        ValueError: The set was prepared with other settings.
-    """
-    if not (folder / PLAN).exists():
-        return None
-    plan = _plan(reading)
-    # The videos may have moved.
-    del plan["root"]
-    found = _read_plan(folder)
-    require_same(
-        f"{folder} holds a set prepared with other settings",
-        {name: found.get(name) for name in plan},
-        plan,
-        "Name another folder, delete this one, or use its settings.",
-    )
-    return read_checked_json(folder / SUMMARY, Summary, _REMEDY)
-
-
-def open_prepared(folder: pathlib.Path) -> Prepared:
-    """Open a finished set.
-
-    Raises:
-        FileNotFoundError: The folder holds no finished set.
-        ValueError: A file is damaged, or another version prepared the set.
-    """
-    if not (folder / PLAN).exists():
-        raise FileNotFoundError(
-            f"{folder}: holds no prepared set; prepare it first (python -m train.prepare)"
-        )
-    plan = _read_plan(folder)
-    summary = read_checked_json(folder / SUMMARY, Summary, _REMEDY)
-    require_sealed(folder / _RECORDS, _REMEDY)
-    splits = datasets.open_splits(folder / _RECORDS)
-    conversations = splits.get("conversations", ())
-    lengths = [conversation.tokens for conversation in conversations]
-    root = pathlib.Path(plan.pop("root"))
-    # The same set may come from elsewhere.
-    del plan["annotations"], plan["media"]
-    digest = hashlib.sha256(json.dumps([plan, summary, lengths]).encode()).hexdigest()
-    questions = splits.get("questions", ())
-    return Prepared(root, questions, conversations, tuple(lengths), summary, digest)
-
-
-def _plan(reading: Reading) -> dict[str, Any]:
+def _settings(reading: Reading) -> dict[str, Any]:
     """Return the settings that determine the set, as JSON reads them back."""
+    settings = dataclasses.asdict(reading) | {"format": _FORMAT}
+    # The videos may have moved, and the dialect is that of the tokenizer.
+    del settings["root"], settings["dialect"]
+    # Compare the tokenizer by content: the same one may be in another folder.
     vocabulary = (pathlib.Path(reading.tokenizer) / "tokenizer.json").read_bytes()
-    settings = dataclasses.asdict(reading)
-    del settings["dialect"]  # that of the tokenizer
-    plan = {
-        "format": _FORMAT,
-        **settings,
-        # Compare the tokenizer by content: the same one may be in another folder.
-        "tokenizer": hashlib.sha256(vocabulary).hexdigest(),
-    }
-    return json.loads(json.dumps(plan))
+    settings["tokenizer"] = hashlib.sha256(vocabulary).hexdigest()
+    return json.loads(json.dumps(settings))
 
 
-def _read_plan(folder: pathlib.Path) -> dict[str, Any]:
-    plan = read_json(folder / PLAN, dict[str, Any], _REMEDY)
-    if plan.get("format") != _FORMAT:
-        raise ValueError(
-            f"{folder}: another version prepared this set; name another folder, or delete this one "
-            "and prepare it again"
-        )
-    return plan
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _count_outcomes(work: pathlib.Path) -> int:
@@ -293,17 +271,16 @@ def _outcomes(work: pathlib.Path) -> Iterator[ReadRow]:
         yield from map(_OUTCOME.validate_json, file)
 
 
-def _records(work: pathlib.Path, kind: type[_Record]) -> Iterator[_Record]:
-    for row in _outcomes(work):
-        if isinstance(row.record, kind):
-            yield row.record
+def _records(work: pathlib.Path, kind: type) -> Iterator[Any]:
+    return (row.record for row in _outcomes(work) if isinstance(row.record, kind))
 
 
 def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
-    """Write the records, the rows that are left out, and the summary."""
+    """Write the records and the rows that are left out, and return the counts."""
     sources = collections.defaultdict(collections.Counter[str])
-    kinds: collections.Counter[str] = collections.Counter()
     sizes: collections.Counter[str] = collections.Counter()
+    kinds: set[type] = set()
+    lengths = []
     longest = 0.0
     left_out = []
     for row in _outcomes(work):
@@ -312,7 +289,9 @@ def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
             fields = {name: getattr(row, name) for name in ("id", "source", "reason", "detail")}
             left_out.append(json.dumps(fields) + "\n")
             continue
-        kinds[getattr(row.record, "kind", "conversation")] += 1
+        kinds.add(type(row.record))
+        if isinstance(row.record, Conversation):
+            lengths.append(row.record.tokens)
         sizes.update(f"{width}x{height}" for height, width in row.sizes)
         longest = max(longest, row.longest)
     write_atomically(folder / LEFT_OUT, "".join(left_out))
@@ -325,20 +304,12 @@ def _store(folder: pathlib.Path, work: pathlib.Path) -> Summary:
             f"{folder}: none of {len(left_out)} rows can be used ({named or 'there are no rows'}); "
             f"see {folder / LEFT_OUT}, mend them, and prepare again"
         )
-    splits = {}
-    if kinds.total() > kinds["conversation"]:
-        splits["questions"] = _records(work, Question)
-    if kinds["conversation"]:
-        splits["conversations"] = _records(work, Conversation)
+    names: dict[type, str] = {Question: "questions", Conversation: "conversations"}
+    splits = {name: _records(work, kind) for kind, name in names.items() if kind in kinds}
     datasets.write_splits(folder / _RECORDS, splits)
-    # Those of records that were there before, if any.
-    (folder / _RECORDS / SUMS).unlink(missing_ok=True)
-    require_sealed(folder / _RECORDS, _REMEDY)
-    summary = Summary(
+    return Summary(
         sources={source: dict(rows) for source, rows in sources.items()},
-        kinds=dict(kinds.most_common()),
         sizes=dict(sizes.most_common()),
         longest=longest,
+        lengths=lengths,
     )
-    write_checked_json(folder / SUMMARY, summary, indent=1)
-    return summary

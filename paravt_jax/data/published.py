@@ -23,17 +23,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import pyarrow
 import pyarrow.parquet
 import pydantic
+import pydantic_core
 
 from paravt_jax.data import foreign
 from paravt_jax.data.lettered import split_options
 from paravt_jax.method.accuracy import accuracy, chosen_option, read_range
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
-from paravt_jax.method.parsing import (
-    block_spans,
-    extract_answer,
-    find_tags,
-    parse_calls,
-)
+from paravt_jax.method.parsing import block_spans, extract_answer, find_tags, parse_calls
 from paravt_jax.method.protocol import PINNED, VIDEO_NAME, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall, FailedCall, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -69,7 +65,7 @@ class _File:
 
 
 _Part = str | _File
-_Value = TypeVar("_Value")
+_Columns = TypeVar("_Columns", bound=pydantic.BaseModel)
 
 
 class _Url(pydantic.BaseModel):
@@ -112,15 +108,27 @@ class _About(pydantic.BaseModel):
     """When the video shows the answer, in seconds. Only drawn scenes say it."""
 
 
-class _Row(pydantic.BaseModel):
+def _from_json(value: Any) -> Any:
+    """Parse a text of JSON. Columns hold either it or its content."""
+    return pydantic_core.from_json(value) if isinstance(value, str) else value
+
+
+_Messages = Annotated[list[_Message], pydantic.Field(min_length=1)]
+
+
+class _QuestionRow(pydantic.BaseModel):
     """The columns of an rl row."""
 
-    prompt: Annotated[list[_Message], pydantic.Field(min_length=1)]
+    prompt: _Messages
     videos: Annotated[list[_Video], pydantic.Field(min_length=1)]
-    extra_info: _About
+    extra_info: Annotated[_About, pydantic.BeforeValidator(_from_json)]
 
 
-_MESSAGES = pydantic.TypeAdapter(Annotated[list[_Message], pydantic.Field(min_length=1)])
+class _ConversationRow(pydantic.BaseModel):
+    """The columns of an sft row."""
+
+    messages: Annotated[_Messages, pydantic.BeforeValidator(_from_json)]
+
 
 Look = Callable[[str, bool, CropCall | None], Clip]
 """A function that chooses the frames of a file for a conversation.
@@ -243,11 +251,7 @@ def read_question(row: Mapping[str, Any], id: str) -> Question:
     Raises:
         Refused: The row is broken, has no answer, or is not about one video.
     """
-    extra = row.get("extra_info")
-    read = _checked(
-        _Row.model_validate,
-        {**row, "extra_info": _json(extra) if isinstance(extra, str) else extra},
-    )
+    read = _checked(_QuestionRow, row)
     turns = [turn for turn in read.prompt if turn.role != "system"]
     if [turn.role for turn in turns] != ["user"] or not isinstance(turns[0].content, str):
         raise Refused(Reason.BROKEN, "prompt is not one user turn of text")
@@ -363,14 +367,13 @@ def read_conversation(
         Refused: The row is broken, or the protocol cannot express it.
         VideoError: From `look`.
     """
-    messages = row.get("messages")
-    validate = _MESSAGES.validate_json if isinstance(messages, str) else _MESSAGES.validate_python
-    read, names = _read_messages(_checked(validate, messages))
+    read, names = _read_messages(_checked(_ConversationRow, row).messages)
     episode = [
         part for message in read if message.role != "system" for part in _split_message(message)
     ]
     turns = _arrange(episode, limits, [name for name in names if name != VIDEO_NAME])
-    main_video = _main_video(turns)
+    shown_files = [part for turn in turns for part in turn.parts if isinstance(part, _File)]
+    main_video = next((file.path for file in shown_files if not file.picture), None)
 
     def shown(part: _Part, call: CropCall | None) -> str | Clip:
         if isinstance(part, str):
@@ -389,15 +392,6 @@ def read_conversation(
             for turn in turns
         ),
     )
-
-
-def _main_video(turns: Sequence[_Turn]) -> str | None:
-    """The first video of a conversation."""
-    for turn in turns:
-        for part in turn.parts:
-            if isinstance(part, _File) and not part.picture:
-                return part.path
-    return None
 
 
 def _offers_tools(messages: Sequence[_Turn], turns: Sequence[_Turn]) -> bool:
@@ -644,22 +638,15 @@ def _hide_paths(text: str, names: Mapping[str, str]) -> str:
     return re.sub(pattern, lambda found: names[found[1]], text)
 
 
-def _checked(validate: Callable[[Any], _Value], value: Any) -> _Value:
-    """Validate a value of a row.
+def _checked(kind: type[_Columns], row: Mapping[str, Any]) -> _Columns:
+    """Validate a row.
 
     Raises:
         Refused: It is not of the published schema.
     """
     try:
-        return validate(value)
+        return kind.model_validate(dict(row))
     except pydantic.ValidationError as error:
         first = error.errors(include_input=False)[0]
-        field = ".".join(map(str, first["loc"])) or "messages"
+        field = ".".join(map(str, first["loc"]))
         raise Refused(Reason.BROKEN, f"{field}: {first['msg']}") from error
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Refused(Reason.BROKEN, f"extra_info is not JSON ({str(error)[:80]})") from error

@@ -29,14 +29,12 @@ _BARE_LETTER = re.compile(r"\(?[A-Z][.)]?")
 # More than 30 years.
 _MOST_SECONDS = 1e9
 
+
 _ReadSubtitles = Callable[[str], tuple[Subtitle, ...]]
 
 
-class _BadRow(Exception):
-    """A row that is not a question. The message gives field, value and rule."""
-
-    def __init__(self, field: str, value: object, rule: str):
-        super().__init__(f"{field}: {str(value)[:80]!r}; {rule}")
+def _bad(field: str, value: object, rule: str) -> ValueError:
+    return ValueError(f"{field}: {str(value)[:80]!r}; {rule}")
 
 
 def _parsed(value: Any) -> Any:
@@ -94,18 +92,50 @@ _RULES = {
 
 
 class _Row(pydantic.BaseModel):
-    """The columns of a row."""
+    """The columns of a row. Those that others are checked against come first."""
 
     model_config = pydantic.ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
     video: _Path
     question: _Text
-    answer: Any
     id: _Text | None = None
-    options: _Options | None = None
-    kind: QuestionKind | None = None
+    options: _Options = ()
+    kind: QuestionKind | None = pydantic.Field(None, validate_default=True)
     subtitles: _Path | None = None
     evidence: _Span | None = None
+    answer: Any
+
+    @pydantic.field_validator("kind")
+    @classmethod
+    def _fits_options(cls, kind: QuestionKind | None, info: Any) -> QuestionKind | None:
+        has_options = bool(info.data.get("options"))
+        if kind is not None and (kind is QuestionKind.MULTIPLE_CHOICE) != has_options:
+            raise ValueError(
+                "mcq has options and the others have none: change the kind or the options"
+            )
+        return QuestionKind.MULTIPLE_CHOICE if has_options else kind
+
+    @pydantic.field_validator("answer")
+    @classmethod
+    def _as_text(cls, answer: Any, info: Any) -> str:
+        kind = info.data.get("kind")
+        if kind is QuestionKind.TEMPORAL_GROUNDING:
+            start, end = _SPAN.validate_python(answer)
+            return f"[{start:g}, {end:g}]"
+        # A bool is an int in Python.
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise ValueError("it is a text: write it in quotes")
+        text = str(answer).strip()
+        if not text:
+            raise ValueError(_RULES["missing"])
+        letters = string.ascii_uppercase[: len(info.data.get("options") or ())]
+        if letters and text not in tuple(letters):
+            raise ValueError(f"the letter of the right option: give one from A to {letters[-1]}")
+        if kind is None and _BARE_LETTER.fullmatch(text):
+            raise ValueError(
+                "a letter, but the row has no options: add them, or the kind oe if it has none"
+            )
+        return text
 
 
 def read_questions(
@@ -128,11 +158,7 @@ def read_questions(
         raise ValueError(f"questions: {path}; its name ends in none of {endings}: save it as one")
     if not path.is_file():
         raise FileNotFoundError(f"questions: {path}; no such file: give a .csv or .jsonl")
-    try:
-        text = read_text(path, _MOST_BYTES)
-    except ForeignFileError as error:
-        raise ValueError(f"questions: {error}") from error
-
+    text = read_text(path, _MOST_BYTES)
     # Questions about the same video share one tuple.
     read_subtitles = functools.cache(functools.partial(_subtitles, pathlib.Path(videos)))
     questions: dict[str, Question] = {}
@@ -141,9 +167,9 @@ def read_questions(
         for line, row in read_rows(text):
             question = _question(row, line, read_subtitles)
             if question.id in questions:
-                raise _BadRow("id", question.id, "another row has the same id: change one")
+                raise _bad("id", question.id, "another row has the same id: change one")
             questions[question.id] = question
-    except _BadRow as error:
+    except ValueError as error:
         unit = "row" if _is_array(text) else "line"
         raise ValueError(f"{path}, {unit} {line}: {error}") from error
     except csv.Error as error:
@@ -205,61 +231,25 @@ _READERS = {".csv": _csv_rows, ".json": _json_rows, ".jsonl": _json_rows}
 def _question(columns: Any, line: int, read_subtitles: _ReadSubtitles) -> Question:
     if not isinstance(columns, dict):
         rule = "it is no JSON object, or its cells are not those of the header: correct it"
-        raise _BadRow("row", columns, rule)
+        raise _bad("row", columns, rule)
     try:
         row = _Row.model_validate({k: v for k, v in columns.items() if v is not None})
     except pydantic.ValidationError as error:
-        raise _bad_field(error) from None
-    options = row.options or ()
-    kind = row.kind
-    if kind is None:
-        kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
-    if (kind is QuestionKind.MULTIPLE_CHOICE) != bool(options):
-        rule = "mcq has options and the others have none: change the kind or the options"
-        raise _BadRow("kind", kind, rule)
-    answer = _answer(row, kind)
+        first = error.errors()[0]
+        # The input of a missing field is the whole row.
+        value = "" if first["type"] == "missing" else first["input"]
+        rule = _RULES.get(first["type"], first["msg"].removeprefix("Value error, "))
+        raise _bad(".".join(map(str, first["loc"])), value, rule) from None
     return Question(
         id=row.id or str(line),
         video=row.video,
         text=row.question,
-        kind=kind,
-        answer=answer,
-        options=options,
+        kind=row.kind or QuestionKind.OPEN_ENDED,
+        answer=row.answer,
+        options=row.options,
         subtitles=read_subtitles(row.subtitles) if row.subtitles else (),
         evidence=row.evidence,
     )
-
-
-def _bad_field(error: pydantic.ValidationError) -> _BadRow:
-    first = error.errors()[0]
-    field = ".".join(map(str, first["loc"])) or "answer"
-    # The input of a missing field is the whole row.
-    value = "" if first["type"] == "missing" else first["input"]
-    rule = _RULES.get(first["type"], first["msg"].removeprefix("Value error, "))
-    return _BadRow(field, value, rule)
-
-
-def _answer(row: _Row, kind: QuestionKind) -> str:
-    if kind is QuestionKind.TEMPORAL_GROUNDING:
-        try:
-            start, end = _SPAN.validate_python(row.answer)
-        except pydantic.ValidationError as error:
-            raise _bad_field(error) from None
-        return f"[{start:g}, {end:g}]"
-    # A bool is an int in Python.
-    if isinstance(row.answer, bool) or not isinstance(row.answer, str | int | float):
-        raise _BadRow("answer", row.answer, "it is a text: write it in quotes")
-    answer = str(row.answer).strip()
-    if not answer:
-        raise _BadRow("answer", answer, "it is required: fill it in")
-    if row.kind is None and not row.options and _BARE_LETTER.fullmatch(answer):
-        rule = "a letter, but the row has no options: add them, or the kind oe if it has none"
-        raise _BadRow("answer", answer, rule)
-    letters = string.ascii_uppercase[: len(row.options or ())]
-    if row.options and answer not in tuple(letters):
-        rule = f"the letter of the right option: give one from A to {letters[-1]}"
-        raise _BadRow("answer", answer, rule)
-    return answer
 
 
 def _subtitles(root: pathlib.Path, path: str) -> tuple[Subtitle, ...]:
@@ -267,4 +257,4 @@ def _subtitles(root: pathlib.Path, path: str) -> tuple[Subtitle, ...]:
     try:
         return tuple(read_srt(join(root, path)))
     except (OSError, VideoError, ForeignFileError) as error:
-        raise _BadRow("subtitles", path, f"{error}; give a SubRip file (.srt)") from error
+        raise _bad("subtitles", path, f"{error}; give a SubRip file (.srt)") from error

@@ -14,13 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from paravt_jax.data import video
-from paravt_jax.data.frames import (
-    VideoError,
-    VideoInfo,
-    join,
-    overview_indices,
-    window_indices,
-)
+from paravt_jax.data.frames import VideoError, VideoInfo, join, overview_indices, window_indices
 from paravt_jax.data.published import (
     Reason,
     Refused,
@@ -118,7 +112,10 @@ def _record(task: RowTask, checker: VideoChecker) -> Question | Conversation:
     if isinstance(task.row, Question):
         question = task.row
     elif "messages" in task.row:
-        return _conversation(task.row, task, checker)
+        reading = checker.reading
+        found = read_conversation(task.row, task.id, task.source, reading.limits, checker)
+        trajectory = render(found, _protocol(reading), reading.tokens)
+        return dataclasses.replace(found, tokens=len(trajectory.ids))
     else:
         question = read_question(task.row, task.id)
     require_earnable(question)
@@ -126,13 +123,6 @@ def _record(task: RowTask, checker: VideoChecker) -> Question | Conversation:
     # A picture has no duration.
     require_in_video(question, checker.seconds.get(question.video, 0.0))
     return question
-
-
-def _conversation(row: dict[str, Any], task: RowTask, checker: VideoChecker) -> Conversation:
-    reading = checker.reading
-    conversation = read_conversation(row, task.id, task.source, reading.limits, checker)
-    trajectory = render(conversation, _protocol(reading), reading.tokens)
-    return dataclasses.replace(conversation, tokens=len(trajectory.ids))
 
 
 class VideoChecker:

@@ -5,7 +5,6 @@ Archives of media are unpacked into one root. The source is never changed.
 
 from __future__ import annotations
 
-import os
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -79,13 +78,11 @@ def media_root(
     root = folder / "media"
     found = fetch(source, root, MEDIA_PATTERNS)
     # Archives beside media in a local folder are taken to be unpacked already.
-    if found == pathlib.Path(source).expanduser() and _holds_media(found):
+    is_local = found == pathlib.Path(source).expanduser()
+    if is_local and any(path.suffix.lower() in MEDIA for path in found.rglob("*")):
         return found
-    archives = sorted(
-        file.relative_to(found).as_posix()
-        for file in found.rglob("*")
-        if file.is_file() and file.name.lower().endswith(SUFFIXES)
-    )
+    files = (path for path in found.rglob("*") if path.name.lower().endswith(SUFFIXES))
+    archives = sorted(path.relative_to(found).as_posix() for path in files)
     if not archives:
         return found
     with Progress("unpack media", "archive") as progress:
@@ -94,10 +91,3 @@ def media_root(
             progress.update(done, len(archives))
             check()
     return root
-
-
-def _holds_media(folder: pathlib.Path) -> bool:
-    for _, _, names in os.walk(folder):
-        if any(name.lower().endswith(MEDIA) for name in names):
-            return True
-    return False

@@ -31,14 +31,14 @@ from paravt_jax.data.frames import (
     ReadTask,
     VideoError,
     VideoInfo,
+    carry_out,
+    read_now,
     resize,
     shown,
 )
 from paravt_jax.data.index_store import index_of
-from paravt_jax.data.read_tasks import carry_out, read_now
 from paravt_jax.data.sizes import PixelRules
-from paravt_jax.data.upright import upright
-from paravt_jax.data.video_index import Run, VideoIndex, decode, video_stream
+from paravt_jax.data.video_index import Run, VideoIndex, decode, upright, video_stream
 
 try:
     import decord
@@ -116,12 +116,10 @@ def read(
     pixels = None
     if decoder == "decord" and not media_files.is_address(path):
         pixels = _read_decord(path, numbers, index, rules)
+    if pixels is None and index.keys.size:
+        pixels = _read_from_keyframes(path, numbers, index, rules)
     if pixels is None:
-        with media_files.open_video(path) as container:
-            pixels = _read_from_keyframes(path, container, numbers, index, rules)
-    if pixels is None:
-        with media_files.open_video(path) as container:
-            pixels = _read_from_start(path, container, numbers, index, rules)
+        pixels = _read_from_start(path, numbers, index, rules)
     return pixels[positions]
 
 
@@ -197,33 +195,29 @@ class _Pixels:
 
 
 def _read_from_keyframes(
-    path: str | os.PathLike,
-    container: InputContainer,
-    numbers: list[int],
-    index: VideoIndex,
-    rules: PixelRules | None,
+    path: str | os.PathLike, numbers: list[int], index: VideoIndex, rules: PixelRules | None
 ) -> UInt8[np.ndarray, "m height width 3"] | None:
     """Decode each frame from the last keyframe before it.
 
     Returns:
         The frames, or None if the file's seek table or its marks of keyframes are wrong.
     """
-    if not index.keys.size:
-        return None
-    stream = video_stream(path, container)
-    for other in container.streams:
-        # A seek goes back to the keyframes of all streams, and their data would be read as well.
-        if other.index != stream.index:
-            other.discard = Discard.all
     pixels = _Pixels(path, index, rules)
-    try:
-        for run in index.runs(numbers):
-            if not _decode_run(container, stream, run, index, pixels.keep):
-                return None
-    except av.error.FFmpegError:
-        # A decoder that did not begin at a keyframe may fail. If the file is damaged, decoding it
-        # from its start fails as well.
-        return None
+    with media_files.open_video(path) as container:
+        stream = video_stream(path, container)
+        for other in container.streams:
+            # A seek goes back to the keyframes of all streams, and their data would be read as
+            # well.
+            if other.index != stream.index:
+                other.discard = Discard.all
+        try:
+            for run in index.runs(numbers):
+                if not _decode_run(container, stream, run, index, pixels.keep):
+                    return None
+        except av.error.FFmpegError:
+            # A decoder that did not begin at a keyframe may fail. If the file is damaged, decoding
+            # it from its start fails as well.
+            return None
     return pixels.stacked(numbers)
 
 
@@ -289,38 +283,32 @@ def _packets_from(
 
 
 def _read_from_start(
-    path: str | os.PathLike,
-    container: InputContainer,
-    numbers: list[int],
-    index: VideoIndex,
-    rules: PixelRules | None,
+    path: str | os.PathLike, numbers: list[int], index: VideoIndex, rules: PixelRules | None
 ) -> UInt8[np.ndarray, "m height width 3"]:
-    """Decode a file that was just opened until all frames have been found."""
+    """Decode a file from its start until all frames have been found."""
     pixels = _Pixels(path, index, rules)
     missing = set(numbers)
     last = -1
-    for count, frame in enumerate(decode(container, video_stream(path, container))):
-        n = index.frame_number(frame.pts) if index.packets.size else count
-        if n is not None and n <= last:
-            raise VideoError(
-                path, "its timestamps contradict the order of its pictures; encode it again"
-            )
-        last = last if n is None else n
-        if n in missing:
-            pixels.keep(n, frame)
-            missing.remove(n)
-        if not missing:
-            break
+    with media_files.open_video(path) as container:
+        for count, frame in enumerate(decode(container, video_stream(path, container))):
+            n = index.frame_number(frame.pts) if index.packets.size else count
+            if n is not None and n <= last:
+                raise VideoError(
+                    path, "its timestamps contradict the order of its pictures; encode it again"
+                )
+            last = last if n is None else n
+            if n in missing:
+                pixels.keep(n, frame)
+                missing.remove(n)
+            if not missing:
+                break
     if missing:
         raise VideoError(path, f"frame {min(missing)} of {index.frames} cannot be decoded")
     return pixels.stacked(numbers)
 
 
 def _read_decord(
-    path: str | os.PathLike,
-    numbers: list[int],
-    index: VideoIndex,
-    rules: PixelRules | None,
+    path: str | os.PathLike, numbers: list[int], index: VideoIndex, rules: PixelRules | None
 ) -> UInt8[np.ndarray, "m height width 3"] | None:
     """Decode with decord, or return None if it is not exact or disagrees with the index."""
     if decord is None or not index.exact_in_decord:

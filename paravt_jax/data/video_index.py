@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -19,11 +20,10 @@ import av.error
 import numpy as np
 from av.container import InputContainer
 from av.stream import Disposition
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt8
 
 from paravt_jax.data import media_files
 from paravt_jax.data.frames import VideoError, VideoInfo
-from paravt_jax.data.upright import Orientation, orientation_of
 
 # decord 0.6.0 reads these exactly. In other containers it returns wrong frames after a seek, and
 # for other pixel formats slightly different colours.
@@ -44,8 +44,18 @@ _JUMP_AHEAD = 10.0
 _ABSURD = 30 * 3600.0
 # Fields of an index that rise from frame to frame.
 _ARRAYS = ("stamps", "packets", "keys", "key_stamps")
+# Largest difference from a quarter turn, in degrees. FFmpeg's tolerance.
+_TOLERANCE = 1.0
 # Pictures beside the video, not parts of it.
 _COVERS = Disposition.attached_pic | Disposition.timed_thumbnails
+
+
+class Orientation(NamedTuple):
+    """How a stored frame becomes the shown one: rows and columns are exchanged, then reversed."""
+
+    exchange: bool = False
+    reverse_columns: bool = False
+    reverse_rows: bool = False
 
 
 class Run(NamedTuple):
@@ -60,6 +70,10 @@ class Run(NamedTuple):
     key: int
     frames: list[int]
     last: int
+
+
+def _no_numbers() -> Int64[np.ndarray, " 0"]:
+    return np.zeros(0, np.int64)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,14 +101,14 @@ class VideoIndex:
 
     stamps: Int64[np.ndarray, " frames"]
     start: int
-    packets: Int64[np.ndarray, " packets"]
-    keys: Int64[np.ndarray, " keys"]
-    key_stamps: Int64[np.ndarray, " keys"]
     time_base: float
     last_duration: int
     size: tuple[int, int]
     orientation: Orientation
-    exact_in_decord: bool
+    packets: Int64[np.ndarray, " packets"] = dataclasses.field(default_factory=_no_numbers)
+    keys: Int64[np.ndarray, " keys"] = dataclasses.field(default_factory=_no_numbers)
+    key_stamps: Int64[np.ndarray, " keys"] = dataclasses.field(default_factory=_no_numbers)
+    exact_in_decord: bool = False
 
     @property
     def frames(self) -> int:
@@ -303,19 +317,14 @@ def _of_frames(
     """The index of a file whose frames have to be counted from its start."""
     time_base = float(stream.time_base or 0)
     stamps = _in_order(frames.stamps, time_base)
-    none = np.zeros(0, np.int64)
     orientation, size = orientation_of(path, found.first_frame)
     return VideoIndex(
         stamps=stamps,
         start=min(int(stamps[0]), found.start),
-        packets=none,
-        keys=none,
-        key_stamps=none,
         time_base=time_base,
         last_duration=frames.durations[-1] or _usual_duration(stamps, time_base),
         size=size,
         orientation=orientation,
-        exact_in_decord=False,
     )
 
 
@@ -570,3 +579,49 @@ def _in_order(stamps: Sequence[int | None], time_base: float) -> Int64[np.ndarra
         # Two frames may have one time where the time base is coarse.
         rising.append(max(stamp, rising[-1] + 1) if rising else stamp)
     return np.array(rising, np.int64)
+
+
+def orientation_of(
+    path: str | os.PathLike, frame: av.VideoFrame
+) -> tuple[Orientation, tuple[int, int]]:
+    """Return how a player turns a frame, and the width and height at which it shows it.
+
+    The frame's display matrix (a, b, u, c, d, v, x, y, w) moves the pixel at (x, y) to
+    (a x + c y, b x + d y), in the notation of QuickTime's file format.
+
+    Raises:
+        VideoError: The matrix turns the frame by another angle than a quarter turn.
+    """
+    a, b, c, d = _matrix(frame)
+    angle = math.degrees(math.atan2(math.hypot(b, c), math.hypot(a, d)))
+    if _TOLERANCE < angle < 90 - _TOLERANCE:
+        raise VideoError(
+            path,
+            f"it is to be shown turned by {math.degrees(math.atan2(b, a)):.0f} degrees, and only "
+            "quarter turns are read; encode it upright (ffmpeg -i OLD NEW.mp4)",
+        )
+    if angle > 45:
+        return Orientation(True, c < 0, b < 0), (frame.height, frame.width)
+    return Orientation(False, a < 0, d < 0), (frame.width, frame.height)
+
+
+def upright(frame: av.VideoFrame, orientation: Orientation) -> UInt8[np.ndarray, "height width 3"]:
+    """Return the RGB pixels of a frame as a player shows them."""
+    pixels = frame.to_ndarray(format="rgb24", threads=1)
+    if orientation.exchange:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation.reverse_columns:
+        pixels = pixels[:, ::-1]
+    if orientation.reverse_rows:
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)
+
+
+def _matrix(frame: av.VideoFrame) -> tuple[int, int, int, int]:
+    """Return a, b, c and d of the display matrix, or those of the identity if there is none."""
+    found = frame.side_data.get("DISPLAYMATRIX")
+    if found is None:
+        return 1, 0, 0, 1
+    a, b, _, c, d, *_ = np.frombuffer(bytes(found), "<i4").tolist()
+    # Some recorders write zeros, which players take for the identity.
+    return (a, b, c, d) if a * d - b * c else (1, 0, 0, 1)

@@ -76,14 +76,11 @@ class Workers(Generic[_Argument, _Result]):
             tuple[float, int, tuple[_Argument, Future[_Result]] | None]
         ] = queue.PriorityQueue()
         self._numbers = itertools.count()
+        # Guards the two fields below: no call may join, and no process start, after `close`.
+        self._lock = threading.Lock()
         self._closed = False
-        # Held from the look at `_closed` until the call is queued: none may join after `close`.
-        self._submitting = threading.Lock()
-        # By thread number. A process is started by the first call that its thread takes.
-        self._processes: dict[int, _Process] = {}
-        self._threads = [
-            threading.Thread(target=self._serve, args=(n,), daemon=True) for n in range(count)
-        ]
+        self._processes: set[_Process] = set()
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()
 
@@ -99,7 +96,7 @@ class Workers(Generic[_Argument, _Result]):
             `WorkerError`. It can be cancelled until the call begins.
         """
         future: Future[_Result] = Future()
-        with self._submitting:
+        with self._lock:
             if self._closed:
                 raise ValueError("workers: closed; open new ones")
             self._calls.put((priority, next(self._numbers), (argument, future)))
@@ -107,7 +104,7 @@ class Workers(Generic[_Argument, _Result]):
 
     def close(self) -> None:
         """Stop at once: waiting calls are cancelled, running ones fail with a `WorkerError`."""
-        with self._submitting:
+        with self._lock:
             self._closed = True
         with contextlib.suppress(queue.Empty):
             while True:
@@ -119,7 +116,7 @@ class Workers(Generic[_Argument, _Result]):
         # they read the end of the pipe.
         for _ in self._threads:
             self._calls.put((math.inf, next(self._numbers), None))
-        for process in list(self._processes.values()):
+        for process in self._processes.copy():
             process.kill()
         for thread in self._threads:
             thread.join()
@@ -130,50 +127,48 @@ class Workers(Generic[_Argument, _Result]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _serve(self, number: int) -> None:
+    def _serve(self) -> None:
         """Make calls in one process, one after another, until `close`."""
-        while True:
-            _, _, call = self._calls.get()
-            if call is None:
-                break
+        process: _Process | None = None
+        while (call := self._calls.get()[2]) is not None:
             argument, future = call
+            value: Any
             # False if the caller has cancelled this call.
-            if future.set_running_or_notify_cancel():
-                self._answer(number, argument, future)
-        self._release(number)
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                process = process or self._start()
+                failed, value = process.call(pickle.dumps(argument), self._deadline)
+            # Broad because an exception that escapes would end this thread, and callers would wait
+            # for ever for this future and for all that are still in the queue. Classes may raise
+            # anything when they are pickled.
+            except Exception as error:
+                # The process may be dead or in the middle of a message. The next call gets another.
+                self._stop(process)
+                process = None
+                if not isinstance(error, WorkerError):
+                    error = WorkerError(f"the call cannot be made ({error!r})")
+                failed, value = True, error
+            if isinstance(value, MemoryError):
+                limit = self._memory / 2**30
+                failed, value = True, WorkerError(f"it needs more than {limit:g} GiB of memory")
+            if failed:
+                future.set_exception(value)
+            else:
+                future.set_result(value)
+        self._stop(process)
 
-    def _answer(self, number: int, argument: _Argument, future: Future[_Result]) -> None:
-        try:
-            failed, value = self._call(number, pickle.dumps(argument))
-        # Broad because an exception that escapes would end this thread, and callers would wait for
-        # ever for this future and for all that are still in the queue. Classes may raise anything
-        # when they are pickled.
-        except Exception as error:
-            # The process may be dead or in the middle of a message. The next call gets a new one.
-            self._release(number)
-            if not isinstance(error, WorkerError):
-                error = WorkerError(f"the call cannot be made ({error!r})")
-            future.set_exception(error)
-            return
-        if isinstance(value, MemoryError):
-            limit = self._memory / 2**30
-            future.set_exception(WorkerError(f"it needs more than {limit:g} GiB of memory"))
-        elif failed:
-            future.set_exception(value)
-        else:
-            future.set_result(value)
+    def _start(self) -> _Process:
+        with self._lock:
+            if self._closed:
+                raise WorkerError("the workers were closed")
+            process = _Process(self._setup)
+            self._processes.add(process)
+        return process
 
-    def _call(self, number: int, message: bytes) -> tuple[bool, Any]:
-        if number not in self._processes:
-            self._processes[number] = _Process(self._setup)
-        # `close` kills only the processes in the dict. It may have run before this one was added.
-        if self._closed:
-            raise WorkerError("the workers were closed")
-        return self._processes[number].call(message, self._deadline)
-
-    def _release(self, number: int) -> None:
-        process = self._processes.pop(number, None)
+    def _stop(self, process: _Process | None) -> None:
         if process is not None:
+            self._processes.remove(process)
             process.release()
 
 

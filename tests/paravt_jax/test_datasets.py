@@ -63,6 +63,15 @@ def test_stored_records_keep_their_types(tmp_path):
     assert isinstance(first.kind, QuestionKind)
 
 
+def test_tensorflow_is_never_imported():
+    code = (
+        "import sys\n"
+        "from paravt_jax.data import datasets, loader\n"
+        "raise SystemExit('tensorflow' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_other_records_replace_those_of_a_folder(records, tmp_path):
     questions = records["questions"]
     datasets.write_splits(tmp_path, {"questions": questions})
@@ -83,19 +92,3 @@ def test_an_interrupted_split_is_written_again(records, tmp_path):
         datasets.open_splits(tmp_path)["questions"]
     datasets.write_splits(tmp_path, {"questions": questions})
     assert list(datasets.open_splits(tmp_path)["questions"]) == questions
-
-
-def test_every_kind_of_record_names_its_video(records):
-    shown = records["main"][0]
-    assert datasets.video_of(shown) == shown.clips[0].path
-    for record in (records["questions"][0], records["captions"][0]):
-        assert datasets.video_of(record) == record.video
-
-
-def test_tensorflow_is_never_imported():
-    code = (
-        "import sys\n"
-        "from paravt_jax.data import datasets, loader\n"
-        "raise SystemExit('tensorflow' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -46,6 +46,7 @@ def write(folder: pathlib.Path, rows: list[dict], name: str = "my.jsonl") -> pat
 
 @pytest.mark.parametrize("name", ["my.jsonl", "my.csv"])
 def test_the_example_of_the_docs(name, rows, tmp_path):
+    rows[0]["evidence"] = [12, 14.5]
     goal, when, colour = read_questions(write(tmp_path, rows, name), tmp_path)
     assert goal == Question(
         "goal",
@@ -54,7 +55,9 @@ def test_the_example_of_the_docs(name, rows, tmp_path):
         QuestionKind.MULTIPLE_CHOICE,
         "B",
         ("the goalkeeper", "number 7", "nobody"),
+        evidence=(12.0, 14.5),
     )
+    assert when.evidence is None
     assert (when.kind, when.answer) == (QuestionKind.TEMPORAL_GROUNDING, "[2712, 2720]")
     assert (colour.kind, colour.answer) == (QuestionKind.OPEN_ENDED, "merge sort")
     assert colour.subtitles == (Subtitle(1.0, 2.5, "Hello"),)
@@ -66,13 +69,6 @@ def test_questions_on_one_video_share_its_subtitles(rows, tmp_path):
     first, second = read_questions(file, tmp_path)
     assert first.subtitles
     assert first.subtitles is second.subtitles
-
-
-@pytest.mark.parametrize("name", ["my.jsonl", "my.csv"])
-def test_evidence_is_a_span_and_optional(name, rows, tmp_path):
-    file = write(tmp_path, [rows[0] | {"evidence": [12, 14.5]}, rows[1]], name)
-    first, second = read_questions(file, tmp_path)
-    assert (first.evidence, second.evidence) == ((12.0, 14.5), None)
 
 
 def test_the_id_of_a_row_without_one_is_its_line(rows, tmp_path):
@@ -169,12 +165,6 @@ def test_an_array_of_rows_is_read(name, rows, tmp_path):
         read_questions(file, tmp_path)
 
 
-def test_lines_of_json_are_read_under_either_name(rows, tmp_path):
-    lines = write(tmp_path, rows).read_text()
-    (tmp_path / "my.json").write_text(lines)
-    assert len(read_questions(tmp_path / "my.json", tmp_path)) == 3
-
-
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_tables_of_spreadsheets_are_read(encoding, tmp_path):
     file, delimiter = tmp_path / "my.csv", ";"
@@ -191,21 +181,17 @@ def test_tables_of_spreadsheets_are_read(encoding, tmp_path):
         read_questions(file, tmp_path)
 
 
-def test_a_csv_row_with_too_few_cells_is_refused(tmp_path):
-    (tmp_path / "my.csv").write_text("video,question,answer,kind\na.mp4,Who?,me\n")
-    with pytest.raises(ValueError, match="line 2: row: .*not those of the header"):
-        read_questions(tmp_path / "my.csv", tmp_path)
-
-
-def test_a_column_that_occurs_twice_is_refused(tmp_path):
-    (tmp_path / "my.csv").write_text("video,question,answer,answer\na.mp4,Who?,me,you\n")
-    with pytest.raises(ValueError, match="line 1: row: .*not those of the header"):
-        read_questions(tmp_path / "my.csv", tmp_path)
-
-
-def test_a_csv_row_with_too_many_cells_is_refused(tmp_path):
-    (tmp_path / "my.csv").write_text("video,question,answer\na.mp4,Who, what?,me\n")
-    with pytest.raises(ValueError, match="line 2: row: .*not those of the header"):
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("video,question,answer,kind\na.mp4,Who?,me\n", 2),
+        ("video,question,answer,answer\na.mp4,Who?,me,you\n", 1),
+        ("video,question,answer\na.mp4,Who, what?,me\n", 2),
+    ],
+)
+def test_cells_that_are_not_those_of_the_header_are_refused(text, line, tmp_path):
+    (tmp_path / "my.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"line {line}: row: .*not those of the header"):
         read_questions(tmp_path / "my.csv", tmp_path)
 
 
@@ -231,3 +217,28 @@ def test_two_questions_with_one_id_are_refused():
     one = Question("a", "v.mp4", "Who?", QuestionKind.OPEN_ENDED, "me")
     with pytest.raises(ValueError, match="id 'a'"):
         require_unique_ids([one, one])
+
+
+@pytest.mark.parametrize("name", ["my.jsonl", "my.csv"])
+def test_evidence_is_a_span_and_optional(name, rows, tmp_path):
+    file = write(tmp_path, [rows[0] | {"evidence": [12, 14.5]}, rows[1]], name)
+    first, second = read_questions(file, tmp_path)
+    assert (first.evidence, second.evidence) == ((12.0, 14.5), None)
+
+
+def test_lines_of_json_are_read_under_either_name(rows, tmp_path):
+    lines = write(tmp_path, rows).read_text()
+    (tmp_path / "my.json").write_text(lines)
+    assert len(read_questions(tmp_path / "my.json", tmp_path)) == 3
+
+
+def test_a_csv_row_with_too_few_cells_is_refused(tmp_path):
+    (tmp_path / "my.csv").write_text("video,question,answer,kind\na.mp4,Who?,me\n")
+    with pytest.raises(ValueError, match="line 2: row: .*not those of the header"):
+        read_questions(tmp_path / "my.csv", tmp_path)
+
+
+def test_a_csv_row_with_too_many_cells_is_refused(tmp_path):
+    (tmp_path / "my.csv").write_text("video,question,answer\na.mp4,Who, what?,me\n")
+    with pytest.raises(ValueError, match="line 2: row: .*not those of the header"):
+        read_questions(tmp_path / "my.csv", tmp_path)

@@ -20,7 +20,6 @@ from paravt_extras.scenes import __main__ as command
 from paravt_extras.scenes import ask, plan
 from paravt_extras.scenes.write import missing_videos, write_scenes
 from paravt_jax.data import video
-from paravt_jax.data.preparation import open_prepared
 from paravt_jax.data.published import read_question
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.method.accuracy import accuracy
@@ -179,10 +178,8 @@ def test_the_recipes_prepare_every_row(tmp_path, small_vocabulary):
     )
     tokenizer = str(tmp_path / "tokenizer")
     run = dataclasses.replace(run, model=ModelSettings(path=tokenizer, size="8b"))
-    summary = prepare_set(run, data, tmp_path / "set")
-    assert sum(summary["kinds"].values()) == 64
-    assert summary["kinds"]["conversation"] == 16
-    prepared = open_prepared(tmp_path / "set")
+    prepared = prepare_set(run, data, tmp_path / "set")
+    assert (len(prepared.questions), len(prepared.conversations)) == (48, 16)
     for conversation in prepared.conversations:
         (clip,) = conversation.clips
         assert len(clip.indices) == 4

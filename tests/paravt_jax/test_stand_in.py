@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import pathlib
@@ -14,7 +15,6 @@ import pytest
 from configs.paravt_8b import paravt_8b
 from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data import video
-from paravt_jax.data.preparation import open_prepared
 from paravt_jax.world.vocabulary import save_tokenizer
 from train.prepare import prepare_set
 from train.published_data import DataSettings, hold_out
@@ -39,8 +39,7 @@ def prepared(stand_in, small_vocabulary, tmp_path_factory):
         workers=2,
     )
     model = ModelSettings(path=str(folder / "tokenizer"), size="8b")
-    prepare_set(dataclasses.replace(run, model=model), settings, folder / "set")
-    found = open_prepared(folder / "set")
+    found = prepare_set(dataclasses.replace(run, model=model), settings, folder / "set")
     return found, found.summary
 
 
@@ -65,7 +64,9 @@ def frames(folder: pathlib.Path, into: pathlib.Path) -> list[np.ndarray]:
 
 def test_no_row_is_left_out_and_every_kind_of_row_is_there(prepared):
     data, summary = prepared
-    assert summary["kinds"] == {"conversation": 192, "mcq": 32, "tvg": 32, "oe": 32}
+    kinds = collections.Counter(question.kind for question in data.questions)
+    assert kinds == {"mcq": 32, "tvg": 32, "oe": 32}
+    assert len(data.conversations) == 192
     assert set(summary["sources"]) == {"diverse", "selftrace", "charades", "geminicot", "videor1"}
     assert all(rows.keys() == {"kept"} for rows in summary["sources"].values())
     calls = [sum(turn.role == "tool" for turn in row.turns) for row in data.conversations]

@@ -14,10 +14,11 @@ import time
 import zipfile
 from collections.abc import Mapping
 
+import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from benchmarks.hub import Hub
-from paravt_extras import data_sets as hub_client
 from paravt_extras import download as command
 from rollout.evaluation.benchmarks import BENCHMARKS, load
 from rollout.evaluation.files import VideoFolder
@@ -119,18 +120,18 @@ def fetched(monkeypatch, data_sets) -> list[str]:
     names: list[str] = []
     folders = {BENCHMARKS[split].source: folder for split, folder in data_sets.items()}
 
-    def listing(id: str) -> hub_client.Listing:
+    def download(id, repo_type, allow_patterns, ignore_patterns, local_dir):
         files = [file for file in folders[id].rglob("*") if file.is_file()]
-        sizes = {f.relative_to(folders[id]).as_posix(): f.stat().st_size for f in files}
-        return hub_client.Listing("main", sizes)
+        listed = [file.relative_to(folders[id]).as_posix() for file in files]
+        for name in filter_repo_objects(
+            listed, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        ):
+            if not (local_dir / name).exists():
+                names.append(name)
+                write(local_dir, {name: (folders[id] / name).read_bytes()})
+        return local_dir
 
-    def download(id, revision, wanted, folder) -> None:
-        for name in wanted:
-            names.append(name)
-            write(folder, {name: (folders[id] / name).read_bytes()})
-
-    monkeypatch.setattr(hub_client, "data_set_files", listing)
-    monkeypatch.setattr(hub_client, "download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     return names
 
 
@@ -139,10 +140,6 @@ def videos_of(split: str, folder: pathlib.Path) -> list[bytes | None]:
     videos = VideoFolder(folder)
     paths = [videos.find(item.question.video) for item in load(split, str(folder)).items]
     return [None if path is None else (folder / path).read_bytes() for path in paths]
-
-
-def archives_in(folder: pathlib.Path) -> list[str]:
-    return sorted(path.name for path in folder.rglob("*") if ".zip" in path.name)
 
 
 @pytest.mark.parametrize(
@@ -180,29 +177,22 @@ def test_parts_are_not_fetched_again_if_unpacking_was_stopped(fetched, tmp_path,
     assert None not in videos_of("longvideobench", tmp_path)
 
 
-def test_archives_can_be_kept(fetched, tmp_path):
-    assert command.main(["videomme", "--to", str(tmp_path), "--keep-archives"]) == 0
-    assert (tmp_path / "videos_chunked_02.zip").exists()
-    # Without the option, a later start deletes what it finds unpacked.
-    assert command.main(["videomme", "--to", str(tmp_path)]) == 0
-    assert not (tmp_path / "videos_chunked_02.zip").exists()
-
-
 def test_a_damaged_archive_is_kept_and_named_in_one_line(fetched, tmp_path, monkeypatch, capsys):
-    download = hub_client.download
+    download = huggingface_hub.snapshot_download
 
-    def damaging(id, revision, wanted, folder) -> None:
-        download(id, revision, wanted, folder)
-        for name in wanted:
-            if name == "videos_chunked_02.zip":
-                (folder / name).write_bytes((folder / name).read_bytes()[:-30])
+    def damaging(id, local_dir, **arguments):
+        download(id, local_dir=local_dir, **arguments)
+        file = local_dir / "videos_chunked_02.zip"
+        file.write_bytes(file.read_bytes()[:-30])
+        return local_dir
 
-    monkeypatch.setattr(hub_client, "download", damaging)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", damaging)
     assert command.main(["videomme", "--to", str(tmp_path)]) == 2
     assert "videos_chunked_02.zip: cannot be unpacked" in capsys.readouterr().err.splitlines()[-1]
     assert (tmp_path / "videos_chunked_02.zip").exists()
     assert not (tmp_path / "videos_chunked_01.zip").exists()
-    monkeypatch.setattr(hub_client, "download", download)
+    (tmp_path / "videos_chunked_02.zip").unlink()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert command.main(["videomme", "--to", str(tmp_path)]) == 0
     assert None not in videos_of("videomme", tmp_path)
 
@@ -219,41 +209,13 @@ def test_videos_that_are_not_on_the_hub_are_named_and_unpacked_when_they_are_the
     assert (tmp_path / "Charades_v1_480.zip").exists(), "what the user brought is kept"
 
 
-def test_the_sizes_are_those_of_the_hub(fetched, capsys):
-    assert command.main(["--sizes", "videomme", "charades", "cgbench"]) == 0
-    head, videomme, charades, cgbench, *_ = capsys.readouterr().out.splitlines()
-    assert head.split() == ["split", "questions", "videos", "archives", "disk"]
-    assert videomme.split()[0] == "videomme" and "241 kB" in videomme
-    assert videomme.split()[-3] == "3"
-    assert "elsewhere" in charades
-    assert cgbench.split()[5:6] == ["1"], "eleven slices are one archive"
-    assert fetched == []
-
-
-def test_a_split_that_cannot_be_listed_does_not_hide_the_others(fetched, monkeypatch, capsys):
-    listing = hub_client.data_set_files
-
-    def gated(id: str) -> hub_client.Listing:
-        if id.startswith("longvideobench/"):
-            raise ConnectionError(f"{id}: the hub does not list it: gated")
-        return listing(id)
-
-    monkeypatch.setattr(hub_client, "data_set_files", gated)
-    assert command.main(["--sizes"]) == 2
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:9]] == list(BENCHMARKS)
-    assert lines[3].split() == ["longvideobench", "?", "?", "?", "?"]
-    assert "gated" in "\n".join(lines)
-
-
 def test_a_data_set_with_another_layout_is_refused(fetched, monkeypatch, capsys, tmp_path):
-    listing = hub_client.Listing("main", {"test.parquet": 5, "films.rar": 7})
-    monkeypatch.setattr(hub_client, "data_set_files", lambda id: listing)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: tmp_path)
     assert command.main(["videomme", "--to", str(tmp_path)]) == 2
     assert "holds none of videomme/test-*.parquet" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [[], ["videomme", "mlvu"], ["videomee"], ["mlvu", "--to"]])
+@pytest.mark.parametrize("words", [[], ["videomee"], ["mlvu", "--to"]])
 def test_a_wrong_command_line_is_one_line_below_the_usage(words, capsys):
     with pytest.raises(SystemExit):
         command.main(words)
@@ -262,11 +224,6 @@ def test_a_wrong_command_line_is_one_line_below_the_usage(words, capsys):
         .err.splitlines()[-1]
         .startswith("python -m paravt_extras.download: error")
     )
-
-
-def test_an_address_is_no_folder(capsys):
-    assert command.main(["mlvu", "--to", "gs://bucket/mlvu"]) == 2
-    assert "is an address" in capsys.readouterr().err
 
 
 def environment(hub: Hub, home: pathlib.Path) -> dict[str, str]:
@@ -293,7 +250,7 @@ def test_a_download_killed_anywhere_is_completed_by_the_same_command(data_sets, 
     assert done.returncode == 0, done.stderr
     assert {p.name: p.read_bytes() for p in (target / "data").glob("*.mp4")} == VIDEOS
     assert (target / "subtitle/v0.srt").exists()
-    assert archives_in(target / "data") == [] and not list(target.glob("*.zip"))
+    assert not list(target.rglob("*.zip"))
 
 
 def test_an_unreachable_hub_is_one_line(data_sets, tmp_path):

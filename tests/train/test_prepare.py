@@ -1,17 +1,14 @@
-"""The small world as data: made once, continued after an interruption, bad videos left out."""
+"""The small world as data: made once, and refused if its texts are too long."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 
 import pytest
 
-from paravt_jax.data.stored_json import DamagedFileError
 from paravt_jax.method.conversations import render
-from train.left_out import UNREADABLE, LeftOutError
 from train.prepare import prepare
 from train.settings import Run
 from train.world_data import world_records
@@ -35,7 +32,6 @@ def test_what_a_run_learns_from(road):
     rendered = [render(c, road.environment.protocol, lambda clip: 1) for c in data.conversations]
     assert data.lengths == tuple(len(trajectory.ids) for trajectory in rendered)
     assert data.unreadable == {}
-    assert json.loads((data.root.parent / UNREADABLE).read_text()) == {}
 
 
 def test_rl_can_train_on_some_kinds_of_questions(road):
@@ -49,7 +45,7 @@ def test_rl_can_train_on_some_kinds_of_questions(road):
 
 
 def test_preparing_again_makes_nothing_anew(road, folder):
-    files = [p for p in folder.rglob("*") if p.is_file() and p.name != UNREADABLE]
+    files = [p for p in folder.rglob("*") if p.is_file()]
     before = [file.stat().st_mtime_ns for file in files]
     again = prepare(road.run, folder)
     assert [file.stat().st_mtime_ns for file in files] == before
@@ -67,62 +63,6 @@ def test_an_interrupted_preparation_goes_on(road, folder):
     assert again.heldout == road.data.heldout
     assert again.vocabulary.size == road.data.vocabulary.size
     assert (folder / "videos" / "train" / "0000.mp4").stat().st_mtime_ns == kept
-
-
-def test_missing_empty_and_truncated_videos_are_left_out_and_named(road, folder, capsys):
-    videos = folder / "videos" / "train"
-    (videos / "0000.mp4").unlink()
-    (videos / "0001.mp4").write_bytes(b"")
-    whole = (videos / "0002.mp4").read_bytes()
-    (videos / "0002.mp4").write_bytes(whole[: len(whole) // 2])
-    data = prepare(dataclasses.replace(road.run, max_left_out=0.5), folder)
-    bad = {f"train/000{n}.mp4" for n in range(3)}
-    assert set(data.unreadable) == bad
-    assert json.loads((folder / UNREADABLE).read_text()) == data.unreadable
-    assert data.unreadable["train/0000.mp4"] == "missing"
-    assert data.unreadable["train/0001.mp4"].startswith("0 bytes instead of")
-    for records in (data.questions, data.captions):
-        assert records and bad.isdisjoint(record.video for record in records)
-    clips = [clip.path for conversation in data.conversations for clip in conversation.clips]
-    assert clips and bad.isdisjoint(clips)
-    assert data.heldout == road.data.heldout
-    assert "3 videos cannot be read" in capsys.readouterr().out
-
-
-def test_a_video_with_a_flipped_bit_is_left_out_and_named(road, folder):
-    """FFmpeg may read it without an error, as another picture."""
-    file = folder / "videos" / "train" / "0000.mp4"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    data = prepare(dataclasses.replace(road.run, max_left_out=0.5), folder)
-    assert set(data.unreadable) == {"train/0000.mp4"}
-
-
-@pytest.mark.parametrize("part", ["records", "tokenizer"])
-def test_records_and_tokenizer_with_a_flipped_bit_are_refused(road, folder, part):
-    sums = folder / part / "sums.json"
-    name = sorted(json.loads(sums.read_text()))[-1]
-    content = bytearray((folder / part / name).read_bytes())
-    content[-2] ^= 1
-    (folder / part / name).write_bytes(content)
-    with pytest.raises(DamagedFileError, match=rf"{part}/{name}: checksum is wrong; delete"):
-        prepare(road.run, folder)
-
-
-def test_too_many_bad_videos_stop_the_run_and_are_named(road, folder):
-    for n in range(2):
-        (folder / "videos" / "train" / f"000{n}.mp4").write_bytes(b"")
-    with pytest.raises(LeftOutError) as error:
-        prepare(road.run, folder)
-    for part in (
-        "2 of 8",
-        "train/0000.mp4",
-        "train/0001.mp4",
-        "max_left_out: 0.1",
-        "--max-left-out",
-    ):
-        assert part in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,8 @@ from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import begin
 from train.learn.sft import SFTBatches, SFTSettings
 from train.left_out import LeftOutError
-from train.prepare import main, prepare, prepare_set
+from train.prepare import main, prepare
 from train.published_data import DataSettings, hold_out
-from train.run import resolved
 from train.settings import ModelSettings, change
 
 
@@ -120,7 +119,7 @@ def test_rows_that_are_left_out_are_printed_and_limited(data, run, tmp_path, cap
         prepare(strict, tmp_path / "other")
     assert re.fullmatch(
         r"max_left_out: 0\.2; a larger share is left out of charades \(4 of 8 rows: 4 longer "
-        r"than sft\.row_tokens\)\. See .*left_out\.jsonl; .*plan\.json .*--max-left-out",
+        r"than sft\.row_tokens\)\. See .*left_out\.jsonl; .*set\.json .*--max-left-out",
         str(error.value),
     )
 
@@ -137,11 +136,6 @@ def test_a_folder_in_which_another_process_prepares_is_refused(data, run, tmp_pa
         rf"data\.folder: {tmp_path}/set is in use by another process \(id {os.getpid()}\), .*",
         str(error.value),
     )
-    # The other one finished between the first look and the lock.
-    finds = iter([None, {"kept": 1}])
-    monkeypatch.setattr(prepare_module, "known_summary", lambda *settings: next(finds))
-    assert other.data is not None
-    assert prepare_set(other, other.data, tmp_path / "set") == {"kept": 1}
 
 
 def test_row_batches_continue_exactly_and_their_frames_are_prefetched(
@@ -200,56 +194,6 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(
             assert late_overviews(reader, batch, step) == 0
     heldout = {question.id for question in data.heldout}
     assert heldout.isdisjoint(question.id for batch in before + after for question in batch)
-
-
-def test_overviews_of_further_questions_are_prefetched_with_the_budget_of_their_place(data):
-    """The next step's questions move on, and are prefetched with their new budgets."""
-    budgets = {0: [2, 3, 4], 1: [5, 6, 7], 2: [8, 8, 8]}
-    requested: list[tuple[str, int]] = []
-
-    class Reader(FrameReader):
-        def __init__(self):
-            """Starts no processes."""
-
-        def ahead(self, path, wanted, crop=False):
-            assert isinstance(wanted, int)
-            requested.append((pathlib.Path(path).name, wanted))
-
-    questions = QuestionStream(data, Reader(), 3, 2, budgets.__getitem__)
-    questions.draw(0)
-    requested.clear()
-    further = questions.draw(0, places=[1, 2])
-    following = QuestionStream(data, None, 3, 2, budgets.__getitem__)
-    following.set_state(questions.get_state())
-    assert {(pathlib.Path(q.video).name, k) for q, k in zip(further, [3, 4], strict=True)} <= {
-        *requested
-    }
-    wanted = zip(following.draw(1, places=[0, 1, 2]), budgets[1], strict=True)
-    assert {(pathlib.Path(q.video).name, k) for q, k in wanted} <= {*requested}
-
-
-def test_a_process_prefetches_its_own_share(data, monkeypatch):
-    prefetched: list[str] = []
-
-    class Reader(FrameReader):
-        def __init__(self):
-            """Starts no processes."""
-
-        def ahead(self, path, wanted, crop=False):
-            prefetched.append(pathlib.Path(path).name)
-
-    reader = Reader()
-    monkeypatch.setattr(hosts, "process_count", lambda: 2)
-    monkeypatch.setattr(hosts, "process_index", lambda: 1)
-    questions = QuestionStream(data, reader, 3, 2, lambda step: [1, 2, 3, 4])
-    batches = [questions.draw(step) for step in range(2)]
-    own = [question for batch in batches for question in batch[2:]]
-    assert prefetched[:4] == [pathlib.Path(question.video).name for question in own]
-    prefetched.clear()
-    rows = row_stream(data, pack_rows(data, 2048, seed=0), reader, seed=3, rows=2, depth=0)
-    _, second = next(rows)
-    clips = [clip for conversation in data.row(second) for clip in conversation.clips]
-    assert prefetched == [pathlib.Path(clip.path).name for clip in clips]
 
 
 @pytest.mark.parametrize("places", [range(7), [1, 4, 6]], ids=["a step", "further questions"])
@@ -357,24 +301,6 @@ def test_steps_of_the_cold_start_are_packed_rows_that_continue_exactly(
         assert set(features.unreadable.values()) == {"no such file"}
 
 
-def test_conversations_longer_than_a_row_are_left_out(data):
-    shortest = min(data.lengths)
-    packing = pack_rows(data, shortest, seed=0)
-    too_long = [n for n, tokens in enumerate(data.lengths) if tokens > shortest]
-    assert list(packing.left_out) == too_long
-    assert 0 < len(too_long) < 8
-    with pytest.raises(ValueError, match=r"sft\.row_tokens: 7; none of 8"):
-        pack_rows(data, 7, seed=0)
-
-
-def test_settings_of_the_frame_reader_may_change_between_starts(run):
-    def with_data(**fields):
-        return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
-
-    assert resolved(with_data(workers=7, deadline=9.0)) == resolved(run)
-    assert resolved(with_data(frames=8)) != resolved(run)
-
-
 def test_held_out_questions_are_whole_videos_and_stay_the_same():
     questions = tuple(
         Question(f"{video}:{n}", f"{video}.mp4", "a", QuestionKind.OPEN_ENDED, "b")
@@ -411,14 +337,6 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
     assert "paravt_tiny: " in capsys.readouterr().err
 
 
-def test_the_large_recipes_start_from_the_published_data():
-    for recipe in (sft_8b(), paravt_8b()):
-        assert recipe.data == DataSettings()
-        assert recipe.model.path == "Qwen/Qwen3-VL-8B-Instruct"
-    with pytest.raises(ValueError, match="give model.path"):
-        dataclasses.replace(sft_8b(), model=ModelSettings(size="8b"))
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -432,3 +350,79 @@ def test_the_large_recipes_start_from_the_published_data():
 def test_settings_that_cannot_work_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"data.{field}: "):
         DataSettings(**{field: value})
+
+
+def test_overviews_of_further_questions_are_prefetched_with_the_budget_of_their_place(data):
+    """The next step's questions move on, and are prefetched with their new budgets."""
+    budgets = {0: [2, 3, 4], 1: [5, 6, 7], 2: [8, 8, 8]}
+    requested: list[tuple[str, int]] = []
+
+    class Reader(FrameReader):
+        def __init__(self):
+            """Starts no processes."""
+
+        def ahead(self, path, wanted, crop=False):
+            assert isinstance(wanted, int)
+            requested.append((pathlib.Path(path).name, wanted))
+
+    questions = QuestionStream(data, Reader(), 3, 2, budgets.__getitem__)
+    questions.draw(0)
+    requested.clear()
+    further = questions.draw(0, places=[1, 2])
+    following = QuestionStream(data, None, 3, 2, budgets.__getitem__)
+    following.set_state(questions.get_state())
+    assert {(pathlib.Path(q.video).name, k) for q, k in zip(further, [3, 4], strict=True)} <= {
+        *requested
+    }
+    wanted = zip(following.draw(1, places=[0, 1, 2]), budgets[1], strict=True)
+    assert {(pathlib.Path(q.video).name, k) for q, k in wanted} <= {*requested}
+
+
+def test_a_process_prefetches_its_own_share(data, monkeypatch):
+    prefetched: list[str] = []
+
+    class Reader(FrameReader):
+        def __init__(self):
+            """Starts no processes."""
+
+        def ahead(self, path, wanted, crop=False):
+            prefetched.append(pathlib.Path(path).name)
+
+    reader = Reader()
+    monkeypatch.setattr(hosts, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts, "process_index", lambda: 1)
+    questions = QuestionStream(data, reader, 3, 2, lambda step: [1, 2, 3, 4])
+    batches = [questions.draw(step) for step in range(2)]
+    own = [question for batch in batches for question in batch[2:]]
+    assert prefetched[:4] == [pathlib.Path(question.video).name for question in own]
+    prefetched.clear()
+    rows = row_stream(data, pack_rows(data, 2048, seed=0), reader, seed=3, rows=2, depth=0)
+    _, second = next(rows)
+    clips = [clip for conversation in data.row(second) for clip in conversation.clips]
+    assert prefetched == [pathlib.Path(clip.path).name for clip in clips]
+
+
+def test_conversations_longer_than_a_row_are_left_out(data):
+    shortest = min(data.lengths)
+    packing = pack_rows(data, shortest, seed=0)
+    too_long = [n for n, tokens in enumerate(data.lengths) if tokens > shortest]
+    assert list(packing.left_out) == too_long
+    assert 0 < len(too_long) < 8
+    with pytest.raises(ValueError, match=r"sft\.row_tokens: 7; none of 8"):
+        pack_rows(data, 7, seed=0)
+
+
+def test_settings_of_the_frame_reader_may_change_between_starts(run):
+    def with_data(**fields):
+        return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
+
+    assert resolved(with_data(workers=7, deadline=9.0)) == resolved(run)
+    assert resolved(with_data(frames=8)) != resolved(run)
+
+
+def test_the_large_recipes_start_from_the_published_data():
+    for recipe in (sft_8b(), paravt_8b()):
+        assert recipe.data == DataSettings()
+        assert recipe.model.path == "Qwen/Qwen3-VL-8B-Instruct"
+    with pytest.raises(ValueError, match="give model.path"):
+        dataclasses.replace(sft_8b(), model=ModelSettings(size="8b"))
