@@ -17,7 +17,12 @@ _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _LOG_IN = "log in (hf auth login, or set HF_TOKEN)"
 _UNAUTHORIZED = 401
 # What the client raises where a download fails.
-_FAILURES = (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx2.HTTPError)
+_FAILURES = (
+    errors.HfHubHTTPError,
+    errors.LocalEntryNotFoundError,
+    errors.OfflineModeIsEnabled,
+    httpx2.HTTPError,
+)
 
 
 class HubRefusal(ConnectionError):
@@ -53,6 +58,9 @@ def snapshot(
         FileNotFoundError: The repository cannot be downloaded. The message names the remedy.
     """
     try:
+        if folder is not None:
+            # Where the hub does not answer, the client takes a folder as it is for the download.
+            huggingface_hub.HfApi().repo_info(id, repo_type=repo_type)
         return pathlib.Path(
             huggingface_hub.snapshot_download(
                 id,

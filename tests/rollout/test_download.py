@@ -132,6 +132,7 @@ def fetched(monkeypatch, data_sets) -> list[str]:
         return local_dir
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
     return names
 
 

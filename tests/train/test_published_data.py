@@ -41,6 +41,7 @@ from train.learn.sft import SFTBatches, SFTSettings
 from train.left_out import LeftOutError
 from train.prepare import main, prepare
 from train.published_data import DataSettings, hold_out
+from train.run import resolved
 from train.settings import ModelSettings, change
 
 
