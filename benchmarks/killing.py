@@ -67,10 +67,6 @@ class Tally:
 
     kills: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """By moment and signal."""
-    ends: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """By exit code."""
-    phases: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    """By the phase of the last recorded step."""
     runs: int = 0
     """Finished runs."""
     unfinished_saves: int = 0
@@ -301,8 +297,6 @@ def kill_once(
         f"{name}, {sent.name}: exit code {code}; see {folder.with_suffix('.log')}"
     )
     tally.kills[f"{name}, {sent.name}"] += 1
-    tally.ends[str(code)] += 1
-    tally.phases[rows[-1]["phase"] if rows else "before"] += 1
     tally.unfinished_saves += any((folder / "checkpoints").glob("*/*.orbax-checkpoint-tmp*"))
     stopped_cleanly = code in (130, 143)
     if stopped_cleanly and len(rows) > steps_before:
@@ -394,9 +388,7 @@ def main() -> None:
         f"{tally.kills.total()} kills, {tally.runs} runs, each equal to the undisturbed one; "
         f"{minutes:.1f} min"
     )
-    for name in ("kills", "ends", "phases"):
-        counts = sorted(getattr(tally, name).items())
-        print(f"{name}: " + "; ".join(f"{what} {count}" for what, count in counts))
+    print("; ".join(f"{what} {count}" for what, count in sorted(tally.kills.items())))
     print(f"interrupted saves: {tally.unfinished_saves}")
 
 

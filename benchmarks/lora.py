@@ -19,7 +19,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -30,17 +29,18 @@ from configs.sft import sft_tiny
 from models.lora import LoRASettings
 from models.sharding import make_mesh
 from paravt_extras.fit import total_bytes
-from paravt_extras.markdown import table as markdown
 from paravt_extras.plan import PlannedModel, rl_step
 from paravt_extras.report.discovery import greedy
-from paravt_extras.studies.study import over_seeds, require_seeds
+from paravt_extras.report.result import read_result
+from paravt_extras.studies import study
+from paravt_extras.studies.study import Figures, require_seeds
 from paravt_extras.summary import Line
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.atomic import write_atomically
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import Checkpoints
-from train.durable.run_directory import RunDirectory, RunDirectoryError
+from train.durable.run_directory import RunDirectory
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
 from train.model import first_model, take_apart
@@ -50,11 +50,10 @@ from train.settings import Run, change
 
 ROOT = pathlib.Path(__file__).parents[1]
 START, FULL, LORA = "start", "full", "lora"
+TITLES = {START: "before RL", FULL: "all weights", LORA: "LoRA"}
 # Written last into a run's folder: a run without it is not finished.
 MEASURED = "measured.json"
 MIB = 2.0**20
-Figures = dict[str, float | None]
-"""Figures of a run, by the name of their line; None: the run has no such questions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +75,7 @@ class Comparison:
 def plan(out: str, seed: int) -> dict[str, Run]:
     """The three runs of a seed, in their order."""
     folders = {name: f"{out}/{name}-{seed}" for name in (START, FULL, LORA)}
-    evaluation = dataclasses.replace(
-        paravt_tiny().evaluation,
-        dispatch=("parallel",),
-        temperatures=(0.0,),
-        format_temperatures=(),
-        curve=False,
-    )
+    evaluation = dataclasses.replace(study.greedy_evaluation(), curve=False)
     same = {"seed": seed, "world.seed": seed, "text.seed": seed, "evaluation": evaluation}
     start = change(sft_tiny(), START, same | {"run_dir": folders[START]})
     from_start = {"model.path": f"{folders[START]}/model", "align": None, "sft": None}
@@ -106,15 +99,15 @@ def measure(run: Run) -> None:
     folder = pathlib.Path(run.run_dir)
     # Linux counts in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    found = {"process, largest resident size": peak}
+    found = {"process, largest resident size, MiB": peak / MIB}
     if run.rl is not None:
         found |= memory(run, prepare(run, folder))
-        found["checkpoint on disk"] = checkpoint_bytes(folder / "checkpoints" / "rl")
+        found["checkpoint on disk, MiB"] = checkpoint_bytes(folder / "checkpoints" / "rl") / MIB
     write_atomically(folder / MEASURED, json.dumps(found, indent=1) + "\n")
 
 
 def memory(run: Run, data: Data) -> dict[str, float]:
-    """The number of trained parameters, and bytes of what RL holds.
+    """Return the number of trained parameters, and MiB of what RL holds.
 
     Arrays are those with which the run's learner starts. An update takes its arguments (trained
     weights, frozen ones, gradients, the batch) and its temporaries: the compiler's own figures, for
@@ -129,20 +122,15 @@ def memory(run: Run, data: Data) -> dict[str, float]:
     compiled = update().compile().memory_analysis()
     assert compiled is not None
     trained = learner.start.weights
-    arrays = {
-        "decoder": total_bytes((trained, parts.frozen)),
-        "optimizer": total_bytes(learner.start.optimizer),
-        "reference": total_bytes(learner.reference),
-    }
+    optimizer = total_bytes(learner.start.optimizer)
+    arrays = total_bytes((trained, parts.frozen, learner.reference)) + optimizer
     held = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
     # Outputs that take the memory of donated arguments count once.
     held += compiled.output_size_in_bytes - compiled.alias_size_in_bytes
-    return arrays | {
-        "trained parameters": float(sum(x.size for x in jax.tree.leaves(trained))),
-        "decoder, optimizer and reference": sum(arrays.values()),
-        "RL update, temporaries": float(compiled.temp_size_in_bytes),
-        "RL update, arguments and temporaries": float(held),
-        "RL update, with the optimizer's state": held + arrays["optimizer"],
+    return {
+        "trained parameters, thousands": sum(x.size for x in jax.tree.leaves(trained)) / 1e3,
+        "decoder, optimizer and reference, MiB": arrays / MIB,
+        "RL update, with the optimizer's state, MiB": (held + optimizer) / MIB,
     }
 
 
@@ -153,16 +141,6 @@ def checkpoint_bytes(folder: pathlib.Path) -> float:
 
 
 # --- all runs ---
-
-
-def finished(run: Run) -> bool:
-    """Whether a run is finished and measured.
-
-    Raises:
-        RunDirectoryError: The folder belongs to a run with other settings, or is in use.
-    """
-    with RunDirectory(run.run_dir, resolved(run)):
-        return (pathlib.Path(run.run_dir) / MEASURED).exists()
 
 
 def start_process(out: str, seed: int, name: str) -> None:
@@ -181,38 +159,10 @@ def start_process(out: str, seed: int, name: str) -> None:
         raise RuntimeError(f"{name}, seed {seed}: ended with exit code {code}; see {log_file}")
 
 
-def carry_out(out: str, seeds: Sequence[int]) -> None:
-    """Carry out the runs that are not finished, one at a time."""
-    for seed in seeds:
-        for name, run in plan(out, seed).items():
-            if finished(run):
-                continue
-            print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
-            shutil.rmtree(run.run_dir)
-            start_process(out, seed, name)
-
-
-# --- figures ---
-
-# By line of the table: digits after the point, and the unit.
-SIZES = {
-    "decoder": 2,
-    "optimizer": 2,
-    "reference": 2,
-    "decoder, optimizer and reference": 2,
-    "RL update, temporaries": 1,
-    "RL update, arguments and temporaries": 1,
-    "RL update, with the optimizer's state": 1,
-    "checkpoint on disk": 2,
-    "process, largest resident size": 0,
-}
-
-
 def figures(run: Run) -> Figures:
-    """Figures of a finished run after its last phase. Sizes are in MiB."""
+    """Return the figures of a finished run after its last phase. Sizes are in MiB."""
     folder = pathlib.Path(run.run_dir)
-    result = json.loads((folder / "result.json").read_text())
-    measured = json.loads((folder / MEASURED).read_text())
+    result = read_result(folder)
     phase = "before" if run.rl is None else "after"
     found: Figures = {f"accuracy, K = {row['k']}": row["accuracy"] for row in greedy(result[phase])}
     lines = (
@@ -223,28 +173,7 @@ def figures(run: Run) -> Figures:
         Line("compliance", phase, "compliance"),
     )
     found |= {line.name: line.value(result) for line in lines}
-    if "trained parameters" in measured:
-        found["trained parameters, thousands"] = measured["trained parameters"] / 1e3
-    found |= {f"{name}, MiB": measured[name] / MIB for name in SIZES if name in measured}
-    return found | {"minutes": result["seconds"] / 60}
-
-
-def table(found: Mapping[str, Sequence[Figures]]) -> str:
-    """A Markdown table with a line per figure: mean and standard deviation over the seeds.
-
-    Args:
-        found: The figures of each seed, by the name of the run.
-    """
-    rows = []
-    for name in found[FULL][0]:
-        columns = [[run.get(name) for run in found[arm]] for arm in (START, FULL, LORA)]
-        pairs = zip(columns[1], columns[2], strict=True)
-        columns.append([None if a is None or b is None else b - a for a, b in pairs])
-        digits = SIZES.get(name.removesuffix(", MiB"), 1 if name == "minutes" else 2)
-        rows.append(
-            [name, *(over_seeds(values, f"z,.{digits}f", f",.{digits}f") for values in columns)]
-        )
-    return markdown(["", "before RL", "all weights", "LoRA", "LoRA - all weights"], rows)
+    return found | json.loads((folder / MEASURED).read_text()) | {"minutes": result["seconds"] / 60}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -255,17 +184,18 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     folder = pathlib.Path(command.out)
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        carry_out(command.out, command.seeds)
-    except (RunDirectoryError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    runs = [plan(command.out, seed) for seed in command.seeds]
-    found = {name: [figures(of_seed[name]) for of_seed in runs] for name in (START, FULL, LORA)}
-    content = {"seeds": command.seeds, "figures": found}
-    write_atomically(folder / "results.json", json.dumps(content, indent=1) + "\n")
-    write_atomically(folder / "table.md", table(found) + "\n")
-    print(table(found))
+    runs = {seed: plan(command.out, seed) for seed in command.seeds}
+    for seed, of_seed in runs.items():
+        for name, run in of_seed.items():
+            # Opening the folder refuses a run with other settings.
+            with RunDirectory(run.run_dir, resolved(run)):
+                finished = (pathlib.Path(run.run_dir) / MEASURED).exists()
+            if not finished:
+                print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
+                shutil.rmtree(run.run_dir)
+                start_process(command.out, seed, name)
+    arms = {name: [figures(of_seed[name]) for of_seed in runs.values()] for name in TITLES}
+    study.write(folder, {TITLES[name]: found for name, found in arms.items()})
     return 0
 
 

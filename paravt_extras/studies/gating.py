@@ -5,42 +5,41 @@
 From the naive cold start of `paravt_tiny`, RL trains on multiple choice alone, once with K drawn
 per prompt from {4, ..., 64} and once with K = 64 for every prompt, where every overview shows the
 answer. No reward pays for calls. Each seed has a world, questions and demonstrations of its own,
-and a whole run of `paravt_tiny`, from which both arms take the cold start. Every run is an ordinary
-run directory (`train.run`), so the command can be interrupted and repeated; finished runs are only
-read.
+and a whole run of `paravt_tiny`, from which both arms take the cold start.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tyro
+from matplotlib.figure import Figure
 
 from configs.ablations import UNGATED
 from configs.paravt_tiny import paravt_tiny
 from paravt_extras.report.discovery import greedy_curve, of_group
 from paravt_extras.report.result import read_result
-from paravt_extras.studies.gating_figure import figure
-from paravt_extras.studies.study import require_seeds, run_study
+from paravt_extras.studies import study
+from paravt_extras.studies.study import STYLES, Figures
 from paravt_jax.data.any_path import require_local
-from paravt_jax.data.atomic import write_atomically
-from train.durable.metrics import format_seconds
 from train.settings import Run, change
 
 START, DRAWN, FIXED = "cold start", "K drawn per prompt", "K = 64"
-Row = dict[str, Any]
-COLUMNS = {
+FIGURES = {
     "accuracy, choice": of_group("mcq", "score"),
     "accuracy, grounding": of_group("tvg", "score"),
     "crops, choice, answer not shown": of_group("mcq hidden", "calls"),
     "crops, choice, answer shown": of_group("mcq shown", "calls"),
     "crops, grounding": of_group("tvg", "calls"),
+}
+PANELS = {
+    "choice: accuracy": of_group("mcq", "score"),
+    "choice: crops": of_group("mcq", "calls"),
+    "grounding: IoU": of_group("tvg", "score"),
+    "grounding: crops": of_group("tvg", "calls"),
 }
 
 
@@ -54,82 +53,78 @@ class Gating:
     """Seeds of world, questions, demonstrations and run."""
 
     def __post_init__(self):
-        require_seeds(self.seeds)
+        study.require_seeds(self.seeds)
         require_local("run_dir", self.run_dir)
 
 
 def plan(command: Gating) -> dict[str, list[Run]]:
-    """The runs, one per seed: `paravt_tiny` as users start it, and both arms from its cold start.
-
-    The arms are only evaluated greedily.
-    """
+    """Return the runs, one per seed: `paravt_tiny`, and both arms from its cold start."""
     runs: dict[str, list[Run]] = {START: [], DRAWN: [], FIXED: []}
-    evaluation = dataclasses.replace(
-        paravt_tiny().evaluation,
-        dispatch=("parallel",),
-        temperatures=(0.0,),
-        format_temperatures=(),
-    )
-    arm = {"rl.kinds": ("mcq",), "rl.control": False, "evaluation": evaluation}
     for seed in command.seeds:
         folders = {name: f"{command.run_dir}/{name}-{seed}" for name in ("start", "drawn", "fixed")}
         seeds = {"seed": seed, "world.seed": seed, "text.seed": seed}
         start = change(paravt_tiny(), "paravt_tiny", seeds | {"run_dir": folders["start"]})
-        shared = arm | {"start": start.run_dir}
+        arm = {"rl.kinds": ("mcq",), "rl.control": False, "start": start.run_dir}
+        arm["evaluation"] = study.greedy_evaluation()
         runs[START].append(start)
-        runs[DRAWN].append(change(start, "drawn", shared | {"run_dir": folders["drawn"]}))
-        runs[FIXED].append(change(start, "fixed", UNGATED | shared | {"run_dir": folders["fixed"]}))
+        runs[DRAWN].append(change(start, "drawn", arm | {"run_dir": folders["drawn"]}))
+        runs[FIXED].append(change(start, "fixed", UNGATED | arm | {"run_dir": folders["fixed"]}))
     return runs
 
 
-def read(run: Run) -> list[Row]:
-    """The greedy evaluations of a finished run: rows with `step` and `k`, in the order of steps."""
-    result = read_result(pathlib.Path(run.run_dir))
+def curve(run: Run) -> list[dict[str, Any]]:
+    """Return the greedy evaluations of a finished run: rows with `step` and `k`, by step."""
     assert run.rl is not None
-    return greedy_curve(result, run.rl.steps)
+    return greedy_curve(read_result(pathlib.Path(run.run_dir)), run.rl.steps)
 
 
-def _over_seeds(runs: Sequence[list[Row]], step: int, k: int, value: Callable[[Row], Any]) -> str:
-    """The mean over seeds, with the lowest and the highest value; a dash for none."""
-    rows = [row for run in runs for row in run if row["step"] == step and row["k"] == k]
-    known = [found for found in map(value, rows) if found is not None]
-    if not known:
-        return "–"
-    return f"{statistics.mean(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
+def figures(run: Run) -> Figures:
+    """Return the figures of a finished run before and after RL, by K."""
+    rows = curve(run)
+    ends = {"before": rows[0]["step"], "after": rows[-1]["step"]}
+    return {
+        f"{name}, K = {row['k']}, {when} RL": value(row)
+        for name, value in FIGURES.items()
+        for when, step in ends.items()
+        for row in rows
+        if row["step"] == step
+    }
 
 
-def table(results: dict[str, list[list[Row]]]) -> str:
-    """A Markdown table: each arm at each K, before and after RL."""
-    titles = ["trained with", "evaluated at K", "before or after RL", *COLUMNS]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for arm, runs in results.items():
-        steps = sorted({row["step"] for row in runs[0]})
-        for k in sorted({row["k"] for row in runs[0]}):
-            for when, step in (("before", steps[0]), ("after", steps[-1])):
-                cells = [_over_seeds(runs, step, k, value) for value in COLUMNS.values()]
-                lines.append(f"| {arm} | {k} | {when} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def draw(runs: Mapping[str, Sequence[Run]]) -> Figure:
+    """Draw greedy accuracy and crops by K over the steps of RL, with a column per arm."""
+    drawing = Figure(figsize=(8.4, 8.6), layout="constrained")
+    panels = drawing.subplots(len(PANELS), len(runs), sharex=True, sharey="row", squeeze=False)
+    for column, (arm, of_arm) in enumerate(runs.items()):
+        curves = [curve(run) for run in of_arm]
+        budgets = sorted({row["k"] for rows in curves for row in rows})
+        panels[0, column].set_title(f"trained with {arm}")
+        panels[-1, column].set_xlabel("step of RL")
+        for axes, (name, value) in zip(panels[:, column], PANELS.items(), strict=True):
+            for k, style in zip(budgets, STYLES, strict=False):
+                lines = [
+                    [(row["step"], value(row)) for row in rows if row["k"] == k] for rows in curves
+                ]
+                study.band(axes, lines, style, f"asked with K = {k}")
+            axes.set_ylim(0)
+            if column == 0:
+                axes.set_ylabel(name)
+    keys = panels[0, 0].get_legend_handles_labels()
+    drawing.legend(*keys, loc="outside upper center", ncols=len(STYLES), frameon=False)
+    return drawing
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code. Writes table.md, figure.svg and results.json."""
+    """Run the command; return its exit code. Writes table.md, figure.svg and results.json."""
     command = tyro.cli(Gating, args=argv, prog="python -m paravt_extras.studies.gating")
-    folder = pathlib.Path(command.run_dir)
-    start = time.monotonic()
     runs = plan(command)
-    # The run with the cold start comes first. All runs of a seed come before the next seed.
-    order = [run for of_seed in zip(*runs.values(), strict=True) for run in of_seed]
-    code = run_study(order)
-    if code:
-        return code
-    results = {arm: [read(run) for run in runs[arm]] for arm in (DRAWN, FIXED)}
-    write_atomically(folder / "results.json", json.dumps(results, indent=1) + "\n")
-    write_atomically(folder / "table.md", table(results) + "\n")
-    write_atomically(folder / "figure.svg", figure(results))
-    print(table(results))
-    seconds = format_seconds(time.monotonic() - start)
-    print(f"done in {seconds}; see {folder / 'table.md'} and {folder / 'figure.svg'}")
-    return 0
+    # All runs of a seed come before the next seed; the one with the cold start comes first.
+    code = study.carry_out([run for seed in zip(*runs.values(), strict=True) for run in seed])
+    if code == 0:
+        arms = {arm: runs[arm] for arm in (DRAWN, FIXED)}
+        found = {arm: [figures(run) for run in of_arm] for arm, of_arm in arms.items()}
+        study.write(pathlib.Path(command.run_dir), found, lambda: draw(arms))
+    return code
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """What do rollouts that outlive an update cost? `python -m paravt_extras.studies.staleness`
 
 Each seed has a cold start (`sft_tiny`). From its weights, RL runs with the settings of
-`paravt_tiny` and `rl.max_staleness` 0, 1 and 2. Everything else is equal. Every run is an ordinary
-run directory (`train.run`), so the command can be interrupted and repeated; finished runs are only
-read.
+`paravt_tiny` and `rl.max_staleness` 0, 1 and 2. Everything else is equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,20 +16,16 @@ import tyro
 
 from configs.paravt_tiny import paravt_tiny
 from configs.sft import sft_tiny
-from paravt_extras.markdown import table as markdown
 from paravt_extras.report.discovery import greedy
 from paravt_extras.report.result import read_result
-from paravt_extras.studies.study import over_seeds, require_seeds, run_study
+from paravt_extras.studies import study
+from paravt_extras.studies.study import Figures, rl_steps
 from paravt_jax.data.any_path import require_local
-from paravt_jax.data.atomic import write_atomically
-from train.durable.metrics import read_metrics
 from train.settings import Run, change
 
 MAX_STALENESS = (0, 1, 2)
 # KL, weights and lengths change as the model learns. These are of the last steps.
 LAST = 10
-Figures = dict[str, float]
-"""Figures of a run, by the name of their line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +38,13 @@ class Staleness:
     """Seeds of world, questions, demonstrations and run."""
 
     def __post_init__(self):
-        require_seeds(self.seeds)
+        study.require_seeds(self.seeds)
         require_local("run_dir", self.run_dir)
 
 
 def plan(command: Staleness, seed: int) -> list[Run]:
-    """The runs of a seed: the cold start, and one for each bound. They are evaluated greedily."""
-    evaluation = dataclasses.replace(
-        paravt_tiny().evaluation,
-        dispatch=("parallel",),
-        temperatures=(0.0,),
-        format_temperatures=(),
-        curve=False,
-    )
+    """Return the runs of a seed: the cold start, and one for each bound."""
+    evaluation = dataclasses.replace(study.greedy_evaluation(), curve=False)
     same = {"seed": seed, "world.seed": seed, "text.seed": seed, "evaluation": evaluation}
     folder = f"{command.run_dir}/start-{seed}"
     start = change(sft_tiny(), "start", same | {"run_dir": folder})
@@ -74,17 +61,16 @@ def plan(command: Staleness, seed: int) -> list[Run]:
 
 
 def figures(run: Run) -> Figures:
-    """Figures of a finished run of RL."""
-    folder = pathlib.Path(run.run_dir)
-    result = read_result(folder)
-    steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == "rl"]
+    """Return the figures of a finished run of RL."""
+    result = read_result(pathlib.Path(run.run_dir))
+    steps = rl_steps(run)
 
     def mean(name: str, rows: Sequence[Mapping[str, Any]] = steps) -> float:
         return float(np.mean([row[name] for row in rows if name in row]))
 
     last = steps[-LAST:]
     accuracy = [row["accuracy"] for row in greedy(result["after"])]
-    found = {
+    found: Figures = {
         "accuracy after RL, mean over K": float(np.mean(accuracy)),
         "f": mean("format_reward"),
         "kappa": mean("calls"),
@@ -108,33 +94,18 @@ def figures(run: Run) -> Figures:
     return found
 
 
-def table(found: Mapping[int, Sequence[Figures]]) -> str:
-    """A Markdown table: mean and standard deviation over the seeds, a column for each bound."""
-    names = list(dict.fromkeys(name for runs in found.values() for name in runs[0]))
-    rows = []
-    for name in names:
-        columns = [[run.get(name) for run in runs] for runs in found.values()]
-        rows.append([name, *(over_seeds(values, "z.3g", ".2g") for values in columns)])
-    return markdown(["max_staleness", *map(str, found)], rows)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code. Writes table.md and results.json."""
+    """Run the command; return its exit code. Writes table.md and results.json."""
     command = tyro.cli(Staleness, args=argv, prog="python -m paravt_extras.studies.staleness")
-    folder = pathlib.Path(command.run_dir)
     runs = [plan(command, seed) for seed in command.seeds]
-    code = run_study([run for of_seed in runs for run in of_seed])
-    if code:
-        return code
-    found = {
-        bound: [figures(of_seed[1 + number]) for of_seed in runs]
-        for number, bound in enumerate(MAX_STALENESS)
-    }
-    content = {"seeds": command.seeds, "figures": found}
-    write_atomically(folder / "results.json", json.dumps(content, indent=1) + "\n")
-    write_atomically(folder / "table.md", table(found) + "\n")
-    print(table(found))
-    return 0
+    code = study.carry_out([run for of_seed in runs for run in of_seed])
+    if code == 0:
+        found = {
+            f"max_staleness {bound}": [figures(of_seed[1 + number]) for of_seed in runs]
+            for number, bound in enumerate(MAX_STALENESS)
+        }
+        study.write(pathlib.Path(command.run_dir), found)
+    return code
 
 
 if __name__ == "__main__":

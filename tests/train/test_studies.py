@@ -1,0 +1,301 @@
+"""The studies without training: their runs, what stops them, their tables and figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import signal
+from typing import Any
+
+import jax
+import pytest
+
+from configs.paradox import ARMS
+from configs.paravt_tiny import paravt_tiny
+from paravt_extras.studies import gating, paradox, staleness, study
+from paravt_extras.studies.gating import DRAWN, FIXED, Gating
+from paravt_extras.studies.paradox import COLD_START, Paradox
+from paravt_extras.studies.staleness import Staleness
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos
+from train.durable.interrupts import Interrupts
+from train.durable.run_directory import RunDirectory, cold_start_identity
+from train.run import resolved
+from train.settings import RLSettings, Run, change
+
+GRPO, ANCHORED, GATED, FULL = ARMS
+KS = (4, 64)
+
+
+class FakeRuns:
+    """Replaces `execute`: writes the files of a run, with figures that depend on its seed."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+
+    def __call__(self, run: Run, interrupts: Interrupts) -> None:
+        interrupts.check("stopped")
+        folder = pathlib.Path(run.run_dir)
+        RunDirectory(folder, resolved(run)).close()
+        self.done.append((run.name, run.seed))
+        bound = 0 if run.rl is None else run.rl.max_staleness
+        value = run.seed / 100
+        result = {
+            "before": [row(k, 0.1, 0.0) for k in KS],
+            "curve": [row(k, 0.2, 1.0) | {"step": 14} for k in KS],
+            "after": [row(k, 0.5 + value, 2.0) for k in KS],
+            "by_temperature": [
+                row(k, 0, 1) | {"phase": "after", "temperature": 1.0, "format_reward": 0.5}
+                for k in KS
+            ],
+        }
+        (folder / "result.json").write_text(json.dumps(result))
+        lines = [{"phase": "sft", "step": 1, "wall": 0.0}]
+        if run.rl is not None:
+            lines += [rl_line(step, value, bound) for step in range(1, 21)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def row(k: int, accuracy: float, calls: float) -> dict[str, Any]:
+    groups = {
+        name: {"score": accuracy, "calls": calls, "n": 4}
+        for name in ("mcq", "tvg", "mcq hidden" if k == 4 else "mcq shown")
+    }
+    measured = {"accuracy": accuracy, "calls": calls, "compliance": 0.5, "tool_gap": None, "n": 8}
+    return {"k": k, "dispatch": "parallel", "temperature": 0.0, "groups": groups} | measured
+
+
+def rl_line(step: int, value: float, bound: int) -> dict[str, Any]:
+    line = {
+        "phase": "rl",
+        "step": step,
+        "wall": 60.0 * step,
+        "accuracy": step / 20 + value,
+        "compliance": 0.5,
+        "calls": 1.0,
+        "format_reward": 0.9,
+        "kl_reference": 1.0 if step > 10 else 9.0,
+        "behaviour_weight": 1.0,
+        "behaviour_weight_max": 1.0 + step / 10,
+        "capped_fraction": 0.0,
+        "length/response": 30.0,
+        "time/rollout": 4.0 - bound,
+        # One step in two has rollouts with calls and without: the gap is the weighted mean.
+        "k4/tool_gap": 1.0 if step % 2 else None,
+        "k4/rollouts": 8,
+        "k4/rollouts_with_calls": 4,
+        "tags/think_close/probability": step / 20,
+        "tags/think_close/count": 5.0,
+    }
+    if bound:
+        line |= {"staleness/mean": 0.5 * bound, "length/sampled": 30.0 if step % 2 else 40.0}
+        line["in_flight/ended"] = 3.0 if step % 2 else 1.0
+    return line
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Replaces training; settings of the process are restored."""
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    fake = FakeRuns()
+    monkeypatch.setattr(study, "execute", fake)
+    monkeypatch.setattr(study, "reuse_freed_memory", lambda: None)
+    yield fake
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def cells(folder: pathlib.Path) -> dict[str, list[str]]:
+    """The lines of table.md by their first cell."""
+    lines = (folder / "table.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return {row[0]: row[1:] for row in rows}
+
+
+def rl_of(run: Run) -> RLSettings:
+    assert run.rl is not None
+    return run.rl
+
+
+# --- the runs ---
+
+
+def test_the_settings_of_the_paradox_share_one_cold_start():
+    runs = paradox.plan(Paradox(run_dir="here", seeds=(0, 5)))
+    assert list(runs) == [COLD_START, *ARMS]
+    (start,) = runs[COLD_START]
+    assert start.rl is None
+    for arm in ARMS:
+        assert [run.seed for run in runs[arm]] == [0, 5]
+        for run in runs[arm]:
+            assert run.start == start.run_dir
+            assert cold_start_identity(resolved(run)) == cold_start_identity(
+                resolved(dataclasses.replace(start, seed=run.seed))
+            )
+            assert run.evaluation == start.evaluation
+    assert len({run.run_dir for of_arm in runs.values() for run in of_arm}) == 9
+
+
+@pytest.mark.parametrize(
+    ("arm", "gated", "anchored"),
+    [(GRPO, False, False), (ANCHORED, False, True), (GATED, True, False), (FULL, True, True)],
+)
+def test_a_setting_differs_from_the_full_method_in_its_remedies_only(arm, gated, anchored):
+    runs = paradox.plan(Paradox())
+    run, whole = runs[arm][0], runs[FULL][0]
+    rl, full = rl_of(run), rl_of(whole)
+    assert rl.frame_budgets == (full.frame_budgets if gated else (64,))
+    assert (rl.grpo.anchor != "none", run.protocol.pin_think) == (anchored, anchored)
+    mended = change(
+        run,
+        whole.name,
+        {
+            "run_dir": whole.run_dir,
+            "rl.frame_budgets": full.frame_budgets,
+            "rl.grpo.anchor": full.grpo.anchor,
+            "rl.rewards.answer_suffix": full.rewards.answer_suffix,
+            "protocol.pin_think": True,
+        },
+    )
+    assert mended == whole
+
+
+def test_a_weak_prior_and_other_rewards_have_folders_of_their_own():
+    strong, weak = paradox.plan(Paradox("here")), paradox.plan(Paradox("here", prior="weak"))
+    paid = paradox.plan(Paradox("here", rewards="published"))
+    assert list(weak) == [COLD_START, GRPO, FULL]
+    assert {run.start for run in weak[FULL]} == {"here/cold-start-weak"}
+    assert [rl_of(run) for run in weak[FULL]] == [rl_of(run) for run in strong[FULL]]
+    assert (
+        rl_of(paid[FULL][0]).rewards.tool_weight > 0 == rl_of(strong[FULL][0]).rewards.tool_weight
+    )
+    folders = [run.run_dir for runs in (strong, weak, paid) for run in runs[FULL]]
+    assert len(set(folders)) == len(folders)
+
+
+@pytest.mark.parametrize(("prior", "least", "most"), [("strong", 0.6, 1.0), ("weak", 0.02, 0.1)])
+def test_the_prior_is_the_share_of_demonstrations_that_call(prior, least, most):
+    run = paradox.plan(Paradox(prior=prior))[COLD_START][0]
+    assert run.world is not None and run.text is not None
+    train_videos = videos.of_split(videos.plan(run.world), "train")[:150]
+    said = [
+        "".join(str(part) for turn in demonstration.turns for part in turn.content)
+        for demonstration in world_text.main_conversations(train_videos, run.text)
+    ]
+    calls = [text for text in said if "crop_video(" in text or '"crop_video"' in text]
+    assert least < len(calls) / len(said) <= most
+    assert any("<tool_code>" in text for text in calls) == (prior == "strong")
+
+
+def test_the_arms_of_gating_differ_in_k_alone():
+    runs = gating.plan(Gating("g", seeds=(4, 5)))
+    for start, drawn, fixed in zip(*runs.values(), strict=True):
+        assert start.world is not None and start.seed == start.world.seed
+        for arm in (drawn, fixed):
+            assert arm.start == start.run_dir
+            assert cold_start_identity(resolved(arm)) == cold_start_identity(resolved(start))
+        assert drawn.rl == dataclasses.replace(rl_of(start), kinds=("mcq",), control=False)
+        assert fixed.rl == dataclasses.replace(rl_of(drawn), frame_budgets=(64,))
+        same = {"rl": None, "run_dir": "", "name": ""}
+        assert resolved(drawn) | same == resolved(fixed) | same
+    assert rl_of(runs[gating.START][0]) == paravt_tiny().rl
+
+
+def test_the_arms_of_staleness_differ_in_the_bound_alone():
+    start, *arms = staleness.plan(Staleness("s"), seed=5)
+    assert [rl_of(arm).max_staleness for arm in arms] == list(staleness.MAX_STALENESS)
+    for arm in arms:
+        assert cold_start_identity(resolved(arm)) == cold_start_identity(resolved(start))
+        same = {"run_dir": arms[0].run_dir, "rl.max_staleness": 0}
+        assert change(arm, arms[0].name, same) == arms[0]
+
+
+@pytest.mark.parametrize("seeds", [(), (4, 4), (-1,)])
+def test_seeds_are_different_numbers(seeds):
+    for settings in (Paradox, Gating, Staleness):
+        with pytest.raises(ValueError, match="seeds: "):
+            settings(seeds=seeds)
+
+
+# --- the commands ---
+
+
+def test_the_paradox_writes_its_table_and_its_figure_and_finished_runs_are_only_read(
+    fake, tmp_path, capsys
+):
+    command = ["--run-dir", str(tmp_path), "--seeds", "0", "2"]
+    assert paradox.main(command) == 0
+    names = ["grpo", "exploration-anchoring", "nframes-gating", "para-grpo"]
+    start = ("cold_start", fake.done[0][1])
+    assert fake.done == [start, *((name, seed) for seed in (0, 2) for name in names)]
+    folder = tmp_path / "outcome"
+    table = cells(folder)
+    assert table["accuracy, K = 4"][1:] == ["0.51 [0.5, 0.52]"] * 4
+    # Steps 16 to 20.
+    assert table["accuracy, training"] == ["–", *["0.91 [0.9, 0.92]"] * 4]
+    assert table["probability of `</think>`, training"][1] == "0.9 [0.9, 0.9]"
+    assert table["tool gap of the reward, training, K = 4"][1] == "1 [1, 1]"
+    assert table["compliance, temperature 1"] == ["0.5", *["0.5 [0.5, 0.5]"] * 4]
+    figure = (folder / "figure.svg").read_text()
+    assert all(name in figure for name in (*ARMS, COLD_START))
+    assert (folder / "table.md").read_text() in capsys.readouterr().out
+    fake.done.clear()
+    assert paradox.main(command) == 0
+    assert not fake.done
+    assert (folder / "figure.svg").read_text() == figure
+
+
+def test_gating_compares_both_arms_before_and_after(fake, tmp_path):
+    assert gating.main(["--run-dir", str(tmp_path), "--seeds", "7", "9"]) == 0
+    assert [name for name, _ in fake.done] == ["paravt_tiny", "drawn", "fixed"] * 2
+    table = cells(tmp_path)
+    assert table[""] == [DRAWN, FIXED]
+    assert table["accuracy, choice, K = 4, before RL"] == ["0.1 [0.1, 0.1]"] * 2
+    assert table["accuracy, choice, K = 4, after RL"] == ["0.58 [0.57, 0.59]"] * 2
+    # With K = 64 all overviews show the answer here.
+    assert "crops, choice, answer not shown, K = 64, after RL" not in table
+    drawing: Any = gating.draw({DRAWN: gating.plan(Gating(str(tmp_path), (7, 9)))[DRAWN]})
+    (axes, *_) = drawing.axes
+    assert list(axes.lines[0].get_xdata()) == [0, 14, 56]
+    assert axes.lines[0].get_ydata() == pytest.approx([0.1, 0.2, 0.58])
+
+
+def test_staleness_has_a_column_for_each_bound(fake, tmp_path):
+    assert staleness.main(["--run-dir", str(tmp_path), "--seeds", "4", "6"]) == 0
+    table = cells(tmp_path)
+    assert table[""] == ["max_staleness 0", "max_staleness 1", "max_staleness 2"]
+    assert table["KL, last 10 steps"] == ["1 [1, 1]"] * 3
+    assert table["behaviour weight, largest"] == ["3 [3, 3]"] * 3
+    assert table["age of trained tokens, updates"] == ["–", "0.5 [0.5, 0.5]", "1 [1, 1]"]
+    assert table["tokens per episode, all that ended"][1] == "32.5 [32.5, 32.5]"
+    assert table["minutes of RL"] == ["19 [19, 19]"] * 3
+
+
+def test_a_signal_stops_a_study_with_advice(fake, tmp_path, monkeypatch, capsys):
+    def interrupted(run: Run, interrupts: Interrupts) -> None:
+        if len(fake.done) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        fake(run, interrupts)
+
+    monkeypatch.setattr(study, "execute", interrupted)
+    assert gating.main(["--run-dir", str(tmp_path)]) == 143
+    assert len(fake.done) == 2
+    assert "same command" in capsys.readouterr().err
+    assert not (tmp_path / "table.md").exists()
+
+
+def test_a_folder_of_another_run_and_an_error_of_a_run_end_it_in_one_line(
+    fake, tmp_path, monkeypatch, capsys
+):
+    stranger = tmp_path / "foreign" / "start-4" / "thesis.tex"
+    stranger.parent.mkdir(parents=True)
+    stranger.write_text("")
+    assert gating.main(["--run-dir", str(tmp_path / "foreign")]) == 1
+    assert "thesis.tex" in capsys.readouterr().err
+
+    def refused(run: Run, interrupts: Interrupts) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(study, "execute", refused)
+    assert gating.main(["--run-dir", str(tmp_path / "own")]) == 1
+    assert capsys.readouterr().err.endswith("error: no room\n")
