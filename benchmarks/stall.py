@@ -13,17 +13,19 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks.engine import TimedEncoder
 from models.family import family
 from models.features import FrameFeatures, FrameSettings
+from models.features.cache import Encoded
+from models.features.encoder import FrameEncoder
 from models.model import VisionLanguageModel
 from paravt_jax.data.frames import FrameSource, ReadFrames, ReadTask
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
@@ -65,6 +67,19 @@ class Delayed:
 def second_per_crop(task: ReadTask) -> float:
     """A crop takes a second. Overviews are there at once."""
     return 0.0 if isinstance(task.wanted, int) else 1.0
+
+
+class TimedEncoder(FrameEncoder):
+    """An encoder that sums up the seconds of the vision tower."""
+
+    seconds = 0.0
+
+    def encode(self, pixels: np.ndarray, grid: tuple[int, int]) -> Iterator[Encoded]:
+        start = time.perf_counter()
+        encoded = [*super().encode(pixels, grid)]
+        jax.block_until_ready([frame.batch for frame in encoded])
+        self.seconds += time.perf_counter() - start
+        return iter(encoded)
 
 
 class Planned:

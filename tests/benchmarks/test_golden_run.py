@@ -76,22 +76,9 @@ def test_missing_and_new_names_come_first_and_then_the_largest_difference():
     assert named == ["rl 1: loss", "sft 1: loss", f"{POSITIONS}: norm"]
 
 
-def test_a_long_list_ends_with_how_many_more_there_are():
-    expected = {f"rl {step}: loss": 1.5 for step in range(golden_run.MOST_LINES + 7)}
-    lines = golden_run.compare(expected, dict.fromkeys(expected, 1.6))
-    assert len(lines) == golden_run.MOST_LINES + 1
-    assert lines[-1] == "and 7 more"
-
-
 def test_a_run_that_was_not_finite_makes_no_record(tmp_path, monkeypatch):
     monkeypatch.setattr(golden_run, "RECORD", tmp_path / "record.json")
     with pytest.raises(ValueError, match="rl 1: loss"):
         golden_run.write_record(EXPECTED | {"rl 1: loss": math.nan})
     golden_run.write_record(EXPECTED | {"sft 1: tokens": 417.0})
     assert golden_run.compare(golden_run.read_record(), EXPECTED) == []
-
-
-def test_a_weights_vector_depends_on_its_name_alone():
-    first, second = (golden_run.random_vector(name, (4, 2)) for name in ("a.weight", "b.weight"))
-    assert (first == golden_run.random_vector("a.weight", (4, 2))).all()
-    assert (first != second).all()

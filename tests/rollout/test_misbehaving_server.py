@@ -1,19 +1,11 @@
-"""Evaluates against a server that misbehaves: `python -m benchmarks.misbehaving_server`.
+"""An evaluation against a server that misbehaves as servers and proxies do.
 
-The server answers 1,000 generated questions, each only after one of the faults in `FAULTS`: errors
-with and without Retry-After, proxies' pages, broken and endless bodies, closed connections,
-refusals. The evaluation is killed (SIGKILL) half way and started again until no question is left.
-Then this holds, or the command fails:
-
-- Every question has an outcome: played and right, or refused where the server refused it.
-- No question was asked again that had its answer on disk when the evaluation was killed.
-- No question was asked again by the process that had got its answer.
+It answers each question only after one of the faults in `FAULTS`: errors with and without
+Retry-After, proxies' pages, broken and endless bodies, closed connections, refusals.
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
 import contextlib
 import dataclasses
 import email.utils
@@ -21,26 +13,26 @@ import gzip
 import json
 import pathlib
 import re
-import signal
 import socket
 import struct
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 from models.family import family
 from models.weights.hf_config import to_hf
+from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.world.vocabulary import build_vocabulary, save_tokenizer
-from rollout.evaluation.folder import Line, latest, read_lines
+from rollout.evaluation.folder import latest, read_lines
+from rollout.evaluation.run import evaluate
+from rollout.evaluation.settings import BenchmarkSettings
 
+# Time limit of a request. Faults that stall take longer.
 REQUEST_SECONDS = 2.0
-"""Time limit of a request, in seconds. Faults that stall take longer."""
-
 _STALL = 2.5 * REQUEST_SECONDS
 _QUESTION = re.compile(r"Question (\d+)\b")
 _PROXY_PAGE = b"<html><head><title>502</title></head><body><h1>Bad gateway</h1></body></html>"
@@ -253,100 +245,56 @@ def write_questions(file: pathlib.Path, count: int) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def problems(lines: dict[str, Line], count: int) -> list[str]:
-    """Questions without the outcome that their fault leads to."""
-    found = []
-    for number in range(count):
-        line = lines.get(str(number), {"left_out": "lost"})
-        wanted = FAULTS[fault_of(number)].lasting
-        if line.get("left_out", "") != wanted or (not wanted and line["score"] != 1.0):
-            outcome = line.get("left_out", "played")
-            found.append(
-                f"question {number} ({fault_of(number)}): {outcome}, not {wanted or 'right'}"
-            )
-    return found
+COUNT = 2 * len(FAULTS)
 
 
-def asked_again(asked: Sequence[tuple[int, bool]]) -> list[int]:
-    """Questions that were asked after they had got their answer."""
-    answered: set[int] = set()
-    again = []
-    for number, answers in asked:
-        if number in answered:
-            again.append(number)
-        if answers:
-            answered.add(number)
-    return again
+@pytest.fixture
+def play(tmp_path, monkeypatch):
+    """play(server) evaluates the questions with it; returns the summary."""
+    monkeypatch.setenv("NO_PROXY", "*")
+    write_questions(tmp_path / "questions.jsonl", COUNT)
+    write_model(tmp_path / "model")
+
+    def start(server):
+        settings = BenchmarkSettings(
+            str(tmp_path / "model"),
+            questions=str(tmp_path / "questions.jsonl"),
+            out=str(tmp_path / "out"),
+            endpoint=server.endpoint,
+            endpoint_model="m",
+            request_seconds=REQUEST_SECONDS,
+            episodes=COUNT,
+            k=0,
+            protocol=ProtocolSettings(pin_think=False),
+        )
+        return evaluate(settings)
+
+    return start
 
 
-def _command(endpoint: str, folder: pathlib.Path, concurrency: int) -> list[str]:
-    options = {
-        "--model": folder / "model",
-        "--questions": folder / "questions.jsonl",
-        "--endpoint": endpoint,
-        "--endpoint-model": "m",
-        "--request-seconds": REQUEST_SECONDS,
-        "--episodes": concurrency,
-        "--frames": 0,
-        "--out": folder / "out",
-    }
-    pairs = [str(word) for pair in options.items() for word in pair]
-    return [sys.executable, "-m", "rollout.evaluate", *pairs, "--protocol.no-pin-think"]
-
-
-def _lines(folder: pathlib.Path) -> dict[str, Line]:
-    return latest(read_lines(folder / "out")) if (folder / "out").exists() else {}
-
-
-def _played(folder: pathlib.Path) -> set[int]:
-    return {int(id) for id, line in _lines(folder).items() if "left_out" not in line}
-
-
-def run(count: int, concurrency: int, folder: pathlib.Path) -> bool:
-    """Evaluate, kill, evaluate again, and print what happened. Returns whether all went well."""
-    write_questions(folder / "questions.jsonl", count)
-    write_model(folder / "model")
-    start = time.monotonic()
+@pytest.mark.slow
+def test_every_question_has_an_outcome_and_none_is_asked_after_its_answer(play, tmp_path):
+    """Questions are asked until they have an answer, unless the server refuses them."""
+    assert len(FAULTS) > 20
     with misbehaving() as server:
-        command = _command(server.endpoint, folder, concurrency)
-        with (folder / "log.txt").open("wb") as log:
-            process = subprocess.Popen(command, stderr=log)
-            while process.poll() is None and len(_lines(folder)) < count // 2:
-                time.sleep(0.2)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            before = _played(folder)
-            first = list(server.asked)
-            print(f"killed after {time.monotonic() - start:.0f} s with {len(before)} answers")
-            # Questions that failed are asked again by the next command.
-            for _ in range(2):
-                subprocess.run(command, stderr=log, check=False)
-        rest = server.asked[len(first) :]
-    wrong = problems(_lines(folder), count)
-    repeated = before & {number for number, _ in rest}
-    # Refused and redirected questions are asked by every command; answered ones never again.
-    twice = [*asked_again(first), *asked_again(rest)]
-    causes = collections.Counter(line.get("left_out", "played") for line in _lines(folder).values())
-    print(f"{len(FAULTS) - 1} faults, {count} questions, {len(first) + len(rest)} requests")
-    print(f"outcomes: {', '.join(f'{n} {cause}' for cause, n in sorted(causes.items()))}")
-    print(
-        f"asked again though answered: {len(repeated)} after the kill, {len(twice)} by one process"
-    )
-    print(f"{time.monotonic() - start:.0f} s")
-    print("\n".join(wrong[:10]))
-    return not (wrong or repeated or twice)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--questions", type=int, default=1000, help="number of questions")
-    parser.add_argument("--concurrency", type=int, default=32, help="requests at the same time")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        return 0 if run(options.questions, options.concurrency, pathlib.Path(folder)) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        summary = play(server)
+        redirected = sum(fault_of(number) == "redirect" for number in range(COUNT))
+        refused = sum(bool(FAULTS[fault_of(number)].lasting) for number in range(COUNT))
+        assert summary["left_out"]["failed"]["questions"] == redirected
+        assert "307" in str(summary["left_out"]["failed"]["videos"])
+        assert summary["left_out"]["refused"]["questions"] == refused
+        assert summary["n"] == COUNT - redirected - refused
+        first = len(server.asked)
+        again = play(server)
+        asked = server.asked[first:]
+    assert "failed" not in again["left_out"]
+    assert (again["n"], again["accuracy"]) == (COUNT - refused, 1.0)
+    lines = latest(read_lines(tmp_path / "out"))
+    for number in range(COUNT):
+        line = lines[str(number)]
+        lasting = FAULTS[fault_of(number)].lasting
+        assert line.get("left_out", "") == lasting, fault_of(number)
+        assert lasting or line["score"] == 1.0, fault_of(number)
+    assert len(asked) == redirected + refused
+    answered = [number for number, answers in server.asked if answers]
+    assert len(answered) == len(set(answered)), "a question was asked again after its answer"
