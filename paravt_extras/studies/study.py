@@ -24,11 +24,11 @@ from configs.paravt_tiny import paravt_tiny
 from paravt_extras import markdown
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
-from rollout.evaluation.play import EvaluationSettings
 from train.durable.allocator import reuse_freed_memory
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
 from train.durable.run_directory import RunDirectory
+from train.evaluation_settings import EvaluationSettings
 from train.run import execute, resolved
 from train.settings import Run
 
