@@ -46,7 +46,7 @@ from models.weights import folder as model_folder
 from models.weights import tensor_file
 from models.weights.hf_config import from_hf, to_hf
 from paravt_extras.stand_in import write_stand_in
-from paravt_jax.data import archives
+from paravt_jax.data import archives, tokenizer_file
 from paravt_jax.data.archives import ArchiveError
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError
@@ -55,7 +55,7 @@ from paravt_jax.data.question_files import read_questions
 from paravt_jax.data.row_reading import Reading, RowTask, read_row
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.protocol import ProtocolSettings
-from paravt_jax.world.vocabulary import build_vocabulary, save_tokenizer
+from paravt_jax.world.vocabulary import build_vocabulary
 
 SECONDS = 30.0
 """Upper bound on the time of a case."""
@@ -431,7 +431,7 @@ def write_seeds(place: Place, videos: pathlib.Path | None) -> dict[str, bytes]:
         folder.mkdir(parents=True, exist_ok=True)
     private = place.outside / "private.mp4"
     _write_video(private, "libx264")
-    save_tokenizer(build_vocabulary(["a"], family().dialect), place.folder / "tokenizer")
+    tokenizer_file.save(build_vocabulary(["a"], family().dialect), place.folder / "tokenizer")
     write_stand_in(place.folder / "published", seed=0)
     media_folder = place.folder / "published" / "media"
     for file in sorted(media_folder.rglob("*.zip")):

@@ -36,8 +36,7 @@ import train.run
 from configs import RECIPES
 from models.fingerprint import fingerprint
 from models.sharding import Lowering
-from paravt_jax.data import video
-from paravt_jax.method import tokenizer
+from paravt_jax.data import tokenizer_file, video
 from paravt_jax.method.parsing import rewrite_calls
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall, digest
@@ -232,7 +231,7 @@ def execute_scripted(run: Run) -> None:
 
     def engine(*_: Any) -> ScriptedEngine:
         return ScriptedEngine(
-            tokenizer.load(pathlib.Path(run.run_dir) / "tokenizer", run.model.dialect)
+            tokenizer_file.load(pathlib.Path(run.run_dir) / "tokenizer", run.model.dialect)
         )
 
     with mock.patch("train.actor.Engine", engine):

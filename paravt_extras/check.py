@@ -32,11 +32,11 @@ from models.trained import split
 from models.weights.folder import CONFIG, local_folder, require_readable
 from paravt_extras.fit import GIB, fit, total_bytes
 from paravt_extras.slices import Devices, Topology, found_devices
+from paravt_jax.data import tokenizer_file
 from paravt_jax.data.frames import is_address
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.preparation import SET
 from paravt_jax.data.question_files import read_questions
-from paravt_jax.method import tokenizer
 from paravt_jax.processes import hosts
 from paravt_jax.processes.cluster import has_tpu_chips
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, USER_ERRORS, UserError
@@ -214,9 +214,9 @@ def _weights(run: Run) -> list[Finding]:
     folder = local_folder(path)
     config_of(str(folder), run.model)
     require_readable(folder)
-    if not (folder / tokenizer.FILE).is_file():
-        remedy = f"copy {tokenizer.FILE} of the published model to {folder}"
-        return [Finding("weights", f"{path}: no {tokenizer.FILE}", remedy, "error")]
+    if not (folder / tokenizer_file.FILE).is_file():
+        remedy = f"copy {tokenizer_file.FILE} of the published model to {folder}"
+        return [Finding("weights", f"{path}: no {tokenizer_file.FILE}", remedy, "error")]
     count = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return [Finding("weights", f"{path}: {size(count)}")]
 

@@ -29,12 +29,12 @@ from models.model import VisionLanguageModel
 from models.peft_folder import base_folder, load
 from models.weights.folder import local_folder
 from paravt_jax.command_name import command_name
+from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.foreign import read_srt
-from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError, is_address, without_scheme
 from paravt_jax.data.sizes import PixelRules
-from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
     CropCall,
@@ -65,7 +65,7 @@ _FRAMES = FrameSettings(admission="counted")  # the same question has the same a
 
 def open_reader() -> FrameReader:
     """Open processes that read the videos of questions."""
-    return FrameReader(ReaderSettings(deadline=PATIENCE))
+    return FrameReader(ReaderSettings())
 
 
 class Assistant:
@@ -135,7 +135,7 @@ class Assistant:
         model = load(folder, mesh=mesh, dtype=dtype, param_dtype=dtype)
         return cls(
             model,
-            tokenizer.load(base_folder(folder), family_of(model.config).dialect),
+            tokenizer_file.load(base_folder(folder), family_of(model.config).dialect),
             protocol,
             frames,
             reader,

@@ -27,8 +27,8 @@ from PIL import Image
 
 from models.features import FrameSettings
 from models.model import VisionLanguageModel
+from paravt_jax.data import tokenizer_file
 from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.world.vocabulary import save_tokenizer
 from train.model_folder import write_model
 from train.settings import Run
 
@@ -88,7 +88,7 @@ def model_folder(
 ) -> pathlib.Path:
     """A model that ends every response at once, with its tokenizer and processor files."""
     folder = tmp_path_factory.mktemp("quiet")
-    save_tokenizer(small_vocabulary, folder / "tokenizer")
+    tokenizer_file.save(small_vocabulary, folder / "tokenizer")
     model = nnx.clone(small_model)
     # All tokens agree in one direction of the residual stream, and the end has the most of it.
     embedding = np.array(model.text.embedding[...])

@@ -31,9 +31,9 @@ from models.trained import trained_state
 from models.weights.hf import load
 from models.weights.hf_config import from_hf
 from paravt_jax.command_name import command_name
+from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import any_path, require_folder_or_bucket
 from paravt_jax.data.buckets import appearing_at
-from paravt_jax.method import tokenizer
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
 from train.durable.checkpoint import Checkpoints
 from train.durable.place import small_files
@@ -93,7 +93,7 @@ def _export(command: Export, folder: pathlib.Path, target: pathlib.Path) -> None
     step = _step(checkpoints, command)
     meta = checkpoints.meta(step)
     config = from_hf(meta["model"])
-    vocabulary = tokenizer.load(folder / "tokenizer", family_of(config).dialect).digest
+    vocabulary = tokenizer_file.load(folder / "tokenizer", family_of(config).dialect).digest
     if vocabulary != meta["vocabulary"]:
         raise ValueError(
             f"--run-dir {command.run_dir}: the vocabulary of tokenizer/ (digest {vocabulary}) is "

@@ -19,7 +19,8 @@ from typing import Any
 
 from configs import RECIPES
 from models.weights.folder import local_folder
-from paravt_jax.data import datasets
+from paravt_jax.data import datasets, tokenizer_file
+from paravt_jax.data.frame_reader import PATIENCE
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     OWN,
@@ -36,14 +37,13 @@ from paravt_jax.data.row_reading import Reading, read_row
 from paravt_jax.data.sources import fetch, media_root
 from paravt_jax.data.stored_settings import lock
 from paravt_jax.data.workers import Workers
-from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
 from paravt_jax.world.videos import WorldSettings
-from paravt_jax.world.vocabulary import save_tokenizer, world_vocabulary
+from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
@@ -218,7 +218,7 @@ def prepare_set(
             root = pathlib.Path(settings.media)
         reading = dataclasses.replace(reading, root=str(root.resolve()))
         read = functools.partial(read_row, reading)
-        with Workers(read, settings.processes, settings.deadline) as pool:
+        with Workers(read, settings.processes, PATIENCE) as pool:
             return prepare_rows(rows, folder, reading, pool, check)
 
 
@@ -272,8 +272,8 @@ def _without_long_questions(run: Run, data: Data, longest: float) -> tuple[Data,
 
 
 def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
-    if not run.model.path and not (folder / "tokenizer" / tokenizer.FILE).exists():
-        save_tokenizer(world_vocabulary(run.protocol, run.model.dialect), folder / "tokenizer")
+    if not run.model.path and not (folder / "tokenizer" / tokenizer_file.FILE).exists():
+        tokenizer_file.save(world_vocabulary(run.protocol, run.model.dialect), folder / "tokenizer")
     stored = datasets.open_splits(folder / "records")
     splits: dict[str, Any] = {name: tuple(split) for name, split in stored.items()}
     heldout = splits.pop("heldout")[: run.evaluation.questions]
@@ -293,7 +293,7 @@ def _copied_vocabulary(run: Run, folder: pathlib.Path) -> Vocabulary:
     """Return the vocabulary of the run's model, whose tokenizer is copied to the run's folder."""
     if run.model.path:
         copy_tokenizer(run.model.path, folder / "tokenizer")
-    return tokenizer.load(folder / "tokenizer", run.model.dialect)
+    return tokenizer_file.load(folder / "tokenizer", run.model.dialect)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ import os
 
 from models.config import VisionConfig
 from models.features import FrameSettings
-from paravt_jax.checks import require_above, require_at_least
+from paravt_jax.checks import require_at_least
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.video import Decoder, require_decoder
@@ -30,8 +30,6 @@ class DataSettings:
     """Largest number of frames per video in a demonstration; up to that, one per second."""
     workers: int = 0
     """Number of processes that prepare rows and read frames; 0: one per core."""
-    deadline: float = 60.0
-    """Time limit for preparing a row or reading a file's frames, in seconds."""
     decoder: Decoder = "pyav"
     """Library that decodes frames; the pixels are equal. decord needs local files."""
     questions: str = ""
@@ -40,7 +38,6 @@ class DataSettings:
     def __post_init__(self):
         require_at_least("data", self, 1, "frames")
         require_at_least("data", self, 0, "workers")
-        require_above("data", self, 0, "deadline")
         for name in ("annotations", "media"):
             if not getattr(self, name):
                 raise ValueError(
@@ -63,7 +60,7 @@ def open_reader(
     """Open the processes that read frames of videos; the caller closes the reader.
 
     Args:
-        settings: Processes and time limit for published files; None: the small world.
+        settings: Processes and decoder for published files; None: the small world.
         frames: How frames are resized.
         vision: The model's vision tower.
     """
@@ -76,7 +73,6 @@ def open_reader(
         reading = dataclasses.replace(
             reading,
             workers=settings.processes,
-            deadline=settings.deadline,
             decoder=settings.decoder,
         )
     return FrameReader(reading)

@@ -18,10 +18,10 @@ from models.config import ModelConfig
 from models.peft_folder import ADAPTER_CONFIG
 from models.weights.folder import CONFIG, local_folder, read_companions, require_readable
 from models.weights.hf_config import from_hf
+from paravt_jax.data import tokenizer_file
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.stored_settings import require_same
-from paravt_jax.method import tokenizer
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.processes import hosts
 from rollout.evaluation.weights_hash import weights_hash
@@ -136,12 +136,12 @@ def copy_tokenizer(source: str, target: pathlib.Path) -> None:
         target: Folder to copy to.
     """
     target.mkdir(parents=True, exist_ok=True)
-    if (target / tokenizer.FILE).exists():
+    if (target / tokenizer_file.FILE).exists():
         return
     companions = read_companions(local_folder(source, weights=False))
     # Also without the checksums of weights, which stay behind.
     left = (CONFIG, SUMS)
     names = [name for name in companions if name not in left and not name.endswith(".index.json")]
     # tokenizer.json goes last: it marks the folder as complete.
-    for name in sorted(names, key=lambda name: name == tokenizer.FILE):
+    for name in sorted(names, key=lambda name: name == tokenizer_file.FILE):
         write_atomically(target / name, companions[name].decode())

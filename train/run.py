@@ -82,7 +82,6 @@ def resolved(run: Run) -> dict[str, Any]:
     del settings["profile"]
     if run.data is not None:
         del settings["data"]["workers"]
-        del settings["data"]["deadline"]
         del settings["data"]["decoder"]
     return as_json(settings, "the run's settings")
 

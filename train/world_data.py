@@ -11,8 +11,7 @@ import pathlib
 from collections.abc import Callable
 
 from models.weights.folder import local_folder
-from paravt_jax.data import datasets
-from paravt_jax.method import tokenizer
+from paravt_jax.data import datasets, tokenizer_file
 from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Author, Trajectory
@@ -63,7 +62,9 @@ def world_records(run: Run) -> Splits:
     """
     assert run.world is not None and run.text is not None, f"{run.name} has no world"
     if run.model.path:
-        vocabulary = tokenizer.load(local_folder(run.model.path, weights=False), run.model.dialect)
+        vocabulary = tokenizer_file.load(
+            local_folder(run.model.path, weights=False), run.model.dialect
+        )
     else:
         vocabulary = world_vocabulary(run.protocol, run.model.dialect)
     rules = Protocol(vocabulary, run.protocol)

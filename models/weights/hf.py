@@ -40,9 +40,9 @@ from models.weights.hf_layout import (
     tensor_layouts,
     tensor_places,
 )
+from paravt_jax.data import tokenizer_file
 from paravt_jax.data.atomic import appearing
 from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
-from paravt_jax.method import tokenizer
 
 
 def load(
@@ -326,10 +326,10 @@ def _configs(config: ModelConfig, dtype: str, files: Iterable[Path]) -> dict[str
     would not stop.
     """
     content: dict[str, Any] = to_hf(config) | {"dtype": dtype}
-    file = next((file for file in files if file.name == tokenizer.FILE), None)
+    file = next((file for file in files if file.name == tokenizer_file.FILE), None)
     if file is None:
         return {hf_folder.CONFIG: content}
-    vocabulary = tokenizer.load(file, family_of(config).dialect)
+    vocabulary = tokenizer_file.load(file, family_of(config).dialect)
     # No pad id here, as in the published files: with it transformers would freeze that embedding.
     content["text_config"] |= {"bos_token_id": vocabulary.pad, "eos_token_id": vocabulary.eos}
     generation = {

@@ -36,7 +36,7 @@ class ReaderSettings:
 
     workers: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
     """Number of worker processes; by default one per core."""
-    deadline: float = 60.0
+    deadline: float = PATIENCE
     """Time limit for reading one file, in seconds."""
     ready: int = 256
     """Upper bound on requests of `ahead`; one for 64 frames of 224 x 224 takes 9.2 MiB."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from paravt_jax.data import video
+from paravt_jax.data import tokenizer_file, video
 from paravt_jax.data.frames import VideoError, VideoInfo, join, overview_indices, window_indices
 from paravt_jax.data.published import (
     Reason,
@@ -25,7 +25,6 @@ from paravt_jax.data.published import (
 )
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.workers import DeadlineError
-from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import Clip, Conversation, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import CropCall, FailedCall, Question
@@ -204,4 +203,4 @@ def _require_decodable(file: str, first: int, last: int) -> None:
 # A worker process reads rows with one tokenizer only.
 @functools.lru_cache(maxsize=1)
 def _protocol(reading: Reading) -> Protocol:
-    return Protocol(tokenizer.load(reading.tokenizer, reading.dialect), reading.limits)
+    return Protocol(tokenizer_file.load(reading.tokenizer, reading.dialect), reading.limits)

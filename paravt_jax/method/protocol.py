@@ -57,7 +57,6 @@ from paravt_jax.method.records import (
     Frame,
     Question,
     Segment,
-    Subtitle,
 )
 from paravt_jax.method.tokenizer import Dialect, Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
@@ -264,15 +263,6 @@ def question_text(
         options=wording.listed([option.strip() for option in question.options]),
         video=pathlib.PurePosixPath(question.video).name,
     )
-
-
-def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording = OUR_WORDING) -> str:
-    """Put the video's subtitles before a question's text, one line per entry with its timestamp."""
-    if not entries:
-        return text
-    lines = "".join(f"{entry.line}\n" for entry in entries)
-    spoken = "\n".join(entry.text for entry in entries)
-    return fill(wording.subtitled, subtitles=lines, spoken=spoken, question=text)
 
 
 class Protocol:

@@ -12,8 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
-import pathlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,8 +19,6 @@ import tokenizers
 from jaxtyping import Int, Int32
 
 from paravt_jax.method.parsing import CallSyntax
-
-FILE = "tokenizer.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,34 +71,6 @@ def byte_characters() -> tuple[str, ...]:
     others = (byte for byte in range(256) if byte not in printable)
     moved = {byte: chr(256 + n) for n, byte in enumerate(others)}
     return tuple(moved.get(byte, chr(byte)) for byte in range(256))
-
-
-def load(path: str | os.PathLike, dialect: Dialect) -> Vocabulary:
-    """Load a vocabulary.
-
-    Args:
-        path: A `tokenizer.json`, or a folder with one.
-        dialect: That of the model's family.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: The file has another format.
-    """
-    file = pathlib.Path(path)
-    if file.is_dir():
-        file = file / FILE
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"tokenizer: {file} does not exist; give a {FILE} or a folder that holds one"
-        )
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(
-            f"tokenizer: {file} is not in the Hugging Face tokenizers format ({error}); fetch it "
-            "again"
-        ) from error
-    return Vocabulary(tokenizer, dialect)
 
 
 class Vocabulary:

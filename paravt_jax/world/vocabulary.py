@@ -5,9 +5,6 @@ It has the added tokens of a dialect, and a piece for every text that the protoc
 
 from __future__ import annotations
 
-import json
-import os
-import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from paravt_jax.method.parsing import parse_calls, rewrite_calls
 from paravt_jax.method.protocol import ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import CropCall, FailedCall
-from paravt_jax.method.tokenizer import FILE, Dialect, Vocabulary, byte_characters
+from paravt_jax.method.tokenizer import Dialect, Vocabulary, byte_characters
 from paravt_jax.method.tools.tool import Tool
 from paravt_jax.method.wording import OUR_WORDING
 from paravt_jax.world.text import PIECES
@@ -91,22 +88,3 @@ def build_vocabulary(pieces: Iterable[str], dialect: Dialect) -> Vocabulary:
         [tokenizers.AddedToken(t, special=False, normalized=False) for t in dialect.added]
     )
     return Vocabulary(tokenizer, dialect)
-
-
-def save_tokenizer(vocabulary: Vocabulary, folder: str | os.PathLike) -> pathlib.Path:
-    """Write a tokenizer for transformers to a folder, and return the path of its tokenizer.json."""
-    dialect = vocabulary.dialect
-    path = pathlib.Path(folder) / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": dialect.end,
-        "pad_token": dialect.pad,
-    }
-    config_file = path.parent / "tokenizer_config.json"
-    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    # tokenizer.json is renamed into place last: if it exists, the folder is complete.
-    unfinished = path.with_suffix(".tmp")
-    vocabulary.tokenizer.save(str(unfinished))
-    os.replace(unfinished, path)
-    return path

@@ -17,8 +17,8 @@ from models.peft_folder import load as load_model
 from models.sharding import make_mesh
 from models.weights.folder import local_folder
 from models.weights.hf_config import from_hf
-from paravt_jax.data.frame_reader import PATIENCE, FrameReader, ReaderSettings
-from paravt_jax.method import tokenizer
+from paravt_jax.data import tokenizer_file
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.wording import OUR_WORDING
@@ -70,7 +70,7 @@ def make_setup(settings: BenchmarkSettings, loaded: Loaded, videos: VideoFolder)
             f"experts, and vocabulary; give --tensor {most}: more devices play as further replicas"
         )
     dialect = family_of(config).dialect
-    vocabulary = tokenizer.load(base, dialect)
+    vocabulary = tokenizer_file.load(base, dialect)
     wording = OUR_WORDING
     if settings.wording:
         wording = read_wording(pathlib.Path(settings.wording), dialect)
@@ -146,7 +146,6 @@ def open_reader(setup: Setup, replicas: int) -> FrameReader:
     return FrameReader(
         ReaderSettings(
             min(crops, max(1, (os.cpu_count() or 1) - 1)),
-            PATIENCE,
             # The coming questions, and one per replica that has just been taken.
             ready=(settings.episodes + 1) * replicas,
             rules=settings.frames.rules(vision),

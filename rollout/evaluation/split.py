@@ -20,8 +20,9 @@ from paravt_jax.data.frames import VideoError, join
 from paravt_jax.data.published import Refused, require_in_video
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
-from paravt_jax.method.protocol import Protocol, subtitled_text
+from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Episode, Question, QuestionKind, Subtitle, Turn
+from paravt_jax.method.wording import OUR_WORDING, Wording, fill
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Sampler
@@ -238,3 +239,12 @@ def final_text(turns: Sequence[Turn]) -> str | None:
     if rest is None or find_calls(text):
         return None
     return _LOOSE_TAG.sub("", rest).strip() or None
+
+
+def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording = OUR_WORDING) -> str:
+    """Put the video's subtitles before a question's text, one line per entry with its timestamp."""
+    if not entries:
+        return text
+    lines = "".join(f"{entry.line}\n" for entry in entries)
+    spoken = "\n".join(entry.text for entry in entries)
+    return fill(wording.subtitled, subtitles=lines, spoken=spoken, question=text)

@@ -32,7 +32,7 @@ from paravt_extras.plan import (
     sft_step,
 )
 from paravt_extras.slices import Topology
-from paravt_jax.method import tokenizer
+from paravt_jax.data import tokenizer_file
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.world import videos as world
 from paravt_jax.world.text import TextSettings
@@ -204,7 +204,7 @@ def test_a_frame_of_a_world_has_the_tokens_of_its_size():
 def test_the_8b_recipes_bounds_hold_with_the_real_tokenizer():
     run = RECIPES["paravt_8b"]()
     rules = Protocol(
-        tokenizer.load(pathlib.Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl", DIALECT),
+        tokenizer_file.load(pathlib.Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl", DIALECT),
         run.protocol,
     )
     longest = run.lengths(64)

@@ -32,10 +32,10 @@ from models.text import VisualBank
 from models.weights import folder as hf_folder
 from models.weights import hf, hf_layout, tensor_file
 from models.weights.hf_config import to_hf
+from paravt_jax.data import tokenizer_file
 from paravt_jax.data.atomic import appearing
 from paravt_jax.data.file_sums import SUMS
 from paravt_jax.data.foreign import ForeignFileError
-from paravt_jax.world.vocabulary import save_tokenizer
 from tests.noisy_model import noisy_model
 
 
@@ -451,7 +451,7 @@ COMPANIONS = {
 
 
 def test_stop_ids_come_from_the_copied_tokenizer(model, small_vocabulary, tmp_path):
-    file = save_tokenizer(small_vocabulary, tmp_path)
+    file = tokenizer_file.save(small_vocabulary, tmp_path)
     hf.save(model, tmp_path / "with", files=[file])
     stop, pad = (small_vocabulary[token] for token in ("<|im_end|>", "<|endoftext|>"))
     generation = json.loads((tmp_path / "with" / "generation_config.json").read_text())

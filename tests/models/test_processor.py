@@ -18,9 +18,10 @@ from models.qwen3_vl.dialect import DIALECT
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.vision import patchify
 from models.weights.hf_config import from_hf
+from paravt_jax.data import tokenizer_file
 from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import smart_resize
-from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method import protocol
 from paravt_jax.method.records import Frame, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import CropVideo
 
@@ -241,7 +242,7 @@ def test_the_protocol_writes_timed_images_as_the_processor_does(assets, processo
         "q", "a.mp4", "Which colour?", QuestionKind.MULTIPLE_CHOICE, "A", ("red", "blue")
     )
     ours = protocol.Protocol(
-        tokenizer.load(assets / "qwen3_vl", DIALECT), protocol.ProtocolSettings()
+        tokenizer_file.load(assets / "qwen3_vl", DIALECT), protocol.ProtocolSettings()
     )
     ids = np.concatenate([ours.overview(frames, 6).ids, ours.question(question).ids])
     system = (

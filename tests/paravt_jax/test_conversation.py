@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.qwen3_vl.dialect import DIALECT
-from paravt_jax.method import tokenizer
+from paravt_jax.data import tokenizer_file
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation, render
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import Author, CropCall, Question, QuestionKind
@@ -29,7 +29,7 @@ def tokens(clip: Clip) -> int:
 @pytest.fixture(scope="module")
 def rules(assets) -> Protocol:
     return Protocol(
-        tokenizer.load(assets / "qwen3_vl", DIALECT),
+        tokenizer_file.load(assets / "qwen3_vl", DIALECT),
         ProtocolSettings(max_tool_turns=2, summary_tokens=16),
     )
 

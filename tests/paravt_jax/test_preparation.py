@@ -23,6 +23,7 @@ import pytest
 from PIL import Image
 
 from models.qwen3_vl.dialect import DIALECT
+from paravt_jax.data import tokenizer_file
 from paravt_jax.data.preparation import (
     LEFT_OUT,
     SET,
@@ -34,10 +35,8 @@ from paravt_jax.data.preparation import (
 from paravt_jax.data.published import Reason
 from paravt_jax.data.row_reading import Reading, RowTask, read_row
 from paravt_jax.data.workers import Workers
-from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
-from paravt_jax.world.vocabulary import save_tokenizer
 from tests.paravt_jax.published_files import (
     CLIPS,
     answered,
@@ -93,7 +92,7 @@ def files(assets, small_vocabulary, tmp_path_factory):
     (media / TRUNCATED).write_bytes(whole[: len(whole) // 2])
     Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(media / PICTURE)
     write_files(folder / "annotations", media)
-    save_tokenizer(small_vocabulary, folder)
+    tokenizer_file.save(small_vocabulary, folder)
     return folder
 
 
@@ -188,7 +187,7 @@ def test_conversations_are_stored_with_the_frames_they_show(prepared):
 
 
 def test_stored_lengths_are_those_of_the_rendered_conversations(prepared, files):
-    protocol = Protocol(tokenizer.load(files, DIALECT), ProtocolSettings())
+    protocol = Protocol(tokenizer_file.load(files, DIALECT), ProtocolSettings())
     reading = reading_of(files)
     lengths = [len(render(c, protocol, reading.tokens).ids) for c in prepared.conversations]
     assert lengths == prepared.summary["lengths"]
@@ -331,7 +330,7 @@ def test_hundreds_of_rows_with_a_tenth_of_the_videos_bad(
             rows["selftrace_15k3"].append(called(path, [(0, 2)]))
         else:
             rows["charades_12k4" if n % 4 == 2 else "tvg_6k3"].append(answered(path))
-    save_tokenizer(small_vocabulary, tmp_path)
+    tokenizer_file.save(small_vocabulary, tmp_path)
     write_rl(tmp_path / "annotations", rows.pop("rl"))
     for name, messages in rows.items():
         write_sft(tmp_path / "annotations", messages, f"paravt_sft_{name}.parquet")
@@ -357,7 +356,7 @@ def test_a_deadline_that_no_row_meets_leaves_all_rows_out(files, tmp_path):
 
 
 def test_a_set_without_usable_rows_is_an_error_with_the_reason(small_vocabulary, tmp_path):
-    save_tokenizer(small_vocabulary, tmp_path)
+    tokenizer_file.save(small_vocabulary, tmp_path)
     write_rl(tmp_path / "annotations", [rl_row(MISSING)] * 2)
     (tmp_path / "media").mkdir()
     with pytest.raises(ValueError, match=r"none of 2 rows .*2 missing video.*left_out.jsonl"):
@@ -368,7 +367,7 @@ def test_a_set_without_usable_rows_is_an_error_with_the_reason(small_vocabulary,
 
 def test_unreadable_rows_are_counted_and_the_others_kept(small_world, small_vocabulary, tmp_path):
     """An unknown codec and a name that is too long, beside good rows."""
-    save_tokenizer(small_vocabulary, tmp_path)
+    tokenizer_file.save(small_vocabulary, tmp_path)
     media = tmp_path / "media"
     media.mkdir()
     shutil.copyfile(small_world.folder / small_world.videos[0].path, media / "good.mp4")
@@ -391,7 +390,7 @@ def test_unreadable_rows_are_counted_and_the_others_kept(small_world, small_voca
 @pytest.fixture
 def read_one(small_world, small_vocabulary, tmp_path):
     """A function that reads one row about a video of the small world."""
-    save_tokenizer(small_vocabulary, tmp_path)
+    tokenizer_file.save(small_vocabulary, tmp_path)
 
     def read(row, **limits):
         settings = ProtocolSettings(**limits)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.qwen3_vl.dialect import DIALECT
+from paravt_jax.data import tokenizer_file
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation, render
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call
@@ -47,7 +48,7 @@ def vocabulary(request) -> tokenizer.Vocabulary:
         return request.getfixturevalue("small_vocabulary")
     if request.param == "cut":
         return request.getfixturevalue("cut_vocabulary")
-    return tokenizer.load(request.getfixturevalue("assets") / "qwen3_vl", DIALECT)
+    return tokenizer_file.load(request.getfixturevalue("assets") / "qwen3_vl", DIALECT)
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,10 @@ from configs.paravt_8b import paravt_8b
 from paravt_extras.scenes import __main__ as command
 from paravt_extras.scenes import ask, plan
 from paravt_extras.scenes.write import missing_videos, write_scenes
-from paravt_jax.data import video
+from paravt_jax.data import tokenizer_file, video
 from paravt_jax.data.published import read_question
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.method.accuracy import accuracy
-from paravt_jax.world.vocabulary import save_tokenizer
 from train.prepare import prepare_set
 from train.published_data import DataSettings, hold_out
 from train.settings import ModelSettings
@@ -167,7 +166,7 @@ def test_the_recipes_prepare_every_row(tmp_path, small_vocabulary):
     """Questions and demonstrations as `paravt_8b` reads them, with four overview frames."""
     settings = plan.SceneSettings(seed=0, videos=8, heldout=1, lines=320)
     write_scenes(settings, tmp_path / "scenes", workers=2)
-    save_tokenizer(small_vocabulary, tmp_path / "tokenizer")
+    tokenizer_file.save(small_vocabulary, tmp_path / "tokenizer")
     run = paravt_8b()
     data = DataSettings(
         annotations=str(tmp_path / "scenes/annotations"),

@@ -14,8 +14,7 @@ import pytest
 
 from configs.paravt_8b import paravt_8b
 from paravt_extras.stand_in import write_stand_in
-from paravt_jax.data import video
-from paravt_jax.world.vocabulary import save_tokenizer
+from paravt_jax.data import tokenizer_file, video
 from train.prepare import prepare_set
 from train.published_data import DataSettings, hold_out
 from train.settings import ModelSettings
@@ -30,7 +29,7 @@ def stand_in(tmp_path_factory):
 def prepared(stand_in, small_vocabulary, tmp_path_factory):
     """The stand-in as the 8B recipe prepares it, and the summary."""
     folder = tmp_path_factory.mktemp("prepared")
-    save_tokenizer(small_vocabulary, folder / "tokenizer")
+    tokenizer_file.save(small_vocabulary, folder / "tokenizer")
     run = paravt_8b()
     settings = DataSettings(
         annotations=str(stand_in / "annotations"),

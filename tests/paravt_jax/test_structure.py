@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.qwen3_vl.dialect import DIALECT
-from paravt_jax.method import tokenizer
+from paravt_jax.data import tokenizer_file
 from paravt_jax.method.parsing import find_tags
 from paravt_jax.method.protocol import PINNED, system_text
 from paravt_jax.method.records import Author
@@ -128,7 +128,7 @@ def test_any_bytes_cut_anywhere_by_any_authors(text, cuts, runs):
 
 @pytest.fixture(scope="module")
 def real_vocabulary(assets) -> Vocabulary:
-    return tokenizer.load(assets / "qwen3_vl", DIALECT)
+    return tokenizer_file.load(assets / "qwen3_vl", DIALECT)
 
 
 @pytest.fixture(scope="module", params=["small_vocabulary", "real_vocabulary", "cut_vocabulary"])

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.qwen3_vl.dialect import DIALECT
+from paravt_jax.data import tokenizer_file
 from paravt_jax.method import protocol, tokenizer
-from paravt_jax.world.vocabulary import save_tokenizer, world_vocabulary
+from paravt_jax.world.vocabulary import world_vocabulary
 
 # Any text, with parts of the protocol in it, so that added tokens get unusual neighbours.
 _PARTS = st.sampled_from(
@@ -34,7 +35,7 @@ def small() -> tokenizer.Vocabulary:
 
 @pytest.fixture(scope="module")
 def real(assets) -> tokenizer.Vocabulary:
-    return tokenizer.load(assets / "qwen3_vl", DIALECT)
+    return tokenizer_file.load(assets / "qwen3_vl", DIALECT)
 
 
 def _pieces(vocabulary: tokenizer.Vocabulary, text: str) -> list[str]:
@@ -134,12 +135,12 @@ def test_added_tokens_have_the_real_names_order_and_flags(small, real):
 
 
 def test_a_saved_vocabulary_loads_as_the_same(small, tmp_path):
-    path = save_tokenizer(small, tmp_path)
-    again = tokenizer.load(tmp_path, DIALECT)
+    path = tokenizer_file.save(small, tmp_path)
+    again = tokenizer_file.load(tmp_path, DIALECT)
     text = "0 green seven é\n</think>"
     assert (
         again.encode(text).tolist()
-        == tokenizer.load(path, DIALECT).encode(text).tolist()
+        == tokenizer_file.load(path, DIALECT).encode(text).tolist()
         == small.encode(text).tolist()
     )
     assert not list(tmp_path.glob("*.tmp"))
@@ -147,9 +148,9 @@ def test_a_saved_vocabulary_loads_as_the_same(small, tmp_path):
 
 def test_bad_files_and_unknown_tokens_are_refused(small, tmp_path):
     with pytest.raises(FileNotFoundError, match="tokenizer.json"):
-        tokenizer.load(tmp_path, DIALECT)
-    (tmp_path / tokenizer.FILE).write_text("{}")
+        tokenizer_file.load(tmp_path, DIALECT)
+    (tmp_path / tokenizer_file.FILE).write_text("{}")
     with pytest.raises(ValueError, match="format"):
-        tokenizer.load(tmp_path, DIALECT)
+        tokenizer_file.load(tmp_path, DIALECT)
     with pytest.raises(KeyError, match="<thought>"):
         small["<thought>"]

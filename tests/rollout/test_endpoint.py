@@ -14,8 +14,7 @@ from PIL import Image
 
 from models.features import FrameSettings
 from models.qwen3_vl.dialect import DIALECT
-from paravt_jax.data import video
-from paravt_jax.method import tokenizer
+from paravt_jax.data import tokenizer_file, video
 from paravt_jax.method.judge import ServerSettings
 from paravt_jax.method.parsing import format_compliant
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
@@ -169,7 +168,7 @@ def test_rendered_by_the_published_template_messages_are_the_request(
 ):
     render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     template = (assets / "qwen3_vl" / "chat_template.jinja").read_text()
-    vocabulary: Vocabulary = tokenizer.load(assets / "qwen3_vl", DIALECT)
+    vocabulary: Vocabulary = tokenizer_file.load(assets / "qwen3_vl", DIALECT)
     protocol = Protocol(vocabulary, ProtocolSettings())
     name = small_questions[0].video
     frames = images.overview(name, 3)

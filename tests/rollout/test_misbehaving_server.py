@@ -25,8 +25,9 @@ import pytest
 
 from models.family import family
 from models.weights.hf_config import to_hf
+from paravt_jax.data import tokenizer_file
 from paravt_jax.method.protocol import ProtocolSettings
-from paravt_jax.world.vocabulary import build_vocabulary, save_tokenizer
+from paravt_jax.world.vocabulary import build_vocabulary
 from rollout.evaluation.folder import latest, read_lines
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
@@ -226,7 +227,7 @@ def misbehaving() -> Iterator[MisbehavingServer]:
 
 def write_model(folder: pathlib.Path) -> None:
     """Write what an evaluation reads of a served model: a tokenizer, of bytes, and config.json."""
-    save_tokenizer(build_vocabulary((), family().dialect), folder)
+    tokenizer_file.save(build_vocabulary((), family().dialect), folder)
     (folder / "config.json").write_text(json.dumps(to_hf(family().size("8b"))), encoding="utf-8")
 
 

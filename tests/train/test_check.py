@@ -18,8 +18,8 @@ from models.model import VisionLanguageModel
 from models.qwen3_vl.sizes import tiny
 from models.weights.hf import save
 from paravt_extras.check import Finding, NotReadyError, check, require_ready
+from paravt_jax.data import tokenizer_file
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY
-from paravt_jax.world.vocabulary import save_tokenizer
 from train.durable.place import Place
 from train.durable.run_directory import RunDirectory
 from train.run import resolved
@@ -32,7 +32,7 @@ SLICE = "v5e:4x4"
 def tiny_model(small_vocabulary, tmp_path_factory) -> pathlib.Path:
     """A folder of tiny weights with their tokenizer."""
     folder = tmp_path_factory.mktemp("tiny")
-    save_tokenizer(small_vocabulary, folder / "tokenizer")
+    tokenizer_file.save(small_vocabulary, folder / "tokenizer")
     model = nnx.jit(lambda: VisionLanguageModel(tiny(small_vocabulary.size), rngs=nnx.Rngs(0)))()
     files = sorted((folder / "tokenizer").iterdir())
     save(model, folder / "model", files=files, max_shard_bytes=10**6)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import golden_run
 from models.family import FAMILIES, family
 from models.weights.hf import load
-from paravt_jax.method import tokenizer
+from paravt_jax.data import tokenizer_file
 from rollout.agent.episode import EpisodeSettings
 from rollout.ask import Assistant
 from tests import marked_family
@@ -64,7 +64,7 @@ def test_a_run_goes_through_all_phases(small, tmp_path, name, recipe):
     model = load(folder / "model")
     assert model.config.family == name
     assistant = Assistant(
-        model, tokenizer.load(folder / "model", family(name).dialect), run.protocol
+        model, tokenizer_file.load(folder / "model", family(name).dialect), run.protocol
     )
     video = next((folder / "videos").rglob("*.mp4"))
     question = "What is the number in the scene that starts at 8 s?"
@@ -91,6 +91,6 @@ def test_a_family_with_other_marks_and_calls_trains(tmp_path, monkeypatch):
     assert sum(row["call/executed"] for row in rows if row["phase"] == "rl") > 0
     assert json.loads((tmp_path / "result.json").read_text())["token_mismatches"] == 0
     # The exported model has the marks of its family.
-    vocabulary = tokenizer.load(tmp_path / "model", marked_family.DIALECT)
+    vocabulary = tokenizer_file.load(tmp_path / "model", marked_family.DIALECT)
     assert load(tmp_path / "model").config.image_token_id == vocabulary["[image]"]
     assert "<|im_start|>" not in (tmp_path / "model" / "chat_template.jinja").read_text()

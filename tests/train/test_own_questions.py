@@ -16,12 +16,13 @@ from configs import RECIPES
 from models.model import VisionLanguageModel
 from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import save
+from paravt_jax.data import tokenizer_file
 from paravt_jax.data.preparation import LEFT_OUT, OWN
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.world import text as world_text
 from paravt_jax.world.videos import WorldSettings, render
-from paravt_jax.world.vocabulary import save_tokenizer, world_vocabulary
+from paravt_jax.world.vocabulary import world_vocabulary
 from tests.compiled_names import CompiledNames
 from train import prepare as prepare_module
 from train.evaluation_settings import EvaluationSettings
@@ -40,7 +41,7 @@ def base(small, tmp_path_factory) -> pathlib.Path:
     """A small Qwen3-VL with its tokenizer, as a folder that `model.path` takes."""
     folder = tmp_path_factory.mktemp("base")
     vocabulary = world_vocabulary(ProtocolSettings(), DIALECT)
-    save_tokenizer(vocabulary, folder / "tokenizer")
+    tokenizer_file.save(vocabulary, folder / "tokenizer")
     config = model_config(small.small(), vocabulary)
     files = sorted((folder / "tokenizer").iterdir())
     save(

@@ -17,7 +17,7 @@ from configs.paravt_8b import paravt_8b
 from configs.sft import sft_8b
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
-from paravt_jax.data import video
+from paravt_jax.data import tokenizer_file, video
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask
 from paravt_jax.data.preparation import LEFT_OUT
@@ -27,7 +27,6 @@ from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.processes import hosts
-from paravt_jax.world.vocabulary import save_tokenizer
 from rollout.agent.episode import Environment
 from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
@@ -57,7 +56,7 @@ def files(small_world, small_vocabulary, tmp_path_factory):
         conversations.append(called(paths[n % 4], [(0, n + 1)]))
         conversations.append(answered(paths[(n + 1) % 4], f"What {'is it ' * (n + 1)}?"))
     write_sft(folder / "annotations", conversations, "paravt_sft_charades_12k4.parquet")
-    save_tokenizer(small_vocabulary, folder / "tokenizer")
+    tokenizer_file.save(small_vocabulary, folder / "tokenizer")
     return folder
 
 
@@ -343,7 +342,6 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
     [
         ("frames", 0),
         ("workers", -1),
-        ("deadline", np.nan),
         ("media", ""),
         ("folder", ""),
     ],
@@ -417,7 +415,7 @@ def test_settings_of_the_frame_reader_may_change_between_starts(run):
     def with_data(**fields):
         return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
 
-    assert resolved(with_data(workers=7, deadline=9.0)) == resolved(run)
+    assert resolved(with_data(workers=7)) == resolved(run)
     assert resolved(with_data(frames=8)) != resolved(run)
 
 

@@ -14,8 +14,7 @@ from flax import nnx
 from models.features import FrameSettings
 from models.qwen3_vl.sizes import qwen3_vl
 from models.sharding import make_mesh, param_shardings
-from paravt_jax.method import tokenizer
-from paravt_jax.world.vocabulary import save_tokenizer
+from paravt_jax.data import tokenizer_file
 from train.model import first_model
 from train.model_folder import write_model
 from train.published_model import check_vocabulary, config_of, copy_tokenizer, fingerprint
@@ -81,7 +80,9 @@ def test_a_fingerprint_depends_on_the_contents_only(base, tmp_path):
 
 def test_a_tokenizer_is_copied_once_and_without_the_model(base, tmp_path):
     copy_tokenizer(str(base), tmp_path)
-    assert (tmp_path / tokenizer.FILE).read_bytes() == (base / tokenizer.FILE).read_bytes()
+    assert (tmp_path / tokenizer_file.FILE).read_bytes() == (
+        base / tokenizer_file.FILE
+    ).read_bytes()
     assert not {"config.json", "model.safetensors"} & {file.name for file in tmp_path.iterdir()}
     (tmp_path / "tokenizer_config.json").write_text("mine")
     copy_tokenizer(str(base), tmp_path)
@@ -90,7 +91,7 @@ def test_a_tokenizer_is_copied_once_and_without_the_model(base, tmp_path):
 
 def test_a_written_model_has_its_stop_ids(small_model, small_vocabulary, tmp_path):
     """A run's folder `model` and train.export both use `write_model`."""
-    save_tokenizer(small_vocabulary, tmp_path / "tokenizer")
+    tokenizer_file.save(small_vocabulary, tmp_path / "tokenizer")
     write_model(small_model, tmp_path / "tokenizer", FrameSettings(), tmp_path / "model")
     written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert written["eos_token_id"] == [small_vocabulary.eos, small_vocabulary.pad]

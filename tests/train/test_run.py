@@ -24,10 +24,10 @@ from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import load
 from paravt_extras.studies import gating, paradox, staleness
 from paravt_extras.table_2 import read_run
-from paravt_jax.method import tokenizer
+from paravt_jax.data import tokenizer_file
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
-from paravt_jax.world.vocabulary import build_vocabulary, recurring_texts, save_tokenizer
+from paravt_jax.world.vocabulary import build_vocabulary, recurring_texts
 from rollout.agent.episode import EpisodeSettings
 from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
@@ -187,7 +187,7 @@ def test_episodes_are_kept_and_shown_in_the_report(finished):
 def test_the_trained_model_answers_questions(finished, small):
     model = load(finished / "model")
     assistant = Assistant(
-        model, tokenizer.load(finished / "model", DIALECT), small.small().protocol
+        model, tokenizer_file.load(finished / "model", DIALECT), small.small().protocol
     )
     video = next((finished / "videos").rglob("*.mp4"))
     question = "What is the number in the scene that starts at 8 s?"
@@ -253,7 +253,7 @@ def test_an_impossible_export_gets_one_line(finished, tmp_path, capsys):
     odd = tmp_path / "odd"  # a run with sft checkpoints only, and another tokenizer
     shutil.copytree(finished / "checkpoints" / "sft", odd / "checkpoints" / "sft")
     shutil.copy(finished / "config.json", odd)
-    save_tokenizer(build_vocabulary(("another",), DIALECT), odd / "tokenizer")
+    tokenizer_file.save(build_vocabulary(("another",), DIALECT), odd / "tokenizer")
     new = tmp_path / "new"
     cases = [
         (finished, "rl", "5", new, r"--step 5: .* 4, 6 \(best: 6\)"),
@@ -301,8 +301,8 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
 ):
     shutil.copytree(finished, tmp_path / "run")
     pieces = (*world_text.PIECES, *recurring_texts((CropVideo(),), DIALECT), "another")
-    save_tokenizer(build_vocabulary(pieces, DIALECT), tmp_path / "run" / "tokenizer")
-    size = tokenizer.load(finished / "tokenizer", DIALECT).size
+    tokenizer_file.save(build_vocabulary(pieces, DIALECT), tmp_path / "run" / "tokenizer")
+    size = tokenizer_file.load(finished / "tokenizer", DIALECT).size
     assert command(tmp_path / "run") == 1
     message = capsys.readouterr().err
     for part in ("checkpoints/align/3", f"vocabulary.size: {size} -> {size + 1}\n", "\n  model."):

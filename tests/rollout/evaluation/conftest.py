@@ -11,10 +11,9 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from models.weights.hf import save
-from paravt_jax.data import video
+from paravt_jax.data import tokenizer_file, video
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall
-from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
 from rollout.agent.episode import Environment
 from rollout.evaluation.benchmarks import Item, load
 from rollout.evaluation.files import VideoFolder
@@ -107,6 +106,6 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player
 def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
     """The small model as a folder that the command takes."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    save_vocabulary(small_vocabulary, folder / "tokenizer")
+    tokenizer_file.save(small_vocabulary, folder / "tokenizer")
     save(small_model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
     return folder / "model"

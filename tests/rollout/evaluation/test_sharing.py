@@ -21,8 +21,8 @@ from flax import nnx
 
 from models.model import abstract_model
 from models.weights.hf import save
+from paravt_jax.data import tokenizer_file
 from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.world.vocabulary import save_tokenizer
 from rollout.evaluation.benchmarks import Item
 from rollout.evaluation.folder import latest, read_json
 from rollout.evaluation.replicas import Queue, device_groups, play_all, units_of
@@ -146,7 +146,7 @@ def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
         lambda leaf: jnp.asarray(rng.normal(0.1, 0.2, leaf.shape), leaf.dtype), state
     )
     folder = tmp_path_factory.mktemp("even")
-    save_tokenizer(small_vocabulary, folder / "tokenizer")
+    tokenizer_file.save(small_vocabulary, folder / "tokenizer")
     model = nnx.merge(graph, noise)
     save(model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
     return folder / "model"

@@ -13,7 +13,7 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.data import video
-from paravt_jax.method.protocol import Protocol, ProtocolSettings, subtitled_text
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind, Subtitle
 from rollout.agent.episode import Environment
 from rollout.engine.requests import Sample, SampleStop
@@ -21,7 +21,7 @@ from rollout.evaluation.benchmarks import Item
 from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.folder import EvaluationFolder
 from rollout.evaluation.settings import BenchmarkSettings
-from rollout.evaluation.split import Player, fitting
+from rollout.evaluation.split import Player, fitting, subtitled_text
 from tests.rollout.conftest import Cut
 from tests.rollout.evaluation.conftest import LIMITS, PLAN
 
