@@ -6,6 +6,7 @@ None is not checked: it is an optional one. NaN passes no check.
 
 from __future__ import annotations
 
+import functools
 import math
 import typing
 from typing import Any, Literal
@@ -37,9 +38,13 @@ def require_share(section: str, settings: Any, *fields: str) -> None:
 
 def require_choices(section: str, settings: Any) -> None:
     """Raise ValueError for a field whose value is none that its annotation, a Literal, lists."""
-    for field, annotation in typing.get_type_hints(type(settings)).items():
+    for field, annotation in _annotations(type(settings)).items():
         choices = typing.get_args(annotation)
         value = getattr(settings, field)
         if typing.get_origin(annotation) is Literal and value not in choices:
             known = ", ".join(map(str, choices))
             raise ValueError(f"{section}.{field}: {value!r} is unknown; choose one of {known}")
+
+
+# Evaluated once per class, because some settings are made for every episode.
+_annotations = functools.cache(typing.get_type_hints)

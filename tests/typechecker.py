@@ -52,23 +52,28 @@ def _built_here() -> bool:
     return frame is not None and "site-packages" not in frame.f_code.co_filename
 
 
+@functools.cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    """Return the annotations of the fields of a class, by name."""
+    names = vars(sys.modules[cls.__module__])
+    return {field.name: eval(str(field.type), dict(names)) for field in dataclasses.fields(cls)}
+
+
 def require_annotated(tree: Any) -> None:
     """Raise TypeError for a field whose shape, type or sizes are not those of its annotation."""
     if jaxtyping.config.jaxtyping_disable:
         return
     cls = type(tree)
-    names: Mapping[str, Any] = vars(sys.modules[cls.__module__])
     with jaxtyping.jaxtyped("context"):
-        for field in dataclasses.fields(cls):
-            value = getattr(tree, field.name)
+        for name, hint in _hints(cls).items():
+            value = getattr(tree, name)
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(value)):
                 continue
             of_numpy = isinstance(value, np.ndarray | np.generic)
             array = jax.numpy.asarray(value) if of_numpy else value
-            hint = eval(str(field.type), dict(names))
             if not (is_bearable(value, hint) or is_bearable(array, hint)):
                 shape = getattr(value, "shape", type(value))
-                raise TypeError(f"{cls.__name__}.{field.name}: {shape} is no {field.type}")
+                raise TypeError(f"{cls.__name__}.{name}: {shape} is no {hint}")
 
 
 typing_no_check = typing.no_type_check

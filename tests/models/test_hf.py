@@ -382,7 +382,7 @@ def test_a_link_out_of_a_model_folder_is_not_copied(published, model, tmp_path):
 def test_a_hub_id_is_fetched(published, monkeypatch):
     asked = {}
 
-    def snapshot_download(name, repo_type, allow_patterns):
+    def snapshot_download(name, repo_type, allow_patterns, **_):
         assert repo_type == "model"
         asked[name] = allow_patterns
         return str(published)

@@ -352,7 +352,7 @@ def test_a_model_with_other_token_ids_is_refused(processor):
 def test_a_hub_id_is_fetched(assets, processor, monkeypatch):
     asked = []
 
-    def fetch(name, repo_type, allow_patterns):
+    def fetch(name, repo_type, **_):
         assert repo_type == "model"
         asked.append(name)
         return str(assets / "qwen3_vl")

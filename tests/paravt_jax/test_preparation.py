@@ -137,6 +137,7 @@ def test_questions_are_stored_in_order(prepared, files):
     assert prepared.root == files / "media"
 
 
+@pytest.mark.usefixtures("unchecked")  # checks would read the records
 def test_a_flipped_bit_in_a_prepared_set_is_found(folder, files, tmp_path):
     copy = tmp_path / "set"
     shutil.copytree(folder, copy)

@@ -327,7 +327,7 @@ def test_a_signal_stops_a_run_with_a_line_on_how_to_continue(
 def test_a_mesh_with_too_many_devices_is_refused_before_any_data_is_made(small, tmp_path, capsys):
     assert command(tmp_path / "run", "--mesh.fsdp", "64", "--mesh.tensor", "32") == 1
     message = capsys.readouterr().err
-    assert "mesh: 1 x 64 x 32 " in message and "2048 devices" in " ".join(message.split())
+    assert "mesh: 1 x 64 x 32 " in message and "2048 of 1 devices" in " ".join(message.split())
     assert not (tmp_path / "run").exists()
 
 
