@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import pathlib
 import statistics
 import subprocess
@@ -164,7 +165,7 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
         if later:
             found[phase] = {
                 "seconds_per_step": statistics.median(map(step_seconds, later)),
-                "mfu": statistics.median(row["speed/mfu"] for row in later),
+                "mfu": statistics.median(row.get("speed/mfu", math.nan) for row in later),
             }
     return found
 

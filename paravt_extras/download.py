@@ -8,6 +8,7 @@ deleted, so that they are not fetched again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 import re
@@ -76,15 +77,20 @@ def download(name: str, folder: pathlib.Path) -> None:
     """
     benchmark = BENCHMARKS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder / ".download.lock"):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock(folder / ".download.lock"))
+        except BlockingIOError as error:
+            raise OSError(f"--to {folder}: {error}; wait for it, or stop it") from error
         done = folder / _DONE
         skip = done.read_text().splitlines() if done.exists() else []
         for gone in skip:  # of a start that was killed before it deleted them
             (folder / gone).unlink(missing_ok=True)
         patterns = [*benchmark.patterns, *benchmark.media]
         hub.snapshot(benchmark.source, patterns, "dataset", folder, skip)
-        files = (path for path in folder.rglob("*") if path.is_file())
-        names = [path.relative_to(folder).as_posix() for path in files]
+        # Other files of the folder are the user's.
+        listed = hub.list_files(benchmark.source, "dataset")
+        names = [name for name in listed if (folder / name).is_file()]
         for wanted in (benchmark.patterns, benchmark.media):
             if wanted and not _matching([*names, *skip], wanted):
                 raise ValueError(

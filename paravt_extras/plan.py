@@ -97,7 +97,7 @@ class PlannedModel:
         step: Any = _shape((), jnp.int32)
         state = TrainState(self.weights, moments, step)
         placed = like(state, state_shardings(state))
-        # Not copies of the weights, by which `Program.held` knows them.
+        # `Program.held` compares by identity, so keep these very objects.
         return dataclasses.replace(placed, weights=self.weights)
 
     def bank(self, room: VisualRoom) -> Bank:
@@ -122,9 +122,9 @@ class PlannedStep:
     parts: Sequence[Microbatch]
     """An empty micro-batch of every size, the largest first."""
     batches: Sequence[Any]
-    """What else the losses of the updates read."""
+    """Inputs of the loss besides the micro-batch, one per kind of update."""
     draw: int
-    """How many numbers decide what adapters drop."""
+    """Length of the key for what adapters drop."""
 
     @property
     def lowerings(self) -> Iterator[Lowering]:
@@ -416,8 +416,13 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
         devices, host = topology.make_devices(), topology.host.make_devices()
-        found = chosen(programs(fitted.run, devices, host), options.only)
     except (ValueError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    every = programs(fitted.run, devices, host)
+    try:
+        found = chosen(every, options.only)
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     print(f"{run.name} on {topology.name}: {fitted.describe()}")

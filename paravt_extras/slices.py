@@ -91,7 +91,9 @@ class Topology:
         generation, _, shape = self.slice_name.partition(":")
         count = self.name.removesuffix(self.slice_name)
         shapes = CHIPS[generation].slices if generation in CHIPS else ()
-        if shape not in shapes or not re.fullmatch(r"([1-9]\d*\*)?", count):
+        is_known = shape in shapes and re.fullmatch(r"([1-9]\d*\*)?", count)
+        # Several slices have whole hosts.
+        if not is_known or 1 < self.slices and self.chips < self.slices * HOST_CHIPS:
             known = ", ".join(shapes) or f"one of {', '.join(CHIPS)}, as in v5e:4x4 (v5litepod-16)"
             raise ValueError(
                 f"topology = {self.name!r}: not a slice GENERATION:SHAPE, nor several such as "

@@ -61,7 +61,13 @@ def contents(folders: Sequence[pathlib.Path]) -> dict[str, Any]:
     ]
     rows = []
     for run in runs:
-        scores = {split: _entry(summary) for split, summary in run.summaries.items()}
+        try:
+            scores = {split: _entry(summary) for split, summary in run.summaries.items()}
+        except KeyError as error:
+            raise FolderError(
+                f"{run.name}: summary.json has no {error}; an older version wrote it: play the "
+                "questions again with another --out"
+            ) from error
         rows.append({"name": run.name, "scores": scores, "average": _average(scores)})
     return {"columns": list(dict.fromkeys([*COLUMNS, *others])), "paper": paper, "runs": rows}
 

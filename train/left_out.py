@@ -110,5 +110,6 @@ def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, 
         remedy = "Replace them" if run.world is None else f"Delete {data.root} to render it again"
         raise LeftOutError(
             f"max_left_out: {run.max_left_out:g}; {count} of {data.videos} videos cannot be read: "
-            f"{named}. {remedy}, or allow a larger share with --max-left-out"
+            f"{named}. {remedy} and delete {folder / UNREADABLE}, or allow a larger share with "
+            "--max-left-out"
         )

@@ -16,7 +16,7 @@ DIALECT = Dialect(
     image="<|image_pad|>",
     video="<|video_pad|>",
     calls=JSON_CALLS,
-    chat_template=pathlib.Path(__file__).with_name("chat_template.jinja").read_text(),
+    chat_template=pathlib.Path(__file__).with_name("chat_template.jinja").read_text("utf-8"),
     # Ids 151643 to 151668 of Qwen3-VL; the last four are text in Qwen2.5-VL.
     special=(
         *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),

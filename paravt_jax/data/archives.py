@@ -77,8 +77,8 @@ def unpack(name: str, source: pathlib.Path, root: pathlib.Path) -> None:
             raise
         reason = foreign.shortened(error, 200) or type(error).__name__
         raise ArchiveError(
-            f"{path}: cannot be unpacked ({reason}); it is kept: download it again, or unpack it "
-            "yourself"
+            f"{path}: cannot be unpacked ({reason}); it is kept: delete it and download it "
+            "again, or unpack it yourself"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -99,17 +99,20 @@ def inside(root: pathlib.Path, name: str) -> pathlib.Path:
 def _extract(path: pathlib.Path, folder: pathlib.Path) -> None:
     """Extract an archive; each member is checked before it is written."""
     room = _MOST_GROWTH * path.stat().st_size + _ALWAYS_ALLOWED
-    files = 0
+    files: set[pathlib.Path] = set()
 
     def check(name: str, size: int, is_file: bool, is_folder: bool) -> None:
-        nonlocal room, files
-        inside(folder, name)
+        nonlocal room
+        target = inside(folder, name)
         if not is_file and not is_folder:
             raise ArchiveError(f"{name} is a link or a device, which could lead anywhere")
         room -= size + _HEADER
         if room < 0:
             raise ArchiveError(f"it unpacks to more than {_MOST_GROWTH} times its size")
-        files += is_file
+        if target in files:
+            raise ArchiveError(f"it holds {name} twice")
+        if is_file:
+            files.add(target)
 
     def checked(member: tarfile.TarInfo, place: str) -> tarfile.TarInfo | None:
         check(member.name, member.size, member.isfile(), member.isdir())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx2
 import huggingface_hub
@@ -57,10 +59,10 @@ def snapshot(
     Raises:
         FileNotFoundError: The repository cannot be downloaded. The message names the remedy.
     """
-    try:
-        if folder is not None:
-            # Where the hub does not answer, the client takes a folder as it is for the download.
-            huggingface_hub.HfApi().repo_info(id, repo_type=repo_type)
+    if folder is not None:
+        # Where the hub does not answer, the client takes a folder as it is for the download.
+        list_files(id, repo_type)
+    with _named_failures(id, repo_type):
         return pathlib.Path(
             huggingface_hub.snapshot_download(
                 id,
@@ -70,6 +72,20 @@ def snapshot(
                 local_dir=folder,
             )
         )
+
+
+def list_files(id: str, repo_type: str = "model") -> list[str]:
+    """Return the names of the files of a repository; raises like `snapshot`."""
+    with _named_failures(id, repo_type):
+        info: Any = huggingface_hub.HfApi().repo_info(id, repo_type=repo_type)
+    return [file.rfilename for file in info.siblings or ()]
+
+
+@contextlib.contextmanager
+def _named_failures(id: str, repo_type: str) -> Iterator[None]:
+    """Turn what the client raises into an error that names the repository and the remedy."""
+    try:
+        yield
     except _FAILURES as error:
         why = _reason(error, id, repo_type)
         raise FileNotFoundError(

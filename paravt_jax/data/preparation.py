@@ -82,7 +82,7 @@ class Rows:
     """The rows of a source.
 
     Attributes:
-        files: What identifies them.
+        files: Fingerprint of their sources.
         count: Their number.
         tasks: The rows, in order.
     """
@@ -165,7 +165,8 @@ def open_prepared(folder: pathlib.Path, reading: Reading) -> Prepared | None:
         _settings(reading),
         "Name another folder, delete this one, or use its settings.",
     )
-    return _open(folder, stored)
+    # Somebody may have deleted damaged records, as their error asks.
+    return _open(folder, stored) if datasets.is_prepared(folder / _RECORDS) else None
 
 
 def _open(folder: pathlib.Path, stored: _Set) -> Prepared:

@@ -23,7 +23,7 @@ from paravt_jax.method.tools.tool import Tool
 
 BLOCKS = ("think", "tool_call", "tool_code", "tool_response", "answer")
 TAG_PATTERN = "<(/?)(" + "|".join(BLOCKS) + ")>"
-MIN_THINK = 10  # a substantive think has at least this many characters (REFERENCE 3)
+MIN_THINK = 10  # a substantive think has at least this many characters (the release's rule)
 
 _TAG = re.compile(TAG_PATTERN)
 
@@ -55,8 +55,8 @@ class CallSyntax:
     write: Callable[[str, Mapping[str, Any]], str]
     """The text of a call, from the name of a tool and its arguments."""
     read: Callable[[str], tuple[str, Mapping[str, Any] | None]]
-    """Back to name and arguments, None if they are missing. Raises ValueError with the reason, a
-    sentence without its period, for a text that is no call."""
+    """Parse a call into its name and arguments (None if missing). Raises ValueError for a text that
+    is no call, with the reason, a sentence without its period."""
 
 
 def _write_json(name: str, arguments: Mapping[str, Any]) -> str:

@@ -77,7 +77,7 @@ _TAGS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class ProtocolSettings:
-    """Prompts, tools and limits of an episode (REFERENCE 1, 3 and 5). Lengths are in tokens."""
+    """Prompts, tools and limits of an episode (`docs/reference.md`). Lengths are in tokens."""
 
     max_tool_turns: int = 3
     """Turns in which the main agent may call tools."""

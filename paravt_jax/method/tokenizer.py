@@ -76,7 +76,7 @@ def byte_characters() -> tuple[str, ...]:
 class Vocabulary:
     """A byte-level tokenizer: ids, texts and the bytes of every token.
 
-    >>> vocabulary = load("models/Qwen3-VL-8B-Instruct", family().dialect)
+    >>> vocabulary = tokenizer_file.load("models/Qwen3-VL-8B-Instruct", dialect)
     >>> vocabulary.decode(vocabulary.encode("so</think>"))
     'so</think>'
     """

@@ -37,7 +37,7 @@ _SECONDS = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 # What to do about a failure, by HTTP status, or by kind for all other statuses.
 _REMEDIES: dict[int | str, str] = {
     **dict.fromkeys((301, 302, 303, 307, 308), "give the address to which the server redirects"),
-    **dict.fromkeys((401, 403), "check the key, and its permissions"),
+    **dict.fromkeys((401, 403), "check the key (see key_variable) and its permissions"),
     404: "check the address (up to and including /v1) and the model's name",
     429: "send fewer requests at once",
     "timed_out": "look into the server's log, send fewer requests at once, or raise the time limit",
@@ -236,30 +236,37 @@ class Client:
         self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
     ) -> Answer | Failure:
         """One request. Redirects are not followed, so that the key goes to the endpoint only."""
-        headers = {"Content-Type": "application/json"}
+        # Uncompressed: a few bytes could become gigabytes.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         timeout = self._settings.timeout
+        body = b""
         try:
-            async with asyncio.timeout(timeout):
-                response = await self._http.post(self._url, content=content, headers=headers)
+            async with (
+                asyncio.timeout(timeout),
+                self._http.stream("POST", self._url, content=content, headers=headers) as response,
+            ):
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > _BODY_LIMIT:
+                        return Failure("nonsense", f"the reply is longer than {_BODY_LIMIT} bytes")
         except TimeoutError:
             return Failure("timed_out", f"no reply within timeout = {timeout} s")
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.
             return Failure("unreachable", f"the connection failed ({type(error).__name__})")
         if not response.is_success:
-            return self._http_failure(response, key)
+            return self._http_failure(response, _server_message(body, key))
         try:
-            return read(_choice(response.content))
+            return read(_choice(body))
         except UnusableReply as error:
-            message = _server_message(response.content, key)
+            message = _server_message(body, key)
             return Failure("nonsense", str(error), message, remedy=error.remedy)
 
-    def _http_failure(self, response: httpx2.Response, key: str | None) -> Failure:
+    def _http_failure(self, response: httpx2.Response, message: str) -> Failure:
         """The failure of a request whose status is not a success."""
         status = response.status_code
-        message = _server_message(response.content, key)
         # 408 (timeout), 429 (too many requests) and server errors may be temporary.
         again = status in (408, 429) or status >= 500
         wait = retry_after(response.headers.get("Retry-After"))
@@ -280,21 +287,28 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 def _choice(body: bytes) -> Choice:
     """The first choice of a chat completion. Raises UnusableReply if the body is something else."""
-    if len(body) > _BODY_LIMIT:
-        raise UnusableReply(f"the reply is longer than {_BODY_LIMIT} bytes")
     try:
         choice = json.loads(body)["choices"][0]
         message = choice["message"]
         text = message.get("content")
         thought = message.get("reasoning_content") or message.get("reasoning")
         return Choice(
-            text if isinstance(text, str) else None,
+            _joined(text),
             choice.get("finish_reason"),
             choice.get("stop_reason"),
-            thought if isinstance(thought, str) else "",
+            _joined(thought) or "",
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnusableReply("the reply is not a complete chat completion") from error
+
+
+def _joined(content: Any) -> str | None:
+    """Return a content's text, which may be a list of parts; None if it has none."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return "".join(texts) if texts else None
 
 
 def _server_message(body: bytes, key: str | None) -> str:

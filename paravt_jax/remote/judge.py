@@ -1,4 +1,4 @@
-"""Scores open-ended answers with a language model: 0, 0.5 or 1 (REFERENCE 3).
+"""Scores open-ended answers with a language model: 0, 0.5 or 1.
 
 A failing judge never ends a run, and delays it by `time_limit` at most. An answer that has no score
 by then is scored by F1 and counted, and each cause is logged once. Requests use temperature 0, but

@@ -79,7 +79,7 @@ class EpisodeSettings:
         sequential: a turn ends at its first call.
         none: no tool is offered.
         frames: the main agent sees the frames of each window itself, as in the release's
-            evaluation (REFERENCE 4, point 9).
+            evaluation.
     """
 
     frames: int

@@ -164,11 +164,11 @@ def _videos(settings: BenchmarkSettings) -> str:
         return settings.videos
     if settings.questions:
         return str(pathlib.Path(settings.questions).parent)
-    if pathlib.Path(settings.data or "missing").is_dir():
+    if settings.data and pathlib.Path(settings.data).is_dir():
         return settings.data
     raise ValueError(
-        f"--videos is missing, and --data {settings.data!r} is no folder: give the folder of the "
-        "videos; `paravt download` fetches those of a split"
+        f"--videos is missing, and --data {settings.data!r} is no folder: give the folder of "
+        "the videos, or mend --data; `paravt download` fetches those of a split"
     )
 
 

@@ -149,6 +149,8 @@ def test_a_flipped_bit_in_a_prepared_set_is_found(folder, files, tmp_path):
     assert found is not None
     with pytest.raises(ValueError, match=rf"{copy}/records: a record is damaged; delete it"):
         list(found.questions)
+    shutil.rmtree(copy / "records")
+    assert open_prepared(copy, reading_of(files)) is None
 
 
 @pytest.mark.parametrize("content", ["[null]", "3", '{"kept', '{"checksum": 1,\n"files": {}}'])

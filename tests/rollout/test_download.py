@@ -13,6 +13,7 @@ import tarfile
 import time
 import zipfile
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -132,7 +133,13 @@ def fetched(monkeypatch, data_sets) -> list[str]:
         return local_dir
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *_, **__: None)
+
+    def info(api, id, repo_type):
+        files = (file for file in folders[id].rglob("*") if file.is_file())
+        names = (file.relative_to(folders[id]).as_posix() for file in files)
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", info)
     return names
 
 
@@ -157,8 +164,12 @@ def test_a_split_can_be_evaluated_in_the_folder_of_its_download(split, fetched, 
 
 
 def test_a_second_download_fetches_no_archive_again(fetched, tmp_path):
+    own = tmp_path / "to" / "mine" / "videos_chunked_99.zip"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"the user's")
     for _ in range(2):
         assert command.main(["videomme", "--to", str(tmp_path / "to")]) == 0
+    assert own.exists()
     assert fetched.count("videos_chunked_01.zip") == 1
     # The same files with subtitles shown.
     assert command.main(["videomme_wsub", "--to", str(tmp_path / "to")]) == 0
