@@ -289,10 +289,12 @@ def test_a_host_that_fails_ends_all_with_one_line(together, arguments, tmp_path)
     other.mkdir()
     program = tmp_path / "program.py"
     program.write_text(
+        "import os\n"
         "import sys\n"
         "from rollout.evaluate import main\n"
-        "own = [f'--limit={5 + int(sys.argv[-1])}'] if 'limit' in sys.argv[1] else []\n"
-        f"out = {str(out)!r} if sys.argv[-1] == '0' else {str(other)!r}\n"
+        "host = int(os.environ['JAX_PROCESS_ID'])\n"
+        "own = [f'--limit={5 + host}'] if 'limit' in sys.argv[1] else []\n"
+        f"out = {str(other)!r} if host else {str(out)!r}\n"
         "out = [f'--out={out}'] if 'out' in sys.argv[1] else [f'--out=' + sys.argv[2]]\n"
         "raise SystemExit(main([*out, *own, *sys.argv[3:]]))\n"
     )
