@@ -112,7 +112,7 @@ def require_ready(run: Run, settings: dict[str, Any], place: Place) -> None:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """One paragraph per finding, with its remedy below it."""
+    """Return one paragraph per finding, with its remedy below it."""
     lines = []
     for finding in findings:
         text = f"{finding.item:<14} {finding.problem or 'ok':<8} {finding.found}"
@@ -128,7 +128,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 def _items(
     run: Run, settings: dict[str, Any], place: Place
 ) -> dict[str, Callable[[], list[Finding]]]:
-    """What to look at besides the devices; see `check`."""
+    """Return what to look at besides the devices; see `check`."""
     return {
         "packages": lambda: _packages(run),
         "host memory": lambda: _host_memory(run),
@@ -177,7 +177,7 @@ def _version(package: str) -> str:
 
 
 def _devices(run: Run, devices: Devices) -> list[Finding]:
-    """Whether the run fits the devices."""
+    """Return whether the run fits the devices."""
     fitted = fit(run, devices)
     memory = "unknown memory" if devices.memory is None else f"{devices.memory / GIB:.2f} GiB each"
     needs = ", ".join(f"{part} {need / GIB:.1f}" for part, need in fitted.needs.items())
@@ -188,7 +188,7 @@ def _devices(run: Run, devices: Devices) -> list[Finding]:
 
 
 def _host_memory(run: Run) -> list[Finding]:
-    """Whether this host has memory for frames and its share of a checkpoint."""
+    """Return whether this host has memory for frames and its share of a checkpoint."""
     needed = run.frames.cache_mib * 2.0**20 + state_bytes(run) / jax.process_count()
     if run.model.size == "tiny" or needed <= host_memory():
         return []
@@ -198,7 +198,7 @@ def _host_memory(run: Run) -> list[Finding]:
 
 
 def _weights(run: Run) -> list[Finding]:
-    """Whether the initial weights are here, complete and of the recipe's size."""
+    """Return whether the initial weights are here, complete and of the recipe's size."""
     path = run.model.path
     if not path:
         return []
@@ -222,7 +222,7 @@ def _weights(run: Run) -> list[Finding]:
 
 
 def _data(run: Run) -> list[Finding]:
-    """Whether the data are prepared, or their sources can be read."""
+    """Return whether the data are prepared, or their sources can be read."""
     settings = run.data
     if settings is None:
         return []
@@ -256,7 +256,7 @@ def _data(run: Run) -> list[Finding]:
 
 
 def _on_the_hub(item: str, name: str, kind: str, suffixes: Sequence[str]) -> Finding:
-    """Whether the hub has a repository that this user may read, with files of all suffixes."""
+    """Return whether the hub has a repository that this user may read, with files of all suffixes."""
     command = f"hf download --repo-type {kind} {name}"
     try:
         info: Any = huggingface_hub.HfApi().repo_info(
@@ -281,7 +281,7 @@ def _on_the_hub(item: str, name: str, kind: str, suffixes: Sequence[str]) -> Fin
 
 
 def _disk(run: Run, place: Place) -> list[Finding]:
-    """Whether the run's disk has room for its checkpoints and the exported model."""
+    """Return whether the run's disk has room for its checkpoints and the exported model."""
     if place.shown != str(place.folder) or run.model.size == "tiny":
         return []
     kept = run.keep_checkpoints + 2
@@ -298,7 +298,7 @@ def _disk(run: Run, place: Place) -> list[Finding]:
 
 
 def _run_directory(run: Run, settings: dict[str, Any], place: Place) -> list[Finding]:
-    """Whether the folder is free, and new or of this run, and so is the run to start from."""
+    """Return whether the folder is free, and new or of this run, and so is the run to start from."""
     continues = place.require_usable(settings)
     if run.start:
         require_cold_start(run.start, settings)
@@ -309,7 +309,8 @@ def _run_directory(run: Run, settings: dict[str, Any], place: Place) -> list[Fin
 
 
 def state_bytes(run: Run) -> float:
-    """Bytes of the largest checkpoint: trained weights, their moments, and the vision tower."""
+    """Return the bytes of the largest checkpoint: trained weights, their moments, and the vision
+    tower."""
     if run.model.size == "tiny":
         return 16e6
     model = abstract_model(run.model.config(), param_dtype=run.param_dtype, lora=run.lora)
@@ -324,6 +325,6 @@ def state_bytes(run: Run) -> float:
 
 
 def model_bytes(run: Run) -> float:
-    """Bytes of the exported model."""
+    """Return the bytes of the exported model."""
     weights = jax.tree.leaves(nnx.state(abstract_model(run.model.config())))
     return float(sum(math.prod(x.shape) for x in weights) * jnp.dtype(run.param_dtype).itemsize)

@@ -172,7 +172,7 @@ def smallest_slices(run: Run) -> Iterator[str]:
 
 
 def _value(run: Run, name: str) -> Any:
-    """The value of an open field; None if the run does not have its phase."""
+    """Return the value of an open field; None if the run does not have its phase."""
     section, _, field = name.partition(".")
     return getattr(getattr(run, section), field, None)
 
@@ -403,7 +403,7 @@ def _numbers(tree: Any) -> int:
 
 
 def _sharded_bytes(state: Any, mesh: Mesh) -> float:
-    """Bytes of weights on each device of a mesh."""
+    """Return the bytes of weights on each device of a mesh."""
     shardings = jax.tree.leaves(param_shardings(state, AbstractMesh(mesh, MESH_AXES)))
     leaves = zip(jax.tree.leaves(state), shardings, strict=True)
     return float(sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in leaves))
@@ -482,7 +482,7 @@ class _Memory:
         return self.rl_state + 2 * self.weights + vectors + activations
 
     def _cached(self, visual: float, frames: float) -> float:
-        """What is cached of frames for an update; see `models.trained`."""
+        """Return what is cached of frames for an update; see `models.trained`."""
         part = self.run.train_vision
         slots = frames * self.run.largest_frame if part == "tower" else visual
         numbers = math.prod(cached_shape(self.shapes.config.vision, part))
@@ -500,7 +500,8 @@ class _Memory:
         return visual * levels * self.shapes.config.text.hidden_size * self.shapes.itemsize
 
     def _activations(self, policy: Remat, tokens: float) -> float:
-        """What layers keep for the backward pass, and the temporaries of a layer and the head."""
+        """Return what layers keep for the backward pass, and the temporaries of a layer and the
+        head."""
         text, tensor = self.shapes.config.text, self.run.mesh.tensor
         kept = text.num_hidden_layers * _kept(text, policy)
         attention = text.num_attention_heads * text.head_dim
@@ -517,7 +518,7 @@ class _Memory:
         return max(decoder, self._vision_backward())
 
     def _vision_backward(self) -> float:
-        """The backward pass of the trained part of the tower, for one piece of a batch."""
+        """Return the backward pass of the trained part of the tower, for one piece of a batch."""
         part, vision = self.run.train_vision, self.shapes.config.vision
         if part == "none":
             return 0.0
@@ -557,7 +558,7 @@ class _Memory:
         return self.rl_state + self.engine_weights + max(calls) + copies + cache_tokens * token
 
     def _prefill(self, engine: EngineSizes, length: int, before: int) -> float:
-        """A call of prefill on a TPU: the visual vectors, and what the program computes."""
+        """Return a call of prefill on a TPU: the visual vectors, and what the program computes."""
         text, itemsize, token = self.shapes.config.text, self.shapes.itemsize, self.token
         rows = engine.prefill_rows(length, before)
         tokens = rows * length
@@ -578,7 +579,7 @@ class _Memory:
 
 
 def _kept(text: TextConfig, policy: Remat) -> int:
-    """Numbers per token that a policy keeps of a layer on the device."""
+    """Return the numbers per token that a policy keeps of a layer on the device."""
     attention = text.num_attention_heads * text.head_dim
     keys_and_values = 2 * text.num_key_value_heads * text.head_dim
     # The last product of a layer is only added to its input: the backward pass does not need it.

@@ -290,7 +290,8 @@ def programs(run: Run, devices: Sequence[Any], host: Sequence[Any]) -> list[Prog
 
 
 def _name(phase: str, lowering: Any) -> str:
-    """The name of a program: its phase, its function, and the shapes of its tokens and pages."""
+    """Return the name of a program: its phase, its function, and the shapes of its tokens and
+    pages."""
     words = [phase, lowering.func.__self__.jitted.__name__.strip("_")]
     for argument in lowering.args:
         for array in ("ids", "tables"):
@@ -304,7 +305,7 @@ def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _cast(weights: Any, dtype: Any) -> Any:
-    """The weights in another type, with their shardings."""
+    """Return the weights in another type, with their shardings."""
     moved = jax.eval_shape(lambda x: cast(x, dtype), weights)
     return like(moved, jax.tree.map(lambda x: x.sharding, weights))
 

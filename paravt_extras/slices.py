@@ -141,7 +141,7 @@ class Topology:
         return Devices(self.name, self.devices, hosts, self.chip.hbm, "tpu", self.slices)
 
     def make_devices(self) -> list[Any]:
-        """Devices to compile for, ordered by host.
+        """Return devices to compile for, ordered by host.
 
         With this order the same list serves training over all devices and rollouts over the
         consecutive devices of one host.
@@ -168,7 +168,7 @@ class Topology:
 
 
 def found_devices() -> Devices:
-    """The devices of all processes of this run, as JAX sees them.
+    """Return the devices of all processes of this run, as JAX sees them.
 
     Once several processes have joined, every one of them has to call this. The memory is then the
     least of all processes, so that all of them choose the same sizes.
@@ -183,7 +183,8 @@ def found_devices() -> Devices:
 
 
 def device_memory(device: Any) -> float | None:
-    """Bytes that programs may use on a device; None if JAX does not report it for its kind."""
+    """Return the bytes that programs may use on a device; None if JAX does not report it for its
+    kind."""
     for chip in CHIPS.values():
         if device.device_kind in chip.kinds:
             return chip.hbm
@@ -191,6 +192,6 @@ def device_memory(device: Any) -> float | None:
 
 
 def known_slices() -> Iterator[Topology]:
-    """All slices of every generation, from small to large."""
+    """Return all slices of every generation, from small to large."""
     for generation, chip in CHIPS.items():
         yield from (Topology(f"{generation}:{shape}") for shape in chip.slices)

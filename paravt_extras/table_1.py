@@ -73,7 +73,7 @@ def contents(folders: Sequence[pathlib.Path]) -> dict[str, Any]:
 
 
 def _grouped(folders: Sequence[pathlib.Path]) -> list[Run]:
-    """The summaries of the folders, by run."""
+    """Return the summaries of the folders, by run."""
     runs: list[Run] = []
     for folder in folders:
         summary = read_json(folder / "summary.json")
@@ -89,7 +89,7 @@ def _grouped(folders: Sequence[pathlib.Path]) -> list[Run]:
 
 
 def _entry(summary: Line) -> Line:
-    """What the table says of one evaluation."""
+    """Return what the table says of one evaluation."""
     identity = summary["config"]["identity"]
     score = score_of(summary)
     entry: Line = {
@@ -117,7 +117,7 @@ def _entry(summary: Line) -> Line:
 
 
 def _made_with(config: Line) -> str:
-    """The weights and the code behind a score."""
+    """Return the weights and the code behind a score."""
     commits = ", ".join(_short(str(commit)) for commit in config["commits"])
     identity = config["identity"]
     weights = f"unknown ({identity.get('endpoint_model', 'a server')})"
@@ -127,12 +127,13 @@ def _made_with(config: Line) -> str:
 
 
 def _short(hashed: str) -> str:
-    """The beginning of a hash, with the "+" of a commit whose files had changed."""
+    """Return the beginning of a hash, with the "+" of a commit whose files had changed."""
     return hashed[:12] + "+" * hashed[12:].endswith("+")
 
 
 def _average(scores: dict[str, Line]) -> float | None:
-    """The mean over the paper's splits in per cent; None if one lacks a score or is unfinished."""
+    """Return the mean over the paper's splits in per cent; None if one lacks a score or is
+    unfinished."""
     values: list[Cell | None] = []
     for split in COLUMNS:
         entry = scores.get(split)
@@ -182,7 +183,7 @@ class _Marks:
         self._remarks: list[str] = []
 
     def marked(self, cell: str, remark: str) -> str:
-        """The cell with the mark of a remark; without, if the remark is empty."""
+        """Return the cell with the mark of a remark; without, if the remark is empty."""
         if not remark:
             return cell
         self._remarks.append(remark)
@@ -193,7 +194,7 @@ class _Marks:
 
 
 def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str]]:
-    """A run's row of scores, and rows with the figures that belong to them."""
+    """Return a run's row of scores, and rows with the figures that belong to them."""
     entries = [run["scores"].get(split) for split in columns]
     scores = [
         entry and marks.marked(_one_digit(entry["score"]), _remark(run["name"], split, entry))
@@ -275,7 +276,7 @@ def _provenance(table: dict[str, Any]) -> list[str]:
 
 
 def _alike(scores: dict[str, Line]) -> dict[str, list[str]]:
-    """Splits by their note, so that equal notes are printed once."""
+    """Return splits by their note, so that equal notes are printed once."""
     found: dict[str, list[str]] = {}
     for split, entry in scores.items():
         different = entry["differences"] or ["no other difference"]

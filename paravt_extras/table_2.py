@@ -69,7 +69,8 @@ class Figures:
 
 
 def changes(config: Mapping[str, Any]) -> Row:
-    """What a run with RL changes of full PARA-GRPO, among the settings that distinguish rows."""
+    """Return what a run with RL changes of full PARA-GRPO, among the settings that distinguish
+    rows."""
     full = as_json(dataclasses.asdict(paravt_8b()), "paravt_8b")
     found = {field: _value(config, field) for field in FIELDS}
     return {field: value for field, value in found.items() if value != _value(full, field)}
@@ -84,7 +85,7 @@ def _value(config: Mapping[str, Any], field: str) -> Any:
 
 
 def key_of(config: Mapping[str, Any]) -> str:
-    """The row of table 2 that a run belongs to; "" if it has settings of its own."""
+    """Return the row of table 2 that a run belongs to; "" if it has settings of its own."""
     if config["rl"] is None:
         return "sft" if config["sft"] else ""
     own = changes(config)
@@ -95,7 +96,7 @@ def key_of(config: Mapping[str, Any]) -> str:
 
 
 def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[Figures]:
-    """The lines of a finished run: one for its cold start, if measured, and one for its RL.
+    """Return the lines of a finished run: one for its cold start, if measured, and one for its RL.
 
     Args:
         folder: the run's directory.
@@ -140,7 +141,7 @@ def _mean(rows: Sequence[Row], field: str) -> float | None:
 
 
 def _cold_start(name: str, result: Row, scores: Mapping[str, float]) -> Figures | None:
-    """The sampled rollouts on held-out questions before RL; None if none were played."""
+    """Return the sampled rollouts on held-out questions before RL; None if none were played."""
     measured = [row for row in result.get("by_temperature", []) if row["phase"] == "before"]
     rows = _sampled(measured) or _sampled(result.get("before", []))
     if not rows:
@@ -155,7 +156,7 @@ def _cold_start(name: str, result: Row, scores: Mapping[str, float]) -> Figures 
 
 
 def _sampled(rows: Sequence[Row]) -> list[Row]:
-    """The rows of parallel episodes at the paper's temperature."""
+    """Return the rows of parallel episodes at the paper's temperature."""
     return [
         row for row in rows if row["temperature"] == TEMPERATURE and row["dispatch"] == "parallel"
     ]
@@ -164,7 +165,7 @@ def _sampled(rows: Sequence[Row]) -> list[Row]:
 def _scores(
     folder: pathlib.Path, evaluations: Sequence[pathlib.Path]
 ) -> dict[str, dict[str, float]]:
-    """The scores of a run's final weights in per cent, by dispatch and split.
+    """Return the scores of a run's final weights in per cent, by dispatch and split.
 
     Raises:
         ValueError: two evaluations are of the same weights, dispatch and split.

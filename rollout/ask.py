@@ -191,14 +191,15 @@ class Assistant:
         return episode
 
     def page(self, episode: Episode, settings: EpisodeSettings) -> str:
-        """The episode as an HTML page without external files: frames, tokens, crops and reports."""
+        """Return the episode as an HTML page without external files: frames, tokens, crops and
+        reports."""
         rewards = score(episode.question, episode.turns, RewardSettings())
         line = transcript(episode, rewards, settings, self.environment.protocol.vocabulary)
         del line["rewards"]  # meaningless, because the right answer is unknown
         return episode_page(Path(), line)
 
     def _engine(self, video: str, frames: int) -> Engine:
-        """An engine with room for episodes on this video."""
+        """Return an engine with room for episodes on this video."""
         protocol = self.environment.protocol
         features = self.environment.features
         # Timestamps take tokens, and no frame has a later time than the end of the video.
@@ -295,7 +296,7 @@ def _answer(asked: AskSettings, reader: FrameReader) -> None:
 
 
 def _read_subtitles(file: str, dispatch: Dispatch) -> Sequence[Subtitle]:
-    """The entries of a file. Raises OSError or ValueError if they cannot be searched."""
+    """Return the entries of a file. Raises OSError or ValueError if they cannot be searched."""
     entries = read_srt(file)
     if not entries or dispatch == "none":
         raise ValueError(
@@ -306,7 +307,7 @@ def _read_subtitles(file: str, dispatch: Dispatch) -> Sequence[Subtitle]:
 
 
 def describe(episode: Episode) -> Iterator[str]:
-    """The episode as lines of text: the turns with calls and responses, then the answer."""
+    """Return the episode as lines of text: the turns with calls and responses, then the answer."""
     for number, turn in enumerate(episode.turns, 1):
         yield f"--- turn {number}"
         yield turn.text.strip()

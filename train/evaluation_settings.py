@@ -46,7 +46,7 @@ class EvaluationSettings:
             )
 
     def episode_settings(self) -> tuple[EpisodeSettings, ...]:
-        """Every combination of overview budget, dispatch and temperature."""
+        """Return every combination of overview budget, dispatch and temperature."""
         combinations = itertools.product(self.frames, self.dispatch, self.temperatures)
         return tuple(
             EpisodeSettings(frames, temperature, dispatch)

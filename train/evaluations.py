@@ -148,14 +148,14 @@ class Evaluator:
         return _Plan("control", "the control", ("control", steps), settings)
 
     def _files(self, plan: _Plan) -> list[pathlib.Path]:
-        """The file of each K."""
+        """Return the file of each K."""
         return [self._file(f"{plan.name}-{k}") for k in self.run.evaluation.frames]
 
     def _file(self, name: str) -> pathlib.Path:
         return self.home.folder / "evaluation" / f"{name}.json"
 
     def _is_finished(self, plan: _Plan) -> bool:
-        """Whether all files exist, as the first process sees it."""
+        """Return whether all files exist, as the first process sees it."""
         return hosts.from_first(lambda: all(file.exists() for file in self._files(plan)))
 
     def _write(self, name: str, content: dict[str, Any], weights: tuple[str, int]) -> None:
@@ -256,7 +256,7 @@ class Evaluator:
         return row(setting, played), lines
 
     def _questions(self, plan: _Plan, setting: EpisodeSettings) -> Sequence[Question]:
-        """The questions to play under a setting."""
+        """Return the questions to play under a setting."""
         evaluation, heldout = self.run.evaluation, self.data.heldout
         if plan.measures_format:
             return evaluation.format_questions(heldout, setting)

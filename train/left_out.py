@@ -45,7 +45,7 @@ def count_rows(
 
 
 def describe_rows(sources: Counts) -> str:
-    """A table in plain text, one line per source."""
+    """Return a table in plain text, one line per source."""
     width = max(map(len, ["source", *sources]))
     lines = [f"{'source':{width}}  {'rows':>9}  {'used':>9}  left out"]
     for source, rows in sources.items():

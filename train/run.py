@@ -217,7 +217,7 @@ def _align(
 
 
 def _checking(run: Run, home: Home, data: Data, unreadable: dict[str, str]) -> Home:
-    """The home of a phase that saves nothing once too many videos have become unreadable.
+    """Return the home of a phase that saves nothing once too many videos have become unreadable.
 
     Args:
         run: The settings.
@@ -241,7 +241,7 @@ def _place(run: Run) -> Place:
 
 
 def _check(run: Run, config: dict[str, Any]) -> Mesh:
-    """Builds the mesh and checks the model's files, before any work on the data."""
+    """Build the mesh and check the model's files, before any work on the data."""
     hosts.require_same("the run's settings", config)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     require_even(mesh)
@@ -269,7 +269,7 @@ def _prepare(
     interrupts: Interrupts,
     questions: Sequence[Question] | None,
 ) -> Data:
-    """Prepares the data in the first process; the others open the result."""
+    """Prepare the data in the first process; the others open the result."""
 
     def check() -> None:
         # The other processes are waiting and cannot vote, so the first one decides alone. They
@@ -287,7 +287,7 @@ def _prepare(
 
 
 def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What the command does, and the rest of `argv`, which belongs to the recipe."""
+    """Return what the command does, and the rest of `argv`, which belongs to the recipe."""
     program = command_name("python -m train.run")
     parser = argparse.ArgumentParser(
         prog=program,
@@ -393,7 +393,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _in_words(error: Exception, run: Run) -> str:
-    """The message of an error, with paths of a bucket, and with what to do about a full disk."""
+    """Return the message of an error, with paths of a bucket, and with what to do about a full
+    disk."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return (
             f"a disk is full ({error}); make room, and the same command continues from the last "

@@ -54,7 +54,7 @@ class ModelSettings:
         self.config()
 
     def config(self, vocab_size: int = 1) -> ModelConfig:
-        """The sizes of the model; `vocab_size` is that of a tiny one."""
+        """Return the sizes of the model; `vocab_size` is that of a tiny one."""
         return family(self.family).size(self.size, vocab_size)
 
     @property
@@ -214,7 +214,7 @@ class Run:
         return self.frames.rules(self.vision, crop).tokens(side, side)
 
     def limits(self, dispatch: Dispatch = "parallel") -> ProtocolSettings:
-        """Limits of an episode. Dispatch `frames` shows the crops in the main agent's own
+        """Return limits of an episode. Dispatch `frames` shows the crops in the main agent's own
         trajectory, so its limits include room for them."""
         if dispatch != "frames":
             return self.protocol
@@ -326,7 +326,7 @@ def change(run: Run, name: str, fields: Mapping[str, Any]) -> Run:
 
 
 def _replaced(settings: Any, fields: Mapping[str, Any]) -> Any:
-    """A copy of some settings. It is checked once, with all new values in place."""
+    """Return a copy of some settings. It is checked once, with all new values in place."""
     values: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}
     for path, value in fields.items():

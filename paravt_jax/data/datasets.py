@@ -74,7 +74,8 @@ def _builder_folder(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _mark(folder: pathlib.Path) -> pathlib.Path:
-    """The file with which tensorflow-datasets marks a complete folder: it renames it at the end."""
+    """Return the file with which tensorflow-datasets marks a complete folder: it renames it at the
+    end."""
     return _builder_folder(folder) / "dataset_info.json"
 
 
@@ -104,7 +105,7 @@ class Split(Sequence[Any]):
 
 
 def is_prepared(folder: str | os.PathLike) -> bool:
-    """Whether `write_splits` has finished in this folder."""
+    """Return whether `write_splits` has finished in this folder."""
     return _mark(pathlib.Path(folder)).exists()
 
 

@@ -50,7 +50,7 @@ def write_sums(folder: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
 
 
 def read_sums(folder: pathlib.Path) -> Sums | None:
-    """The sums of a folder; None if it has none, such as weights of others.
+    """Return the sums of a folder; None if it has none, such as weights of others.
 
     Raises:
         DamagedFileError: The file of sums is damaged.
@@ -62,7 +62,7 @@ def read_sums(folder: pathlib.Path) -> Sums | None:
 
 
 def find_damage(folder: pathlib.Path, sums: Sums, names: Sequence[str] | None = None) -> list[str]:
-    """What is wrong with the files of a folder, one text per file; [] if they are sound.
+    """Return what is wrong with the files of a folder, one text per file; [] if they are sound.
 
     Args:
         folder: The folder that `sums` belongs to.

@@ -56,19 +56,20 @@ _FILE = "file://"
 
 
 def is_address(path: str | os.PathLike) -> bool:
-    """Whether a path is an fsspec address of a file that is not on a local disk."""
+    """Return whether a path is an fsspec address of a file that is not on a local disk."""
     text = os.fspath(path)
     return "://" in text and not text.startswith(_FILE)
 
 
 def without_scheme(path: str | os.PathLike) -> str:
-    """A local path without file://."""
+    """Return a local path without file://."""
     return os.fspath(path).removeprefix(_FILE)
 
 
 @functools.lru_cache(maxsize=2**16)
 def join(root: str | os.PathLike, name: str) -> str | pathlib.Path:
-    """The file of this name below a folder. Either may be an address, which pathlib would break.
+    """Return the file of this name below a folder. Either may be an address, which pathlib would
+    break.
 
     An address stands for itself.
 
@@ -124,7 +125,7 @@ def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np
 def shown(
     frame: UInt8[np.ndarray, "h w 3"], rules: PixelRules | None
 ) -> UInt8[np.ndarray, "y x 3"]:
-    """The pixels that the model sees of a decoded frame. Without rules, the frame itself.
+    """Return the pixels that the model sees of a decoded frame. Without rules, the frame itself.
 
     Raises:
         ValueError: The frame is too long and thin to be resized.

@@ -34,7 +34,7 @@ class HubRefusal(ConnectionError):
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a text has the form owner/name."""
+    """Return whether a text has the form owner/name."""
     return _ID.fullmatch(source) is not None
 
 

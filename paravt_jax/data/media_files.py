@@ -44,7 +44,7 @@ _FFMPEG_OPTIONS: dict[str, Any] = (
 
 
 def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of an address, and the path in it.
+    """Return the file system of an address, and the path in it.
 
     Raises:
         ModuleNotFoundError: The scheme needs a package that is not installed.
@@ -65,7 +65,8 @@ def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def identity(path: str | os.PathLike) -> str:
-    """What identifies the content of a file: its size, and its modification time or its like.
+    """Return what identifies the content of a file: its size, and its modification time or its
+    like.
 
     Raises:
         VideoError: There is no such file, it is empty, or it cannot be opened.
@@ -172,7 +173,7 @@ def _undecodable(path: str | os.PathLike, error: Exception) -> VideoError:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike) -> Iterator[Any]:
-    """A file object. A remote one reads ranges."""
+    """Return a file object. A remote one reads ranges."""
     if is_address(path):
         system, name = open_bucket(os.fspath(path))
         opened: Any = system.open(name, "rb", block_size=_RANGE)
@@ -186,7 +187,8 @@ def _opened(path: str | os.PathLike) -> Iterator[Any]:
 
 
 def permanent_name(path: str | os.PathLike) -> str:
-    """A name of the file that does not depend on the current folder, nor on links to the file."""
+    """Return a name of the file that does not depend on the current folder, nor on links to the
+    file."""
     if is_address(path):
         return os.fspath(path)
     return os.path.realpath(without_scheme(path))

@@ -203,7 +203,7 @@ def open_table(path: pathlib.Path) -> Table:
 
 
 def split_of(name: str) -> str:
-    """The split of a published file. `name` has no ending; rows are called NAME:NUMBER."""
+    """Return the split of a published file. `name` has no ending; rows are called NAME:NUMBER."""
     match = _FILE_NAME.fullmatch(name)
     return match[1] if match else name
 
@@ -271,7 +271,8 @@ def read_question(row: Mapping[str, Any], id: str) -> Question:
 
 
 def _answer(answer: Any, kind: QuestionKind) -> str:
-    """The answer as text. Numbers and lists, such as the span of a grounding question, as JSON."""
+    """Return the answer as text. Numbers and lists, such as the span of a grounding question, as
+    JSON."""
     if answer is None:
         answer = ""
     if not isinstance(answer, str):
@@ -395,7 +396,7 @@ def read_conversation(
 
 
 def _offers_tools(messages: Sequence[_Turn], turns: Sequence[_Turn]) -> bool:
-    """Whether the prompt names the tool, or a tool is used."""
+    """Return whether the prompt names the tool, or a tool is used."""
     prompts = [message for message in messages if message.role in ("system", "user")]
     texts = [part for message in prompts for part in message.parts if isinstance(part, str)]
     return "crop_video" in " ".join(texts) or any(turn.role == "tool" for turn in turns)
@@ -431,7 +432,7 @@ def _read_messages(messages: Sequence[_Message]) -> tuple[list[_Turn], list[str]
 
 
 def _numbered(name: str, paths: Sequence[str]) -> dict[str, str]:
-    """A name for each path: video.mp4, video_2.mp4, video_3.mp4, ..."""
+    """Return a name for each path: video.mp4, video_2.mp4, video_3.mp4, ..."""
     stem, _, suffix = name.partition(".")
     names = [name, *(f"{stem}_{n}.{suffix}" for n in range(2, len(paths) + 1))]
     return dict(zip(dict.fromkeys(paths), names, strict=False))

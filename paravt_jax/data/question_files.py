@@ -210,7 +210,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _json_rows(text: str) -> Iterator[tuple[int, Any]]:
-    """The rows of an array, numbered from 1, or of JSON lines, numbered by line."""
+    """Return the rows of an array, numbered from 1, or of JSON lines, numbered by line."""
     if _is_array(text):
         array = _parsed(text)
         yield from enumerate(array if isinstance(array, list) else [array], 1)

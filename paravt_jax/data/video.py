@@ -142,7 +142,7 @@ def request(task: ReadTask) -> Future[ReadFrames]:
 
 
 def is_picture(path: str | os.PathLike) -> bool:
-    """Whether a file is a picture, judged by its name."""
+    """Return whether a file is a picture, judged by its name."""
     return pathlib.PurePath(path).suffix.lower() in _PICTURES
 
 
@@ -189,7 +189,7 @@ class _Pixels:
         self._frames[n] = _shown(self._path, pixels, self._rules)
 
     def stacked(self, numbers: list[int]) -> UInt8[np.ndarray, "m height width 3"]:
-        """All frames in this order."""
+        """Return all frames in this order."""
         return np.stack([self._frames[n] for n in numbers])
 
 
@@ -262,7 +262,8 @@ def _decode_run(
 def _packets_from(
     container: InputContainer, stream: av.VideoStream, wanted: int, index: VideoIndex
 ) -> Iterator[tuple[int, int, av.Packet]]:
-    """Packets after a seek, each with its number and with the keyframe that decoding begins at.
+    """Yield packets after a seek, each with its number and with the keyframe that decoding begins
+    at.
 
     That is the wanted keyframe or an earlier one. There are no packets if a seek leads elsewhere.
     """

@@ -116,7 +116,7 @@ class VideoIndex:
         return len(self.stamps)
 
     def info(self, path: str | os.PathLike) -> VideoInfo:
-        """What callers know about the file."""
+        """Return what callers know about the file."""
         times = (self.stamps - self.start) * self.time_base
         return VideoInfo(
             path=str(path),
@@ -128,7 +128,7 @@ class VideoIndex:
         )
 
     def frame_number(self, stamp: int | None) -> int | None:
-        """The number of the frame with this timestamp, or None if there is no such frame."""
+        """Return the number of the frame with this timestamp, or None if there is no such frame."""
         if stamp is None:
             return None
         n = int(np.searchsorted(self.stamps, stamp))
@@ -137,7 +137,8 @@ class VideoIndex:
         return n
 
     def key_at(self, stamp: int | None) -> int | None:
-        """The position in `keys` of the packet with this timestamp, or None if it is not there."""
+        """Return the position in `keys` of the packet with this timestamp, or None if it is not
+        there."""
         if stamp is None:
             return None
         found = np.flatnonzero(self.key_stamps == stamp)
@@ -160,7 +161,7 @@ class VideoIndex:
         return runs
 
     def decodes_from(self, key: int, n: int) -> bool:
-        """Whether frame `n` is right if decoding began at a keyframe.
+        """Return whether frame `n` is right if decoding began at a keyframe.
 
         A frame that is shown before the keyframe may refer to frames before it, although it follows
         it in the file (an open GOP).
@@ -171,13 +172,13 @@ class VideoIndex:
         return bool(follows)
 
     def _key_before(self, n: int) -> int:
-        """The last keyframe that frame `n` can be decoded from."""
+        """Return the last keyframe that frame `n` can be decoded from."""
         usable = (self.keys <= self.packets[n]) & (self.key_stamps <= self.stamps[n])
         usable[0] = True
         return int(np.flatnonzero(usable)[-1])
 
     def to_bytes(self) -> bytes:
-        """The index in few bytes: most differences between neighbours are equal."""
+        """Return the index in few bytes: most differences between neighbours are equal."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values |= {name: np.diff(values[name], prepend=0) for name in _ARRAYS}
         file = io.BytesIO()
@@ -186,7 +187,7 @@ class VideoIndex:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> VideoIndex:
-        """The inverse of `to_bytes`."""
+        """Return the inverse of `to_bytes`."""
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             values = {name: file[name].tolist() for name in file.files if name not in _ARRAYS}
             values |= {name: np.cumsum(file[name]) for name in _ARRAYS}
@@ -196,7 +197,7 @@ class VideoIndex:
 
 
 def video_stream(path: str | os.PathLike, container: InputContainer) -> av.VideoStream:
-    """The video stream to read.
+    """Return the video stream to read.
 
     Raises:
         VideoError: There is none, no decoder for it, or its frames are too large.
@@ -276,7 +277,7 @@ def build(path: str | os.PathLike) -> VideoIndex:
 def _of_packets(
     path: str | os.PathLike, container: InputContainer, stream: av.VideoStream, found: _Packets
 ) -> VideoIndex:
-    """The index of a file whose packets tell when each frame is shown."""
+    """Return the index of a file whose packets tell when each frame is shown."""
     # Packets come in decoding order: a B-frame follows the later frame that it refers to.
     order = np.argsort(np.array(found.shown_stamps, np.int64))
     stamps = np.array(found.shown_stamps, np.int64)[order]
@@ -314,7 +315,7 @@ def _of_packets(
 def _of_frames(
     path: str | os.PathLike, stream: av.VideoStream, frames: _Frames, found: _Packets
 ) -> VideoIndex:
-    """The index of a file whose frames have to be counted from its start."""
+    """Return the index of a file whose frames have to be counted from its start."""
     time_base = float(stream.time_base or 0)
     stamps = _in_order(frames.stamps, time_base)
     orientation, size = orientation_of(path, found.first_frame)
@@ -329,12 +330,12 @@ def _of_frames(
 
 
 def _are_distinct(stamps: Sequence[int | None]) -> bool:
-    """Whether every packet has a timestamp of its own, so that timestamps identify frames."""
+    """Return whether every packet has a timestamp of its own, so that timestamps identify frames."""
     return len(stamps) > 0 and None not in stamps and len(set(stamps)) == len(stamps)
 
 
 def _rises(stamps: Sequence[int | None]) -> bool:
-    """Whether each timestamp is known and above the one before it."""
+    """Return whether each timestamp is known and above the one before it."""
     return None not in stamps and bool((np.diff(np.array(stamps, np.int64)) > 0).all())
 
 
@@ -449,7 +450,7 @@ class _Packets:
 
 
 def _begins_anew(packet: av.Packet) -> bool:
-    """Whether a keyframe of H.264 is one after which no frame refers to those before (IDR).
+    """Return whether a keyframe of H.264 is one after which no frame refers to those before (IDR).
 
     Keyframes of other codecs count as such.
     """

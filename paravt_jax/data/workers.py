@@ -241,7 +241,7 @@ def _limit_memory(memory: int) -> None:
 
 
 def _work(pipe: Connection) -> None:
-    """The main loop of a worker process."""
+    """Run the main loop of a worker process."""
     # A scheduler may signal every process of a job. The parent decides when its workers end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

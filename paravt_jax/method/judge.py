@@ -30,7 +30,8 @@ class Judge(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Counts for the latest batch, named "judge/..."; counts of several processes add up."""
+        """Return counts for the latest batch, named "judge/..."; counts of several processes add
+        up."""
         ...
 
 

@@ -110,7 +110,7 @@ def _number(variable: str, least: int) -> int | None:
     text = os.environ.get(variable)
     if not text:
         return None
-    if not text.isdigit() or int(text) < least:
+    if not re.fullmatch("[0-9]+", text) or int(text) < least:
         raise ValueError(f"{variable}: {text!r}; give a whole number, {least} or more")
     return int(text)
 

@@ -34,13 +34,16 @@ _BODY_LIMIT = 4 << 20
 _MESSAGE_LIMIT = 300
 _SECONDS = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
-# What to do about a failure, by HTTP status, or by kind for all other statuses.
+# What to do about a failure, by HTTP status, or by kind for all other statuses. In brackets: the
+# flag of an evaluation, and a judge's setting.
+_FEWER = "send fewer requests at once (--episodes, or the judge's concurrency)"
+_LONGER = "raise the time limit (--request-seconds, or the judge's timeout)"
 _REMEDIES: dict[int | str, str] = {
     **dict.fromkeys((301, 302, 303, 307, 308), "give the address to which the server redirects"),
     **dict.fromkeys((401, 403), "check the key (see key_variable) and its permissions"),
-    404: "check the address (up to and including /v1) and the model's name",
-    429: "send fewer requests at once",
-    "timed_out": "look into the server's log, send fewer requests at once, or raise the time limit",
+    404: "check the address (up to and including /v1) and the model's name (--endpoint-model)",
+    429: _FEWER,
+    "timed_out": f"look into the server's log, {_FEWER}, or {_LONGER}",
     "unreachable": "check the address, and that the server runs",
     "http_errors": "look into the server's log",
     "nonsense": "check that the address ends with /v1 and that no proxy answers for the server",
@@ -235,7 +238,7 @@ class Client:
     async def _attempt(
         self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
     ) -> Answer | Failure:
-        """One request. Redirects are not followed, so that the key goes to the endpoint only."""
+        """Make one request. Redirects are not followed, so that the key goes to the endpoint only."""
         # Uncompressed: a few bytes could become gigabytes.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
@@ -265,7 +268,7 @@ class Client:
             return Failure("nonsense", str(error), message, remedy=error.remedy)
 
     def _http_failure(self, response: httpx2.Response, message: str) -> Failure:
-        """The failure of a request whose status is not a success."""
+        """Return the failure of a request whose status is not a success."""
         status = response.status_code
         # 408 (timeout), 429 (too many requests) and server errors may be temporary.
         again = status in (408, 429) or status >= 500
@@ -279,14 +282,15 @@ class Client:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all clients. It runs in its own thread."""
+    """Return the event loop of all clients. It runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="remote-clients", daemon=True).start()
     return loop
 
 
 def _choice(body: bytes) -> Choice:
-    """The first choice of a chat completion. Raises UnusableReply if the body is something else."""
+    """Return the first choice of a chat completion. Raises UnusableReply if the body is something
+    else."""
     try:
         choice = json.loads(body)["choices"][0]
         message = choice["message"]
@@ -312,7 +316,8 @@ def _joined(content: Any) -> str | None:
 
 
 def _server_message(body: bytes, key: str | None) -> str:
-    """The server's own message in brackets, on one line and without the key; "" if there is none.
+    """Return the server's own message in brackets, on one line and without the key; "" if there is
+    none.
 
     It is a field of the reply's JSON, or else its text.
     """

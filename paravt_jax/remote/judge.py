@@ -76,7 +76,8 @@ class JudgeCounts:
 
 
 def needs_judge(question: Question, prediction: str | None) -> bool:
-    """Whether only a judge can score an answer: open-ended, and not literally the right answer."""
+    """Return whether only a judge can score an answer: open-ended, and not literally the right
+    answer."""
     if question.kind is not QuestionKind.OPEN_ENDED or not (prediction or "").strip():
         return False
     return not exact_match(prediction or "", question.answer)

@@ -190,7 +190,7 @@ class EndpointSampler:
         return completions
 
     def _finished(self) -> list[int]:
-        """Tickets of the requests whose samples have all arrived."""
+        """Return the tickets of the requests whose samples have all arrived."""
         return [
             ticket
             for ticket, (_, futures) in self._pending.items()
@@ -319,7 +319,7 @@ def body(
     model: str,
     vocabulary: Vocabulary,
 ) -> dict[str, Any]:
-    """The JSON of a chat completion request.
+    """Return the JSON of a chat completion request.
 
     Args:
         chat: Messages; the last one is the beginning of the response.
@@ -346,7 +346,7 @@ def body(
 
 
 def _data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:
-    """A lossless picture, at the size at which the model sees the frame."""
+    """Return a lossless picture, at the size at which the model sees the frame."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -46,7 +46,7 @@ def read_rows(source: str, patterns: Sequence[str]) -> list[Row]:
 
 
 def table_files(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
-    """The files that `read_rows` reads, fetched from the hub if needed."""
+    """Return the files that `read_rows` reads, fetched from the hub if needed."""
     path = pathlib.Path(source)
     if path.is_file():
         return [path]

@@ -151,7 +151,7 @@ def read_lines(folder: pathlib.Path, keep: Set[str] = frozenset()) -> Iterator[L
 
 
 def latest(lines: Iterator[Line]) -> dict[str, Line]:
-    """The line of each question that counts, by question id.
+    """Return the line of each question that counts, by question id.
 
     It is the last one. But a question that one process left out may have been played by another one
     since, whose file comes first, so an answer counts in any case.
@@ -165,7 +165,7 @@ def latest(lines: Iterator[Line]) -> dict[str, Line]:
 
 
 def answered(folder: pathlib.Path) -> set[str]:
-    """The ids of the questions that were played."""
+    """Return the ids of the questions that were played."""
     return {id for id, line in latest(read_lines(folder)).items() if "left_out" not in line}
 
 
@@ -187,7 +187,7 @@ def read_json(file: pathlib.Path) -> Line:
 
 
 def commit() -> str | None:
-    """The commit of this code, followed by "+" if tracked files have changed since.
+    """Return the commit of this code, followed by "+" if tracked files have changed since.
 
     None if the code is not in a git checkout.
     """
@@ -203,5 +203,5 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, Any]:
-    """Versions of the libraries that affect answers."""
+    """Return the versions of the libraries that affect answers."""
     return {name: importlib.metadata.version(name) for name in ("jax", "flax", "av", "tokenizers")}

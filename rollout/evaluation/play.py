@@ -129,7 +129,7 @@ def _score(
 
 
 def measures(played: Played) -> dict[str, Any]:
-    """The values of one episode that `rollout.evaluation.summary` averages."""
+    """Return the values of one episode that `rollout.evaluation.summary` averages."""
     episode, rewards, read = played.episode, played.rewards, played.read
     calls = calls_by_turn(episode)
     statuses = [outcome.status for turn in episode.turns for outcome in turn.calls]
@@ -151,7 +151,7 @@ def measures(played: Played) -> dict[str, Any]:
 
 
 def overview_shows_answer(episode: Episode) -> bool | None:
-    """Whether an overview frame lies in the question's evidence; None if that is unknown.
+    """Return whether an overview frame lies in the question's evidence; None if that is unknown.
 
     For temporal grounding, too, one frame is enough, although it does not tell the whole span.
     """

@@ -159,7 +159,7 @@ def _load(
 
 
 def _videos(settings: BenchmarkSettings) -> str:
-    """The folder of the videos."""
+    """Return the folder of the videos."""
     if settings.videos:
         return settings.videos
     if settings.questions:
@@ -173,18 +173,19 @@ def _videos(settings: BenchmarkSettings) -> str:
 
 
 def out_folder(settings: BenchmarkSettings) -> pathlib.Path:
-    """The folder of the evaluation."""
+    """Return the folder of the evaluation."""
     name = _name(settings).replace("/", "--")
     return pathlib.Path(settings.out or f"evaluations/{name}/{_split(settings)}")
 
 
 def _split(settings: BenchmarkSettings) -> str:
-    """The name of the questions."""
+    """Return the name of the questions."""
     return settings.benchmark or pathlib.Path(settings.questions or OWN).stem
 
 
 def _name(settings: BenchmarkSettings) -> str:
-    """The run's name, by default NAME for `runs/NAME/model`, else the model's folder or hub id."""
+    """Return the run's name, by default NAME for `runs/NAME/model`, else the model's folder or hub
+    id."""
     folder = pathlib.Path(settings.model).resolve()
     if settings.name or not folder.is_dir():
         return settings.name or settings.model

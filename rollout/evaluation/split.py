@@ -123,7 +123,8 @@ class Player:
         return await play_question(self.environment, question, self._setting, self._settings.seed)
 
     def _with_subtitles(self, item: Item) -> Question:
-        """The question with the subtitles of its video, as many in its text as there is room for.
+        """Return the question with the subtitles of its video, as many in its text as there is room
+        for.
 
         Their number is kept for the question's line.
         """
@@ -144,7 +145,8 @@ class Player:
         return dataclasses.replace(question, subtitles=tuple(entries), text=text)
 
     def _with_file(self, question: Question) -> Question:
-        """The question with the path of its video's file. Raises _Unplayable if there is none."""
+        """Return the question with the path of its video's file. Raises _Unplayable if there is
+        none."""
         self._require_room(question)
         if not self._settings.k:
             return question
@@ -212,7 +214,7 @@ def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> lis
     room = max(tokens - _SUBTITLE_HEADING, 0)
 
     def spread(count: int) -> list[int]:
-        """The indices of `count` entries at even distances."""
+        """Return the indices of `count` entries at even distances."""
         return [i * len(entries) // count for i in range(count)]
 
     counts = range(len(entries) + 1)

@@ -66,12 +66,12 @@ def summarise(
 
 
 def rows_of(summary: Line) -> int:
-    """The number of rows in the split's files: its questions and its broken rows."""
+    """Return the number of rows in the split's files: its questions and its broken rows."""
     return summary["questions"] + len(summary["broken_rows"])
 
 
 def not_played(summary: Line) -> dict[str, int]:
-    """The number of rows that the score leaves out, by cause."""
+    """Return the number of rows that the score leaves out, by cause."""
     causes = {cause: found["questions"] for cause, found in summary["left_out"].items()}
     causes["broken"] = causes.get("broken", 0) + len(summary["broken_rows"])
     causes["not_asked"] = rows_of(summary) - summary["n"] - sum(causes.values())
@@ -79,12 +79,12 @@ def not_played(summary: Line) -> dict[str, int]:
 
 
 def score_of(summary: Line) -> float | None:
-    """A split's mean score in [0, 1]; None if no closed question was played."""
+    """Return a split's mean score in [0, 1]; None if no closed question was played."""
     return summary.get("miou", summary.get("accuracy"))
 
 
 def scored(summary: Line) -> int:
-    """The number of questions behind the score: those that were played, without other kinds."""
+    """Return the number of questions behind the score: those that were played, without other kinds."""
     return summary["n"] - sum(summary[field]["n"] for field in APART if field in summary)
 
 

@@ -71,7 +71,7 @@ def digest(wording: Wording) -> str:
 
 
 def _texts(wording: Wording) -> dict[str, str]:
-    """All texts by name: "option", or with a key, "system.agentic"."""
+    """Return all texts by name: "option", or with a key, "system.agentic"."""
     texts: dict[str, str] = {}
     for field, value in dataclasses.asdict(wording).items():
         named = {"": value} if isinstance(value, str) else value
@@ -80,7 +80,7 @@ def _texts(wording: Wording) -> dict[str, str]:
 
 
 def _wording(texts: dict[str, str]) -> Wording:
-    """The opposite of `_texts`."""
+    """Return the opposite of `_texts`."""
     fields: dict[str, Any] = {}
     for name, text in texts.items():
         field, _, key = name.partition(".")
