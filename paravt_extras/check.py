@@ -256,7 +256,8 @@ def _data(run: Run) -> list[Finding]:
 
 
 def _on_the_hub(item: str, name: str, kind: str, suffixes: Sequence[str]) -> Finding:
-    """Return whether the hub has a repository that this user may read, with files of all suffixes."""
+    """Return whether the hub has a repository that this user may read, with files of all
+    suffixes."""
     command = f"hf download --repo-type {kind} {name}"
     try:
         info: Any = huggingface_hub.HfApi().repo_info(
@@ -298,7 +299,8 @@ def _disk(run: Run, place: Place) -> list[Finding]:
 
 
 def _run_directory(run: Run, settings: dict[str, Any], place: Place) -> list[Finding]:
-    """Return whether the folder is free, and new or of this run, and so is the run to start from."""
+    """Return whether the folder is free, and new or of this run, and so is the run to start
+    from."""
     continues = place.require_usable(settings)
     if run.start:
         require_cold_start(run.start, settings)

@@ -330,7 +330,8 @@ def _of_frames(
 
 
 def _are_distinct(stamps: Sequence[int | None]) -> bool:
-    """Return whether every packet has a timestamp of its own, so that timestamps identify frames."""
+    """Return whether every packet has a timestamp of its own, so that timestamps identify
+    frames."""
     return len(stamps) > 0 and None not in stamps and len(set(stamps)) == len(stamps)
 
 

@@ -238,7 +238,8 @@ class Client:
     async def _attempt(
         self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
     ) -> Answer | Failure:
-        """Make one request. Redirects are not followed, so that the key goes to the endpoint only."""
+        """Make one request. Redirects are not followed, so that the key goes to the endpoint
+        only."""
         # Uncompressed: a few bytes could become gigabytes.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:

@@ -84,7 +84,8 @@ def score_of(summary: Line) -> float | None:
 
 
 def scored(summary: Line) -> int:
-    """Return the number of questions behind the score: those that were played, without other kinds."""
+    """Return the number of questions behind the score: those that were played, without other
+    kinds."""
     return summary["n"] - sum(summary[field]["n"] for field in APART if field in summary)
 
 

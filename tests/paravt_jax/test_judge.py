@@ -158,7 +158,7 @@ def test_other_numbers_are_not_scores(number):
 @pytest.mark.parametrize(
     ("reply", "kind", "told"),
     [
-        (Reply(status=429), "http_errors", r"429; send fewer .* \(.*the judge's concurrency\)\. F1 scores"),
+        (Reply(status=429), "http_errors", r"429; send fewer .*judge's concurrency\)\. F1 scores"),
         (Reply(status=500), "http_errors", "status 500; look into the server's log. F1 scores"),
         (Reply(close=True), "unreachable", "connection failed .*; check the address"),
         (Reply(delay=STALL), "timed_out", "no reply within timeout = 0.5 s; .*time limit"),
