@@ -134,8 +134,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "credit_unweighted": ("batch.structure, weight * values,", "batch.structure, values,"),
         "padding_is_structure": ("jnp.where(structure.valid, values, 0.0)", "values"),
         "last_value_of_a_token_counts": (
-            ".at[rows, structure.positions].add(",
-            ".at[rows, structure.positions].set(",
+            ".at[trajectories, structure.positions].add(",
+            ".at[trajectories, structure.positions].set(",
         ),
         "answer_close_is_no_tag": (
             "structure.kinds != Kind.VIOLATION",
@@ -231,8 +231,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "max(1, longest // multiple)",
         ),
         "violations_are_padding": (
-            "padded.valid[row, :n] = True",
-            "padded.valid[row, :n] = kinds != Kind.VIOLATION",
+            "padded.valid[index, :n] = True",
+            "padded.valid[index, :n] = kinds != Kind.VIOLATION",
         ),
     },
     (f"{_METHOD}/rewards.py", _REWARDS): {

@@ -118,8 +118,8 @@ def roll_out(engine: Engine, environment: Environment, questions: tuple, step: i
     # Rewards: for the answer, for the format, for the calls.
     played = [(episode.question, episode.turns) for episode in episodes]
     rewards = score_all(played, REWARDS, anchor_weight=GRPO.sequence_anchor)
-    parts = [slice(start, start + GROUP) for start in range(0, len(episodes), GROUP)]
-    groups = [ScoredGroup(tuple(episodes[part]), tuple(rewards[part])) for part in parts]
+    spans = [slice(first, first + GROUP) for first in range(0, len(episodes), GROUP)]
+    groups = [ScoredGroup(tuple(episodes[span]), tuple(rewards[span])) for span in spans]
     return Rollouts(tuple(groups))
 
 
@@ -152,10 +152,10 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     skeleton, weights = cold_start(model, environment, data, cold_start_steps, seed)
 
     # GRPO needs an engine, reference weights, and jitted `update`, `logprobs` and `advantages`.
-    def loss(decoder, visual, part, batch):
+    def loss(decoder, visual, rows, batch):
         # A micro-batch has some of the rollouts; the others have -1 in its index.
-        logprobs = score_rollouts(decoder, visual, part, TEMPERATURE).logprobs
-        here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (part.index >= 0))
+        logprobs = score_rollouts(decoder, visual, rows, TEMPERATURE).logprobs
+        here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (rows.index >= 0))
         return grpo.paravt_loss(logprobs, batch.advantages, here, GRPO, batch.totals, REWARDS.gamma)
 
     nnx.update(model.text, weights)
@@ -177,13 +177,13 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         laid_out = lay_out(rollouts, environment, room, (seed, step))
         bank = place_vectors([laid_out.visual], shape.slots(1, 1), mesh)
         # A token is in one micro-batch, and 0 in all others.
-        by_reference = sum(logprobs(reference, bank, part) for part in laid_out.microbatches)
+        by_reference = sum(logprobs(reference, bank, rows) for rows in laid_out.microbatches)
         batch = dataclasses.replace(laid_out.grpo, reference=by_reference)
         # Advantages of every token, one update, and the new weights into the engine.
         rl_batch = RLBatch(batch, advantages(batch)[0], grpo.batch_totals(batch))
         gradients = update.start(state.weights)
-        for part in laid_out.microbatches:
-            gradients, _ = update.add(state.weights, gradients, bank, part, rl_batch)
+        for rows in laid_out.microbatches:
+            gradients, _ = update.add(state.weights, gradients, bank, rows, rl_batch)
         state, grad_norm = update.apply(state, gradients)
         engine.load(state.weights, version=step + 1)  # `apply` donated the old ones
         history.append(describe(rollouts) | {"grad_norm": float(grad_norm)})

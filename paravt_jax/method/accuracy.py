@@ -335,10 +335,10 @@ def _plain(text: str) -> str:
 
 def _split_mark(text: str, mark: re.Pattern[str] = _MARK) -> tuple[str, str]:
     """Split "B. two cats" into its letter, in upper case ("" if there is none), and its words."""
-    found = mark.match(text)
-    if not found:
+    match = mark.match(text)
+    if not match:
         return "", text
-    return next(group for group in found.groups() if group).upper(), text[found.end() :]
+    return next(group for group in match.groups() if group).upper(), text[match.end() :]
 
 
 def _same(text: str, words: str) -> bool:
@@ -452,9 +452,9 @@ def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
         words[label] = rest if letter == label else option
     # After "no wait" and the like, only the rest of the text counts, if it names an option.
     retractions = list(_RETRACTION.finditer(text))
-    found = _named_options(text[retractions[-1].end() :], words) if retractions else set()
-    found = found or _named_options(text, words)
-    return found.pop() if len(found) == 1 else None
+    letters = _named_options(text[retractions[-1].end() :], words) if retractions else set()
+    letters = letters or _named_options(text, words)
+    return letters.pop() if len(letters) == 1 else None
 
 
 def _named_options(text: str, words: Mapping[str, str]) -> set[str]:
@@ -478,8 +478,8 @@ def _named_options(text: str, words: Mapping[str, str]) -> set[str]:
     letters = _letters(text) | lone
     if words:
         letters &= words.keys()
-        parts = [*_statements(text), *(_OR.split(text) if letters else ())]
-        letters = letters.union(*(_by_words(part, words) for part in parts))
+        statements = [*_statements(text), *(_OR.split(text) if letters else ())]
+        letters = letters.union(*(_by_words(statement, words) for statement in statements))
     return letters or _weakly_named(text, words)
 
 
@@ -490,9 +490,9 @@ def _weakly_named(text: str, words: Mapping[str, str]) -> set[str]:
     """
     matches = [match for form in WEAK for match in form.pattern.finditer(text)]
     letters = {match[1] for match in matches if not _denied(text, *match.span(1))}
-    found = (letters & words.keys() if words else letters) | _in_sentence(text, words)
+    named = (letters & words.keys() if words else letters) | _in_sentence(text, words)
     standing = set(_STANDING.findall(text))
-    return set() if (standing & words.keys() if words else standing) - found else found
+    return set() if (standing & words.keys() if words else standing) - named else named
 
 
 def _in_sentence(text: str, words: Mapping[str, str]) -> set[str]:
@@ -502,7 +502,7 @@ def _in_sentence(text: str, words: Mapping[str, str]) -> set[str]:
     are passed over.
     """
     rest = f" {normalise(text)} "
-    found: set[str] = set()
+    letters: set[str] = set()
     # Longest first, so that "a black cat" is not also "a cat".
     plain = {label: normalise(option) for label, option in words.items()}
     for label in sorted(plain, key=lambda label: -len(plain[label])):
@@ -513,11 +513,11 @@ def _in_sentence(text: str, words: Mapping[str, str]) -> set[str]:
         if not plain[label]:
             continue
         if any(not match[1] for match in affirmed.finditer(rest)):
-            found.add(label)
+            letters.add(label)
         rest = affirmed.sub("", rest)
     if _UNSURE.search(rest) or len(rest.split()) > _SENTENCE:
         return set()
-    return found
+    return letters
 
 
 def choice_accuracy(prediction: str, answer: str, options: Sequence[str] = ()) -> float:
@@ -528,7 +528,7 @@ def choice_accuracy(prediction: str, answer: str, options: Sequence[str] = ()) -
     right = _plain(answer)
     # A right answer like "the A" is a letter. Compared as words, it would be an article.
     is_letter = _BARE_LETTER.fullmatch(right)
-    if not is_letter and any(_same(part, right) for part in _statements(_plain(prediction))):
+    if not is_letter and any(_same(words, right) for words in _statements(_plain(prediction))):
         return 1.0
     wanted = chosen_option(answer, options)
     return float(wanted is not None and chosen_option(prediction, options) == wanted)
@@ -537,8 +537,8 @@ def choice_accuracy(prediction: str, answer: str, options: Sequence[str] = ()) -
 def _seconds(text: str) -> float:
     """Return the seconds of "73.5", "1:13.5" or "-1:00:13"."""
     total = 0.0
-    for part in text.removeprefix("-").replace(",", "").split(":"):
-        total = total * 60 + float(part)
+    for digits in text.removeprefix("-").replace(",", "").split(":"):
+        total = total * 60 + float(digits)
     return -total if text.startswith("-") else total
 
 
@@ -582,7 +582,7 @@ def _without_commas(times: re.Match[str]) -> str:
 
 
 def _in_seconds(time: re.Match[str]) -> str:
-    hours, minutes, seconds = (float(part or 0) for part in time.groups())
+    hours, minutes, seconds = (float(digits or 0) for digits in time.groups())
     return f"{3600 * hours + 60 * minutes + seconds:.3f} s"
 
 
@@ -613,8 +613,8 @@ def open_answer(text: str) -> str:
     """Return an open-ended answer without the dress around it: Markdown, LaTeX, JSON, "The answer
     is"."""
     plain = " ".join(_plain(text).split())
-    found = _LABELLED_ANSWER.fullmatch(plain)
-    return found[1] if found else plain
+    labelled = _LABELLED_ANSWER.fullmatch(plain)
+    return labelled[1] if labelled else plain
 
 
 def accuracy(

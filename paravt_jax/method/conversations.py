@@ -55,7 +55,7 @@ class ChatTurn:
 
     @property
     def clips(self) -> tuple[Clip, ...]:
-        return tuple(part for part in self.content if isinstance(part, Clip))
+        return tuple(item for item in self.content if isinstance(item, Clip))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _results(
     """Return the user turn with tool responses, as in an episode. Here, responses may also show
     clips."""
     if not any(turn.clips for turn in turns):
-        texts = ["\n".join(str(part) for part in turn.content) for turn in turns]
+        texts = ["\n".join(str(item) for item in turn.content) for turn in turns]
         return protocol.tool_results(texts, ended=True, last=last)
     pieces = [protocol.encode("\n" + protocol.dialect.open("user"))]
     for number, turn in enumerate(turns):
@@ -168,19 +168,19 @@ def _render_content(
 ) -> list[np.ndarray]:
     """Return the ids of a turn's texts and clips, in pieces.
 
-    A line break separates two parts, except two clips.
+    A line break separates two items, except two clips.
     """
     pieces: list[np.ndarray] = []
     previous: str | Clip | None = None
-    for part in turn.content:
-        if isinstance(part, Clip):
+    for item in turn.content:
+        if isinstance(item, Clip):
             if isinstance(previous, str):
                 pieces.append(protocol.encode("\n"))
-            pieces += protocol.images(part.frames, image_tokens(part), timed=not part.still)
+            pieces += protocol.images(item.frames, image_tokens(item), timed=not item.still)
         else:
             separator = "" if previous is None else "\n"
-            pieces.append(protocol.encode(clean(separator + part)))
-        previous = part
+            pieces.append(protocol.encode(clean(separator + item)))
+        previous = item
     return pieces
 
 

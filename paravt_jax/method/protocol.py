@@ -381,16 +381,16 @@ class Protocol:
             return Segment(self.encode(f"{opening}{bodies}{ending}"), Author.TOOL)
 
         # Each response begins with a line break, the first one with that of the role.
-        parts = [self.encode(opening.removesuffix("\n"))]
+        pieces = [self.encode(opening.removesuffix("\n"))]
         for text, frames in zip(responses, shown, strict=True):
             before, after = self._response(text)
-            parts += [
+            pieces += [
                 self._labelled_frames("\n" + before, frames, image_tokens),
                 self.encode(after),
             ]
-        parts.append(self.encode(ending))
+        pieces.append(self.encode(ending))
         all_frames = tuple(frame for frames in shown for frame in frames)
-        return Segment(np.concatenate(parts), Author.TOOL, frames=all_frames)
+        return Segment(np.concatenate(pieces), Author.TOOL, frames=all_frames)
 
     def _response(self, response: str) -> tuple[str, str]:
         """Return the text of a response before its frames and after them."""
@@ -405,7 +405,7 @@ class Protocol:
         if len(ids) <= limit:
             return text
         text = self.vocabulary.decode(ids[:limit])
-        # A character that was cut decodes to U+FFFD, which may encode to more tokens than its part.
+        # A character that was cut decodes to U+FFFD, which may encode to more tokens than it had.
         while len(self.vocabulary.encode(text)) > limit:
             text = text[:-1]
         return text
@@ -439,12 +439,12 @@ class Protocol:
             )
         marks = (self.dialect.vision_start, self.dialect.image, self.dialect.vision_end)
         start, pad, end = (self.vocabulary[mark] for mark in marks)
-        parts: list[np.ndarray] = []
+        tokens: list[np.ndarray] = []
         for frame, count in zip(frames, counts, strict=True):
             if timed:
-                parts.append(self._timestamp(frame.time))
-            parts.append(np.array([start, *[pad] * count, end], np.int32))
-        return parts
+                tokens.append(self._timestamp(frame.time))
+            tokens.append(np.array([start, *[pad] * count, end], np.int32))
+        return tokens
 
     def encode(self, text: str) -> Int32[np.ndarray, " n"]:
         """Return the token ids of a text of the protocol; special tokens in it become their ids."""

@@ -29,7 +29,7 @@ from paravt_jax.method.records import Author
 class Kind(enum.IntEnum):
     """The kind of a structural token.
 
-    VIOLATION marks the place where an open block was broken: the first token of the tag that broke
+    VIOLATION marks where an open block was broken: the first token of the tag that broke
     it, or the last token of a response that ends inside a block.
     """
 
@@ -154,7 +154,7 @@ def pad_structures(
     """Stack the results of `find_structure` for several trajectories.
 
     Args:
-        structures: Positions and kinds per row.
+        structures: Positions and kinds per trajectory.
         multiple: The padded length is a positive multiple of this, so that few shapes occur and few
             programs are compiled.
     """
@@ -168,9 +168,9 @@ def pad_structures(
         kinds=np.zeros(shape, np.int8),
         valid=np.zeros(shape, np.bool_),
     )
-    for row, (positions, kinds) in enumerate(structures):
+    for index, (positions, kinds) in enumerate(structures):
         n = len(positions)
-        padded.positions[row, :n] = positions
-        padded.kinds[row, :n] = kinds
-        padded.valid[row, :n] = True
+        padded.positions[index, :n] = positions
+        padded.kinds[index, :n] = kinds
+        padded.valid[index, :n] = True
     return padded

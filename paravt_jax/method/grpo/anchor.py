@@ -37,7 +37,7 @@ def anchor_likelihood(
             that of a reward of 1 per tag and -gamma per violation, even if older weights sampled.
         batch: The structural tokens.
         gamma: Penalty for a violation.
-        total: Number of tags and violations of the whole batch, if `batch` is a part of it.
+        total: Number of tags and violations of the whole batch, if `batch` is a micro-batch.
     """
     # A token that is both a tag and a violation counts only once in the total.
     tags, violations = structural_tokens(batch)
@@ -92,11 +92,11 @@ def structural_weights(
 
     A token that appears twice gets the sum of its values. Padding adds nothing.
     """
-    # rows [b, 1] and positions [b, s] index the tokens together.
-    rows = jnp.arange(structure.positions.shape[0])[:, None]
+    # trajectories [b, 1] and positions [b, s] index the tokens together.
+    trajectories = jnp.arange(structure.positions.shape[0])[:, None]
     zeros = jnp.zeros((structure.positions.shape[0], length), values.dtype)
     # Padding has position 0, which is a real token, so it has to add 0 there.
-    return zeros.at[rows, structure.positions].add(jnp.where(structure.valid, values, 0.0))
+    return zeros.at[trajectories, structure.positions].add(jnp.where(structure.valid, values, 0.0))
 
 
 def tag_counts(batch: GRPOBatch) -> Float[Array, " k"]:
@@ -119,12 +119,12 @@ def tag_likelihood(
     Args:
         logprobs: Log-probs under the current policy.
         batch: The structural tokens.
-        totals: `tag_counts` of the whole batch, if `batch` is a part of it.
+        totals: `tag_counts` of the whole batch, if `batch` is a micro-batch.
 
     Returns:
         `tags/probability` and `tags/logprob`: means over all tags. `tags/KIND/probability`: the
         mean for each kind. `tags/count` and `tags/KIND/count`: their number of tokens. The metrics
-        of the parts of a batch add up. A mean over no token is 0.
+        of micro-batches add up. A mean over no token is 0.
     """
     chosen = _of_each_tag(batch)
     at_tags = jnp.take_along_axis(logprobs, batch.structure.positions, axis=1)

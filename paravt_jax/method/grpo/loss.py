@@ -168,10 +168,10 @@ def paravt_loss(
     Args:
         logprobs: Log-probs under the current policy.
         advantages: Result of `advantages`, computed once per step.
-        batch: The batch, or a part of it.
+        batch: The batch, or a micro-batch.
         settings: The recipe's variant of GRPO.
-        totals: Denominators of the whole batch, with which losses and metrics of the parts add up
-            to those of the whole (of `ratio_max`, the largest counts). By default, `batch` is the
+        totals: Denominators of the whole batch, with which losses and metrics of its micro-batches
+            add up to its own (of `ratio_max`, the largest counts). By default, `batch` is the
             whole batch.
         gamma: `RewardSettings.gamma`, the penalty for violations under `likelihood`.
 

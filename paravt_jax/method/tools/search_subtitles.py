@@ -38,8 +38,8 @@ class SearchSubtitles(Tool):
         entries = video.subtitles
         if not entries:
             return FailedCall("This video has no subtitles.", CallStatus.UNREADABLE)
-        found = best_entries(entries, call.arguments["query"])
-        return "\n".join(entry.line for entry in found) or "No subtitle holds any of these words."
+        matches = best_entries(entries, call.arguments["query"])
+        return "\n".join(entry.line for entry in matches) or "No subtitle holds any of these words."
 
 
 def best_entries(entries: Sequence[Subtitle], query: str) -> list[Subtitle]:
