@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fractions
 import pathlib
-import re
 import struct
 from collections.abc import Callable, Sequence
 
@@ -18,17 +17,13 @@ RATE = 25
 LOSSLESS = {"qp": "0"}
 PLAIN = {"g": "10", "bf": "0"}
 REORDERED = {"g": "10", "bf": "2"}
-# Clockwise quarter turns after a mirror image, as (a, b, c, d) of the display matrix. Columns grow
-# to the right and rows downwards: (x, y) moves to (a x + c y, b x + d y).
+# Clockwise quarter turns as (a, b, c, d) of the display matrix. Columns grow to the right and rows
+# downwards: (x, y) moves to (a x + c y, b x + d y).
 ORIENTATIONS = {
     "upright": (1, 0, 0, 1),
     "right": (0, 1, -1, 0),
     "half": (-1, 0, 0, -1),
     "left": (0, -1, 1, 0),
-    "mirrored": (-1, 0, 0, 1),
-    "mirrored_right": (0, 1, 1, 0),
-    "mirrored_half": (1, 0, 0, -1),
-    "mirrored_left": (0, -1, -1, 0),
 }
 
 
@@ -40,7 +35,7 @@ class Clip:
         numbers: The number drawn into each frame.
         times: Seconds at which each frame is shown.
         size: Width and height.
-        turned: Whether a player turns or mirrors the stored pictures.
+        turned: Whether a player turns the stored pictures.
         tolerance: Seconds by which announced times may differ: a clock may tick in milliseconds.
     """
 
@@ -149,7 +144,7 @@ def headless(
     """A clip cut between two keyframes, so that its first six frames cannot be decoded."""
     whole = write(folder / f"whole{suffix}", range(60), codec, options=options)
     path = copy([whole], folder / f"clip{suffix}", skip=4)
-    return Clip(path, range(10, 60), at(50, (10 - 4) / RATE))
+    return Clip(path, range(10, 60), at(50))
 
 
 def call(folder: pathlib.Path, suffix: str, codec: str) -> Clip:
@@ -176,27 +171,6 @@ def joined(
     ]
     path = folder / f"clip{suffix}"
     path.write_bytes(b"".join(part.read_bytes() for part in parts))
-    return Clip(path, range(100), at(100))
-
-
-def restarted(folder: pathlib.Path) -> Clip:
-    """Matroska whose clusters count from zero again after two seconds."""
-    path = folder / "clip.mkv"
-    options = {"g": "50", "bf": "0"}
-    write(path, range(100), options=options, muxer={"cluster_time_limit": "1990"})
-    data = path.read_bytes()
-    # The element of a cluster's time in milliseconds: its id, its size, and two bytes.
-    assert data.count(b"\xe7\x82\x07\xd0") == 1
-    path.write_bytes(data.replace(b"\xe7\x82\x07\xd0", b"\xe7\x82\x00\x00"))
-    return Clip(path, range(100), at(100))
-
-
-def far_ahead(folder: pathlib.Path, options: dict[str, str] = PLAIN) -> Clip:
-    parts = [
-        write(folder / "a.ts", range(40), options=options),
-        write(folder / "b.ts", range(40, 100), options=options),
-    ]
-    path = copy(parts, folder / "clip.ts", start=lambda n: 500.0 * n)
     return Clip(path, range(100), at(100))
 
 
@@ -229,7 +203,7 @@ def coarse(folder: pathlib.Path) -> Clip:
     return Clip(path, range(20), [n / 2000 for n in range(20)], tolerance=0.012)
 
 
-def unordered(folder: pathlib.Path, suffix: str) -> Clip:
+def unordered(folder: pathlib.Path, suffix: str) -> pathlib.Path:
     """B-frames whose times of presentation are those of decoding, as raw streams are wrapped."""
     whole = write(folder / f"whole{suffix}", range(60), options={"g": "20", "bf": "2"})
     path = folder / f"clip{suffix}"
@@ -240,20 +214,7 @@ def unordered(folder: pathlib.Path, suffix: str) -> Clip:
                 packet.pts = packet.dts = round(number / RATE / packet.time_base)
                 packet.stream = stream
                 container.mux(packet)
-    return Clip(path, range(60), at(60))
-
-
-def late_first(folder: pathlib.Path) -> Clip:
-    """A clip whose first frame says that it is shown after the two that follow it."""
-    path = write(folder / "clip.mkv", range(40), muxer={"cluster_time_limit": "5000"})
-    data = bytearray(path.read_bytes())
-    # A block: its id, its size in bytes, the track, the time after the cluster's in two bytes.
-    first = re.search(rb"\xa3..\x81\x00\x00\x80", bytes(data), re.S)
-    assert first is not None
-    data[first.start() + 4 : first.start() + 6] = (100).to_bytes(2, "big")
-    path.write_bytes(data)
-    times = [0.04, 0.08, 0.1, *at(37, 0.12)]
-    return Clip(path, range(40), [time - 0.04 for time in times], tolerance=0.045)
+    return path
 
 
 def refreshed(folder: pathlib.Path) -> Clip:
@@ -309,20 +270,14 @@ CLIPS: dict[str, Callable[[pathlib.Path], Clip]] = {
     "call_vp8.webm": lambda folder: call(folder, ".webm", "libvpx"),
     "joined": joined,
     "joined_smaller": lambda folder: joined(folder, (32, 16)),
-    "restarted": restarted,
-    "far_ahead": far_ahead,
     "wrapped": wrapped,
     "joined_reordered": lambda folder: joined(folder, options=REORDERED),
     "joined.mpg": lambda folder: joined(
         folder, codec="mpeg2video", options=REORDERED, suffix=".mpg"
     ),
-    "far_ahead_reordered": lambda folder: far_ahead(folder, REORDERED),
     "wrapped_reordered": lambda folder: wrapped(folder, REORDERED),
     "below_zero": below_zero,
     "coarse": coarse,
     "covered": covered,
-    "unordered.mp4": lambda folder: unordered(folder, ".mp4"),
-    "unordered.mkv": lambda folder: unordered(folder, ".mkv"),
-    "late_first": late_first,
     "refreshed": refreshed,
 }

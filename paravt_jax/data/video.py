@@ -3,9 +3,10 @@
 Frames are numbered in order of presentation, whichever decoder reads them. Times count from the
 first frame. A picture is a video of one frame.
 
-A packet index per file (`video_index`) says which keyframe a frame can be decoded from. It is built
-when a file is first seen, and kept (`index_store`). From then on a request opens the file once and
-reads only what it needs. If seeks in a file turn out to be wrong, it is decoded from its start.
+An index per file (`video_index`) says when each frame is shown, and which keyframe it can be
+decoded from. It is built when a file is first seen, and kept. From then on a request opens the file
+once and reads only what it needs. If seeks in a file turn out to be wrong, it is decoded from its
+start.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
 import av
 import av.error
 import numpy as np
-from av.container import InputContainer
 from av.stream import Discard
 from jaxtyping import Int64, UInt8
 from PIL import Image, ImageOps
@@ -34,10 +34,9 @@ from paravt_jax.data.frames import (
     resize,
     shown,
 )
-from paravt_jax.data.index_store import index_of
 from paravt_jax.data.read_tasks import carry_out, read_now
 from paravt_jax.data.sizes import PixelRules
-from paravt_jax.data.video_index import Run, VideoIndex, decode, upright, video_stream
+from paravt_jax.data.video_index import VideoIndex, decode, index_of, video_stream
 
 try:
     import decord
@@ -49,8 +48,8 @@ Decoder = Literal["pyav", "decord"]
 
 _PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 
-# Receives a wanted frame and its number.
-_Keep = Callable[[int, av.VideoFrame], None]
+# A seek costs about as much as reading and decoding this many frames.
+_SEEK_FRAMES = 4
 
 if decord is not None:
     # Bad files are reported as VideoError, so decord need not print about them.
@@ -172,25 +171,14 @@ def _shown(
         raise VideoError(path, str(error)) from error
 
 
-class _Pixels:
-    """The pixels of wanted frames, resized as soon as they are decoded."""
-
-    def __init__(self, path: str | os.PathLike, index: VideoIndex, rules: PixelRules | None):
-        self._path = path
-        self._index = index
-        self._rules = rules
-        self._frames: dict[int, np.ndarray] = {}
-
-    def keep(self, n: int, frame: av.VideoFrame) -> None:
-        """Keep a frame under its number."""
-        width, height = self._index.size
-        # The picture of a call may change its size with the network's speed.
-        pixels = resize(upright(frame, self._index.orientation), (height, width))
-        self._frames[n] = _shown(self._path, pixels, self._rules)
-
-    def stacked(self, numbers: list[int]) -> UInt8[np.ndarray, "m height width 3"]:
-        """Return all frames in this order."""
-        return np.stack([self._frames[n] for n in numbers])
+def _pixels(
+    path: str | os.PathLike, frame: av.VideoFrame, index: VideoIndex, rules: PixelRules | None
+) -> UInt8[np.ndarray, "y x 3"]:
+    """Return the pixels of a frame, upright. They are resized now: large ones fill the memory."""
+    pixels = np.rot90(frame.to_ndarray(format="rgb24", threads=1), index.quarter_turns)
+    width, height = index.size
+    # The picture of a call may change its size with the network's speed.
+    return _shown(path, resize(np.ascontiguousarray(pixels), (height, width)), rules)
 
 
 def _read_from_keyframes(
@@ -201,7 +189,7 @@ def _read_from_keyframes(
     Returns:
         The frames, or None if the file's seek table or its marks of keyframes are wrong.
     """
-    pixels = _Pixels(path, index, rules)
+    pixels = []
     with media_files.open_video(path) as container:
         stream = video_stream(path, container)
         for other in container.streams:
@@ -209,102 +197,84 @@ def _read_from_keyframes(
             # well.
             if other.index != stream.index:
                 other.discard = Discard.all
-        try:
-            for run in index.runs(numbers):
-                if not _decode_run(container, stream, run, index, pixels.keep):
-                    return None
-        except av.error.FFmpegError:
-            # A decoder that did not begin at a keyframe may fail. If the file is damaged, decoding
-            # it from its start fails as well.
-            return None
-    return pixels.stacked(numbers)
+        frames: Iterator[av.VideoFrame] = iter(())
+        reached = -1
+        for n in numbers:
+            key = index.key_before(n)
+            # The first keyframe is not looked for: an edit list may hide it.
+            is_found = key == index.keys[0]
+            # Decode on, unless a later keyframe is nearer.
+            if reached < 0 or key > index.stamps[min(reached + _SEEK_FRAMES, index.frames - 1)]:
+                container.seek(key, backward=True, stream=stream)
+                frames = decode(container, stream)
+            else:
+                is_found = True
+            try:
+                frame = _find(frames, int(index.stamps[n]), None if is_found else key)
+            except av.error.FFmpegError:
+                # A decoder that did not begin at a keyframe may fail. If the file is damaged,
+                # decoding it from its start fails as well.
+                return None
+            if frame is None:
+                return None
+            pixels.append(_pixels(path, frame, index, rules))
+            reached = n
+    return np.stack(pixels)
 
 
-def _decode_run(
-    container: InputContainer,
-    stream: av.VideoStream,
-    run: Run,
-    index: VideoIndex,
-    keep: _Keep,
-) -> bool:
-    """Decode the frames of a run. False if that cannot be done exactly."""
-    missing = set(run.frames)
-    last: int | None = None
-    container.seek(int(index.key_stamps[run.key]), backward=True, stream=stream)
-    for number, key, packet in _packets_from(container, stream, run.key, index):
-        frames = packet.decode()
-        # Packets that follow hold none of these frames. One more is decoded, since the second field
-        # of an interlaced picture may be a packet of its own. Then the decoder returns what it
-        # still holds.
-        complete = number > run.last
-        if complete and packet.size:
-            frames = [*frames, *stream.codec_context.decode(None)]
-        for frame in frames:
-            n = index.frame_number(frame.pts)
-            if n is None or not index.decodes_from(key, n):
-                continue
-            # A mark of a keyframe may be wrong. Then the decoder does not return it as such.
-            is_key = frame.key_frame and frame.pts == index.key_stamps[key]
-            if last is None and key and not is_key:
-                return False
-            # The timestamps may contradict the order of the pictures.
-            if last is not None and n <= last:
-                return False
-            last = n
-            if n in missing:
-                keep(n, frame)
-                missing.remove(n)
-        if complete or not missing:
-            break
-    return not missing
+def _find(frames: Iterator[av.VideoFrame], stamp: int, key: int | None) -> av.VideoFrame | None:
+    """Return the next frame with a timestamp; None if it does not come.
 
-
-def _packets_from(
-    container: InputContainer, stream: av.VideoStream, wanted: int, index: VideoIndex
-) -> Iterator[tuple[int, int, av.Packet]]:
-    """Yield packets after a seek, each with its number and with the keyframe that decoding begins
-    at.
-
-    That is the wanted keyframe or an earlier one. There are no packets if a seek leads elsewhere.
+    Args:
+        frames: Frames that are decoded one after another.
+        stamp: The timestamp.
+        key: Timestamp of the keyframe that decoding has to begin with; None: any. An earlier
+            keyframe may come first.
     """
-    key: int | None = None
-    number = 0
-    for packet in container.demux(stream):
-        if key is None:
-            key = index.key_at(packet.pts)
-            if key is None:
-                continue
-            if key > wanted:
-                return
-            number = int(index.keys[key])
-        yield number, key, packet
-        # Empty packets do not count. PyAV ends with one, which flushes the decoder.
-        number += packet.size > 0
+    last = None
+    for frame in frames:
+        if frame.pts is None or frame.pts > stamp:
+            return None
+        # The timestamps may contradict the order of the pictures.
+        if last is not None and frame.pts <= last:
+            return None
+        last = frame.pts
+        # Frames that are shown before the keyframe may refer to frames before it.
+        if key is not None and frame.pts >= key:
+            # A mark of a keyframe may be wrong. Then the decoder does not return it as such.
+            if frame.pts > key or not frame.key_frame:
+                return None
+            key = None
+        if frame.pts == stamp:
+            return frame
+    return None
 
 
 def _read_from_start(
     path: str | os.PathLike, numbers: list[int], index: VideoIndex, rules: PixelRules | None
 ) -> UInt8[np.ndarray, "m height width 3"]:
     """Decode a file from its start until all frames have been found."""
-    pixels = _Pixels(path, index, rules)
-    missing = set(numbers)
+    wanted = set(numbers)
+    pixels = []
     last = -1
     with media_files.open_video(path) as container:
         for count, frame in enumerate(decode(container, video_stream(path, container))):
-            n = index.frame_number(frame.pts) if index.packets.size else count
-            if n is not None and n <= last:
+            n = count
+            if index.keys.size:
+                n = -1 if frame.pts is None else int(np.searchsorted(index.stamps, frame.pts))
+                # Such as a frame before the first keyframe.
+                if n in (-1, index.frames) or index.stamps[n] != frame.pts:
+                    continue
+            if n <= last:
                 raise VideoError(
                     path, "its timestamps contradict the order of its pictures; encode it again"
                 )
-            last = last if n is None else n
-            if n in missing:
-                pixels.keep(n, frame)
-                missing.remove(n)
-            if not missing:
-                break
-    if missing:
-        raise VideoError(path, f"frame {min(missing)} of {index.frames} cannot be decoded")
-    return pixels.stacked(numbers)
+            last = n
+            if n in wanted:
+                pixels.append(_pixels(path, frame, index, rules))
+            if len(pixels) == len(numbers):
+                return np.stack(pixels)
+    raise VideoError(path, f"frame {numbers[len(pixels)]} of {index.frames} cannot be decoded")
 
 
 def _read_decord(

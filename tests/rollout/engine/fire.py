@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import av
 import pytest
 
-from paravt_jax.data import index_store, video
+from paravt_jax.data import video, video_index
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall
 from paravt_jax.method.tokenizer import Vocabulary
@@ -375,7 +375,7 @@ def _hear(event: str, arguments: tuple) -> None:
         return
     # The reader may keep what it knows of a video.
     # An open descriptor was opened as a file before.
-    if str(index_store.folder()) in str(arguments) or isinstance(arguments[0], int):
+    if str(video_index.folder()) in str(arguments) or isinstance(arguments[0], int):
         return
     if _by_type_checker(sys._getframe(1)):
         return
