@@ -149,14 +149,14 @@ def execute(
 
         if run.sft is not None:
             weights = supervise("sft", run.sft, weights, run.seed)
-        rows = {"before": evaluator.evaluate(weights, "before"), "control": []}
+        evaluator.evaluate(weights, "before")
         if evaluator.has_control:
             trained = None
             if not evaluator.is_control_finished:
                 copy = jax.tree.map(jnp.copy, weights)
                 # Draws the rows in another order than the cold start did.
                 trained = supervise("control", control_settings(run), copy, run.seed + 1)
-            rows["control"] = evaluator.evaluate_control(trained)
+            evaluator.evaluate_control(trained)
             del trained  # RL needs the memory.
         if run.rl is not None:
             assert actor is not None, "a run with RL plays episodes"
@@ -169,9 +169,9 @@ def execute(
             with open_saver("rl", run.rl, home, parts.origin, parts) as saver:
                 weights = train_rl(learner, actor, stream, saver, evaluator, run.seed)
             del learner
-        rows["after"] = evaluator.evaluate(weights, "after")
+        evaluator.evaluate(weights, "after")
         export_run(run, home.folder, parts, weights)
-        return final_report(run, home.folder, data.root, rows)
+        return final_report(run, home.folder, data.root)
 
 
 def _open_home(

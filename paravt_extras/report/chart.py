@@ -1,56 +1,43 @@
-"""Coordinates of a run's charts: lines over steps, and stacked bars of seconds per step.
+"""A run's charts as inline SVG: lines over steps, and stacked bars of seconds per step.
 
-`chart.html.jinja` draws them as inline SVG. Its colours come from classes of report.css, so a chart
-follows the light or dark theme of the page. A missing value leaves a gap in the line.
+Matplotlib draws them. Their colours are variables of report.css, so a chart follows the light or
+dark theme of the page. A missing value leaves a gap in the line.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Sequence
+import io
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import markupsafe
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from rollout.report.templates import number
 
-# Edges of the axes, in a drawing 320 wide and 150 high. As in SVG, y grows downwards.
-LEFT = 40
-RIGHT = 312
-TOP = 8
-BOTTOM = 130
+# Points (1/72 inch), which are the units of the drawing.
+WIDTH = 320
+HEIGHT = 150
 # A line has at most this many points: about one per pixel.
 POINTS = 300
-# At most this many bars, and columns that show their values on hover.
+# At most this many bars.
 BARS = 60
+# Matplotlib knows no variables of CSS. It draws with the colours #000000, #000001, ... instead.
+COLOURS = ("accent", "line", "quiet", "s0", "s1", "s2", "s3", "s4", "s5")
 
 Point = tuple[float, float | None]
-Scale = Callable[[float], float]
 
 
-@dataclasses.dataclass
-class Chart:
-    """Everything that the template draws, in its coordinates."""
+class Chart(NamedTuple):
+    """A drawing, and the names of its curves or layers, if there are several."""
 
-    left = LEFT
-    right = RIGHT
-    top = TOP
-    bottom = BOTTOM
-    grid: list[tuple[float, float]]
-    """(y, value) of each horizontal grid line."""
-    steps: list[tuple[float, str, str]]
-    """(x, text anchor, text) of the labels below the x-axis."""
-    column: float
-    """Width of a column."""
-    hovers: list[tuple[float, str]] = dataclasses.field(default_factory=list)
-    """(left edge, text shown on hover) of each column."""
-    curves: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """(CSS class, points) of each polyline."""
-    dots: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """(x, y) of values between two gaps, which no line can show."""
-    bars: list[tuple[float, float, float, int]] = dataclasses.field(default_factory=list)
-    """(left edge, top, height, layer) of each bar."""
-    legend: list[str] = dataclasses.field(default_factory=list)
-    """Names of the layers."""
+    svg: markupsafe.Markup
+    legend: Sequence[str] = ()
 
 
 def line_chart(
@@ -63,24 +50,14 @@ def line_chart(
         low: value that the y-axis must include.
         high: value that the y-axis must include.
     """
-    points = _thin(points, POINTS)
-    columns = _thin(points, BARS)
-    values = [value for _, value in points if value is not None]
-    values += [bound for bound in (low, high) if bound is not None]
-    chart, x, y = _axes(points, columns, ticks(min(values), max(values)))
-    span = max(1, len(points) // 12)
-    for run in _runs(points):
-        if len(run) == 1:
-            chart.dots += [(x(step), y(value)) for step, value in run]
-        elif span == 1:
-            # Too few points to smooth.
-            chart.curves.append(("smooth", _corners(run, x, y)))
-        else:
-            chart.curves.append(("raw", _corners(run, x, y)))
-            chart.curves.append(("smooth", _corners(smooth(run, span), x, y)))
-    for i, (step, value) in enumerate(columns):
-        chart.hovers.append((LEFT + i * chart.column, f"step {step:.0f}: {number(value)}"))
-    return chart
+    steps, values = _thin(*_arrays(points), POINTS)
+    bounds = [bound for bound in (low, high) if bound is not None]
+    axes = _axes(steps, np.append(values, bounds))
+    span = len(values) // 12
+    if span > 1:
+        axes.plot(steps, values, color=_colour("accent"), linewidth=1, alpha=0.45)
+    _line(axes, steps, moving_mean(values, span), "accent")
+    return Chart(_svg(axes))
 
 
 def lines_chart(
@@ -92,26 +69,21 @@ def lines_chart(
     """Return several curves over steps, each in a colour of its own.
 
     Args:
-        series: (name, points) of each curve. All have the same steps.
+        series: (name, points) of each curve.
         dashed: a curve to compare with each of `series`, in the same colour; may be empty.
         low: value that the y-axis must include.
         high: value that the y-axis must include.
     """
-    points = series[0][1]
-    everything = [point for _, line in series for point in line]
-    everything += [point for line in dashed for point in line]
-    values = [value for _, value in everything if value is not None]
-    chart, x, y = _axes(points, points, ticks(min([low, *values]), max([high, *values])))
-    chart.legend = [name for name, _ in series]
-    for style, lines in (("dashed", dashed), ("line", [line for _, line in series])):
-        for i, line in enumerate(lines):
-            for run in _runs(line):
-                chart.curves.append((f"{style} s{i % 6}", _corners(run, x, y)))
-    for i, (step, _) in enumerate(points):
-        figures = [f"{name} {number(line[i][1])}" for name, line in series]
-        left = LEFT + i * chart.column
-        chart.hovers.append((left, f"step {step:.0f}: {', '.join(figures)}"))
-    return chart
+    lines = [_arrays(points) for _, points in series]
+    others = [_arrays(points) for points in dashed]
+    everything = np.concatenate([*lines, *others], axis=1)
+    axes = _axes(everything[0], np.append(everything[1], (low, high)))
+    for n, (steps, values) in enumerate(others):
+        colour = _colour(f"s{n % 6}")
+        axes.plot(steps, values, color=colour, linewidth=1.6, linestyle=(0, (2, 2.5)))
+    for n, (steps, values) in enumerate(lines):
+        _line(axes, steps, values, f"s{n % 6}")
+    return Chart(_svg(axes), [name for name, _ in series])
 
 
 def stacked_chart(
@@ -123,111 +95,105 @@ def stacked_chart(
         steps: one bar per step; long histories are thinned.
         series: (name, values) of each layer, from the bottom up; None counts as 0.
     """
-    names = [name for name, _ in series]
-    layers = [_thin(list(zip(steps, values, strict=True)), BARS) for _, values in series]
-    columns = list(zip(*layers, strict=True))
-    highest = max(sum(value or 0.0 for _, value in column) for column in columns)
-    chart, _, y = _axes(layers[0], columns, ticks(0.0, highest))
-    chart.legend = names
-    for i, column in enumerate(columns):
-        left = LEFT + i * chart.column
-        height = 0.0
-        for layer, (_, value) in enumerate(column):
-            if value:
-                top = y(height + value)
-                chart.bars.append((left, top, y(height) - top, layer))
-                height += value
-        step = column[0][0]
-        figures = [f"{name} {number(v)}" for name, (_, v) in zip(names, column, strict=True)]
-        chart.hovers.append((left, f"step {step:.0f}: {', '.join(figures)}"))
-    return chart
+    layers = [np.nan_to_num(np.array(values, float)) for _, values in series]
+    thin = [_thin(np.array(steps, float), layer, BARS) for layer in layers]
+    tops = np.cumsum([values for _, values in thin], axis=0)
+    axes = _axes(thin[0][0], np.append(tops, 0.0))
+    edges = np.linspace(*axes.get_xlim(), tops.shape[1] + 1)
+    bottom = np.zeros(tops.shape[1])
+    for layer, top in enumerate(tops):
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=_colour(f"s{layer % 6}"))
+        bottom = top
+    return Chart(_svg(axes), [name for name, _ in series])
 
 
-def _axes(
-    points: Sequence[Point], columns: Sequence[object], axis: list[float]
-) -> tuple[Chart, Scale, Scale]:
-    """Return a chart with axes only, and the functions from a step to x and from a value to y."""
-    first = points[0][0]
-    last = points[-1][0]
-    x = _scale(first, last, LEFT, RIGHT)
-    y = _scale(axis[0], axis[-1], BOTTOM, TOP)
-    middle = (LEFT + RIGHT) / 2
-    if first == last:
-        steps = [(middle, "middle", f"step {first:.0f}")]
-    else:
-        steps = [
-            (LEFT, "start", f"{first:.0f}"),
-            (middle, "middle", "step"),
-            (RIGHT, "end", f"{last:.0f}"),
-        ]
-    grid = [(y(value), value) for value in axis]
-    return Chart(grid, steps, (RIGHT - LEFT) / len(columns)), x, y
+def moving_mean(values: np.ndarray, span: int) -> np.ndarray:
+    """Return the means of known values over `span` to each side, fewer at the ends; NaN stays."""
+    known = np.isfinite(values)
+    window = np.ones(2 * span + 1)
+    sums = np.convolve(np.where(known, values, 0.0), window, "same")
+    counts = np.convolve(known, window, "same")
+    return np.where(known, sums / np.maximum(counts, 1), np.nan)
 
 
-def _scale(low: float, high: float, start: float, end: float) -> Scale:
-    """Map [low, high] linearly to [start, end], and an empty range to the middle."""
-
-    def scaled(value: float) -> float:
-        share = (value - low) / (high - low) if high > low else 0.5
-        return start + (end - start) * share
-
-    return scaled
+def _arrays(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps and the values, NaN for None."""
+    steps, values = np.array(points, float).T
+    return steps, values
 
 
-def _corners(run: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
-    """Return the `points` attribute of an SVG polyline."""
-    return " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in run)
+def _thin(steps: np.ndarray, values: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Merge neighbours into at most `limit` means. The first and the last step stay."""
+    if len(steps) <= limit:
+        return steps, values
+    groups = [group[np.isfinite(group)] for group in np.array_split(values, limit)]
+    means = [group.mean() if group.size else np.nan for group in groups]
+    return np.linspace(steps[0], steps[-1], limit), np.array(means)
 
 
-def ticks(low: float, high: float, parts: int = 3) -> list[float]:
-    """Round values, evenly spaced, that enclose [low, high] in about `parts` intervals.
+def _axes(steps: np.ndarray, values: np.ndarray) -> Axes:
+    """Return an empty chart whose axes include the steps and the values.
 
-    The axis starts at 0 if the data come near it.
+    The y-axis starts at 0 if the values come near it.
     """
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
+    axes = figure.add_axes((0.125, 0.135, 0.85, 0.81))
+    low, high = np.nanmin(values), np.nanmax(values)
     if 0 <= low < 0.4 * high:
         low = 0.0
-    if high <= low:
-        # A constant needs an axis around it.
-        margin = abs(low) / 2
-        low, high = (0.0, 1.0) if low == 0 else (low - margin, low + margin)
-    rough = (high - low) / parts
-    power = 10.0 ** math.floor(math.log10(rough))
-    # The tolerances keep rounding errors from adding an interval.
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-    first = math.floor(low / step + 1e-6)
-    last = math.ceil(high / step - 1e-6)
-    return [i * step for i in range(first, last + 1)]
+    ticks = MaxNLocator(3, steps=[1, 2, 2.5, 5, 10], min_n_ticks=2).tick_values(low, high)
+    first, last = min(steps), max(steps)
+    labels = [(0.0, "left", f"{first:.0f}"), (0.5, "center", "step"), (1.0, "right", f"{last:.0f}")]
+    if first == last:
+        first, last = first - 0.5, last + 0.5
+        labels = [(0.5, "center", f"step {steps[0]:.0f}")]
+    axes.set_xlim(first, last)
+    axes.set_ylim(ticks[0], ticks[-1])
+    # Plain texts and lines: matplotlib's own axes take most of the time of a page.
+    axes.set_axis_off()
+    style = {"color": _colour("quiet"), "fontsize": 10.5}
+    for x, side, text in labels:
+        axes.text(x, -0.05, text, style, ha=side, va="top", transform=axes.transAxes)
+    for tick in ticks:
+        axes.axhline(tick, color=_colour("line"), linewidth=1)
+        axes.text(
+            -0.02,
+            tick,
+            number(tick),
+            style,
+            ha="right",
+            va="center",
+            transform=axes.get_yaxis_transform(),
+        )
+    return axes
 
 
-def _thin(points: Sequence[Point], limit: int) -> list[Point]:
-    """Merge neighbours into at most `limit` means, each at the last step of its group."""
-    if len(points) <= limit:
-        return list(points)
-    edges = [round(i * len(points) / limit) for i in range(limit + 1)]
-    thin = []
-    for start, end in itertools.pairwise(edges):
-        known = [value for _, value in points[start:end] if value is not None]
-        mean = sum(known) / len(known) if known else None
-        thin.append((points[end - 1][0], mean))
-    # The axis is labelled with the first and last step, so both have to stay.
-    return [(points[0][0], thin[0][1]), *thin[1:]]
+def _line(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str) -> None:
+    """Draw a curve, and a dot for each value between two gaps."""
+    axes.plot(steps, values, color=_colour(colour), linewidth=2.2)
+    gaps = np.isnan(np.concatenate([[np.nan], values, [np.nan]]))
+    for i in np.flatnonzero(~gaps[1:-1] & gaps[:-2] & gaps[2:]):
+        dot = [steps[i]] * 2, [values[i]] * 2
+        axes.plot(*dot, color=_colour(colour), linewidth=5, solid_capstyle="round")
 
 
-def _runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
-    """Return the stretches of points between gaps."""
-    runs: list[list[tuple[float, float]]] = [[]]
-    for step, value in points:
-        if value is None:
-            runs.append([])
-        else:
-            runs[-1].append((step, value))
-    return [run for run in runs if run]
+def _colour(name: str) -> str:
+    return f"#{COLOURS.index(name):06x}"
 
 
-def smooth(run: Sequence[tuple[float, float]], span: int) -> list[tuple[float, float]]:
-    """Return the moving average over `span` points to each side, fewer at the ends."""
-    out = []
-    for i, (step, _) in enumerate(run):
-        window = [value for _, value in run[max(0, i - span) : i + span + 1]]
-        out.append((step, sum(window) / len(window)))
-    return out
+def _svg(axes: Axes) -> markupsafe.Markup:
+    """Return the drawing as an element of a page, with the colours of its style sheet."""
+    for artist in axes.get_children():
+        artist.set_clip_on(False)
+    figure, file = axes.figure, io.StringIO()
+    assert isinstance(figure, Figure)
+    # Text stays text.
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg")
+    drawing = file.getvalue()
+    # Metadata and style sheets stand before the first group. Several drawings share the ids.
+    drawing = drawing[drawing.index("<g id") : drawing.rindex("</svg>")]
+    drawing = re.sub(r' id="\w[^"]*"', "", drawing)
+    drawing = re.sub(r"#(0000\d\d)", lambda m: f"var(--{COLOURS[int(m[1], 16)]})", drawing)
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" class="chart">'
+    return markupsafe.Markup(f"{head}\n{drawing}</svg>")

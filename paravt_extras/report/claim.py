@@ -14,10 +14,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from paravt_extras.report.chart import Point, lines_chart
 from paravt_jax.method.structure import KIND_OF_TAG
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 Weighted = tuple[float, float]
 """A value, and its weight in a mean."""
 
@@ -35,12 +37,12 @@ def is_shown(key: str) -> bool:
     )
 
 
-def budgets(steps: Sequence[Row]) -> list[int]:
+def budgets(steps: Sequence[Record]) -> list[int]:
     """Return the overview budgets K of the rollouts of some RL steps."""
     return sorted({int(m[1]) for step in steps for key in step if (m := _BUDGET.fullmatch(key))})
 
 
-def gaps(step: Row, k: int, figure: str = "tool_gap") -> list[Weighted]:
+def gaps(step: Record, k: int, figure: str = "tool_gap") -> list[Weighted]:
     """Return the tool gap of a step at K; [] if no rollout called there, or all did.
 
     Its weight is n * m / (n + m) for n rollouts with calls and m without, the inverse of the
@@ -58,7 +60,7 @@ def gaps(step: Row, k: int, figure: str = "tool_gap") -> list[Weighted]:
     return [(gap, called * (rollouts - called) / rollouts)]
 
 
-def tag_probabilities(step: Row, kind: str = "") -> list[Weighted]:
+def tag_probabilities(step: Record, kind: str = "") -> list[Weighted]:
     """Return the mean probability of a step's sampled tags, weighted by their number; [] without
     any.
 
@@ -77,22 +79,20 @@ def weighted_mean(values: Sequence[Weighted]) -> float | None:
     return sum(value * weight for value, weight in values) / total if total else None
 
 
-def claim_charts(steps: Sequence[Row]) -> list[Row]:
+def claim_charts(steps: Sequence[Record]) -> list[Record]:
     """Return the charts of the tool gap by K and of the likelihood of tags over the steps of RL.
 
     Args:
         steps: The lines of metrics.jsonl of RL. Those of runs without these measures are skipped.
     """
     charts = []
-    for figure, title, note in (
-        ("tool_gap", "tool gap: reward", "of rollouts with calls, minus those without"),
-        ("tool_gap_accuracy", "tool gap: accuracy", "of rollouts with calls, minus those without"),
-    ):
+    note = "of rollouts with calls, minus those without"
+    for figure, title in (("tool_gap", "reward"), ("tool_gap_accuracy", "accuracy")):
         lines = {
             f"K = {k}": _over_steps(steps, lambda step, k=k, figure=figure: gaps(step, k, figure))
             for k in budgets(steps)
         }
-        charts += _chart(title, note, lines, -0.5, 0.5)
+        charts += _chart(f"tool gap: {title}", note, lines, -0.5, 0.5)
     tags = {
         title: _over_steps(steps, lambda step, kind=kind: tag_probabilities(step, kind))
         for kind, title in KINDS.items()
@@ -100,23 +100,21 @@ def claim_charts(steps: Sequence[Row]) -> list[Row]:
     return charts + _chart("likelihood of tags", "mean probability where sampled", tags, 0.0, 1.0)
 
 
-def _over_steps(steps: Sequence[Row], values: Callable[[Row], list[Weighted]]) -> list[Point]:
+def _over_steps(steps: Sequence[Record], values: Callable[[Record], list[Weighted]]) -> list[Point]:
     """Return moving means over a twelfth of the steps to each side."""
     span = max(1, len(steps) // 12)
-    count = min(POINTS, len(steps))
     points = []
-    for n in range(count):
-        # Evenly spread, from the first step to the last.
-        i = round(n * (len(steps) - 1) / max(1, count - 1))
+    # Evenly spread, from the first step to the last.
+    for i in np.linspace(0, len(steps) - 1, min(POINTS, len(steps)), dtype=int):
         window = steps[max(0, i - span) : i + span + 1]
-        found = [value for step in window for value in values(step)]
-        points.append((steps[i]["step"], weighted_mean(found)))
+        near = [value for step in window for value in values(step)]
+        points.append((steps[i]["step"], weighted_mean(near)))
     return points
 
 
 def _chart(
     title: str, note: str, lines: dict[str, list[Point]], low: float, high: float
-) -> list[Row]:
+) -> list[Record]:
     """Return a chart of the lines that have values; [] if none has."""
     known = [(name, line) for name, line in lines.items() if any(y is not None for _, y in line)]
     if not known:
@@ -124,7 +122,7 @@ def _chart(
     return [{"title": title, "note": note, "chart": lines_chart(known, [], low, high)}]
 
 
-def format_table(rows: Sequence[Row]) -> list[Row]:
+def format_table(rows: Sequence[Record]) -> list[Record]:
     """Format by temperature, as means over the rollouts at all K.
 
     Args:
@@ -146,7 +144,7 @@ def format_table(rows: Sequence[Row]) -> list[Row]:
     return table
 
 
-def _pooled(rows: Sequence[Row]) -> Row:
+def _pooled(rows: Sequence[Record]) -> Record:
     if not rows:
         return {}
     means = {

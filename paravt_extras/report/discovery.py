@@ -14,7 +14,7 @@ from typing import Any
 from paravt_extras.report.chart import Chart, lines_chart
 from rollout.report.episode_card import EXECUTED, episode_card
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 GROUPS = {
     "mcq hidden": "choice, no frame shows the answer",
     "mcq shown": "choice, a frame shows the answer",
@@ -24,13 +24,13 @@ GROUPS = {
 """Titles of the groups of `rollout.evaluation.figures.row`."""
 
 
-def greedy(rows: Sequence[Row]) -> list[Row]:
+def greedy(rows: Sequence[Record]) -> list[Record]:
     """Return the rows of greedy decoding with parallel dispatch, in the order of K."""
     found = [row for row in rows if row["temperature"] == 0 and row["dispatch"] == "parallel"]
     return sorted(found, key=lambda row: row["k"])
 
 
-def greedy_curve(result: Row, last_step: int) -> list[Row]:
+def greedy_curve(result: Record, last_step: int) -> list[Record]:
     """Return the greedy rows before, during and after RL, each with its `step`.
 
     Args:
@@ -42,12 +42,12 @@ def greedy_curve(result: Row, last_step: int) -> list[Row]:
     return [*before, *result.get("curve", []), *after]
 
 
-def of_group(name: str, key: str) -> Callable[[Row], float | None]:
+def of_group(name: str, key: str) -> Callable[[Record], float | None]:
     """Return a function from a row to a figure of a group; None if the row has no such group."""
     return lambda row: row.get("groups", {}).get(name, {}).get(key)
 
 
-def learning_curves(result: Row, last_step: int) -> list[Row]:
+def learning_curves(result: Record, last_step: int) -> list[Record]:
     """Return the charts of greedy evaluations over RL steps, with a line per K; [] if there are too
     few.
 
@@ -57,11 +57,12 @@ def learning_curves(result: Row, last_step: int) -> list[Row]:
     """
     rows = greedy_curve(result, last_step)
     before = [row for row in rows if row["step"] == 0]
-    if not last_step or not before or rows[-1]["step"] != last_step:
+    if not before or rows[-1]["step"] == 0:
         return []
-    control = [{"step": last_step} | row for row in result.get("control", [])]
+    # The control took as many steps as RL: before the end of RL, it has no step to stand at.
+    control = [{"step": last_step} | row for row in result.get("control", []) if result["after"]]
 
-    def chart(value: Callable[[Row], float | None], high: float) -> Chart:
+    def chart(value: Callable[[Record], float | None], high: float) -> Chart:
         solid: list[tuple[str, list[tuple[float, float | None]]]] = []
         dashed = []
         for first in before:
@@ -85,7 +86,7 @@ def learning_curves(result: Row, last_step: int) -> list[Row]:
     ]
 
 
-def group_table(result: Row) -> list[tuple[str, list[Row]]]:
+def group_table(result: Record) -> list[tuple[str, list[Record]]]:
     """Return (title, lines) of each group of questions; a line has a K and the figures there."""
     sides = {
         side: {row["k"]: row.get("groups", {}) for row in greedy(result.get(side, []))}
@@ -104,14 +105,14 @@ def group_table(result: Row) -> list[tuple[str, list[Row]]]:
     return table
 
 
-def choose_pairs(episodes: Sequence[Row]) -> list[tuple[Row, Row]]:
+def choose_pairs(episodes: Sequence[Record]) -> list[tuple[Record, Record]]:
     """Return the same question before and after RL, greedily decoded: at most one pair per kind.
 
     In a pair there is no call and a score below 0.5 before RL, and a score of 1 with several crops
     in one turn after it. Of each kind of question, the pair with the smallest K is chosen.
     """
     before = {_key(row): row for row in episodes if row.get("phase") == "before"}
-    pairs: dict[str, tuple[Row, Row]] = {}
+    pairs: dict[str, tuple[Record, Record]] = {}
     for row in sorted(episodes, key=lambda row: row["k"]):
         old = before.get(_key(row))
         if row.get("phase") != "after" or row["temperature"] or old is None:
@@ -124,16 +125,18 @@ def choose_pairs(episodes: Sequence[Row]) -> list[tuple[Row, Row]]:
     return [pairs[kind] for kind in sorted(pairs)]
 
 
-def _executed(turn: Row) -> int:
+def _executed(turn: Record) -> int:
     """Return the number of a turn's calls that were carried out."""
     return sum(call["status"] in EXECUTED for call in turn["calls"])
 
 
-def _key(row: Row) -> tuple[Any, ...]:
+def _key(row: Record) -> tuple[Any, ...]:
     return row["question"]["id"], row["k"], row["temperature"], row["dispatch"]
 
 
-def pair_cards(root: pathlib.Path, episodes: Sequence[Row], until: float) -> list[tuple[Row, Row]]:
+def pair_cards(
+    root: pathlib.Path, episodes: Sequence[Record], until: float
+) -> list[tuple[Record, Record]]:
     """Return the cards of `choose_pairs`, unfolded; frames are read until `until`, see
     `episode_card`."""
     return [

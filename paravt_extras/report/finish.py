@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import json
 import pathlib
-from typing import Any
 
 from paravt_extras.report.page import write_report
-from paravt_extras.report.result import (
-    checks,
-    collect_episodes,
-    durations,
-    judged,
-    read_by_temperature,
-    read_curve,
-)
+from paravt_extras.report.result import collect_episodes, result_so_far
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.processes import hosts
 from train.durable.step_lines import say
@@ -45,29 +37,20 @@ def interim_report(folder: pathlib.Path, videos: pathlib.Path) -> None:
         )
 
 
-def final_report(
-    run: Run,
-    folder: pathlib.Path,
-    videos: pathlib.Path,
-    rows: dict[str, list[dict[str, Any]]],
-) -> pathlib.Path:
+def final_report(run: Run, folder: pathlib.Path, videos: pathlib.Path) -> pathlib.Path:
     """Write result.json, episodes.jsonl and report.html.
 
     Args:
         run: The settings.
         folder: The run's folder.
         videos: The folder that the names of videos are relative to.
-        rows: Rows of each evaluation, by its name.
 
     Returns:
         The path of report.html.
     """
     with hosts.one_after_another():
         if hosts.is_first():
-            result: dict[str, Any] = {"name": run.name, "seed": run.seed} | rows
-            result["curve"] = read_curve(folder)
-            result["by_temperature"] = read_by_temperature(folder)
-            result |= checks(folder) | judged(folder) | durations(folder)
+            result = {"name": run.name, "seed": run.seed} | result_so_far(folder)
             write_atomically(folder / "result.json", json.dumps(result, indent=1))
             collect_episodes(folder, videos)
             write_report(folder)

@@ -17,7 +17,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 from models.family import REHEARSAL
 from paravt_extras.report.chart import Chart, line_chart, stacked_chart
 from paravt_extras.report.claim import claim_charts, format_table, is_shown
-from paravt_extras.report.discovery import greedy, group_table, learning_curves, pair_cards
+from paravt_extras.report.discovery import group_table, learning_curves, pair_cards
 from paravt_extras.report.result import read_result, result_so_far
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import read_checked_json
@@ -33,12 +33,12 @@ from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment, number
 from train.durable.metrics import PHASE_TITLES, format_seconds, read_jsonl, read_metrics
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 EPISODES = 21
 # Bound on the mean absolute difference between sampled and recomputed log-probs, in float32.
 GAP_BOUND = 1e-3
 # Episodes per stage that are unfolded when the page opens.
-OPEN_PER_PHASE = 2
+OPEN_PER_STAGE = 2
 STAGES = {
     "before": "Before reinforcement learning",
     "rl": "During reinforcement learning",
@@ -61,8 +61,8 @@ class Curve:
     """Value that the y-axis must include."""
 
 
-RL_CURVES = (
-    Curve("accuracy", "accuracy", "of training rollouts", 0, 1),
+CURVES = (
+    Curve("accuracy", "accuracy", "of the training data", 0, 1),
     Curve("compliance", "compliance", "every turn parses, the last one answers", 0, 1),
     Curve("calls", "calls per rollout κ", "", 0),
     Curve("reward/total", "reward: total"),
@@ -74,24 +74,19 @@ RL_CURVES = (
     Curve("kl_reference", "KL to the reference"),
     Curve("logprob_gap", "log-prob gap", "mean; in float32 below 0.001", 0),
     Curve("token_mismatches", "token mismatches", "must stay 0", 0, 1),
-)
-SFT_CURVES = (
-    Curve("loss", "loss", "nats per token", 0),
     Curve("time/step", "seconds per step", "", 0),
 )
-ALIGN_CURVES = (
-    Curve("loss", "loss", "", 0),
-    Curve("accuracy", "accuracy", "share of words in frames that are read correctly", 0, 1),
-    Curve("time/step", "seconds per step", "", 0),
+PHASES = {
+    "rl": "Reinforcement learning",
+    "sft": "Cold start",
+    "control": "Control: further SFT from the cold start",
+    "align": "Alignment of the vision tower",
+}
+STACKS = (
+    ("time/", "seconds by phase", "of each step"),
+    ("idle/", "idle seconds", "of each step, mean over hosts; tail: slots without a rollout"),
 )
-PHASE_CURVES = (
-    ("rl", "Reinforcement learning", RL_CURVES),
-    ("sft", "Cold start", SFT_CURVES),
-    ("control", "Control: further SFT from the cold start", SFT_CURVES),
-    ("align", "Alignment of the vision tower", ALIGN_CURVES),
-)
-STACKED = ("time/rollout", "time/reference", "time/update", "time/data")
-IDLE = ("idle/tail", "idle/hosts", "idle/files", "idle/compile")
+"""Prefix of metrics whose sum is of interest, title and note of their chart."""
 
 
 def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.inf) -> pathlib.Path:
@@ -111,20 +106,21 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
     episodes = read_jsonl(root / "episodes.jsonl")
     finished = (root / "result.json").exists()
     result = read_result(root) if finished else result_so_far(root)
-    learned = result if finished else _up_to_now(result)
+    rl_lines = [line for line in metrics if line["phase"] == "rl"]
+    learning = learning_curves(result, max((line["step"] for line in rl_lines), default=0))
     template = environment(pathlib.Path(__file__).parent).get_template("report.html.jinja")
     text = template.render(
-        name=str(config.get("name") or config.get("recipe") or root.name),
+        name=config.get("name", root.name),
         rehearsal=config.get("model", {}).get("size") == REHEARSAL,
-        progress="" if finished else progress(root, config, metrics),
+        progress="" if finished else progress(metrics),
         temperature=_sampling_temperature(result),
         figures=key_figures(result),
-        learning=learning_curves(learned, _last_step(learned, metrics, finished)),
-        control=bool(learned.get("control")),
+        learning=learning,
+        control=finished and bool(result.get("control")),
         groups=group_table(result),
         pairs=pair_cards(root, episodes, until),
         facts=_facts(result, config.get("model", {}).get("dtype")),
-        claims=claim_charts([row for row in metrics if row["phase"] == "rl"]),
+        claims=claim_charts(rl_lines),
         formats=format_table(result.get("by_temperature", [])),
         phases=_phases(metrics),
         table=_table(result),
@@ -135,43 +131,19 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
     return root / "report.html"
 
 
-def _last_step(learned: Row, metrics: list[Row], finished: bool) -> int:
-    """Return the RL step of the last evaluation so far; 0 without one."""
-    if not finished:
-        return max((row["step"] for row in learned["curve"]), default=0)
-    return max((row["step"] for row in metrics if row["phase"] == "rl"), default=0)
-
-
-def _up_to_now(result: Row) -> Row:
-    """Return the part of an unfinished run's result that the curves over RL steps can show.
-
-    The control and the evaluation after RL belong to the last step. An evaluation that is going on
-    has no rows yet for some K.
-    """
-    known = len(greedy(result["before"]))
-    by_step = itertools.groupby(result["curve"], lambda row: row["step"])
-    complete = [rows for _, group in by_step if len(rows := list(group)) == known]
-    return {"before": result["before"], "curve": [row for rows in complete for row in rows]}
-
-
-class _Phase(TypedDict):
-    steps: NotRequired[int]
-
-
 class _Model(TypedDict):
     dtype: NotRequired[str]
+    size: NotRequired[str]
 
 
 class _Config(TypedDict):
     """What a page reads of config.json."""
 
+    name: NotRequired[str]
     model: NotRequired[_Model]
-    align: NotRequired[_Phase | None]
-    sft: NotRequired[_Phase | None]
-    rl: NotRequired[_Phase | None]
 
 
-def read_shown_config(root: pathlib.Path) -> dict[str, Any]:
+def read_shown_config(root: pathlib.Path) -> Record:
     """Return the configuration of a run; {} if there is none yet.
 
     Raises:
@@ -185,20 +157,17 @@ def read_shown_config(root: pathlib.Path) -> dict[str, Any]:
 # --- the head ---
 
 
-def progress(root: pathlib.Path, config: Row, metrics: list[Row]) -> str:
+def progress(metrics: list[Record]) -> str:
     """Return how far an unfinished run is: phase, step, and when that was."""
     if not metrics:
         return "The run has not finished. It has recorded no step yet."
-    row = metrics[-1]
-    phase = row["phase"]
-    # The control takes as many steps as RL.
-    steps = (config.get("rl" if phase == "control" else phase) or {}).get("steps")
-    step = f"{PHASE_TITLES[phase]} {row['step']}" + (f" of {steps}" if steps else "")
-    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(row["wall"]))
+    line = metrics[-1]
+    step = f"{PHASE_TITLES[line['phase']]} {line['step']}"
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(line["wall"]))
     return f"The run has not finished. Its last step is {step} ({when})."
 
 
-def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, float | None]]:
+def key_figures(result: Record) -> list[tuple[str, str, float | None, float | None]]:
     """Return the four figures that tell whether RL worked, at the sampling temperature.
 
     Accuracy and f are means over K with parallel dispatch. Calls and the gain by crops (accuracy
@@ -211,150 +180,116 @@ def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, fl
     temperature = _sampling_temperature(result)
     if temperature is None:
         return []
-    smallest = min(row["k"] for row in _rows(result) if row["temperature"] == temperature)
-
-    def mean(rows: Sequence[Row], key: str, dispatch: str, k: int | None = None) -> float | None:
-        values = [
-            row.get(key)
-            for row in rows
-            if row["temperature"] == temperature
-            and row["dispatch"] == dispatch
-            and k in (None, row["k"])
-        ]
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
-
-    def figures(rows: Sequence[Row]) -> list[float | None]:
-        with_crops = mean(rows, "accuracy", "parallel", smallest)
-        without = mean(rows, "accuracy", "none", smallest)
-        gain = None
-        if with_crops is not None and without is not None:
-            gain = with_crops - without
-        return [
-            mean(rows, "accuracy", "parallel"),
-            mean(rows, "compliance", "parallel"),
-            mean(rows, "calls", "parallel", smallest),
-            gain,
-        ]
-
-    labels = (
+    smallest = min(row["k"] for row in _evaluated(result) if row["temperature"] == temperature)
+    titles = (
         ("accuracy", "mean over K"),
         ("compliance", "mean over K"),
         ("calls per rollout κ", f"at K = {smallest}"),
         ("gain by crops", f"accuracy at K = {smallest}, minus that without crops"),
     )
-    before = figures(result.get("before", []))
-    after = figures(result.get("after", []))
+    before, after = (
+        _key_values(result.get(side, []), temperature, smallest) for side in ("before", "after")
+    )
+    return [(*title, old, new) for title, old, new in zip(titles, before, after, strict=True)]
+
+
+def _key_values(rows: Sequence[Record], temperature: float, smallest: int) -> list[float | None]:
+    sampled = [row for row in rows if row["temperature"] == temperature]
+    parallel = [row for row in sampled if row["dispatch"] == "parallel"]
+    with_crops = [row for row in parallel if row["k"] == smallest]
+    without = [row for row in sampled if row["dispatch"] == "none" and row["k"] == smallest]
+    gain = None
+    if with_crops and without:
+        gain = with_crops[0]["accuracy"] - without[0]["accuracy"]
     return [
-        (title, note, old, new)
-        for (title, note), old, new in zip(labels, before, after, strict=True)
+        _mean(parallel, "accuracy"),
+        _mean(parallel, "compliance"),
+        _mean(with_crops, "calls"),
+        gain,
     ]
 
 
-def _facts(result: dict[str, Any], dtype: str | None) -> list[tuple[str, str, bool | None]]:
+def _mean(rows: Sequence[Record], key: str) -> float | None:
+    known = [row[key] for row in rows if row.get(key) is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _facts(result: Record, dtype: str | None) -> list[tuple[str, str, bool | None]]:
     """Return (title, value, verdict) of single figures.
 
     The verdict says whether a check that every run must pass is passed; None for other figures.
     """
-
-    def small_gap(gap: float) -> bool | None:
-        # In bfloat16, sampler and trainer round differently, by more than this bound.
-        return None if dtype == "bfloat16" else gap < GAP_BOUND
-
-    rules: dict[str, tuple[str, Callable[[float], bool | None]]] = {
-        "token_mismatches": ("token mismatches", lambda value: value == 0),
-        "logprob_gap": ("mean log-prob gap", small_gap),
-        "recompilations_after_warmup": ("compilations after warm-up", lambda value: value == 0),
-    }
+    # In bfloat16, sampler and trainer round differently, by more than this bound.
+    gap_bound = None if dtype == "bfloat16" else GAP_BOUND
+    rules = (
+        ("token_mismatches", "token mismatches", 0),
+        ("logprob_gap", "mean log-prob gap", gap_bound),
+        ("recompilations_after_warmup", "compilations after warm-up", 0),
+    )
     facts: list[tuple[str, str, bool | None]] = []
-    if result.get("seconds") is not None:
+    if "seconds" in result:
         facts.append(("total time", format_seconds(result["seconds"]), None))
-    if result.get("goodput") is not None:
+    if "goodput" in result:
         facts.append(("goodput", f"{result['goodput']:.0%}", None))
-    for key, (title, holds) in rules.items():
-        value = result.get(key)
-        if value is not None:
-            facts.append((title, number(value), holds(value)))
-    for key, value in result.items():
-        if key not in {*rules, "seconds", "goodput"} and isinstance(value, int | float):
-            facts.append((key.replace("_", " "), number(value), None))
+    for key, title, most in rules:
+        if key in result:
+            verdict = None if most is None else result[key] <= most
+            facts.append((title, number(result[key]), verdict))
     return facts
 
 
-def _rows(result: dict[str, Any]) -> list[Row]:
+def _evaluated(result: Record) -> list[Record]:
     return [*result.get("before", []), *result.get("after", [])]
 
 
-def _sampling_temperature(result: dict[str, Any]) -> float | None:
+def _sampling_temperature(result: Record) -> float | None:
     """Return the highest temperature of the evaluation; 0 is greedy."""
-    return max((row["temperature"] for row in _rows(result)), default=None)
+    return max((row["temperature"] for row in _evaluated(result)), default=None)
 
 
 # --- the curves ---
 
 
-def _phases(metrics: list[Row]) -> list[tuple[str, list[Row]]]:
+def _phases(metrics: list[Record]) -> list[tuple[str, list[Record]]]:
     """Return (title, charts) of each phase that recorded anything."""
-    phases = []
-    for phase, title, curves in PHASE_CURVES:
-        charts = _charts([row for row in metrics if row["phase"] == phase], curves)
-        if charts:
-            phases.append((title, charts))
-    return phases
+    phases = [
+        (title, _charts([line for line in metrics if line["phase"] == phase]))
+        for phase, title in PHASES.items()
+    ]
+    return [(title, charts) for title, charts in phases if charts]
 
 
-def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
-    """Return the charts of the recorded metrics: known curves, seconds by phase, idle seconds, the
-    rest."""
+def _charts(lines: list[Record]) -> list[Record]:
+    """Return the charts of the recorded metrics: known curves, stacked seconds, the rest."""
     keys = {key for key in _recorded(lines) if not is_shown(key)}
-    times = [key for key in STACKED if key in keys]
-    idle = [key for key in IDLE if key in keys]
-    rest = keys - {curve.key for curve in curves} - {*times, *idle}
-    charts = charts_of(lines, curves)
-    if times:
-        # Other times are stacked on top of the known ones.
-        more = sorted(key for key in rest if key.startswith("time/"))
-        times += more
-        rest -= set(more)
-        charts.append(_stacked(lines, times, "seconds by phase", "of each step"))
-    if idle:
-        about = "of each step, mean over hosts; tail: rows without a rollout"
-        charts.append(_stacked(lines, idle, "idle seconds", about))
-    return charts + charts_of(lines, [_unnamed(key) for key in sorted(rest)])
+    charts = [_curve(lines, curve) for curve in CURVES if curve.key in keys]
+    rest = sorted(keys - {curve.key for curve in CURVES})
+    for prefix, title, note in STACKS:
+        layers = [key for key in rest if key.startswith(prefix)]
+        if layers:
+            charts.append(_stack(lines, layers, title, note))
+            rest = [key for key in rest if key not in layers]
+    unnamed = [Curve(key, key.replace("_", " ").replace("/", ": ")) for key in rest]
+    return charts + [_curve(lines, curve) for curve in unnamed]
 
 
-def _unnamed(key: str) -> Curve:
-    """Return the curve of a metric without a title of its own."""
-    return Curve(key, key.replace("_", " ").replace("/", ": "))
+def _curve(lines: list[Record], curve: Curve) -> Record:
+    """Return the chart of a recorded metric."""
+    history = [line.get(curve.key) for line in lines]
+    points = [(line["step"], value) for line, value in zip(lines, history, strict=True)]
+    chart = line_chart(points, curve.low, curve.high)
+    return _figure(curve.title, curve.note, history, chart)
 
 
-def _stacked(lines: list[Row], keys: Sequence[str], title: str, about: str) -> Row:
-    """Return a chart of seconds whose sum is of interest."""
-    totals = [sum(row.get(key) or 0.0 for key in keys) for row in lines]
-    steps = [row["step"] for row in lines]
-    layers = [(key.partition("/")[2], [row.get(key) for row in lines]) for key in keys]
-    return _figure(title, about, totals, stacked_chart(steps, layers))
+def _stack(lines: list[Record], keys: Sequence[str], title: str, note: str) -> Record:
+    """Return the chart of seconds whose sum is of interest."""
+    totals = [sum(line.get(key) or 0.0 for key in keys) for line in lines]
+    layers = [(key.partition("/")[2], [line.get(key) for line in lines]) for key in keys]
+    chart = stacked_chart([line["step"] for line in lines], layers)
+    return _figure(title, note, totals, chart)
 
 
-def charts_of(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
-    """Return the charts of those curves of which something is recorded.
-
-    Args:
-        lines: The lines of metrics.jsonl of one phase.
-        curves: What to draw, in this order.
-    """
-    keys = _recorded(lines)
-    charts = []
-    for curve in curves:
-        if curve.key in keys:
-            history = [row.get(curve.key) for row in lines]
-            points = [(row["step"], value) for row, value in zip(lines, history, strict=True)]
-            chart = line_chart(points, curve.low, curve.high)
-            charts.append(_figure(curve.title, curve.note, history, chart))
-    return charts
-
-
-def _recorded(lines: list[Row]) -> set[str]:
+def _recorded(lines: list[Record]) -> set[str]:
     """Return the names of metrics that have a value in some line."""
     return {
         key
@@ -364,7 +299,7 @@ def _recorded(lines: list[Row]) -> set[str]:
     }
 
 
-def _figure(title: str, note: str, values: Sequence[float | None], chart: Chart) -> Row:
+def _figure(title: str, note: str, values: Sequence[float | None], chart: Chart) -> Record:
     """Return a chart with its caption, which shows the means of the first and the last tenth of
     values."""
     known = [value for value in values if value is not None]
@@ -381,11 +316,11 @@ def _figure(title: str, note: str, values: Sequence[float | None], chart: Chart)
 # --- the table ---
 
 
-def _table(result: dict[str, Any]) -> list[tuple[str, float, list[Row]]]:
+def _table(result: Record) -> list[tuple[str, float, list[Record]]]:
     """Return (dispatch, temperature, rows) of each group of the table; a row has k, before and
     after."""
     order = {"parallel": 0, "sequential": 1, "none": 2}
-    pairs: dict[tuple[float, str, int], Row] = {}
+    pairs: dict[tuple[float, str, int], Record] = {}
     for side in ("before", "after"):
         for row in result.get(side, []):
             key = (row["temperature"], row["dispatch"], row["k"])
@@ -400,23 +335,19 @@ def _table(result: dict[str, Any]) -> list[tuple[str, float, list[Row]]]:
 # --- the episodes ---
 
 
-def choose_episodes(episodes: list[Row]) -> dict[str, list[Row]]:
-    """Choose episodes by stage: equally many of each, spread evenly over those recorded."""
-    stages = {stage: [row for row in episodes if row.get("phase") == stage] for stage in STAGES}
-    stages = {stage: rows for stage, rows in stages.items() if rows}
-    chosen = {}
-    for stage, rows in stages.items():
-        count = min(len(rows), EPISODES // len(stages))
-        chosen[stage] = [rows[n * len(rows) // count] for n in range(count)]
-    return chosen
+def _stages(
+    root: pathlib.Path, episodes: list[Record], until: float
+) -> list[tuple[str, list[Record]]]:
+    """Return (title, cards) of each stage: equally many episodes of each, spread evenly.
 
-
-def _stages(root: pathlib.Path, episodes: list[Row], until: float) -> list[tuple[str, list[Row]]]:
-    """Return (title, cards) of each stage; its first cards are unfolded."""
-    return [
-        (
-            STAGES[stage],
-            [episode_card(root, row, i < OPEN_PER_PHASE, until) for i, row in enumerate(rows)],
-        )
-        for stage, rows in choose_episodes(episodes).items()
-    ]
+    The first cards of a stage are unfolded.
+    """
+    known = {stage: [e for e in episodes if e.get("phase") == stage] for stage in STAGES}
+    known = {stage: members for stage, members in known.items() if members}
+    stages = []
+    for stage, members in known.items():
+        count = min(len(members), EPISODES // len(known))
+        chosen = [members[n * len(members) // count] for n in range(count)]
+        cards = [episode_card(root, e, n < OPEN_PER_STAGE, until) for n, e in enumerate(chosen)]
+        stages.append((STAGES[stage], cards))
+    return stages

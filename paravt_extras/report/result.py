@@ -19,7 +19,7 @@ from train.durable.metrics import read_metrics
 from train.durable.step_lines import step_seconds
 from train.evaluation_file import EvaluationRow, read_evaluation_file
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 
 
 class _Result(TypedDict):
@@ -36,7 +36,7 @@ class _Result(TypedDict):
     logprob_gap: NotRequired[float]
 
 
-def read_result(folder: pathlib.Path) -> Row:
+def read_result(folder: pathlib.Path) -> Record:
     """Read result.json of a finished run.
 
     Raises:
@@ -47,7 +47,7 @@ def read_result(folder: pathlib.Path) -> Row:
     return read_json(folder / "result.json", _Result, remedy)
 
 
-def read_evaluation(folder: pathlib.Path, name: str) -> list[Row]:
+def read_evaluation(folder: pathlib.Path, name: str) -> list[Record]:
     """Return the rows of all finished files of an evaluation.
 
     Args:
@@ -57,7 +57,7 @@ def read_evaluation(folder: pathlib.Path, name: str) -> list[Row]:
     return [row for content in _contents(folder, name) for row in content["rows"]]
 
 
-def read_curve(folder: pathlib.Path) -> list[Row]:
+def read_curve(folder: pathlib.Path) -> list[Record]:
     """Return the rows of all evaluations during RL, each with its `step`."""
     rows = []
     for file in sorted((folder / "evaluation").glob("curve-*.json")):
@@ -66,7 +66,7 @@ def read_curve(folder: pathlib.Path) -> list[Row]:
     return sorted(rows, key=lambda row: (row["step"], row["k"]))
 
 
-def read_by_temperature(folder: pathlib.Path) -> list[Row]:
+def read_by_temperature(folder: pathlib.Path) -> list[Record]:
     """Return the rows of format at several temperatures, each with its `phase`: `before` or
     `after`."""
     return [
@@ -76,7 +76,7 @@ def read_by_temperature(folder: pathlib.Path) -> list[Row]:
     ]
 
 
-def checks(folder: pathlib.Path) -> Row:
+def checks(folder: pathlib.Path) -> Record:
     """Check over all RL steps: two counts that must be 0, and a gap that must be small."""
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
     # There is none in a step whose tokens were all drawn by older weights.
@@ -104,24 +104,17 @@ def durations(folder: pathlib.Path) -> dict[str, float]:
 
 def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
     """Return the judge's counts, summed over all evaluations; {} for a run without a judge."""
-    contents = [read_evaluation_file(file) for file in (folder / "evaluation").glob("*.json")]
-    counts = [content["judge"] for content in contents if "judge" in content]
     total: collections.Counter[str] = collections.Counter()
-    for count in counts:
-        total.update(count)
-    return {"judge": dict(total)} if counts else {}
+    for file in (folder / "evaluation").glob("*.json"):
+        total.update(read_evaluation_file(file).get("judge", {}))
+    return {"judge": dict(total)} if total else {}
 
 
-def result_so_far(folder: pathlib.Path) -> Row:
-    """Return what result.json would hold if the run ended now; without RL steps, no checks of
-    them."""
+def result_so_far(folder: pathlib.Path) -> Record:
+    """Return what result.json would hold if the run ended now."""
     rows = {name: read_evaluation(folder, name) for name in ("before", "control", "after")}
     result = rows | {"curve": read_curve(folder), "by_temperature": read_by_temperature(folder)}
-    result |= durations(folder)
-    metrics = read_metrics(folder / "metrics.jsonl")
-    if any(line["phase"] == "rl" for line in metrics):
-        result |= checks(folder)
-    return result
+    return result | checks(folder) | judged(folder) | durations(folder)
 
 
 def collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
@@ -145,7 +138,7 @@ def collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
     write_atomically(folder / "episodes.jsonl", "".join(lines))
 
 
-def _contents(folder: pathlib.Path, name: str) -> list[Row]:
+def _contents(folder: pathlib.Path, name: str) -> list[Record]:
     """Return the contents of an evaluation's files NAME-NUMBER.json, by number."""
     found = (folder / "evaluation").glob(f"{name}-*.json")
     files = sorted(found, key=lambda file: int(file.stem.split("-")[1]))

@@ -14,11 +14,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
 from configs.paradox import ARMS, WEAK_PRIOR, paradox_tiny
-from paravt_extras.report.chart import smooth
+from paravt_extras.report.chart import moving_mean
 from paravt_extras.report.claim import (
     KINDS,
     budgets,
@@ -125,8 +126,7 @@ def draw(runs: Mapping[str, Sequence[Run]]) -> Figure:
     for (measure, title), (left, right) in zip(MEASURES.items(), panels, strict=True):
         for (name, of_arm), style in zip(arms.items(), STYLES, strict=False):
             histories = [[(row["step"], row[measure]) for row in rl_steps(run)] for run in of_arm]
-            smoothed = [smooth(points, max(1, len(points) // 12)) for points in histories]
-            study.band(left, smoothed, style, name)
+            study.band(left, [_smooth(points) for points in histories], style, name)
             study.band(right, [_held_out(run, measure) for run in of_arm], style, name)
         (start,) = runs[COLD_START]
         right.plot(*zip(*_held_out(start, measure), strict=True), color="#8a8a8a", label=COLD_START)
@@ -140,6 +140,12 @@ def draw(runs: Mapping[str, Sequence[Run]]) -> Figure:
     keys = panels[0, 1].get_legend_handles_labels()
     drawing.legend(*keys, loc="outside upper center", ncols=len(runs), frameon=False)
     return drawing
+
+
+def _smooth(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """Return moving means over a twelfth of the points to each side."""
+    steps, values = np.array(points, float).T
+    return [*zip(steps, moving_mean(values, max(1, len(points) // 12)), strict=True)]
 
 
 def _held_out(run: Run, measure: str) -> list[tuple[int, float]]:

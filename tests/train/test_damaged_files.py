@@ -41,7 +41,7 @@ def test_other_content_is_one_line_with_the_file(tmp_path, name, read, content):
 
 
 @pytest.mark.parametrize("read", [write_report])
-@pytest.mark.parametrize("content", ["[]", "3", '{"model": 3}', '{"rl": {"steps": "many"}}', "{"])
+@pytest.mark.parametrize("content", ["[]", "3", '{"model": 3}', "{"])
 def test_a_page_names_a_damaged_configuration(tmp_path, read, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(DamagedFileError, match=r"config\.json: damaged: .*restore"):
