@@ -38,7 +38,6 @@ from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.preparation import SET
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.processes import hosts
-from paravt_jax.processes.cluster import has_tpu_chips
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, USER_ERRORS, UserError
 from paravt_jax.progress import size
 from train.durable.place import Place
@@ -155,7 +154,7 @@ def _packages(run: Run) -> list[Finding]:
     wrong = []
     for line in importlib.metadata.requires("paravt-jax") or ():
         requirement = Requirement(line)
-        extra = "tpu" if "tpu" in line and has_tpu_chips() else ""
+        extra = "tpu" if "tpu" in line and _version("libtpu") else ""
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             version = _version(requirement.name)
             if not requirement.specifier.contains(version or "0", prereleases=True) or not version:

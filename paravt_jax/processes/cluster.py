@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import pathlib
 import re
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NoReturn
 
 import jax
@@ -18,113 +17,84 @@ import jax
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import LOST, TEMPORARY
 
-_GOOGLE = "0x1ae0"  # PCI vendor of TPU chips
 # jax 0.10 reads only the first of these itself.
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_ADDRESS, _COUNT, _INDEX = _VARIABLES
-REMEDY = f"start the same command on every host; see {_ADDRESS} in docs/tpu.md"
+REMEDY = f"start the same command on every host; see {_VARIABLES[0]} in docs/tpu.md"
 """What to do if not all processes join."""
 HEARTBEAT = 100
 """Seconds of silence after which a process counts as dead and the others exit."""
 _SAY = 5.0  # seconds until a process says that it waits for the others
-_PATIENCE = 300.0  # seconds; hosts of a slice may start minutes apart
-_MARGIN = 60.0  # seconds after which JAX ends a process that this module did not end
 _SHUTDOWN = 3600  # seconds
 _STDERR = 2  # the file descriptor
 
 
-def connect(patience: float = _PATIENCE) -> None:
+def connect(patience: int = 300) -> None:
     """Connect to the other processes, and return when all of them have joined.
 
     JAX finds them on TPU pods, GKE, SLURM and Open MPI. Elsewhere each process has
     JAX_COORDINATOR_ADDRESS (address:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from
-    0). With JAX_NUM_PROCESSES=1 a process runs alone.
+    0). With JAX_NUM_PROCESSES=1 a process runs alone, and so it does where JAX finds no others.
 
-    Says on stderr if it has to wait. If they do not all join, it ends this process with the code
-    `TEMPORARY`. Call it before anything touches a device: jax fixes its list of devices at first
-    use.
-
-    Once they have joined, JAX aborts a process whose heartbeats fail (SIGABRT, exit status 134).
+    If they do not all join, it ends this process with the code `TEMPORARY`. Call it before anything
+    touches a device: jax fixes its list of devices at first use. Once they have joined, JAX aborts
+    a process whose heartbeats fail (SIGABRT, exit status 134).
 
     Args:
-        patience: Seconds until all of them must have joined.
+        patience: Seconds until all of them must have joined. Hosts of a slice may start minutes
+            apart.
 
     Raises:
-        ValueError: The variables are wrong, or the other processes cannot be found.
+        ValueError: The variables are wrong.
     """
-    given = (_address(), _number(_COUNT, 1), _number(_INDEX, 0))
-    if given[1] == 1:
+    address, count, index = (os.environ.get(name) or None for name in _VARIABLES)
+    if count == "1" or jax.distributed.is_initialized():
         return
-    if None in given and not _in_cluster():
-        if given == (None, None, None):
+    wait = f"waiting up to {patience} s for the other processes; {REMEDY}"
+    too_late = f"error: hosts: not all processes joined within {patience} s; {REMEDY}"
+    timers = [
+        threading.Timer(_SAY, print, (wait,), {"file": sys.stderr, "flush": True}),
+        threading.Timer(patience, end, (TEMPORARY, too_late)),
+    ]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        jax.distributed.initialize(
+            # JAX asks the cluster for what is None.
+            address,
+            None if count is None else int(count),
+            None if index is None else int(index),
+            # Later than `end`: JAX would abort with a stack of C++.
+            initialization_timeout=patience + 60,
+            heartbeat_timeout_seconds=HEARTBEAT,
+            # A process that is done waits for the others, which may still write files.
+            shutdown_timeout_seconds=_SHUTDOWN,
+        )
+    except ValueError as error:
+        if not is_named():
             return
-        raise _not_found("some of these variables are not set")
+        values = ", ".join(f"{name}={os.environ.get(name, '')}" for name in _VARIABLES)
+        raise ValueError(
+            f"{values}: the other processes cannot be found ({error}); give all three on every "
+            f"host, or {_VARIABLES[1]}=1 for a process that runs alone"
+        ) from error
+    except RuntimeError as error:
+        # A notebook or a test that has used its devices already runs alone.
+        if not is_named() and "must be called before" in str(error):
+            return
+        # For example, one of them was started again while the others still ran.
+        end(TEMPORARY, f"error: hosts: joining failed ({_shortened(error)}); {REMEDY}")
+    finally:
+        for timer in timers:
+            timer.cancel()
     # With asynchronous dispatch a CPU runs independent programs at the same time. Collectives of
     # two programs could then start in a different order on each process and deadlock.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    wait = f"waiting up to {patience:.0f} s for the other processes; {REMEDY}"
-    too_late = f"error: hosts: not all processes joined within {patience:.0f} s; {REMEDY}"
-    try:
-        with (
-            _after(_SAY, lambda: os.write(_STDERR, f"{wait}\n".encode())),
-            _after(patience, lambda: end(TEMPORARY, too_late)),
-        ):
-            jax.distributed.initialize(
-                # JAX asks the cluster for what is None.
-                *given,
-                initialization_timeout=int(patience + _MARGIN),
-                heartbeat_timeout_seconds=HEARTBEAT,
-                # A process that is done waits for the others, which may still write files.
-                shutdown_timeout_seconds=_SHUTDOWN,
-            )
-    except ValueError as error:
-        raise _not_found(error) from error
-    except RuntimeError as error:
-        # For example, one of them was started again while the others still ran.
-        end(TEMPORARY, f"error: hosts: joining failed ({_shortened(error)}); {REMEDY}")
-
-
-def _not_found(cause: object) -> ValueError:
-    values = ", ".join(f"{name}={os.environ.get(name, '')}" for name in _VARIABLES)
-    return ValueError(
-        f"{values}: the other processes cannot be found ({cause}); give all three on every host, "
-        f"or {_COUNT}=1 for a process that runs alone"
-    )
 
 
 def is_named() -> bool:
     """Return whether the environment names the other processes."""
     return any(os.environ.get(name) for name in _VARIABLES)
-
-
-def _address() -> str | None:
-    """Return the address of process 0 from the environment."""
-    address = os.environ.get(_ADDRESS) or None
-    if address is not None and not re.fullmatch(r".+:[0-9]+", address):
-        raise ValueError(f"{_ADDRESS}: {address!r}; give address:port of process 0")
-    return address
-
-
-def _number(variable: str, least: int) -> int | None:
-    """Return a number from the environment."""
-    text = os.environ.get(variable)
-    if not text:
-        return None
-    if not re.fullmatch("[0-9]+", text) or int(text) < least:
-        raise ValueError(f"{variable}: {text!r}; give a whole number, {least} or more")
-    return int(text)
-
-
-@contextlib.contextmanager
-def _after(seconds: float, act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` in another thread if the block takes longer."""
-    timer = threading.Timer(seconds, act)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def end(code: int, text: str) -> NoReturn:
@@ -156,47 +126,6 @@ def leave(code: int, text: str) -> int:
     return code
 
 
-def _in_cluster() -> bool:
-    """Return whether this is one of several processes that JAX finds: SLURM, Open MPI, GKE, a TPU
-    VM.
-
-    Elsewhere nothing is looked for, so a laptop does not wait for an answer from a network.
-    """
-    environment = os.environ
-    # Outside of `srun`, SLURM starts a single process, whatever the number of tasks.
-    if "SLURM_STEP_NODELIST" in environment:
-        return int(environment.get("SLURM_NTASKS", "1")) > 1
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        return int(environment["OMPI_COMM_WORLD_SIZE"]) > 1
-    if environment.get("JAX_PLATFORMS") not in (None, "", "tpu", "tpu,cpu"):
-        return False
-    names = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
-    if names:
-        slices = int(environment.get("MEGASCALE_NUM_SLICES") or 1)
-        return "," in names or slices > 1
-    # Only the metadata server of a TPU VM knows the other hosts of its slice.
-    return (
-        has_tpu_chips()
-        and "TPU_SKIP_MDS_QUERY" not in environment
-        and importlib.util.find_spec("libtpu") is not None
-    )
-
-
-def has_tpu_chips(root: pathlib.Path = pathlib.Path("/")) -> bool:
-    """Return whether this host has device files of TPU chips.
-
-    Args:
-        root: Folder with `dev` and `sys`.
-    """
-    # Drivers of other accelerators make a folder named accel.
-    if any(root.glob("dev/accel[0-9]*")):
-        return True
-    # Newer TPU VMs pass chips through VFIO, as other hosts pass other devices.
-    vendors = root.glob("sys/bus/pci/devices/*/vendor")
-    google = any(file.read_text().strip() == _GOOGLE for file in vendors)
-    return google and any(root.glob("dev/vfio/[0-9]*"))
-
-
 def require_shared(folder: pathlib.Path, field: str = "run_dir") -> None:
     """Raise ValueError on every process if `folder` is not the same directory for all of them.
 
@@ -215,15 +144,14 @@ def require_shared(folder: pathlib.Path, field: str = "run_dir") -> None:
         return marker.name
 
     marker = folder / hosts.from_first(make_marker)
-    answers = hosts.gather((marker.exists(), str(folder)))
+    seen = hosts.gather(marker.exists())
     if hosts.is_first():
         marker.unlink()
-    for index, (found, path) in enumerate(answers):
-        if not found:
-            raise ValueError(
-                f"{field}: {path} on process {index} is another directory than {answers[0][1]} on "
-                "process 0; name a directory on a disk that all hosts share"
-            )
+    if not all(seen):
+        raise ValueError(
+            f"{field}: {folder} on process {seen.index(False)} is another directory than on "
+            "process 0; name a directory on a disk that all hosts share"
+        )
 
 
 # Errors that this process caused itself, such as running out of memory. It reports them as they

@@ -19,7 +19,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -28,27 +28,14 @@ from paravt_jax.method.judge import ServerSettings
 FIRST_WAIT = 1.0
 """Upper bound on the seconds before the second attempt. It doubles with each further attempt."""
 
-# Upper bound on the bytes of a reply. A longer one is no chat completion.
-_BODY_LIMIT = 4 << 20
 # Upper bound on the characters that are kept of a server's own message.
 _MESSAGE_LIMIT = 300
-_SECONDS = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
-
-# What to do about a failure, by HTTP status, or by kind for all other statuses. In brackets: the
-# flag of an evaluation, and a judge's setting.
 _FEWER = "send fewer requests at once (--episodes, or the judge's concurrency)"
-_LONGER = "raise the time limit (--request-seconds, or the judge's timeout)"
-_REMEDIES: dict[int | str, str] = {
-    **dict.fromkeys((301, 302, 303, 307, 308), "give the address to which the server redirects"),
-    **dict.fromkeys((401, 403), "check the key (see key_variable) and its permissions"),
-    404: "check the address (up to and including /v1) and the model's name (--endpoint-model)",
-    429: _FEWER,
-    "timed_out": f"look into the server's log, {_FEWER}, or {_LONGER}",
-    "unreachable": "check the address, and that the server runs",
-    "http_errors": "look into the server's log",
-    "nonsense": "check that the address ends with /v1 and that no proxy answers for the server",
-    "late": "allow more time, or send more requests at once",
-}
+_ADDRESS = "check the address (up to and including /v1) and the model's name (--endpoint-model)"
+_KEY = "check the key (see key_variable) and its permissions"
+_LOG = "look into the server's log"
+# What to do about an HTTP status; about others, look into the log.
+_REMEDIES = {401: _KEY, 403: _KEY, 404: _ADDRESS, 429: _FEWER}
 
 Answer = TypeVar("Answer")
 
@@ -75,7 +62,7 @@ class UnusableReply(Exception):
         remedy: What to do about it.
     """
 
-    def __init__(self, what: str, remedy: str = _REMEDIES["nonsense"]):
+    def __init__(self, what: str, remedy: str = _ADDRESS):
         super().__init__(what)
         self.remedy = remedy
 
@@ -84,24 +71,20 @@ class UnusableReply(Exception):
 class Failure:
     """Why a request has no answer."""
 
-    kind: Literal["timed_out", "unreachable", "http_errors", "nonsense", "late"]
     what: str
-    """What happened, on one line and without the key."""
-    server_message: str = ""
-    """The server's own message in brackets, on one line and without the key."""
+    """What happened, with the server's own message in brackets: one line, without the key."""
+    remedy: str
     status: int = 0
-    """The HTTP status, for `http_errors`."""
+    """The HTTP status, if the server answered with an error."""
+    late: bool = False
+    """Whether the deadline of the request ended it."""
     again: bool = True
     """Whether another attempt may succeed."""
     wait: float = 0.0
     """Seconds that the server asks to wait before the next attempt."""
-    remedy: str = ""
-    """What to do about it; "" for what helps against every failure of its status and kind."""
 
     def __str__(self) -> str:
-        """What happened, what the server said, and what to do about it, on one line."""
-        remedy = self.remedy or _REMEDIES.get(self.status, _REMEDIES[self.kind])
-        return f"{self.what}{self.server_message}; {remedy}"
+        return f"{self.what}; {self.remedy}"
 
 
 def check_address(field: str, address: str, key_place: str) -> None:
@@ -122,12 +105,9 @@ def check_address(field: str, address: str, key_place: str) -> None:
             "be secret, and settings are logged; leave them out and put the key in "
             f"{key_place}"
         )
-    try:
-        url = httpx2.URL(address)
-    except httpx2.InvalidURL:
-        url = httpx2.URL("")
-    is_base = not url.path.rstrip("/").endswith("/chat/completions")  # the client adds it
-    if url.scheme not in ("http", "https") or not url.host or not is_base:
+    # The client adds /chat/completions.
+    is_base = not address.rstrip("/").endswith("/chat/completions")
+    if not is_base or not re.fullmatch(r"https?://[^\s/:]+(:\d+)?(/\S*)?", address):
         raise ValueError(
             f"{field}: {address!r} is not the base address of an API; "
             "give one such as http://localhost:8000/v1"
@@ -139,8 +119,7 @@ class Client:
 
     Args:
         settings: Address, key variable, time limits and number of attempts.
-        wait_limit: Upper bound on the seconds between two attempts. If the server asks for more
-            (Retry-After), there is no further attempt.
+        wait_limit: Upper bound on the seconds between two attempts.
 
     Raises:
         ValueError: The address cannot be used, or the environment contains a key or a proxy that
@@ -158,24 +137,7 @@ class Client:
         # hold a request for ever. `_attempt` limits the request as a whole instead.
         self._http = httpx2.AsyncClient(limits=httpx2.Limits(), timeout=None)
         # Fails early if the key cannot be used.
-        self.key()
-
-    def key(self) -> str | None:
-        """Return the key from the environment, or None if there is none.
-
-        Every request reads it again, so that a renewed key is used at once.
-
-        Raises:
-            ValueError: An HTTP header cannot contain the key. The message does not show it.
-        """
-        variable = self._settings.key_variable
-        key = os.environ.get(variable, "").strip() if variable else ""
-        if not re.fullmatch("[!-~]*", key):
-            raise ValueError(
-                f"{variable}: its value, not shown here, has spaces or characters beyond ASCII; "
-                "set it to the key alone"
-            )
-        return key or None
+        self._key()
 
     def ask(
         self,
@@ -195,90 +157,83 @@ class Client:
         Returns:
             A future of the answer, or of the last attempt's failure. Cancel it to end the request.
         """
-        answer = self._ask(json.dumps(body).encode(), self.key(), read, deadline)
+        answer = self._ask(json.dumps(body).encode(), read, deadline)
         return asyncio.run_coroutine_threadsafe(answer, _event_loop())
 
     def close(self) -> None:
         """Close the connections in the background."""
         asyncio.run_coroutine_threadsafe(self._http.aclose(), _event_loop())
 
+    def _key(self) -> str:
+        """Return the key from the environment; "" if there is none.
+
+        Raises:
+            ValueError: An HTTP header cannot contain the key. The message does not show it.
+        """
+        variable = self._settings.key_variable
+        key = os.environ.get(variable, "").strip() if variable else ""
+        if not re.fullmatch("[!-~]*", key):
+            raise ValueError(
+                f"{variable}: its value, not shown here, has spaces or characters beyond ASCII; "
+                "set it to the key alone"
+            )
+        return key
+
     async def _ask(
-        self,
-        content: bytes,
-        key: str | None,
-        read: Callable[[Choice], Answer],
-        deadline: float | None,
+        self, content: bytes, read: Callable[[Choice], Answer], deadline: float | None
     ) -> Answer | Failure:
         # Time in the queue does not count towards the deadline.
         async with self._slots:
             try:
                 async with asyncio.timeout(deadline):
-                    return await self._attempts(content, key, read)
+                    return await self._attempts(content, read)
             except TimeoutError:
-                return Failure("late", f"no answer within {deadline} s", again=False)
+                return Failure(f"no answer within {deadline} s", "allow more time", late=True)
 
-    async def _attempts(
-        self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
-    ) -> Answer | Failure:
+    async def _attempts(self, content: bytes, read: Callable[[Choice], Answer]) -> Answer | Failure:
         """Attempt until one succeeds, with random pauses whose bound doubles each time.
 
         The pause is drawn anew between 0 and its bound ("full jitter"): requests that failed
         together would otherwise come back together. It is added to what the server asks for.
         """
-        bound = FIRST_WAIT
-        for _ in range(self._settings.attempts - 1):
-            outcome = await self._attempt(content, key, read)
+        for number in range(self._settings.attempts - 1):
+            outcome = await self._attempt(content, read)
             if not isinstance(outcome, Failure) or not outcome.again:
                 return outcome
-            pause = outcome.wait + random.uniform(0, bound)
+            pause = outcome.wait + random.uniform(0, FIRST_WAIT * 2**number)
             await asyncio.sleep(min(pause, self._wait_limit))
-            bound = min(2 * bound, self._wait_limit)
-        return await self._attempt(content, key, read)
+        return await self._attempt(content, read)
 
-    async def _attempt(
-        self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
-    ) -> Answer | Failure:
+    async def _attempt(self, content: bytes, read: Callable[[Choice], Answer]) -> Answer | Failure:
         """Make one request. Redirects are not followed, so that the key goes to the endpoint
         only."""
-        # Uncompressed: a few bytes could become gigabytes.
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        key = self._key()
+        headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         timeout = self._settings.timeout
-        body = b""
         try:
-            async with (
-                asyncio.timeout(timeout),
-                self._http.stream("POST", self._url, content=content, headers=headers) as response,
-            ):
-                async for piece in response.aiter_bytes():
-                    body += piece
-                    if len(body) > _BODY_LIMIT:
-                        return Failure("nonsense", f"the reply is longer than {_BODY_LIMIT} bytes")
+            async with asyncio.timeout(timeout):
+                response = await self._http.post(self._url, content=content, headers=headers)
         except TimeoutError:
-            return Failure("timed_out", f"no reply within timeout = {timeout} s")
+            remedy = f"{_LOG}, {_FEWER}, or raise the time limit (--request-seconds, or timeout)"
+            return Failure(f"no reply within timeout = {timeout} s", remedy)
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.
-            return Failure("unreachable", f"the connection failed ({type(error).__name__})")
-        if not response.is_success:
-            return self._http_failure(response, _server_message(body, key))
-        try:
-            return read(_choice(body))
-        except UnusableReply as error:
-            message = _server_message(body, key)
-            return Failure("nonsense", str(error), message, remedy=error.remedy)
-
-    def _http_failure(self, response: httpx2.Response, message: str) -> Failure:
-        """Return the failure of a request whose status is not a success."""
+            what = f"the connection failed ({type(error).__name__})"
+            return Failure(what, "check the address, and that the server runs")
+        message = _server_message(response.text, key)
         status = response.status_code
-        # 408 (timeout), 429 (too many requests) and server errors may be temporary.
-        again = status in (408, 429) or status >= 500
-        wait = retry_after(response.headers.get("Retry-After"))
-        limit = self._wait_limit
-        if again and wait > limit:
-            again = False
-            message += f" (it asks to wait {wait:,.0f} s, more than the limit of {limit:,.0f} s)"
-        return Failure("http_errors", f"status {status}", message, status, again, wait)
+        if not response.is_success:
+            # 408 (timeout), 429 (too many requests) and server errors may be temporary.
+            again = status in (408, 429) or status >= 500
+            wait = _retry_after(response.headers.get("Retry-After", ""))
+            remedy = _REMEDIES.get(status, _LOG)
+            return Failure(f"status {status}{message}", remedy, status, again=again, wait=wait)
+        try:
+            return read(_choice(response.content))
+        except UnusableReply as error:
+            return Failure(f"{error}{message}", error.remedy)
 
 
 @functools.cache
@@ -298,38 +253,17 @@ def _choice(body: bytes) -> Choice:
         text = message.get("content")
         thought = message.get("reasoning_content") or message.get("reasoning")
         return Choice(
-            _joined(text),
+            text if isinstance(text, str) else None,
             choice.get("finish_reason"),
             choice.get("stop_reason"),
-            _joined(thought) or "",
+            thought if isinstance(thought, str) else "",
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnusableReply("the reply is not a complete chat completion") from error
 
 
-def _joined(content: Any) -> str | None:
-    """Return a content's text, which may be a list of parts; None if it has none."""
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else None
-    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-    return "".join(texts) if texts else None
-
-
-def _server_message(body: bytes, key: str | None) -> str:
-    """Return the server's own message in brackets, on one line and without the key; "" if there is
-    none.
-
-    It is a field of the reply's JSON, or else its text.
-    """
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        found = None
-    for field in ("error", "message", "detail"):
-        if isinstance(found, dict) and field in found:
-            found = found[field]
-    text = found if isinstance(found, str) else body.decode("utf-8", errors="replace")
+def _server_message(text: str, key: str) -> str:
+    """Return what a server says in brackets, on one line and without the key; "" for nothing."""
     # Control characters could move the cursor of the terminal that shows the message.
     printable = "".join(c if c.isprintable() else " " for c in text)
     message = " ".join(printable.split())
@@ -338,6 +272,6 @@ def _server_message(body: bytes, key: str | None) -> str:
     return f" ({message[:_MESSAGE_LIMIT]})" if message else ""
 
 
-def retry_after(header: str | None) -> float:
-    """Return the seconds that a Retry-After header asks to wait; 0 if it is none or a date."""
-    return float(header) if header and _SECONDS.fullmatch(header) else 0.0
+def _retry_after(header: str) -> float:
+    """Return the seconds that a Retry-After header asks to wait; 0 if it is a date."""
+    return float(header) if re.fullmatch(r"\d+(\.\d+)?", header, re.ASCII) else 0.0

@@ -7,7 +7,6 @@ servers do not guarantee equal scores for equal answers.
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -51,11 +50,7 @@ _SCORE = re.compile(
 
 @dataclasses.dataclass
 class JudgeCounts:
-    """Outcomes of one batch.
-
-    asked == answered + fell_back
-    fell_back == timed_out + unreachable + http_errors + nonsense + late
-    """
+    """Outcomes of one batch: asked == answered + fell_back."""
 
     asked: int = 0
     """Different answers to judge."""
@@ -63,16 +58,6 @@ class JudgeCounts:
     """Answers that the judge scored."""
     fell_back: int = 0
     """Answers that were scored by F1 instead."""
-    timed_out: int = 0
-    """Answers whose last request took longer than `timeout`."""
-    unreachable: int = 0
-    """Answers whose last connection failed or broke."""
-    http_errors: int = 0
-    """Answers that the server refused with an HTTP status."""
-    nonsense: int = 0
-    """Answers whose last reply was none of 0, 0.5 and 1."""
-    late: int = 0
-    """Answers without a score after `time_limit`."""
 
 
 def needs_judge(question: Question, prediction: str | None) -> bool:
@@ -108,8 +93,8 @@ def request(settings: JudgeSettings, question: Question, prediction: str | None)
 
 def read_score(text: str) -> float | None:
     """Return the score of a reply such as "1", "Score: 0.5" or "**0**"; None for any other text."""
-    found = _SCORE.fullmatch(text)
-    return float(found[1]) if found else None
+    match = _SCORE.fullmatch(text)
+    return float(match[1]) if match else None
 
 
 def _score(choice: Choice) -> float:
@@ -165,24 +150,20 @@ class RemoteJudge:
 
     def _judge(self, asked: Sequence[Item]) -> dict[Item, float]:
         """Request all scores concurrently, count the outcomes, and return the scores."""
-        settings = self.settings
-        futures = [self._client.ask(request(settings, *item), _score) for item in asked]
-        done, open_requests = concurrent.futures.wait(futures, settings.time_limit)
+        limit = self.settings.time_limit
+        futures = [self._client.ask(request(self.settings, *item), _score) for item in asked]
+        done, open_requests = concurrent.futures.wait(futures, limit)
         for future in open_requests:
             future.cancel()
-        late = Failure("late", f"no score after time_limit = {settings.time_limit} s")
-        found = [future.result() if future in done else late for future in futures]
-        kinds = collections.Counter(
-            outcome.kind if isinstance(outcome, Failure) else "answered" for outcome in found
-        )
-        fell_back = len(found) - kinds["answered"]
-        self.counts = JudgeCounts(asked=len(found), fell_back=fell_back, **kinds)
+        late = Failure(f"no score after time_limit = {limit} s", "allow more time", late=True)
         scores = {}
-        for item, outcome in zip(asked, found, strict=True):
+        for item, future in zip(asked, futures, strict=True):
+            outcome = future.result() if future in done else late
             if not isinstance(outcome, Failure):
                 scores[item] = outcome
             elif outcome.what not in self._logged:
-                # Each cause is logged once; `counts` says how often it occurs.
+                # Each cause is logged once; `counts` says how many answers fell back.
                 self._logged.add(outcome.what)
-                _log.warning("judge %s: %s. F1 scores instead", settings.endpoint, outcome)
+                _log.warning("judge %s: %s. F1 scores instead", self.settings.endpoint, outcome)
+        self.counts = JudgeCounts(len(asked), len(scores), len(asked) - len(scores))
         return scores

@@ -206,11 +206,10 @@ class EndpointSampler:
     def _to_sample(self, request: Request, result: _Completion | Failure) -> Sample:
         if not isinstance(result, Failure):
             return self._sample(request, *result)
-        if result.kind == "late":
+        if result.late:
             return self._sample(request, "", SampleStop.DEADLINE)
         if result.status in _REFUSALS:
-            reason = result.what + result.server_message
-            return self._sample(request, "", SampleStop.REFUSED, reason)
+            return self._sample(request, "", SampleStop.REFUSED, result.what)
         return self._sample(request, "", SampleStop.FAILED, str(result))
 
     def _sample(self, request: Request, text: str, stop: SampleStop, reason: str = "") -> Sample:

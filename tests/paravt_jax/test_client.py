@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import logging
-import math
 import threading
 import time
 from concurrent.futures import wait
@@ -27,7 +25,6 @@ from paravt_jax.remote.client import (
     Failure,
     UnusableReply,
     check_address,
-    retry_after,
 )
 from tests.paravt_jax.judge_server import Reply, says, serving
 
@@ -104,7 +101,7 @@ def test_a_server_without_keys_gets_none(monkeypatch, variable, value):
         monkeypatch.delenv("OPENAI_API_KEY")
     with serving(lambda *_: says("1")) as server:
         client = Client(quick(server.endpoint, key_variable=variable))
-        assert client.ask({}, text).result(STALL) == "1" and client.key() is None
+        assert client.ask({}, text).result(STALL) == "1"
         assert "Authorization" not in server.received[0].headers
 
 
@@ -142,7 +139,6 @@ NONSENSE = {
     "no UTF-8": Reply(b"\xff\xfe\xfa"),
     "deep": Reply(b"[" * 60_000),
     "no choices": Reply(b'{"choices": []}'),
-    "huge": Reply(says("1").body + b" " * 5_000_000),
     "not what was asked for": says("no"),
 }
 
@@ -151,7 +147,7 @@ NONSENSE = {
 def test_a_broken_reply_is_asked_for_again(reply):
     assert ask([reply, says("1")]).found == "1"
     asked = ask([reply])
-    assert asked.failure.kind == "nonsense" and len(asked.times) == 3
+    assert not asked.failure.status and len(asked.times) == 3
 
 
 @settings(max_examples=30, deadline=None)
@@ -163,7 +159,7 @@ def test_a_broken_reply_is_asked_for_again(reply):
 )
 def test_any_body_fails_as_a_value(body):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    assert failed([Reply(content)], attempts=1).kind == "nonsense"
+    assert "not a complete chat completion" in failed([Reply(content)], attempts=1).what
 
 
 def test_an_error_of_the_reader_is_raised():
@@ -191,8 +187,7 @@ def test_a_status_that_may_pass_is_asked_again(status):
 def test_a_status_that_will_not_pass_is_not(status):
     asked = ask([Reply(status=status)])
     assert len(asked.times) == 1
-    assert (asked.failure.kind, asked.failure.status) == ("http_errors", status)
-    assert asked.failure.what == f"status {status}"
+    assert (asked.failure.what, asked.failure.status) == (f"status {status}", status)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +216,7 @@ def test_a_deadline_ends_all_attempts(reply):
     start = time.monotonic()
     asked = ask([reply], deadline=0.3, attempts=1000)
     assert 0.3 <= time.monotonic() - start < STALL
-    assert asked.found == Failure("late", "no answer within 0.3 s", again=False)
+    assert asked.failure.late and asked.failure.what == "no answer within 0.3 s"
 
 
 def test_a_cancelled_request_frees_its_place():
@@ -239,7 +234,7 @@ def test_a_cancelled_request_frees_its_place():
 # How long it waits.
 
 
-def test_waits_are_drawn_below_a_bound_that_doubles_up_to_its_limit(monkeypatch):
+def test_waits_are_drawn_below_a_bound_that_doubles(monkeypatch):
     """Requests that failed together would otherwise come back together."""
     bounds: list[float] = []
 
@@ -250,25 +245,16 @@ def test_waits_are_drawn_below_a_bound_that_doubles_up_to_its_limit(monkeypatch)
     monkeypatch.setattr(remote.random, "uniform", draw)
     monkeypatch.setattr(remote, "FIRST_WAIT", 1.0)
     with serving(lambda *_: Reply(status=500)) as server:
-        client = Client(quick(server.endpoint, attempts=6), wait_limit=5.0)
+        client = Client(quick(server.endpoint, attempts=6), wait_limit=0.01)
         client.ask({}, text).result(STALL)
         assert len(server.received) == 6
-    assert bounds == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert bounds == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 def test_the_server_may_ask_for_time():
     busy = Reply(status=429, headers=(("Retry-After", "0.3"),))
     times = ask([busy, says("1")]).times
     assert 0.3 <= times[1] - times[0] < STALL
-
-
-@pytest.mark.parametrize("asked, shown", [("86400", "86,400"), ("9" * 400, "inf")])
-def test_a_server_that_asks_for_more_time_than_the_limit_is_not_asked_again(asked, shown):
-    quota = Reply(b'{"error": "no quota"}', 429, (("Retry-After", asked),))
-    asked_once = ask([quota, says("1")])
-    assert len(asked_once.times) == 1
-    message = asked_once.failure.server_message
-    assert message == f" (no quota) (it asks to wait {shown} s, more than the limit of 600 s)"
 
 
 # Many at once.
@@ -304,34 +290,13 @@ def test_it_works_where_an_event_loop_runs_already():
     ("reply", "said"),
     [
         (Reply(b"", 404), ""),
-        (Reply(b'{"error": {"message": "no such plan"}}', 403), " (no such plan)"),
-        (Reply(b'{"detail": "no model m"}', 404), " (no model m)"),
-        (Reply(b'{"message": "out of\\n memory\\u001b[2J"}', 500), " (out of memory [2J)"),
-        (Reply(b"<h1>Log in</h1>"), " (<h1>Log in</h1>)"),
-        (Reply(b'{"error": "\\ud800' + b"x" * 9999 + b'"}', 400), f" ({'x' * 300})"),
+        (Reply(b"out of\n memory\x1b[2J", 500), " (out of memory [2J)"),
+        (Reply(b"x" * 9999, 400), f" ({'x' * 300})"),
         (Reply(f"Incorrect key: {SECRET}".encode(), 401), " (Incorrect key: [the key])"),
-        (Reply(f'{{"error": "no plan for {SECRET}"}}'.encode(), 401), " (no plan for [the key])"),
     ],
 )  # fmt: skip
 def test_a_servers_own_message_is_kept_on_one_line_and_without_the_key(reply, said):
-    assert failed([reply]).server_message == said
-
-
-def test_the_key_is_seen_nowhere(caplog, capfd):
-    caplog.set_level(logging.DEBUG)
-    quoting = Reply(f"Incorrect key: {SECRET}".encode(), 401, (("WWW-Authenticate", "Bearer"),))
-    replies = [Reply(status=500), says(SECRET), Reply(close=True), quoting]
-    with serving(lambda n, _: replies[n]) as server:
-        client = Client(quick(server.endpoint, attempts=4))
-
-        def refuse(choice):
-            raise UnusableReply("not this")
-
-        found = client.ask({}, refuse).result(STALL)
-        sent = [received.headers["Authorization"] for received in server.received]
-    assert sent == [f"Bearer {SECRET}"] * 4
-    shown = [caplog.text, *capfd.readouterr(), repr(vars(client)), repr(found)]
-    assert not any(SECRET in text for text in shown)
+    assert failed([reply]).what == f"status {reply.status}{said}"
 
 
 @pytest.mark.parametrize(
@@ -369,26 +334,9 @@ def test_an_address_with_a_secret_is_refused_without_showing_it(address):
         "ftp://host/v1",
         "http://host:port/v1",
         " http://localhost:8000/v1",
-        "http://\x01host/v1",
         "http://host/v1/chat/completions/",
     ],
 )
 def test_an_address_that_cannot_be_asked_is_refused_with_an_example(address):
     with pytest.raises(ValueError, match="--endpoint: .*http://localhost:8000/v1"):
         check_address("--endpoint", address, "MY_KEY")
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [
-        (None, 0),
-        ("3", 3),
-        ("-1", 0),
-        ("nan", 0),
-        ("inf", 0),
-        ("9" * 400, math.inf),
-        ("Wed, 21 Oct 2026 07:28:00 GMT", 0),
-    ],
-)
-def test_retry_after_in_seconds(header, seconds):
-    assert retry_after(header) == seconds

@@ -6,7 +6,6 @@ The talk itself - retries, waits, deadlines, keys - is the client's (`test_clien
 import dataclasses
 import json
 import math
-import re
 import time
 from typing import Any
 
@@ -41,14 +40,6 @@ def surroundings(monkeypatch):
 def quick(endpoint: str = "http://127.0.0.1:9/v1", **fields) -> JudgeSettings:
     values: dict[str, Any] = {"timeout": 20.0, **fields}
     return JudgeSettings(endpoint, model="judge-1", **values)
-
-
-def play(replies: list[Reply], **fields) -> tuple[float, JudgeCounts]:
-    """The score of one answer, and the counts. The last reply is repeated."""
-    with serving(lambda n, _: replies[min(n, len(replies) - 1)]) as server:
-        judge = RemoteJudge(quick(server.endpoint, **fields))
-        (score,) = judge.scores([(QUESTION, CLOSE)])
-        return score, judge.counts
 
 
 # What is asked.
@@ -155,30 +146,13 @@ def test_other_numbers_are_not_scores(number):
 # How it fails.
 
 
-@pytest.mark.parametrize(
-    ("reply", "kind", "told"),
-    [
-        (Reply(status=429), "http_errors", r"429; send fewer .*judge's concurrency\)\. F1 scores"),
-        (Reply(status=500), "http_errors", "status 500; look into the server's log. F1 scores"),
-        (Reply(close=True), "unreachable", "connection failed .*; check the address"),
-        (Reply(delay=STALL), "timed_out", "no reply within timeout = 0.5 s; .*time limit"),
-        (says("yes"), "nonsense", "the reply is none of 0, 0.5, 1 .*; .*thinking aloud"),
-    ],
-)
-def test_each_kind_of_failure_is_counted_and_logged_once(reply, kind, told, caplog):
-    counts = JudgeCounts(**{"asked": 1, "fell_back": 1, kind: 1})
-    assert play([reply], attempts=2, timeout=0.5) == (F1, counts)
-    (record,) = caplog.records
-    assert re.search(told, record.getMessage())
-
-
 def test_permanent_failures_fall_back_at_once_and_are_logged_once(caplog):
     with serving(lambda *_: Reply(f"the key {KEY} is bad".encode(), 401)) as server:
         judge = RemoteJudge(quick(server.endpoint))
         assert judge.scores([(QUESTION, CLOSE), (QUESTION, "a cat")]) == [F1, 0.0]
-        assert judge.counts == JudgeCounts(asked=2, fell_back=2, http_errors=2)
+        assert judge.counts == JudgeCounts(asked=2, fell_back=2)
         judge.scores([(QUESTION, CLOSE)])
-        assert judge.counts == JudgeCounts(asked=1, fell_back=1, http_errors=1)
+        assert judge.counts == JudgeCounts(asked=1, fell_back=1)
         (record,) = caplog.records
         assert server.endpoint in record.getMessage()
         assert "status 401 (the key [the key] is bad); check the key" in record.getMessage()
@@ -197,7 +171,7 @@ def test_a_stalled_judge_delays_a_batch_by_its_time_limit_at_most(caplog):
             == 0.5
         )
         assert time.monotonic() - start < STALL
-    assert judge.counts == JudgeCounts(asked=4, answered=1, fell_back=3, late=3)
+    assert judge.counts == JudgeCounts(asked=4, answered=1, fell_back=3)
     assert "no score after time_limit = 2 s" in caplog.text
 
 
@@ -251,13 +225,9 @@ def test_counts_add_up(plans, time_limit):
         judge = RemoteJudge(quick(server.endpoint, attempts=2, timeout=0.15, time_limit=time_limit))
         scores = judge.scores([(QUESTION, str(i)) for i in range(len(plans))])
     counts = judge.counts
-    failures = counts.timed_out + counts.unreachable + counts.http_errors + counts.nonsense
     assert counts.asked == len(plans) == counts.answered + counts.fell_back
-    assert counts.fell_back == failures + counts.late
     # The answers share no word with the right one, so the fallback F1 is 0.
     assert sum(score > 0 for score in scores) == counts.answered
-    if time_limit > 1:
-        assert counts.late == 0
 
 
 # The key, and what is refused.

@@ -124,24 +124,6 @@ def resample(folder: pathlib.Path, index: int) -> dict:
     return small.resample(road)
 
 
-def rehearse(folder: pathlib.Path, index: int) -> dict:
-    """Makes the weights and data of a rehearsal, which begins with nothing."""
-    from configs.paravt_8b import paravt_8b
-    from paravt_extras.rehearsal import rehearsal
-    from train.settings import change
-
-    tokenizer = pathlib.Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl"
-    fields = {"model.path": str(tokenizer), "run_dir": str(folder / "run")}
-    run = rehearsal(change(paravt_8b(), "paravt_8b", fields))
-    weights = pathlib.Path(run.model.path)
-    assert run.data is not None
-    return {
-        "weights": str(weights),
-        "complete": (weights / "model.safetensors").is_file(),
-        "annotations": run.data.annotations,
-    }
-
-
 def damaged(folder: pathlib.Path, index: int) -> dict:
     """Saves two checkpoints on both processes, damages the newer one, and reads it."""
     from train.durable.checkpoint import CheckpointError, Checkpoints
@@ -184,16 +166,6 @@ def fail(folder: pathlib.Path, index: int) -> dict:
     return {}
 
 
-def die(folder: pathlib.Path, index: int) -> dict:
-    hosts.gather(index)
-    if index == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with cluster.ending_with_the_others():
-        for _ in range(10):
-            hosts.gather(index)
-    return {}
-
-
 if __name__ == "__main__":
     task, folder = sys.argv[1:]
     cluster.connect()
@@ -202,10 +174,8 @@ if __name__ == "__main__":
         "hand-over": hand_over,
         "fail": fail,
         "damaged": damaged,
-        "die": die,
         "learn": learn,
         "adapt": adapt,
         "resample": resample,
-        "rehearse": rehearse,
     }
     print(json.dumps(tasks[task](pathlib.Path(folder), hosts.process_index())))

@@ -15,7 +15,6 @@ from configs.lora import paravt_2b_lora
 from paravt_extras.fit import fit
 from paravt_extras.slices import Topology
 from paravt_jax.processes.exit_codes import TEMPORARY
-from train.cli import parse
 from train.durable.run_directory import MAY_CHANGE
 from train.out_of_memory import OutOfMemoryError, naming_remedies
 
@@ -28,35 +27,17 @@ def fitted():
     return fit(paravt_2b_lora(), Topology("v5e:1x1").available).run
 
 
-def test_every_part_of_a_run_names_its_settings_with_lower_values():
+def test_the_settings_to_lower_are_flags_and_a_run_may_resume_with_other_values():
     run = fitted()
-    with pytest.raises(OutOfMemoryError) as error, naming_remedies(run):
+    with pytest.raises(OutOfMemoryError, match="RESOURCE_EXHAUSTED") as error, naming_remedies(run):
         take_too_much()
-    first, _, *parts, last = str(error.value).splitlines()
-    assert "RESOURCE_EXHAUSTED" in first
-    assert [part.split(":")[0].strip() for part in parts] == ["cold start", "PARA-GRPO", "rollouts"]
-    assert run.rl is not None
-    tokens = run.rl.microbatch_tokens
-    assert f"--rl.microbatch-tokens {tokens // 2} (now {tokens})" in parts[1]
-    cache = run.engine.cache_tokens
-    assert f"--engine.cache-tokens {cache // 2} (now {cache})" in parts[2]
-    assert "--sft.row-tokens (now 4096)" in last and "--rl.frame-budgets (now 4 8" in last
-
-
-@pytest.mark.slow
-def test_named_flags_exist_and_a_run_may_resume_with_the_lower_values():
-    run = fitted()
-    with pytest.raises(OutOfMemoryError) as error, naming_remedies(run):
-        take_too_much()
-    lower = re.findall(r"(--[\w.-]+) (\w+) \(now", str(error.value))
-    assert len(lower) >= 6
-    for flag, value in lower:
-        assert parse([flag, value, "--config=x"], {"x": lambda: run}) != run
-        name = flag.removeprefix("--").replace("-", "_")
+    free, defining = str(error.value).split("new --run-dir")
+    named = re.findall(r"--([\w.-]+) \(now (\d+)", free)
+    assert len(named) == 4 and "--rl.frame-budgets (now (4, 8" in defining
+    for flag, value in named:
+        name = flag.replace("-", "_")
+        assert str(functools.reduce(getattr, name.split("."), run)) == value
         assert name in MAY_CHANGE or name.split(".")[0] in MAY_CHANGE
-    for flag in re.findall(r"(--[\w.-]+) \(now", str(error.value)):
-        name = flag.removeprefix("--").replace("-", "_")
-        assert functools.reduce(getattr, name.split("."), run)
 
 
 def test_other_errors_of_programs_pass():
