@@ -1,14 +1,12 @@
 """`python -m paravt_extras.download` fetches and unpacks the questions and videos of a benchmark.
 
-Archives are unpacked and deleted one after another; parts of one are joined first. You can stop the
-command at any moment; the same command continues it. `FOLDER/.done` lists the files that were
-deleted, so that they are not fetched again.
+Archives are unpacked one after another, and deleted when all of them are. You can stop the command
+at any moment; the same command continues it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import pathlib
 import re
@@ -25,41 +23,8 @@ from paravt_jax.data.stored_settings import lock
 from paravt_jax.processes.exit_codes import USER_ERRORS
 from rollout.evaluation.benchmarks import BENCHMARKS, Benchmark
 
-# The end of a part's name: .001, .part00, .part.aa, -aa ...
-_PART = re.compile(
-    r"(?P<whole>.+\.(?:zip|tar|tar\.gz|tgz))[._-]?(?:part)?[._-]?(?:\d{1,4}|[a-z]{2,3})",
-    re.IGNORECASE,
-)
-_DONE = ".done"
 _JOINED = ".joined"
 _PROG = command_name("python -m paravt_extras.download")
-
-
-def find_archives(names: Iterable[str], joined: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return the archives among some files, each with its parts in order.
-
-    Args:
-        names: Paths of the files.
-        joined: Patterns of files that are parts although their names do not say so. All files that
-            match one pattern make one archive, in the order of the numbers in their names.
-    """
-    archives: dict[str, list[str]] = {}
-    for name in sorted(names, key=_natural):
-        pattern = next((pattern for pattern in joined if fnmatchcase(name, pattern)), None)
-        part = _PART.fullmatch(name)
-        if pattern is not None:
-            archives.setdefault(pattern.replace("*", "_joined"), []).append(name)
-        elif name.lower().endswith(SUFFIXES):
-            archives[name] = [name]
-        elif part is not None:
-            archives.setdefault(part["whole"], []).append(name)
-    return archives
-
-
-def _natural(name: str) -> tuple[list[str | int], str]:
-    """Return a key that sorts 2 before 10."""
-    pieces = re.split(r"(\d+)", name)
-    return [int(piece) if n % 2 else piece for n, piece in enumerate(pieces)], name
 
 
 def download(name: str, folder: pathlib.Path) -> None:
@@ -77,64 +42,70 @@ def download(name: str, folder: pathlib.Path) -> None:
     """
     benchmark = BENCHMARKS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock(folder / ".download.lock"))
-        except BlockingIOError as error:
-            raise OSError(f"--to {folder}: {error}; wait for it, or stop it") from error
-        done = folder / _DONE
-        skip = done.read_text().splitlines() if done.exists() else []
-        for gone in skip:  # of a start that was killed before it deleted them
-            (folder / gone).unlink(missing_ok=True)
-        patterns = [*benchmark.patterns, *benchmark.media]
-        hub.snapshot(benchmark.source, patterns, "dataset", folder, skip)
-        # Other files of the folder are the user's.
-        listed = hub.list_files(benchmark.source, "dataset")
-        names = [name for name in listed if (folder / name).is_file()]
-        for wanted in (benchmark.patterns, benchmark.media):
-            if wanted and not _matching([*names, *skip], wanted):
-                raise ValueError(
-                    f"{benchmark.source}: holds none of {', '.join(wanted)}; download and unpack "
-                    "it yourself (docs/evaluation.md, 1)"
-                )
-        archives = find_archives(_matching(names, benchmark.media), benchmark.joined)
-        for whole, parts in archives.items():
-            if parts != [whole]:
-                _join(folder, whole, parts)
-                _delete(folder, parts)
-        single = [whole for whole, parts in archives.items() if parts == [whole]]
-        joined = [f"{_JOINED}/{path.name}" for path in sorted((folder / _JOINED).glob("*"))]
-        for number, archive in enumerate([*single, *joined], 1):
-            _say(f"{name}: archive {number} of {len(single) + len(joined)}, {archive}")
-            unpack(archive, folder, folder)
-            _delete(folder, [archive])
+    try:
+        held = lock(folder / ".download.lock")
+    except BlockingIOError as error:
+        raise OSError(f"--to {folder}: {error}; wait for it, or stop it") from error
+    with held:
+        # Splits may share a data set.
+        complete = folder / f".{benchmark.source.replace('/', '--')}.complete"
+        if not complete.exists():
+            _fetch(benchmark, folder)
+            complete.touch()
         if benchmark.elsewhere:
             _unpack_own(benchmark, folder)
     _say(f"{name}: complete; evaluate with --benchmark {name} --data {folder}")
+
+
+def _fetch(benchmark: Benchmark, folder: pathlib.Path) -> None:
+    # Where the hub does not answer, its client would take the folder as it is for the download.
+    listed = hub.list_files(benchmark.source, "dataset")
+    hub.snapshot(benchmark.source, [*benchmark.patterns, *benchmark.media], "dataset", folder)
+    # Other files of the folder are the user's.
+    names = [name for name in listed if (folder / name).is_file()]
+    for wanted in (benchmark.patterns, benchmark.media):
+        if wanted and not _matching(names, wanted):
+            raise ValueError(
+                f"{benchmark.source}: holds none of {', '.join(wanted)}; download and unpack it "
+                "yourself (docs/evaluation.md, 1)"
+            )
+    media = _matching(names, benchmark.media)
+    slices = _matching(media, benchmark.joined)
+    archives = [name for name in media if name.lower().endswith(SUFFIXES) and name not in slices]
+    for number, name in enumerate(archives, 1):
+        _say(f"{benchmark.name}: archive {number} of {len(archives)}, {name}")
+        unpack(name, folder, folder)
+    if slices:
+        _say(f"{benchmark.name}: {len(slices)} slices of one archive")
+        unpack(_join(folder, slices), folder, folder)
+        shutil.rmtree(folder / _JOINED)
+    for name in [*archives, *slices]:
+        (folder / name).unlink()
 
 
 def _matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _join(folder: pathlib.Path, whole: str, parts: Sequence[str]) -> None:
-    """Join the parts of an archive in a folder of its own, where it appears when it is complete."""
-    target = folder / _JOINED / pathlib.PurePath(whole).name
+def _join(folder: pathlib.Path, slices: Sequence[str]) -> str:
+    """Join the slices of an archive, and return its name in the folder."""
+    ordered = sorted(slices, key=_natural)
+    suffix = next(suffix for suffix in SUFFIXES if suffix in ordered[0].lower())
+    target = folder / _JOINED / f"slices{suffix}"
     target.parent.mkdir(exist_ok=True)
-    unfinished = target.with_suffix(".unfinished")
+    unfinished = target.with_name("unfinished")
     with unfinished.open("wb") as stream:
-        for name in parts:
-            with (folder / name).open("rb") as part:
-                shutil.copyfileobj(part, stream)
+        for name in ordered:
+            with (folder / name).open("rb") as piece:
+                shutil.copyfileobj(piece, stream)
     os.replace(unfinished, target)
+    return target.relative_to(folder).as_posix()
 
 
-def _delete(folder: pathlib.Path, names: Sequence[str]) -> None:
-    """Delete files, and note them so that they are not fetched again."""
-    with (folder / _DONE).open("a") as done:
-        done.writelines(f"{name}\n" for name in names)
-    for name in names:
-        (folder / name).unlink()
+def _natural(name: str) -> list[str | int]:
+    """Return a key that sorts 2 before 10."""
+    pieces = re.split(r"(\d+)", name)
+    return [int(piece) if n % 2 else piece for n, piece in enumerate(pieces)]
 
 
 def _unpack_own(benchmark: Benchmark, folder: pathlib.Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
@@ -43,7 +42,6 @@ def snapshot(
     patterns: Sequence[str],
     repo_type: str = "model",
     folder: pathlib.Path | None = None,
-    skip: Sequence[str] = (),
 ) -> pathlib.Path:
     """Download the matching files of a repository, and return their folder.
 
@@ -54,22 +52,14 @@ def snapshot(
         patterns: Patterns of file names, such as "*.json".
         repo_type: `model` or `dataset`.
         folder: Where to put the files; None: the hub's cache.
-        skip: Files that are not downloaded.
 
     Raises:
         FileNotFoundError: The repository cannot be downloaded. The message names the remedy.
     """
-    if folder is not None:
-        # Where the hub does not answer, the client takes a folder as it is for the download.
-        list_files(id, repo_type)
     with _named_failures(id, repo_type):
         return pathlib.Path(
             huggingface_hub.snapshot_download(
-                id,
-                repo_type=repo_type,
-                allow_patterns=list(patterns),
-                ignore_patterns=[glob.escape(name) for name in skip],
-                local_dir=folder,
+                id, repo_type=repo_type, allow_patterns=list(patterns), local_dir=folder
             )
         )
 
@@ -87,30 +77,25 @@ def _named_failures(id: str, repo_type: str) -> Iterator[None]:
     try:
         yield
     except _FAILURES as error:
-        why = _reason(error, id, repo_type)
+        page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{id}"
+        # A gated repository counts as not found, too, so it goes first.
+        if isinstance(error, errors.GatedRepoError):
+            why = HubRefusal(f"it is gated; accept its terms on {page} and {_LOG_IN}")
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            why = HubRefusal(
+                f"there is no {page}, or it is private; check the id, and {_LOG_IN} if it is so"
+            )
+        elif isinstance(error, errors.HfHubHTTPError) and (
+            error.response.status_code == _UNAUTHORIZED
+        ):
+            why = HubRefusal(f"the hub does not accept your token; {_LOG_IN} again")
+        elif constants.HF_HUB_OFFLINE:
+            why = HubRefusal("it is not in the cache, and HF_HUB_OFFLINE is set; unset it")
+        else:
+            # The messages of the hub's client have several lines.
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            why = ConnectionError(f"{text}; check the network and repeat the command")
         raise FileNotFoundError(
             f"{id}: no such folder, and the download from the hub failed: {why}, or download it "
             "elsewhere and give its folder"
         ) from why
-
-
-def _reason(error: Exception, id: str, repo_type: str) -> ConnectionError:
-    """Why a download failed, and what to do. A `HubRefusal` if the same call would fail again."""
-    page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{id}"
-    # A gated repository counts as not found, too, so it goes first.
-    if isinstance(error, errors.GatedRepoError):
-        return HubRefusal(f"it is gated; accept its terms on {page} and {_LOG_IN}")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return HubRefusal(
-            f"there is no {page}, or it is private; check the id, and {_LOG_IN} if it is private"
-        )
-    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == _UNAUTHORIZED:
-        return HubRefusal(f"the hub does not accept your token; {_LOG_IN} again")
-    if constants.HF_HUB_OFFLINE:
-        return HubRefusal(
-            "not all of it is in the cache, and HF_HUB_OFFLINE is set; check the id or unset it"
-        )
-    # The messages of the hub's client have several lines.
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    remedy = "check the network and repeat the command, which keeps complete files"
-    return ConnectionError(f"{text}; {remedy}")

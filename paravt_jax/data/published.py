@@ -4,10 +4,9 @@ Rows of `rl` files become questions, and rows of `sft` files become conversation
 protocol cannot express is refused with a reason. No row is repaired by guessing.
 
 Calls are rewritten in the protocol's own form, and only the assistant's words are trained on. Tool
-responses come in several forms, all of which become tool turns: a tool's turn, a user's turn, or a
-block inside the assistant's own message; with their files before the block, in it or after it.
-Relative paths refer to the user's root, and `file://` paths are absolute. A path that would leave
-the root is refused.
+responses are a tool's turn, or blocks of <tool_response> in a message of the tool, the user or the
+assistant, with their files inside. Relative paths refer to the user's root, and `file://` paths are
+absolute. A path that would leave the root is refused.
 """
 
 from __future__ import annotations
@@ -368,11 +367,9 @@ def read_conversation(
         Refused: The row is broken, or the protocol cannot express it.
         VideoError: From `look`.
     """
-    read, names = _read_messages(_checked(_ConversationRow, row).messages)
-    episode = [
-        part for message in read if message.role != "system" for part in _split_message(message)
-    ]
-    turns = _arrange(episode, limits, [name for name in names if name != VIDEO_NAME])
+    messages, names = _read_messages(_checked(_ConversationRow, row).messages)
+    split = [turn for message in messages if message.role != "system" for turn in _split(message)]
+    turns = _arrange(split, limits, [name for name in names if name != VIDEO_NAME])
     shown_files = [part for turn in turns for part in turn.parts if isinstance(part, _File)]
     main_video = next((file.path for file in shown_files if not file.picture), None)
 
@@ -387,7 +384,7 @@ def read_conversation(
     return Conversation(
         id,
         source,
-        _offers_tools(read, turns),
+        _offers_tools(messages, turns),
         tuple(
             ChatTurn(turn.role, tuple(shown(part, turn.call) for part in turn.parts))
             for turn in turns
@@ -408,27 +405,24 @@ def _read_messages(messages: Sequence[_Message]) -> tuple[list[_Turn], list[str]
     Returns:
         The messages and the names.
     """
-    read = [
-        _Turn(
-            message.role,
-            [message.content]
-            if isinstance(message.content, str)
-            else [item.part for item in message.content],
-        )
+    contents: list[list[_Part]] = [
+        [message.content]
+        if isinstance(message.content, str)
+        else [item.part for item in message.content]
         for message in messages
     ]
-    files = [part for message in read for part in message.parts if isinstance(part, _File)]
+    files = [part for parts in contents for part in parts if isinstance(part, _File)]
     pictures = _numbered(_PICTURE_NAME, [file.path for file in files if file.picture])
     videos = _numbered(VIDEO_NAME, [file.path for file in files if not file.picture])
     names = pictures | videos
-    renamed = [
-        _Turn(
-            message.role,
-            [_hide_paths(part, names) if isinstance(part, str) else part for part in message.parts],
-        )
-        for message in read
-    ]
-    return renamed, list(names.values())
+    read = []
+    for message, parts in zip(messages, contents, strict=True):
+        shown = [
+            _hide_paths(_PLACEHOLDER.sub("", part), names) if isinstance(part, str) else part
+            for part in parts
+        ]
+        read.append(_Turn(message.role, shown))
+    return read, list(names.values())
 
 
 def _numbered(name: str, paths: Sequence[str]) -> dict[str, str]:
@@ -438,85 +432,81 @@ def _numbered(name: str, paths: Sequence[str]) -> dict[str, str]:
     return dict(zip(dict.fromkeys(paths), names, strict=False))
 
 
-def _split_message(message: _Turn) -> list[_Turn]:
-    """Split an assistant's message with tool responses inside into the turns of an episode.
+def _split(message: _Turn) -> list[_Turn]:
+    """Split a message into turns, one for each block of <tool_response> in it.
 
-    The responses, with the files next to them, become user turns, as some splits write them. A
-    message without complete responses is returned as it is.
+    Such blocks stand in a tool's turn, in a user's or in the assistant's own message. A tool's turn
+    without them is one response.
     """
-    pieces = list(_split_at_tags(_without_placeholders(message.parts)))
-    tags = [piece for piece in pieces if piece in _RESPONSE_TAGS]
-    complete = len(tags) % 2 == 0 and tags == list(_RESPONSE_TAGS) * (len(tags) // 2)
-    if message.role != "assistant" or not tags or not complete:
+    if not any(isinstance(part, str) and _RESPONSE_TAG.search(part) for part in message.parts):
         return [message]
     turns: list[_Turn] = []
-    inside = False
-    for piece in pieces:
-        if inside or isinstance(piece, _File) or piece in _RESPONSE_TAGS:
-            role = "user"
-        elif piece.strip():
-            role = "assistant"
-        else:
-            continue
-        if not turns or turns[-1].role != role:
-            turns.append(_Turn(role, []))
-        turns[-1].parts.append(piece)
+    is_response = False
+    for piece in _split_at_tags(message.parts):
         if piece in _RESPONSE_TAGS:
-            inside = piece == _RESPONSE_TAGS[0]
+            if is_response == (piece == _RESPONSE_TAGS[0]):
+                raise Refused(Reason.PROTOCOL, f"{piece} has no counterpart")
+            is_response = not is_response
+            if is_response:
+                turns.append(_Turn("tool", []))
+        elif is_response:
+            turns[-1].parts.append(piece)
+        elif isinstance(piece, _File) or (piece.strip() and message.role != "assistant"):
+            raise Refused(Reason.PROTOCOL, "a text or file stands beside a <tool_response>")
+        elif piece.strip():
+            turns.append(_Turn("assistant", [piece]))
+    if is_response:
+        raise Refused(Reason.PROTOCOL, "a <tool_response> does not end")
     return turns
 
 
+def _split_at_tags(parts: Sequence[_Part]) -> Iterator[_Part]:
+    for part in parts:
+        if isinstance(part, str):
+            yield from _RESPONSE_TAG.split(part)
+        else:
+            yield part
+
+
 def _arrange(
-    messages: Sequence[_Turn], limits: ProtocolSettings, other_files: Sequence[str]
+    turns: Sequence[_Turn], limits: ProtocolSettings, other_files: Sequence[str]
 ) -> list[_Turn]:
-    """Arrange messages as the turns of an episode.
+    """Check turns, without a system turn, as those of an episode, and pair calls and responses.
 
     user -> assistant with calls -> one tool turn per call -> ... -> assistant without calls
 
-    Args:
-        messages: The messages, without a system turn.
-        limits: Limits of the protocol.
-        other_files: Names of all files but the first video. No call may be about one of them.
+    No call may be about one of `other_files`, which are all files but the first video.
     """
-    turns: list[_Turn] = []
+    arranged: list[_Turn] = []
     # Calls that still need a response.
     open_calls: list[CropCall] = []
     tool_turns = 0
     before = ""
-    for message in messages:
-        role, parts = message.role, message.parts
-        if role == "assistant":
+    for turn in turns:
+        if turn.role == "tool":
+            if not open_calls:
+                raise Refused(Reason.PROTOCOL, "more tool responses than calls")
+            arranged.append(_Turn("tool", _strip_texts(turn.parts), open_calls.pop(0)))
+        elif open_calls:
+            raise Refused(Reason.PROTOCOL, f"{len(open_calls)} calls have no tool response")
+        elif turn.role == "user":
+            if before not in ("", "assistant"):
+                raise Refused(Reason.PROTOCOL, f"a {turn.role} turn follows a {before} turn")
+            arranged.append(_Turn("user", _user_turn(turn.parts)))
+        else:
             if before in ("", "assistant"):
                 raise Refused(Reason.PROTOCOL, "an assistant turn answers nothing")
-            _require_answered(open_calls)
-            text, open_calls = _response(parts, limits, other_files)
+            text, open_calls = _response(turn.parts, limits, other_files)
             tool_turns += bool(open_calls)
-            if tool_turns > limits.max_tool_turns:
-                raise Refused(Reason.PROTOCOL, "more turns with calls than protocol.max_tool_turns")
-            turns.append(_Turn(role, [text]))
-        elif open_calls or role == "tool" or (before and _responds(parts)):
-            # Some splits write tool responses into a user's turn, several into one turn.
-            responses = _tool_responses(parts, role)
-            if len(responses) > len(open_calls):
-                raise Refused(Reason.PROTOCOL, "more tool responses than calls")
-            for response, call in zip(responses, open_calls, strict=False):
-                turns.append(_Turn("tool", response, call))
-            open_calls = open_calls[len(responses) :]
-            role = "tool"
-        elif before in ("", "assistant"):
-            turns.append(_Turn("user", _user_turn(parts)))
-        else:
-            raise Refused(Reason.PROTOCOL, "two user turns in a row")
-        before = role
-    _require_answered(open_calls)
+            arranged.append(_Turn("assistant", [text]))
+        before = turn.role
+    if tool_turns > limits.max_tool_turns:
+        raise Refused(Reason.PROTOCOL, "more turns with calls than protocol.max_tool_turns")
+    if open_calls:
+        raise Refused(Reason.PROTOCOL, f"{len(open_calls)} calls have no tool response")
     if before != "assistant":
         raise Refused(Reason.NO_ANSWER, "the conversation does not end with a response")
-    return turns
-
-
-def _require_answered(calls: Sequence[CropCall]) -> None:
-    if calls:
-        raise Refused(Reason.PROTOCOL, f"{len(calls)} calls have no tool response")
+    return arranged
 
 
 def _response(
@@ -559,56 +549,8 @@ def _response(
     return text, calls
 
 
-def _responds(parts: Sequence[_Part]) -> bool:
-    return any(isinstance(part, str) and _RESPONSE_TAGS[0] in part for part in parts)
-
-
-def _tool_responses(parts: Sequence[_Part], role: str) -> list[list[_Part]]:
-    """Split a turn into tool responses: one per pair of tags, or a tool's whole turn.
-
-    Files may also stand outside of the tags. If a turn begins with a file, they belong to the
-    response that follows them, otherwise to the one before them.
-    """
-    parts = _without_placeholders(parts)
-    if not _responds(parts):
-        if role == "user":
-            raise Refused(Reason.PROTOCOL, "a user turn comes before the tool response")
-        return [_strip_texts(parts)]
-    files_lead = isinstance(_strip_texts(parts)[0], _File)
-    responses: list[list[_Part]] = []
-    leading: list[_Part] = []
-    first_files = 0
-    inside = False
-    for piece in _split_at_tags(parts):
-        if piece == "<tool_response>":
-            first_files = first_files or len(leading)
-            responses.append(leading)
-            leading = []
-            inside = True
-        elif piece == "</tool_response>":
-            inside = False
-        elif inside:
-            responses[-1].append(piece)
-        elif isinstance(piece, _File):
-            (leading if files_lead else responses[-1]).append(piece)
-        elif piece.strip():
-            raise Refused(Reason.PROTOCOL, "a tool turn has text outside its <tool_response>")
-    # Of several files before the first of several responses, some may belong to later ones.
-    if leading or (first_files > 1 and len(responses) > 1):
-        raise Refused(Reason.PROTOCOL, "unclear which <tool_response> a file belongs to")
-    return [_strip_texts(response) for response in responses]
-
-
-def _split_at_tags(parts: Sequence[_Part]) -> Iterator[_Part]:
-    for part in parts:
-        if isinstance(part, str):
-            yield from _RESPONSE_TAG.split(part)
-        else:
-            yield part
-
-
 def _user_turn(parts: Sequence[_Part]) -> list[_Part]:
-    shown = _strip_texts(_without_placeholders(parts))
+    shown = _strip_texts(parts)
     texts = [part for part in shown if isinstance(part, str)]
     if not texts:
         raise Refused(Reason.BROKEN, "a user turn asks nothing")
@@ -616,10 +558,6 @@ def _user_turn(parts: Sequence[_Part]) -> list[_Part]:
         return shown
     # The protocol puts a question after the files that it is about.
     return [part for part in shown if isinstance(part, _File)] + texts
-
-
-def _without_placeholders(parts: Sequence[_Part]) -> list[_Part]:
-    return [_PLACEHOLDER.sub("", part) if isinstance(part, str) else part for part in parts]
 
 
 def _strip_texts(parts: Sequence[_Part]) -> list[_Part]:

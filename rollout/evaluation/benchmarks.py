@@ -63,7 +63,7 @@ class Benchmark:
     media: tuple[str, ...] = MEDIA_PATTERNS
     """Patterns of the data set's videos, subtitles and archives of them, for `paravt download`."""
     joined: tuple[str, ...] = ()
-    """Patterns of archives that are slices of one archive; see `find_archives`."""
+    """Patterns of files that are slices of one archive, in the order of their names."""
     elsewhere: str = ""
     """Where to get the videos if the data set does not hold them."""
     score: Literal["accuracy", "miou"] = "accuracy"
@@ -282,6 +282,7 @@ _ALL = (
         source="longvideobench/LongVideoBench",
         patterns=("*validation-*.parquet", "lvb_val.json"),
         media=("videos.tar*",),
+        joined=("videos.tar*",),
         read=_read_longvideobench,
     ),
     Benchmark(

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from paravt_extras.download import find_archives
 from paravt_jax.data.archives import ArchiveError, unpack
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -79,23 +78,6 @@ def test_an_archive_is_unpacked_once(source, tmp_path, name):
     (tmp_path / "root/data/a.mp4").write_bytes(b"changed since")
     unpack_all(source, tmp_path / "root")
     assert (tmp_path / "root/data/a.mp4").read_bytes() == b"changed since"
-
-
-@pytest.mark.parametrize(
-    "part", ["{}.{:03d}", "{}.part{:02d}", "{}.part.{letters}", "{}-{letters}", "x/{}.{letters}"]
-)
-@pytest.mark.parametrize("name", ["v.zip", "v.tar.gz"])
-def test_parts_are_recognised_and_ordered(name, part):
-    letters = ["aa", "ab", "ba"]
-    parts = [part.format(name, n, letters=letters[n]) for n in range(3)]
-    whole = f"x/{name}" if part.startswith("x/") else name
-    names = [*parts[::-1], "other.zip", "notes.txt", "a.mp4"]
-    assert find_archives(names) == {"other.zip": ["other.zip"], whole: parts}
-
-
-def test_slices_that_look_like_whole_archives_are_ordered_by_their_numbers():
-    slices = [f"video_chunk_{n}.zip" for n in range(1, 12)]
-    assert find_archives(sorted(slices), ["video*.zip"]) == {"video_joined.zip": slices}
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -206,7 +206,7 @@ def test_calls_take_the_protocols_form_and_paths_are_hidden():
 
 def test_responses_within_one_user_turn_and_files_in_them():
     text = "<tool_response>\na car\n</tool_response>\n<tool_response>a road"
-    turn = say("user", text, video("b.mp4"), "</tool_response>", image("c.png"))
+    turn = say("user", text, video("b.mp4"), image("c.png"), "</tool_response>")
     first, second = read(called(A, [(3, 9), (20, 31)], turn)).turns[2:4]
     assert first.content == ("a car",)
     assert second.content == ("a road", look("b.mp4", False, None), look("c.png", True, None))
@@ -221,41 +221,16 @@ def test_a_crop_of_the_conversations_own_video_is_the_window_that_was_called_for
 CALLS = THOUGHT + call(3, 9) + call(20, 31)
 END = f"{THOUGHT}<answer>a car</answer>"
 LANE = "<tool_response>\na lane\n</tool_response>"
-SHOWN = (("b.mp4", "a car"), ("c.mp4", "a lane"))
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [say("tool", video("b.mp4"), "a car"), say("tool", video("c.mp4"), "a lane")],
-        [say("tool", video("b.mp4"), RESPONSE, video("c.mp4"), LANE)],
-        [say("user", "<video>", video("b.mp4"), f"{RESPONSE}\n<video>", video("c.mp4"), LANE)],
-        [say("tool", video("b.mp4"), RESPONSE), say("tool", video("c.mp4"), LANE)],
-    ],
-)
-def test_files_may_stand_before_the_responses(messages):
-    turns = read([ASKED, say("assistant", CALLS), *messages, say("assistant", END)]).turns
-    assert [turn.role for turn in turns] == ["user", "assistant", "tool", "tool", "assistant"]
-    for turn, (path, text) in zip(turns[2:4], SHOWN, strict=True):
-        assert turn.content == (look(path, False, None), text)
-
-
-def test_a_file_after_its_response_belongs_to_that_one():
-    turn = say("tool", RESPONSE, video("b.mp4"), LANE, video("c.mp4"))
-    turns = read([ASKED, say("assistant", CALLS), turn, say("assistant", END)]).turns
-    assert [texts_and_paths(turn.content) for turn in turns[2:4]] == [
-        ["a car", "b.mp4"],
-        ["a lane", "c.mp4"],
-    ]
 
 
 @pytest.mark.parametrize(
     "messages",
     [
         [say("assistant", CALLS + "\n" + RESPONSE + LANE + "\n" + END)],
-        [say("assistant", f"{CALLS}\n<video>\n", RESPONSE, LANE), say("assistant", END)],
+        [say("assistant", f"{CALLS}\n<video>\n", RESPONSE, LANE, END)],
+        [say("assistant", CALLS), say("tool", RESPONSE, LANE), say("assistant", END)],
         [say("assistant", CALLS), say("assistant", f"{RESPONSE}\n{LANE}\n{END}")],
-        [say("assistant", CALLS), say("user", RESPONSE), say("assistant", LANE, END)],
+        [say("assistant", CALLS), say("user", RESPONSE, LANE), say("assistant", END)],
     ],
 )
 def test_tool_responses_inside_a_response_become_turns_and_are_not_trained_on(
@@ -268,13 +243,6 @@ def test_tool_responses_inside_a_response_become_turns_and_are_not_trained_on(
     trained = small_vocabulary.decode(trajectory.ids[trajectory.authors == Author.MODEL])
     assert "<answer>a car</answer>" in trained and "a lane" not in trained
     assert "tool_response" not in trained
-
-
-def test_a_file_inside_a_response_goes_with_its_tool_response():
-    parts = (CALLS, video("b.mp4"), RESPONSE, video("c.mp4"), LANE, END)
-    tools = read([ASKED, say("assistant", *parts)]).turns[2:4]
-    for turn, (path, text) in zip(tools, SHOWN, strict=True):
-        assert turn.content == (look(path, False, None), text)
 
 
 def test_files_of_a_row_keep_their_names_apart():
