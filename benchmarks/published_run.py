@@ -57,7 +57,7 @@ def published_sft() -> Run:
     return Run(
         name="published_sft",
         model=ModelSettings(path="base", size="tiny"),
-        data=DataSettings("annotations", "media", "set", frames=4, workers=1),
+        data=DataSettings("annotations", "media", "set", frames=4),
         evaluation=EvaluationSettings(questions=0),
         frames=FrameSettings(min_pixels=1024, max_pixels=1024, batch=8, admission="counted"),
         protocol=ProtocolSettings(

@@ -33,7 +33,7 @@ from models.weights.folder import CONFIG, local_folder, require_readable
 from paravt_extras.fit import GIB, fit, total_bytes
 from paravt_extras.slices import Devices, Topology, found_devices
 from paravt_jax.data import tokenizer_file
-from paravt_jax.data.frames import is_address
+from paravt_jax.data.any_path import is_address
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.preparation import SET
 from paravt_jax.data.question_files import read_questions

@@ -33,7 +33,7 @@ from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.foreign import read_srt
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
-from paravt_jax.data.frames import ReadTask, VideoError, is_address, without_scheme
+from paravt_jax.data.frames import ReadTask, VideoError
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
@@ -154,7 +154,7 @@ class Assistant:
         """Answer a question about a video.
 
         Args:
-            video: The video file, or the address of one (gs://...).
+            video: The video file.
             question: The question.
             settings: Overview frames (K), temperature, dispatch and time limits. A time limit
                 includes compilation if these sizes are new.
@@ -174,7 +174,8 @@ class Assistant:
         _require_words(question)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
         # The user may name any file, unlike a data set. Videos are named by their path below "/".
-        name = os.fspath(video) if is_address(video) else os.path.abspath(without_scheme(video))
+        require_local("video", video)
+        name = os.path.abspath(video)
         asked = Question("asked", name, question, kind, "", tuple(options), tuple(subtitles))
         length = len(self.environment.protocol.question(asked).ids)
         if length > _QUESTION_TOKENS:
@@ -225,7 +226,7 @@ class AskSettings:
     model: str
     """Folder or hub id of a model with its tokenizer."""
     video: str
-    """The video file, or the address of one (gs://...)."""
+    """The video file."""
     question: Annotated[str, tyro.conf.Positional]
     """The question about the video."""
     option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -265,6 +266,7 @@ def _answer(asked: AskSettings, reader: FrameReader) -> None:
     settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
     # All checks come before the weights are read, which takes minutes.
     _require_words(asked.question)
+    require_local("--video", asked.video)
     if asked.html:
         require_local("--html", asked.html)
         open(asked.html, "a").close()  # raises OSError if it cannot be written

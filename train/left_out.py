@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import collections
-import json
 import pathlib
 from collections.abc import Iterable, Mapping
 
-from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.preparation import LEFT_OUT, SET
-from paravt_jax.data.stored_json import read_json
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import UserError
 from train.data import Data
 from train.settings import Run
-
-UNREADABLE = "unreadable_videos.json"
-"""File in a run's folder: why each unreadable video cannot be read, by path."""
 
 _NAMED = 20  # largest number of videos to print by name
 
@@ -77,20 +71,11 @@ def _reasons(rows: collections.Counter[str]) -> str:
     return ", ".join(f"{n:,} {reason}" for reason, n in rows.most_common() if reason != "kept")
 
 
-def known_unreadable(folder: pathlib.Path) -> dict[str, str]:
-    """Return the unreadable videos that an earlier start of a run came across."""
-    noted = folder / UNREADABLE
-    if not noted.exists():
-        return {}
-    return read_json(noted, dict[str, str], "delete it, and these videos are found again")
-
-
-def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, str]) -> None:
-    """Add unreadable videos to `data.unreadable`, and write the list to the run's folder.
+def note_unreadable(run: Run, data: Data, more: dict[str, str]) -> None:
+    """Add unreadable videos to `data.unreadable`, and print the new ones.
 
     Args:
         run: `max_left_out` is the limit.
-        folder: The run's folder.
         data: The data, whose list of unreadable videos is extended.
         more: Reasons of further videos by path, found while checking or decoding.
 
@@ -100,16 +85,12 @@ def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, 
     known = len(data.unreadable)
     data.unreadable.update(more)
     count = len(data.unreadable)
-    if hosts.is_first():
-        write_atomically(folder / UNREADABLE, json.dumps(data.unreadable, indent=1))
-    shown = sorted(data.unreadable.items())[:_NAMED]
-    named = "; ".join(f"{path}: {reason}" for path, reason in shown)
+    named = "; ".join(f"{path}: {why}" for path, why in list(data.unreadable.items())[-_NAMED:])
     if count > known and hosts.is_first():
-        print(f"{count} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}")
+        print(f"{count} videos cannot be read and are left out: {named}")
     if count > run.max_left_out * data.videos:
         remedy = "Replace them" if run.world is None else f"Delete {data.root} to render it again"
         raise LeftOutError(
             f"max_left_out: {run.max_left_out:g}; {count} of {data.videos} videos cannot be read: "
-            f"{named}. {remedy} and delete {folder / UNREADABLE}, or allow a larger share with "
-            "--max-left-out"
+            f"{named}. {remedy}, or allow a larger share with --max-left-out"
         )

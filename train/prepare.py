@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
-from train.left_out import count_rows, describe_rows, known_unreadable, require_rows
+from train.left_out import count_rows, describe_rows, require_rows
 from train.published_data import DataSettings, hold_out
 from train.published_model import copy_tokenizer
 from train.settings import Run
@@ -113,7 +114,6 @@ def _prepare_rows(
         lengths=tuple(summary["lengths"]),
         videos=len(prepared.questions) + len(prepared.conversations),
         sizes=tuple((int(height), int(width)) for width, height in sizes),
-        unreadable=known_unreadable(folder),
         digest=prepared.digest,
     )
     too_long: list[tuple[str, str]] = []
@@ -218,7 +218,7 @@ def prepare_set(
             root = pathlib.Path(settings.media)
         reading = dataclasses.replace(reading, root=str(root.resolve()))
         read = functools.partial(read_row, reading)
-        with Workers(read, settings.processes, PATIENCE) as pool:
+        with Workers(read, os.cpu_count() or 1, PATIENCE) as pool:
             return prepare_rows(rows, folder, reading, pool, check)
 
 
@@ -284,7 +284,6 @@ def _open_world(run: Run, world: WorldSettings, folder: pathlib.Path) -> Data:
         lengths=tuple(conversation.tokens for conversation in splits["conversations"]),
         videos=world.train_videos + world.heldout_videos,
         sizes=((world.size, world.size),),
-        unreadable=known_unreadable(folder),
         **splits,
     )
 

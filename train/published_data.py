@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-import os
 
 from models.config import VisionConfig
 from models.features import FrameSettings
@@ -28,8 +27,6 @@ class DataSettings:
     """Local folder of the prepared data set."""
     frames: int = 64
     """Largest number of frames per video in a demonstration; up to that, one per second."""
-    workers: int = 0
-    """Number of processes that prepare rows and read frames; 0: one per core."""
     decoder: Decoder = "pyav"
     """Library that decodes frames; the pixels are equal. decord needs local files."""
     questions: str = ""
@@ -37,7 +34,6 @@ class DataSettings:
 
     def __post_init__(self):
         require_at_least("data", self, 1, "frames")
-        require_at_least("data", self, 0, "workers")
         for name in ("annotations", "media"):
             if not getattr(self, name):
                 raise ValueError(
@@ -48,11 +44,6 @@ class DataSettings:
         require_local("data.folder", self.folder)
         require_decoder("data.decoder", self.decoder)
 
-    @property
-    def processes(self) -> int:
-        """Number of processes that prepare rows and read frames."""
-        return self.workers or os.cpu_count() or 1
-
 
 def open_reader(
     settings: DataSettings | None, frames: FrameSettings, vision: VisionConfig
@@ -60,22 +51,18 @@ def open_reader(
     """Open the processes that read frames of videos; the caller closes the reader.
 
     Args:
-        settings: Processes and decoder for published files; None: the small world.
+        settings: Decoder for published files; None: the small world.
         frames: How frames are resized.
         vision: The model's vision tower.
     """
-    reading = ReaderSettings(
-        rules=frames.rules(vision),
-        crop_rules=frames.rules(vision, crop=True),
-        whole=frames.batch,
-    )
-    if settings is not None:
-        reading = dataclasses.replace(
-            reading,
-            workers=settings.processes,
-            decoder=settings.decoder,
+    return FrameReader(
+        ReaderSettings(
+            rules=frames.rules(vision),
+            crop_rules=frames.rules(vision, crop=True),
+            decoder="pyav" if settings is None else settings.decoder,
+            whole=frames.batch,
         )
-    return FrameReader(reading)
+    )
 
 
 def hold_out(

@@ -81,7 +81,6 @@ def resolved(run: Run) -> dict[str, Any]:
     del settings["run_dir"]
     del settings["profile"]
     if run.data is not None:
-        del settings["data"]["workers"]
         del settings["data"]["decoder"]
     return as_json(settings, "the run's settings")
 
@@ -231,7 +230,7 @@ def _checking(run: Run, home: Home, data: Data, unreadable: dict[str, str]) -> H
         everywhere: dict[str, str] = {}
         for found in hosts.gather(unreadable):
             everywhere |= found
-        note_unreadable(run, home.folder, data, everywhere)
+        note_unreadable(run, data, everywhere)
 
     return dataclasses.replace(home, check=check)
 

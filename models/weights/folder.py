@@ -18,9 +18,10 @@ import numpy as np
 
 from models.weights.tensor_file import Header, new_header, read_header
 from paravt_jax.data import foreign, hub
+from paravt_jax.data.any_path import is_address
 from paravt_jax.data.buckets import fetch_folder
 from paravt_jax.data.foreign import ForeignFileError, shortened
-from paravt_jax.data.frames import is_address, is_inside
+from paravt_jax.data.frames import is_inside
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

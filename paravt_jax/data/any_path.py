@@ -29,6 +29,11 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).startswith(_SCHEME)
 
 
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is an fsspec address, such as gs://bucket/model."""
+    return "://" in os.fspath(path)
+
+
 def any_path(path: str | os.PathLike[str]) -> AnyPath:
     """Return an absolute local path, or an address.
 

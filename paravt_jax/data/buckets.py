@@ -14,16 +14,38 @@ import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
 
+import fsspec
+import fsspec.core
+
 from paravt_jax.data import foreign
-from paravt_jax.data.any_path import user_folder
+from paravt_jax.data.any_path import is_address, user_folder
 from paravt_jax.data.archives import inside
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.frames import is_address, without_scheme
-from paravt_jax.data.media_files import open_bucket
 from paravt_jax.data.stored_settings import lock
 
 # Files that readers open first. They are written last, so a folder that has one is complete.
 _LAST = ("config.json", "adapter_config.json")
+
+
+def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """Return the file system of an address, and the path in it.
+
+    Raises:
+        ModuleNotFoundError: The scheme needs a package that is not installed.
+        FileNotFoundError: fsspec does not know the scheme.
+    """
+    try:
+        return fsspec.core.url_to_fs(address)
+    except ImportError as error:
+        # The message names the package.
+        raise ModuleNotFoundError(
+            f"{address}: {error}; install it with pip, or copy the files and give their folder"
+        ) from error
+    except ValueError as error:
+        raise FileNotFoundError(
+            f"{address}: {error}; give an address that fsspec supports (gs://..., s3://...), a "
+            "folder or a hub id"
+        ) from error
 
 
 def fetch_files(
@@ -125,7 +147,7 @@ def appearing_at(field: str, path: str) -> Iterator[pathlib.Path]:
         ConnectionError: The bucket does not answer.
     """
     if not is_address(path):
-        target = pathlib.Path(without_scheme(path))
+        target = pathlib.Path(path)
         if target.exists():
             raise FileExistsError(
                 f"{field} {target}: exists; name a new folder, or remove this one first"

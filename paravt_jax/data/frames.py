@@ -52,38 +52,15 @@ class VideoInfo:
     height: int
 
 
-_FILE = "file://"
-
-
-def is_address(path: str | os.PathLike) -> bool:
-    """Return whether a path is an fsspec address of a file that is not on a local disk."""
-    text = os.fspath(path)
-    return "://" in text and not text.startswith(_FILE)
-
-
-def without_scheme(path: str | os.PathLike) -> str:
-    """Return a local path without file://."""
-    return os.fspath(path).removeprefix(_FILE)
-
-
 @functools.lru_cache(maxsize=2**16)
-def join(root: str | os.PathLike, name: str) -> str | pathlib.Path:
-    """Return the file of this name below a folder. Either may be an address, which pathlib would
-    break.
-
-    An address stands for itself.
+def join(root: str | os.PathLike, name: str) -> pathlib.Path:
+    """Return the file of this name below a folder.
 
     Raises:
         VideoError: The name or a link leads out of the folder. Names and folders come from
             strangers.
     """
-    if is_address(name):
-        return name
-    if is_address(root):
-        if os.path.isabs(name) or ".." in pathlib.PurePosixPath(name).parts:
-            raise VideoError(name, f"it is outside {root}; give its path below that")
-        return f"{os.fspath(root).rstrip('/')}/{name}"
-    folder = pathlib.Path(without_scheme(root))
+    folder = pathlib.Path(root)
     path = folder / name
     try:
         target = os.path.realpath(path)

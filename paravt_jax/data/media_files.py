@@ -1,34 +1,27 @@
-"""Opens media files on a local disk, or behind an fsspec address such as gs://bucket/clip.mp4.
+"""Opens media files.
 
 Media come from strangers, and all of them are opened here. Decoders get open file objects and a
 list of formats: a playlist (m3u8, ffconcat, DASH) would make FFmpeg open other files, and some
 pictures (EPS) would make Pillow run a program. Whatever goes wrong becomes a `VideoError`.
-
-Files behind addresses are read by ranges, never copied. They must not change while a process reads
-them: their identity is asked for once per process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
+import stat
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 import av
 import av.error
-import fsspec
-import fsspec.core
 from av.container import InputContainer
 from PIL import Image, UnidentifiedImageError
 
 from paravt_jax.data import foreign
-from paravt_jax.data.frames import VideoError, is_address, without_scheme
+from paravt_jax.data.frames import VideoError
 
-# Bytes that each seek in a remote file fetches at once, and each read after those are used up.
-_RANGE = 2**18
 _CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg", "asf")
 _PICTURES = ("BMP", "JPEG", "PNG", "WEBP")
 MOST_PIXELS = 1 << 26
@@ -43,63 +36,25 @@ _FFMPEG_OPTIONS: dict[str, Any] = (
 )
 
 
-def open_bucket(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the file system of an address, and the path in it.
-
-    Raises:
-        ModuleNotFoundError: The scheme needs a package that is not installed.
-        FileNotFoundError: fsspec does not know the scheme.
-    """
-    try:
-        return fsspec.core.url_to_fs(address)
-    except ImportError as error:
-        # The message names the package.
-        raise ModuleNotFoundError(
-            f"{address}: {error}; install it with pip, or copy the files and give their folder"
-        ) from error
-    except ValueError as error:
-        raise FileNotFoundError(
-            f"{address}: {error}; give an address that fsspec supports (gs://..., s3://...), a "
-            "folder or a hub id"
-        ) from error
-
-
 def identity(path: str | os.PathLike) -> str:
-    """Return what identifies the content of a file: its size, and its modification time or its
-    like.
+    """Return what identifies the content of a file: its size, its inode and its modification time.
 
     Raises:
         VideoError: There is no such file, it is empty, or it cannot be opened.
-        ModuleNotFoundError: As in `open_bucket`.
     """
-    address = os.fspath(path)
-    return _remote_identity(address) if is_address(address) else _identity(address)
-
-
-def _identity(address: str) -> str:
-    system, name = open_bucket(address)
-    # Broad because every file system raises errors of its own kinds.
     try:
-        if not is_address(address):
-            name = os.path.realpath(name)
-        found: Any = system.info(name)
-        mark = system.ukey(name)
+        about = os.stat(path)
+    # ValueError: the name contains a NUL.
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        # ValueError: the name contains a NUL.
-        raise VideoError(address, "no such file") from error
-    except Exception as error:
-        what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        reason = f"it cannot be opened ({what}); check the path and its permissions"
-        raise VideoError(address, reason) from error
-    if found["type"] != "file":
-        raise VideoError(address, "no such file")
-    if not found["size"]:
-        raise VideoError(address, "the file is empty")
-    return f"{found['size']} bytes, {mark}"
-
-
-# Asking takes a round trip to the bucket or two, and features ask for every frame.
-_remote_identity = functools.lru_cache(maxsize=2**16)(_identity)
+        raise VideoError(path, "no such file") from error
+    except OSError as error:
+        reason = f"it cannot be opened ({error.strerror}); check the path and its permissions"
+        raise VideoError(path, reason) from error
+    if not stat.S_ISREG(about.st_mode):
+        raise VideoError(path, "no such file")
+    if not about.st_size:
+        raise VideoError(path, "the file is empty")
+    return f"{about.st_size} bytes, inode {about.st_ino}, {about.st_mtime_ns} ns"
 
 
 @contextlib.contextmanager
@@ -172,23 +127,9 @@ def _undecodable(path: str | os.PathLike, error: Exception) -> VideoError:
 
 
 @contextlib.contextmanager
-def _opened(path: str | os.PathLike) -> Iterator[Any]:
-    """Return a file object. A remote one reads ranges."""
-    if is_address(path):
-        system, name = open_bucket(os.fspath(path))
-        opened: Any = system.open(name, "rb", block_size=_RANGE)
-    else:
-        opened = open(without_scheme(path), "rb")
-    with opened as file:
+def _opened(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    with open(path, "rb") as file:
         if foreign.is_pointer(file.read(64)):
             raise VideoError(path, foreign.POINTER)
         file.seek(0)
         yield file
-
-
-def permanent_name(path: str | os.PathLike) -> str:
-    """Return a name of the file that does not depend on the current folder, nor on links to the
-    file."""
-    if is_address(path):
-        return os.fspath(path)
-    return os.path.realpath(without_scheme(path))

@@ -60,7 +60,7 @@ def probe(path: str | os.PathLike) -> VideoInfo:
     """List the frames of a file. Opens it only if its index is not known.
 
     Args:
-        path: The file, or the address of one (gs://...).
+        path: The file.
 
     Raises:
         VideoError: The file cannot be read.
@@ -80,12 +80,12 @@ def read(
     """Decode frames of a file.
 
     Args:
-        path: The file, or the address of one (gs://...).
+        path: The file.
         indices: Frame numbers in any order; a number may occur several times.
         rules: How each frame is resized as soon as it is decoded, so that many large frames take
             little memory; None: not at all.
-        decoder: Library that decodes. decord only gets local files that it reads exactly, and PyAV
-            the others.
+        decoder: Library that decodes. decord only gets files that it reads exactly, and PyAV the
+            others.
 
     Returns:
         The RGB pixels of the frames, in the order of `indices`.
@@ -112,7 +112,7 @@ def read(
             f"{path}: frames {numbers[0]} to {numbers[-1]} requested; it has {index.frames}"
         )
     pixels = None
-    if decoder == "decord" and not media_files.is_address(path):
+    if decoder == "decord":
         pixels = _read_decord(path, numbers, index, rules)
     if pixels is None and index.keys.size:
         pixels = _read_from_keyframes(path, numbers, index, rules)

@@ -112,7 +112,7 @@ def index_of(path: str | os.PathLike) -> VideoIndex:
     Raises:
         VideoError: The file cannot be read.
     """
-    name = f"{media_files.permanent_name(path)}\n{media_files.identity(path)}\n{_VERSION}"
+    name = f"{os.path.realpath(path)}\n{media_files.identity(path)}\n{_VERSION}"
     return _index_of(os.fspath(path), hashlib.sha256(os.fsencode(name)).hexdigest())
 
 

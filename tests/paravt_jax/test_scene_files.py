@@ -173,7 +173,6 @@ def test_the_recipes_prepare_every_row(tmp_path, small_vocabulary):
         media=str(tmp_path / "scenes/media"),
         folder=str(tmp_path / "set"),
         frames=4,
-        workers=2,
     )
     tokenizer = str(tmp_path / "tokenizer")
     run = dataclasses.replace(run, model=ModelSettings(path=tokenizer, size="8b"))

@@ -35,7 +35,6 @@ def prepared(stand_in, small_vocabulary, tmp_path_factory):
         annotations=str(stand_in / "annotations"),
         media=str(stand_in / "media"),
         folder=str(folder / "set"),
-        workers=2,
     )
     model = ModelSettings(path=str(folder / "tokenizer"), size="8b")
     found = prepare_set(dataclasses.replace(run, model=model), settings, folder / "set")

@@ -4,25 +4,20 @@ What these tests guard:
 1. Whatever the codec, container and keyframes, frame n is frame n of a decode of the whole file.
 2. A request opens its file once, and reads what lies between keyframes and wanted frames.
 3. An index is built once. A stale or damaged one is never used.
-4. Files behind addresses are read by ranges.
 """
 
 from __future__ import annotations
 
 import fractions
 import hashlib
-import io
 import os
 import pathlib
-from typing import Any
 
 import av
-import fsspec
 import numpy as np
 import pytest
-from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from paravt_jax.data import frames, media_files, video, video_index
+from paravt_jax.data import video, video_index
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import ReadTask, VideoError
 
@@ -324,113 +319,3 @@ def test_an_unreadable_file_is_reported_every_time(tmp_path, fresh_folder):
         with pytest.raises(VideoError):
             video.probe(path)
     assert not fresh_folder.exists()
-
-
-# --- addresses ---
-
-
-class RangeFile(AbstractBufferedFile):
-    """A remote file that counts the bytes of the ranges that are fetched."""
-
-    def _fetch_range(self, start, end):
-        data = self.fs.content[start:end]
-        self.fs.fetched += len(data)
-        return data
-
-
-class RangeSystem(AbstractFileSystem):
-    """A bucket with one file."""
-
-    protocol = "ranges"
-    content = b""
-    fetched = 0
-
-    def info(self, path, **_):
-        if not path.endswith("clip.mp4"):
-            raise FileNotFoundError(path)
-        return {"name": path, "size": len(self.content), "type": "file"}
-
-    def _open(self, path, mode="rb", block_size: Any = None, **_):
-        return RangeFile(self, path, mode, block_size)
-
-
-@pytest.fixture
-def bucket(tmp_path, monkeypatch) -> RangeSystem:
-    """A bucket with a clip of 1,000 frames, of which each range is small."""
-    monkeypatch.setattr(media_files, "_RANGE", 2**14)
-    fsspec.register_implementation("ranges", RangeSystem, clobber=True)
-    system = RangeSystem()
-    system.content = make(tmp_path / "clip.mp4", options={"g": "50"}, count=1000).read_bytes()
-    media_files._remote_identity.cache_clear()
-    return system
-
-
-def test_a_crop_of_a_remote_file_fetches_little_of_it(bucket, tmp_path):
-    address = f"{bucket.protocol}://videos/clip.mp4"
-    assert video.probe(address).frames == 1000
-    assert bucket.fetched >= len(bucket.content)
-    bucket.fetched = 0
-    found = video.read(address, range(500, 516))
-    np.testing.assert_array_equal(found, video.read(tmp_path / "clip.mp4", range(500, 516)))
-    assert bucket.fetched < 0.5 * len(bucket.content)
-    video_index.forget()
-    bucket.fetched = 0
-    assert video.probe(address).frames == 1000
-    assert bucket.fetched == 0
-
-
-def test_an_error_of_a_remote_file_system_is_a_video_error(bucket, monkeypatch):
-    def fail(*_):
-        raise LookupError("503 from the bucket")
-
-    video.probe("ranges://videos/clip.mp4")
-    monkeypatch.setattr(RangeFile, "_fetch_range", fail)
-    with pytest.raises(VideoError, match="503 from the bucket"):
-        video.read("ranges://videos/clip.mp4", [500])
-
-
-def test_files_of_a_file_system_in_memory_are_read(tmp_path):
-    path = make(tmp_path / "clip.mp4", count=30)
-    system = fsspec.filesystem("memory")
-    system.pipe_file("/remote/clip.mp4", path.read_bytes())
-    system.pipe_file("/remote/empty.mp4", b"")
-    picture = io.BytesIO()
-    video.Image.new("RGB", (8, 6), "red").save(picture, "PNG")
-    system.pipe_file("/remote/red.png", picture.getvalue())
-    expected = plain_decode(path)
-    address = frames.join("memory://remote", "clip.mp4")
-    assert [digest(pixels) for pixels in video.read(address, [7, 29])] == [
-        expected[7],
-        expected[29],
-    ]
-    assert video.probe("memory://remote/red.png").width == 8
-    with pytest.raises(VideoError, match="no such file"):
-        video.probe("memory://remote/none.mp4")
-    with pytest.raises(VideoError, match="empty"):
-        video.probe("memory://remote/empty.mp4")
-    assert video.probe(f"file://{path}").frames == 30
-
-
-def test_a_missing_package_is_named():
-    with pytest.raises((ModuleNotFoundError, FileNotFoundError), match="gcsfs|unknown"):
-        video.probe("unknown://bucket/clip.mp4")
-
-
-@pytest.mark.parametrize(
-    ("root", "name", "path"),
-    [
-        ("gs://bucket/videos/", "a/b.mp4", "gs://bucket/videos/a/b.mp4"),
-        ("gs://bucket", "gs://other/b.mp4", "gs://other/b.mp4"),
-        ("/media", "a/b.mp4", "/media/a/b.mp4"),
-        ("file:///media", "b.mp4", "/media/b.mp4"),
-        (pathlib.Path(), "memory://b.mp4", "memory://b.mp4"),
-    ],
-)
-def test_names_are_joined_to_folders_and_addresses(root, name, path):
-    assert str(frames.join(root, name)) == path
-
-
-@pytest.mark.parametrize("name", ["/media/b.mp4", "../other/b.mp4"])
-def test_a_name_leads_to_no_file_outside_the_bucket(name):
-    with pytest.raises(VideoError, match="outside gs://bucket"):
-        frames.join("gs://bucket", name)

@@ -279,7 +279,7 @@ def test_mistakes_are_one_line_each(command, small_world, tmp_path):
         (("--video", str(tmp_path / "foreign.mp4"), TEXT), "foreign.mp4: the codec of its video"),
         (("--video", str(tmp_path / "thin.png"), TEXT), "thin.png: frame size = 3 x 900"),
         (("--video", str(tmp_path), TEXT), "no such file"),
-        (("--video", "nosuch://b/x.mp4", TEXT), "nosuch://b/x.mp4: "),
+        (("--video", "nosuch://b/x.mp4", TEXT), "nosuch://b/x.mp4 is an address"),
         (("--video", video, TEXT, "--html", str(tmp_path / "no" / "page.html")), "page.html"),
         (("--video", video, TEXT, "--html", str(tmp_path)), "Is a directory"),
         (("--video", video, " "), "question: it is empty"),

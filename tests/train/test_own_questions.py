@@ -112,7 +112,7 @@ def at_home(small_world, tmp_path, monkeypatch) -> pathlib.Path:
 
 
 def data_of(run: Run, questions: str = "", heldout: int = 64) -> Run:
-    data = DataSettings(media="videos", questions=questions, workers=1)
+    data = DataSettings(media="videos", questions=questions)
     evaluation = dataclasses.replace(run.evaluation, questions=heldout)
     return dataclasses.replace(run, data=data, evaluation=evaluation)
 

@@ -67,7 +67,6 @@ def run(files, small_world):
         media=str(small_world.folder),
         folder=str(files / "set"),
         frames=4,
-        workers=1,
     )
     model = ModelSettings(path=str(files / "tokenizer"), size="8b")
     evaluation = dataclasses.replace(sft_8b().evaluation, questions=3)
@@ -322,7 +321,7 @@ def test_held_out_questions_are_whole_videos_and_stay_the_same():
 
 
 def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
-    arguments = ["--config=sft_8b", "--model.path", run.model.path, "--data.workers", "1"]
+    arguments = ["--config=sft_8b", "--model.path", run.model.path]
     for field in ("annotations", "media", "folder", "frames"):
         arguments += [f"--data.{field}", str(getattr(run.data, field))]
     assert main(arguments) == 0
@@ -341,7 +340,6 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
     ("field", "value"),
     [
         ("frames", 0),
-        ("workers", -1),
         ("media", ""),
         ("folder", ""),
     ],
@@ -415,7 +413,6 @@ def test_settings_of_the_frame_reader_may_change_between_starts(run):
     def with_data(**fields):
         return dataclasses.replace(run, data=dataclasses.replace(run.data, **fields))
 
-    assert resolved(with_data(workers=7)) == resolved(run)
     assert resolved(with_data(frames=8)) != resolved(run)
 
 

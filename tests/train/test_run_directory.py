@@ -90,7 +90,7 @@ def test_the_mesh_and_what_is_kept_on_disk_may_change_on_resume(
 def test_how_files_are_read_may_change_on_resume() -> None:
     data = DataSettings("annotations", "media", "set")
     run = dataclasses.replace(paravt_8b(), data=data)
-    reader = dataclasses.replace(data, workers=2)
+    reader = dataclasses.replace(data, decoder="decord")
     assert resolved(dataclasses.replace(run, data=reader)) == resolved(run)
 
 
