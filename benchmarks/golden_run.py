@@ -46,8 +46,7 @@ from paravt_jax.world.videos import WorldSettings
 from rollout.engine.engine import Engine, EngineCounts
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from train.durable.metrics import MEASURED, read_metrics
-from train.evaluation_settings import EvaluationSettings
-from train.settings import Run
+from train.settings import EvaluationSettings, Run
 
 RECORD = pathlib.Path(__file__).with_name("golden_run.json")
 
@@ -94,7 +93,7 @@ Figures = dict[str, float]
 
 
 def recipe(folder: pathlib.Path) -> Run:
-    """`paravt_tiny` with three steps per phase on six videos, training on sub-agents' turns too."""
+    """`paravt_tiny` with three steps per phase on six videos."""
     run = RECIPES["paravt_tiny"]()
     sft, rl, align = run.sft, run.rl, run.align
     assert sft is not None and rl is not None and align is not None
@@ -111,10 +110,8 @@ def recipe(folder: pathlib.Path) -> Run:
             rl,
             steps=3,
             prompts=2,
-            subagents_per_rollout=5 / 8,  # in two of the steps, one sub-agent is left out
             grpo=dataclasses.replace(rl.grpo, group_size=4),
             frame_budgets=budgets,
-            control=False,
         ),
         evaluation=EvaluationSettings(
             questions=1,

@@ -75,7 +75,6 @@ class Tally:
 
 # Settings that make starts and steps short.
 SHORT = """
---keep-checkpoints 3 --align.save-every 2
 --sft.rows 1 --rl.grpo.group-size 2
 --protocol.turn-tokens 40 --protocol.summary-tokens 8 --engine.slots 4
 --evaluation.questions 2 --evaluation.dispatch parallel
@@ -88,7 +87,7 @@ ONE_PROMPT = ["--rl.prompts", "1"]
 
 def in_flight(cold_start: pathlib.Path, max_staleness: int) -> list[str]:
     """Settings of runs that begin with RL, and keep episodes in flight."""
-    longer = ["--rl.prompts", "2", "--rl.steps", "16", "--rl.no-control"]
+    longer = ["--rl.prompts", "2", "--rl.steps", "16"]
     return [*longer, "--start", str(cold_start), "--rl.max-staleness", str(max_staleness)]
 
 

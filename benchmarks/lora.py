@@ -79,7 +79,7 @@ def plan(out: str, seed: int) -> dict[str, Run]:
     same = {"seed": seed, "world.seed": seed, "text.seed": seed, "evaluation": evaluation}
     start = change(sft_tiny(), START, same | {"run_dir": folders[START]})
     from_start = {"model.path": f"{folders[START]}/model", "align": None, "sft": None}
-    arm = same | from_start | {"rl.control": False}
+    arm = same | from_start
     full = change(paravt_tiny(), FULL, arm | {"run_dir": folders[FULL]})
     adapters = {
         "lora": LoRASettings(rank=16),

@@ -256,7 +256,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "in_order = [True]",
         ),
         "order_setting_ignored": (
-            "settings.answer_suffix, settings.order_without_calls)",
+            "settings.answer_suffix, settings.tool_turn_cost > 0)",
             "settings.answer_suffix)",
         ),
         "calls_wanted_last": (

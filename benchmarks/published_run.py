@@ -39,12 +39,11 @@ from tests.paravt_jax.published_files import (
     write_sft,
 )
 from tests.rollout.evaluation import published
-from train.evaluation_settings import EvaluationSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.published_data import DataSettings
-from train.settings import ModelSettings, Run
+from train.settings import EvaluationSettings, ModelSettings, Run
 
 ADAM = OptimizerSettings(learning_rate=1e-3)
 
@@ -68,7 +67,7 @@ def published_sft() -> Run:
             text_tokens=396,
         ),
         engine=EngineSettings(slots=4, cache_tokens=4096),
-        sft=SFTSettings(steps=2, rows=1, optimizer=ADAM, row_tokens=512, save_every=1),
+        sft=SFTSettings(steps=2, rows=1, optimizer=ADAM, row_tokens=512),
     )
 
 

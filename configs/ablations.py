@@ -65,13 +65,6 @@ ABLATIONS = {
         {"rl.rewards.gamma": 0.0},
         "Not measured with today's code.",
     ),
-    "subagents": Ablation(
-        "The full recipe {0}; sub-agents are trained too, with their episode's reward.",
-        # Trained rollouts make about two calls.
-        {"rl.subagents_per_rollout": 2.0},
-        "Not measured with today's code. Any other recipe takes --rl.subagents-per-rollout. The "
-        "release has a flag for it, which none of its scripts sets.",
-    ),
 }
 
 

@@ -13,8 +13,7 @@ from configs.ablations import UNANCHORED, UNGATED
 from configs.paravt_tiny import paravt_tiny
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.world.text import TextSettings
-from train.evaluation_settings import EvaluationSettings
-from train.settings import Run, change
+from train.settings import EvaluationSettings, Run, change
 
 
 def paradox_tiny() -> Run:
@@ -44,13 +43,11 @@ def paradox_tiny() -> Run:
         questions=64,
         frames=(4, 16, 64),
         dispatch=("parallel",),
-        temperatures=(0.7,),
-        format_temperatures=(0.0, 0.3, 0.7, 1.0),
+        temperatures=(0.7, 0.0, 0.3, 1.0),
     )
     rewards = RewardSettings(format_weight=0.0, tool_weight=0.0, format_cap=False)
     changes = {
         "text": text,
-        "rl.control": False,
         "sft.steps": 400,
         "sft.rows": 11,
         "evaluation": evaluation,

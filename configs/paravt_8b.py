@@ -5,12 +5,11 @@ from __future__ import annotations
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.rewards import RewardSettings
 from rollout.engine.sizing import EngineSettings
-from train.evaluation_settings import EvaluationSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.published_data import DataSettings
-from train.settings import MeshSettings, ModelSettings, Run
+from train.settings import EvaluationSettings, MeshSettings, ModelSettings, Run
 
 
 def paravt_8b() -> Run:
@@ -43,12 +42,11 @@ def paravt_8b() -> Run:
         model=ModelSettings(path="Qwen/Qwen3-VL-8B-Instruct", size="8b", dtype="bfloat16"),
         data=DataSettings(),
         mesh=MeshSettings(fsdp=0, tensor=0),
-        engine=EngineSettings(slots=0, page=64, cache_tokens=0, read_tokens=131_072, steps=32),
+        engine=EngineSettings(slots=0, cache_tokens=0, read_tokens=131_072),
         sft=SFTSettings(
             steps=500,
             rows=16,
             optimizer=OptimizerSettings(learning_rate=2e-5),
-            schedule="cosine",
             warmup=0.05,
             remat="auto",
             microbatches=0,

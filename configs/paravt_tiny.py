@@ -8,12 +8,11 @@ from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import frugal_reward
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
-from train.evaluation_settings import EvaluationSettings
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
-from train.settings import Run
+from train.settings import EvaluationSettings, Run
 
 
 def paravt_tiny() -> Run:
@@ -43,14 +42,12 @@ def paravt_tiny() -> Run:
             rows=9,
             row_tokens=544,
             optimizer=OptimizerSettings("muon", learning_rate=3e-3, weight_decay=0.0),
-            schedule="cosine",
             warmup=0.02,
         ),
         evaluation=EvaluationSettings(
             questions=128,
             dispatch=("parallel", "none"),
             curve=True,
-            format_temperatures=(0.0, 0.3, 0.7, 1.0),
         ),
         rl=RLSettings(
             steps=56,
@@ -59,7 +56,6 @@ def paravt_tiny() -> Run:
             save_every=14,
             # A group at its longest. On a CPU longer rows gain nothing.
             microbatch_tokens=1664,
-            control=True,
             optimizer=OptimizerSettings(learning_rate=1.5e-4, weight_decay=0.0),
             grpo=GRPOSettings(
                 anchor="likelihood", reward_clip=None, kl_coefficient=0.05, min_signal=0.25

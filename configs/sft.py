@@ -25,4 +25,4 @@ def sft_tiny() -> Run:
 
     Command: python -m train.run --config=sft_tiny
     """
-    return change(paravt_tiny(), "sft_tiny", {"evaluation.curve": False, "rl": None})
+    return change(paravt_tiny(), "sft_tiny", {"rl": None})

@@ -92,7 +92,7 @@ def small_config(vocabulary: Vocabulary) -> ModelConfig:
 
 def cold_start(model, environment: Environment, data: Data, steps: int, seed: int):
     """Train on the demonstrations. Returns the decoder's structure and weights."""
-    settings = SFTSettings(steps, 8, MUON, schedule="cosine", row_tokens=320)
+    settings = SFTSettings(steps, 8, MUON, row_tokens=320)
     batches = SFTBatches(settings, data, READER, seed, environment, make_mesh())
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, make_mesh()))
@@ -168,13 +168,13 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     update = make_update(skeleton, optimizer, loss, state)
     logprobs = make_logprobs(skeleton, TEMPERATURE, mesh)
     advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
-    shape = StepShape(PROMPTS, GROUP, subagents=0, limits=longest)
+    shape = StepShape(PROMPTS, GROUP, longest)
     room = StepRoom(shape, shape.microbatches(most=2048, devices=1, pieces=1))
     history = []
     for step in range(steps):
         rollouts = roll_out(engine, environment, next(question_batches), step, seed)
         # Packed rows of the sampled tokens, and their log-probs under the reference weights.
-        laid_out = lay_out(rollouts, environment, room, (seed, step))
+        laid_out = lay_out(rollouts, environment, room)
         bank = place_vectors([laid_out.visual], shape.slots(1, 1), mesh)
         # A token is in one micro-batch, and 0 in all others.
         by_reference = sum(logprobs(reference, bank, rows) for rows in laid_out.microbatches)

@@ -40,10 +40,11 @@ from paravt_jax.data.question_files import read_questions
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, USER_ERRORS, UserError
 from paravt_jax.progress import size
+from train.durable.checkpoint import KEEP
 from train.durable.place import Place
 from train.durable.run_directory import require_cold_start
 from train.learn.optimizer import make_optimizer
-from train.published_model import config_of
+from train.model import config_of
 from train.settings import Run
 
 # Seconds for one request to the hub.
@@ -160,7 +161,7 @@ def _packages(run: Run) -> list[Finding]:
             if not requirement.specifier.contains(version or "0", prereleases=True) or not version:
                 wanted = f"{requirement.name}{requirement.specifier}"
                 wrong.append(f"{wanted} ({version or 'not installed'})")
-    if run.log.wandb and importlib.util.find_spec("wandb") is None:
+    if run.wandb and importlib.util.find_spec("wandb") is None:
         wrong.append("wandb (not installed)")
     if wrong:
         names = " ".join(f"'{one.partition(' (')[0]}'" for one in wrong)
@@ -284,7 +285,7 @@ def _disk(run: Run, place: Place) -> list[Finding]:
     """Return whether the run's disk has room for its checkpoints and the exported model."""
     if place.shown != str(place.folder) or run.model.size == "tiny":
         return []
-    kept = run.keep_checkpoints + 2
+    kept = KEEP + 2
     phases = sum(phase is not None for phase in (run.sft, run.rl))
     needed = phases * kept * state_bytes(run) + model_bytes(run)
     there = sum(file.stat().st_size for file in place.folder.rglob("*") if file.is_file())
@@ -293,7 +294,7 @@ def _disk(run: Run, place: Place) -> list[Finding]:
     found = f"{existing}: {size(free)} free; checkpoints and export take {size(needed)}"
     if free + there >= needed:
         return [Finding("disk", found)]
-    remedy = "make room, or give --run-dir on another disk, or a lower --keep-checkpoints"
+    remedy = "make room, or give --run-dir on another disk"
     return [Finding("disk", found, remedy, "error")]
 
 

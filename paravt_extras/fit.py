@@ -335,7 +335,7 @@ def _engines(memory: _Memory) -> Iterator[tuple[int, int]]:
     fits beside the fewest.
     """
     run, longest = memory.run, memory.engine(1).row_lengths[-1]
-    page, groups, most, least = run.engine.page, 0, MOST_SLOTS, MOST_SLOTS
+    page, groups, most, least = memory.engine(1).page, 0, MOST_SLOTS, MOST_SLOTS
     if run.rl is not None:
         groups = math.ceil(capacity(run.rl.prompts, run.rl.max_staleness) / memory.devices.hosts)
         least = run.rl.grpo.group_size
@@ -459,7 +459,8 @@ class _Memory:
         gradients = self.weights * (2 if parts > 1 else 1)
         # Every replica has the visual vectors of the batch, and of the next one. What the tower
         # computes for the one after it is spread over all devices.
-        visual, frames = rows * shape.visual, rows * shape.visual / self.run.smallest_frame
+        visual = rows * shape.visual
+        frames = visual / min(self.run.frame_tokens, self.run.crop_frame_tokens)
         replicas = self.run.mesh.data if self.run.train_vision == "none" else 1
         vectors = (2 * replicas + 1) * self._cached(visual, frames)
         vectors += self._differentiated_vectors(visual * self.run.mesh.data)

@@ -43,7 +43,7 @@ from paravt_jax.command_name import command_name
 from paravt_jax.method import grpo
 from paravt_jax.world.vocabulary import world_vocabulary
 from rollout.engine.runner import ModelRunner
-from train.cli import EXIT_USAGE, parse
+from train.cli import parse
 from train.learn.batch import Microbatch, build
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import PackedMicrobatch
@@ -56,6 +56,7 @@ from train.learn.weight_sync import host_mesh, make_sync, sampler_devices, stay
 from train.model import model_config
 from train.settings import Run
 
+_USAGE = 2  # the exit code of argparse and tyro for a wrong command line
 _OUT_OF_MEMORY = re.compile(r"Ran out of memory|exceeds available HBM", re.IGNORECASE)
 
 
@@ -137,7 +138,7 @@ def sft_step(planned: PlannedModel) -> PlannedStep:
     """Return a step of the cold start. No data are known, so its rows are full of visual tokens."""
     run, devices = planned.run, row_devices(planned.mesh)
     assert run.sft is not None, f"{run.name} has no cold start"
-    frames = math.ceil(run.sft.row_tokens / run.smallest_frame)
+    frames = math.ceil(run.sft.row_tokens / min(run.frame_tokens, run.crop_frame_tokens))
     shape = dataclasses.replace(run.sft.shape, frames=frames)
     shape = shape.fitted(run.sft.microbatches, devices)
     optimizer = make_optimizer(run.sft.optimizer, run.sft.learning_rate)
@@ -419,13 +420,13 @@ def main(argv: list[str] | None = None) -> int:
         devices, host = topology.make_devices(), topology.host.make_devices()
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return _USAGE
     every = programs(fitted.run, devices, host)
     try:
         found = chosen(every, options.only)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return _USAGE
     print(f"{run.name} on {topology.name}: {fitted.describe()}")
     residents = {name: x for program in found for name, x in program.residents.items()}
     sizes = [f"{name} {device_bytes(x) / GIB:.2f}" for name, x in residents.items()]

@@ -26,7 +26,7 @@ from paravt_extras.stand_in import write_stand_in
 from paravt_jax.data.any_path import require_local
 from paravt_jax.processes import cluster, hosts
 from train.cli import parse
-from train.published_model import copy_tokenizer
+from train.model_folder import copy_tokenizer
 from train.run import command, train
 from train.settings import Run, change
 
@@ -44,7 +44,6 @@ _MOST = {
     "protocol.text_tokens": 512,
     "data.frames": 4,
     "sft.steps": 4,
-    "sft.save_every": 2,
     "sft.rows": 2,
     "sft.row_tokens": 768,
     "rl.steps": 4,

@@ -28,7 +28,7 @@ class Line:
     """A line of the table: the mean of one figure over K."""
 
     name: str
-    phase: Literal["before", "control", "after"]
+    phase: Literal["before", "after"]
     field: str = "accuracy"
     """Field of a result row, or of one of its groups."""
     group: str = ""
@@ -68,7 +68,6 @@ class Line:
 
 LINES = (
     Line("accuracy before", "before"),
-    Line("accuracy, control", "control"),
     Line("accuracy after", "after"),
     Line("accuracy before, sampled", "before", sampled=True),
     Line("accuracy after, sampled", "after", sampled=True),

@@ -42,9 +42,7 @@ CHANGES = {key: row.changes for key, row in ABLATIONS.items() if key in TABLE_2}
 FIELDS = (
     *sorted({field for changed in CHANGES.values() for field in changed}),
     "rl.rewards.format_weight",
-    "rl.rewards.order_without_calls",
     "rl.rewards.tool_turn_cost",
-    "rl.subagents_per_rollout",
     "rl.temperature",
 )
 """The settings that distinguish rows."""
@@ -142,8 +140,7 @@ def _mean(rows: Sequence[Row], field: str) -> float | None:
 
 def _cold_start(name: str, result: Row, scores: Mapping[str, float]) -> Figures | None:
     """Return the sampled rollouts on held-out questions before RL; None if none were played."""
-    measured = [row for row in result.get("by_temperature", []) if row["phase"] == "before"]
-    rows = _sampled(measured) or _sampled(result.get("before", []))
+    rows = _sampled(result.get("before", []))
     if not rows:
         return None
     total = sum(row["n"] for row in rows)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flax import nnx
@@ -70,22 +71,17 @@ def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) ->
     return Environment(Protocol(data.vocabulary, run.protocol), features)
 
 
+@contextlib.contextmanager
 def open_actor(
-    run: Run,
-    data: Data,
-    parts: Parts,
-    environment: Environment,
-    judge: RemoteJudge | None,
-    weights: Any,
-) -> EngineActor:
-    """Open an actor that sleeps until `load`.
+    run: Run, data: Data, parts: Parts, environment: Environment, weights: Any
+) -> Iterator[EngineActor]:
+    """Open an actor that sleeps until `load`. A judge is closed at the end.
 
     Args:
         run: The settings.
         data: Gives the sizes of videos.
         parts: The model without its trained weights.
         environment: The protocol, and the frames' features.
-        judge: Scores open-ended answers; None: rules score them.
         weights: The weights that are trained, on the mesh of training.
     """
     model = parts.model
@@ -96,5 +92,8 @@ def open_actor(
     engine.sleep()
     drop_weights(model)
     rewards = run.rl.rewards if run.rl is not None else RewardSettings()
-    scores = judge or rules_of(rewards)
-    return EngineActor(engine, environment, scores, sync, data.sizes, judge)
+    if rewards.judge is None:
+        yield EngineActor(engine, environment, rules_of(rewards), sync, data.sizes)
+        return
+    with contextlib.closing(RemoteJudge(rewards.judge)) as judge:
+        yield EngineActor(engine, environment, judge, sync, data.sizes, judge)

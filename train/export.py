@@ -1,13 +1,13 @@
-"""Writes a checkpoint as a Hugging Face folder, or its adapters as a PEFT folder.
+"""Writes a checkpoint as a Hugging Face folder.
 
     python -m train.export --run-dir runs/X --phase rl --step 40 --to FOLDER
 
 FOLDER may be an address (gs://..., s3://...): the folder is written to a temporary one, and then
 uploaded file by file, with config.json last.
 
-`models.weights.hf.load`, `models.processor.Processor.load` and transformers open the folder. The
-export only reads from the run's folder, so the run may still be training. It does not read the
-optimizer state.
+`models.weights.hf.load`, `models.processor.Processor.load` and transformers open the folder.
+Adapters are merged. The export only reads from the run's folder, so the run may still be training.
+It does not read the optimizer state.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import jax
 import tyro
 from flax import nnx
 
-from models.config import ModelConfig
 from models.family import family_of
 from models.features import FrameSettings
 from models.lora import LoRASettings, add_adapters, cast, merge_adapters
 from models.model import VisionLanguageModel, abstract_model
-from models.peft_folder import base_fingerprint, save_adapters
+from models.peft_folder import base_fingerprint
 from models.trained import trained_state
 from models.weights.hf import load
 from models.weights.hf_config import from_hf
@@ -53,12 +52,10 @@ class Export:
     """Phase that saved the checkpoint."""
     step: str = "latest"
     """Step of the checkpoint, `latest`, or `best` (of RL, by accuracy)."""
-    form: Literal["model", "peft"] = "model"
-    """Write the whole model, with adapters merged, or only what was trained, for PEFT."""
 
 
 def export(command: Export) -> None:
-    """Write the model of a checkpoint, or its adapters, to a new folder.
+    """Write the model of a checkpoint to a new folder, with adapters merged.
 
     Raises:
         ConnectionError: If a file cannot be uploaded.
@@ -67,13 +64,19 @@ def export(command: Export) -> None:
         RunDirectoryError: If this version cannot read the run.
         CheckpointError: If the checkpoint is damaged.
         ValueError: If the step is not kept, the run's tokenizer has changed, or the checkpoint has
-            no adapters (for `peft`) or only adapters whose base is gone.
+            only adapters, whose base is gone.
         ModuleNotFoundError: If the package for an address is missing.
     """
     require_folder_or_bucket("--run-dir", command.run_dir)
     with appearing_at("--to", command.to) as target:
         with small_files(command.run_dir, _is_needed) as folder:
-            _export(command, folder, target)
+            checkpoints = _checkpoints(command, folder)
+            step = _step(checkpoints, command)
+            meta = checkpoints.meta(step)
+            _require_vocabulary(command, folder, meta)
+            model = _load(command, checkpoints, step, meta)
+            frames = FrameSettings(**meta["settings"]["frames"])
+            write_model(model, folder / "tokenizer", frames, target)
 
 
 def _is_needed(name: str) -> bool:
@@ -81,136 +84,99 @@ def _is_needed(name: str) -> bool:
     return name == "config.json" or name.startswith("tokenizer/")
 
 
-def _export(command: Export, folder: pathlib.Path, target: pathlib.Path) -> None:
-    """Write a model to `target`, a local folder to create; see `export`.
-
-    Args:
-        command: What to write.
-        folder: The files of the run, perhaps without checkpoints.
-        target: The folder.
-    """
-    checkpoints = _checkpoints(command, folder)
-    step = _step(checkpoints, command)
-    meta = checkpoints.meta(step)
-    config = from_hf(meta["model"])
-    vocabulary = tokenizer_file.load(folder / "tokenizer", family_of(config).dialect).digest
-    if vocabulary != meta["vocabulary"]:
-        raise ValueError(
-            f"--run-dir {command.run_dir}: the vocabulary of tokenizer/ (digest {vocabulary}) is "
-            f"not that of checkpoint {step} of {command.phase} ({meta['vocabulary']}); "
-            "restore the run's tokenizer"
-        )
-    lora = None
-    if meta["settings"]["lora"] and command.phase != "align":
-        fields = meta["settings"]["lora"]
-        lora = LoRASettings(**fields | {"targets": tuple(fields["targets"])})
-    if command.form == "peft" and lora is None:
-        raise ValueError(
-            f"--form peft: the checkpoints of {command.phase} in {command.run_dir} have no "
-            "adapters; leave --form out"
-        )
-    if lora is None:
-        model = _load(checkpoints, step, config, meta["param_dtype"])
-    else:
-        model = _load_adapted(checkpoints, step, meta, lora, command.run_dir)
-    if command.form == "peft" and lora is not None:
-        base, digest = meta["settings"]["model"]["path"], meta["base_fingerprint"]
-        part = meta["settings"]["train_vision"]
-        save_adapters(model, lora, target, base=base, base_digest=digest, train_vision=part)
-        return
-    merge_adapters(model.text)
-    # The trained part of the tower was in float32.
-    nnx.update(model.vision, cast(nnx.state(model.vision), meta["param_dtype"]))
-    write_model(model, folder / "tokenizer", FrameSettings(**meta["settings"]["frames"]), target)
-
-
 def _checkpoints(command: Export, folder: pathlib.Path) -> Checkpoints:
-    phase = command.phase
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"--run-dir {command.run_dir}: not a run's folder, because it has no config.json; "
             "name a folder that train.run made"
         )
     read_config(folder, "--run-dir")
-    place = any_path(command.run_dir) / "checkpoints"
-    phases = sorted(path.name for path in place.iterdir()) if place.exists() else []
-    if phase not in phases:
+    saved = any_path(command.run_dir) / "checkpoints"
+    phases = sorted(path.name for path in saved.iterdir()) if saved.exists() else []
+    if command.phase not in phases:
         raise FileNotFoundError(
-            f"--phase {phase}: {command.run_dir} has no checkpoints of this phase; "
+            f"--phase {command.phase}: {command.run_dir} has no checkpoints of this phase; "
             f"it has checkpoints of: {', '.join(phases) or 'no phase'}"
         )
-    return Checkpoints(place / phase, read_only=True)
+    return Checkpoints(saved / command.phase, read_only=True)
 
 
 def _step(checkpoints: Checkpoints, command: Export) -> int:
     """Return the number of the step that the command names."""
-    steps = checkpoints.steps()
-    best = checkpoints.best()
-    by_name: dict[str, int | None] = {str(step): step for step in steps}
-    by_name["latest"] = max(steps, default=None)
-    by_name["best"] = best
-    step = by_name.get(command.step)
+    kept = checkpoints.steps()
+    names = {"latest": max(kept, default=None), "best": checkpoints.best()}
+    names |= {str(step): step for step in kept}
+    step = names.get(command.step)
     if step is None:
-        kept = ", ".join(map(str, steps)) or "none"
-        if best is not None:
-            kept += f" (best: {best})"
         raise ValueError(
             f"--step {command.step}: no such checkpoint of {command.phase} in {command.run_dir}; "
-            f"kept steps: {kept}"
+            f"kept steps: {', '.join(map(str, kept)) or 'none'} (best: {names['best']})"
         )
     return step
 
 
-def _load(
-    checkpoints: Checkpoints, step: int, config: ModelConfig, dtype: str
-) -> VisionLanguageModel:
-    """Load the model of a checkpoint into host memory."""
-    model = abstract_model(config, param_dtype=dtype)
-    wanted = {"vision": nnx.state(model.vision), "text": nnx.state(model.text)}
-    _restore(model, checkpoints, step, wanted)
-    return model
-
-
-def _load_adapted(
-    checkpoints: Checkpoints, step: int, meta: dict[str, Any], lora: LoRASettings, folder: str
-) -> VisionLanguageModel:
-    """Load the base and the adapters of a checkpoint into host memory."""
-    path, digest = meta["settings"]["model"]["path"], meta["base_fingerprint"]
-    if not path:
+def _require_vocabulary(command: Export, folder: pathlib.Path, meta: dict[str, Any]) -> None:
+    """Raise ValueError unless the run's tokenizer is that of the checkpoint."""
+    dialect = family_of(from_hf(meta["model"])).dialect
+    digest = tokenizer_file.load(folder / "tokenizer", dialect).digest
+    if digest != meta["vocabulary"]:
         raise ValueError(
-            f"--run-dir {folder}: its checkpoints hold adapters of random weights, which are not "
-            f"on disk; use {folder}/model, which a finished run writes with the adapters merged"
+            f"--run-dir {command.run_dir}: the vocabulary of tokenizer/ (digest {digest}) is not "
+            f"that of the checkpoint ({meta['vocabulary']}); restore the run's tokenizer"
         )
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        model = load(path, from_hf(meta["model"]), param_dtype=meta["param_dtype"])
-        found = base_fingerprint(model)
-        if found != digest:
-            raise ValueError(
-                f"--run-dir {folder}: its adapters belong to a base with the fingerprint {digest}, "
-                f"but that of {path} is {found}; restore the weights in {path}"
-            )
-        add_adapters(model.text, lora, seed=0)
-    wanted = {"text": nnx.state(model.text, nnx.LoRAParam)}
-    vision = trained_state(model.vision, meta["settings"]["train_vision"])
-    if vision is not None:
-        wanted["vision"] = vision
-    _restore(model, checkpoints, step, wanted)
-    return model
 
 
-def _restore(
-    model: VisionLanguageModel, checkpoints: Checkpoints, step: int, wanted: dict[str, Any]
-) -> None:
-    """Set the wanted weights of a model, by tower, to those of a checkpoint."""
-    # A checkpoint names the devices it was trained on. They may not exist here, so place every
-    # array on the host.
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+def _load(
+    command: Export, checkpoints: Checkpoints, step: int, meta: dict[str, Any]
+) -> VisionLanguageModel:
+    """Load the model of a checkpoint into host memory, and merge adapters."""
+    cpu = jax.local_devices(backend="cpu")[0]
+    if meta["settings"]["lora"] and command.phase != "align":
+        with jax.default_device(cpu):
+            model, wanted = _adapted_base(command, meta)
+    else:
+        model = abstract_model(from_hf(meta["model"]), param_dtype=meta["param_dtype"])
+        wanted = {"text": nnx.state(model.text), "vision": nnx.state(model.vision)}
+    # A checkpoint names the devices it was trained on. They may not exist here, so put every array
+    # on the host.
+    host = jax.sharding.SingleDeviceSharding(cpu)
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host), wanted
     )
     restored, _, _ = checkpoints.restore(template, step, part=True)
     for name, weights in restored.items():
         nnx.update(getattr(model, name), weights)
+    merge_adapters(model.text)
+    # The trained part of the tower was in float32.
+    nnx.update(model.vision, cast(nnx.state(model.vision), meta["param_dtype"]))
+    return model
+
+
+def _adapted_base(
+    command: Export, meta: dict[str, Any]
+) -> tuple[VisionLanguageModel, dict[str, Any]]:
+    """Load the base of a checkpoint. Returns it with fresh adapters, and what the checkpoint has,
+    by tower."""
+    settings, digest = meta["settings"], meta["base_fingerprint"]
+    path = settings["model"]["path"]
+    if not path:
+        raise ValueError(
+            f"--run-dir {command.run_dir}: its checkpoints hold adapters of random weights, which "
+            f"are not on disk; use {command.run_dir}/model, which a finished run writes with the "
+            "adapters merged"
+        )
+    model = load(path, from_hf(meta["model"]), param_dtype=meta["param_dtype"])
+    loaded = base_fingerprint(model)
+    if loaded != digest:
+        raise ValueError(
+            f"--run-dir {command.run_dir}: its adapters belong to a base with the fingerprint "
+            f"{digest}, but that of {path} is {loaded}; restore the weights in {path}"
+        )
+    targets = tuple(settings["lora"]["targets"])
+    add_adapters(model.text, LoRASettings(**settings["lora"] | {"targets": targets}), seed=0)
+    wanted = {"text": nnx.state(model.text, nnx.LoRAParam)}
+    vision = trained_state(model.vision, settings["train_vision"])
+    return model, wanted if vision is None else wanted | {"vision": vision}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -71,19 +71,22 @@ def _reasons(rows: collections.Counter[str]) -> str:
     return ", ".join(f"{n:,} {reason}" for reason, n in rows.most_common() if reason != "kept")
 
 
-def note_unreadable(run: Run, data: Data, more: dict[str, str]) -> None:
+def note_unreadable(run: Run, data: Data, own: dict[str, str]) -> None:
     """Add unreadable videos to `data.unreadable`, and print the new ones.
+
+    All processes call it: they decode different videos, so each may know of other unreadable ones.
 
     Args:
         run: `max_left_out` is the limit.
         data: The data, whose list of unreadable videos is extended.
-        more: Reasons of further videos by path, found while checking or decoding.
+        own: Reasons of videos by path that this process could not decode.
 
     Raises:
         LeftOutError: The list exceeds the allowed share.
     """
     known = len(data.unreadable)
-    data.unreadable.update(more)
+    for others in hosts.gather(own):
+        data.unreadable.update(others)
     count = len(data.unreadable)
     named = "; ".join(f"{path}: {why}" for path, why in list(data.unreadable.items())[-_NAMED:])
     if count > known and hosts.is_first():

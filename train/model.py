@@ -7,27 +7,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models import gpu
 from models.config import ModelConfig
 from models.features import tower_mesh
 from models.fingerprint import fingerprint
 from models.lora import add_adapters, cast
 from models.model import VisionLanguageModel, abstract_model
-from models.peft_folder import base_fingerprint
+from models.peft_folder import ADAPTER_CONFIG, base_fingerprint
 from models.sharding import param_shardings
 from models.trained import Skeleton, TrainedVision, merge_vision, split, split_vision
 from models.vision import encoding_weights
+from models.weights.folder import CONFIG, local_folder, require_readable
 from models.weights.hf import load
-from models.weights.hf_config import to_hf
+from models.weights.hf_config import from_hf, to_hf
+from paravt_jax.data.stored_settings import require_same
 from paravt_jax.method.tokenizer import Vocabulary
-from train import published_model
+from paravt_jax.processes import hosts
+from rollout.evaluation.weights_hash import weights_hash
 from train.data import Data
 from train.durable.saver import Origin
 from train.learn.update import TrainState
-from train.published_model import check_vocabulary, config_of, on_host
-from train.settings import Run
+from train.settings import ModelSettings, Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +113,7 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, 
         content["data"] = data.digest
     if path:
         model = load(path, config, mesh=mesh, dtype=dtype, param_dtype=run.param_dtype)
-        content["weights"] = published_model.fingerprint(path)
+        content["weights"] = weights_hash_of(path)
         if run.lora is not None:
             content["base_fingerprint"] = base_fingerprint(model)
     else:
@@ -116,10 +121,96 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[VisionLanguageModel, 
     return model, Origin(content, model.text.embedding[...].dtype.name)
 
 
-def require_targets(run: Run) -> None:
-    """Raise ValueError unless the model has the matrices that `run.lora` adapts."""
+def require_model(run: Run) -> None:
+    """Check the model and its files, before any work on the data.
+
+    Raises:
+        FileNotFoundError: If there are no weights.
+        ValueError: If the device does not have the type of the activations, the model lacks a
+            matrix that `run.lora` adapts, or the files are damaged or those of another model.
+    """
+    gpu.require_type("model.dtype", run.model.dtype)
     if run.lora is not None and run.lora.targets:
         abstract_model(run.model.config(), lora=run.lora)
+    if run.model.path:
+        config_of(run.model.path, run.model)
+        require_readable(local_folder(run.model.path))
+
+
+def config_of(path: str, model: ModelSettings) -> ModelConfig:
+    """Read the configuration of a model.
+
+    Args:
+        path: Folder or Hugging Face id.
+        model: The recipe's `model`.
+
+    Raises:
+        ValueError: If the folder holds adapters, or if the configuration is not that of `model`;
+            lists the fields that differ.
+    """
+    folder = local_folder(path, weights=False)
+    if (folder / ADAPTER_CONFIG).exists() and not (folder / CONFIG).exists():
+        raise ValueError(
+            f"model.path: {path} holds adapters only, and a run begins with whole weights; give "
+            "the folder model of their run, where they are merged (elsewhere, merge_and_unload of "
+            "PEFT merges them), or their base"
+        )
+    found = from_hf(folder / CONFIG)
+    if found.family != model.family:
+        raise ValueError(
+            f"model.path: {path} is of the family {found.family}, and model.family is "
+            f"{model.family}; change model.family, and model.size with it"
+        )
+    require_same(
+        f"model.path: {path} is not of model.size {model.size}",
+        _sizes(found),
+        # A tiny model has the vocabulary of its world.
+        _sizes(model.config(found.text.vocab_size)),
+        "Change model.size or model.path so that they match.",
+    )
+    return found
+
+
+def _sizes(config: ModelConfig) -> dict[str, Any]:
+    return {"text": dataclasses.asdict(config.text), "vision": dataclasses.asdict(config.vision)}
+
+
+def check_vocabulary(config: ModelConfig, vocabulary: Vocabulary, path: str) -> None:
+    """Check that a tokenizer belongs to a model.
+
+    Args:
+        config: The model's configuration.
+        vocabulary: The tokenizer's vocabulary.
+        path: The run's `model.path`, for the error message.
+
+    Raises:
+        ValueError: If the vocabulary is larger than the model's embedding, or if the two have
+            different ids for the special tokens of frames.
+    """
+    if vocabulary.size > config.text.vocab_size:
+        raise ValueError(
+            f"model.path: {path} has a tokenizer with {vocabulary.size} tokens, but its model has "
+            f"only {config.text.vocab_size}; "
+            "tokenizer.json belongs to another model: download it again"
+        )
+    config.require_ids(vocabulary.visual_ids, f"model.path: {path}, ")
+
+
+def weights_hash_of(path: str) -> str:
+    """Hash the contents of the weights, so that another checkpoint at the same path is noticed.
+
+    Raises:
+        ValueError: If the processes of a run have different copies.
+    """
+    folder = local_folder(path)
+    # Every process may have its own copy. Hashing a large model takes minutes, so only the first
+    # process does it; the other copies are compared by file sizes and configuration.
+    hosts.require_same(
+        f"model.path: {path}, its files",
+        {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
+    )
+    hosts.require_same(f"model.path: {path}, its {CONFIG}", (folder / CONFIG).read_text())
+    return hosts.from_first(lambda: weights_hash(folder))
 
 
 def model_config(run: Run, vocabulary: Vocabulary) -> ModelConfig:
@@ -176,3 +267,15 @@ def _base(frozen: Any, tower: nnx.State, vision: TrainedVision | None) -> dict[s
 def drop_weights(model: VisionLanguageModel) -> None:
     """Leave only shapes in the decoder of `model`, so that its weights exist only once."""
     nnx.update(model.text, jax.eval_shape(lambda: nnx.state(model.text)))
+
+
+def on_host(weights: Any) -> Any:
+    """Copy a tree of arrays from the mesh to NumPy arrays, in every process."""
+
+    def copy(array: jax.Array) -> np.ndarray:
+        if array.is_fully_replicated:
+            return np.asarray(array)
+        # A process only sees its own shards; gathering one array at a time bounds the memory.
+        return multihost_utils.process_allgather(array, tiled=True)
+
+    return jax.tree.map(copy, weights)

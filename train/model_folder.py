@@ -22,7 +22,11 @@ from models.model import VisionLanguageModel
 from models.peft_folder import save_adapters
 from models.sharding import require_mesh
 from models.trained import split_vision
+from models.weights.folder import CONFIG, local_folder, read_companions
 from models.weights.hf import save
+from paravt_jax.data import tokenizer_file
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.processes import hosts
 from train.model import Parts
 from train.settings import Run
@@ -84,6 +88,25 @@ def write_model(
                 files[name] = pathlib.Path(generated) / name
                 files[name].write_text(text, encoding="utf-8")
         save(model, folder, files=[files[name] for name in sorted(files)])
+
+
+def copy_tokenizer(source: str, target: pathlib.Path) -> None:
+    """Copy the tokenizer's and processor's files of a checkpoint, unless they are already there.
+
+    Args:
+        source: Folder or Hugging Face id of the checkpoint.
+        target: Folder to copy to.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    if (target / tokenizer_file.FILE).exists():
+        return
+    companions = read_companions(local_folder(source, weights=False))
+    # Also without the checksums of weights, which stay behind.
+    left = (CONFIG, SUMS)
+    names = [name for name in companions if name not in left and not name.endswith(".index.json")]
+    # tokenizer.json goes last: it marks the folder as complete.
+    for name in sorted(names, key=lambda name: name == tokenizer_file.FILE):
+        write_atomically(target / name, companions[name].decode())
 
 
 def _processor_files(config: ModelConfig, frames: FrameSettings) -> dict[str, str]:

@@ -49,8 +49,8 @@ from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
 from train.left_out import count_rows, describe_rows, require_rows
+from train.model_folder import copy_tokenizer
 from train.published_data import DataSettings, hold_out
-from train.published_model import copy_tokenizer
 from train.settings import Run
 from train.world_data import prepare_world, require_bounds
 
@@ -188,8 +188,8 @@ def prepare_set(
         dialect=run.model.dialect,
         limits=_shared_limits(run.protocol),
         frames=settings.frames,
-        rules=run.frames.rules(run.vision),
-        crop_rules=run.frames.rules(run.vision, crop=True),
+        rules=run.frames.rules(run.model.config().vision),
+        crop_rules=run.frames.rules(run.model.config().vision, crop=True),
         annotations=settings.annotations if questions is None else digest_of(questions),
         media=settings.media,
     )
@@ -227,7 +227,7 @@ def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
 
     Recipes that differ in limits of rollouts can then share a prepared set.
     """
-    names = ("max_tool_turns", "max_calls", "summary_tokens", "crop_fps", "crop_frames", "tools")
+    names = ("max_tool_turns", "max_calls", "summary_tokens", "crop_frames", "tools")
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})
 
 

@@ -31,20 +31,7 @@ class Trained(NamedTuple):
     lengths: tuple[GroupLengths, ...]
     """Lengths of the trajectories."""
     advantages: Float[np.ndarray, "r u"]
-    """Of every token; group p has the rows from p * group_size on, then come sub-agents."""
-
-
-@runtime_checkable
-class ResumableQuestions(Questions, Protocol):
-    """Questions whose position can be saved."""
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the state from which `set_state` resumes with the question that comes next."""
-        ...
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Resume at `state`."""
-        ...
+    """Of every token; group p has the rows from p * group_size on."""
 
 
 @runtime_checkable
@@ -88,7 +75,7 @@ class Observer(Protocol):
 def train_rl(
     learner: Learner,
     actor: TrainedActor,
-    questions: ResumableQuestions,
+    questions: Questions,
     saver: StepSaver,
     observer: Observer,
     seed: int,
@@ -163,17 +150,17 @@ def rl_step(
     settings = learner.settings
     assert (pool is None) == (settings.max_staleness == 0), "see `pool`"
     step = int(state.step) // settings.updates_per_batch
-    spans = Spans()
-    with spans("rollout"):
+    seconds: dict[str, float] = {}
+    with timed("rollout", seconds):
         play = play_step if pool is None else pool.play_step
         sampled = play(actor, questions, settings, seed, step)
         actor.sleep()
     require_fresh(sampled.batch, step, settings.max_staleness)
-    with spans("data"):
-        laid_out = learner.lay_out(sampled.batch, actor.environment, seed, step)
-    with spans("reference"):
+    with timed("data", seconds):
+        laid_out = learner.lay_out(sampled.batch, actor.environment, step)
+    with timed("reference", seconds):
         batch = learner.score(laid_out)
-    with spans("update"):
+    with timed("update", seconds):
         state, metrics = learner.update(state, batch, seed, step)
         arrays = batch.laid_out
         trained = Trained(arrays.rollouts, arrays.lengths, np.asarray(batch.rollouts.advantages))
@@ -182,24 +169,13 @@ def rl_step(
         fingerprint = actor.load(state.weights, step + 1)
     metrics["weights/fingerprint"] = float(fingerprint)
     metrics |= describe(sampled.drawn) | sampled.metrics | arrays.metrics
-    metrics |= {f"time/{name}": seconds for name, seconds in spans.seconds.items()}
-    return state, trained, metrics
+    return state, trained, metrics | seconds
 
 
-class Spans:
-    """The parts of a step, in its metrics and in a trace (`Run.profile`).
-
-    Attributes:
-        seconds: How long each part took, by name.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Measure the block, which is an event of this name in a trace."""
-        start = time.perf_counter()
-        with jax.profiler.TraceAnnotation(name):
-            yield
-        self.seconds[name] = time.perf_counter() - start
+@contextlib.contextmanager
+def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Measure the block into `seconds[time/name]`; it is an event of this name in a trace."""
+    begin = time.perf_counter()
+    with jax.profiler.TraceAnnotation(name):
+        yield
+    seconds[f"time/{name}"] = time.perf_counter() - begin

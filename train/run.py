@@ -1,7 +1,7 @@
 """The training command: `python -m train.run --config=NAME [--field value ...]`.
 
-A run is a sequence of phases: prepare, align, cold start, evaluate, control, reinforce, evaluate,
-export, report. Wrong settings are reported before any device work. Ctrl-C and SIGTERM stop a run
+A run is a sequence of phases: prepare, align, cold start, evaluate, reinforce, evaluate, export,
+report. Wrong settings are reported before any device work. Ctrl-C and SIGTERM stop a run
 after it has saved its progress; the same command continues it.
 """
 
@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -34,13 +33,11 @@ from paravt_extras.check import as_text, check, require_ready
 from paravt_extras.fit import fit
 from paravt_extras.report.finish import final_report, interim_report
 from paravt_extras.slices import found_devices
-from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import is_bucket
 from paravt_jax.data.stored_settings import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import LOST, USER_ERRORS, exit_code
-from paravt_jax.remote.judge import RemoteJudge
 from train.actor import open_actor, open_environment
 from train.cli import parse
 from train.data import Data, QuestionStream
@@ -56,17 +53,16 @@ from train.learn.align import CaptionedFrames, align
 from train.learn.placement import require_even
 from train.learn.rl import Learner
 from train.learn.rollouts import draw_budgets
-from train.learn.sft import SFTBatches, SFTSettings
+from train.learn.sft import SFTBatches
 from train.left_out import note_unreadable
-from train.model import first_model, require_targets, take_apart
+from train.model import first_model, require_model, take_apart
 from train.model_folder import export_run
 from train.out_of_memory import naming_remedies
 from train.prepare import prepare
 from train.published_data import open_reader
-from train.published_model import config_of, require_weights
 from train.rl import train_rl
 from train.settings import Run
-from train.sft import control_settings, train_sft
+from train.sft import train_sft
 
 
 def resolved(run: Run) -> dict[str, Any]:
@@ -115,16 +111,20 @@ def execute(
     fitted = fit(run, found_devices())
     run = fitted.run
     config |= {"fitted": fitted.chosen}
-    mesh = _check(run, config)
+    hosts.require_same("the run's settings", config)
+    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
+    require_even(mesh)
+    require_model(run)
     with contextlib.ExitStack() as stack:
         stack.enter_context(naming_remedies(run))
-        judge = None
-        if run.rl is not None and run.rl.rewards.judge is not None:
-            judge = RemoteJudge(run.rl.rewards.judge)
-            stack.enter_context(contextlib.closing(judge))
-        home, data = _open_home(run, config, interrupts, questions, stack)
+        home = _open_home(run, config, interrupts, stack)
+        data = _prepare(run, home, questions)
+        home = dataclasses.replace(
+            home, report=functools.partial(interim_report, home.folder, data.root)
+        )
         model, origin = first_model(run, data, mesh)
-        _align(run, home, data, model, mesh, origin)
+        if run.align is not None:
+            _align(run, home, data, model, mesh, origin)
 
         # Training donates its input weights: their memory is reused, and only the weights that a
         # phase returns are still valid.
@@ -136,27 +136,16 @@ def execute(
         home.usage.trains(model.config, mesh.size)
         actor = None
         if run.plays_episodes:
-            actor = open_actor(run, data, parts, environment, judge, weights)
+            actor = stack.enter_context(open_actor(run, data, parts, environment, weights))
         evaluator = Evaluator(run, home, data, actor)
         # The frames of the small world stay in memory, so nothing is read ahead of time.
         ahead = None if run.data is None else reader
 
-        def supervise(name: str, settings: SFTSettings, start: Any, seed: int) -> Any:
-            batches = SFTBatches(settings, data, ahead, seed, environment, mesh)
-            with open_saver(name, settings, home, parts.origin, parts) as saver:
-                return train_sft(parts, start, batches, saver)
-
         if run.sft is not None:
-            weights = supervise("sft", run.sft, weights, run.seed)
+            batches = SFTBatches(run.sft, data, ahead, run.seed, environment, mesh)
+            with open_saver("sft", run.sft, home, parts.origin, parts) as saver:
+                weights = train_sft(parts, weights, batches, saver)
         evaluator.evaluate(weights, "before")
-        if evaluator.has_control:
-            trained = None
-            if not evaluator.is_control_finished:
-                copy = jax.tree.map(jnp.copy, weights)
-                # Draws the rows in another order than the cold start did.
-                trained = supervise("control", control_settings(run), copy, run.seed + 1)
-            evaluator.evaluate_control(trained)
-            del trained  # RL needs the memory.
         if run.rl is not None:
             assert actor is not None, "a run with RL plays episodes"
             learner = Learner(parts.skeleton, weights, model.config, run.rl, run.rl_shape)
@@ -173,38 +162,61 @@ def execute(
         return final_report(run, home.folder, data.root)
 
 
+def _place(run: Run) -> Place:
+    return Place(run.run_dir or f"runs/{run.name}")
+
+
 def _open_home(
-    run: Run,
-    config: dict[str, Any],
-    interrupts: Interrupts,
-    questions: Sequence[Question] | None,
-    stack: contextlib.ExitStack,
-) -> tuple[Home, Data]:
-    """Lock the run until `stack` closes, and prepare its data."""
+    run: Run, config: dict[str, Any], interrupts: Interrupts, stack: contextlib.ExitStack
+) -> Home:
+    """Lock the run until `stack` closes, and copy what `run.start` provides."""
     place = _place(run)
-    _claim(run, place, config, stack)
+    # One lock serves all processes of a run, so only the first one takes it.
+    with hosts.one_after_another():
+        if hosts.is_first():
+            place.claim(config, run.start, stack)
+        place.pull()
+    place.require_shared()
     use_cache(place.programs)
-    data = _prepare(run, place, interrupts, questions)
-    metrics = MetricsWriter(place.folder, run.log.wandb, config)
-    home = Home(
-        place=place,
-        config=config,
-        metrics=stack.enter_context(contextlib.closing(metrics)),
-        usage=Usage(),
-        interrupts=interrupts,
-        keep_checkpoints=run.keep_checkpoints,
-        profile=run.profile,
-        report=functools.partial(interim_report, place.folder, data.root),
-    )
-    return home, data
+    metrics = MetricsWriter(place.folder, run.wandb, config)
+    stack.enter_context(contextlib.closing(metrics))
+    return Home(place, config, metrics, Usage(), interrupts, run.profile)
+
+
+def _prepare(run: Run, home: Home, questions: Sequence[Question] | None) -> Data:
+    """Prepare the data in the first process; the others open the result."""
+
+    def check() -> None:
+        # The other processes are waiting and cannot vote, so the first one decides alone. They
+        # receive its `Stopped` when it leaves the block below.
+        if hosts.is_first():
+            home.interrupts.check_alone(
+                "stopped while preparing the data; finished videos are kept"
+            )
+
+    with hosts.one_after_another(alike=Stopped):
+        home.place.pull()
+        data = prepare(run, home.folder, check, questions)
+        home.place.push()
+    if run.data is not None:
+        hosts.require_same(f"data.folder: {run.data.folder}, the prepared set", data.digest)
+    return data if run.rl is None else data.of_kinds(run.rl.kinds)
+
+
+def _checking(run: Run, home: Home, data: Data, unreadable: dict[str, str]) -> Home:
+    """Return the home of a phase that saves nothing once too many videos have become unreadable.
+
+    `unreadable` are videos that this process could not decode, each with the reason; it grows.
+    """
+    check = functools.partial(note_unreadable, run, data, unreadable)
+    return dataclasses.replace(home, check=check)
 
 
 def _align(
     run: Run, home: Home, data: Data, model: VisionLanguageModel, mesh: Mesh, origin: Origin
 ) -> None:
     """Teach the fresh vision tower of a tiny model to see."""
-    if run.align is None:
-        return
+    assert run.align is not None
     rules = run.frames.rules(model.config.vision)
     captioned = CaptionedFrames(data.captions, data.vocabulary, data.root, rules)
     # The tiny model is replicated: every process trains the whole model.
@@ -213,107 +225,6 @@ def _align(
     home = _checking(run, home, data, captioned.unreadable)
     with open_saver("align", run.align, home, origin) as saver:
         align(model, captioned, run.align, run.seed, saver)
-
-
-def _checking(run: Run, home: Home, data: Data, unreadable: dict[str, str]) -> Home:
-    """Return the home of a phase that saves nothing once too many videos have become unreadable.
-
-    Args:
-        run: The settings.
-        home: The run.
-        data: Its list of unreadable videos is extended.
-        unreadable: Videos that this process could not decode, each with the reason; it grows.
-    """
-
-    def check() -> None:
-        # Processes decode different videos, so each may know of other unreadable ones.
-        everywhere: dict[str, str] = {}
-        for found in hosts.gather(unreadable):
-            everywhere |= found
-        note_unreadable(run, data, everywhere)
-
-    return dataclasses.replace(home, check=check)
-
-
-def _place(run: Run) -> Place:
-    return Place(run.run_dir or f"runs/{run.name}")
-
-
-def _check(run: Run, config: dict[str, Any]) -> Mesh:
-    """Build the mesh and check the model's files, before any work on the data."""
-    hosts.require_same("the run's settings", config)
-    mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    require_even(mesh)
-    gpu.require_type("model.dtype", run.model.dtype)
-    require_targets(run)
-    if run.model.path:
-        config_of(run.model.path, run.model)
-        require_weights(run.model.path)
-    return mesh
-
-
-def _claim(run: Run, place: Place, config: dict[str, Any], stack: contextlib.ExitStack) -> None:
-    """Lock the run until `stack` closes, and copy what `run.start` provides."""
-    # One lock serves all processes of a run, so only the first one takes it.
-    with hosts.one_after_another():
-        if hosts.is_first():
-            place.claim(config, run.start, stack)
-        place.pull()
-    place.require_shared()
-
-
-def _prepare(
-    run: Run,
-    place: Place,
-    interrupts: Interrupts,
-    questions: Sequence[Question] | None,
-) -> Data:
-    """Prepare the data in the first process; the others open the result."""
-
-    def check() -> None:
-        # The other processes are waiting and cannot vote, so the first one decides alone. They
-        # receive its `Stopped` when it leaves the block below.
-        if hosts.is_first():
-            interrupts.check_alone("stopped while preparing the data; finished videos are kept")
-
-    with hosts.one_after_another(alike=Stopped):
-        place.pull()
-        data = prepare(run, place.folder, check, questions)
-        place.push()
-    if run.data is not None:
-        hosts.require_same(f"data.folder: {run.data.folder}, the prepared set", data.digest)
-    return data if run.rl is None else data.of_kinds(run.rl.kinds)
-
-
-def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return what the command does, and the rest of `argv`, which belongs to the recipe."""
-    program = command_name("python -m train.run")
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage=f"{program} --config=NAME [--check] [--field value ...]",
-        description=__doc__,
-        add_help=False,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="print what the run needs and what is missing, and exit",
-    )
-    parser.add_argument(
-        "--topology",
-        default="",
-        help="with --check: a TPU slice to check for, such as v5e:4x4, or several, such as "
-        "2*v5e:4x4, instead of the devices here",
-    )
-    if {"-h", "--help"} & set(argv):
-        # The options of the recipe follow: its parser prints them and exits.
-        print(parser.format_help())
-    options, rest = parser.parse_known_args(argv)
-    if options.topology and not options.check:
-        parser.error("--topology: only with --check; a run uses the devices that it finds")
-    return options, rest
 
 
 def _show(run: Run, topology: str) -> int:
@@ -384,11 +295,20 @@ def _silence_stacks() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    options, rest = _parse_options(sys.argv[1:] if argv is None else argv)
-    run = parse(rest, RECIPES)
-    if options.check:
-        return command(run, functools.partial(_show, topology=options.topology))
-    return command(run, train)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser.add_argument("--check", action="store_true", help="print what the run needs, and exit")
+    parser.add_argument(
+        "--topology", default="", help="with --check: a TPU slice, such as v5e:4x4 or 2*v5e:4x4"
+    )
+    options, arguments = parser.parse_known_args(argv)
+    if {"-h", "--help"} & set(arguments):
+        # The options of the recipe follow: its parser prints them and exits.
+        print(parser.format_help())
+    if options.topology and not options.check:
+        parser.error("--topology: only with --check; a run uses the devices that it finds")
+    run = parse(arguments, RECIPES)
+    work = functools.partial(_show, topology=options.topology) if options.check else train
+    return command(run, work)
 
 
 def _in_words(error: Exception, run: Run) -> str:

@@ -6,10 +6,11 @@ The docstrings below the fields are the text of `python -m train.run --config=NA
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from models.config import ModelConfig, VisionConfig
+from models.config import ModelConfig
 from models.family import FAMILIES, family
 from models.features import FrameSettings, frame_tokens
 from models.lora import LoRASettings
@@ -18,14 +19,12 @@ from paravt_jax.checks import require_at_least
 from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
 from paravt_jax.method.protocol import Lengths, ProtocolSettings
 from paravt_jax.method.tokenizer import Dialect
-from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as small_world
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
-from rollout.agent.episode import Dispatch
+from rollout.agent.episode import Dispatch, EpisodeSettings
 from rollout.engine.settings import EngineSizes
 from rollout.engine.sizing import LABEL_TOKENS, EngineSettings, engine_sizes, lengths
-from train.evaluation_settings import EvaluationSettings
 from train.learn.align import AlignSettings
 from train.learn.packing import StepShape
 from train.learn.rl_settings import RLSettings
@@ -80,11 +79,56 @@ class MeshSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class LogSettings:
-    """Where metrics are logged, besides metrics.jsonl and TensorBoard events."""
+class EvaluationSettings:
+    """The evaluation before and after RL, on held-out questions.
 
-    wandb: str = ""
-    """Project of Weights & Biases to log to; needs `pip install paravt-jax[wandb]`. Empty: none."""
+    Every combination of overview budget, dispatch and temperature is played.
+    """
+
+    # A video is held out with all its questions.
+    questions: int = 64
+    """Number of questions that are not trained on, but played before and after RL; 0: none."""
+    frames: tuple[int, ...] = (4, 16, 64)
+    """Overview budgets K, in frames."""
+    dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")
+    """How tool calls are executed."""
+    temperatures: tuple[float, ...] = (0.7, 0.0)
+    """Sampling temperatures; 0 is greedy."""
+    curve: bool = False
+    """Also evaluate greedily every `rl.save_every` steps of RL, for the curves of the report."""
+
+    def __post_init__(self):
+        require_at_least("evaluation", self, 0, "questions")
+        for name in ("frames", "dispatch", "temperatures"):
+            if not getattr(self, name):
+                raise ValueError(f"evaluation.{name}: (); give at least one")
+        for dispatch in self.dispatch:
+            # Raises if one is out of range: the smallest is, or none.
+            EpisodeSettings(min(self.frames), min(self.temperatures), dispatch)
+        if self.curve and not self.questions:
+            raise ValueError(
+                "evaluation.questions: 0 with evaluation.curve, which plays them: give a number, "
+                "or switch the curve off"
+            )
+        greedy = 0 in self.temperatures and "parallel" in self.dispatch
+        if self.curve and not greedy:
+            raise ValueError(
+                f"evaluation.temperatures, evaluation.dispatch: {self.temperatures}, "
+                f"{self.dispatch}; the curve compares greedy episodes with parallel dispatch: add "
+                "0 and parallel, or switch off evaluation.curve"
+            )
+
+    def episode_settings(self) -> tuple[EpisodeSettings, ...]:
+        """Return every combination of overview budget, dispatch and temperature."""
+        combinations = itertools.product(self.frames, self.dispatch, self.temperatures)
+        return tuple(
+            EpisodeSettings(frames, temperature, dispatch)
+            for frames, dispatch, temperature in combinations
+        )
+
+    def greedy_settings(self) -> tuple[EpisodeSettings, ...]:
+        """Greedy decoding with parallel dispatch at each overview budget: a quick evaluation."""
+        return tuple(EpisodeSettings(frames, 0.0, "parallel") for frames in self.frames)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +166,8 @@ class Run:
     sft: SFTSettings | None = None
     rl: RLSettings | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
-    log: LogSettings = LogSettings()
-    keep_checkpoints: int = 2
-    """Number of newest checkpoints that each phase keeps; the best one of RL stays as well."""
+    wandb: str = ""
+    """Project of Weights & Biases to log to; needs `pip install paravt-jax[wandb]`. Empty: none."""
 
     def __post_init__(self):
         if self.sft is not None and self.sft.steps == 0:
@@ -134,8 +177,8 @@ class Run:
                     "needs a recipe with rl, and weights that had the cold start: give --model.path"
                 )
             object.__setattr__(self, "sft", None)
-        require_folder_or_bucket("run_dir", self.run_dir)
-        require_folder_or_bucket("start", self.start)
+        for name in ("run_dir", "start"):
+            require_folder_or_bucket(name, getattr(self, name))
         if self.start and is_bucket(self.start) != is_bucket(self.run_dir):
             raise ValueError(
                 f"start, run_dir: {self.start!r}, {self.run_dir!r}; checkpoints are not copied "
@@ -143,16 +186,43 @@ class Run:
             )
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; must be 0 or more")
-        if self.keep_checkpoints < 1:
-            raise ValueError(f"keep_checkpoints: {self.keep_checkpoints}; keep at least 1")
         if not 0 <= self.max_left_out <= 1:
             raise ValueError(f"max_left_out: {self.max_left_out}; must be a share, from 0 to 1")
-        _check_data(self)
-        _check_phases(self)
+        if self.data is not None and (self.world is not None or not self.model.path):
+            raise ValueError(
+                f"data: set with world = {self.world} and model.path = {self.model.path!r}; "
+                "published data needs pretrained weights with their tokenizer, and no world: set "
+                "world to None and give model.path, a folder or a hub id"
+            )
+        if (self.text is None) != (self.world is None):
+            raise ValueError(
+                f"text: {self.text} with world = {self.world}; "
+                "both describe the small world: give both or neither"
+            )
+        self._check_phases()
+
+    def _check_phases(self) -> None:
         phases = {"align": self.align, "sft": self.sft, "rl": self.rl}
         steps = {name: phase.steps for name, phase in phases.items() if phase is not None}
         if not 0 <= self.profile <= max(steps.values(), default=0):
             raise ValueError(f"profile: {self.profile}; give a step of a phase ({steps}), or 0")
+        for name, phase in (("sft", self.sft), ("rl", self.rl)):
+            if self.lora and phase is not None and phase.optimizer.name == "muon":
+                raise ValueError(
+                    f"{name}.optimizer.name: 'muon' with lora; Muon is for whole matrices: choose "
+                    "adamw, or set lora to None in a recipe of your own"
+                )
+        if self.start and self.sft is None:
+            raise ValueError(
+                f"start: {self.start}, but {self.name} has no cold start to reuse; begin with that "
+                f"run's weights: --model.path {self.start}/model"
+            )
+        if self.align is not None and (self.model.size != "tiny" or self.model.path):
+            raise ValueError(
+                f"align: set for model.size {self.model.size}, model.path {self.model.path!r}; "
+                "alignment trains the vision tower of a new tiny model: choose a recipe without "
+                "it, such as paravt_8b, or set align to None in a recipe of your own"
+            )
 
     @property
     def plays_episodes(self) -> bool:
@@ -179,11 +249,6 @@ class Run:
         return "float32" if self.lora is None else self.model.dtype
 
     @property
-    def vision(self) -> VisionConfig:
-        """Sizes of the vision tower."""
-        return self.model.config().vision
-
-    @property
     def frame_tokens(self) -> int:
         """Largest number of visual tokens per frame of an overview."""
         return self._frame_tokens(crop=False)
@@ -198,20 +263,13 @@ class Run:
         """Largest number of visual tokens per frame."""
         return max(self.frame_tokens, self.crop_frame_tokens)
 
-    @property
-    def smallest_frame(self) -> int:
-        """The lesser limit of visual tokens per frame, of overviews or of crops.
-
-        As many frames as a row of visual tokens may have are counted with it.
-        """
-        return min(self.frame_tokens, self.crop_frame_tokens)
-
     def _frame_tokens(self, crop: bool) -> int:
+        vision = self.model.config().vision
         if self.world is None:
-            return frame_tokens(self.frames, self.vision, crop)
+            return frame_tokens(self.frames, vision, crop)
         # Every frame of the small world has the same size, so the number is exact.
         side = self.world.size
-        return self.frames.rules(self.vision, crop).tokens(side, side)
+        return self.frames.rules(vision, crop).tokens(side, side)
 
     def limits(self, dispatch: Dispatch = "parallel") -> ProtocolSettings:
         """Return limits of an episode. Dispatch `frames` shows the crops in the main agent's own
@@ -252,68 +310,6 @@ class Run:
         return engine_sizes(self.lengths(max(budgets), dispatch), self.engine, rows_per_prefix)
 
 
-def _check_data(run: Run) -> None:
-    if run.data is not None and (run.world is not None or not run.model.path):
-        raise ValueError(
-            f"data: set with world = {run.world} and model.path = {run.model.path!r}; published "
-            "data needs pretrained weights with their tokenizer, and no world: set world to None "
-            "and give model.path, a folder or a hub id"
-        )
-    if (run.text is None) != (run.world is None):
-        raise ValueError(
-            f"text: {run.text} with world = {run.world}; "
-            "both describe the small world: give both or neither"
-        )
-
-
-def _check_phases(run: Run) -> None:
-    evaluation = run.evaluation
-    for phase in ("sft", "rl") if run.lora is not None else ():
-        settings = getattr(run, phase)
-        if settings is not None and settings.optimizer.name == "muon":
-            raise ValueError(
-                f"{phase}.optimizer.name: 'muon' with lora; Muon is for whole matrices: choose "
-                "adamw, or set lora to None in a recipe of your own"
-            )
-    greedy = 0 in evaluation.temperatures and "parallel" in evaluation.dispatch
-    if run.rl is not None and (evaluation.curve or run.rl.control) and not greedy:
-        raise ValueError(
-            f"evaluation.temperatures, evaluation.dispatch: {evaluation.temperatures}, "
-            f"{evaluation.dispatch}; the curve and the control compare greedy episodes with "
-            "parallel dispatch: add 0 and parallel, or switch off evaluation.curve and rl.control"
-        )
-    if run.rl is not None and run.rl.control and not evaluation.questions:
-        raise ValueError(
-            "rl.control: True with evaluation.questions 0; the control is only evaluated: switch "
-            "it off, or give questions"
-        )
-    if run.rl is None and evaluation.curve:
-        raise ValueError(
-            "evaluation.curve: True without rl; it evaluates checkpoints of RL: switch it off"
-        )
-    if run.sft is not None and CropVideo.name not in run.protocol.tools:
-        raise ValueError(
-            f"protocol.tools: {run.protocol.tools}; the demonstrations of sft call crop_video: "
-            "add it, or set sft to None in a recipe of your own"
-        )
-    if run.train_vision != "none" and run.sft is None and run.rl is None:
-        raise ValueError(
-            f"train_vision: {run.train_vision!r} without sft and rl, which train it; "
-            "set it to 'none', or choose a recipe with one of these phases"
-        )
-    if run.start and run.sft is None:
-        raise ValueError(
-            f"start: {run.start}, but {run.name} has no cold start to reuse; begin with that run's "
-            f"weights: --model.path {run.start}/model"
-        )
-    if run.align is not None and (run.model.size != "tiny" or run.model.path):
-        raise ValueError(
-            f"align: set for model.size {run.model.size}, model.path {run.model.path!r}; "
-            "alignment trains the vision tower of a new tiny model: choose a recipe without it, "
-            "such as paravt_8b, or set align to None in a recipe of your own"
-        )
-
-
 def change(run: Run, name: str, fields: Mapping[str, Any]) -> Run:
     """Return a copy of `run` with another name and other values of some fields.
 
@@ -322,19 +318,17 @@ def change(run: Run, name: str, fields: Mapping[str, Any]) -> Run:
         name: Name of the new run.
         fields: New values by dotted path, such as `{"rl.grpo.anchor": "none"}`.
     """
-    return _replaced(run, {"name": name, **fields})
+    return _changed(run, {"name": name, **fields})
 
 
-def _replaced(settings: Any, fields: Mapping[str, Any]) -> Any:
+def _changed(settings: Any, fields: Mapping[str, Any]) -> Any:
     """Return a copy of some settings. It is checked once, with all new values in place."""
-    values: dict[str, Any] = {}
+    values = {path: value for path, value in fields.items() if "." not in path}
     inner: dict[str, dict[str, Any]] = {}
     for path, value in fields.items():
-        field, _, rest = path.partition(".")
-        if rest:
+        field, dot, rest = path.partition(".")
+        if dot:
             inner.setdefault(field, {})[rest] = value
-        else:
-            values[field] = value
     for field, changes in inner.items():
-        values[field] = _replaced(values.get(field, getattr(settings, field)), changes)
+        values[field] = _changed(values.get(field, getattr(settings, field)), changes)
     return dataclasses.replace(settings, **values)

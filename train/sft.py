@@ -1,20 +1,15 @@
-"""The cold start, step by step: draw packed demonstrations, update.
-
-The control goes on with the same steps where RL would begin.
-"""
+"""The cold start, step by step: draw packed demonstrations, update."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
 from models.compile_ahead import compile_ahead
 from paravt_jax.processes import hosts
 from train.durable.saver import Saver
-from train.learn.sft import SFTBatches, SFTSettings, make_sft_updater, sft_step
+from train.learn.sft import SFTBatches, make_sft_updater, sft_step
 from train.model import Parts
-from train.settings import Run
 
 
 def train_sft(parts: Parts, weights: Any, batches: SFTBatches, saver: Saver) -> Any:
@@ -44,17 +39,3 @@ def train_sft(parts: Parts, weights: Any, batches: SFTBatches, saver: Saver) -> 
         metrics["time/step"] = time.perf_counter() - start
         saver.done(step, state, metrics, batches.get_state(), lengths)
     return state.weights
-
-
-def control_settings(run: Run) -> SFTSettings:
-    """Return the settings of as many further steps on demonstrations as RL has.
-
-    The peak learning rates of the cold start would now undo part of what was learned, so the
-    control has constant rates, a tenth of those.
-    """
-    sft, rl = run.sft, run.rl
-    assert sft is not None and rl is not None, "a control continues a cold start beside RL"
-    peak = sft.optimizer.learning_rate / 10
-    optimizer = dataclasses.replace(sft.optimizer, learning_rate=peak)
-    constant = {"schedule": "constant", "warmup": 0.0, "horizon": 0}
-    return dataclasses.replace(sft, steps=rl.steps, optimizer=optimizer, **constant)

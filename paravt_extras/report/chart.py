@@ -62,7 +62,6 @@ def line_chart(
 
 def lines_chart(
     series: Sequence[tuple[str, Sequence[Point]]],
-    dashed: Sequence[Sequence[Point]],
     low: float,
     high: float,
 ) -> Chart:
@@ -70,17 +69,12 @@ def lines_chart(
 
     Args:
         series: (name, points) of each curve.
-        dashed: a curve to compare with each of `series`, in the same colour; may be empty.
         low: value that the y-axis must include.
         high: value that the y-axis must include.
     """
     lines = [_arrays(points) for _, points in series]
-    others = [_arrays(points) for points in dashed]
-    everything = np.concatenate([*lines, *others], axis=1)
+    everything = np.concatenate(lines, axis=1)
     axes = _axes(everything[0], np.append(everything[1], (low, high)))
-    for n, (steps, values) in enumerate(others):
-        colour = _colour(f"s{n % 6}")
-        axes.plot(steps, values, color=colour, linewidth=1.6, linestyle=(0, (2, 2.5)))
     for n, (steps, values) in enumerate(lines):
         _line(axes, steps, values, f"s{n % 6}")
     return Chart(_svg(axes), [name for name, _ in series])

@@ -9,7 +9,6 @@ Three measures, of a run's metrics and of its evaluation (docs/method.md explain
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -119,32 +118,37 @@ def _chart(
     known = [(name, line) for name, line in lines.items() if any(y is not None for _, y in line)]
     if not known:
         return []
-    return [{"title": title, "note": note, "chart": lines_chart(known, [], low, high)}]
+    return [{"title": title, "note": note, "chart": lines_chart(known, low, high)}]
 
 
-def format_table(rows: Sequence[Record]) -> list[Record]:
-    """Format by temperature, as means over the rollouts at all K.
+def format_table(result: Record) -> list[Record]:
+    """Return format by temperature, as means over the parallel rollouts at all K.
 
     Args:
-        rows: `by_temperature` of result.json.
+        result: Contents of result.json.
 
     Returns:
-        A row per temperature: `temperature`, and `before` and `after` RL, each with `compliance`,
+        A line per temperature: `temperature`, and `before` and `after` RL, each with `compliance`,
         `format_reward` and `n`, the number of rollouts; {} if it has not been measured.
     """
-    order = sorted(rows, key=lambda row: row["temperature"])
-    table = []
-    for temperature, group in itertools.groupby(order, lambda row: row["temperature"]):
-        members = list(group)
-        sides = {
-            phase: _pooled([row for row in members if row["phase"] == phase])
-            for phase in ("before", "after")
-        }
-        table.append({"temperature": temperature} | sides)
-    return table
+    sides = {
+        side: [
+            line
+            for line in result.get(side, [])
+            if line["dispatch"] == "parallel" and "format_reward" in line
+        ]
+        for side in ("before", "after")
+    }
+    temperatures = {line["temperature"] for lines in sides.values() for line in lines}
+    return [
+        {"temperature": temperature}
+        | {side: _pooled(lines, temperature) for side, lines in sides.items()}
+        for temperature in sorted(temperatures)
+    ]
 
 
-def _pooled(rows: Sequence[Record]) -> Record:
+def _pooled(lines: Sequence[Record], temperature: float) -> Record:
+    rows = [line for line in lines if line["temperature"] == temperature]
     if not rows:
         return {}
     means = {

@@ -1,8 +1,8 @@
 """What was learned: the first part of a run's report.
 
-Greedy accuracy and calls by K over the steps of RL, beside the control; the same figures for choice
-and grounding separately, and by whether an overview frame shows the answer; and questions answered
-wrongly without crops before RL, and rightly with crops side by side after it.
+Greedy accuracy and calls by K over the steps of RL; the same figures for choice and grounding
+separately, and by whether an overview frame shows the answer; and questions answered wrongly
+without crops before RL, and rightly with crops side by side after it.
 """
 
 from __future__ import annotations
@@ -59,18 +59,13 @@ def learning_curves(result: Record, last_step: int) -> list[Record]:
     before = [row for row in rows if row["step"] == 0]
     if not before or rows[-1]["step"] == 0:
         return []
-    # The control took as many steps as RL: before the end of RL, it has no step to stand at.
-    control = [{"step": last_step} | row for row in result.get("control", []) if result["after"]]
 
     def chart(value: Callable[[Record], float | None], high: float) -> Chart:
-        solid: list[tuple[str, list[tuple[float, float | None]]]] = []
-        dashed = []
+        lines: list[tuple[str, list[tuple[float, float | None]]]] = []
         for first in before:
             k = first["k"]
-            solid.append((f"K = {k}", [(row["step"], value(row)) for row in rows if row["k"] == k]))
-            ends = [first, *(row for row in control if row["k"] == k)]
-            dashed.append([(row["step"], value(row)) for row in ends])
-        return lines_chart(solid, dashed if control else [], 0.0, high)
+            lines.append((f"K = {k}", [(row["step"], value(row)) for row in rows if row["k"] == k]))
+        return lines_chart(lines, 0.0, high)
 
     charts = [
         ("accuracy", "all questions", lambda row: row["accuracy"], 1.0),
@@ -90,7 +85,7 @@ def group_table(result: Record) -> list[tuple[str, list[Record]]]:
     """Return (title, lines) of each group of questions; a line has a K and the figures there."""
     sides = {
         side: {row["k"]: row.get("groups", {}) for row in greedy(result.get(side, []))}
-        for side in ("before", "control", "after")
+        for side in ("before", "after")
     }
     table = []
     for name, title in GROUPS.items():

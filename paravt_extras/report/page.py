@@ -79,7 +79,6 @@ CURVES = (
 PHASES = {
     "rl": "Reinforcement learning",
     "sft": "Cold start",
-    "control": "Control: further SFT from the cold start",
     "align": "Alignment of the vision tower",
 }
 STACKS = (
@@ -116,12 +115,11 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
         temperature=_sampling_temperature(result),
         figures=key_figures(result),
         learning=learning,
-        control=finished and bool(result.get("control")),
         groups=group_table(result),
         pairs=pair_cards(root, episodes, until),
         facts=_facts(result, config.get("model", {}).get("dtype")),
         claims=claim_charts(rl_lines),
-        formats=format_table(result.get("by_temperature", [])),
+        formats=format_table(result),
         phases=_phases(metrics),
         table=_table(result),
         stages=_stages(root, episodes, until),
@@ -243,8 +241,8 @@ def _evaluated(result: Record) -> list[Record]:
 
 
 def _sampling_temperature(result: Record) -> float | None:
-    """Return the highest temperature of the evaluation; 0 is greedy."""
-    return max((row["temperature"] for row in _evaluated(result)), default=None)
+    """Return the first temperature of the evaluation; 0 is greedy."""
+    return next((row["temperature"] for row in _evaluated(result)), None)
 
 
 # --- the curves ---

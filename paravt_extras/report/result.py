@@ -27,9 +27,7 @@ class _Result(TypedDict):
 
     before: list[EvaluationRow]
     after: list[EvaluationRow]
-    control: NotRequired[list[EvaluationRow]]
     curve: NotRequired[list[EvaluationRow]]
-    by_temperature: NotRequired[list[EvaluationRow]]
     seconds: NotRequired[float]
     goodput: NotRequired[float]
     token_mismatches: NotRequired[int]
@@ -52,7 +50,7 @@ def read_evaluation(folder: pathlib.Path, name: str) -> list[Record]:
 
     Args:
         folder: The run's folder.
-        name: `before`, `control` or `after`.
+        name: `before` or `after`.
     """
     return [row for content in _contents(folder, name) for row in content["rows"]]
 
@@ -64,16 +62,6 @@ def read_curve(folder: pathlib.Path) -> list[Record]:
         step = int(file.stem.split("-")[1])
         rows += [{"step": step} | row for row in read_evaluation_file(file)["rows"]]
     return sorted(rows, key=lambda row: (row["step"], row["k"]))
-
-
-def read_by_temperature(folder: pathlib.Path) -> list[Record]:
-    """Return the rows of format at several temperatures, each with its `phase`: `before` or
-    `after`."""
-    return [
-        {"phase": phase} | row
-        for phase in ("before", "after")
-        for row in read_evaluation(folder, f"format_{phase}")
-    ]
 
 
 def checks(folder: pathlib.Path) -> Record:
@@ -112,8 +100,8 @@ def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
 
 def result_so_far(folder: pathlib.Path) -> Record:
     """Return what result.json would hold if the run ended now."""
-    rows = {name: read_evaluation(folder, name) for name in ("before", "control", "after")}
-    result = rows | {"curve": read_curve(folder), "by_temperature": read_by_temperature(folder)}
+    result = {name: read_evaluation(folder, name) for name in ("before", "after")}
+    result["curve"] = read_curve(folder)
     return result | checks(folder) | judged(folder) | durations(folder)
 
 

@@ -64,7 +64,7 @@ def plan(command: Gating) -> dict[str, list[Run]]:
         folders = {name: f"{command.run_dir}/{name}-{seed}" for name in ("start", "drawn", "fixed")}
         seeds = {"seed": seed, "world.seed": seed, "text.seed": seed}
         start = change(paravt_tiny(), "paravt_tiny", seeds | {"run_dir": folders["start"]})
-        arm = {"rl.kinds": ("mcq",), "rl.control": False, "start": start.run_dir}
+        arm = {"rl.kinds": ("mcq",), "start": start.run_dir}
         arm["evaluation"] = study.greedy_evaluation()
         runs[START].append(start)
         runs[DRAWN].append(change(start, "drawn", arm | {"run_dir": folders["drawn"]}))

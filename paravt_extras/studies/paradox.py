@@ -95,7 +95,7 @@ def figures(run: Run) -> Figures:
         found[f"tool gap of accuracy, K = {k}"] = row.get("tool_gap")
     for k, row in by_k(result["before"]).items():
         found[f"κ before RL, K = {k}"] = row["calls"]
-    for row in format_table(result.get("by_temperature", [])):
+    for row in format_table(result):
         name = f"compliance, temperature {row['temperature']:g}"
         found[name] = row["after"].get("compliance")
     steps = rl_steps(run)

@@ -52,7 +52,6 @@ def plan(command: Staleness, seed: int) -> list[Run]:
     for bound in MAX_STALENESS:
         arm = {
             "start": start.run_dir,
-            "rl.control": False,
             "rl.max_staleness": bound,
             "run_dir": f"{command.run_dir}/stale{bound}-{seed}",
         }

@@ -28,9 +28,8 @@ from train.durable.allocator import reuse_freed_memory
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
 from train.durable.run_directory import RunDirectory
-from train.evaluation_settings import EvaluationSettings
 from train.run import execute, resolved
-from train.settings import Run
+from train.settings import EvaluationSettings, Run
 
 Figures = dict[str, float | None]
 """Figures of a run, by the name of their line; None: not measured."""
@@ -69,7 +68,6 @@ def greedy_evaluation() -> EvaluationSettings:
         paravt_tiny().evaluation,
         dispatch=("parallel",),
         temperatures=(0.0,),
-        format_temperatures=(),
     )
 
 

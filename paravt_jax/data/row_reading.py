@@ -29,7 +29,7 @@ from paravt_jax.method.conversations import Clip, Conversation, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import CropCall, FailedCall, Question
 from paravt_jax.method.tokenizer import Dialect
-from paravt_jax.method.tools.crop_video import resolve_window
+from paravt_jax.method.tools.crop_video import CROP_FPS, resolve_window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ class VideoChecker:
                 Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {found.reason}"
             )
         window, limits = found.window, self.reading.limits
-        return window_indices(info, window.start, window.end, limits.crop_fps, limits.crop_frames)
+        return window_indices(info, window.start, window.end, CROP_FPS, limits.crop_frames)
 
 
 # One row may name a file several times, and neighbouring rows often name the same file.

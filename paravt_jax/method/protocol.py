@@ -49,7 +49,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from paravt_jax.checks import require_above, require_at_least, require_choices
+from paravt_jax.checks import require_at_least, require_choices
 from paravt_jax.method.parsing import JSON_CALLS
 from paravt_jax.method.records import (
     Author,
@@ -94,8 +94,6 @@ class ProtocolSettings:
     # The cold start teaches `<think>` in both cases.
     pin_think: bool = True
     """Begin every response of the main agent with `<think>` (paper, constrained generation)."""
-    crop_fps: float = 1.0
-    """Frames per second that a sub-agent sees of its window."""
     crop_frames: int = 16
     """Upper bound on a sub-agent's frames."""
     tools: tuple[str, ...] = ("crop_video",)
@@ -114,7 +112,6 @@ class ProtocolSettings:
         require_at_least("protocol", self, 0, "max_tool_turns")
         tokens = ("turn_tokens", "summary_tokens", "trajectory_tokens")
         require_at_least("protocol", self, 1, "max_calls", "crop_frames", "text_tokens", *tokens)
-        require_above("protocol", self, 0, "crop_fps")
         self.make_tools()  # unknown names fail here
 
     def make_tools(self) -> tuple[Tool, ...]:
@@ -159,14 +156,10 @@ class Lengths:
     """Everything after the prompt: responses and tool results."""
     crop_prompt: int
     """A sub-agent's prompt."""
-    crop_visual: int
-    """Visual tokens in a sub-agent's prompt."""
     report: int
     """A sub-agent's report, and the last token of its prompt, which is decoded with it."""
     frames: int = 0
     """Frames in a main agent's prompt."""
-    crop_frames: int = 0
-    """Frames in a sub-agent's prompt."""
 
 
 def _load_tool(name: str) -> Tool:

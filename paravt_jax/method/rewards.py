@@ -46,9 +46,7 @@ class RewardSettings:
     tool_weight: float = 1.0
     """Weight of R_tool in the total; 0 is the paper's row "without the tool reward"."""
     tool_turn_cost: float = 0.0
-    """Share of R_acc lost per turn in which a tool ran, however many calls that turn had."""
-    order_without_calls: bool = False
-    """Let episodes without calls earn R_fmt's order term, by a closed think before the answer."""
+    """Share of R_acc lost per turn with tools; above 0, R_fmt's order term needs no calls."""
     answer_suffix: bool = True
     """Give 0.5 for a non-empty answer block and 0.2 for a think, instead of 0.3 for each."""
     # Under the anchors `credit` and `likelihood`, each token that breaks a block is penalised too.
@@ -81,9 +79,7 @@ class RewardSettings:
 
 def frugal_reward() -> RewardSettings:
     """Return a reward for right answers and format that pays nothing for calls as such."""
-    return RewardSettings(
-        tool_weight=0.0, tool_turn_cost=0.2, order_without_calls=True, format_cap=False
-    )
+    return RewardSettings(tool_weight=0.0, tool_turn_cost=0.2, format_cap=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +253,7 @@ def combine(
             release.
     """
     r_anchor = anchor_reward(turns, settings.gamma)
-    base = format_base(turns, settings.answer_suffix, settings.order_without_calls)
+    base = format_base(turns, settings.answer_suffix, settings.tool_turn_cost > 0)
     uncapped = base + anchor_weight * r_anchor
     r_fmt = min(max(uncapped, 0.0), 1.0) if settings.format_cap else uncapped
     r_tool = tool_reward(turns, r_acc > 0)

@@ -23,6 +23,7 @@ from paravt_jax.method import protocol
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import PINNED, ProtocolSettings
 from paravt_jax.method.records import Caption, CropCall, Question, QuestionKind
+from paravt_jax.method.tools.crop_video import CROP_FPS
 from paravt_jax.world.videos import (
     COLOURS,
     DIGITS,
@@ -171,9 +172,7 @@ def window_conversations(
             start = int(rng.choice(sorted(starts)))
             if rng.random() < settings.unaligned:
                 start = STEP * int(rng.integers((SECONDS - WINDOW) // STEP + 1))
-            indices = window_indices(
-                info, start, start + WINDOW, limits.crop_fps, limits.crop_frames
-            )
+            indices = window_indices(info, start, start + WINDOW, CROP_FPS, limits.crop_frames)
             turns = (
                 ChatTurn("user", (_clip(video, indices, crop=True),)),
                 ChatTurn("assistant", (_report(video, start),)),

@@ -40,7 +40,7 @@ from paravt_jax.method.records import (
     Trajectory,
     Turn,
 )
-from paravt_jax.method.tools.crop_video import resolve_window
+from paravt_jax.method.tools.crop_video import CROP_FPS, resolve_window
 from paravt_jax.method.tools.tool import Look, Video
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, together
 
@@ -360,7 +360,7 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
 
     # Held until the sub-agent has reported.
     shown = await features.request(
-        features.window(video, window.start, window.end, limits.crop_fps, limits.crop_frames)
+        features.window(video, window.start, window.end, CROP_FPS, limits.crop_frames)
     )
 
     # The record of a crop has the window that was shown; other tools' calls stay as written.

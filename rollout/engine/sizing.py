@@ -22,6 +22,7 @@ BUCKET = 256
 _STEP = 16  # the lengths of a run are multiples of this
 LABEL_TOKENS = 12  # a frame's time and vision marks: up to 99,999.9 seconds in Qwen's tokenizer
 REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's tokenizer
+_LONG = 4096  # tokens of a long sequence
 _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 # Tokens of a sequence that are prefilled in one call. Longer prompts take several calls: the
 # activations and visual vectors of a call take memory.
@@ -36,17 +37,13 @@ class EngineSettings:
 
     slots: int = 64
     """Sequences decoded side by side, in whole groups; 0: chosen for the devices."""
-    page: int = 16
-    """Tokens per page of the KV cache."""
     cache_tokens: int = 65_536
     """Tokens in the KV cache; at least one whole rollout. 0: chosen for the devices."""
     read_tokens: int = 65_536
     """Unshared cached tokens read per call, over all rows; longer sequences get fewer rows."""
-    steps: int = 16
-    """Tokens decoded per call, between scheduling decisions."""
 
     def __post_init__(self):
-        require_at_least("engine", self, 1, "page", "read_tokens", "steps")
+        require_at_least("engine", self, 1, "read_tokens")
         require_at_least("engine", self, 0, "slots", "cache_tokens")
 
 
@@ -78,10 +75,8 @@ def lengths(
         visual=frames * frame_tokens,
         response=limits.trajectory_tokens,
         crop_prompt=round_up(limits.crop_frames * labelled_in_crop + REQUEST_TOKENS, _STEP),
-        crop_visual=limits.crop_frames * crop_frame_tokens,
         report=limits.summary_tokens + 1,
         frames=frames,
-        crop_frames=limits.crop_frames,
     )
 
 
@@ -96,7 +91,9 @@ def engine_sizes(
         rows_per_prefix: rollouts per prompt.
         share_prompts: whether the rollouts of a prompt read one copy of it.
     """
-    page = settings.page
+    # Long sequences have larger pages and longer calls: fewer pages and calls to keep track of.
+    is_long = max(longest.prompt + longest.response, longest.crop_prompt) >= _LONG
+    page, steps = (64, 32) if is_long else (16, 16)
     prompt = round_up(longest.prompt, page)
     crop = round_up(longest.crop_prompt, page)
     whole = round_up(max(prompt + longest.response, crop + longest.report), page)
@@ -123,7 +120,7 @@ def engine_sizes(
         pages=page_count(max(whole, settings.cache_tokens), page),
         prefill_tokens=max(min(prompt, piece), _LEAST_PREFILL),
         read_tokens=max(slots * row_lengths[0], settings.read_tokens),
-        steps=settings.steps,
+        steps=steps,
     )
 
 
@@ -146,13 +143,12 @@ def sizes_for_single_episodes(
         visual=0,
         response=limits.trajectory_tokens,
         crop_prompt=round_up(crop, BUCKET),
-        crop_visual=0,
         report=limits.summary_tokens + 1,
     )
     episode = longest.prompt + longest.response
     episode += limits.max_calls * (longest.crop_prompt + longest.report)
     settings = EngineSettings(
-        slots=episodes * limits.max_calls, page=64, cache_tokens=cache_tokens or episodes * episode
+        slots=episodes * limits.max_calls, cache_tokens=cache_tokens or episodes * episode
     )
     return engine_sizes(longest, settings, rows_per_prefix=limits.max_calls, share_prompts=False)
 

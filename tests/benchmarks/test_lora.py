@@ -26,7 +26,7 @@ def test_both_arms_begin_with_the_same_weights_and_differ_in_what_is_trained_and
     assert full.align is full.sft is full.lora is None
     tiny = paravt_tiny().rl
     assert tiny is not None and adapted.rl is not None
-    assert full.rl == dataclasses.replace(tiny, control=False)
+    assert full.rl == tiny
     rate = dataclasses.replace(tiny.optimizer, learning_rate=5e-4)
     assert adapted.rl.optimizer == rate
     same = dataclasses.replace(adapted, name="", run_dir="", lora=None, rl=full.rl)

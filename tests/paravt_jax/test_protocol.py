@@ -317,7 +317,6 @@ def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabular
         ("max_calls", 0),
         ("turn_tokens", 0),
         ("crop_frames", 0),
-        ("crop_fps", 0.0),
     ],
 )
 def test_limits_out_of_range_are_refused(field, value):

@@ -14,6 +14,7 @@ from paravt_jax.data.frames import overview_indices, window_indices
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.protocol import PINNED, ProtocolSettings
 from paravt_jax.method.records import QuestionKind
+from paravt_jax.method.tools.crop_video import CROP_FPS
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 from paravt_jax.world.text import TextSettings
@@ -143,7 +144,7 @@ def test_clips_equal_those_of_the_files(small_world):
         info = video.probe(small_world.folder / clip.path)
         start = int(conversation.id.rpartition(":")[2])
         end = start + world.WINDOW
-        expected = window_indices(info, start, end, limits.crop_fps, limits.crop_frames)
+        expected = window_indices(info, start, end, CROP_FPS, limits.crop_frames)
         assert_shows(clip, info, expected)
 
 

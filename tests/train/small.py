@@ -43,7 +43,6 @@ from tests.train.steps import road_learner, take_step
 from train.data import Data, QuestionStream
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
-from train.evaluation_settings import EvaluationSettings
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
@@ -52,7 +51,7 @@ from train.learn.sft import SFTSettings
 from train.model import model_config
 from train.prepare import prepare
 from train.run import main
-from train.settings import Run
+from train.settings import EvaluationSettings, Run
 
 SUFFIX = 144
 
@@ -82,7 +81,6 @@ def small() -> Run:
             rows=2,
             row_tokens=320,
             optimizer=adam,
-            save_every=2,
         ),
         rl=RLSettings(
             steps=6,
@@ -92,7 +90,6 @@ def small() -> Run:
             rewards=RewardSettings(format_cap=False),
             frame_budgets=(4, 16),
             save_every=2,
-            control=True,
         ),
         evaluation=EvaluationSettings(
             questions=2,
@@ -100,7 +97,6 @@ def small() -> Run:
             dispatch=("parallel", "none"),
             temperatures=(0.7, 0.0),
             curve=True,
-            format_temperatures=(0.0, 1.0),
         ),
     )
 
@@ -317,19 +313,10 @@ def resample(road: Road) -> dict[str, Any]:
     }
 
 
-def with_subagents(run: Run, rows: int) -> Run:
-    """The run with `rows` sub-agents trained per step."""
-    assert run.rl is not None
-    share = rows / (run.rl.prompts * run.rl.grpo.group_size)
-    return dataclasses.replace(run, rl=dataclasses.replace(run.rl, subagents_per_rollout=share))
-
-
 def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
     """The metrics of two steps of RL in which one of two questions calls all sub-agents."""
     assert road.run.rl is not None
-    run = with_subagents(road.run, 8)
-    assert run.rl is not None
-    learner = road_learner(road, run.rl, run.rl_shape, fsdp=fsdp)
+    learner = road_learner(road, road.run.rl, road.run.rl_shape, fsdp=fsdp)
     state, sampler, steps = learner.start, Uneven(road), []
     for _ in range(2):
         state, figures = take_step(

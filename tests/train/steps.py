@@ -29,6 +29,12 @@ class Given:
         assert places is None, "no further questions are given"
         return self.questions
 
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """There is no position."""
+
 
 def skeleton_of(road: Any, **mesh: int) -> Skeleton:
     """The model of a road without its trained weights, on a mesh."""

@@ -26,7 +26,7 @@ PROGRAM = pathlib.Path(__file__).with_name("small.py")
 # Seconds. Two processes of four devices compile everything, on two cores.
 LONG = 900.0
 SHORT = """
---sft.steps 2 --rl.steps 4 --rl.no-control
+--sft.steps 2 --rl.steps 4
 --evaluation.frames 4 --evaluation.dispatch parallel --evaluation.temperatures 0.7 0
 """.split()
 TWO = ["--mesh.fsdp", "8"]

@@ -23,7 +23,7 @@ from paravt_jax.processes.exit_codes import FAILED, TEMPORARY
 from train.durable.place import Place
 from train.durable.run_directory import RunDirectory
 from train.run import resolved
-from train.settings import LogSettings, Run, change
+from train.settings import Run, change
 
 SLICE = "v5e:4x4"
 
@@ -65,7 +65,7 @@ def test_another_version_of_a_package_is_an_error_with_the_command(tmp_path, mon
 
 def test_a_package_that_only_this_run_needs_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    run = change(paravt_tiny(), "logged", {"log": LogSettings(wandb="paravt")})
+    run = change(paravt_tiny(), "logged", {"wandb": "paravt"})
     assert "wandb" in found(run, tmp_path)["packages"].found
 
 

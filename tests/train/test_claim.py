@@ -54,17 +54,17 @@ def rl_steps(count: int = 48) -> list[Record]:
     return steps
 
 
-def by_temperature() -> list[Record]:
-    """Rows at two K, of which the second has three times as many rollouts."""
-    rows = []
-    for phase, lift in (("before", 0.0), ("after", 0.4)):
+def at_temperatures() -> Record:
+    """A result at two K, of which the second has three times as many rollouts."""
+    result: Record = {}
+    for side, lift in (("before", 0.0), ("after", 0.4)):
         for k, n in ((4, 50), (64, 150)):
             for temperature in (0.0, 0.3, 0.7, 1.0):
                 figures = {"compliance": 0.5 - 0.2 * temperature + lift, "format_reward": 0.5}
                 figures["format_reward"] += lift if k == 64 else 0.0
-                row = {"phase": phase, "k": k, "dispatch": "parallel", "n": n}
-                rows.append(row | {"temperature": temperature} | figures)
-    return rows
+                setting = {"k": k, "dispatch": "parallel", "temperature": temperature, "n": n}
+                result.setdefault(side, []).append(setting | figures)
+    return result
 
 
 def test_a_step_without_a_gap_does_not_count_as_zero():
@@ -97,7 +97,7 @@ def test_the_charts_have_a_line_per_budget_and_per_kind_of_tag():
 
 
 def test_format_is_the_mean_over_all_rollouts_of_a_temperature():
-    table = format_table(by_temperature())
+    table = format_table(at_temperatures())
     assert [line["temperature"] for line in table] == [0.0, 0.3, 0.7, 1.0]
     hot = table[-1]
     assert hot["before"]["compliance"] == pytest.approx(0.3)
@@ -105,19 +105,19 @@ def test_format_is_the_mean_over_all_rollouts_of_a_temperature():
     # Rollouts at K = 64 are three quarters of all.
     assert hot["after"]["format_reward"] == pytest.approx(0.25 * 0.5 + 0.75 * 0.9)
     assert hot["before"]["n"] == hot["after"]["n"] == 200
-    assert (
-        format_table([row for row in by_temperature() if row["phase"] == "before"])[0]["after"]
-        == {}
-    )
+    assert format_table(at_temperatures() | {"after": []})[0]["after"] == {}
 
 
 def test_the_page_shows_all_three_measures(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", rl_steps())
-    result = {"before": [], "after": [], "by_temperature": by_temperature()}
-    (tmp_path / "result.json").write_text(json.dumps(result))
+    rows = {
+        side: [line | {"accuracy": 0.5, "calls": 1.0, "turns": 1.0} for line in lines]
+        for side, lines in at_temperatures().items()
+    }
+    (tmp_path / "result.json").write_text(json.dumps(rows))
     page = page_of(tmp_path)
     names = [e["text"] for e in page.all("span", "name")]
-    assert names == ["tool gap: reward", "tool gap: accuracy", "likelihood of tags"]
-    rows = [e["text"] for e in page.all("tr")][1:]
-    assert rows[0] == "greedy0.50 → 0.900.50 → 0.80200"
-    assert rows[-1] == "10.30 → 0.700.50 → 0.80200"
+    assert names[-3:] == ["tool gap: reward", "tool gap: accuracy", "likelihood of tags"]
+    rows = [e["text"] for e in page.all("tr")]
+    assert "greedy0.50 → 0.900.50 → 0.80200" in rows
+    assert "10.30 → 0.700.50 → 0.80200" in rows

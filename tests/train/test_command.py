@@ -75,14 +75,11 @@ def test_arguments_and_exit_codes_are_passed_on(start, monkeypatch, tmp_path, wo
     assert calls == [[f"paravt {word}", *flags, "--config=sft_tiny", "-x", "two words"]]
 
 
-@pytest.mark.parametrize(
-    ("word", "nearest"), [("runn", "run"), ("evalute", "evaluate"), ("train", "run")]
-)
-def test_an_unknown_word_is_answered_with_the_nearest_command(start, capsys, word, nearest):
-    assert start(word) == 2
+def test_an_unknown_word_is_answered_with_the_commands(start, capsys):
+    assert start("runn") == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert word in message and f"paravt {nearest}?" in message
+    assert "runn: no such command; give one of run, check" in message
 
 
 def test_the_list_needs_neither_jax_nor_flax(tmp_path):
@@ -97,14 +94,6 @@ def test_the_list_needs_neither_jax_nor_flax(tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: paravt COMMAND")
-
-
-def test_in_another_copy_of_the_project_nothing_is_started(start, tmp_path, capsys):
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train/run.py").touch()
-    assert start("run", "--config=sft_tiny") == 2
-    message = capsys.readouterr().err
-    assert str(tmp_path) in message and "python -m train.run" in message
 
 
 def test_the_package_installs_the_script():

@@ -1,4 +1,4 @@
-"""What the report shows first: greedy curves by K, the control, groups, and a question twice."""
+"""What the report shows first: greedy curves by K, groups, and a question twice."""
 
 from __future__ import annotations
 
@@ -31,23 +31,16 @@ def row(k: int, score: float, calls: float, **changes: Any) -> Record:
 def result() -> Record:
     return {
         "before": [*(row(k, 0.2, 0.0) for k in KS), row(4, 0.9, 1.0, temperature=0.7)],
-        "control": [row(k, 0.3, 0.0) for k in KS],
         "curve": [row(k, 0.5, 1.0, step=5) for k in KS],
         "after": [*(row(k, 0.8, 2.0) for k in KS), row(4, 0.1, 0.0, dispatch="none")],
     }
 
 
-def test_curves_run_from_before_to_after_and_the_control_is_dashed(result):
+def test_curves_run_from_before_to_after(result):
     charts = {figure["title"]: figure["chart"] for figure in learning_curves(result, 10)}
     for title in ("accuracy", "crops per question", "accuracy, choice"):
         assert charts[title].legend == ["K = 4", "K = 64"]
-    assert charts["accuracy"].svg.count("stroke-dasharray") == 2
-    curves = lines(charts["accuracy"])
-    assert [len(points) for points in curves] == [2, 2, 3, 3]
-    # The control ends at the last step, lower than RL: in a drawing, y grows downwards.
-    control, learned = curves[0][-1], curves[2][-1]
-    assert control[0] == learned[0]
-    assert control[1] > learned[1]
+    assert [len(points) for points in lines(charts["accuracy"])] == [3, 3]
 
 
 def test_without_greedy_evaluations_there_are_no_curves(result):
@@ -55,7 +48,7 @@ def test_without_greedy_evaluations_there_are_no_curves(result):
     assert learning_curves(result | {"before": sampled}, 10) == []
     assert learning_curves({}, 10) == []
     assert learning_curves(result, 0) == []
-    assert len(learning_curves(result | {"control": [], "curve": []}, 10)) == 6
+    assert len(learning_curves(result | {"curve": []}, 10)) == 6
 
 
 def test_groups_of_questions_have_their_figures_side_by_side(result):
@@ -63,8 +56,8 @@ def test_groups_of_questions_have_their_figures_side_by_side(result):
     assert list(table) == ["choice, no frame shows the answer", "choice, a frame shows the answer"]
     [line] = table["choice, no frame shows the answer"]
     assert (line["k"], line["n"]) == (4, 9)
-    scores = [line[side]["score"] for side in ("before", "control", "after")]
-    assert scores == [0.2, 0.3, 0.8]
+    scores = [line[side]["score"] for side in ("before", "after")]
+    assert scores == [0.2, 0.8]
     assert group_table({}) == []
 
 

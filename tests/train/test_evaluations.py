@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -18,6 +19,7 @@ from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import rules_of
+from paravt_jax.remote.judge import RemoteJudge
 from rollout.engine.engine import Engine, EngineCounts
 from tests.paravt_jax.judge_server import Reply, says, serving
 from train.actor import EngineActor
@@ -64,9 +66,12 @@ def evaluated(road, small, monkeypatch):
             sampler.load(weights, version)
             return 0
 
-    def scripted(run, data, parts, environment, judge, weights) -> EngineActor:
-        scores = judge or rules_of(run.rl.rewards)
-        return EngineActor(Script(), road.environment, scores, NoSync(), remote=judge)
+    @contextlib.contextmanager
+    def scripted(run, data, parts, environment, weights) -> Iterator[EngineActor]:
+        rewards = run.rl.rewards
+        judge = None if rewards.judge is None else RemoteJudge(rewards.judge)
+        scores = judge or rules_of(rewards)
+        yield EngineActor(Script(), road.environment, scores, NoSync(), remote=judge)
 
     def untrained(parts, weights, batches, saver) -> Any:
         """The cold start without a step."""
@@ -76,7 +81,7 @@ def evaluated(road, small, monkeypatch):
         run = dataclasses.replace(
             road.run,
             run_dir=str(folder),
-            rl=dataclasses.replace(road.run.rl, rewards=rewards, control=False),
+            rl=dataclasses.replace(road.run.rl, rewards=rewards),
         )
         train.run.execute(run)
         return json.loads((folder / "result.json").read_text())
@@ -127,11 +132,7 @@ def test_counts_cover_every_setting_and_survive_a_restart(evaluated, tmp_path):
     with serving(lambda number, _: REFUSED if number % 3 else says("0.5")) as server:
         result = evaluated(tmp_path, judged_by(server.endpoint))
         files, asked = counts_in(tmp_path), len(server.received)
-        assert set(files) == {
-            f"{name}-{k}"
-            for name in ("before", "after", "format_before", "format_after")
-            for k in (4, 16)
-        }
+        assert set(files) == {f"{name}-{k}" for name in ("before", "after") for k in (4, 16)}
         assert all(
             counts["asked"] == counts["answered"] + counts["fell_back"] > 0
             for counts in files.values()
@@ -164,8 +165,8 @@ def test_the_report_is_written_after_each_evaluation(evaluated, tmp_path, monkey
 
     monkeypatch.setattr(finish, "write_report", write)
     evaluated(tmp_path, RewardSettings(format_cap=False))
-    # Before and after RL, and format at several temperatures each time.
-    assert len(pages) == 4
+    # Before and after RL.
+    assert len(pages) == 2
     assert all("has not finished" in text for text, _ in pages)
     assert not any(finished for _, finished in pages)
     assert "has not finished" not in (tmp_path / "report.html").read_text()
@@ -187,4 +188,4 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
     result = evaluated(tmp_path, RewardSettings(format_cap=False))
     assert result["after"]
     told = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert len(told) == 4 and all("no space left" in line for line in told)
+    assert len(told) == 2 and all("no space left" in line for line in told)

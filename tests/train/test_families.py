@@ -43,13 +43,11 @@ def test_a_run_goes_through_all_phases(small, tmp_path, name, recipe):
     changes = {
         "model.family": name,
         "run_dir": str(tmp_path / "run"),
-        "rl.control": False,
         "rl.steps": 2,
         "evaluation.curve": False,
         "evaluation.frames": (4,),
         "evaluation.dispatch": ("parallel",),
         "evaluation.temperatures": (0.7,),
-        "evaluation.format_temperatures": (),
     }
     run = change(getattr(small, recipe)(), recipe, changes)
     execute(run)

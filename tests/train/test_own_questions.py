@@ -25,13 +25,12 @@ from paravt_jax.world.videos import WorldSettings, render
 from paravt_jax.world.vocabulary import world_vocabulary
 from tests.compiled_names import CompiledNames
 from train import prepare as prepare_module
-from train.evaluation_settings import EvaluationSettings
 from train.left_out import LeftOutError
 from train.model import model_config
 from train.prepare import prepare
 from train.published_data import DataSettings
 from train.run import execute
-from train.settings import ModelSettings, Run
+from train.settings import EvaluationSettings, ModelSettings, Run
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
 
@@ -66,7 +65,7 @@ def recipe(small, base) -> Run:
         text=None,
         align=None,
         sft=None,
-        rl=dataclasses.replace(run.rl, steps=2, frame_budgets=(4,), control=False),
+        rl=dataclasses.replace(run.rl, steps=2, frame_budgets=(4,)),
         evaluation=EvaluationSettings(
             questions=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
         ),

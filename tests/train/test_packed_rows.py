@@ -72,8 +72,8 @@ SETTINGS = RLSettings(
 )
 
 # The most of each, so that the slow layout compiles once.
-GROUPS, ROLLOUTS, SUBAGENTS = 3, 3, 3
-ROWS = GROUPS * ROLLOUTS + SUBAGENTS
+GROUPS, ROLLOUTS = 3, 3
+ROWS = GROUPS * ROLLOUTS
 SUFFIX = 20
 LONGEST = 48
 SLOTS = 64
@@ -114,10 +114,9 @@ class Prompted:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Groups of main agents, and sub-agents with the group and number of their rollouts."""
+    """Groups of rollouts."""
 
     groups: tuple[Prompted, ...]
-    subagents: tuple[tuple[Prompted, int, int], ...]
 
 
 # --- random steps ---
@@ -168,7 +167,6 @@ class Plan(NamedTuple):
     words: int
     grids: tuple[tuple[int, int], ...]
     lengths: tuple[int, ...]
-    owner: tuple[int, int] = (0, 0)
 
     def play(self) -> Prompted:
         rng = np.random.default_rng(self.seed)
@@ -188,33 +186,26 @@ def plans(rollouts: int) -> st.SearchStrategy[Plan]:
         st.integers(1, 12),
         GRIDS,
         st.tuples(*[LENGTH] * rollouts),
-        st.tuples(st.integers(0, GROUPS - 1), st.integers(0, ROLLOUTS - 1)),
     )
 
 
-MAINS = st.lists(plans(ROLLOUTS), min_size=1, max_size=GROUPS)
-AGENTS = st.lists(plans(1), max_size=SUBAGENTS)
+STEPS = st.lists(plans(ROLLOUTS), min_size=1, max_size=GROUPS)
 
 
-def step_of(mains: Sequence[Plan], agents: Sequence[Plan]) -> Step:
-    groups = tuple(plan.play() for plan in mains)
-    return Step(
-        groups, tuple((plan.play(), plan.owner[0] % len(groups), plan.owner[1]) for plan in agents)
-    )
+def step_of(drawn: Sequence[Plan]) -> Step:
+    return Step(tuple(plan.play() for plan in drawn))
 
 
 # --- what PARA-GRPO reads ---
 
 
 def rows_of(step: Step) -> dict[int, tuple[Played, Prompted]]:
-    """The rollouts by their rows: main agents, then sub-agents."""
-    rows = {
+    """The rollouts by their rows."""
+    return {
         p * ROLLOUTS + g: (member, group)
         for p, group in enumerate(step.groups)
         for g, member in enumerate(group.members)
     }
-    first = GROUPS * ROLLOUTS
-    return rows | {first + n: (a.members[0], a) for n, (a, _, _) in enumerate(step.subagents)}
 
 
 def grpo_batch(step: Step) -> GRPOBatch:
@@ -228,8 +219,7 @@ def grpo_batch(step: Step) -> GRPOBatch:
         mask[row, :length] = trajectory.authors[first:] == Author.MODEL
         by_token["behaviour"][row, :length] = trajectory.logprobs[first:]
         by_token["reference"][row] = member.reference
-        if row < GROUPS * ROLLOUTS:
-            structures[row] = member.tags, member.kinds
+        structures[row] = member.tags, member.kinds
     size = (GROUPS, ROLLOUTS)
     by_rollout = {
         "rewards": np.zeros(size, np.float32),
@@ -243,14 +233,10 @@ def grpo_batch(step: Step) -> GRPOBatch:
             by_rollout["anchor_rewards"][p, g] = member.anchor_reward
             by_rollout["compliant"][p, g] = member.compliant
             by_rollout["valid"][p, g] = True
-    owners = np.arange(ROWS, dtype=np.int32)
-    owners[GROUPS * ROLLOUTS :] = 0
-    for n, (_, group, member) in enumerate(step.subagents):
-        owners[GROUPS * ROLLOUTS + n] = group * ROLLOUTS + member
     arrays = jax.tree.map(jnp.asarray, by_token | by_rollout)
     structure = jax.tree.map(jnp.asarray, pad_structures(structures, TAGS))
     return GRPOBatch(
-        mask=jnp.asarray(mask), rollout=jnp.asarray(owners), structure=structure, **arrays
+        mask=jnp.asarray(mask), rollout=jnp.arange(ROWS), structure=structure, **arrays
     )
 
 
@@ -375,11 +361,9 @@ def pack_step(step: Step, sizes: Sequence[MicrobatchShape]) -> tuple[list[Any], 
     bank = np.zeros((SLOTS, 2, TEXT.hidden_size), np.float32)
     groups = []
     used = 0
-    numbered = [(p * ROLLOUTS, group) for p, group in enumerate(step.groups)]
-    numbered += [(GROUPS * ROLLOUTS + n, agent) for n, (agent, _, _) in enumerate(step.subagents)]
-    for row, group in numbered:
+    for p, group in enumerate(step.groups):
         trajectories = tuple(member.trajectory for member in group.members)
-        groups.append(Group(trajectories, row, group.grids, used))
+        groups.append(Group(trajectories, p * ROLLOUTS, group.grids, used))
         bank[used : used + len(group.vectors)] = group.vectors
         used += len(group.vectors)
     packed = pack([group.lengths for group in groups], sizes)
@@ -406,17 +390,17 @@ def assert_same(found: tuple[dict[str, float], Any], wanted: tuple[dict[str, flo
 
 @pytest.mark.slow
 @settings(max_examples=25, phases=PHASES)
-@given(mains=MAINS, agents=AGENTS, sizes=st.sampled_from(sorted(SIZES)))
-def test_packed_rows_give_the_gradients_of_trajectories_alone(layouts, mains, agents, sizes):
-    step = step_of(mains, agents)
+@given(drawn=STEPS, sizes=st.sampled_from(sorted(SIZES)))
+def test_packed_rows_give_the_gradients_of_trajectories_alone(layouts, drawn, sizes):
+    step = step_of(drawn)
     assert_same(layouts.packed(step, SIZES[sizes]), layouts.slow(step))
 
 
 @pytest.mark.slow
 @settings(max_examples=15, phases=PHASES)
-@given(mains=MAINS, agents=AGENTS, sizes=st.sampled_from(sorted(SIZES)))
-def test_every_log_prob_is_in_one_micro_batch(layouts, mains, agents, sizes):
-    step = step_of(mains, agents)
+@given(drawn=STEPS, sizes=st.sampled_from(sorted(SIZES)))
+def test_every_log_prob_is_in_one_micro_batch(layouts, drawn, sizes):
+    step = step_of(drawn)
     parts = layouts.packed_logprobs(step, SIZES[sizes])
     assert np.max(np.count_nonzero(parts, axis=0)) <= 1
     np.testing.assert_allclose(sum(parts), layouts.slow_logprobs(step), rtol=0, atol=2e-5)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,12 +95,6 @@ def test_the_largest_size_keeps_all_bounds_but_has_room_for_the_longest(
         assert largest.tokens <= 8 * longest
 
 
-def test_a_row_on_several_devices_is_cut_into_equal_tiles():
-    (largest, *_) = microbatch_shapes(60_000, 6000, 10**6, devices=16, pieces=16)
-    assert largest == MicrobatchShape(rows=1, tokens=47_104, pieces=16)
-    assert largest.tokens // largest.pieces % ALIGNMENT == 0
-
-
 # --- packing ---
 
 
@@ -163,43 +155,11 @@ def test_the_order_of_groups_and_rollouts_does_not_change_the_sizes(groups, boun
     assert [microbatch.shape for microbatch in one] == [microbatch.shape for microbatch in other]
 
 
-def test_a_group_that_fits_a_row_shares_one_prompt():
-    (packed,) = pack([GroupLengths(100, (50, 60, 70))], microbatch_shapes(512, 170, 10**4))
-    ((chunk,),) = packed.rows
-    assert chunk.members == (0, 1, 2) and packed.shape.tokens == 512
-
-
 def test_a_group_that_fits_no_row_is_cut_and_its_prompt_repeated():
     group = GroupLengths(100, (200,) * 8)
     packed = pack([group], [MicrobatchShape(rows=1, tokens=768)])
     chunks = [chunk for microbatch in packed for row in microbatch.rows for chunk in row]
     assert sorted(len(chunk.members) for chunk in chunks) == [2, 3, 3]
-
-
-@pytest.mark.parametrize(
-    ("devices", "pieces", "filled"), [(1, 1, 0.93), (16, 16, 0.85), (8, 1, 0.7)]
-)
-def test_rows_of_log_normal_lengths_have_little_padding(devices, pieces, filled):
-    """Padded to the longest prompt and rollout, they would fill less than 0.3 of their places.
-
-    A prompt that is repeated for another chunk of its group counts as padding.
-    """
-    rng = np.random.default_rng(0)
-    for _ in range(4):
-        groups = []
-        for prompt in rng.choice([300, 600, 1200], 28).tolist():
-            suffixes = rng.lognormal(np.log(400), 0.8, 8).astype(int) + 1
-            groups.append(GroupLengths(prompt, tuple(np.minimum(2048, suffixes).tolist())))
-        packed = pack(groups, microbatch_shapes(65_536, 3300, 10**6, devices, pieces))
-        assert real_tokens(groups) / places(packed) > filled
-        assert real_tokens(groups) / (28 * (1200 + 8 * 2048)) < 0.3
-
-
-def test_a_charge_per_micro_batch_keeps_them_few():
-    """Four micro-batches of half the size would save no padding."""
-    groups = [GroupLengths(0, (512,))] * 8
-    packed = pack(groups, microbatch_shapes(2048, 512, 4096))
-    assert [microbatch.shape.tokens for microbatch in packed] == [2048, 2048]
 
 
 def test_a_trajectory_without_room_is_refused_in_one_line():
@@ -212,28 +172,20 @@ def test_a_trajectory_without_room_is_refused_in_one_line():
 
 # --- the shape of a step ---
 
-LENGTHS = Lengths(prompt=100, visual=64, response=50, crop_prompt=30, crop_visual=16, report=8)
+LENGTHS = Lengths(prompt=100, visual=64, response=50, crop_prompt=30, report=8)
 
 
-def test_figures_of_a_step_with_sub_agents():
-    shape = StepShape(groups=3, rollouts=4, subagents=5, limits=LENGTHS)
-    assert (shape.rows, shape.suffix, shape.trajectory) == (17, 50, 150)
-    assert shape.at_limits[3:] == [GroupLengths(30, (8,))] * 5
-    assert shape.tokens == 3 * (100 + 4 * 50) + 5 * 38
-
-
-def test_long_sub_agents_decide_the_lengths_only_where_they_are_trained():
-    longest = dataclasses.replace(LENGTHS, crop_prompt=200, report=60)
-    without, with_agents = (StepShape(3, 4, subagents, longest) for subagents in (0, 1))
-    assert (without.suffix, without.trajectory) == (50, 150)
-    assert (with_agents.suffix, with_agents.trajectory) == (60, 260)
+def test_figures_of_a_step():
+    shape = StepShape(groups=3, rollouts=4, limits=LENGTHS)
+    assert (shape.rows, shape.suffix, shape.trajectory) == (12, 50, 150)
+    assert shape.tokens == 3 * (100 + 4 * 50)
 
 
 @pytest.mark.parametrize(
     ("processes", "devices", "slots"),
-    [(1, 1, 3 * 64 + 5 * 16), (1, 16, 17), (2, 2, 2 * 64 + 5 * 16), (2, 12, 35)],
+    [(1, 1, 3 * 64), (1, 16, 12), (2, 2, 2 * 64), (2, 12, 22)],
 )
 def test_each_device_has_its_part_of_the_slots(processes, devices, slots):
-    """A process plays at most two of three prompts, but all sub-agents may be its own."""
-    shape = StepShape(groups=3, rollouts=4, subagents=5, limits=LENGTHS)
+    """A process plays at most two of three prompts."""
+    shape = StepShape(groups=3, rollouts=4, limits=LENGTHS)
     assert shape.slots(processes, devices) == slots

@@ -73,7 +73,7 @@ def require_same_rl(road: Any, settings: RLSettings, **axes: int) -> None:
 def test_the_plan_has_the_programs_of_a_run(road):
     require_same_cold_start(road)
     require_same_rl(road, road.run.rl)
-    changed = dataclasses.replace(road.run.rl, subagents_per_rollout=0.5, updates_per_batch=2)
+    changed = dataclasses.replace(road.run.rl, updates_per_batch=2)
     require_same_rl(road, changed)
 
 

@@ -57,7 +57,7 @@ SCOPES = {
 }
 
 SHORT = """
---rl.steps 2 --rl.no-control --align.save-every 1 --sft.save-every 1 --rl.save-every 1
+--rl.steps 2 --rl.save-every 1
 --evaluation.frames 4 --evaluation.dispatch parallel --evaluation.temperatures 0
 """.split()
 

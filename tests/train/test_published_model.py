@@ -15,9 +15,8 @@ from models.features import FrameSettings
 from models.qwen3_vl.sizes import qwen3_vl
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.data import tokenizer_file
-from train.model import first_model
-from train.model_folder import write_model
-from train.published_model import check_vocabulary, config_of, copy_tokenizer, fingerprint
+from train.model import check_vocabulary, config_of, first_model, weights_hash_of
+from train.model_folder import copy_tokenizer, write_model
 from train.settings import ModelSettings
 
 
@@ -70,12 +69,12 @@ def test_a_tokenizer_of_another_model_is_refused(base, road):
 def test_a_fingerprint_depends_on_the_contents_only(base, tmp_path):
     copy = tmp_path / "elsewhere"
     shutil.copytree(base, copy)
-    assert fingerprint(str(copy)) == fingerprint(str(base))
+    assert weights_hash_of(str(copy)) == weights_hash_of(str(base))
     file = copy / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert fingerprint(str(copy)) != fingerprint(str(base))
+    assert weights_hash_of(str(copy)) != weights_hash_of(str(base))
 
 
 def test_a_tokenizer_is_copied_once_and_without_the_model(base, tmp_path):
@@ -105,7 +104,7 @@ def test_a_run_starts_from_the_weights_of_a_folder_sharded_over_its_mesh(base, r
     run = dataclasses.replace(road.run, model=ModelSettings(path=str(base)), align=None)
     model, origin = first_model(run, road.data, make_mesh())
     assert model.config == road.model.config
-    assert origin.content["weights"] == fingerprint(str(base))
+    assert origin.content["weights"] == weights_hash_of(str(base))
     weights = nnx.state(model, nnx.Param)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {np.dtype(np.float32)}
     jax.tree.map(np.testing.assert_array_equal, weights, nnx.state(road.model, nnx.Param))

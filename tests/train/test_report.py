@@ -491,7 +491,6 @@ def unfinished_run(folder, last_step=20):
         greedy = [row for row in before if not row["temperature"]][:1]
         for name, content in (
             ("before", before),
-            ("control", greedy),
             ("curve-000008", greedy),
             ("curve-000016", greedy),
         ):
@@ -509,8 +508,6 @@ def test_the_page_of_an_unfinished_run_shows_how_far_it_is(tmp_path):
     assert not (tmp_path / "result.json").exists()
     charts = [e["text"] for e in page.all("figure") if "K = 16" in e["text"]]
     assert all(re.search(r"0\s*step\s*16", text) for text in charts)
-    # The control belongs to the last step.
-    assert "stroke-dasharray" not in page.source
 
 
 def test_frames_are_left_out_when_time_is_up_and_shown_later(tmp_path):

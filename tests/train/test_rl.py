@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import types
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import train.learn.rl
 from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures
 from models.model import abstract_model
 from models.sharding import make_mesh
 from models.trained import Skeleton
 from paravt_jax.data.frames import VideoError
-from paravt_jax.method.grpo import GRPOSettings, advantages
-from paravt_jax.method.rewards import Rewards, RewardSettings, published_format
+from paravt_jax.method.rewards import Rewards, RewardSettings
 from paravt_jax.method.scoring import Rules
 from paravt_jax.method.structure import Kind
 from paravt_jax.processes import hosts
@@ -42,7 +39,7 @@ from train.learn.rollouts import (
     roll_out,
     token_ages,
 )
-from train.learn.update import Scores, make_logprobs
+from train.learn.update import make_logprobs
 from train.settings import ModelSettings
 
 # Tags that are one token.
@@ -79,7 +76,7 @@ def laid_out(road, rollouts, shape: StepShape | None = None) -> LaidOut:
     shape = road.run.rl_shape if shape is None else shape
     sizes = shape.microbatches(shape.tokens, devices=1, pieces=1)[:1]
     room = StepRoom(shape, sizes, hosts.process_count())
-    return lay_out(rollouts, road.environment, room, (0,))
+    return lay_out(rollouts, road.environment, room)
 
 
 def ids_of(step: LaidOut, row: int) -> np.ndarray:
@@ -300,22 +297,6 @@ def test_the_structure_points_at_the_tags_of_each_row(road, small):
     assert {"</think>", "<tool_call>", "</tool_call>"} <= seen
 
 
-def test_metrics_are_also_given_by_budget(road, small):
-    """A metric over all rollouts is the weighted mean of its values at each K."""
-    rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
-    figures, drawn = describe(rollouts), draw_budgets(gated(road, 4, 8, 16), 0, 1, 6)
-    assert len(set(drawn)) > 1 and figures["k/mean"] == pytest.approx(np.mean(drawn))
-    assert {k: figures[f"k{k}/rollouts"] for k in set(drawn)} == {
-        k: 4 * n for k, n in collections.Counter(drawn).items()
-    }
-    for name in ("accuracy", "compliance", "calls"):
-        mean = sum(figures[f"k{k}/{name}"] * figures[f"k{k}/rollouts"] for k in set(drawn)) / 24
-        assert figures[name] == pytest.approx(mean)
-    assert figures["reward/format_capped"] == 0, "the recipe has no cap"
-    formats = [published_format(episode.turns) for episode in rollouts.episodes]
-    assert figures["format_reward"] == pytest.approx(np.mean(formats))
-
-
 def test_the_tool_gap_is_what_rollouts_with_calls_earn_more_at_each_budget(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
     figures = describe(rollouts)
@@ -339,17 +320,6 @@ def test_the_tool_gap_is_what_rollouts_with_calls_earn_more_at_each_budget(road,
     assert gaps
 
 
-def test_a_step_measures_the_tags_that_were_sampled(road, small, learner, start):
-    """The pinned `<think>` is not sampled, so it has a count of 0 and no mean."""
-    sampler, questions = small.Script(road), road.data.questions[:2]
-    _, metrics = take_step(learner, start, sampler, road.environment, questions)
-    assert metrics["tags/think_close/count"] > 0 and metrics["tags/call_open/count"] > 0
-    assert 0 < metrics["tags/think_close/probability"] <= 1
-    assert metrics["tags/logprob"] < 0
-    assert metrics["tags/think_open/count"] == 0
-    assert "tags/think_open/probability" not in metrics
-
-
 # --- sub-agents' turns ---
 
 
@@ -363,57 +333,8 @@ def anchored_learner(road, **changes) -> Learner:
 
 
 @pytest.fixture(scope="module")
-def shape(road, small) -> StepShape:
-    """Room for the main agents and for sixteen sub-agents."""
-    return small.with_subagents(road.run, 16).rl_shape
-
-
-@pytest.fixture(scope="module")
-def both(road) -> Learner:
-    """A learner that trains main agents and sub-agents."""
-    return anchored_learner(road, subagents_per_rollout=2.0)
-
-
-def test_subagents_have_their_tokens_and_their_episodes_advantage(road, small, shape):
-    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    step = laid_out(road, rollouts, shape)
-    batch, counts = step.grpo, step.metrics
-    agents = rollouts.subagents
-    assert (
-        0 < counts["subagents/trained"] == len(agents) <= 16
-        and counts["subagents/left_out"] == counts["token_mismatches"] == 0
-    )
-    for n, (episode, trajectory) in enumerate(agents):
-        row = 8 + n
-        written = np.asarray(trajectory.segments[-1].ids)
-        own = ids_of(step, row)
-        own = own[np.asarray(batch.mask)[row][: len(own)]]
-        assert (own == written).all() and batch.rollout[row] == episode
-        assert not batch.structure.valid[row].any(), "only main agents have a format"
-    settings = GRPOSettings(
-        group_size=4,
-        kl_coefficient=0.0,
-        anchor="none",
-        advantage_normalisation="none",
-    )
-    gains, _ = advantages(jax.tree.map(jnp.asarray, batch), settings)
-    for n, (episode, _) in enumerate(agents):
-        earned = np.asarray(gains)[8 + n][np.asarray(batch.mask)[8 + n]]
-        assert (
-            len(earned)
-            and (earned == np.asarray(gains)[episode][np.asarray(batch.mask)[episode]][-1]).all()
-        )
-
-
-def test_subagents_without_room_are_counted(road, small, shape):
-    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    few = dataclasses.replace(shape, subagents=2)
-    step = laid_out(road, rollouts, few)
-    assert step.metrics["subagents/trained"] == 2
-    assert step.metrics["subagents/left_out"] == len(rollouts.subagents) - 2 > 0
-    again = laid_out(road, rollouts, few)
-    for one, other in zip(step.microbatches, again.microbatches, strict=True):
-        assert (one.ids == other.ids).all(), "the seed decides which sub-agents are drawn"
+def shape(road) -> StepShape:
+    return road.run.rl_shape
 
 
 @pytest.mark.parametrize("players", [((0, 0, 0, 0), (1, 1, 1, 1)), ((1, 1, 0, 0), (1, 0, 0, 1))])
@@ -460,29 +381,8 @@ def whole_grids(road, rollouts) -> dict:
     """The grids of all prompts, by the number of the prompt."""
     features = road.environment.features
     mains = [group.episodes[0].trajectory for group in rollouts.groups]
-    agents = [trajectory for _, trajectory in rollouts.subagents]
-    prompts = [
-        [frame for segment in prompt_segments(t) for frame in segment.frames]
-        for t in mains + agents
-    ]
+    prompts = [[frame for segment in prompt_segments(t) for frame in segment.frames] for t in mains]
     return {n: tuple(map(features.grid, frames)) for n, frames in enumerate(prompts)}
-
-
-def test_a_subagent_with_unreadable_frames_is_counted(road, small, shape, monkeypatch):
-    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    gone, read = rollouts.subagents[0][1].frames, FrameFeatures.cached
-
-    def call(features, frames):
-        if tuple(frames) == gone:
-            raise VideoError(road.data.root / gone[0].video, "gone")
-        return read(features, frames)
-
-    monkeypatch.setattr(FrameFeatures, "cached", call)
-    step = laid_out(road, rollouts, shape)
-    others = [trajectory for _, trajectory in rollouts.subagents if trajectory.frames != gone]
-    assert step.metrics["subagents/left_out"] == len(rollouts.subagents) - len(others) > 0
-    assert step.metrics["subagents/trained"] == len(others)
-    assert np.asarray(step.grpo.mask)[8:].any(1).sum() == len(others)
 
 
 def test_a_group_whose_frames_can_no_longer_be_read_is_left_out(road, small, shape, monkeypatch):
@@ -513,7 +413,7 @@ def test_the_gap_is_that_of_the_current_weights(road, small, shape):
     now = int(versions.max())
     shape = road.run.rl_shape
     sizes = shape.microbatches(shape.tokens, devices=1, pieces=1)[:1]
-    given = (road.environment, StepRoom(shape, sizes), (0,))
+    given = (road.environment, StepRoom(shape, sizes))
     every, none = (lay_out(rollouts, *given, version=now + later) for later in (0, 1))
     np.testing.assert_array_equal(every.grpo.current, every.grpo.mask)
     assert (every.current, none.current) == (1.0, 0.0)
@@ -525,10 +425,15 @@ def test_the_gap_is_that_of_the_current_weights(road, small, shape):
 
 
 @pytest.mark.slow
-def test_micro_batches_change_nothing(road, small, both, start):
-    parts = anchored_learner(road, subagents_per_rollout=2.0, microbatch_tokens=1)
+def test_micro_batches_change_nothing(road, small, start):
+    parts = anchored_learner(road, microbatch_tokens=1)
     whole, figures = take_step(
-        both, start, small.Script(road), road.environment, road.data.questions[:2], seed=0
+        anchored_learner(road),
+        start,
+        small.Script(road),
+        road.environment,
+        road.data.questions[:2],
+        seed=0,
     )
     cut, others = take_step(
         parts, parts.start, small.Script(road), road.environment, road.data.questions[:2], seed=0
@@ -604,7 +509,6 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
         ({"microbatch_tokens": -1}, r"rl\.microbatch_tokens: -1"),
         ({"prompts": 0}, r"rl\.prompts: 0"),
         ({"remat": "half"}, r"rl\.remat: 'half'"),
-        ({"subagents_per_rollout": -0.5}, r"rl\.subagents_per_rollout: -0\.5"),
         ({"temperature": 0.0}, r"rl\.temperature: 0\.0"),
         ({"frame_budgets": ()}, r"rl\.frame_budgets: \(\)"),
         ({"frame_budgets": (4, 0)}, r"rl\.frame_budgets: \(4, 0\)"),
@@ -618,25 +522,3 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
 def test_invalid_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         RLSettings(**({"steps": 2} | change))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_gamma_of_the_rewards_reaches_the_loss(road, small, monkeypatch):
-    """`no_penalty` is the full recipe with another gamma, and nothing else."""
-    given: list[Any] = []
-    scores = Scores(jnp.zeros((1, 1)), None)
-    monkeypatch.setattr(train.learn.rl, "score_rollouts", lambda *_: scores)
-
-    def loss_of(*arguments):
-        given.append(arguments)
-        return jnp.zeros(()), {}
-
-    monkeypatch.setattr(train.learn.rl.grpo, "paravt_loss", loss_of)
-    settings = dataclasses.replace(
-        road.run.rl, rewards=dataclasses.replace(road.run.rl.rewards, gamma=0.125)
-    )
-    step = laid_out(road, rolled_out(road, small.Script(road), road.data.questions[:2]))
-    batch = types.SimpleNamespace(advantages=None, grpo=step.grpo, totals=None)
-    loss = train.learn.rl.rl_loss(settings)
-    loss(cast(Any, None), cast(Any, step.visual), step.microbatches[0], cast(Any, batch))
-    assert given[0][5] == 0.125

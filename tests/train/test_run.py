@@ -19,7 +19,6 @@ from flax import nnx
 import train.export
 import train.run
 from benchmarks.killing import kill_again_and_again
-from models.processor import Processor
 from models.qwen3_vl.dialect import DIALECT
 from models.weights.hf import load
 from paravt_extras.studies import gating, paradox, staleness
@@ -34,7 +33,7 @@ from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics
 
 RESULT_FIELDS = """
-    name seed before control curve by_temperature after token_mismatches logprob_gap
+    name seed before curve after token_mismatches logprob_gap
     recompilations_after_warmup seconds goodput
 """.split()
 ROW_FIELDS = """
@@ -103,38 +102,15 @@ def test_the_studies_read_a_finished_run(finished, small):
     assert all(value is not None for value in staleness.figures(run).values())
 
 
-def test_format_is_measured_at_its_temperatures_before_and_after(finished, small):
+def test_greedy_evaluations_come_from_rl(finished, small):
     settings = small.small().evaluation
     result = result_of(finished)
-    found = [(row["phase"], row["k"], row["temperature"]) for row in result["by_temperature"]]
-    asked = itertools.product(("before", "after"), settings.frames, settings.format_temperatures)
-    assert found == list(asked)
-    for row in result["by_temperature"]:
-        assert 0 <= row["compliance"] <= 1 and 0 <= row["format_reward"] <= 1
-        # Two questions for two budgets.
-        assert row["n"] == 1
-
-
-def test_greedy_evaluations_come_from_rl_and_from_the_control(finished, small):
-    settings = small.small().evaluation
-    result = result_of(finished)
-    assert [row["k"] for row in result["control"]] == list(settings.frames)
     # Steps 0 and 6 are the evaluations before and after.
     points = [(row["step"], row["k"]) for row in result["curve"]]
     assert points == list(itertools.product((2, 4), settings.frames))
-    for row in (*result["control"], *result["curve"]):
+    for row in result["curve"]:
         assert (row["dispatch"], row["temperature"]) == ("parallel", 0)
         assert row["n"] == settings.questions
-
-
-def test_rows_tell_questions_apart_by_kind_and_by_what_the_overview_shows(finished):
-    for row in result_of(finished)["before"]:
-        groups = row["groups"]
-        for names in (("mcq", "tvg"), ("shown", "hidden")):
-            assert sum(groups[name]["n"] for name in names if name in groups) == row["n"]
-        for name, group in groups.items():
-            assert 0 <= group["score"] <= 1
-            assert (group["parallel"] is None) == (group["calls"] == 0), name
 
 
 def test_sampler_and_trainer_agree_and_nothing_compiles_late(finished):
@@ -153,7 +129,6 @@ def test_metrics_have_a_line_for_every_step(finished, small):
     steps = [
         *(("align", step) for step in range(1, run.align.steps + 1)),
         *(("sft", step) for step in range(1, run.sft.steps + 1)),
-        *(("control", step) for step in range(1, run.rl.steps + 1)),
         *(("rl", step) for step in range(1, run.rl.steps + 1)),
     ]
     assert [(line["phase"], line["step"]) for line in lines] == steps
@@ -225,28 +200,6 @@ def test_the_last_checkpoint_is_exported_as_the_runs_model(finished, tmp_path):
         assert file.read_bytes() == (finished / "model" / name).read_bytes()
 
 
-def test_an_export_opens_with_its_processor(finished):
-    processor = Processor.load(finished / "model", load(finished / "model").config)
-    image = np.zeros((32, 32, 3), np.uint8)
-    clip = np.zeros((4, 32, 32, 3), np.uint8)
-    content = [
-        {"type": "image", "image": image},
-        {"type": "video", "video": (clip, [0.0, 1.0, 2.0, 3.0])},
-        {"type": "text", "text": "Which?"},
-    ]
-    inputs = processor(
-        [{"role": "system", "content": "Look."}, {"role": "user", "content": content}]
-    )
-    text = processor.tokenizer.decode(inputs.ids)
-    assert text.startswith(
-        "<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|>"
-    )
-    assert text.endswith("Which?<|im_end|>\n<|im_start|>assistant\n")
-    assert len(inputs.grids) == 2
-    with pytest.raises(Exception, match="writes no tools"):
-        processor([{"role": "user", "content": "Which?"}], tools=[{"type": "function"}])
-
-
 def test_an_impossible_export_gets_one_line(finished, tmp_path, capsys):
     there = tmp_path / "there"
     there.mkdir()
@@ -257,7 +210,7 @@ def test_an_impossible_export_gets_one_line(finished, tmp_path, capsys):
     new = tmp_path / "new"
     cases = [
         (finished, "rl", "5", new, r"--step 5: .* 4, 6 \(best: 6\)"),
-        (finished, "sft", "best", new, r"--step best: .* 2, 4\n"),
+        (finished, "sft", "best", new, r"--step best: .* 3, 4\n"),
         (finished, "rl", "6", there, r"--to .*there: exists"),
         (tmp_path, "rl", "6", new, r"--run-dir .* config\.json"),
         (odd, "rl", "6", new, r"--phase rl: .*: sft"),

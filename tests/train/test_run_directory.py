@@ -74,8 +74,8 @@ def test_another_configuration_is_refused_with_exactly_the_differences(
 def test_the_mesh_and_what_is_kept_on_disk_may_change_on_resume(
     tmp_path: pathlib.Path,
 ) -> None:
-    here = CONFIG | {"mesh": {"fsdp": 1}, "keep_checkpoints": 2, "max_left_out": 0.05}
-    there = CONFIG | {"mesh": {"fsdp": 8}, "keep_checkpoints": 5, "max_left_out": 0.5}
+    here = CONFIG | {"mesh": {"fsdp": 1}, "max_left_out": 0.05}
+    there = CONFIG | {"mesh": {"fsdp": 8}, "max_left_out": 0.5}
     here |= {"engine": {"slots": 8}, "rl": CONFIG["rl"] | {"microbatch_tokens": 0, "remat": "auto"}}
     there |= {
         "engine": {"slots": 9},

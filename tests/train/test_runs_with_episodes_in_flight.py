@@ -39,7 +39,6 @@ SHORT = {
     "rl.grpo.group_size": 2,
     "rl.frame_budgets": (4,),
     "rl.microbatch_tokens": 1,
-    "rl.control": False,
     "evaluation.frames": (4,),
     "evaluation.curve": False,
 }
@@ -90,12 +89,12 @@ def prepare_without_heldout(*arguments: Any) -> Data:
 def test_a_stopped_run_ends_bit_for_bit_like_an_uninterrupted_one(
     recipe, small, small_vocabulary, tmp_path, monkeypatch
 ):
-    """It stops after the second step. Sub-agents are trained, too; `small_merger` has adapters."""
+    """It stops after the second step. `small_merger` has adapters."""
     engine = functools.partial(Calling, small_vocabulary)
     monkeypatch.setattr(train.actor, "Engine", engine)
     monkeypatch.setattr(train.run, "prepare", prepare_without_heldout)
     monkeypatch.setattr(train.actor, "compile_ahead", lambda *_, **__: None)
-    run = small.with_subagents(change(getattr(small, recipe)(), recipe, SHORT), 2)
+    run = change(getattr(small, recipe)(), recipe, SHORT)
     whole, stopped = (
         dataclasses.replace(run, run_dir=str(tmp_path / name)) for name in ("whole", "stopped")
     )
@@ -110,7 +109,6 @@ def test_a_stopped_run_ends_bit_for_bit_like_an_uninterrupted_one(
     assert rows[1]["in_flight/groups"] > 0, "no episode was in flight at the stop"
     assert rows[2]["staleness/max"] >= 1
     assert [row["token_mismatches"] for row in rows] == [0] * STEPS
-    assert all(row["subagents/trained"] for row in rows)
 
 
 def last_checkpoint(folder: pathlib.Path) -> dict[str, bytes]:

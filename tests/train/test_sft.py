@@ -214,20 +214,19 @@ def rates(steps: int, **fields: Any) -> list[float]:
 
 
 def test_cosine_warms_up_and_ends_at_zero():
-    rate = rates(10, schedule="cosine", warmup=0.2)
+    rate = rates(10, warmup=0.2)
     assert rate[0] == 0 and rate[2] == max(rate) == 1
     assert all(a > b for a, b in itertools.pairwise(rate[2:]))
     assert rate[10] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_schedule_takes_as_many_updates_as_the_horizon():
-    long = rates(24, schedule="cosine", warmup=0.1)
-    assert rates(8, schedule="cosine", warmup=0.1, horizon=24) == long[:9]
+    long = rates(24, warmup=0.1)
+    assert rates(8, warmup=0.1, horizon=24) == long[:9]
 
 
-def test_a_constant_rate_may_warm_up_and_one_step_needs_no_schedule():
-    assert rates(4, warmup=0.5) == [0.0, 0.5, 1.0, 1.0, 1.0]
-    assert rates(1, schedule="cosine") == [1.0, 1.0]
+def test_one_step_needs_no_schedule():
+    assert rates(1) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -235,11 +234,9 @@ def test_a_constant_rate_may_warm_up_and_one_step_needs_no_schedule():
     [
         {"rows": 0},
         {"row_tokens": 0},
-        {"save_every": 0},
         {"microbatches": -1},
         {"warmup": 3.0},
         {"horizon": 1},
-        {"schedule": "constant", "warmup": 0.0, "horizon": 99},
     ],
 )
 def test_invalid_settings_are_refused(road, changes):

@@ -1,9 +1,6 @@
-"""The jitted programs: sharing prompts and padding change no number; golden figures of steps."""
+"""The jitted programs: sharing prompts and padding change no number."""
 
 from __future__ import annotations
-
-import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +9,13 @@ import pytest
 from flax import nnx
 
 from models.attention import RowLayout
-from models.qwen3_vl.dialect import DIALECT
 from models.rope import mrope_positions, visual_index
 from models.text import VisualBank
-from paravt_jax.method import protocol
-from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
-from paravt_jax.method.protocol import PINNED, render_call
-from paravt_jax.method.records import CropCall, Question, QuestionKind
 from paravt_jax.method.scoring import Rules
-from paravt_jax.method.tools.crop_video import CropVideo
-from paravt_jax.world.vocabulary import build_vocabulary, recurring_texts
-from tests.train.steps import road_learner, skeleton_of, take_step
 from train.learn.batch import Group, Microbatch, build
-from train.learn.conversation_rows import RowsShape, lay_out_rows, render_rows
 from train.learn.packing import MicrobatchShape, pack
 from train.learn.rollouts import Actor, begin, roll_out
-from train.learn.sft import SFTBatch, make_sft_updater
-from train.learn.update import score_rollouts, to_floats
-
-MEANT = (
-    "the figures of a step changed: update them only together with a deliberate change of loss, "
-    "optimizer, model, protocol or videos"
-)
+from train.learn.update import score_rollouts
 
 
 @pytest.fixture(scope="module")
@@ -137,108 +119,3 @@ def test_neither_padding_nor_micro_batches_change_a_logprob(road, groups):
     assert len(cut) > 1
     np.testing.assert_allclose(of_all([padded]), wanted, atol=1e-5)
     np.testing.assert_allclose(of_all(cut), wanted, atol=1e-5)
-
-
-# --- golden figures ---
-
-PLAN = "look\n" + render_call(CropCall(0, 16))
-
-
-def figures_of(metrics, names) -> dict[str, float]:
-    return {name: float(metrics[name]) for name in names}
-
-
-def clip(path: str, indices: Sequence[int]) -> Clip:
-    return Clip(path, tuple(indices), tuple(2.0 * index for index in indices), 32, 32)
-
-
-@pytest.fixture(scope="module")
-def fixed(road, small):
-    """The road with texts of this test, so that figures do not depend on the world's wording."""
-    pieces = (*recurring_texts((CropVideo(),), DIALECT), *map(str, range(129)), ".0 seconds>")
-    questions = tuple(
-        Question(
-            f"q{n}",
-            f"train/000{n}.mp4",
-            "Which one?",
-            QuestionKind.MULTIPLE_CHOICE,
-            "AB"[n],
-            ("one", "two"),
-        )
-        for n in range(2)
-    )
-    said = ([PLAN, "</think><answer>A</answer>"], ["it is two\n</think><answer>B</answer>"])
-    conversations = []
-    for question in questions:
-        frames = (0, 21, 42, 63)
-        asked = (clip(question.video, frames), protocol.question_text(question)[1:])
-        for n, (first, *others) in enumerate(said):
-            turns = [ChatTurn("user", asked), ChatTurn("assistant", (PINNED + first,))]
-            for text in others:
-                turns += [ChatTurn("tool", ("one",)), ChatTurn("assistant", (PINNED + text,))]
-            conversations.append(Conversation(f"d{n}", "train", True, tuple(turns)))
-    for n in range(4):
-        shown = ChatTurn("user", (clip(f"train/000{n}.mp4", range(8)),))
-        turns = shown, ChatTurn("assistant", ("one",))
-        conversations.append(Conversation("w", "train", False, turns, subagent=True))
-    data = dataclasses.replace(
-        road.data,
-        vocabulary=build_vocabulary(pieces, DIALECT),
-        questions=questions,
-        conversations=tuple(conversations),
-    )
-    # This vocabulary spells questions in many tokens.
-    limits = dataclasses.replace(road.run.protocol, text_tokens=112)
-    run = dataclasses.replace(
-        road.run, protocol=limits, rl=dataclasses.replace(road.run.rl, frame_budgets=(4, 8))
-    )
-    return small.lay_road(run, data)
-
-
-def test_figures_of_cold_start_steps(fixed):
-    """Four main agents' conversations and four sub-agents', in two rows."""
-    chats, features = fixed.data.conversations, fixed.environment.features
-    rows, missing = render_rows([chats[::2], chats[1::2]], fixed.environment.protocol, features)
-    assert not missing
-    tokens = max(sum(len(t.ids) for t, _ in row) for row in rows)
-    shape = RowsShape(2, tokens, tokens)
-    own = lay_out_rows(rows, features, shape, devices=1)
-    updater = make_sft_updater(skeleton_of(fixed), fixed.fresh(), fixed.run.sft, shape)
-    state, figures = updater.start, []
-    batch = SFTBatch(jnp.asarray(own.mask), jnp.float32(own.mask.sum()))
-    bank = updater.place_bank(own.visual, own.grids)
-    for step in range(2):
-        gradients, metrics = updater.gradients(
-            state.weights, bank, own.microbatches, batch, (0, step)
-        )
-        state, norm = updater.apply(state, gradients)
-        figures.append(to_floats(metrics | {"grad_norm": [norm]}))
-    assert int(state.step) == 2 and own.mask.sum() == 156
-    wanted = {"loss": 6.08554, "grad_norm": 4.91452}
-    assert figures[0] == pytest.approx(wanted, rel=1e-3), MEANT
-    assert figures[1]["loss"] == pytest.approx(5.58258, rel=1e-3), MEANT
-
-
-@pytest.mark.slow
-def test_figures_of_an_rl_step(fixed, small):
-    """The sampler is a script, so rounding cannot change a sampled token."""
-    learner = road_learner(fixed)
-    state, metrics = take_step(
-        learner, learner.start, small.Script(fixed), fixed.environment, fixed.data.questions, seed=0
-    )
-    assert int(state.step) == 1
-    wanted = {
-        "loss": -0.0132514,
-        "grad_norm": 1.35247,
-        "advantage_rms": 1.04151,
-        "logprob_gap": 0.225982,
-        "accuracy": 0.375,
-        "compliance": 0.625,
-        "calls": 0.75,
-        "reward/total": 1.5125,
-        "reward/tool": 0.35,
-        "length/response": 48.125,
-        "groups/silent": 0.0,
-        "token_mismatches": 0.0,
-    }
-    assert figures_of(metrics, wanted) == pytest.approx(wanted, rel=2e-3), MEANT

@@ -48,8 +48,8 @@ RL = {
             "alignment 1/500 · loss 4.50 · accuracy 0.00 · 0.15 s · 3 h left",
         ),
         (
-            {"phase": "control", "step": 3, "loss": 2.0, "time/step": 2.0, "speed/mfu": None},
-            "control 3/500 · loss 2.00 · 2.00 s · 3 h left",
+            {"phase": "sft", "step": 3, "loss": 2.0, "time/step": 2.0, "speed/mfu": None},
+            "cold start 3/500 · loss 2.00 · 2.00 s · 3 h left",
         ),
     ],
 )

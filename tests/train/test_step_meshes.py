@@ -92,12 +92,11 @@ TEXT = TextConfig(
     tie_word_embeddings=False,
 )
 IMAGE = 95
-# Six prompts of four rollouts, and five sub-agents.
+# Six prompts of four rollouts.
 SHAPE = StepShape(
     groups=6,
     rollouts=4,
-    subagents=5,
-    limits=Lengths(prompt=22, visual=4, response=20, crop_prompt=12, crop_visual=2, report=9),
+    limits=Lengths(prompt=22, visual=4, response=20, crop_prompt=12, report=9),
 )
 ROWS = RowsShape(rows=5, tokens=24, visual=5)
 # A large eps: the rounding of a small gradient must not decide the sign of an update.
@@ -105,11 +104,8 @@ ADAM = OptimizerSettings(learning_rate=LEARNING_RATE)
 
 
 def group(rng: np.random.Generator, rollout: int, members: int, slot: int) -> Group:
-    """Random trajectories behind a random prompt with one image of 2 x 2 or 1 x 2 tokens."""
-    longest = SHAPE.limits
-    most, response, grid = longest.prompt, longest.response, (4, 4)
-    if members == 1:
-        most, response, grid = longest.crop_prompt, longest.report, (2, 4)
+    """Random trajectories behind a random prompt with one image of 2 x 2 tokens."""
+    most, response, grid = SHAPE.limits.prompt, SHAPE.limits.response, (4, 4)
     length = int(rng.integers(most // 2, most + 1))
     ids = rng.integers(0, IMAGE, length).astype(np.int32)
     ids[1 : 1 + grid[0] * grid[1] // 4] = IMAGE
@@ -129,8 +125,7 @@ def group(rng: np.random.Generator, rollout: int, members: int, slot: int) -> Gr
 
 def groups() -> list[Group]:
     rng = np.random.default_rng(6)
-    mains = [group(rng, 4 * n, 4, 4 * n) for n in range(6)]
-    return mains + [group(rng, 24 + n, 1, 24 + 2 * n) for n in range(5)]
+    return [group(rng, 4 * n, 4, 4 * n) for n in range(6)]
 
 
 def config_of(text: TextConfig) -> ModelConfig:
@@ -160,12 +155,11 @@ def rl_batch(settings: RLSettings) -> GRPOBatch:
         rng.integers(0, len(Kind), tags).astype(np.int8),
         rng.random(tags) < 0.8,
     )
-    owners = np.concatenate([np.arange(24), rng.integers(0, 24, 5)]).astype(np.int32)
     fields: dict[str, Any] = {
         "mask": mask,
         "behaviour": behaviour,
         "reference": behaviour + 0.1 * rng.normal(size=size).astype(np.float32) * mask,
-        "rollout": owners,
+        "rollout": np.arange(24, dtype=np.int32),
         "rewards": rng.random(rollouts).astype(np.float32) * 2.5,
         "anchor_rewards": rng.choice([-0.3, 0.2, 0.7], rollouts).astype(np.float32),
         "valid": np.ones(rollouts, bool),
@@ -196,7 +190,6 @@ def rl_step(
 ) -> tuple[Any, dict[str, jax.Array]]:
     settings = RLSettings(
         steps=1,
-        subagents_per_rollout=5 / 24,
         optimizer=ADAM,
         grpo=GRPOSettings(group_size=4, anchor="likelihood", reward_clip=None, behaviour_cap=None),
         rewards=RewardSettings(format_cap=False),

@@ -45,10 +45,6 @@ class FakeRuns:
             "before": [row(k, 0.1, 0.0) for k in KS],
             "curve": [row(k, 0.2, 1.0) | {"step": 14} for k in KS],
             "after": [row(k, 0.5 + value, 2.0) for k in KS],
-            "by_temperature": [
-                row(k, 0, 1) | {"phase": "after", "temperature": 1.0, "format_reward": 0.5}
-                for k in KS
-            ],
         }
         (folder / "result.json").write_text(json.dumps(result))
         lines = [{"phase": "sft", "step": 1, "wall": 0.0}]
@@ -63,6 +59,7 @@ def row(k: int, accuracy: float, calls: float) -> dict[str, Any]:
         for name in ("mcq", "tvg", "mcq hidden" if k == 4 else "mcq shown")
     }
     measured = {"accuracy": accuracy, "calls": calls, "compliance": 0.5, "tool_gap": None, "n": 8}
+    measured["format_reward"] = 0.5
     return {"k": k, "dispatch": "parallel", "temperature": 0.0, "groups": groups} | measured
 
 
@@ -194,7 +191,7 @@ def test_the_arms_of_gating_differ_in_k_alone():
         for arm in (drawn, fixed):
             assert arm.start == start.run_dir
             assert cold_start_identity(resolved(arm)) == cold_start_identity(resolved(start))
-        assert drawn.rl == dataclasses.replace(rl_of(start), kinds=("mcq",), control=False)
+        assert drawn.rl == dataclasses.replace(rl_of(start), kinds=("mcq",))
         assert fixed.rl == dataclasses.replace(rl_of(drawn), frame_budgets=(64,))
         same = {"rl": None, "run_dir": "", "name": ""}
         assert resolved(drawn) | same == resolved(fixed) | same
@@ -235,7 +232,7 @@ def test_the_paradox_writes_its_table_and_its_figure_and_finished_runs_are_only_
     assert table["accuracy, training"] == ["–", *["0.91 [0.9, 0.92]"] * 4]
     assert table["probability of `</think>`, training"][1] == "0.9 [0.9, 0.9]"
     assert table["tool gap of the reward, training, K = 4"][1] == "1 [1, 1]"
-    assert table["compliance, temperature 1"] == ["0.5", *["0.5 [0.5, 0.5]"] * 4]
+    assert table["compliance, temperature 0"] == ["0.5", *["0.5 [0.5, 0.5]"] * 4]
     figure = (folder / "figure.svg").read_text()
     assert all(name in figure for name in (*ARMS, COLD_START))
     assert (folder / "table.md").read_text() in capsys.readouterr().out

@@ -55,7 +55,6 @@ def result_with(accuracy: float) -> Row:
         (Line("", "after", "calls", "hidden"), (8 * 4 + 4 * 8) / 12),
         (Line("", "after", "parallel", "hidden"), None),
         (Line("", "after", "calls", "mcq"), None),
-        (Line("", "control"), None),
         (Line("", "after", dispatch="sequential"), None),
     ],
 )
@@ -76,7 +75,7 @@ def test_the_command_prints_means_over_runs(tmp_path, capsys):
     assert cells["accuracy after, sampled"] == ["0.6", "1.2", "0.9 [0.6, 1.2]"]
     assert cells["minutes"] == ["1", "1", "1 [1, 1]"]
     assert cells["token mismatches"] == ["0", "0", "0 [0, 0]"]
-    assert "control" not in out and "one call per turn" not in out, "no run has these"
+    assert "one call per turn" not in out, "no run has it"
 
 
 def test_the_command_needs_folders_of_finished_runs(tmp_path, capsys):

@@ -31,7 +31,6 @@ def stored(path: pathlib.Path, run: Run, **metrics: list[float]) -> pathlib.Path
     (path / "config.json").write_text(json.dumps({"format": FORMAT, **config_of(run)}))
     before = [
         {
-            "phase": "before",
             "temperature": temperature,
             "dispatch": "parallel",
             "n": n,
@@ -41,7 +40,7 @@ def stored(path: pathlib.Path, run: Run, **metrics: list[float]) -> pathlib.Path
         }
         for temperature, n in ((0.0, 9), (0.7, 1), (0.7, 3))
     ]
-    result = {"before": [], "after": [], "by_temperature": before}
+    result = {"before": before, "after": []}
     (path / "result.json").write_text(json.dumps(result))
     rows = [{"phase": "sft", "step": 1, "wall": 0.0, "loss": 1.0}]
     for step, values in enumerate(zip(*metrics.values(), strict=True), 1):
@@ -87,7 +86,6 @@ def test_a_cold_start_alone_is_the_row_of_sft():
         ("rl.rewards.gamma", 0.1),
         ("rl.temperature", 1.0),
         ("protocol.pin_think", False),
-        ("rl.subagents_per_rollout", 2.0),
     ],
 )
 def test_other_values_are_own_settings_that_are_named(field, value):
@@ -131,19 +129,6 @@ def test_f_and_kappa_are_means_over_training_and_compliance_stands_apart(tmp_pat
     below = titles[titles.index("full PARA-GRPO") + 1]
     assert below == "mine, 8b" == titles[titles.index("+ SFT") + 1]
     assert "- mine, 8b: 2 steps of 7 x 8 rollouts" in lines
-
-
-def test_the_cold_start_is_read_from_the_evaluation_if_format_was_measured_elsewhere(tmp_path):
-    run = stored(tmp_path / "mine", paravt_8b(), **metrics())
-    file = run / "result.json"
-    result = json.loads(file.read_text())
-    rows = result["by_temperature"]
-    elsewhere = [row | {"temperature": 1.0} for row in rows]
-    file.write_text(json.dumps(result | {"by_temperature": elsewhere, "before": rows}))
-    start, _ = read_run(run, [])
-    assert start.f == pytest.approx((1 * 0.17 + 3 * 0.37) / 4)
-    file.write_text(json.dumps(result | {"by_temperature": elsewhere, "before": []}))
-    assert [found.key for found in read_run(run, [])] == ["paravt"]
 
 
 def test_runs_of_own_settings_stand_at_the_end_with_their_changes(tmp_path):

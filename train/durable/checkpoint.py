@@ -41,6 +41,9 @@ from train.durable.bucket import COMMITTED, store_error
 
 T = TypeVar("T")
 
+KEEP = 2
+"""Number of newest checkpoints that each phase keeps; the best one of RL stays as well."""
+
 # Orbax stores each item in a folder of its own: STEP/state, STEP/meta, STEP/metrics (the score).
 _STATE = "state"
 _META = "meta"
@@ -94,7 +97,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        keep: int = 2,
+        keep: int = KEEP,
         asynchronous: bool = False,
         identity: dict[str, Any] | None = None,
         read_only: bool = False,

@@ -23,8 +23,6 @@ class Home:
     metrics: MetricsWriter
     usage: Usage
     interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
-    keep_checkpoints: int = 2
-    """Number of newest checkpoints that each phase keeps."""
     profile: int = 0
     """Step of each phase to trace; 0: none."""
     check: Callable[[], None] = lambda: None

@@ -27,7 +27,6 @@ from paravt_jax.processes import hosts
 PHASE_TITLES = {
     "align": "alignment",
     "sft": "cold start",
-    "control": "control",
     "rl": "PARA-GRPO",
 }
 PHASES = tuple(PHASE_TITLES)

@@ -176,7 +176,6 @@ def read_config(folder: AnyPath, flag: str) -> dict[str, Any]:
 # dropout of adapters is drawn anew with another number of replicas.
 MAY_CHANGE = (
     "max_left_out",
-    "keep_checkpoints",
     "mesh",
     "engine",
     "fitted",

@@ -80,7 +80,7 @@ class Saver:
     """Saves one phase; a context manager that waits on exit until the last save is complete.
 
     Args:
-        name: `align`, `sft`, `control` or `rl`.
+        name: `align`, `sft` or `rl`.
         settings: When the phase is saved, and its number of steps.
         home: Where the run records what it does.
         checkpoints: Where the phase is saved and resumed from.
@@ -341,7 +341,7 @@ def open_saver(
     """Open a phase with its checkpoints.
 
     Args:
-        name: `align`, `sft`, `control` or `rl`.
+        name: `align`, `sft` or `rl`.
         settings: Settings of the phase.
         home: The run.
         origin: What the run starts from.
@@ -352,7 +352,6 @@ def open_saver(
     recorded = identity(home.config) if name == "rl" else cold_start_identity(home.config)
     checkpoints = Checkpoints(
         home.place.checkpoints / name,
-        keep=home.keep_checkpoints,
         asynchronous=True,
         identity={"settings": recorded, **origin.content},
     )

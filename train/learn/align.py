@@ -29,6 +29,7 @@ from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.records import Caption
 from paravt_jax.method.tokenizer import Vocabulary
 from train.durable.saver import Saver
+from train.learn.optimizer import supervised_save_every
 from train.learn.update import init_state
 
 
@@ -42,12 +43,15 @@ class AlignSettings:
     """Frames per update."""
     learning_rate: float = 3e-3
     """Peak learning rate of AdamW, with cosine decay to zero."""
-    save_every: int = 100
-    """Steps between checkpoints."""
 
     def __post_init__(self):
-        require_at_least("align", self, 1, "steps", "batch", "save_every")
+        require_at_least("align", self, 1, "steps", "batch")
         require_above("align", self, 0, "learning_rate")
+
+    @property
+    def save_every(self) -> int:
+        """Steps between checkpoints."""
+        return supervised_save_every(self.steps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,39 +80,33 @@ class StepShape:
     Args:
         groups: Prompts.
         rollouts: Rollouts per prompt.
-        subagents: Sub-agents that are trained; may be 0.
         limits: Upper bounds on lengths, in tokens.
     """
 
     groups: int
     rollouts: int
-    subagents: int
     limits: Lengths
 
     @property
     def rows(self) -> int:
-        """Rollouts of the step, sub-agents included."""
-        return self.groups * self.rollouts + self.subagents
+        """Rollouts of the step."""
+        return self.groups * self.rollouts
 
     @property
     def suffix(self) -> int:
         """Tokens of the longest rollout, with the last token of its prompt."""
-        reports = self.limits.report if self.subagents else 0
-        return max(self.limits.response, reports)
+        return self.limits.response
 
     @property
     def trajectory(self) -> int:
         """Tokens of the longest trajectory, with its prompt."""
-        subagent = self.limits.crop_prompt + self.limits.report if self.subagents else 0
-        return max(self.limits.prompt + self.limits.response, subagent)
+        return self.limits.prompt + self.limits.response
 
     @property
     def at_limits(self) -> list[GroupLengths]:
         """The lengths of a step whose trajectories are all as long as they may be."""
-        limits = self.limits
-        main = GroupLengths(limits.prompt, (limits.response,) * self.rollouts)
-        subagent = GroupLengths(limits.crop_prompt, (limits.report,))
-        return [main] * self.groups + [subagent] * self.subagents
+        group = GroupLengths(self.limits.prompt, (self.limits.response,) * self.rollouts)
+        return [group] * self.groups
 
     @property
     def tokens(self) -> int:
@@ -120,19 +114,15 @@ class StepShape:
         return sum(group.prompt + sum(group.suffixes) for group in self.at_limits)
 
     def slots(self, processes: int, devices: int) -> int:
-        """Return the room, per device, for the visual vectors that one process may provide.
-
-        All trained sub-agents may be of one process, so each one has room for all of them.
-        """
-        visual, crop_visual = self.limits.visual, self.limits.crop_visual
-        return self._room(visual, crop_visual, processes, devices)
+        """Return the room, per device, for the visual vectors that one process may provide."""
+        return self._room(self.limits.visual, processes, devices)
 
     def frames(self, processes: int, devices: int) -> int:
         """Return the room, per device, for the frames that one process may provide."""
-        return self._room(self.limits.frames, self.limits.crop_frames, processes, devices)
+        return self._room(self.limits.frames, processes, devices)
 
-    def _room(self, of_main: int, of_subagent: int, processes: int, devices: int) -> int:
-        count = math.ceil(self.groups / processes) * of_main + self.subagents * of_subagent
+    def _room(self, of_prompt: int, processes: int, devices: int) -> int:
+        count = math.ceil(self.groups / processes) * of_prompt
         return max(1, math.ceil(count / (devices // processes)))
 
     def microbatches(self, most: int, devices: int, pieces: int) -> tuple[MicrobatchShape, ...]:

@@ -160,15 +160,12 @@ class Learner:
 
         self._advantages = MeshProgram(jax.jit(advantages, out_shardings=self._whole), mesh)
 
-    def lay_out(
-        self, rollouts: Rollouts, environment: Environment, seed: int, step: int
-    ) -> StepBatch:
+    def lay_out(self, rollouts: Rollouts, environment: Environment, step: int) -> StepBatch:
         """Lay out rollouts as arrays, and put them on the mesh.
 
         Args:
             rollouts: The rollouts of all processes, on every process.
             environment: The vocabulary, and the frames' features.
-            seed: Seed of the run.
             step: Number of the step, from 0.
 
         Raises:
@@ -176,9 +173,8 @@ class Learner:
         """
         laid_out = None
         if rollouts.groups:
-            # 0x5A sets the draw of sub-agents apart from others with the same seed and step.
-            draw, version = (seed, step, 0x5A), step if self.settings.max_staleness else None
-            laid_out = lay_out(rollouts, environment, self.room, draw, version)
+            version = step if self.settings.max_staleness else None
+            laid_out = lay_out(rollouts, environment, self.room, version)
         if laid_out is None or not laid_out.rollouts.groups:
             raise ValueError(
                 f"rl: step {step} has no question with a readable video; check the data root"

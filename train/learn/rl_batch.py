@@ -1,8 +1,8 @@
 """What one RL update reads: packed rows, visual vectors, and the rollouts that PARA-GRPO scores.
 
 Two layouts meet here. The model computes packed rows (`train.learn.batch`). PARA-GRPO works on
-rollouts, one per row: main agents', then sub-agents' if these are trained. Log-probs are gathered
-from the first layout into the second. The loss therefore does not depend on how trajectories are
+rollouts, one per row: the main agents' trajectories. Log-probs are gathered from the first layout
+into the second. The loss therefore does not depend on how trajectories are
 packed, ordered, or split into micro-batches.
 
 Every process knows all rollouts, and so lays out the same arrays. Visual vectors are the exception:
@@ -47,11 +47,8 @@ TokenBytes = Callable[[int], bytes]
 @no_type_check
 @struct.dataclass
 class RLBatch:
-    """What the loss reads besides a micro-batch: the rollouts of the whole step, u tokens each.
-
-    main agents   [groups * rollouts, u]     zeros on the right of shorter ones
-    sub-agents    [sub-agents, u]
-    """
+    """What the loss reads besides a micro-batch: the r rollouts of the whole step, u tokens each,
+    zeros on the right of shorter ones."""
 
     grpo: GRPOBatch
     advantages: Float[Array, "r u"]
@@ -81,8 +78,7 @@ class LaidOut(NamedTuple):
     metrics: dict[str, float]
     """`token_mismatches`: trajectories whose ids differ from what the sampler saw, always 0.
     `packing/microbatches`: their number. `packing/places`: tokens of all rows, padding included.
-    `packing/filled`: share of places with a token. `subagents/trained` and `subagents/left_out`
-    count sub-agents; left out are those without room or with unreadable frames."""
+    `packing/filled`: share of places with a token."""
 
 
 class _Prompt(NamedTuple):
@@ -91,10 +87,6 @@ class _Prompt(NamedTuple):
     trajectories: tuple[Trajectory, ...]
     process: int
     """The process that provides their visual vectors."""
-    row: int
-    """Row of the first trajectory; the others follow."""
-    owner: int
-    """The rollout that the first trajectory belongs to: its own, or that of its main agent."""
 
     @property
     def frames(self) -> list[Frame]:
@@ -106,17 +98,15 @@ def lay_out(
     rollouts: Rollouts,
     environment: Environment,
     room: StepRoom,
-    seed: Sequence[int],
     version: int | None = None,
 ) -> LaidOut:
-    """Lay out a step. If there are more sub-agents than rows, those to train are drawn at random.
+    """Lay out a step.
 
     Args:
         rollouts: Rollouts of all processes.
         environment: Encodes the frames of this process's prompts. Its vocabulary gives the bytes
             of each token, from which struct(o) is parsed.
         room: Upper bounds on the step, and the sizes of its micro-batches.
-        seed: Seed of the draw of sub-agents; the same on every process.
         version: Version of the weights that are updated; None: they drew all tokens.
 
     Raises:
@@ -126,23 +116,24 @@ def lay_out(
     features, vocabulary = environment.features, environment.protocol.vocabulary
     shape, sizes, devices = room
     processes = hosts.process_count()
-    mains = _main_prompts(rollouts, shape, processes)
-    if len(mains) > shape.groups:
-        raise ValueError(f"batch.groups: {len(mains)} of at most {shape.groups}; raise rl.prompts")
-    agents, without_room = _draw_subagents(rollouts, shape, seed)
-    prompts = mains + agents
+    prompts = _prompts(rollouts, shape, processes)
+    if len(prompts) > shape.groups:
+        raise ValueError(
+            f"batch.groups: {len(prompts)} of at most {shape.groups}; raise rl.prompts"
+        )
     vectors, grids = _encode(prompts, features)
-    gone = [number for number in range(len(mains)) if number not in grids]
+    gone = [number for number in range(len(prompts)) if number not in grids]
     if gone:
-        rest = rollouts.without(gone)
-        return lay_out(rest, environment, room, seed, version)
-    readable = sorted(grids)
+        return lay_out(rollouts.without(gone), environment, room, version)
     own_slots = shape.slots(processes, devices) * (devices // processes)
     slots = _slots(prompts, grids, features, own_slots)
     none = np.zeros((0, *features.vector), features.dtype)
     visual = np.concatenate([none, *(x for _, x in sorted(vectors.items()) if x is not None)])
     own_grids = tuple(grid for number in sorted(vectors) for grid in grids[number])
-    groups = [Group(prompts[n].trajectories, prompts[n].row, grids[n], slots[n]) for n in readable]
+    groups = [
+        Group(prompt.trajectories, n * shape.rollouts, grids[n], slots[n])
+        for n, prompt in enumerate(prompts)
+    ]
     lengths = tuple(group.lengths for group in groups)
     microbatches = tuple(
         build(packed, groups, features.config, shape.rows, shape.suffix)
@@ -150,13 +141,8 @@ def lay_out(
     )
     metrics = {"token_mismatches": float(mismatches(microbatches, groups))}
     metrics |= _packing_metrics(microbatches)
-    if shape.subagents:
-        count = len(readable) - len(mains)
-        metrics["subagents/trained"] = float(count)
-        metrics["subagents/left_out"] = float(without_room + len(agents) - count)
-    trained = [prompts[n] for n in readable]
     text = features.config.text
-    batch = _grpo_batch(rollouts, trained, vocabulary.token_bytes, shape, text, version)
+    batch = _grpo_batch(rollouts, vocabulary.token_bytes, shape, text, version)
     current = 1.0
     if batch.current is not None:
         current = float(np.asarray(batch.current).sum() / max(1, np.asarray(batch.mask).sum()))
@@ -191,22 +177,17 @@ def empty_step(
         build(PackedMicrobatch(size, ()), [], config, shape.rows, shape.suffix) for size in sizes
     )
     version = 0 if stale else None
-    batch = _grpo_batch(Rollouts(()), [], lambda _: b"", shape, config.text, version)
+    batch = _grpo_batch(Rollouts(()), lambda _: b"", shape, config.text, version)
     return microbatches, batch
 
 
-def _main_prompts(rollouts: Rollouts, shape: StepShape, processes: int) -> list[_Prompt]:
-    """Return the prompts of main agents."""
+def _prompts(rollouts: Rollouts, shape: StepShape, processes: int) -> list[_Prompt]:
+    """Return the prompts of all groups."""
     players = [group.players for group in rollouts.groups]
     providers = _providers(players, shape.groups, processes)
     return [
-        _Prompt(
-            tuple(episode.trajectory for episode in group.episodes),
-            providers[number],
-            row=number * shape.rollouts,
-            owner=number * shape.rollouts,
-        )
-        for number, group in enumerate(rollouts.groups)
+        _Prompt(tuple(episode.trajectory for episode in group.episodes), provider)
+        for group, provider in zip(rollouts.groups, providers, strict=True)
     ]
 
 
@@ -226,25 +207,6 @@ def _providers(players: Sequence[Sequence[int]], groups: int, processes: int) ->
         found.append(with_room[0] if with_room else least)
         provided[found[-1]] += 1
     return found
-
-
-def _draw_subagents(
-    rollouts: Rollouts, shape: StepShape, seed: Sequence[int]
-) -> tuple[list[_Prompt], int]:
-    """Return the prompts of sub-agents to train, and the number of those without room."""
-    if not shape.subagents:
-        return [], 0
-    agents = rollouts.subagents
-    players = [process for group in rollouts.groups for process in group.players]
-    # Sorted: the seed decides which sub-agents are drawn, but not their order.
-    drawn = sorted(np.random.default_rng(seed).permutation(len(agents))[: shape.subagents])
-    first = shape.groups * shape.rollouts
-    prompts = []
-    for place, number in enumerate(drawn):
-        owner, trajectory = agents[number]
-        process = players[owner] if players else 0
-        prompts.append(_Prompt((trajectory,), process, first + place, owner))
-    return prompts, len(agents) - len(drawn)
 
 
 def _encode(
@@ -306,7 +268,6 @@ def _packing_metrics(microbatches: Sequence[Microbatch]) -> dict[str, float]:
 
 def _grpo_batch(
     rollouts: Rollouts,
-    prompts: Sequence[_Prompt],
     token_bytes: TokenBytes,
     shape: StepShape,
     text: TextConfig,
@@ -324,12 +285,11 @@ def _grpo_batch(
         by_token["current"] = np.zeros(size, bool)
     if text.experts is not None:
         by_token["routes"] = np.zeros((*size, text.num_hidden_layers), np.uint8)
-    owners: Any = np.zeros(shape.rows, np.int32)
     structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * shape.rows
-    for prompt in prompts:
-        for n, trajectory in enumerate(prompt.trajectories):
-            row = prompt.row + n
-            owners[row] = prompt.owner + n
+    for p, group in enumerate(rollouts.groups):
+        for g, episode in enumerate(group.episodes):
+            row = p * shape.rollouts + g
+            trajectory = episode.trajectory
             first = len(split_prompt(trajectory)[0])
             length = len(trajectory.ids) - first
             by_token["mask"][row, :length] = trajectory.authors[first:] == Author.MODEL
@@ -339,16 +299,15 @@ def _grpo_batch(
             if text.experts is not None:
                 routes = trajectory.routes(text.num_hidden_layers)
                 by_token["routes"][row, :length] = routes[first:]
-            # Only main agents have a struct(o): sub-agents have no format to keep.
-            if row < shape.groups * shape.rollouts:
-                ids, authors = trajectory.ids, trajectory.authors
-                positions, kinds = find_structure(token_bytes, ids, authors)
-                structures[row] = positions - first, kinds
+            ids, authors = trajectory.ids, trajectory.authors
+            positions, kinds = find_structure(token_bytes, ids, authors)
+            structures[row] = positions - first, kinds
     # The width is the same in every step, so that nothing compiles again. It is the largest
     # possible: each token breaks at most one block and opens at most one.
     structure = pad_structures(structures, multiple=2 * shape.suffix)
+    every_rollout: Any = np.arange(shape.rows, dtype=np.int32)
     return GRPOBatch(
-        rollout=owners,
+        rollout=every_rollout,
         structure=structure,
         **by_token,
         **_by_rollout(rollouts, shape),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
 from models.remat import Remat
@@ -34,8 +33,6 @@ class RLSettings:
     """Sampling temperature of rollouts."""
     kinds: tuple[Literal["mcq", "tvg", "oe"], ...] = ()
     """Kinds of questions to train on: mcq (choice), tvg (grounding), oe (open); empty: all."""
-    subagents_per_rollout: float = 0.0
-    """Sub-agents trained per rollout on average, with their episode's reward; 0: none."""
     dynamic_sampling: int = 0
     """Rounds per step in which further prompts take the places of those without signal (DAPO)."""
     max_staleness: int = 0
@@ -44,15 +41,12 @@ class RLSettings:
     """Most tokens of a micro-batch, 0: by device; a row always has room for the longest rollout."""
     save_every: int = 10
     """Steps between checkpoints."""
-    control: bool = False
-    """Also train a copy of the cold start (`sft`) by as many further steps, and evaluate it."""
     remat: Remat = "none"
     """Activation checkpointing: what is kept of each layer for the backward pass."""
 
     def __post_init__(self):
         require_at_least("rl", self, 1, "steps", "prompts", "updates_per_batch", "save_every")
-        unsigned = ("microbatch_tokens", "dynamic_sampling", "subagents_per_rollout")
-        require_at_least("rl", self, 0, *unsigned)
+        require_at_least("rl", self, 0, "microbatch_tokens", "dynamic_sampling")
         # At temperature 0 there are no different rollouts to learn from.
         require_above("rl", self, 0, "temperature")
         require_choices("rl", self)
@@ -84,15 +78,10 @@ class RLSettings:
     def shape(self, longest: Lengths) -> StepShape:
         """Return the upper bounds on the rollouts of a step.
 
-        If a step has more sub-agents than `subagents_per_rollout` allows, those to train are drawn
-        at random.
-
         Args:
             longest: Upper bounds on the lengths of the run's sequences, in tokens.
         """
-        rollouts = self.prompts * self.grpo.group_size
-        subagents = math.ceil(rollouts * self.subagents_per_rollout)
-        return StepShape(self.prompts, self.grpo.group_size, subagents, longest)
+        return StepShape(self.prompts, self.grpo.group_size, longest)
 
 
 def _require_no_clips(grpo: GRPOSettings) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Int32
 
 from paravt_jax.method import grpo
 from paravt_jax.method.judge import Judge
-from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Trajectory
+from paravt_jax.method.records import CallStatus, Episode, Question, StopReason
 from paravt_jax.method.rewards import (
     Rewards,
     combine,
@@ -71,17 +71,6 @@ class Rollouts:
         unreadable = self.unreadable + len(self.groups) - len(kept)
         return dataclasses.replace(self, groups=kept, unreadable=unreadable)
 
-    @property
-    def subagents(self) -> list[tuple[int, Trajectory]]:
-        """The sub-agents that returned a report, each with the number of its episode."""
-        found = []
-        for number, episode in enumerate(self.episodes):
-            for turn in episode.turns:
-                for outcome in turn.calls:
-                    if outcome.status.executed and outcome.subagent is not None:
-                        found.append((number, outcome.subagent))
-        return found
-
 
 def draw_budgets(settings: RLSettings, seed: int, step: int, prompts: int) -> list[int]:
     """Draw the number of overview frames K for each prompt of a step (nFrames gating)."""
@@ -100,6 +89,14 @@ class Questions(Protocol):
 
         Every process gets the same questions.
         """
+        ...
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the state from which `set_state` resumes with the question that comes next."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Resume at `state`."""
         ...
 
 
@@ -284,9 +281,8 @@ def require_fresh(rollouts: Rollouts, version: int, max_staleness: int) -> None:
 
 def token_ages(rollouts: Rollouts, version: int) -> list[Int32[np.ndarray, " t"]]:
     """Return the age of each sampled token in the update of `version`, by trajectory."""
-    trajectories = [episode.trajectory for episode in rollouts.episodes]
-    trajectories += [trajectory for _, trajectory in rollouts.subagents]
-    return [version - found[found >= 0] for found in (each.versions for each in trajectories)]
+    versions = (episode.trajectory.versions for episode in rollouts.episodes)
+    return [version - sampled[sampled >= 0] for sampled in versions]
 
 
 def describe(rollouts: Rollouts) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import numpy as np
@@ -40,7 +40,7 @@ from train.learn.conversation_rows import (
     most_visual,
     render_rows,
 )
-from train.learn.optimizer import OptimizerSettings, make_optimizer
+from train.learn.optimizer import OptimizerSettings, make_optimizer, supervised_save_every
 from train.learn.packing import GroupLengths
 from train.learn.placement import Bank, BankPlacer, place
 from train.learn.update import (
@@ -62,23 +62,19 @@ class SFTSettings:
     rows: int
     """Packed rows per update."""
     optimizer: OptimizerSettings
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or cosine decay to zero at the last step."""
     warmup: float = 0.0
     """Share of the steps over which the learning rate rises linearly from zero."""
     horizon: int = 0
-    """Updates that warm-up and schedule take, at least `steps`; 0: as many."""
+    """Updates in which a cosine brings the learning rate to zero, at least `steps`; 0: as many."""
     row_tokens: int = 8192
     """Length of a packed row in tokens. Longer conversations are left out."""
-    save_every: int = 100
-    """Steps between checkpoints."""
     microbatches: int = 1
     """Upper bound on gradient-accumulation steps, a row each; 0: chosen for the devices."""
     remat: Remat = "none"
     """Activation checkpointing: what is kept of each layer for the backward pass."""
 
     def __post_init__(self):
-        require_at_least("sft", self, 1, "rows", "row_tokens", "save_every")
+        require_at_least("sft", self, 1, "rows", "row_tokens")
         require_at_least("sft", self, 0, "steps", "microbatches")
         require_choices("sft", self)
         if not 0 <= self.warmup < 1:
@@ -88,23 +84,20 @@ class SFTSettings:
                 f"sft.horizon: {self.horizon}, which ends before the {self.steps} updates of the "
                 "run; give at least as many, or 0"
             )
-        if self.horizon and self.schedule == "constant" and not self.warmup:
-            raise ValueError(
-                f"sft.horizon: {self.horizon} with a constant learning rate and no warm-up, on "
-                "which it would have no effect; give 0"
-            )
+
+    @property
+    def save_every(self) -> int:
+        """Steps between checkpoints."""
+        return supervised_save_every(self.steps)
 
     def learning_rate(self, peak: float) -> optax.Schedule | float:
         """Return the learning rate by update, given its peak."""
         updates = self.horizon or self.steps
-        warmup = round(self.warmup * updates)
-        if self.schedule == "cosine" and updates > 1:
-            # At least one of each. So without a warm-up, the first update has learning rate 0.
-            warmup = min(max(1, warmup), updates - 1)
-            return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, updates)
-        if warmup:
-            return optax.warmup_constant_schedule(0.0, peak, warmup)
-        return peak
+        if updates == 1:
+            return peak
+        # At least one of each. So without a warm-up, the first update has learning rate 0.
+        warmup = min(max(1, round(self.warmup * updates)), updates - 1)
+        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, updates)
 
     @property
     def shape(self) -> RowsShape:

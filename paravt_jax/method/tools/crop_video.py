@@ -15,6 +15,9 @@ _PLAIN_NUMBER = re.compile(
 )
 _CLOCK = re.compile(r"(?:([0-9]+):)?([0-9]+):([0-5]?[0-9](?:\.[0-9]+)?)")
 
+CROP_FPS = 1.0
+"""Frames per second that a sub-agent sees of its window."""
+
 
 class CropVideo(Tool):
     """The tool `crop_video`."""

@@ -16,7 +16,6 @@ tokens = st.integers(1, 40_000)
 tunings = st.builds(
     EngineSettings,
     slots=st.integers(1, 200),
-    page=st.sampled_from((1, 16, 48, 64)),
     cache_tokens=tokens,
     read_tokens=tokens,
 )
@@ -26,7 +25,6 @@ longest = st.builds(
     visual=st.just(0),
     response=tokens,
     crop_prompt=tokens,
-    crop_visual=st.just(0),
     report=tokens,
 )
 
@@ -57,7 +55,7 @@ def test_every_sequence_of_a_run_fits(longest, tuning, rows_per_prefix, shared):
 def test_a_long_sequence_reads_at_most_about_twice_its_length(longest, tuning, length):
     engine = engine_sizes(longest, tuning, 8)
     if length <= engine.row_lengths[-1]:
-        assert engine.width(length) <= 2 * (length + tuning.page)
+        assert engine.width(length) <= 2 * (length + engine.page)
 
 
 VALID = EngineSizes(

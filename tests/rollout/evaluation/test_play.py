@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,6 @@ from rollout.evaluation.play import (
     play_question,
 )
 from tests.rollout.evaluation.conftest import PLAN
-from train.evaluation_settings import EvaluationSettings
 
 
 def evaluate(sampler, environment, questions, setting, seed=0):
@@ -188,19 +186,3 @@ def test_episodes_side_by_side_equal_those_played_at_once(
         assert isinstance(one, Played) and isinstance(other, Played)
         assert (other.rewards, other.read) == (one.rewards, one.read)
         assert other.episode.trajectory.ids.tolist() == one.episode.trajectory.ids.tolist()
-
-
-def test_each_budget_measures_format_on_questions_of_its_own(small_questions):
-    heldout = [dataclasses.replace(small_questions[0], id=str(n)) for n in range(40)]
-    settings = EvaluationSettings(questions=32, format_temperatures=(1.0,))
-    asked = [settings.format_questions(heldout, setting) for setting in settings.format_settings()]
-    assert [len(questions) for questions in asked] == [11, 11, 10]
-    assert {question.id for questions in asked for question in questions} == {*map(str, range(32))}
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("field", "value"), [("questions", 2), ("format_temperatures", (-0.1,))])
-def test_impossible_measurements_of_format_are_refused(field, value):
-    with pytest.raises(ValueError, match=r"evaluation.questions: 2|episode.temperature: -0.1"):
-        fields: dict[str, Any] = {"format_temperatures": (0.0,)} | {field: value}
-        EvaluationSettings(**fields)
