@@ -103,14 +103,14 @@ def _checkpoints(command: Export, folder: pathlib.Path) -> Checkpoints:
 
 def _step(checkpoints: Checkpoints, command: Export) -> int:
     """Return the number of the step that the command names."""
-    kept = checkpoints.steps()
-    names = {"latest": max(kept, default=None), "best": checkpoints.best()}
-    names |= {str(step): step for step in kept}
-    step = names.get(command.step)
+    kept = {str(step): step for step in checkpoints.steps()}
+    latest, best = max(kept.values(), default=None), checkpoints.best()
+    step = {**kept, "latest": latest, "best": best}.get(command.step)
     if step is None:
+        named = "" if best is None else f" (best: {best})"
         raise ValueError(
             f"--step {command.step}: no such checkpoint of {command.phase} in {command.run_dir}; "
-            f"kept steps: {', '.join(map(str, kept)) or 'none'} (best: {names['best']})"
+            f"kept steps: {', '.join(kept) or 'none'}{named}"
         )
     return step
 
