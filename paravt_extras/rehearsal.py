@@ -28,7 +28,7 @@ from paravt_jax.processes import cluster, hosts
 from train.cli import parse
 from train.model_folder import copy_tokenizer
 from train.run import command, train
-from train.settings import Run, change
+from train.settings import MeshSettings, Run, change
 
 # Upper bounds on settings, by dotted name. On a CPU, the softmax over the vocabulary takes most of
 # the time and of the memory, so there are few tokens and small chunks of them. The demonstrations
@@ -72,21 +72,16 @@ def rehearsal(run: Run) -> Run:
     cluster.require_shared(folder)
     weights = _make_weights(run, folder)
     stand_in = hosts.from_first(lambda: str(write_stand_in(folder / "stand-in", seed=0)))
-    if hosts.is_first():
-        print(f"rehearsal in {small.run_dir}, with random weights and a stand-in of the data")
     # The mesh is that of the run, whose batches have more rows.
     most_tensor = small.model.config().text.most_tensor
-    data, fsdp, tensor = choose_mesh(run, found_devices(), most_tensor)
+    mesh = choose_mesh(run, found_devices(), most_tensor)
     fields: dict[str, Any] = {
-        "mesh.data": data,
-        "mesh.fsdp": fsdp,
-        "mesh.tensor": tensor,
+        "mesh": MeshSettings(*mesh),
         "model.path": str(weights),
         "data.annotations": f"{stand_in}/annotations",
         "data.folder": str(folder / "set"),
     }
-    assert run.data is not None
-    if not run.data.questions:
+    if run.data is not None and not run.data.questions:
         fields["data.media"] = f"{stand_in}/media"
     return change(small, small.name, fields)
 

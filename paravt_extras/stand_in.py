@@ -1,16 +1,15 @@
 """Writes a stand-in of the published training data: small, from a seed, in the published layout.
 
-    FOLDER/annotations/*.parquet    rl rows of every kind; sft rows of four splits
+    FOLDER/annotations/*.parquet    rl rows of every kind; sft rows of three splits
     FOLDER/media/**/*.zip           videos and pictures, in archives by source
 
 The rows have the published columns and file names (docs/reference.md, 5), and all of them can be
-prepared. The texts are this project's own. Videos have four scenes of different colours, each with
-a digit for a few seconds. Questions and demonstrations are about different videos.
+prepared. The texts are this project's own. The videos are those of the small world, in larger
+frames. Questions and demonstrations are about different videos.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import pathlib
@@ -35,52 +34,28 @@ from paravt_extras.published_rows import (
 )
 from paravt_jax.data.atomic import appearing
 from paravt_jax.method.records import QuestionKind
-from paravt_jax.world.videos import COLOURS, DIGITS, Scene, WorldSettings, encode, picture
+from paravt_jax.world.videos import (
+    DIGITS,
+    STEP,
+    Scene,
+    WorldSettings,
+    WorldVideo,
+    encode,
+    picture,
+    plan,
+)
 
-_FRAMES = WorldSettings(size=64, digit_width=24, digit_height=40, jitter=8)
-_STEP = 1  # seconds from one frame to the next
-_SCENES = 4
-_SCENE_SECONDS = range(5, 16)
-# One question of each kind per scene.
-_ASKED_VIDEOS = 8
-_DEMONSTRATED_VIDEOS = 4
-_DEMONSTRATIONS = 192
+# Questions are about the training split, and demonstrations about the held-out one.
+_QUESTION_VIDEOS = 8
+_DEMONSTRATION_VIDEOS = 4
 # Folders of the published media. Each becomes one archive.
-_QUESTION_FOLDERS = ("selfqa", "museg/charades", "longvt_source/tvg_0")
-_DEMONSTRATION_FOLDER = "longvt_source/selftrace_0"
-_PICTURE_FOLDER = "longvt_source/videor1_0"
-_RL_FILE = "paravt_rl_diverse_4k4.parquet"
-_CHOICE, _GROUNDING, _OPEN = QuestionKind
-_PICTURES = "paravt_sft_videor1_50k.parquet"
-# By file: kinds of questions, and the least and the largest number of crops.
-_SFT_FILES = {
-    "paravt_sft_selftrace_15k3.parquet": ((_CHOICE, _OPEN), 2, 3),
-    "paravt_sft_charades_12k4.parquet": ((_GROUNDING,), 1, 1),
-    "paravt_sft_geminicot_4k8.parquet": ((_CHOICE,), 0, 0),
-    _PICTURES: ((_OPEN,), 0, 0),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Video:
-    """A video of the stand-in.
-
-    Attributes:
-        path: Its path as the rows write it.
-        scenes: Its scenes, each with a digit.
-    """
-
-    path: str
-    scenes: tuple[Scene, ...]
-
-    @property
-    def picture(self) -> str:
-        """Path of a picture of the first scene with its digit."""
-        return f"{_PICTURE_FOLDER}/{pathlib.PurePosixPath(self.path).stem}.png"
+_QUESTIONS = "selfqa"
+_DEMONSTRATIONS = "longvt_source/selftrace_0"
+_PICTURES = "longvt_source/videor1_0"
 
 
 def write_stand_in(folder: str | os.PathLike[str], seed: int) -> pathlib.Path:
-    """Write 96 rl rows and 192 sft rows with their media, unless the folder exists.
+    """Write 96 rl rows and 64 sft rows with their media, unless the folder exists.
 
     The folder appears when it is complete, so a killed call leaves nothing that looks like a set.
 
@@ -99,110 +74,106 @@ def write_stand_in(folder: str | os.PathLike[str], seed: int) -> pathlib.Path:
 
 
 def _write(folder: pathlib.Path, seed: int) -> None:
-    asked = [
-        _plan_video(f"{_QUESTION_FOLDERS[n % len(_QUESTION_FOLDERS)]}/{n:03d}.mp4", [seed, 0, n])
-        for n in range(_ASKED_VIDEOS)
-    ]
-    demonstrated = [
-        _plan_video(f"{_DEMONSTRATION_FOLDER}/{n:03d}.mp4", [seed, 1, n])
-        for n in range(_DEMONSTRATED_VIDEOS)
-    ]
-    _write_media(folder / "media", asked, demonstrated)
+    settings = WorldSettings(
+        seed=seed,
+        train_videos=_QUESTION_VIDEOS,
+        heldout_videos=_DEMONSTRATION_VIDEOS,
+        size=64,
+        digit_width=24,
+        digit_height=40,
+        presence=1.0,
+    )
+    videos = plan(settings)
+    asked, demonstrated = videos[:_QUESTION_VIDEOS], videos[_QUESTION_VIDEOS:]
+    _pack(folder / "media", {_path(video): _film(settings, video) for video in videos})
+    _pack(folder / "media", {_still_path(video): _still(settings, video) for video in demonstrated})
 
+    rng = np.random.default_rng([seed, 2])
+    questions = [
+        _question(video, scene, kind, rng)
+        for kind in QuestionKind
+        for video in asked
+        for scene in video.scenes
+    ]
+    splits: dict[str, list[list[Message]]] = {
+        "selftrace_15k3": [
+            _conversation(video, kind, video.scenes[n:][:3], rng)
+            for kind in QuestionKind
+            for video in demonstrated
+            for n in range(len(video.scenes))
+        ],
+        "geminicot_4k8": [
+            _conversation(video, kind, (), rng) for kind in QuestionKind for video in demonstrated
+        ],
+        "videor1_50k": [_about_a_picture(video, rng) for video in demonstrated],
+    }
     annotations = folder / "annotations"
     annotations.mkdir()
-    published_rows.write_questions(annotations / _RL_FILE, _rl_rows(asked, seed))
-    splits = _sft_rows(demonstrated, seed)
+    published_rows.write_questions(annotations / "paravt_rl_diverse_4k4.parquet", questions)
     for name, conversations in splits.items():
-        published_rows.write_conversations(annotations / name, conversations)
+        file = annotations / f"paravt_sft_{name}.parquet"
+        published_rows.write_conversations(file, conversations)
 
 
-def _plan_video(path: str, seed: list[int]) -> _Video:
-    """Plan a video of 20 to 60 seconds."""
-    rng = np.random.default_rng(seed)
-    colours = rng.permutation(list(COLOURS))
-    digits = rng.permutation(len(DIGITS))
-    ends = np.cumsum(rng.choice(_SCENE_SECONDS, _SCENES)).tolist()
-    scenes = []
-    for n, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        seconds = int(rng.integers(2, 5))  # for which the digit is shown
-        first = int(rng.integers(start, end - seconds + 1))
-        left, top = rng.integers(-_FRAMES.jitter, _FRAMES.jitter + 1, 2).tolist()
-        scenes.append(
-            Scene(
-                start,
-                end,
-                str(colours[n]),
-                int(digits[n]),
-                first=first,
-                last=first + seconds - _STEP,
-                left=left + (_FRAMES.size - _FRAMES.digit_width) // 2,
-                top=top + (_FRAMES.size - _FRAMES.digit_height) // 2,
-            )
-        )
-    return _Video(path, tuple(scenes))
+# --- media ---
 
 
-def _write_media(
-    media: pathlib.Path, asked: Sequence[_Video], demonstrated: Sequence[_Video]
-) -> None:
+def _path(video: WorldVideo) -> str:
+    """Return the path of a video as the rows write it."""
+    folder = _QUESTIONS if video.split == "train" else _DEMONSTRATIONS
+    return f"{folder}/{pathlib.PurePosixPath(video.path).name}"
+
+
+def _still_path(video: WorldVideo) -> str:
+    return f"{_PICTURES}/{pathlib.PurePosixPath(video.path).stem}.png"
+
+
+def _pack(media: pathlib.Path, members: dict[str, bytes]) -> None:
     """Write one archive per folder. Its members have the paths that the rows write."""
-    members: dict[str, dict[str, bytes]] = {}
-    for video in (*asked, *demonstrated):
-        members.setdefault(os.path.dirname(video.path), {})[video.path] = _film(video)
-    members[_PICTURE_FOLDER] = {video.picture: _still(video) for video in demonstrated}
-    for name, files in members.items():
-        archive = media / f"{name}.zip"
+    for path, content in members.items():
+        archive = media / f"{os.path.dirname(path)}.zip"
         archive.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(archive, "w") as packed:
-            for member, content in files.items():
-                # A ZipInfo has a fixed date. Otherwise the archive would depend on the time.
-                packed.writestr(zipfile.ZipInfo(member), content)
+        with zipfile.ZipFile(archive, "a") as packed:
+            # A ZipInfo has a fixed date. Otherwise the archive would depend on the time.
+            packed.writestr(zipfile.ZipInfo(path), content)
 
 
-def _film(video: _Video) -> bytes:
+def _film(settings: WorldSettings, video: WorldVideo) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "video.mp4"
-        encode(_FRAMES, video.scenes, file, _STEP)
+        encode(settings, video.scenes, file)
         return file.read_bytes()
 
 
-def _still(video: _Video) -> bytes:
+def _still(settings: WorldSettings, video: WorldVideo) -> bytes:
+    """Return a picture of the first scene with its digit."""
     content = io.BytesIO()
-    Image.fromarray(picture(_FRAMES, video.scenes[0], True)).save(content, "png")
+    Image.fromarray(picture(settings, video.scenes[0], True)).save(content, "png")
     return content.getvalue()
 
 
-# --- questions ---
-
-
-def _rl_rows(videos: Sequence[_Video], seed: int) -> list[dict[str, Any]]:
-    rng = np.random.default_rng([seed, 2])
-    asked = [(scene, kind) for kind in QuestionKind for scene in range(_SCENES)]
-    orders = [rng.permutation(len(asked)).tolist() for _ in videos]
-    rows = []
-    for n in range(len(videos) * len(asked)):
-        video = n % len(videos)
-        scene, kind = asked[orders[video][n // len(videos)]]
-        question, answer = _ask(videos[video].scenes[scene], kind, rng)
-        rows.append(question_row(videos[video].path, question, kind, answer))
-    return rows
+# --- texts ---
 
 
 def _ask(scene: Scene, kind: QuestionKind, rng: np.random.Generator) -> tuple[str, Any]:
     """Return a question about a scene, and its answer as the published rows give it."""
+    where = f"on the {scene.colour} background?"
     if kind is QuestionKind.TEMPORAL_GROUNDING:
-        question = (
-            f"When is a digit shown on the {scene.colour} background? "
-            "Give the start and the end in seconds."
-        )
+        question = f"When is a digit shown {where} Give the start and the end in seconds."
         return question, list(_span(scene))
-    question = f"Which digit is shown on the {scene.colour} background?"
+    question = f"Which digit is shown {where}"
     if kind is QuestionKind.OPEN_ENDED:
         return question, _word(scene)
     others = [digit for digit in DIGITS if digit != _word(scene)]
     options = rng.permutation([_word(scene), *rng.permutation(others)[:3].tolist()]).tolist()
     return with_options(question, options), "ABCD"[options.index(_word(scene))]
+
+
+def _question(
+    video: WorldVideo, scene: Scene, kind: QuestionKind, rng: np.random.Generator
+) -> dict[str, Any]:
+    text, answer = _ask(scene, kind, rng)
+    return question_row(_path(video), text, kind, answer)
 
 
 def _word(scene: Scene) -> str:
@@ -211,74 +182,41 @@ def _word(scene: Scene) -> str:
 
 
 def _span(scene: Scene) -> tuple[float, float]:
-    """Start and end of the time in which the digit is shown, in seconds."""
-    return float(scene.first), float(scene.last + _STEP)
+    """Return the start and the end of the time in which the digit is shown, in seconds."""
+    return float(scene.first), float(scene.last + STEP)
 
 
-# --- demonstrations ---
-
-
-def _sft_rows(videos: Sequence[_Video], seed: int) -> dict[str, list[list[Message]]]:
-    """Return the conversations by the name of their file. Splits take turns."""
-    rng = np.random.default_rng([seed, 3])
-    rows: dict[str, list[list[Message]]] = {name: [] for name in _SFT_FILES}
-    for n in range(_DEMONSTRATIONS):
-        name = list(rows)[n % len(rows)]
-        video = videos[n // len(rows) % len(videos)]
-        scene = video.scenes[int(rng.integers(_SCENES))]
-        if name == _PICTURES:
-            rows[name].append(_about_a_picture(video, rng))
-            continue
-        kinds, least, most = _SFT_FILES[name]
-        others = [other for other in video.scenes if other is not scene]
-        count = int(rng.integers(least, most + 1))
-        order = rng.permutation(len(others))
-        crops = [scene, *(others[n] for n in order)][:count]
-        crops.sort(key=lambda crop: crop.start)
-        kind = kinds[int(rng.integers(len(kinds)))]
-        rows[name].append(_conversation(video, scene, kind, crops, rng))
-    return rows
+def _seen(scene: Scene) -> str:
+    first, last = _span(scene)
+    return f"The {scene.colour} scene shows {_word(scene)} from {first:g} to {last:g} s."
 
 
 def _conversation(
-    video: _Video,
-    scene: Scene,
-    kind: QuestionKind,
-    crops: Sequence[Scene],
-    rng: np.random.Generator,
+    video: WorldVideo, kind: QuestionKind, crops: Sequence[Scene], rng: np.random.Generator
 ) -> list[Message]:
     """Return a question about a scene, all crops in one turn, and the answer.
 
     The response to a single crop shows the window itself; those to several are reports in words.
     """
+    scene = crops[0] if crops else video.scenes[0]
     question, answer = _ask(scene, kind, rng)
-    start, end = _span(scene)
-    seen = f"The {scene.colour} part shows {_word(scene)} from {start:g} to {end:g} s."
-    asked = say("user", show(video.path), f"The video is {video.path}. {question}")
-    answered = say("assistant", conclude(seen, answer))
+    asked = say("user", show(_path(video)), f"The video is {_path(video)}. {question}")
+    answered = say("assistant", conclude(_seen(scene), answer))
     if not crops:
         return [say("system", published_rows.SYSTEM), asked, answered]
-    thought = f"Some parts may be {scene.colour}. I look at {len(crops)} at once."
-    calls = "\n".join(call(video.path, crop.start, crop.end) for crop in crops)
-    shown = [show(video.path)] if len(crops) == 1 else []
+    calls = "\n".join(call(_path(video), crop.start, crop.end) for crop in crops)
+    shown = [show(_path(video))] if len(crops) == 1 else []
     return [
         say("system", published_rows.SYSTEM_WITH_TOOL),
         asked,
-        say("assistant", f"{think(thought)}{calls}"),
-        *(say("tool", *shown, _report(crop)) for crop in crops),
+        say("assistant", f"{think(f'I look at {len(crops)} windows at once.')}{calls}"),
+        *(say("tool", *shown, _seen(crop)) for crop in crops),
         answered,
     ]
 
 
-def _report(scene: Scene) -> str:
-    start, end = _span(scene)
-    seen = f"The digit {_word(scene)} stays from {start:g} to {end:g} s."
-    return f"The background is {scene.colour}. {seen}"
-
-
-def _about_a_picture(video: _Video, rng: np.random.Generator) -> list[Message]:
-    scene = video.scenes[0]
-    question, answer = _ask(scene, QuestionKind.OPEN_ENDED, rng)
-    still = {"type": "image_url", "image_url": {"url": video.picture}}
-    seen = f"The background is {scene.colour}, and the digit is {answer}."
+def _about_a_picture(video: WorldVideo, rng: np.random.Generator) -> list[Message]:
+    question, answer = _ask(video.scenes[0], QuestionKind.OPEN_ENDED, rng)
+    still = {"type": "image_url", "image_url": {"url": _still_path(video)}}
+    seen = f"The background is {video.scenes[0].colour}, and the digit is {answer}."
     return [say("user", still, question), say("assistant", conclude(seen, answer))]

@@ -234,7 +234,7 @@ def _show(run: Run, topology: str) -> int:
     findings = check(run, resolved(run), _place(run), topology)
     if hosts.is_first():
         print(as_text(findings))
-    return int(any(finding.problem == "error" for finding in findings))
+    return int(any(finding.is_error for finding in findings))
 
 
 def train(run: Run, begin: Callable[[Run], Run] = lambda run: run) -> int:

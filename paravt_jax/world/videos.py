@@ -311,33 +311,30 @@ def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
     )
 
 
-def encode(
-    settings: WorldSettings, scenes: Sequence[Scene], path: pathlib.Path, step: int = STEP
-) -> None:
+def encode(settings: WorldSettings, scenes: Sequence[Scene], path: pathlib.Path) -> None:
     """Write one H.264 mp4 with closed GOPs of one window each.
 
     Args:
         settings: Size of frames and digits.
         scenes: The scenes in order; the first starts at 0.
         path: The file, which appears when it is complete. Its folder must exist.
-        step: Time from one frame to the next, in seconds.
     """
     unfinished = path.with_suffix(".tmp")
     # "qp": "0" is lossless. With lossy coding the pixels would vary between runs, because x264 does
     # not always make the same choices, even with one thread.
     options = {"qp": "0", "preset": "veryfast", "threads": "1", "bf": "0"}
     with av.open(str(unfinished), "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=fractions.Fraction(1, step), options=options)
+        stream = container.add_stream("libx264", rate=fractions.Fraction(1, STEP), options=options)
         stream.width = stream.height = settings.size
         stream.pix_fmt = "yuv420p"
-        stream.gop_size = WINDOW // step
+        stream.gop_size = WINDOW // STEP
         for scene in scenes:
             # A scene has only two different pictures. Convert each once.
             without_digit = _frame(settings, scene, False)
             with_digit = _frame(settings, scene, True)
-            for time in range(scene.start, scene.end, step):
+            for time in range(scene.start, scene.end, STEP):
                 frame = with_digit if scene.shows(time) else without_digit
-                frame.pts = time // step
+                frame.pts = time // STEP
                 container.mux(stream.encode(frame))
         # Flush the encoder.
         container.mux(stream.encode(None))

@@ -64,18 +64,12 @@ def test_no_row_is_left_out_and_every_kind_of_row_is_there(prepared):
     data, summary = prepared
     kinds = collections.Counter(question.kind for question in data.questions)
     assert kinds == {"mcq": 32, "tvg": 32, "oe": 32}
-    assert len(data.conversations) == 192
-    assert set(summary["sources"]) == {"diverse", "selftrace", "charades", "geminicot", "videor1"}
+    assert len(data.conversations) == 64
+    assert set(summary["sources"]) == {"diverse", "selftrace", "geminicot", "videor1"}
     assert all(rows.keys() == {"kept"} for rows in summary["sources"].values())
     calls = [sum(turn.role == "tool" for turn in row.turns) for row in data.conversations]
     assert set(calls) == {0, 1, 2, 3}
     assert {clip.still for row in data.conversations for clip in row.clips} == {False, True}
-
-
-def test_videos_are_a_dozen_and_take_20_to_60_seconds(prepared):
-    data, summary = prepared
-    assert len(list(data.root.rglob("*.mp4"))) == 12
-    assert 20 <= summary["longest"] <= 60
 
 
 def test_there_are_enough_questions_for_the_uncut_recipe_on_videos_of_their_own(prepared):
@@ -94,14 +88,13 @@ def test_frames_show_what_a_row_says(stand_in, prepared):
     data, _ = prepared
     grounding = [row for row in data.questions if row.kind == "tvg"]
     for question in grounding[:4]:
-        start, end = json.loads(question.answer)
+        start, end = map(int, json.loads(question.answer))
         path = data.root / question.video
         pixels = video.read(path, range(video.probe(path).frames)).astype(int)
         # The background is at the corner, and the digit is white.
-        background = np.abs(pixels[:, 0, 0] - pixels[int(start), 0, 0]).sum(axis=-1) < 10
+        background = np.abs(pixels[:, 0, 0] - pixels[start // 2, 0, 0]).sum(axis=-1) < 10
         digit = (pixels.min(axis=-1) > 180).sum(axis=(1, 2)) > 100
-        assert np.flatnonzero(background & digit).tolist() == list(range(int(start), int(end)))
-        assert background.sum() >= 5
+        assert (2 * np.flatnonzero(background & digit)).tolist() == list(range(start, end, 2))
 
 
 def test_a_seed_decides_all_rows_and_frames(stand_in, tmp_path):

@@ -55,42 +55,28 @@ def test_a_small_run_is_ready_and_prints_nothing(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_another_version_of_a_package_is_an_error_with_the_command(tmp_path, monkeypatch):
-    version = command._version
-    monkeypatch.setattr(command, "_version", lambda x: "0.9.1" if x == "jax" else version(x))
-    finding = found(paravt_tiny(), tmp_path)["packages"]
-    assert finding.problem == "error" and "(0.9.1)" in finding.found
-    assert finding.remedy.startswith("pip install 'jax<")
-
-
-def test_a_package_that_only_this_run_needs_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    run = change(paravt_tiny(), "logged", {"wandb": "paravt"})
-    assert "wandb" in found(run, tmp_path)["packages"].found
-
-
 def test_too_small_a_slice_is_an_error_and_a_large_one_names_the_sizes(tmp_path):
-    assert found(paravt_8b(), tmp_path, "v5e:2x4")["devices"].problem == "error"
+    assert found(paravt_8b(), tmp_path, "v5e:2x4")["devices"].is_error
     finding = found(paravt_8b(), tmp_path)["devices"]
-    assert finding.problem == "" and "mesh 1 x 16 x 1" in finding.found
+    assert not finding.is_error and "mesh 1 x 16 x 1" in finding.text
 
 
 def test_weights_are_complete_and_of_the_recipes_size(tiny_model, tmp_path):
     right = change(paravt_tiny(), "right", {"model.path": str(tiny_model), "align": None})
-    assert found(right, tmp_path)["weights"].problem == ""
+    assert found(right, tmp_path)["weights"].is_error is False
     wrong = found(large(model__path=str(tiny_model)), tmp_path)["weights"]
-    assert wrong.problem == "error" and "model.size 8b" in wrong.found
+    assert wrong.is_error and "model.size 8b" in wrong.text
     copy = tmp_path / "copy"
     shutil.copytree(tiny_model, copy)
     cut_off = sorted(copy.glob("*.safetensors"))[0]
     cut_off.write_bytes(cut_off.read_bytes()[:-1])
     damaged = change(paravt_tiny(), "damaged", {"model.path": str(copy), "align": None})
-    assert found(damaged, tmp_path)["weights"].problem == "error"
+    assert found(damaged, tmp_path)["weights"].is_error
     (copy / "tokenizer.json").unlink()
     shutil.copy(tiny_model / cut_off.name, cut_off)
-    assert "no tokenizer.json" in found(damaged, tmp_path)["weights"].found
+    assert "no tokenizer.json" in found(damaged, tmp_path)["weights"].text
     nowhere = found(large(model__path="/nowhere"), tmp_path)["weights"]
-    assert nowhere.problem == "error" and "/nowhere: no such folder" in nowhere.found
+    assert nowhere.is_error and "/nowhere: no such folder" in nowhere.text
 
 
 def listed(monkeypatch, files: dict[str, int]) -> None:
@@ -103,49 +89,46 @@ def listed(monkeypatch, files: dict[str, int]) -> None:
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", info)
 
 
-def test_what_the_hub_has_is_a_warning_and_what_it_lacks_an_error(tmp_path, monkeypatch):
+def test_what_the_hub_does_not_have_is_an_error(tmp_path, monkeypatch):
     run = large(data__folder=str(tmp_path / "set"))
     # Tests are offline.
     for item in ("weights", "annotations", "media"):
-        assert found(run, tmp_path)[item].problem == "error"
+        assert found(run, tmp_path)[item].is_error
     listed(monkeypatch, {"model.safetensors": 10**9, "config.json": 1, "a.parquet": 10**9})
     for item in ("weights", "annotations", "media"):
         finding = found(run, tmp_path)[item]
-        assert finding.problem == "warning" and "2.0 GB" in finding.found
-    listed(monkeypatch, {"readme.md": 1})
-    for item in ("weights", "annotations"):
-        assert found(run, tmp_path)[item].problem == "error"
+        assert not finding.is_error and "2.0 GB" in finding.text
 
 
 def test_sources_that_do_not_exist_are_errors(tmp_path):
     run = large(data__folder=str(tmp_path / "set"), data__annotations="/nowhere")
-    assert "neither a folder nor a hub id" in found(run, tmp_path)["annotations"].found
+    assert "neither a folder nor a hub id" in found(run, tmp_path)["annotations"].text
 
 
-def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch, tiny_model):
-    usage = types.SimpleNamespace(free=10**9)
+def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
+    usage = types.SimpleNamespace(free=10**9, total=0, used=0)
     monkeypatch.setattr(command.shutil, "disk_usage", lambda path: usage)
-    (finding,) = command._disk(paravt_8b(), Place(tmp_path / "run"))
-    assert finding.problem == "error" and "1.0 GB free" in finding.found
+    finding = found(paravt_8b(), tmp_path, topology="")["disk"]
+    assert finding.is_error and "1.0 GB free" in finding.text
     assert NotReadyError([finding]).exit_code == TEMPORARY
-    other = Finding("weights", "none", "get them", "error")
+    other = Finding("weights", "none", is_error=True)
     assert NotReadyError([finding, other]).exit_code == FAILED
 
 
 def test_the_folder_is_new_or_of_this_run(tmp_path):
     run = paravt_tiny()
-    assert found(run, tmp_path)["run directory"].found.endswith(": new")
+    assert found(run, tmp_path)["run directory"].text.endswith(": new")
     RunDirectory(tmp_path / "run", resolved(run)).close()
     (tmp_path / "run" / "metrics.jsonl").touch()
-    assert found(run, tmp_path)["run directory"].found.endswith(": continues")
+    assert found(run, tmp_path)["run directory"].text.endswith(": continues")
     other = change(run, "paravt_tiny", {"rl.steps": 1})
-    assert found(other, tmp_path)["run directory"].problem == "error"
+    assert found(other, tmp_path)["run directory"].is_error
 
 
 def test_a_run_that_would_stop_prints_why_and_makes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train.run.main(["--config=paravt_8b", "--check", f"--topology={SLICE}"]) == 1
-    assert "weights        error" in capsys.readouterr().out
+    assert "weights        error " in capsys.readouterr().out
     assert train.run.main(["--config=paravt_8b"]) == 1
     assert "error: nothing was started: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
