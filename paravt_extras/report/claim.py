@@ -1,10 +1,9 @@
 """Whether calls pay and whether the format holds: the paper's central claim, in figures.
 
-Three measures, of a run's metrics and of its evaluation (docs/method.md explains them):
+Two measures of a run's metrics (docs/method.md explains them):
 
     tool gap            what rollouts that call earn more than rollouts that do not, by K
     likelihood of tags  how sure the policy is of the tags that it samples
-    format              compliance and the published format reward at several temperatures
 """
 
 from __future__ import annotations
@@ -119,40 +118,3 @@ def _chart(
     if not known:
         return []
     return [{"title": title, "note": note, "chart": lines_chart(known, low, high)}]
-
-
-def format_table(result: Record) -> list[Record]:
-    """Return format by temperature, as means over the parallel rollouts at all K.
-
-    Args:
-        result: Contents of result.json.
-
-    Returns:
-        A line per temperature: `temperature`, and `before` and `after` RL, each with `compliance`,
-        `format_reward` and `n`, the number of rollouts; {} if it has not been measured.
-    """
-    sides = {
-        side: [
-            line
-            for line in result.get(side, [])
-            if line["dispatch"] == "parallel" and "format_reward" in line
-        ]
-        for side in ("before", "after")
-    }
-    temperatures = {line["temperature"] for lines in sides.values() for line in lines}
-    return [
-        {"temperature": temperature}
-        | {side: _pooled(lines, temperature) for side, lines in sides.items()}
-        for temperature in sorted(temperatures)
-    ]
-
-
-def _pooled(lines: Sequence[Record], temperature: float) -> Record:
-    rows = [line for line in lines if line["temperature"] == temperature]
-    if not rows:
-        return {}
-    means = {
-        name: weighted_mean([(row[name], row["n"]) for row in rows])
-        for name in ("compliance", "format_reward")
-    }
-    return means | {"n": sum(row["n"] for row in rows)}

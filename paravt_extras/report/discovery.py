@@ -61,10 +61,10 @@ def learning_curves(result: Record, last_step: int) -> list[Record]:
         return []
 
     def chart(value: Callable[[Record], float | None], high: float) -> Chart:
-        lines: list[tuple[str, list[tuple[float, float | None]]]] = []
-        for first in before:
-            k = first["k"]
-            lines.append((f"K = {k}", [(row["step"], value(row)) for row in rows if row["k"] == k]))
+        lines = [
+            (f"K = {k}", [(row["step"], value(row)) for row in rows if row["k"] == k])
+            for k in dict.fromkeys(row["k"] for row in before)
+        ]
         return lines_chart(lines, 0.0, high)
 
     charts = [

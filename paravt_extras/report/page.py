@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from models.family import REHEARSAL
 from paravt_extras.report.chart import Chart, line_chart, stacked_chart
-from paravt_extras.report.claim import claim_charts, format_table, is_shown
+from paravt_extras.report.claim import claim_charts, is_shown
 from paravt_extras.report.discovery import group_table, learning_curves, pair_cards
 from paravt_extras.report.result import read_result, result_so_far
 from paravt_jax.data.atomic import write_atomically
@@ -119,7 +119,6 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
         pairs=pair_cards(root, episodes, until),
         facts=_facts(result, config.get("model", {}).get("dtype")),
         claims=claim_charts(rl_lines),
-        formats=format_table(result),
         phases=_phases(metrics),
         table=_table(result),
         stages=_stages(root, episodes, until),

@@ -23,7 +23,6 @@ from paravt_extras.report.chart import moving_mean
 from paravt_extras.report.claim import (
     KINDS,
     budgets,
-    format_table,
     gaps,
     tag_probabilities,
     weighted_mean,
@@ -90,14 +89,15 @@ def figures(run: Run) -> Figures:
     """Return the figures of a finished run; only those of held-out questions for a cold start."""
     result = read_result(pathlib.Path(run.run_dir))
     found: Figures = {}
-    for k, row in by_k(result["after"]).items():
+    after = result["after"]
+    for k, row in by_k(after).items():
         found |= {f"{title}, K = {k}": row[name] for name, title in MEASURES.items()}
         found[f"tool gap of accuracy, K = {k}"] = row.get("tool_gap")
     for k, row in by_k(result["before"]).items():
         found[f"κ before RL, K = {k}"] = row["calls"]
-    for row in format_table(result):
-        name = f"compliance, temperature {row['temperature']:g}"
-        found[name] = row["after"].get("compliance")
+    for temperature in sorted({row["temperature"] for row in after}):
+        hot = [(row["compliance"], row["n"]) for row in after if row["temperature"] == temperature]
+        found[f"compliance, temperature {temperature:g}"] = weighted_mean(hot)
     steps = rl_steps(run)
     last = steps[-LAST_STEPS:]
     if steps:
@@ -114,8 +114,8 @@ def figures(run: Run) -> Figures:
 
 
 def by_k(rows: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """Return the rows of an evaluation at one temperature by K."""
-    return {row["k"]: row for row in rows}
+    """Return the lines of an evaluation at its first temperature, by K."""
+    return {row["k"]: row for row in rows if row["temperature"] == rows[0]["temperature"]}
 
 
 def draw(runs: Mapping[str, Sequence[Run]]) -> Figure:

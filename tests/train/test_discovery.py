@@ -40,7 +40,9 @@ def test_curves_run_from_before_to_after(result):
     charts = {figure["title"]: figure["chart"] for figure in learning_curves(result, 10)}
     for title in ("accuracy", "crops per question", "accuracy, choice"):
         assert charts[title].legend == ["K = 4", "K = 64"]
-    assert [len(points) for points in lines(charts["accuracy"])] == [3, 3]
+    curves = lines(charts["accuracy"])
+    assert [len(points) for points in curves] == [3, 3]
+    assert curves[0][0][1] > curves[0][-1][1], "higher after RL, and y grows downwards"
 
 
 def test_without_greedy_evaluations_there_are_no_curves(result):
@@ -56,8 +58,7 @@ def test_groups_of_questions_have_their_figures_side_by_side(result):
     assert list(table) == ["choice, no frame shows the answer", "choice, a frame shows the answer"]
     [line] = table["choice, no frame shows the answer"]
     assert (line["k"], line["n"]) == (4, 9)
-    scores = [line[side]["score"] for side in ("before", "after")]
-    assert scores == [0.2, 0.8]
+    assert [line[side]["score"] for side in ("before", "after")] == [0.2, 0.8]
     assert group_table({}) == []
 
 
