@@ -1,4 +1,4 @@
-"""A server of gs:// buckets on this machine, in memory, for tests and `benchmarks.deaths`.
+"""A server of gs:// buckets on this machine, in memory, for tests.
 
 It is gcp-storage-emulator with what that lacks and runs need: preconditions on generations,
 several requests at a time, and outages.

@@ -33,9 +33,8 @@ from paravt_extras.plan import PlannedModel, rl_step
 from paravt_extras.report.discovery import greedy
 from paravt_extras.report.result import read_result
 from paravt_extras.studies import study
-from paravt_extras.studies.study import Figures, require_seeds
+from paravt_extras.studies.study import Figures
 from paravt_extras.summary import Line
-from paravt_jax.data.any_path import require_local
 from paravt_jax.data.atomic import write_atomically
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory
@@ -57,19 +56,15 @@ MIB = 2.0**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(study.Command):
     """Compare LoRA with training the whole decoder, in the tiny run."""
 
-    out: str = "runs/lora"
+    run_dir: str = "runs/lora"
     """Folder of the runs (start-SEED, full-SEED, lora-SEED), the table and the figures."""
     seeds: tuple[int, ...] = (4, 5, 6)
     """Seeds of world, questions, demonstrations and run."""
     only: Literal["", "start", "full", "lora"] = ""
     """Only for the processes that the command starts itself."""
-
-    def __post_init__(self):
-        require_seeds(self.seeds)
-        require_local("out", self.out)
 
 
 def plan(out: str, seed: int) -> dict[str, Run]:
@@ -149,7 +144,7 @@ def start_process(out: str, seed: int, name: str) -> None:
     Raises:
         RuntimeError: It failed. The message names its log.
     """
-    command = [sys.executable, "-m", "benchmarks.lora", "--out", out]
+    command = [sys.executable, "-m", "benchmarks.lora", "--run-dir", out]
     command += ["--seeds", str(seed), "--only", name]
     log_file = pathlib.Path(out) / f"{name}-{seed}.log"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -180,11 +175,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code. Writes table.md and results.json."""
     command = tyro.cli(Comparison, args=argv, prog="python -m benchmarks.lora")
     if command.only:
-        measure(plan(command.out, command.seeds[0])[command.only])
+        measure(plan(command.run_dir, command.seeds[0])[command.only])
         return 0
-    folder = pathlib.Path(command.out)
+    folder = pathlib.Path(command.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    runs = {seed: plan(command.out, seed) for seed in command.seeds}
+    runs = {seed: plan(command.run_dir, seed) for seed in command.seeds}
     for seed, of_seed in runs.items():
         for name, run in of_seed.items():
             # Opening the folder refuses a run with other settings.
@@ -193,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
             if not finished:
                 print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
                 shutil.rmtree(run.run_dir)
-                start_process(command.out, seed, name)
+                start_process(command.run_dir, seed, name)
     arms = {name: [figures(of_seed[name]) for of_seed in runs.values()] for name in TITLES}
     study.write(folder, {TITLES[name]: found for name, found in arms.items()})
     return 0

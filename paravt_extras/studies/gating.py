@@ -24,7 +24,6 @@ from paravt_extras.report.discovery import greedy_curve, of_group
 from paravt_extras.report.result import read_result
 from paravt_extras.studies import study
 from paravt_extras.studies.study import STYLES, Figures
-from paravt_jax.data.any_path import require_local
 from train.settings import Run, change
 
 START, DRAWN, FIXED = "cold start", "K drawn per prompt", "K = 64"
@@ -44,17 +43,13 @@ PANELS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Gating:
+class Gating(study.Command):
     """Trains on choice from a naive cold start, with K drawn per prompt and with K = 64."""
 
     run_dir: str = "runs/gating"
     """Folder of all runs (start-SEED, drawn-SEED, fixed-SEED), the table and the figure."""
     seeds: tuple[int, ...] = (4, 5, 6)
     """Seeds of world, questions, demonstrations and run."""
-
-    def __post_init__(self):
-        study.require_seeds(self.seeds)
-        require_local("run_dir", self.run_dir)
 
 
 def plan(command: Gating) -> dict[str, list[Run]]:
@@ -119,12 +114,9 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(Gating, args=argv, prog="python -m paravt_extras.studies.gating")
     runs = plan(command)
     # All runs of a seed come before the next seed; the one with the cold start comes first.
-    code = study.carry_out([run for seed in zip(*runs.values(), strict=True) for run in seed])
-    if code == 0:
-        arms = {arm: runs[arm] for arm in (DRAWN, FIXED)}
-        found = {arm: [figures(run) for run in of_arm] for arm, of_arm in arms.items()}
-        study.write(pathlib.Path(command.run_dir), found, lambda: draw(arms))
-    return code
+    order = [run for seed in zip(*runs.values(), strict=True) for run in seed]
+    arms = {arm: runs[arm] for arm in (DRAWN, FIXED)}
+    return study.carry_out(order, pathlib.Path(command.run_dir), arms, figures, draw)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from paravt_extras.report.claim import (
 from paravt_extras.report.result import read_result
 from paravt_extras.studies import study
 from paravt_extras.studies.study import STYLES, Figures, rl_steps
-from paravt_jax.data.any_path import require_local
 from paravt_jax.method.rewards import RewardSettings
 from train.settings import Run, change
 
@@ -41,7 +40,7 @@ LAST_STEPS = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Paradox:
+class Paradox(study.Command):
     """Trains plain GRPO, GRPO with either remedy, and with both, from one cold start."""
 
     run_dir: str = "runs/paradox"
@@ -52,10 +51,6 @@ class Paradox:
     """Rewards beside the anchor. outcome: right answers only. published: format and calls too."""
     prior: Literal["strong", "weak"] = "strong"
     """Calls in the cold start. weak: in at most 10 %, without leaks; trains two settings only."""
-
-    def __post_init__(self):
-        study.require_seeds(self.seeds)
-        require_local("run_dir", self.run_dir)
 
     @property
     def folder(self) -> pathlib.Path:
@@ -159,11 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     runs = plan(command)
     (start,), *arms = runs.values()
     # All settings of a seed come before the next seed.
-    code = study.carry_out([start, *(run for seed in zip(*arms, strict=True) for run in seed)])
-    if code == 0:
-        found = {name: [figures(run) for run in of_arm] for name, of_arm in runs.items()}
-        study.write(command.folder, found, lambda: draw(runs))
-    return code
+    order = [start, *(run for seed in zip(*arms, strict=True) for run in seed)]
+    return study.carry_out(order, command.folder, runs, figures, draw)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ import tyro
 
 from configs.paravt_tiny import paravt_tiny
 from configs.sft import sft_tiny
+from paravt_extras.report.claim import weighted_mean
 from paravt_extras.report.discovery import greedy
 from paravt_extras.report.result import read_result
 from paravt_extras.studies import study
 from paravt_extras.studies.study import Figures, rl_steps
-from paravt_jax.data.any_path import require_local
 from train.settings import Run, change
 
 MAX_STALENESS = (0, 1, 2)
@@ -29,17 +29,13 @@ LAST = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Staleness:
+class Staleness(study.Command):
     """Trains with rollouts that may outlive no, one and two updates."""
 
     run_dir: str = "runs/staleness"
     """Folder of all runs (start-SEED, stale0-SEED, ...), the table and the figures."""
     seeds: tuple[int, ...] = (4, 5, 6)
     """Seeds of world, questions, demonstrations and run."""
-
-    def __post_init__(self):
-        study.require_seeds(self.seeds)
-        require_local("run_dir", self.run_dir)
 
 
 def plan(command: Staleness, seed: int) -> list[Run]:
@@ -83,13 +79,12 @@ def figures(run: Run) -> Figures:
     }
     if "staleness/mean" in steps[-1]:
         found["age of trained tokens, updates"] = mean("staleness/mean")
-        ended = [row for row in steps if row["in_flight/ended"]]
-        found["tokens per episode, all that ended"] = float(
-            np.average(
-                [row["length/sampled"] for row in ended],
-                weights=[row["in_flight/ended"] for row in ended],
-            )
-        )
+        ended = [
+            (row["length/sampled"], row["in_flight/ended"])
+            for row in steps
+            if row["in_flight/ended"]
+        ]
+        found["tokens per episode, all that ended"] = weighted_mean(ended)
     return found
 
 
@@ -97,14 +92,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit code. Writes table.md and results.json."""
     command = tyro.cli(Staleness, args=argv, prog="python -m paravt_extras.studies.staleness")
     runs = [plan(command, seed) for seed in command.seeds]
-    code = study.carry_out([run for of_seed in runs for run in of_seed])
-    if code == 0:
-        found = {
-            f"max_staleness {bound}": [figures(of_seed[1 + number]) for of_seed in runs]
-            for number, bound in enumerate(MAX_STALENESS)
-        }
-        study.write(pathlib.Path(command.run_dir), found)
-    return code
+    arms = {
+        f"max_staleness {bound}": [of_seed[number] for of_seed in runs]
+        for number, bound in enumerate(MAX_STALENESS, 1)
+    }
+    order = [run for of_seed in runs for run in of_seed]
+    return study.carry_out(order, pathlib.Path(command.run_dir), arms, figures)
 
 
 if __name__ == "__main__":

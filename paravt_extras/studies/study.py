@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import pathlib
 import statistics
@@ -22,13 +23,12 @@ from matplotlib.typing import RcKeyType
 
 from configs.paravt_tiny import paravt_tiny
 from paravt_extras import markdown
+from paravt_jax.data.any_path import require_local
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
-from train.durable.allocator import reuse_freed_memory
-from train.durable.interrupts import Interrupts, Stopped
+from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
 from train.durable.run_directory import RunDirectory
-from train.run import execute, resolved
+from train.run import command, execute, resolved
 from train.settings import EvaluationSettings, Run
 
 Figures = dict[str, float | None]
@@ -71,66 +71,83 @@ def greedy_evaluation() -> EvaluationSettings:
     )
 
 
-def require_seeds(seeds: Sequence[int]) -> None:
-    """Raise ValueError if these are not different seeds."""
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds: {seeds}; give different numbers of at least 0")
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What every study is asked for.
+
+    Raises:
+        ValueError: The seeds are not different numbers, or the folder is in a bucket.
+    """
+
+    run_dir: str
+    seeds: tuple[int, ...]
+
+    def __post_init__(self):
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: {self.seeds}; give different numbers of at least 0")
+        require_local("run_dir", self.run_dir)
 
 
-def carry_out(runs: Sequence[Run]) -> int:
-    """Execute the runs that are not finished, in this order; return the exit code."""
-    reuse_freed_memory()
-    try:
+def carry_out(
+    runs: Sequence[Run],
+    folder: pathlib.Path,
+    arms: Mapping[str, Sequence[Run]],
+    figures: Callable[[Run], Figures],
+    draw: Callable[[Mapping[str, Sequence[Run]]], Figure] | None = None,
+) -> int:
+    """Execute the runs that are not finished, and compare arms; return the exit code.
+
+    Args:
+        runs: All runs, in their order.
+        folder: Where to write results.json, table.md and, if there is a drawing, figure.svg.
+        arms: The runs to compare, one per seed.
+        figures: Returns the figures of a finished run.
+        draw: Draws the arms.
+    """
+
+    def work(_: Run) -> int:
         with Interrupts() as interrupts:
             for number, run in enumerate(runs, 1):
                 # Open the directory of a finished run, too: it may be one with other settings.
                 with RunDirectory(run.run_dir, resolved(run)):
                     finished = (pathlib.Path(run.run_dir) / "result.json").exists()
                 if not finished:
-                    print(
-                        f"run {number} of {len(runs)}: {run.name}, seed {run.seed}", file=sys.stderr
-                    )
+                    print(f"run {number} of {len(runs)}: {run.run_dir}", file=sys.stderr)
                     execute(run, interrupts)
-    except Stopped as stop:
-        print(f"\n{stop}; the same command continues from there", file=sys.stderr)
-        return stop.code
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exit_code(error)
-    return 0
+        drawing = None if draw is None else draw(arms)
+        write(folder, {arm: [*map(figures, of_arm)] for arm, of_arm in arms.items()}, drawing)
+        return 0
+
+    return command(runs[0], work)
 
 
 def band(axes: Axes, seeds: Sequence[Points], style: Style, label: str) -> None:
     """Draw the mean over seeds of a curve, shaded from the lowest to the highest value."""
     by_x: dict[float, list[float]] = {}
-    for points in seeds:
-        for x, y in points:
-            if y is not None:
-                by_x.setdefault(x, []).append(y)
-    xs = sorted(by_x)
-    means = [statistics.mean(by_x[x]) for x in xs]
+    for x, y in itertools.chain(*seeds):
+        if y is not None:
+            by_x.setdefault(x, []).append(y)
+    xs, ys = sorted(by_x), [by_x[x] for x in sorted(by_x)]
+    means = [*map(statistics.mean, ys)]
     axes.plot(xs, means, **style._asdict(), markevery=max(1, len(xs) // 6), label=label)
-    low = [min(by_x[x]) for x in xs]
-    high = [max(by_x[x]) for x in xs]
+    low, high = [*map(min, ys)], [*map(max, ys)]
     axes.fill_between(xs, low, high, color=style.color, alpha=0.15, linewidth=0)
 
 
 def write(
-    folder: pathlib.Path,
-    found: Mapping[str, Sequence[Figures]],
-    draw: Callable[[], Figure] | None = None,
+    folder: pathlib.Path, table: Mapping[str, Sequence[Figures]], drawing: Figure | None = None
 ) -> None:
     """Write results.json, table.md and, if there is a drawing, figure.svg; print the table.
 
     The same results give the same bytes.
     """
-    content = markdown.table_of_figures(found) + "\n"
-    write_atomically(folder / "results.json", json.dumps(found, indent=1) + "\n")
+    content = markdown.table_of_figures(table) + "\n"
+    write_atomically(folder / "results.json", json.dumps(table, indent=1) + "\n")
     write_atomically(folder / "table.md", content)
-    if draw is not None:
+    if drawing is not None:
+        file = io.BytesIO()
         with matplotlib.rc_context(_LOOK):
-            file = io.BytesIO()
-            draw().savefig(file, format="svg", metadata={"Date": None})
+            drawing.savefig(file, format="svg", metadata={"Date": None})
         write_atomically(folder / "figure.svg", file.getvalue().decode())
     print(content)
 

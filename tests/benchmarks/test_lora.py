@@ -53,7 +53,7 @@ def test_finished_runs_are_only_read_and_an_interrupted_one_starts_over(tmp_path
         (folder / MEASURED).write_text(json.dumps({"checkpoint on disk, MiB": 3.0}))
 
     monkeypatch.setattr(lora, "start_process", fake)
-    command = ["--out", str(tmp_path), "--seeds", "4"]
+    command = ["--run-dir", str(tmp_path), "--seeds", "4"]
     with pytest.raises(RuntimeError, match="lora failed"):
         lora.main(command)
     fails.clear()

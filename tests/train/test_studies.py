@@ -97,7 +97,6 @@ def fake(monkeypatch):
     before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     fake = FakeRuns()
     monkeypatch.setattr(study, "execute", fake)
-    monkeypatch.setattr(study, "reuse_freed_memory", lambda: None)
     yield fake
     jax.config.update("jax_compilation_cache_dir", before)
 
