@@ -12,18 +12,12 @@ from collections.abc import Sequence
 
 import tyro
 
-from paravt_extras.scenes.calibrate import table
 from paravt_extras.scenes.plan import SceneSettings
-from paravt_extras.scenes.write import (
-    calibration,
-    expected_size,
-    missing_videos,
-    write_scenes,
-)
+from paravt_extras.scenes.write import missing_videos, write_scenes
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import require_local
 from paravt_jax.processes.exit_codes import USER_ERRORS
-from paravt_jax.progress import Progress, size
+from paravt_jax.progress import Progress
 
 _PROG = command_name("python -m paravt_extras.scenes")
 
@@ -44,8 +38,6 @@ class _Asked:
     """Height of a frame in pixels, an even number from 320 to 720; 0: mostly 360, some 720."""
     workers: int = 0
     """Number of processes that draw; 0: one per core."""
-    describe: bool = False
-    """Only print what overviews show of the questions of a finished folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = tyro.cli(_Asked, args=argv, prog=_PROG, description=__doc__)
     try:
         require_local("--out", asked.out)
-        if not asked.describe:
-            _write(asked)
-        print(table(calibration(asked.out)))
+        _write(asked)
     except KeyboardInterrupt:
         print("\nstopped; the same command continues", file=sys.stderr)
         return 130
@@ -69,11 +59,7 @@ def _write(asked: _Asked) -> None:
     settings = SceneSettings(asked.seed, asked.videos, asked.heldout, asked.lines)
     missing = missing_videos(settings, pathlib.Path(asked.out))
     minutes = sum(video.seconds for video in missing) / 60
-    print(
-        f"{len(missing)} of {settings.videos + settings.heldout} videos to draw: "
-        f"{minutes:.0f} minutes, about {size(expected_size(missing))} in {asked.out}",
-        file=sys.stderr,
-    )
+    print(f"{len(missing)} videos to draw, {minutes:.0f} minutes long", file=sys.stderr)
     with Progress("draw", "video") as progress:
         write_scenes(settings, asked.out, asked.workers, progress.update)
 

@@ -31,12 +31,10 @@ class Family:
     Attributes:
         training: Their sentences in training; empty if they are held out.
         heldout: Their sentence in held-out videos.
-        reads: What has to be seen in order to answer: names of `calibrate.HEIGHTS`.
     """
 
     training: tuple[str, ...]
     heldout: str
-    reads: tuple[str, ...]
 
 
 FAMILIES = {
@@ -47,7 +45,6 @@ FAMILIES = {
             "The {colour} {vehicle} stops. What does the board say at that time?",
         ),
         "What can be read on the board during the stop of the {colour} {vehicle}?",
-        ("word", "vehicle"),
     ),
     "number": Family(
         (
@@ -55,7 +52,6 @@ FAMILIES = {
             "While the board shows {word}, a {vehicle} is in view. Which number does it carry?",
         ),
         "Look at the {vehicle} when the board reads {word}. What number is painted on it?",
-        ("word", "number"),
     ),
     "count": Family(
         (
@@ -63,7 +59,6 @@ FAMILIES = {
             "Count the {animals} at the time when the board shows {word}. How many are there?",
         ),
         "The board reads {word}. How many {animals} are in the picture then?",
-        ("word", "animal"),
     ),
     "clock": Family(
         (
@@ -71,12 +66,10 @@ FAMILIES = {
             "The board shows {word}. What time is it on the clock then?",
         ),
         "At which of these times on the clock can {word} be read on the board?",
-        ("word", "clock"),
     ),
     "colour": Family(
         (),
         "What colour is the {vehicle} that is there while the board shows {word}?",
-        ("word", "vehicle"),
     ),
     # Two moments.
     "order": Family(
@@ -85,7 +78,6 @@ FAMILIES = {
             "Which of the two words does the board show earlier, {first} or {second}?",
         ),
         "Of the words {first} and {second}, which one is on the board before the other?",
-        ("word",),
     ),
     "numbers": Family(
         (
@@ -96,7 +88,6 @@ FAMILIES = {
         ),
         "Name the numbers of two vehicles: first the one that is there when the board reads "
         "{first}, then the one that is there when it reads {second}.",
-        ("word", "number"),
     ),
     "sum": Family(
         (
@@ -106,7 +97,6 @@ FAMILIES = {
             "What is the sum?",
         ),
         "Add up the animals of two times: when the board reads {first} and when it reads {second}.",
-        ("word", "animal"),
     ),
     "change": Family(
         (
@@ -115,13 +105,11 @@ FAMILIES = {
             "one?",
         ),
         "Compare the two times at which the board reads {word}. What differs between them?",
-        ("word", "number", "animal"),
     ),
     "colours": Family(
         (),
         "Which colours have the vehicles that are there when the board reads {first} and when it "
         "reads {second}, in this order?",
-        ("word", "vehicle"),
     ),
     # Temporal grounding.
     "when word": Family(
@@ -130,7 +118,6 @@ FAMILIES = {
             f"From when to when can {{word}} be read on the board? {_SPAN}",
         ),
         f"During which time is the word {{word}} on the board? {_SPAN}",
-        ("word",),
     ),
     "when vehicle": Family(
         (
@@ -138,12 +125,10 @@ FAMILIES = {
             f"From when to when can the {{colour}} {{vehicle}} be seen? {_SPAN}",
         ),
         f"During which time is the {{colour}} {{vehicle}} in the picture? {_SPAN}",
-        ("vehicle",),
     ),
     "when number": Family(
         (),
         f"During which time is the {{vehicle}} with the number {{number}} in the picture? {_SPAN}",
-        ("number",),
     ),
 }
 

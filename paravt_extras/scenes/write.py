@@ -6,7 +6,6 @@
     FOLDER/annotations/*.parquet     the training questions and the demonstrations as published rows
     FOLDER/train.jsonl               the same questions as a file of your own questions
     FOLDER/heldout.jsonl             questions about the videos to evaluate on
-    FOLDER/calibration.jsonl         per question, what an overview shows of it
 
 Texts come last: a folder with questions has all of its videos.
 """
@@ -18,14 +17,12 @@ import functools
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from typing import Any
 
 from paravt_extras import published_rows
 from paravt_extras.scenes.ask import SceneQuestion, questions
-from paravt_extras.scenes.calibrate import facts
 from paravt_extras.scenes.demonstrate import demonstrations
 from paravt_extras.scenes.film import encode
 from paravt_extras.scenes.plan import SPLITS, SceneSettings, SceneVideo, plan
@@ -33,24 +30,12 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import lock, require_same
 from paravt_jax.data.workers import Workers
 from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.progress import size
 
 SETTINGS = "settings.json"
 MEDIA = "media"
 ANNOTATIONS = "annotations"
-CALIBRATION = "calibration.jsonl"
 
-# Bytes per second of a video of 360 lines, and the power of the lines with which they grow: a fit
-# to the default set, rounded up.
-_BYTES_PER_SECOND = 6_500
-_GROWTH = 0.9
 _DEADLINE = 1800.0  # seconds for one video, on however busy a machine
-
-
-def expected_size(videos: Sequence[SceneVideo]) -> int:
-    """Estimate of the bytes of the files of some videos."""
-    rates = (_BYTES_PER_SECOND * (video.lines / 360) ** _GROWTH for video in videos)
-    return round(sum(rate * video.seconds for rate, video in zip(rates, videos, strict=True)))
 
 
 def missing_videos(settings: SceneSettings, folder: pathlib.Path) -> tuple[SceneVideo, ...]:
@@ -74,7 +59,7 @@ def write_scenes(
 
     Raises:
         ValueError: The folder holds something else, or a number is too small.
-        OSError: The disk has not enough room, or another process writes to the folder.
+        OSError: The disk is full, or another process writes to the folder.
     """
     if workers < 0:
         raise ValueError(f"workers: {workers}; give 1 or more, or 0 for one per core")
@@ -86,7 +71,6 @@ def write_scenes(
         raise OSError(f"{folder}: {error}; wait for it, or stop it") from error
     with held:
         missing = missing_videos(settings, folder)
-        _require_room(missing, folder)
         videos = plan(settings)
         try:
             _draw(missing, folder / MEDIA, workers or os.cpu_count() or 1, len(videos), progress)
@@ -110,16 +94,6 @@ def _claim(settings: SceneSettings, folder: pathlib.Path) -> None:
     for split in SPLITS:
         (folder / MEDIA / split).mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(wanted))
-
-
-def _require_room(missing: Sequence[SceneVideo], folder: pathlib.Path) -> None:
-    needed = expected_size(missing)
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(
-            f"{folder}: about {size(needed)} are needed, and {size(free)} are free; free "
-            f"{size(needed - free)}, or name a folder on another disk"
-        )
 
 
 def _draw(
@@ -149,7 +123,6 @@ def _write_texts(
     settings: SceneSettings, videos: Sequence[SceneVideo], folder: pathlib.Path
 ) -> None:
     asked = {v.id: questions(v, settings.seed) for v in videos if not v.demonstrated}
-    entries = [facts(video, each) for video in videos for each in asked.get(video.id, ())]
     shown = [
         conversation
         for video in videos
@@ -169,7 +142,6 @@ def _write_texts(
         write_atomically(
             folder / f"{split}.jsonl", _lines([_own_row(q.question) for q in of_split])
         )
-    write_atomically(folder / CALIBRATION, _lines(entries))
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> str:
@@ -197,15 +169,3 @@ def _answer(question: Question) -> Any:
     if question.kind is QuestionKind.TEMPORAL_GROUNDING:
         return json.loads(question.answer)
     return question.answer
-
-
-def calibration(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return what is known of the questions of a folder, as `calibrate.facts` gives it.
-
-    Raises:
-        FileNotFoundError: The folder holds no finished scenes.
-    """
-    file = pathlib.Path(folder) / CALIBRATION
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder}: holds no finished scenes; write them first")
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

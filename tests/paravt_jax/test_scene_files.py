@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -112,22 +110,6 @@ def test_a_bad_value_is_refused_in_one_line_before_anything_is_written(
     lines = [line for line in capsys.readouterr().err.splitlines() if "videos to draw" not in line]
     assert len(lines) == 1 and f"{flag}: {value}" in lines[0]
     assert not (tmp_path / "x").exists()
-
-
-def test_a_full_disk_is_noticed_before_drawing(tmp_path, monkeypatch):
-    usage = collections.namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 10**9, 10**6))
-    with pytest.raises(OSError, match="MB are needed, and 1 MB are free"):
-        write_scenes(SETTINGS, tmp_path / "scenes")
-
-
-def test_describe_prints_the_table_of_a_finished_folder_only(written, tmp_path, capsys):
-    assert command.main(["--out", str(written), "--describe"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert table[0].split()[1::2][:3] == ["family", "asked", "chance"]
-    assert any(line.startswith("| all ") for line in table)
-    assert command.main(["--out", str(tmp_path / "none"), "--describe"]) == 2
-    assert "holds no finished scenes" in capsys.readouterr().err
 
 
 def files(folder: pathlib.Path) -> dict[str, int]:

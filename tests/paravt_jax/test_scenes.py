@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
-import json
 import math
 import re
 import subprocess
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 import scipy.ndimage
 
-from paravt_extras.scenes import ask, calibrate, demonstrate, film, plan
+from paravt_extras.scenes import ask, demonstrate, film, plan, sprites
 from paravt_extras.scenes.plan import FPS, PLACES, Chapter, Moment, SceneVideo, Vehicle
 from paravt_jax.data import video
 from paravt_jax.data.frames import overview_indices, window_indices
@@ -44,6 +42,12 @@ def pictures(shown: SceneVideo) -> list[np.ndarray]:
     return [drawn.picture(n)[0].astype(np.int16) for n in range(shown.frames)]
 
 
+def frames_showing(shown: SceneVideo, moment: Moment, budget: int) -> int:
+    """The number of frames of an overview that show the whole moment."""
+    times = overview_indices(shown.frames, budget) / FPS
+    return int(((times >= moment.start) & (times < moment.end)).sum())
+
+
 # --- plans ---
 
 
@@ -65,8 +69,8 @@ def test_videos_take_one_and_a_half_to_four_minutes_and_some_are_large():
 def test_no_moment_is_in_four_frames_and_every_moment_is_in_64():
     for each in VIDEOS:
         for moment in each.moments:
-            assert calibrate.frames_showing(each, moment, 4) == 0
-            assert calibrate.frames_showing(each, moment, 64) >= 1
+            assert frames_showing(each, moment, 4) == 0
+            assert frames_showing(each, moment, 64) >= 1
         # Not even a part of a vehicle is seen.
         few = overview_indices(each.frames, 4) / FPS
         visits = [moment.visit for moment in each.moments]
@@ -371,20 +375,6 @@ def test_a_constant_span_grounds_nothing():
     assert len(spans) > 200 and best < 0.05
 
 
-# --- calibration ---
-
-
-def test_the_facts_of_a_question_are_those_of_its_frames():
-    for each, asked in ASKED[::40]:
-        facts = calibrate.facts(each, asked)
-        json.dumps(facts)
-        for budget in calibrate.BUDGETS:
-            times = [n / FPS for n in overview_indices(each.frames, budget)]
-            counted = [sum(m.start <= t < m.end for t in times) for m in asked.moments]
-            assert facts["frames"][str(budget)] == counted
-        assert facts["spans"] == [[m.start, m.end] for m in asked.moments]
-
-
 def test_evaluations_take_the_same_frames_for_showing_the_answer():
     for each, asked in ASKED[::10]:
         evidence = asked.question.evidence
@@ -392,31 +382,19 @@ def test_evaluations_take_the_same_frames_for_showing_the_answer():
         if evidence is None:
             continue
         first, last = evidence
-        for budget in calibrate.BUDGETS:
+        for budget in (4, 8, 16, 32, 64):
             times = overview_indices(each.frames, budget) / FPS
             shown = any(first <= time <= last for time in times)
-            assert shown == (calibrate.frames_showing(each, asked.moments[0], budget) > 0)
-
-
-def test_more_frames_show_more():
-    entries = [calibrate.facts(each, asked) for each, asked in ASKED[::4]]
-    shares = [calibrate.shown_share(entries, budget) for budget in calibrate.BUDGETS]
-    assert shares[0] == 0 and shares[-1] == 1
-    assert all(fewer < more for fewer, more in itertools.pairwise(shares))
-    total = next(row for row in calibrate.table(entries).splitlines() if row.startswith("| all"))
-    cells = total.strip("| ").split(" | ")
-    assert cells[1].strip() == str(len(entries))
-    assert [cell.strip() for cell in cells[-5:]] == [f"{share:.2f}" for share in shares]
+            assert shown == (frames_showing(each, asked.moments[0], budget) > 0)
 
 
 def test_what_is_to_be_read_is_large_enough_at_the_pixels_of_the_recipes():
+    heights = (sprites.WORD_HEIGHT, sprites.NUMBER_HEIGHT, sprites.TIME_HEIGHT)
     for lines in (320, 360, 720):
         shown = short_video(lines)
-        heights = {
-            name: calibrate.seen_height(shown, name, PixelRules()) for name in calibrate.HEIGHTS
-        }
+        height, _ = PixelRules().size(shown.lines, shown.width)
         # A patch of the vision tower has 16 pixels.
-        assert min(heights.values()) >= 16
+        assert height * min(*heights, sprites.ANIMAL_HEIGHT, sprites.VEHICLE_HEIGHT) >= 16
 
 
 # --- demonstrations ---
