@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paravt_extras.scenes.plan import CHANGES, FPS, Moment, SceneVideo, Vehicle
+from paravt_extras.scenes.plan import FPS, Moment, SceneVideo, Vehicle
 from paravt_jax.method.records import Question, QuestionKind
 
 LETTERS = "ABCD"
@@ -98,14 +98,6 @@ FAMILIES = {
         ),
         "Add up the animals of two times: when the board reads {first} and when it reads {second}.",
     ),
-    "change": Family(
-        (
-            "The board shows {word} twice. What is different the second time?",
-            "There are two times at which the board shows {word}. What has changed at the second "
-            "one?",
-        ),
-        "Compare the two times at which the board reads {word}. What differs between them?",
-    ),
     "colours": Family(
         (),
         "Which colours have the vehicles that are there when the board reads {first} and when it "
@@ -180,11 +172,7 @@ def questions(
     """
     heldout = video.split == "heldout"
     rng = np.random.default_rng([seed, 2, heldout, int(video.id.split("/")[1])])
-    possible = [
-        name
-        for name, family in FAMILIES.items()
-        if (heldout or family.training) and (name != "change" or video.pair)
-    ]
+    possible = [name for name, family in FAMILIES.items() if heldout or family.training]
     chosen = [possible[n] for n in rng.permutation(len(possible))[:count]]
     # Each letter is right equally often, as nearly as the number of questions allows.
     places = {size: _balanced_places(size, count, rng) for size in (2, 4)}
@@ -236,8 +224,8 @@ def _worded(
 
 
 def _with_parts(video: SceneVideo, *parts: str) -> list[Moment]:
-    """Return the moments outside of the pair that have some parts."""
-    return [moment for moment in video.singles if all(getattr(moment, part) for part in parts)]
+    """Return the moments that have some parts."""
+    return [moment for moment in video.moments if all(getattr(moment, part) for part in parts)]
 
 
 def _drawn(moments: Sequence[Moment], count: int, rng: np.random.Generator) -> tuple[Moment, ...]:
@@ -332,19 +320,6 @@ def _ask_sum(video: SceneVideo, rng: np.random.Generator) -> _Draft:
     return _Draft(names, (first, second), tuple(map(str, (right, *wrong))))
 
 
-def _ask_change(video: SceneVideo, rng: np.random.Generator) -> _Draft:
-    first, second = video.pair
-    names = _names(video, first)
-    words = {
-        "colour": f"the colour of the {names['vehicle']}",
-        "number": f"the number on the {names['vehicle']}",
-        "animals": f"how many {names['animals']} there are",
-        "nothing": "nothing",
-    }
-    wrong = tuple(words[change] for change in CHANGES if change != video.change)
-    return _Draft({"word": first.word}, (first, second), (words[video.change], *wrong))
-
-
 def _ask_when_word(video: SceneVideo, rng: np.random.Generator) -> _Draft:
     (moment,) = _drawn(_with_parts(video, "word"), 1, rng)
     return _Draft(_names(video, moment), (moment,), span=(moment.start, moment.end))
@@ -366,7 +341,6 @@ _MAKERS: dict[str, _Maker] = {
     "order": _ask_order,
     "numbers": lambda video, rng: _in_order(video, rng, _number),
     "sum": _ask_sum,
-    "change": _ask_change,
     "colours": lambda video, rng: _in_order(video, rng, _colour),
     "when word": _ask_when_word,
     "when vehicle": _ask_when_vehicle,

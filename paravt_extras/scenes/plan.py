@@ -1,8 +1,8 @@
 """Decides what happens in the videos of the scenes: places, moments and times. Draws nothing.
 
-A video shows three places, one after the other. At each of six to eight moments, a vehicle with a
-number stops for some seconds, a board shows a word, and animals stand in front; five of the moments
-may lack one of the three. A clock runs all the time, one minute per second.
+A video shows three places, one after the other. At each of six moments, a vehicle with a number
+stops for some seconds, a board shows a word, and animals stand in front; three of the moments lack
+one of the three. A clock runs all the time, one minute per second.
 
     seconds  0                     T/3                   2T/3                    T
     place    |      harbour           |        street         |       farm      |
@@ -27,9 +27,6 @@ ENTRY = 0.75
 TALL_EVERY = 10
 """With mixed sizes, one of so many videos has 720 lines; the others have 360."""
 HEADINGS = ("left", "right")
-CHANGES = ("colour", "number", "animals", "nothing")
-"""What may differ between the two moments of a pair. Which way a vehicle points never does, because
-some look alike from both sides."""
 COLOURS = {
     "red": (196, 30, 34),
     "orange": (240, 128, 20),
@@ -50,9 +47,7 @@ _COUNTS = range(2, 8)
 
 _SECONDS = (90, 240)
 _SHARES = (0.27, 0.40)  # of a video, of its first and of its last place
-_SINGLES = 6
-# Shorter videos have no pair, so that moments stay far apart.
-_SECONDS_OF_A_PAIR = 120
+_MOMENTS = 6
 # Length of a moment in units of the time between two overview frames at K = 64.
 _LENGTHS = (1.4, 2.2)
 _LEAST_SECONDS = 2.5
@@ -178,8 +173,6 @@ class SceneVideo:
         seconds: Its length.
         opening: What the clock shows at the beginning, in minutes after midnight.
         chapters: Its chapters, in order.
-        pair: Two moments of one chapter that differ in one thing; empty if there are none.
-        change: What differs between them, one of `CHANGES`; "" if there is no pair.
     """
 
     id: str
@@ -188,8 +181,6 @@ class SceneVideo:
     seconds: int
     opening: int
     chapters: tuple[Chapter, ...]
-    pair: tuple[Moment, ...]
-    change: str
 
     @property
     def path(self) -> str:
@@ -207,13 +198,8 @@ class SceneVideo:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """All moments, in order."""
+        """All moments, in order. Their words, vehicles and counts all differ."""
         return tuple(moment for chapter in self.chapters for moment in chapter.moments)
-
-    @property
-    def singles(self) -> tuple[Moment, ...]:
-        """The moments outside of the pair. Their words, vehicles and counts all differ."""
-        return tuple(moment for moment in self.moments if moment not in self.pair)
 
     @property
     def demonstrated(self) -> bool:
@@ -244,12 +230,8 @@ def plan_video(settings: SceneSettings, split: str, number: int) -> SceneVideo:
     lines = settings.lines or (720 if number % TALL_EVERY == TALL_EVERY - 1 else 360)
     seconds = int(rng.integers(_SECONDS[0], _SECONDS[1] + 1))
     cuts = _draw_cuts(seconds, rng)
-    paired = seconds >= _SECONDS_OF_A_PAIR
-    spans = _draw_spans(seconds, cuts, _SINGLES + 2 * paired, rng)
+    moments = _fill(_draw_spans(seconds, cuts, rng), rng)
     places = [PLACES[n] for n in rng.permutation(len(PLACES))[: len(cuts) - 1]]
-    pair_at = _draw_pair(spans, cuts, rng) if paired else ()
-    change = str(rng.choice(CHANGES)) if paired else ""
-    moments = _fill(spans, pair_at, change, rng)
     chapters = tuple(
         Chapter(
             place,
@@ -267,8 +249,6 @@ def plan_video(settings: SceneSettings, split: str, number: int) -> SceneVideo:
         seconds=seconds,
         opening=int(rng.integers(5 * 60, 20 * 60)),
         chapters=chapters,
-        pair=tuple(moments[n] for n in pair_at),
-        change=change,
     )
 
 
@@ -284,7 +264,7 @@ def _draw_cuts(seconds: int, rng: np.random.Generator) -> list[float]:
 
 
 def _draw_spans(
-    seconds: int, cuts: list[float], count: int, rng: np.random.Generator
+    seconds: int, cuts: list[float], rng: np.random.Generator
 ) -> list[tuple[float, float]]:
     """Return the starts and ends of all moments, in order.
 
@@ -301,73 +281,27 @@ def _draw_spans(
         if all(end + room <= other or after + room <= start for other, after in taken):
             spans.append((start, end))
             taken.append((start, end))
-        if len(spans) == count:
+        if len(spans) == _MOMENTS:
             return sorted(spans)
-    raise AssertionError(f"{seconds} s have no room for {count} moments")
+    raise AssertionError(f"{seconds} s have no room for {_MOMENTS} moments")
 
 
-def _draw_pair(
-    spans: list[tuple[float, float]], cuts: list[float], rng: np.random.Generator
-) -> tuple[int, ...]:
-    """Return the numbers of two moments of one chapter."""
-    by_chapter = [
-        [n for n, (start, _) in enumerate(spans) if cut <= start < end]
-        for cut, end in zip(cuts, cuts[1:], strict=False)
-    ]
-    crowded = [numbers for numbers in by_chapter if len(numbers) > 1]
-    numbers = crowded[int(rng.integers(len(crowded)))]
-    return tuple(sorted(int(n) for n in rng.permutation(numbers)[:2]))
-
-
-def _fill(
-    spans: list[tuple[float, float]],
-    pair_at: tuple[int, ...],
-    change: str,
-    rng: np.random.Generator,
-) -> list[Moment]:
-    """Decide what each moment shows. Nothing occurs twice, except in the pair."""
+def _fill(spans: list[tuple[float, float]], rng: np.random.Generator) -> list[Moment]:
+    """Decide what each moment shows. Nothing occurs twice."""
     words = [WORDS[n] for n in rng.permutation(len(WORDS))]
     colours = [str(colour) for colour in rng.permutation(list(COLOURS))]
     numbers = [int(number) for number in rng.permutation(_NUMBERS)]
     counts = [int(count) for count in rng.permutation(_COUNTS)]
     headings = [str(heading) for heading in rng.choice(HEADINGS, len(spans))]
-    # Three of the singles lack a part, each another one.
-    parts = rng.permutation(["all", "all", "all", "board", "vehicle", "animals"]).tolist()
-    moments: list[Moment] = []
-    for n, (start, end) in enumerate(spans):
-        if n in pair_at:
-            moments.append(Moment(start, end))
-            continue
-        lacking = parts.pop()
-        vehicle = Vehicle(colours.pop(), numbers.pop(), headings[n])
-        moments.append(
-            Moment(
-                start,
-                end,
-                word="" if lacking == "board" else words.pop(),
-                vehicle=None if lacking == "vehicle" else vehicle,
-                animals=0 if lacking == "animals" else counts.pop(),
-            )
+    # Three of the moments lack something, each another thing.
+    lacks = rng.permutation(["", "", "", "board", "vehicle", "animals"]).tolist()
+    return [
+        Moment(
+            start,
+            end,
+            word="" if lacks[n] == "board" else words[n],
+            vehicle=None if lacks[n] == "vehicle" else Vehicle(colours[n], numbers[n], headings[n]),
+            animals=0 if lacks[n] == "animals" else counts[n],
         )
-    if pair_at:
-        vehicles = _pair_vehicles(colours, numbers, headings[pair_at[0]], change)
-        animals = [int(count) for count in rng.permutation(_COUNTS)[:2]]
-        if change != "animals":
-            animals[1] = animals[0]
-        word = words.pop()
-        for n, vehicle, count in zip(pair_at, vehicles, animals, strict=True):
-            start, end = spans[n]
-            moments[n] = Moment(start, end, word, vehicle, count)
-    return moments
-
-
-def _pair_vehicles(
-    colours: list[str], numbers: list[int], heading: str, change: str
-) -> tuple[Vehicle, Vehicle]:
-    """Return two vehicles that differ in the change, if it is about vehicles."""
-    first = Vehicle(colours[0], numbers[0], heading)
-    if change == "colour":
-        return first, dataclasses.replace(first, colour=colours[1])
-    if change == "number":
-        return first, dataclasses.replace(first, number=numbers[1])
-    return first, first
+        for n, (start, end) in enumerate(spans)
+    ]

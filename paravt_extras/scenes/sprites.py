@@ -1,7 +1,6 @@
 """Draws what moves or changes in the scenes: vehicles, animals, clouds, the board and the clock.
 
-Lengths are in units of the frame's height. The constants in capitals are those of which
-`calibrate` computes pixels.
+Lengths are in units of the frame's height.
 """
 
 from __future__ import annotations
