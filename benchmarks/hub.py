@@ -1,16 +1,11 @@
 """A stand-in of the Hugging Face hub on this machine: serves folders as repositories.
 
-    python -m benchmarks.hub Qwen/Qwen3-VL-8B-Instruct=WEIGHTS \\
-        datasets/ParaVT/ParaVT-Parquet=DATA/annotations datasets/ParaVT/ParaVT-Source=DATA/media
-
-It prints the variables under which huggingface_hub downloads from it, and serves until it is
-stopped. `--gated ID` asks for a token and consent, and `--cuts N` breaks off the first N downloads
-in the middle of a file. Tests use `Hub`. It listens on the loopback interface only.
+A repository may be gated, and downloads may be broken off in the middle of a file. It listens on
+the loopback interface only.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import http.server
@@ -18,7 +13,6 @@ import json
 import pathlib
 import re
 import threading
-import time
 import urllib.parse
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -322,40 +316,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(length))
         self.end_headers()
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hub", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "repositories",
-        nargs="+",
-        metavar="ID=FOLDER",
-        help="a repository and its folder; ids of data sets start with datasets/",
-    )
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free one")
-    parser.add_argument(
-        "--gated", action="append", default=[], metavar="ID", help="ask for a token and consent"
-    )
-    parser.add_argument(
-        "--cuts", type=int, default=0, help="downloads to break off in the middle of a file"
-    )
-    asked = parser.parse_args(argv)
-    pairs = [text.partition("=") for text in asked.repositories]
-    repositories = {id: pathlib.Path(folder) for id, _, folder in pairs}
-    hub = Hub(repositories, asked.gated, asked.cuts, asked.port)
-    with hub:
-        variables = hub.variables(pathlib.Path("$(mktemp -d)"))
-        print("export", *(f"{name}={value}" for name, value in variables.items()), flush=True)
-        if asked.gated:
-            print(f"export HF_TOKEN={MEMBER}  # {STRANGER}: has not accepted the terms", flush=True)
-        try:
-            while True:
-                time.sleep(3600)
-        except KeyboardInterrupt:
-            return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

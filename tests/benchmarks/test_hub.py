@@ -137,18 +137,6 @@ def test_an_unknown_repository_is_named(repositories, tmp_path, token):
 
 
 @pytest.mark.slow
-def test_a_download_that_is_broken_off_is_completed_by_the_same_call(repositories, tmp_path):
-    with Hub(repositories, cuts=2) as hub:
-        done = client(FETCH_MODEL, MODEL, "weights", env=environment(hub, tmp_path))
-        assert hub.cuts == 0
-        ranges = [line.split("bytes=")[1] for line in fetched(hub, "model.safetensors")[1:]]
-    assert done.returncode == 0, done.stderr
-    assert ranges == [f"{10 * 2**20}-"] * 2
-    weights = pathlib.Path(done.stdout.strip()) / "model.safetensors"
-    assert weights.read_bytes() == (repositories[MODEL] / "model.safetensors").read_bytes()
-
-
-@pytest.mark.slow
 def test_a_killed_download_is_completed_by_the_same_command(repositories, tmp_path):
     with Hub(repositories, cuts=1000) as hub:
         env = environment(hub, tmp_path)
@@ -177,25 +165,3 @@ def test_a_hub_that_cannot_be_reached_is_named_with_a_remedy(repositories, tmp_p
     done = client(FETCH_MODEL, MODEL, env=env)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"{MODEL}: ") and "check the network" in done.stderr
-
-
-def test_the_command_prints_the_variables_and_serves(repositories, tmp_path):
-    pairs = [f"{id}={folder}" for id, folder in repositories.items()]
-    command = [sys.executable, "-m", "benchmarks.hub", "--gated", MODEL, *pairs]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as served:
-        assert served.stdout is not None
-        lines = [served.stdout.readline(), served.stdout.readline()]
-        assert all(line.startswith("export ") for line in lines)
-        script = "".join(lines) + f'exec {sys.executable} -c "$1" {MODEL}'
-        env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        done = subprocess.run(
-            ["bash", "-c", script, "bash", FETCH_MODEL],
-            cwd=ROOT,
-            env=env | {"TMPDIR": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        served.terminate()
-    assert done.returncode == 0, done.stderr
-    assert (pathlib.Path(done.stdout.strip()) / "config.json").read_text() == "1"

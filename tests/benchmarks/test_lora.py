@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
 
 import pytest
 
 from benchmarks import lora
-from benchmarks.lora import FULL, LORA, MEASURED, START, plan
+from benchmarks.lora import plan
 from configs.paravt_tiny import paravt_tiny
 from models.lora import LoRASettings
 from tests.train.small import small
-from train.durable.run_directory import RunDirectory
 from train.prepare import prepare
-from train.run import resolved
 
 
 def test_both_arms_begin_with_the_same_weights_and_differ_in_what_is_trained_and_how_fast():
@@ -31,39 +27,6 @@ def test_both_arms_begin_with_the_same_weights_and_differ_in_what_is_trained_and
     assert adapted.rl.optimizer == rate
     same = dataclasses.replace(adapted, name="", run_dir="", lora=None, rl=full.rl)
     assert same == dataclasses.replace(full, name="", run_dir="")
-
-
-def test_finished_runs_are_only_read_and_an_interrupted_one_starts_over(tmp_path, monkeypatch):
-    done: list[str] = []
-    fails = [LORA]
-
-    def fake(out: str, seed: int, name: str) -> None:
-        run = plan(out, seed)[name]
-        folder = pathlib.Path(run.run_dir)
-        assert not folder.exists()
-        RunDirectory(folder, resolved(run)).close()
-        done.append(name)
-        if name in fails:
-            raise RuntimeError(f"{name} failed")
-        groups = {"hidden": {"calls": 2.0, "n": 8}}
-        row = {"k": 4, "dispatch": "parallel", "temperature": 0.0, "groups": groups}
-        row |= {"accuracy": 0.5, "compliance": 1.0}
-        sides = {"before": [row], "after": [row], "seconds": 90.0}
-        (folder / "result.json").write_text(json.dumps(sides))
-        (folder / MEASURED).write_text(json.dumps({"checkpoint on disk, MiB": 3.0}))
-
-    monkeypatch.setattr(lora, "start_process", fake)
-    command = ["--run-dir", str(tmp_path), "--seeds", "4"]
-    with pytest.raises(RuntimeError, match="lora failed"):
-        lora.main(command)
-    fails.clear()
-    assert lora.main(command) == 0
-    assert done == [START, FULL, LORA, LORA]
-    table = (tmp_path / "table.md").read_text()
-    assert table.splitlines()[0].split(" | ")[1:] == ["before RL", "all weights", "LoRA |"]
-    assert lora.main(command) == 0
-    assert len(done) == 4
-    assert (tmp_path / "table.md").read_text() == table
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import re
 import shlex
 import shutil
 
@@ -13,22 +12,6 @@ import pytest
 
 from benchmarks import mutants
 from benchmarks.mutant_table import MUTANTS, Mutant
-
-PARTS = {
-    "advantages",
-    "anchor",
-    "batch",
-    "checkpoint",
-    "engine",
-    "episode",
-    "loss",
-    "loader",
-    "pages",
-    "rewards",
-    "sampling",
-    "update",
-    "structure",
-}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -39,11 +22,6 @@ def test_a_mutant_is_applicable(mutant: Mutant) -> None:
     compile(changed, mutant.file, "exec")
     for test in mutant.tests:
         assert (mutants.ROOT / test).is_file(), f"{mutant.name}: there is no {test}"
-
-
-def test_there_are_mutants_of_every_part_and_their_names_differ() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 60
-    assert {pathlib.Path(mutant.file).stem for mutant in MUTANTS} >= PARTS
 
 
 @pytest.mark.parametrize(("old", "count"), [("absent", 0), ("twice", 2)])
@@ -94,27 +72,6 @@ def test_results_are_kept_and_a_survivor_fails_the_command(
     assert "return 2 * x" in (small_checkout / "double.py").read_text()
     monkeypatch.setattr(mutants, "MUTANTS", (dataclasses.replace(survivor, equivalent="why"),))
     assert mutants.main(command) == 0
-
-
-def test_results_of_another_fault_source_or_test_are_made_anew(
-    small_checkout, tmp_path, monkeypatch, capsys
-) -> None:
-    outcome = {"outcome": "survived", "seconds": 0.0}
-    monkeypatch.setattr(mutants, "run_tests", lambda *_: outcome)
-
-    def ran(fault: Mutant) -> list[str]:
-        """What was run: the tests on the unchanged code, the fault, both or neither."""
-        monkeypatch.setattr(mutants, "MUTANTS", (fault,))
-        mutants.main(["--out", str(tmp_path / "out.json"), "--jobs", "1"])
-        return re.findall(r" s  (\w+)", capsys.readouterr().out)
-
-    fault = Mutant("m", "double.py", "2 * x", "x + 3", ("test_double.py",))
-    assert (ran(fault), ran(fault)) == (["unchanged", "m"], [])
-    for name in ("test_double.py", "double.py"):
-        with (small_checkout / name).open("a") as file:
-            file.write("\n")
-        assert (ran(fault), ran(fault)) == (["unchanged", "m"], [])
-    assert ran(dataclasses.replace(fault, new="3 * x")) == ["m"]
 
 
 def test_tests_that_fail_without_a_fault_are_an_error(

@@ -46,12 +46,6 @@ def test_a_notebook_is_valid_and_has_no_outputs(path):
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_badge_opens_this_notebook(path):
-    text = read(path).cells[0].source
-    assert re.findall(r"blob/main/(notebooks/\w+\.ipynb)\)", text) == [f"notebooks/{path.name}"]
-
-
 @pytest.mark.slow
 def test_the_tiny_notebook_trains_and_answers(tmp_path, monkeypatch):
     monkeypatch.setenv("PARAVT_SMALL", "1")

@@ -78,26 +78,10 @@ def test_published_rows_ask_the_same_and_are_scored_alike(written):
         assert accuracy(published, question.answer) == 1
 
 
-def test_what_an_interrupted_call_left_is_removed_and_the_videos_are_kept(written):
-    unfinished = written / "media/train/0000.77.tmp"
-    unfinished.write_bytes(b"half a video")
-    write_scenes(SETTINGS, written)
-    assert not unfinished.exists()
-    assert (written / "media/train/0000.mp4").read_bytes() == b"drawn"
-
-
 def test_a_folder_of_other_scenes_is_refused(written, capsys):
     arguments = ["--videos", "8", "--heldout", "4", "--lines", "320", "--seed"]
     assert command.main(["--out", str(written), *arguments, "2"]) == 2
     assert "seed: 1 -> 2" in capsys.readouterr().err
-
-
-def test_a_folder_of_other_files_is_refused(tmp_path, capsys):
-    (tmp_path / "thesis.txt").write_text("mine")
-    assert command.main(["--out", str(tmp_path)]) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert "holds other files than scenes" in message and "Choose another folder" in message
-    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from paravt_jax.method.records import Question, QuestionKind
 SETTINGS = plan.SceneSettings(seed=5, videos=120, heldout=120)
 VIDEOS = plan.plan(SETTINGS)
 ASKED = [(each, asked) for each in VIDEOS for asked in ask.questions(each, SETTINGS.seed)]
-CHOICES = [asked for _, asked in ASKED if asked.question.options]
 OLDEST, LATEST = VIDEOS[0], VIDEOS[-1]
 
 
@@ -55,15 +54,6 @@ def test_a_video_does_not_depend_on_the_number_of_videos():
     few = plan.plan(dataclasses.replace(SETTINGS, videos=4, heldout=1))
     assert few == (*VIDEOS[:4], VIDEOS[SETTINGS.videos])
     assert plan.plan_video(dataclasses.replace(SETTINGS, seed=6), "train", 0) != OLDEST
-
-
-def test_videos_take_one_and_a_half_to_four_minutes_and_some_are_large():
-    seconds = [each.seconds for each in VIDEOS]
-    assert 90 <= min(seconds) < 100 and 230 < max(seconds) <= 240
-    assert collections.Counter(each.lines for each in VIDEOS) == {360: 216, 720: 24}
-    assert all(
-        abs(each.width / each.lines - 16 / 9) < 0.05 and each.width % 32 == 0 for each in VIDEOS
-    )
 
 
 def test_no_moment_is_in_four_frames_and_every_moment_is_in_64():
@@ -97,16 +87,6 @@ def test_nothing_is_shown_twice():
         numbers = [vehicle.number for vehicle in vehicles]
         for values in (words, colours, numbers, counts):
             assert len(values) == 5 and len(set(values)) == 5
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("lines", 300), ("lines", 361), ("lines", 1080), ("videos", 3), ("heldout", 0), ("seed", -1)],
-)
-def test_settings_that_make_no_sense_are_refused_in_one_line(field, value):
-    with pytest.raises(ValueError, match=f"^{field}: {value}; .*give") as refused:
-        plan.SceneSettings(**{field: value})
-    assert "\n" not in str(refused.value)
 
 
 # --- pictures ---
@@ -314,14 +294,6 @@ def test_no_rule_about_the_options_beats_chance(feature, many):
         chance = 1 / len(asked[0].options)
         spread = math.sqrt(chance * (1 - chance) / len(asked))
         assert accuracy < chance + 3.5 * spread, family
-
-
-def test_every_letter_is_right_equally_often():
-    for size in (2, 4):
-        letters = collections.Counter(
-            asked.question.answer for asked in CHOICES if len(asked.question.options) == size
-        )
-        assert max(letters.values()) - min(letters.values()) < 0.2 * letters.total() / size
 
 
 def test_a_constant_span_grounds_nothing():

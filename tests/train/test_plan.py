@@ -169,22 +169,6 @@ def test_programs_of_the_smallest_recipe_with_adapters_compile_and_fit():
     assert lines[-2].endswith("RL weight_sync") and lines[-1].startswith("fits: 15.75 GiB")
 
 
-@needs_libtpu
-@pytest.mark.slow
-def test_a_program_that_is_too_large_is_a_result():
-    sizes = ("--sft.remat=none", "--sft.microbatches=1")
-    code, lines = planned("--config=sft_2b_lora", "--only", "SFT add_gradients", *sizes)
-    assert code != 0 and "does not fit" in lines[-1] or "too small" in lines[-1]
-
-
-@needs_libtpu
-def test_an_unknown_program_is_one_line_with_all_names():
-    code, lines = planned("--config=paravt_2b_lora", "--only", "nothing")
-    assert code == 2
-    (line,) = [line for line in lines[0].splitlines() if line.startswith("error")]
-    assert "--only nothing" in line and "RL add_gradients" in line
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -9,11 +9,9 @@ import pytest
 from benchmarks.killing import environment
 from benchmarks.rehearsal import RUN, Setting, finish, serve
 from configs import RECIPES
-from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
 from paravt_extras.rehearsal import cut
 from train.durable.metrics import read_metrics
-from train.settings import change
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("_8b")])
@@ -30,12 +28,6 @@ def test_sizes_are_cut_and_the_recipe_stays(name):
         assert run.rl.steps < real.rl.steps
         assert (run.rl.grpo, run.rl.rewards) == (real.rl.grpo, real.rl.rewards)
         assert 0 < run.rl_shape.trajectory <= run.engine_sizes.row_lengths[-1]
-
-
-def test_smaller_settings_are_kept():
-    run = cut(change(paravt_8b(), "paravt_8b", {"rl.steps": 1, "evaluation.questions": 2}))
-    assert run.rl is not None and run.rl.steps == 1
-    assert run.evaluation.questions == 2
 
 
 def test_a_recipe_of_the_small_world_has_no_rehearsal():

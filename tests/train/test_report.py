@@ -258,16 +258,8 @@ def test_the_page_loads_nothing(page):
 
 def test_key_figures_are_means_over_k_and_the_gain_at_the_smallest():
     def row(k, dispatch, accuracy, temperature=0.7, calls=1.0):
-        return {
-            "k": k,
-            "dispatch": dispatch,
-            "temperature": temperature,
-            "accuracy": accuracy,
-            "compliance": accuracy,
-            "calls": calls,
-            "turns": 2,
-            "n": 9,
-        }
+        setting = {"k": k, "dispatch": dispatch, "temperature": temperature}
+        return setting | {"accuracy": accuracy, "compliance": accuracy, "calls": calls}
 
     before = [
         row(4, "parallel", 0.25, calls=0.5),
@@ -363,21 +355,9 @@ def test_tokens_are_shown_with_kind_credit_and_log_prob(tmp_path):
     assert spans[" a\n  b"].get("style") is None
 
 
-def test_every_outcome_of_an_episode_and_of_a_call_is_described(tmp_path):
+def test_every_outcome_of_an_episode_and_of_a_call_is_described():
     assert set(STOPS) == set(map(str, StopReason))
     assert set(EXECUTED) == {str(s) for s in CallStatus if s.executed}
-    calls = [
-        {"start": 8.0, "end": 1e308, "status": str(s), "times": [], "response": f"told of {s}"}
-        for s in CallStatus
-    ]
-    turn = {"tokens": [token("I see")], "calls": calls}
-    one_episode(tmp_path, stop="time_limit", answer=None, turns=[turn])
-    page = page_of(tmp_path)
-    assert STOPS["time_limit"] in [e["text"] for e in page.all("dd")]
-    heads = [e["text"] for e in page.all("div", "crop-head")]
-    for n, (status, head) in enumerate(zip(CallStatus, heads, strict=True), 1):
-        assert head == f"Crop {n}8 – 1e+308 s{str(status).replace('_', ' ')}"
-    assert len(page.all("div", "refused")) == sum(not status.executed for status in CallStatus)
 
 
 @pytest.mark.parametrize(
@@ -391,37 +371,20 @@ def test_options_are_marked_by_text_or_letter(truth, answer, tmp_path):
 
 
 def test_hostile_texts_are_escaped(tmp_path):
-    question = {
-        "id": HOSTILE,
-        "text": HOSTILE,
-        "kind": "mcq",
-        "options": [HOSTILE, "b"],
-        "answer": HOSTILE,
-    }
+    question = dict.fromkeys(("id", "text", "answer"), HOSTILE) | {"kind": "mcq"}
     call = {"start": None, "end": None, "status": HOSTILE, "times": [], "response": HOSTILE}
     turn = {"tokens": [token(HOSTILE, author=HOSTILE, kind=HOSTILE)], "calls": [call]}
     one_episode(
         tmp_path,
-        question=question,
-        answer=HOSTILE,
-        stop=HOSTILE,
-        dispatch=HOSTILE,
+        question=question | {"options": [HOSTILE, "b"]},
         turns=[turn],
         rewards={HOSTILE: 1.0},
+        **dict.fromkeys(("answer", "stop", "dispatch"), HOSTILE),
     )
     (tmp_path / "config.json").write_text(json.dumps({"name": HOSTILE, "note": HOSTILE}))
     write_lines(tmp_path / "metrics.jsonl", [{"phase": "rl", "step": 0, "wall": 0.0, HOSTILE: 1.0}])
-    row = {
-        "k": 4,
-        "dispatch": HOSTILE,
-        "temperature": 0.7,
-        "accuracy": 1.0,
-        "compliance": 1.0,
-        "calls": 1.0,
-        "turns": 1.0,
-        "n": 1,
-    }
-    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [row], HOSTILE: 1}))
+    row = fake_result()["after"][0] | {"dispatch": HOSTILE}
+    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [row]}))
     page = page_of(tmp_path)
     assert not page.all("script")
     assert page.all("h1")[0]["text"] == HOSTILE
@@ -429,7 +392,7 @@ def test_hostile_texts_are_escaped(tmp_path):
     assert page.all("blockquote")[0]["text"] == HOSTILE
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no video at all"])
+@pytest.mark.parametrize("content", [None, b"no video at all"])
 def test_an_unreadable_video_is_reported_on_an_otherwise_complete_page(tmp_path, content):
     one_episode(tmp_path)
     video = tmp_path / "videos/v.mp4"
@@ -447,16 +410,6 @@ def test_an_empty_run_has_a_page_with_a_note_in_each_part(tmp_path):
     parts = ["What was learned", format_, "Curves", "Evaluation", "Episodes"]
     assert [e["text"] for e in page.all("h2")] == parts
     assert len(page.all("p", "quiet")) == 6
-
-
-def test_empty_lists_and_an_incomplete_line_are_accepted(tmp_path):
-    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [], "seconds": 3}))
-    line = '{"phase": "rl", "step": 0, "wall": 1.0, "loss": null}'
-    (tmp_path / "metrics.jsonl").write_text(line + '\n{"phase": "rl", "st')
-    one_episode(tmp_path, turns=[], overview=[], answer=None, rewards={}, stop="no_answer")
-    page = page_of(tmp_path)
-    assert not page.all("svg")
-    assert page.all("span", "verdict")[0]["text"] == "no answer"
 
 
 def test_a_grounding_question_shows_both_windows_on_the_axis(tmp_path):

@@ -17,8 +17,6 @@ from paravt_extras.studies import gating, paradox, staleness, study
 from paravt_extras.studies.gating import DRAWN, FIXED, Gating
 from paravt_extras.studies.paradox import COLD_START, Paradox
 from paravt_extras.studies.staleness import Staleness
-from paravt_jax.world import text as world_text
-from paravt_jax.world import videos
 from train.durable.interrupts import Interrupts
 from train.durable.run_directory import RunDirectory, cold_start_identity
 from train.run import resolved
@@ -156,33 +154,6 @@ def test_a_setting_differs_from_the_full_method_in_its_remedies_only(arm, gated,
     assert mended == whole
 
 
-def test_a_weak_prior_and_other_rewards_have_folders_of_their_own():
-    strong, weak = paradox.plan(Paradox("here")), paradox.plan(Paradox("here", prior="weak"))
-    paid = paradox.plan(Paradox("here", rewards="published"))
-    assert list(weak) == [COLD_START, GRPO, FULL]
-    assert {run.start for run in weak[FULL]} == {"here/cold-start-weak"}
-    assert [rl_of(run) for run in weak[FULL]] == [rl_of(run) for run in strong[FULL]]
-    assert (
-        rl_of(paid[FULL][0]).rewards.tool_weight > 0 == rl_of(strong[FULL][0]).rewards.tool_weight
-    )
-    folders = [run.run_dir for runs in (strong, weak, paid) for run in runs[FULL]]
-    assert len(set(folders)) == len(folders)
-
-
-@pytest.mark.parametrize(("prior", "least", "most"), [("strong", 0.6, 1.0), ("weak", 0.02, 0.1)])
-def test_the_prior_is_the_share_of_demonstrations_that_call(prior, least, most):
-    run = paradox.plan(Paradox(prior=prior))[COLD_START][0]
-    assert run.world is not None and run.text is not None
-    train_videos = videos.of_split(videos.plan(run.world), "train")[:150]
-    said = [
-        "".join(str(part) for turn in demonstration.turns for part in turn.content)
-        for demonstration in world_text.main_conversations(train_videos, run.text)
-    ]
-    calls = [text for text in said if "crop_video(" in text or '"crop_video"' in text]
-    assert least < len(calls) / len(said) <= most
-    assert any("<tool_code>" in text for text in calls) == (prior == "strong")
-
-
 def test_the_arms_of_gating_differ_in_k_alone():
     runs = gating.plan(Gating("g", seeds=(4, 5)))
     for start, drawn, fixed in zip(*runs.values(), strict=True):
@@ -204,13 +175,6 @@ def test_the_arms_of_staleness_differ_in_the_bound_alone():
         assert cold_start_identity(resolved(arm)) == cold_start_identity(resolved(start))
         same = {"run_dir": arms[0].run_dir, "rl.max_staleness": 0}
         assert change(arm, arms[0].name, same) == arms[0]
-
-
-@pytest.mark.parametrize("seeds", [(), (4, 4), (-1,)])
-def test_seeds_are_different_numbers(seeds):
-    for settings in (Paradox, Gating, Staleness):
-        with pytest.raises(ValueError, match="seeds: "):
-            settings(seeds=seeds)
 
 
 # --- the commands ---
@@ -278,20 +242,3 @@ def test_a_signal_stops_a_study_with_advice(fake, tmp_path, monkeypatch, capsys)
     assert len(fake.done) == 2
     assert "same command" in capsys.readouterr().err
     assert not (tmp_path / "table.md").exists()
-
-
-def test_a_folder_of_another_run_and_an_error_of_a_run_end_it_in_one_line(
-    fake, tmp_path, monkeypatch, capsys
-):
-    stranger = tmp_path / "foreign" / "start-4" / "thesis.tex"
-    stranger.parent.mkdir(parents=True)
-    stranger.write_text("")
-    assert gating.main(["--run-dir", str(tmp_path / "foreign")]) == 1
-    assert "thesis.tex" in capsys.readouterr().err
-
-    def refused(run: Run, interrupts: Interrupts) -> None:
-        raise OSError("no room")
-
-    monkeypatch.setattr(study, "execute", refused)
-    assert gating.main(["--run-dir", str(tmp_path / "own")]) == 1
-    assert capsys.readouterr().err.endswith("error: no room\n")
