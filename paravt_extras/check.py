@@ -28,9 +28,9 @@ from paravt_extras.fit import GIB, fit, total_bytes
 from paravt_extras.slices import Devices, Topology, found_devices
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.any_path import is_address
-from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.preparation import SET
 from paravt_jax.data.question_files import read_questions
+from paravt_jax.data.sources import is_hub_id
 from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, USER_ERRORS, UserError
 from paravt_jax.progress import size

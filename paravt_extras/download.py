@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from paravt_jax.command_name import command_name
-from paravt_jax.data import hub
+from paravt_jax.data import sources
 from paravt_jax.data.any_path import require_local
 from paravt_jax.data.archives import SUFFIXES, unpack
 from paravt_jax.data.stored_settings import lock
@@ -59,8 +59,8 @@ def download(name: str, folder: pathlib.Path) -> None:
 
 def _fetch(benchmark: Benchmark, folder: pathlib.Path) -> None:
     # Where the hub does not answer, its client would take the folder as it is for the download.
-    listed = hub.list_files(benchmark.source, "dataset")
-    hub.snapshot(benchmark.source, [*benchmark.patterns, *benchmark.media], "dataset", folder)
+    listed = sources.list_files(benchmark.source, "dataset")
+    sources.snapshot(benchmark.source, [*benchmark.patterns, *benchmark.media], "dataset", folder)
     # Other files of the folder are the user's.
     names = [name for name in listed if (folder / name).is_file()]
     for wanted in (benchmark.patterns, benchmark.media):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from models.weights.tensor_file import Header, new_header, read_header
-from paravt_jax.data import foreign, hub
+from paravt_jax.data import foreign, sources
 from paravt_jax.data.any_path import is_address
 from paravt_jax.data.buckets import fetch_folder
 from paravt_jax.data.foreign import ForeignFileError, shortened
@@ -68,12 +68,12 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
             f"{source}: no such folder; the run {folder.parent} writes it at its end: finish it, "
             "or export a checkpoint with python -m train.export"
         )
-    if not hub.is_hub_id(str(source)):
+    if not sources.is_hub_id(str(source)):
         raise FileNotFoundError(
             f"{source}: no such folder, and no hub id (owner/name); give the folder of a "
             "supported model"
         )
-    return hub.snapshot(str(source), patterns)
+    return sources.snapshot(str(source), patterns)
 
 
 def read_headers(

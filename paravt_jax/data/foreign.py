@@ -6,9 +6,7 @@ names it. Media are opened by `media_files`, archives by `archives`.
 
 from __future__ import annotations
 
-import codecs
 import io
-import itertools
 import json
 import os
 import re
@@ -26,19 +24,9 @@ POINTER = (
     "folder with hf download"
 )
 """What is wrong with a pointer, and the remedy."""
-
-
-# UTF-32 goes first: its little-endian mark begins with that of UTF-16.
-_MARKS = {
-    codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
 _STAMP = r"(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{1,4}(?:[.,][0-9]{1,6})?)"
 # Some files have a position on the screen after the times.
-_TIMES = re.compile(rf"\s*{_STAMP}\s*-->\s*{_STAMP}(?:\s.*)?")
+_TIMES = re.compile(rf"^[ \t]*{_STAMP}[ \t]*-->[ \t]*{_STAMP}(?:[ \t].*)?$", re.MULTILINE)
 # "{\an8}" puts a line at the top of the screen.
 _MARKUP = re.compile(r"</?[A-Za-z][^>]*>|\{\\[^}]*\}")
 
@@ -119,21 +107,19 @@ def shortened(error: Exception | str, most: int = 100) -> str:
 
 
 def read_text(path: str | os.PathLike, most: int = MOST_BYTES) -> str:
-    """Read a file of UTF-8, or of what its byte order mark says. Lines end in "\\n".
+    """Read a file of UTF-8. Lines end in "\\n".
 
     Raises:
         OSError: There is no such file, or it cannot be read.
         ForeignFileError: It has another encoding; see also `read_bytes`.
     """
-    data = read_bytes(path, most)
-    encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), "utf-8")
     try:
-        text = data.decode(encoding)
+        text = read_bytes(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ForeignFileError(
             f"{path}: its text cannot be decoded ({error}); save it as UTF-8"
         ) from error
-    # English text in UTF-16 without a mark is also UTF-8, with a NUL at every other character.
+    # English text in UTF-16 is also UTF-8, with a NUL at every other character.
     if "\0" in text:
         raise ForeignFileError(f"{path}: has NUL characters; save it as UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -144,16 +130,14 @@ def read_srt(file: str | os.PathLike[str]) -> list[Subtitle]:
 
     Raises:
         OSError: There is no such file, or it cannot be read.
-        ForeignFileError: It is neither UTF-8 nor has a byte order mark, or it has text but no line
-            of times.
+        ForeignFileError: It is not UTF-8, or it has text but no line of times.
     """
     text = read_text(file)
-    entries = parse_srt(text)
-    if not entries and text.strip() and not any(map(_TIMES.fullmatch, text.splitlines())):
+    if text.strip() and not _TIMES.search(text):
         raise ForeignFileError(
             f"{file}: has no line of times such as 00:01:13,500 --> 00:01:15,000; give an .srt file"
         )
-    return entries
+    return parse_srt(text)
 
 
 def parse_srt(text: str) -> list[Subtitle]:
@@ -168,24 +152,19 @@ def parse_srt(text: str) -> list[Subtitle]:
     raise.
     """
     entries = []
-    lines = text.split("\n")
-    starts = [i for i, line in enumerate(lines) if _TIMES.fullmatch(line)]
-    for start, end in itertools.pairwise([*starts, len(lines)]):
+    times = list(_TIMES.finditer(text))
+    ends = [following.start() for following in times[1:]]
+    for match, end in zip(times, [*ends, None], strict=False):
+        lines = text[match.end() : end].split("\n")
         # The number of the next entry is directly above its times.
-        last = end - 1 if end < len(lines) and lines[end - 1].strip().isdecimal() else end
-        entry = _read_entry(lines[start], lines[start + 1 : last])
-        if entry is not None:
-            entries.append(entry)
+        if end is not None and lines[-2].strip().isdecimal():
+            lines[-2] = ""
+        stripped = [_MARKUP.sub("", line).strip() for line in lines]
+        words = "\n".join(line for line in stripped if line)
+        if words:
+            begin, finish = _seconds(*match.group(1, 2, 3)), _seconds(*match.group(4, 5, 6))
+            entries.append(Subtitle(begin, finish, words))
     return entries
-
-
-def _read_entry(times: str, lines: list[str]) -> Subtitle | None:
-    stripped = [_MARKUP.sub("", line).strip() for line in lines]
-    words = "\n".join(line for line in stripped if line)
-    found = _TIMES.fullmatch(times)
-    if not words or found is None:
-        return None
-    return Subtitle(_seconds(*found.group(1, 2, 3)), _seconds(*found.group(4, 5, 6)), words)
 
 
 def _seconds(hours: str | None, minutes: str, seconds: str) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
@@ -204,3 +205,37 @@ class FrameSource(Protocol):
     def request(self, task: ReadTask) -> Future[ReadFrames]:
         """Begin to read. The future raises `VideoError` if the file cannot be read."""
         ...
+
+
+def carry_out(
+    task: ReadTask,
+    probe: Callable[[str], VideoInfo],
+    read: Callable[[str, Sequence[int], PixelRules | None], UInt8[np.ndarray, "m h w 3"]],
+) -> ReadFrames:
+    """List the frames of a file with `probe`, choose those that are wanted, and `read` them.
+
+    Raises:
+        VideoError: The file cannot be read.
+    """
+    info = probe(task.path)
+    wanted = task.wanted
+    if isinstance(wanted, int):
+        whole = info.frames <= task.whole
+        wanted = range(info.frames) if whole else overview_indices(info.frames, wanted).tolist()
+    if not wanted or not 0 <= min(wanted) <= max(wanted) < info.frames:
+        return ReadFrames(info, (), np.zeros((0, 0, 0, 3), np.uint8))
+    try:
+        frames = read(task.path, wanted, task.rules)
+    except IndexError as error:
+        raise VideoError(task.path, "it has changed while it was read") from error
+    return ReadFrames(info, tuple(wanted), frames)
+
+
+def read_now(read: Callable[[], ReadFrames]) -> Future[ReadFrames]:
+    """Return a future with the result of `read`, which is called at once."""
+    future: Future[ReadFrames] = Future()
+    try:
+        future.set_result(read())
+    except VideoError as error:
+        future.set_exception(error)
+    return future

@@ -116,18 +116,13 @@ def rows_of_tables(folder: pathlib.Path) -> Rows:
 
     Raises:
         FileNotFoundError: There are none.
-        ValueError: Two files have the same name, or a file is not in the published format.
+        ValueError: A file is not in the published format.
     """
     files = sorted(folder.rglob("*.parquet"), key=lambda path: path.name)
     if not files:
         raise FileNotFoundError(
             f"{folder}: no parquet files; give the folder of ParaVT/ParaVT-Parquet"
         )
-    for file, next_file in itertools.pairwise(files):
-        if file.name == next_file.name:
-            raise ValueError(
-                f"{folder}: {file.name} occurs twice, but rows are named after their file; keep one"
-            )
     tables = [open_table(path) for path in files]
     tasks = (
         RowTask(f"{table.path.stem}:{number}", table.split, columns)

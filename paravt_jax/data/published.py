@@ -25,7 +25,7 @@ import pydantic
 import pydantic_core
 
 from paravt_jax.data import foreign
-from paravt_jax.data.lettered import split_options
+from paravt_jax.data.question_files import split_options
 from paravt_jax.method.accuracy import accuracy, chosen_option, read_range
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.parsing import block_spans, extract_answer, find_tags, parse_calls

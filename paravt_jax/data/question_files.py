@@ -1,4 +1,4 @@
-"""Reads your own questions from a file: CSV (also with semicolons), a JSON array or JSONL.
+"""Reads your own questions from a file: CSV (also with semicolons) or JSONL.
 
 The columns `video`, `question` and `answer` are required; `id`, `options`, `kind`, `subtitles` and
 `evidence` are optional. docs/evaluation.md describes them.
@@ -21,10 +21,13 @@ import pydantic
 
 from paravt_jax.data.foreign import ForeignFileError, read_srt, read_text
 from paravt_jax.data.frames import VideoError, join
-from paravt_jax.data.lettered import without_letters
 from paravt_jax.method.records import Question, QuestionKind, Subtitle
 
 _MOST_BYTES = 1 << 30
+# An option behind its letter: "(A) one", "A. one", "A) one", "a: one".
+_LETTER = r"\s*(?:\(([A-Za-z])\)|([A-Za-z])[.):])"
+_OPTION = re.compile(_LETTER + r"\s*(.*)", re.DOTALL)
+_LINE = re.compile(_LETTER + r"[ \t]*(.*)")
 _BARE_LETTER = re.compile(r"\(?[A-Z][.)]?")
 # More than 30 years.
 _MOST_SECONDS = 1e9
@@ -144,7 +147,7 @@ def read_questions(
     """Read all questions of a file, in the order of the file. Videos are not opened.
 
     Args:
-        file: A .csv, .json or .jsonl file.
+        file: A .csv or .jsonl file.
         videos: Folder of the videos. Paths of videos and subtitles are relative to it.
 
     Raises:
@@ -170,8 +173,7 @@ def read_questions(
                 raise _bad("id", question.id, "another row has the same id: change one")
             questions[question.id] = question
     except ValueError as error:
-        unit = "row" if _is_array(text) else "line"
-        raise ValueError(f"{path}, {unit} {line}: {error}") from error
+        raise ValueError(f"{path}, line {line}: {error}") from error
     except csv.Error as error:
         # For example, a cell is too long.
         raise ValueError(f"{path}, after line {line}: not CSV ({error}); correct it") from error
@@ -210,22 +212,13 @@ def _csv_rows(text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _json_rows(text: str) -> Iterator[tuple[int, Any]]:
-    """Return the rows of an array, numbered from 1, or of JSON lines, numbered by line."""
-    if _is_array(text):
-        array = _parsed(text)
-        yield from enumerate(array if isinstance(array, list) else [array], 1)
-        return
     # splitlines() would also split at characters that JSON allows inside a text (U+2028).
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield number, _parsed(line)
 
 
-def _is_array(text: str) -> bool:
-    return text.lstrip().startswith("[")
-
-
-_READERS = {".csv": _csv_rows, ".json": _json_rows, ".jsonl": _json_rows}
+_READERS = {".csv": _csv_rows, ".jsonl": _json_rows}
 
 
 def _question(columns: Any, line: int, read_subtitles: _ReadSubtitles) -> Question:
@@ -258,3 +251,42 @@ def _subtitles(root: pathlib.Path, path: str) -> tuple[Subtitle, ...]:
         return tuple(read_srt(join(root, path)))
     except (OSError, VideoError, ForeignFileError) as error:
         raise _bad("subtitles", path, f"{error}; give a SubRip file (.srt)") from error
+
+
+# --- letters of options ---
+
+
+def without_letters(options: Sequence[str]) -> list[str]:
+    """Remove the letters before options if they are A, B, C, ... in order.
+
+    In ("A. Lincoln", "B. Obama", "A. Smith") they belong to the names and stay.
+    """
+    return _words(options, _OPTION) or list(options)
+
+
+def split_options(text: str) -> tuple[str, tuple[str, ...]]:
+    """Split a text into the question and the options in its last lines.
+
+    Every option is a line that starts with its letter, from A on. If the text does not end with
+    such lines, all of it is the question.
+    """
+    lines = text.strip().split("\n")
+    # The first line belongs to the question. Take the first line at which the options can start.
+    for first in range(1, len(lines) - 1):
+        options = _words(lines[first:], _LINE)
+        if options:
+            return "\n".join(lines[:first]).strip(), tuple(options)
+    return text.strip(), ()
+
+
+def _words(texts: Sequence[str], pattern: re.Pattern[str]) -> list[str]:
+    """Return the texts without their letters; empty unless they have the letters A, B, C, ... in
+    order."""
+    matches = [match for match in map(pattern.fullmatch, texts) if match and match[3].strip()]
+    letters = "".join(match[1] or match[2] for match in matches)
+    if len(matches) < len(texts) or not any(
+        alphabet.startswith(letters)
+        for alphabet in (string.ascii_uppercase, string.ascii_lowercase)
+    ):
+        return []
+    return [match[3].strip() for match in matches]

@@ -31,10 +31,11 @@ from paravt_jax.data.frames import (
     ReadTask,
     VideoError,
     VideoInfo,
+    carry_out,
+    read_now,
     resize,
     shown,
 )
-from paravt_jax.data.read_tasks import carry_out, read_now
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.video_index import VideoIndex, decode, index_of, video_stream
 

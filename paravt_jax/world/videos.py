@@ -30,8 +30,7 @@ from jaxtyping import UInt8
 
 from paravt_jax.checks import require_at_least, require_share
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.frames import ReadFrames, ReadTask, VideoInfo, shown
-from paravt_jax.data.read_tasks import carry_out, read_now
+from paravt_jax.data.frames import ReadFrames, ReadTask, VideoInfo, carry_out, read_now, shown
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.stored_json import read_json
 from paravt_jax.data.stored_settings import require_same

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from paravt_jax.data.lettered import split_options, without_letters
+from paravt_jax.data.question_files import split_options, without_letters
 from paravt_jax.data.sources import MEDIA_PATTERNS
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.files import Row, read_rows

@@ -300,7 +300,7 @@ def test_eight_devices_share_the_frames():
         from models.model import VisionLanguageModel
         from models.qwen3_vl.sizes import tiny
         from paravt_jax.data.frames import VideoInfo
-        from paravt_jax.data.read_tasks import carry_out, read_now
+        from paravt_jax.data.frames import carry_out, read_now
         from paravt_jax.method.records import Frame
 
         class Source:

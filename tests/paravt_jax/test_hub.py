@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from paravt_jax.data import hub
+from paravt_jax.data import sources
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, exit_code
 
 
@@ -15,7 +15,7 @@ def test_an_offline_hub_is_not_asked_again(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(OSError, match="owner/none: .*HF_HUB_OFFLINE is set") as error:
-        hub.snapshot("owner/none", ["*.json"])
+        sources.snapshot("owner/none", ["*.json"])
     assert exit_code(error.value) == FAILED
 
 
@@ -26,5 +26,5 @@ def test_a_network_that_does_not_answer_is_asked_again(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(OSError, match="owner/none: .*no route to host; check the network") as error:
-        hub.snapshot("owner/none", ["*.json"])
+        sources.snapshot("owner/none", ["*.json"])
     assert exit_code(error.value) == TEMPORARY

@@ -61,18 +61,7 @@ def test_a_line_of_times_starts_an_entry(gap):
     assert parse_srt(text) == [Subtitle(1.5, 62.0, "Hello"), Subtitle(63.0, 64.0, "7\n8")]
 
 
-# Every encoding writes these in its own way, unlike plain English.
 WORDS = "今天的密码是 4812, café"
-
-
-@pytest.mark.parametrize(
-    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-32-be"]
-)
-def test_a_byte_order_mark_names_the_encoding(encoding, tmp_path):
-    text = HELLO.replace("Hello", WORDS)
-    mark = "\ufeff" if encoding.endswith("-be") else ""
-    (tmp_path / "talk.srt").write_bytes((mark + text).encode(encoding))
-    assert read_srt(tmp_path / "talk.srt") == [Subtitle(1.5, 62.0, WORDS)]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +69,7 @@ def test_a_byte_order_mark_names_the_encoding(encoding, tmp_path):
     [
         (WORDS, "gb18030"),
         ("Le café est fermé", "cp1252"),
-        (WORDS, "utf-16-le"),
+        (WORDS, "utf-16"),
         ("Hello", "utf-16-le"),
         ("Hello", "utf-16-be"),
     ],
@@ -89,13 +78,6 @@ def test_other_encodings_are_refused(words, encoding, tmp_path):
     file = tmp_path / "talk.srt"
     file.write_bytes(HELLO.replace("Hello", words).encode(encoding))
     with pytest.raises(ForeignFileError, match=r"talk\.srt: .*; save it as UTF-8$"):
-        read_srt(file)
-
-
-def test_a_cut_file_is_refused(tmp_path):
-    file = tmp_path / "talk.srt"
-    file.write_bytes(HELLO.encode("utf-16")[:-1])
-    with pytest.raises(ForeignFileError, match="its text cannot be decoded .*; save it as UTF-8"):
         read_srt(file)
 
 

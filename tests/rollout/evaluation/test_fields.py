@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paravt_jax.data.lettered import split_options
+from paravt_jax.data.question_files import split_options
 from rollout.evaluation.benchmarks import BrokenRow, options_of
 from rollout.evaluation.files import VideoFolder
 
