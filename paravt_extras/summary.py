@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paravt_extras.markdown import table_of_figures
-from paravt_extras.report.result import read_result
-from paravt_extras.table_2 import read_run, text
+from paravt_extras.table_2 import read_finished, read_run, text
 from paravt_jax.processes.exit_codes import USER_ERRORS
-from train.durable.run_directory import read_config
 
-Row = dict[str, Any]
+Result = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,40 +28,40 @@ class Line:
     name: str
     phase: Literal["before", "after"]
     field: str = "accuracy"
-    """Field of a result row, or of one of its groups."""
+    """Field of a setting's figures, or of one of its groups."""
     group: str = ""
-    """Questions that count, a name in `groups` of the rows; empty: all questions."""
+    """Questions that count, a name in `groups` of the figures; empty: all questions."""
     sampled: bool = False
-    """Read the rows with the highest temperature of the evaluation instead of greedy ones."""
+    """Read the figures at the highest temperature of the evaluation instead of greedy ones."""
     dispatch: str = "parallel"
     """How calls were carried out."""
     k: Literal["all", "smallest", "largest"] = "all"
     """The overview budgets that count."""
 
-    def value(self, result: Row) -> float | None:
+    def value(self, result: Result) -> float | None:
         """Return the figure of a run; None if its evaluation lacks what the figure needs.
 
         Args:
             result: Contents of the run's `result.json`.
         """
-        rows = [row for row in result.get(self.phase, []) if row["dispatch"] == self.dispatch]
-        highest = max((row["temperature"] for row in rows), default=0.0)
+        settings = [s for s in result.get(self.phase, []) if s["dispatch"] == self.dispatch]
+        highest = max((setting["temperature"] for setting in settings), default=0.0)
         if self.sampled and not highest:
             return None
-        rows = [row for row in rows if row["temperature"] == (highest if self.sampled else 0)]
-        if self.k != "all" and rows:
-            choose = min if self.k == "smallest" else max
-            chosen = choose(row["k"] for row in rows)
-            rows = [row for row in rows if row["k"] == chosen]
+        settings = [s for s in settings if s["temperature"] == (highest if self.sampled else 0)]
+        if self.k != "all":
+            budgets = sorted(setting["k"] for setting in settings)
+            counting = budgets[:1] if self.k == "smallest" else budgets[-1:]
+            settings = [setting for setting in settings if setting["k"] in counting]
         if not self.group:
-            return statistics.mean(row[self.field] for row in rows) if rows else None
-        groups = [row.get("groups", {}).get(self.group) for row in rows]
+            return statistics.fmean(s[self.field] for s in settings) if settings else None
+        groups = [setting.get("groups", {}).get(self.group) for setting in settings]
         known = [group for group in groups if group and group[self.field] is not None]
         if not known:
             return None
         # Weighted by n: at some K, few questions belong to a group.
-        total = sum(group["n"] for group in known)
-        return sum(group["n"] * group[self.field] for group in known) / total
+        counts = [group["n"] for group in known]
+        return statistics.fmean([group[self.field] for group in known], counts)
 
 
 LINES = (
@@ -86,27 +84,23 @@ LINES = (
 )
 
 
-def figures(result: Row) -> dict[str, float | None]:
+def figures(result: Result) -> dict[str, float | None]:
     """Return the figures of a run, by the name of their line.
 
     Args:
         result: Contents of the run's `result.json`.
     """
-    found = {line.name: line.value(result) for line in LINES}
-    found |= {"minutes": result["seconds"] / 60, "goodput": result.get("goodput")}
+    values = {line.name: line.value(result) for line in LINES}
+    values |= {"minutes": result["seconds"] / 60, "goodput": result.get("goodput")}
     checks = ("token_mismatches", "logprob_gap", "recompilations_after_warmup")
-    return found | {name.replace("_", " "): result[name] for name in checks}
+    return values | {name.replace("_", " "): result[name] for name in checks}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m paravt_extras.summary", description=__doc__)
     parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of finished runs")
-    parser.add_argument(
-        "--table-2",
-        action="store_true",
-        help="show f and kappa over training beside table 2 of the paper",
-    )
+    parser.add_argument("--table-2", action="store_true", help="beside table 2 of the paper")
     parser.add_argument(
         "--evaluations",
         nargs="+",
@@ -118,24 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     try:
         if asked.table_2:
-            lines = [line for run in asked.runs for line in read_run(run, asked.evaluations)]
-            print(text(lines))
+            print(text([line for run in asked.runs for line in read_run(run, asked.evaluations)]))
         else:
-            found = {run.name: [figures(_result(run))] for run in asked.runs}
-            everything = [run for (run,) in found.values()]
-            print(table_of_figures(found | {"mean [lowest, highest]": everything}))
+            by_run = {run.name: [figures(read_finished(run)[1])] for run in asked.runs}
+            everything = [values for (values,) in by_run.values()]
+            print(table_of_figures(by_run | {"mean [lowest, highest]": everything}))
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _result(run: pathlib.Path) -> Row:
-    file = run / "result.json"
-    if not file.exists():
-        raise FileNotFoundError(f"{file} does not exist; give the folders of finished runs")
-    read_config(run, "paravt_extras.summary")
-    return read_result(run)
 
 
 if __name__ == "__main__":

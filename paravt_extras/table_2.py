@@ -1,7 +1,7 @@
 """Table 2 of the paper beside finished runs: f and kappa over training, and benchmark scores.
 
-A run belongs to the row whose settings it has, by its resolved configuration. Other runs are listed
-as own settings, with what they change.
+A run belongs to the line whose settings it has, by its resolved configuration. Other runs stand at
+the end, with what they change.
 """
 
 from __future__ import annotations
@@ -14,19 +14,15 @@ from typing import Any
 
 from configs.ablations import ABLATIONS
 from configs.paravt_8b import paravt_8b
-from configs.table_2 import TABLE_2, TABLE_2_SPLITS, Setting
-from paravt_extras.markdown import table as markdown
-from paravt_extras.markdown import wrapped
+from configs.table_2 import TABLE_2, TABLE_2_SPLITS
+from paravt_extras.markdown import table, wrapped
 from paravt_extras.published_scores import COLUMNS
-from paravt_extras.report.claim import weighted_mean
 from paravt_extras.report.result import read_result
 from paravt_jax.data.stored_settings import as_json
 from rollout.evaluation.folder import read_json
 from rollout.evaluation.summary import score_of
 from train.durable.metrics import read_metrics
 from train.durable.run_directory import read_config
-
-Row = dict[str, Any]
 
 BLOCKS = {
     "A": "A: stages, and the two parts of PARA-GRPO",
@@ -37,7 +33,7 @@ TEMPERATURE = 0.7
 """Sampling temperature of rollouts in the paper."""
 
 CHANGES = {key: row.changes for key, row in ABLATIONS.items() if key in TABLE_2} | {"paravt": {}}
-"""What each trained row of the table changes of the full recipe, by its key in `TABLE_2`."""
+"""What each trained line of the table changes of the full recipe, by its key in `TABLE_2`."""
 
 FIELDS = (
     *sorted({field for changed in CHANGES.values() for field in changed}),
@@ -45,7 +41,14 @@ FIELDS = (
     "rl.rewards.tool_turn_cost",
     "rl.temperature",
 )
-"""The settings that distinguish rows."""
+"""The settings that distinguish lines."""
+
+NOTES = (
+    "- Lines with a dot in front are runs of this project, the others the paper's.",
+    "- f: mean format reward (R_fmt as published) of training rollouts. kappa: executed calls per "
+    "rollout. Both are means over all steps of RL; for a cold start, over its rollouts on held-out "
+    "questions at temperature 0.7.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,175 +57,133 @@ class Figures:
 
     label: str
     key: str
-    """Row of the table to which the line belongs; "" for own settings."""
+    """Line of the table to which the figures belong; "" for own settings."""
     f: float | None
     """Mean of R_fmt as published."""
     kappa: float | None
     """Mean number of executed calls per rollout."""
-    compliance: float | None
-    """Share of rollouts that keep the whole format."""
     scores: Mapping[str, float]
     """In per cent, by split."""
     note: str = ""
 
+    def cells(self) -> list[str]:
+        """Return the figures as the table shows them."""
+        means = ("" if value is None else f"{value:.2f}" for value in (self.f, self.kappa))
+        scores = (self.scores.get(split) for split in TABLE_2_SPLITS)
+        return [*means, *("" if score is None else f"{score:.1f}" for score in scores)]
 
-def changes(config: Mapping[str, Any]) -> Row:
-    """Return what a run with RL changes of full PARA-GRPO, among the settings that distinguish
-    rows."""
+
+def changes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run changes of full PARA-GRPO, among the settings that distinguish lines."""
     full = as_json(dataclasses.asdict(paravt_8b()), "paravt_8b")
-    found = {field: _value(config, field) for field in FIELDS}
-    return {field: value for field, value in found.items() if value != _value(full, field)}
+    own = {field: _value(config, field) for field in FIELDS}
+    return {field: value for field, value in own.items() if value != _value(full, field)}
 
 
 def _value(config: Mapping[str, Any], field: str) -> Any:
     value: Any = config
-    for part in field.split("."):
-        value = value[part]
-    # Where the anchor acts makes no row of its own.
+    for name in field.split("."):
+        value = value[name]
+    # Where the anchor acts makes no line of its own.
     return "anchored" if field == "rl.grpo.anchor" and value != "none" else value
 
 
 def key_of(config: Mapping[str, Any]) -> str:
-    """Return the row of table 2 that a run belongs to; "" if it has settings of its own."""
+    """Return the line of table 2 that a run belongs to; "" if it has settings of its own."""
     if config["rl"] is None:
         return "sft" if config["sft"] else ""
     own = changes(config)
     return next((key for key, changed in CHANGES.items() if as_json(dict(changed), key) == own), "")
 
 
-# --- runs ---
-
-
-def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[Figures]:
-    """Return the lines of a finished run: one for its cold start, if measured, and one for its RL.
-
-    Args:
-        folder: the run's directory.
-        evaluations: folders of finished evaluations. Those of the run's weights fill its scores.
+def read_finished(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configuration and the result of a finished run.
 
     Raises:
         FileNotFoundError: the run is not finished.
         RunDirectoryError: another version of this code made the run.
     """
-    result_file = folder / "result.json"
-    if not result_file.exists():
-        raise FileNotFoundError(f"{result_file} does not exist; give the folders of finished runs")
-    config = read_config(folder, "--table-2")
-    result = read_result(folder)
-    scores = _scores(folder, evaluations)
-    name = f"{folder.name}, {config['model']['size']}"
-    started = _cold_start(name, result, {} if config["rl"] else scores["parallel"])
-    lines = [started] if config["sft"] and started else []
-    if config["rl"] is None:
-        return lines
-    steps = [row for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == "rl"]
-    rl = config["rl"]
-    own = "; ".join(f"{field} {value}" for field, value in changes(config).items())
-    key = key_of(config)
-    note = f"{len(steps)} steps of {rl['prompts']} x {rl['grpo']['group_size']} rollouts"
-    lines.append(
-        Figures(
-            name,
-            key,
-            *(_mean(steps, field) for field in ("format_reward", "calls", "compliance")),
-            scores=scores["parallel"],
-            note=note if key else f"{note}; {own}",
+    if not (folder / "result.json").exists():
+        raise FileNotFoundError(
+            f"{folder / 'result.json'} does not exist; give the folders of finished runs"
         )
+    return read_config(folder, "paravt_extras.summary"), read_result(folder)
+
+
+def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[Figures]:
+    """Return the lines of a finished run: its cold start, if measured, its RL, and its evaluations
+    with sequential dispatch.
+
+    Args:
+        folder: the run's directory.
+        evaluations: folders of finished evaluations. Those of the run's weights fill its scores.
+
+    Raises an error as `read_finished` does.
+    """
+    config, result = read_finished(folder)
+    rl = config["rl"]
+    label = f"{folder.name}, {config['model']['size']}"
+    scores = {name: _scores(folder, evaluations, name) for name in ("parallel", "sequential")}
+    # Sampled rollouts on held-out questions.
+    cold_start = [
+        record
+        for record in result.get("before", [])
+        if record["temperature"] == TEMPERATURE and record["dispatch"] == "parallel"
+    ]
+    lines = []
+    if config["sft"] and cold_start:
+        counts = [record["n"] for record in cold_start]
+        f, kappa = (
+            statistics.fmean([record[field] for record in cold_start], counts)
+            for field in ("format_reward", "calls")
+        )
+        lines.append(Figures(label, "sft", f, kappa, {} if rl else scores["parallel"]))
+    if rl is None:
+        return lines
+    steps = [step for step in read_metrics(folder / "metrics.jsonl") if step["phase"] == "rl"]
+    f, kappa = (
+        statistics.mean(step[field] for step in steps) if steps else None
+        for field in ("format_reward", "calls")
+    )
+    own = "; ".join(f"{field} {value}" for field, value in changes(config).items())
+    note = f"{len(steps)} steps of {rl['prompts']} x {rl['grpo']['group_size']} rollouts; {own}"
+    lines.append(
+        Figures(label, key_of(config), f, kappa, scores["parallel"], note.removesuffix("; "))
     )
     if scores["sequential"]:
-        lines.append(Figures(name, "sequential", None, None, None, scores["sequential"]))
+        lines.append(Figures(label, "sequential", None, None, scores["sequential"]))
     return lines
 
 
-def _mean(rows: Sequence[Row], field: str) -> float | None:
-    return statistics.mean(row[field] for row in rows) if rows else None
-
-
-def _cold_start(name: str, result: Row, scores: Mapping[str, float]) -> Figures | None:
-    """Return the sampled rollouts on held-out questions before RL; None if none were played."""
-    rows = _sampled(result.get("before", []))
-    if not rows:
-        return None
-    total = sum(row["n"] for row in rows)
-    figures = (
-        weighted_mean([(row[field], row["n"]) for row in rows])
-        for field in ("format_reward", "calls", "compliance")
-    )
-    note = f"in the row of SFT, {total} rollouts before RL on held-out questions"
-    return Figures(name, "sft", *figures, scores=scores, note=note)
-
-
-def _sampled(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of parallel episodes at the paper's temperature."""
-    return [
-        row for row in rows if row["temperature"] == TEMPERATURE and row["dispatch"] == "parallel"
-    ]
-
-
 def _scores(
-    folder: pathlib.Path, evaluations: Sequence[pathlib.Path]
-) -> dict[str, dict[str, float]]:
-    """Return the scores of a run's final weights in per cent, by dispatch and split.
-
-    Raises:
-        ValueError: two evaluations are of the same weights, dispatch and split.
-    """
-    found: dict[str, dict[str, float]] = {"parallel": {}, "sequential": {}}
+    folder: pathlib.Path, evaluations: Sequence[pathlib.Path], dispatch: str
+) -> dict[str, float]:
+    """Return the scores of a run's final weights with this dispatch, in per cent, by split."""
+    scores = {}
     for evaluation in evaluations:
         summary = read_json(evaluation / "summary.json")
-        model = pathlib.Path(summary["config"]["settings"]["model"]).resolve()
-        dispatch = summary["config"]["identity"]["dispatch"]
+        config = summary["config"]
+        own = pathlib.Path(config["settings"]["model"]).resolve() == (folder / "model").resolve()
         score = score_of(summary)
-        if model == (folder / "model").resolve() and dispatch in found and score is not None:
-            split = summary["benchmark"]
-            if split in found[dispatch]:
-                raise ValueError(
-                    f"--evaluations {evaluation}: {split} of {folder}, dispatch {dispatch}, is "
-                    "given twice; name one folder per split and dispatch"
-                )
-            found[dispatch][split] = 100 * score
-    return found
-
-
-# --- as text ---
+        if own and config["identity"]["dispatch"] == dispatch and score is not None:
+            scores[summary["benchmark"]] = 100 * score
+    return scores
 
 
 def text(lines: Sequence[Figures]) -> str:
-    """Format the paper's table with the lines of this project below the rows they belong to."""
-    rows: list[list[str]] = []
+    """Format the paper's table with the lines of this project below those they belong to."""
+    cells: list[list[str]] = []
     block = ""
     for key, setting in TABLE_2.items():
         if setting.block != block:
             block = setting.block
-            rows.append([BLOCKS[block]])
-        rows.append(_paper_row(setting))
-        rows += [_row(line) for line in lines if line.key == key]
-    own = [line for line in lines if not line.key]
+            cells.append([BLOCKS[block]])
+        published = Figures(setting.title, key, setting.f, setting.kappa, setting.scores)
+        cells.append([setting.title, *published.cells()])
+        cells += [[f"· {line.label}", *line.cells()] for line in lines if line.key == key]
+    own = [[f"· {line.label}", *line.cells()] for line in lines if not line.key]
     if own:
-        rows += [["own settings"], *map(_row, own)]
-    headings = ["", "f", "kappa", "compliance", *(COLUMNS[split] for split in TABLE_2_SPLITS)]
-    notes = [
-        "- Rows with a dot in front are runs of this project, the others the paper's.",
-        "- f: mean format reward (R_fmt as published) of training rollouts. kappa: executed calls "
-        "per rollout. Both are means over all steps of RL; for a cold start, over its rollouts at "
-        "temperature 0.7.",
-        "- compliance: share of those rollouts in which every turn parses and the last one has an "
-        "answer block. The paper has no such figure.",
-    ]
-    notes += [f"- {line.label}: {line.note}" for line in lines if line.note]
-    return "\n".join([markdown(headings, rows), "", *map(wrapped, notes)])
-
-
-def _paper_row(setting: Setting) -> list[str]:
-    scores = [f"{setting.scores[split]:.1f}" for split in TABLE_2_SPLITS]
-    return [setting.title, _two_digits(setting.f), _two_digits(setting.kappa), "", *scores]
-
-
-def _row(line: Figures) -> list[str]:
-    figures = map(_two_digits, (line.f, line.kappa, line.compliance))
-    scores = (line.scores.get(split) for split in TABLE_2_SPLITS)
-    return [f"· {line.label}", *figures, *("" if s is None else f"{s:.1f}" for s in scores)]
-
-
-def _two_digits(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+        cells += [["own settings"], *own]
+    headings = ["", "f", "kappa", *(COLUMNS[split] for split in TABLE_2_SPLITS)]
+    notes = [*NOTES, *(f"- {line.label}: {line.note}" for line in lines if line.note)]
+    return "\n".join([table(headings, cells), "", *map(wrapped, notes)])

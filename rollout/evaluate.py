@@ -1,6 +1,6 @@
 """`python -m rollout.evaluate`: evaluates a model on a split or on your own questions.
 
-Other uses compare two finished runs, show a table of several, or write our wording to change it.
+Other uses compare two finished runs, or show a table of several.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import tyro
 
 from models import gpu
 from paravt_extras.compare import compare, comparison_text
-from paravt_extras.table_1 import contents, text
+from paravt_extras.table_1 import table_1
 from paravt_jax.command_name import command_name
 from paravt_jax.processes import cluster
 from paravt_jax.processes.exit_codes import FAILED, LOST, USAGE, USER_ERRORS, exit_code
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
-from rollout.evaluation.wording_folder import write_wording
 
 _PROG = command_name("python -m rollout.evaluate")
 # Blank lines: the help would join single lines.
@@ -31,8 +30,7 @@ _MODES = "\n\n".join(
     [
         f"Splits for --benchmark: {', '.join(BENCHMARKS)}.",
         f"{_PROG} --compare A B [--json]: compare two finished runs question by question.",
-        f"{_PROG} --table RUN ... [--json]: show finished runs beside table 1 of the paper.",
-        f"{_PROG} --write-wording FOLDER: write our texts, to change them and give --wording.",
+        f"{_PROG} --table RUN ...: show finished runs below table 1 of the paper.",
     ]
 )
 
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu.reserve_memory()
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if {"--compare", "--table", "--write-wording"} & {word.split("=")[0] for word in argv}:
+        if {"--compare", "--table"} & {word.split("=")[0] for word in argv}:
             return _other_uses(argv)
         description = f"{__doc__}\n{_MODES}"
         return _evaluate(
@@ -59,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f"{_PROG}: unforeseen, {type(error).__name__} (above); the same command continues"
         if "RESOURCE_EXHAUSTED" in str(error):
             message += (
-                "; with too little memory, lower --episodes, give --cache-tokens, use --dtype "
-                "bfloat16, or --tensor over more devices"
+                "; with too little memory, lower --episodes, use --dtype bfloat16, or --tensor "
+                "over more devices"
             )
         return cluster.leave(LOST, message)
 
@@ -77,7 +75,7 @@ def _evaluate(settings: BenchmarkSettings) -> int:
 
 
 def _other_uses(argv: Sequence[str]) -> int:
-    """`--compare` and `--table` print results of finished runs; `--write-wording` writes texts."""
+    """Print what `--compare` or `--table` says of finished runs."""
     parser = argparse.ArgumentParser(prog=_PROG)
     use = parser.add_mutually_exclusive_group(required=True)
     use.add_argument(
@@ -92,34 +90,26 @@ def _other_uses(argv: Sequence[str]) -> int:
         nargs="+",
         type=pathlib.Path,
         metavar="RUN",
-        help="show runs beside the paper's rows",
+        help="show runs below the paper's table 1",
     )
-    use.add_argument(
-        "--write-wording", type=pathlib.Path, metavar="FOLDER", help="the folder to write"
+    parser.add_argument(
+        "--json", action="store_true", help="with --compare: print JSON, with all ids that differ"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, with all ids that differ")
     asked = parser.parse_args(argv)
-    if asked.write_wording:
-        write_wording(asked.write_wording)
-        return 0
+    if asked.json and asked.table:
+        parser.error("--json: belongs to --compare; each run of --table has a summary.json")
     runs = asked.compare or asked.table
     unfinished = [run for run in runs if not (run / "summary.json").exists()]
     for run in unfinished:
-        print(f"warning: {run}: {_why_unfinished(run)}", file=sys.stderr)
-    if asked.compare:
-        found = compare(runs[0], runs[1])
-        shown = comparison_text(runs[0], runs[1], found)
-    else:
-        found = contents([run for run in runs if run not in unfinished])
-        shown = text(found)
-    print(json.dumps(found, indent=1) if asked.json else shown)
+        print(f"warning: {run}: no finished evaluation; repeat its command", file=sys.stderr)
+    if asked.table:
+        print(table_1([run for run in runs if run not in unfinished]))
+        return 0
+    first, second = runs
+    comparison = compare(first, second)
+    shown = comparison_text(first, second, comparison)
+    print(json.dumps(comparison, indent=1) if asked.json else shown)
     return 0
-
-
-def _why_unfinished(run: pathlib.Path) -> str:
-    if (run / "config.json").exists():
-        return "it is not finished; repeat the command that started it to continue"
-    return "it has no evaluation; give folders such as evaluations/NAME/BENCHMARK"
 
 
 if __name__ == "__main__":

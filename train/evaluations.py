@@ -18,7 +18,7 @@ from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
-from rollout.evaluation.figures import row
+from rollout.evaluation.figures import summarise_setting
 from rollout.evaluation.play import Played, Scoring, play_and_score, play_question
 from train.actor import EngineActor
 from train.data import Data
@@ -152,7 +152,7 @@ class Evaluator:
             )
             begin = time.monotonic()
             played = self._play(actor, setting)
-            content["rows"].append(row(setting, played))
+            content["rows"].append(summarise_setting(setting, played))
             content["seconds"].append(time.monotonic() - begin)
             # The report shows only episodes with parallel dispatch, before and after RL.
             if setting.dispatch == "parallel" and evaluation.name in ("before", "after"):

@@ -21,7 +21,7 @@ GROUPS = {
     "tvg hidden": "grounding, no frame lies in the span",
     "tvg shown": "grounding, a frame lies in the span",
 }
-"""Titles of the groups of `rollout.evaluation.figures.row`."""
+"""Titles of the groups of `rollout.evaluation.figures.summarise_setting`."""
 
 
 def greedy(rows: Sequence[Record]) -> list[Record]:

@@ -1,7 +1,7 @@
 """Every text that an agent reads, apart from its video, its question and what its tools find.
 
 `Protocol` renders a `Wording`. The default, `OUR_WORDING`, is what this project's agents are
-trained with; an evaluation may play with another one (`rollout.evaluation.wording_folder`).
+trained with.
 
 A template is a text with placeholders such as `{question}`. Only lower-case names in braces are
 placeholders, so JSON can stand in a template as it is.

@@ -125,17 +125,17 @@ def engine_sizes(
 
 
 def sizes_for_single_episodes(
-    protocol: Protocol, overview: int, crop: int, episodes: int = 1, cache_tokens: int = 0
+    protocol: Protocol, overview: int, crop: int, episodes: int = 1
 ) -> EngineSizes:
     """Return the sizes of an engine for episodes that share no prompts.
+
+    The KV cache has room for all episodes and their sub-agents at full length.
 
     Args:
         protocol: the protocol with its limits.
         overview: tokens of a main agent's prompt.
         crop: tokens of a sub-agent's prompt.
         episodes: number of episodes that run side by side.
-        cache_tokens: tokens in the KV cache. 0: enough for all episodes and their sub-agents at
-            full length.
     """
     limits = protocol.settings
     longest = Lengths(
@@ -147,9 +147,7 @@ def sizes_for_single_episodes(
     )
     episode = longest.prompt + longest.response
     episode += limits.max_calls * (longest.crop_prompt + longest.report)
-    settings = EngineSettings(
-        slots=episodes * limits.max_calls, cache_tokens=cache_tokens or episodes * episode
-    )
+    settings = EngineSettings(slots=episodes * limits.max_calls, cache_tokens=episodes * episode)
     return engine_sizes(longest, settings, rows_per_prefix=limits.max_calls, share_prompts=False)
 
 

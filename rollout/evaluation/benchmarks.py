@@ -1,9 +1,9 @@
-"""The benchmarks: where each is published, and how its rows become questions.
+"""The benchmarks: where each is published, and how its records become questions.
 
-To add one, write a reader and list its entry (`Benchmark`) in `BENCHMARKS`. Publishers write
-options and answers in different ways. The readers convert them to one form: options have no
-letters, and the answer to a multiple-choice question is a letter. They raise `BrokenRow` with the
-reason if a row cannot be asked or scored.
+To add one, write a reader below an entry (`_benchmark`). Publishers write options and answers in
+different ways. The readers convert them to one form: options have no letters, and the answer to a
+multiple-choice question is a letter. They raise `BrokenRecord` with the reason if a record cannot
+be asked or scored.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, Literal
 from paravt_jax.data.question_files import split_options, without_letters
 from paravt_jax.data.sources import MEDIA_PATTERNS
 from paravt_jax.method.records import Question, QuestionKind
-from rollout.evaluation.files import Row, read_rows
+from rollout.evaluation.files import Record, read_records
 
 _MMVU_VIDEO = re.compile(r"(?:.*/)?(videos/([^/]+)/[^/]+)")
 # Slices of one zip. The names of the shorter videos of clues begin with "clue_".
 _CGBENCH_VIDEOS = ("video*.zip",)
 
 
-class BrokenRow(ValueError):
-    """A row of a table that cannot be asked or scored; the message is the reason."""
+class BrokenRecord(ValueError):
+    """A record that cannot be asked or scored; the message is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,9 @@ class Item:
     """Path of an .srt file, relative like `Question.video`; "" for none."""
 
 
+Reader = Callable[[Record], Item]
+
+
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
     """A split of a published benchmark."""
@@ -58,8 +61,8 @@ class Benchmark:
     patterns: tuple[str, ...]
     """Patterns of the data set's files, in order of preference. Only the files of the first pattern
     that matches are read, in any folder."""
-    read: Callable[[Row], Item]
-    """Turns a row into a question. Raises BrokenRow if the row cannot be asked or scored."""
+    read: Reader
+    """Turns a record into a question. Raises BrokenRecord if it cannot be asked or scored."""
     media: tuple[str, ...] = MEDIA_PATTERNS
     """Patterns of the data set's videos, subtitles and archives of them, for `paravt download`."""
     joined: tuple[str, ...] = ()
@@ -70,28 +73,49 @@ class Benchmark:
     """Name of the mean score. `miou` (grounding) also has recalls at several overlaps."""
 
 
-# --- fields of rows ---
+BENCHMARKS: dict[str, Benchmark] = {}
+"""Benchmarks by name. The paper's come first, in the order of its table."""
 
 
-def text_of(row: Mapping[str, Any], field: str) -> str:
+def _benchmark(
+    name: str, title: str, source: str, patterns: tuple[str, ...], **more: Any
+) -> Callable[[Reader], Reader]:
+    """Enter the reader below into `BENCHMARKS`. The arguments are fields of `Benchmark`."""
+
+    def enter(read: Reader) -> Reader:
+        BENCHMARKS[name] = Benchmark(name, title, source, patterns, read, **more)
+        return read
+
+    return enter
+
+
+def title_of(name: str) -> str:
+    """Return a benchmark's name in reports; the name itself for a user's own questions."""
+    return BENCHMARKS[name].title if name in BENCHMARKS else name
+
+
+# --- fields of records ---
+
+
+def text_of(record: Mapping[str, Any], field: str) -> str:
     """Read a field that must not be empty. Numbers become text."""
-    text = optional(row, field)
+    text = optional(record, field)
     if not text:
-        raise BrokenRow(f"{field} is missing")
+        raise BrokenRecord(f"{field} is missing")
     return text
 
 
-def optional(row: Mapping[str, Any], field: str) -> str:
+def optional(record: Mapping[str, Any], field: str) -> str:
     """Read a field that may be missing. Lists count as missing."""
-    value = row.get(field)
+    value = record.get(field)
     return str(value).strip() if isinstance(value, str | int | float) else ""
 
 
-def tasks_of(row: Mapping[str, Any], field: str) -> tuple[str, ...]:
+def tasks_of(record: Mapping[str, Any], field: str) -> tuple[str, ...]:
     """Read a field with a question's task, or with a list of them; it may be missing."""
-    if isinstance(row.get(field), list):
-        return tuple(map(str, row[field]))
-    task = optional(row, field)
+    if isinstance(record.get(field), list):
+        return tuple(map(str, record[field]))
+    task = optional(record, field)
     return (task,) if task else ()
 
 
@@ -99,7 +123,7 @@ def path_of(text: str) -> str:
     """Check that a path stays below the root of the videos."""
     path = pathlib.PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise BrokenRow(f"video {text!r}: not a path below the root of the videos")
+        raise BrokenRecord(f"video {text!r}: not a path below the root of the videos")
     return str(path)
 
 
@@ -107,17 +131,17 @@ def options_of(options: Any) -> tuple[str, ...]:
     """Read a list of options, without unused ones at its end (None, "" and "N/A") and letters.
 
     Raises:
-        BrokenRow: there are fewer than two options, or an option follows an unused one, so letters
-            and indices would name other options.
+        BrokenRecord: there are fewer than two options, or an option follows an unused one, so
+            letters and indices would name other options.
     """
     if not isinstance(options, list | tuple):
-        raise BrokenRow("options are missing")
+        raise BrokenRecord("options are missing")
     texts = ["" if option in (None, "N/A") else str(option).strip() for option in options]
     used = [text for text in texts if text]
     if texts[: len(used)] != used:
-        raise BrokenRow("an option is missing before the last one")
+        raise BrokenRecord("an option is missing before the last one")
     if len(used) < 2:
-        raise BrokenRow("options are missing")
+        raise BrokenRecord("options are missing")
     return tuple(without_letters(used))
 
 
@@ -131,106 +155,132 @@ def choice(id: str, video: str, text: str, options: Sequence[str], answer: Any) 
         options: its options; () if they are part of the text.
         answer: the letter of an option ("B", "(B)", "b.") or its index, from 0.
     """
-    found = re.fullmatch(r"\W*([A-Za-z])\W*", str(answer))
-    index = ord(found[1].upper()) - ord("A") if found else answer
+    lettered = re.fullmatch(r"\W*([A-Za-z])\W*", str(answer))
+    index = ord(lettered[1].upper()) - ord("A") if lettered else answer
     if type(index) is not int or not 0 <= index < (len(options) or 26):
-        raise BrokenRow(f"answer {answer!r}: not the letter or the index of an option")
+        raise BrokenRecord(f"answer {answer!r}: not the letter or the index of an option")
     letter = chr(ord("A") + index)
     return Question(id, path_of(video), text, QuestionKind.MULTIPLE_CHOICE, letter, tuple(options))
 
 
-# --- readers, one per benchmark ---
+# --- the benchmarks, each with its reader ---
 
 
-def _read_videomme(row: Row) -> Item:
-    video = text_of(row, "videoID")
-    text = text_of(row, "question")
+@_benchmark(
+    "videomme",
+    "VideoMME w/o",
+    "lmms-lab/Video-MME",
+    ("videomme/test-*.parquet", "*test-*.parquet"),
+    media=("videos_chunked_*.zip", "subtitle.zip"),
+)
+def _read_videomme(record: Record) -> Item:
     question = choice(
-        id=optional(row, "question_id") or f"{video}/{text}",
-        video=f"data/{video}.mp4",
-        text=text,
-        options=options_of(row.get("options")),
-        answer=row.get("answer"),
+        id=text_of(record, "question_id"),
+        video=f"data/{text_of(record, 'videoID')}.mp4",
+        text=text_of(record, "question"),
+        options=options_of(record.get("options")),
+        answer=record.get("answer"),
     )
-    return Item(question, optional(row, "duration"), tasks_of(row, "task_type"))
+    return Item(question, optional(record, "duration"), tasks_of(record, "task_type"))
 
 
-def _read_videomme_with_subtitles(row: Row) -> Item:
-    subtitles = path_of(f"subtitle/{text_of(row, 'videoID')}.srt")
-    return dataclasses.replace(_read_videomme(row), subtitles=subtitles)
+@_benchmark(
+    "videomme_wsub",
+    "VideoMME w/ sub",
+    BENCHMARKS["videomme"].source,
+    BENCHMARKS["videomme"].patterns,
+    media=BENCHMARKS["videomme"].media,
+)
+def _read_videomme_with_subtitles(record: Record) -> Item:
+    subtitles = path_of(f"subtitle/{text_of(record, 'videoID')}.srt")
+    return dataclasses.replace(_read_videomme(record), subtitles=subtitles)
 
 
-def _read_longvideobench(row: Row) -> Item:
-    candidates = row.get("candidates") or [row.get(f"option{number}") for number in range(5)]
+@_benchmark(
+    "longvideobench",
+    "LongVideoBench",
+    "longvideobench/LongVideoBench",
+    ("*validation-*.parquet", "lvb_val.json"),
+    media=("videos.tar*",),
+    joined=("videos.tar*",),
+)
+def _read_longvideobench(record: Record) -> Item:
+    candidates = record.get("candidates") or [record.get(f"option{number}") for number in range(5)]
     question = choice(
-        id=text_of(row, "id"),
-        video=f"videos/{text_of(row, 'video_path')}",
-        text=text_of(row, "question"),
+        id=text_of(record, "id"),
+        video=f"videos/{text_of(record, 'video_path')}",
+        text=text_of(record, "question"),
         options=options_of(candidates),
-        answer=row.get("correct_choice"),
+        answer=record.get("correct_choice"),
     )
-    return Item(question, optional(row, "duration_group"), tasks_of(row, "question_category"))
+    return Item(question, optional(record, "duration_group"), tasks_of(record, "question_category"))
 
 
-def _read_lvbench(row: Row) -> Item:
-    text, options = split_options(text_of(row, "question"))
-    if not options and row.get("options"):  # some copies have them in a column of their own
-        options = options_of(row["options"])
+@_benchmark("lvbench", "LVBench", "lmms-lab/LVBench", ("*test-*.parquet", "*train-*.parquet"))
+def _read_lvbench(record: Record) -> Item:
+    text, options = split_options(text_of(record, "question"))
     question = choice(
-        id=text_of(row, "uid"),
-        video=text_of(row, "video_path"),
+        id=text_of(record, "uid"),
+        video=text_of(record, "video_path"),
         text=text,
         options=options,
-        answer=row.get("answer"),
+        answer=record.get("answer"),
     )
-    return Item(question, tasks=tasks_of(row, "question_type"))
+    return Item(question, tasks=tasks_of(record, "question_type"))
 
 
-def _read_mlvu(row: Row) -> Item:
-    options = options_of(row.get("candidates"))
-    text, _ = split_options(text_of(row, "question"))  # some questions repeat the options
-    video = text_of(row, "video_name")
-    answer = text_of(row, "answer")
+@_benchmark("mlvu", "MLVU", "sy1998/MLVU_dev", ("*test-*.parquet",))
+def _read_mlvu(record: Record) -> Item:
+    options = options_of(record.get("candidates"))
+    text, _ = split_options(text_of(record, "question"))  # some questions repeat the options
+    video = text_of(record, "video_name")
+    answer = text_of(record, "answer")
     if options.count(answer) > 1:
-        raise BrokenRow(f"answer {answer!r}: equal to several options")
+        raise BrokenRecord(f"answer {answer!r}: equal to several options")
     index = options.index(answer) if answer in options else answer
-    return Item(
-        choice(f"{video}/{text}", video, text, options, index), tasks=tasks_of(row, "task_type")
-    )
+    question = choice(f"{video}/{text}", video, text, options, index)
+    return Item(question, tasks=tasks_of(record, "task_type"))
 
 
-def _read_mmvu(row: Row) -> Item:
-    found = _MMVU_VIDEO.fullmatch(text_of(row, "video"))
-    if not found:
-        raise BrokenRow(f"video {row.get('video')!r}: not videos/<subject>/<n>.mp4")
-    video, folder = found.groups()
-    id = text_of(row, "id")
-    text = text_of(row, "question")
-    kind = text_of(row, "question_type")
-    # The subject has a column of its own, or is in `metadata`, or is the folder of the video.
-    metadata = row.get("metadata") or {}
-    tasks = (optional(row, "subject") or optional(metadata, "subject") or folder, kind)
+@_benchmark("mmvu", "MMVU", "yale-nlp/MMVU", ("validation.json", "*validation-*.parquet"))
+def _read_mmvu(record: Record) -> Item:
+    path = _MMVU_VIDEO.fullmatch(text_of(record, "video"))
+    if not path:
+        raise BrokenRecord(f"video {record.get('video')!r}: not videos/<subject>/<n>.mp4")
+    video, folder = path.groups()
+    id = text_of(record, "id")
+    text = text_of(record, "question")
+    kind = text_of(record, "question_type")
     if kind == "open-ended":
-        answer = text_of(row, "answer")
+        answer = text_of(record, "answer")
         question = Question(id, path_of(video), text, QuestionKind.OPEN_ENDED, answer)
     elif kind == "multiple-choice":
-        options = options_of([(row.get("choices") or {}).get(letter) for letter in "ABCDE"])
-        question = choice(id, video, text, options, row.get("answer"))
+        options = options_of([(record.get("choices") or {}).get(letter) for letter in "ABCDE"])
+        question = choice(id, video, text, options, record.get("answer"))
     else:
-        raise BrokenRow(f"question_type {kind!r}: neither multiple-choice nor open-ended")
-    return Item(question, tasks=tasks)
+        raise BrokenRecord(f"question_type {kind!r}: neither multiple-choice nor open-ended")
+    return Item(question, tasks=(folder.replace("_", " "), kind))
 
 
-def _read_charades(row: Row) -> Item:
-    video = text_of(row, "video")
-    caption = text_of(row, "caption")
+@_benchmark(
+    "charades",
+    "Charades-STA mIoU",
+    "lmms-lab/charades_sta",
+    ("*test-*.parquet",),
+    media=(),
+    elsewhere="Charades_v1_480.zip of https://prior.allenai.org/projects/charades",
+    score="miou",
+)
+def _read_charades(record: Record) -> Item:
+    video = text_of(record, "video")
+    caption = text_of(record, "caption")
     try:
-        start, end = map(float, row["timestamp"])
+        first, last = map(float, record["timestamp"])
     except (KeyError, TypeError, ValueError):
-        start = end = math.nan
-    if not 0 <= start < end < math.inf:
-        raise BrokenRow(f"timestamp {row.get('timestamp')!r}: not a span of seconds")
-    span = f"[{start:g}, {end:g}]"  # as a model writes it
+        first = last = math.nan
+    if not 0 <= first < last < math.inf:
+        raise BrokenRecord(f"timestamp {record.get('timestamp')!r}: not a span of seconds")
+    span = f"[{first:g}, {last:g}]"  # as a model writes it
     question = Question(
         id=f"{video}/{span}/{caption}",
         video=path_of(f"Charades_v1_480/{video}"),
@@ -241,100 +291,29 @@ def _read_charades(row: Row) -> Item:
     return Item(question)
 
 
-def _read_cgbench(row: Row) -> Item:
+# `cgbench_mini.json` has the 3,000 questions of the leaderboard, `cgbench.json` all 12,129.
+@_benchmark(
+    "cgbench",
+    "CG-Bench",
+    "CG-Bench/CG-Bench",
+    ("cgbench_mini.json", "cgbench.json"),
+    media=_CGBENCH_VIDEOS,
+    joined=_CGBENCH_VIDEOS,
+)
+def _read_cgbench(record: Record) -> Item:
     """Read a question of its task `long_acc`: multiple choice on the whole video.
 
     The layout follows the benchmark's own code (github.com/CG-Bench/CG-Bench), which unpacks the
     videos into `cg_videos_720p`.
     """
     question = choice(
-        id=text_of(row, "qid"),
-        video=f"cg_videos_720p/{text_of(row, 'video_uid')}.mp4",
-        text=text_of(row, "question"),
-        options=options_of(row.get("choices")),
-        answer=row.get("right_answer"),
+        id=text_of(record, "qid"),
+        video=f"cg_videos_720p/{text_of(record, 'video_uid')}.mp4",
+        text=text_of(record, "question"),
+        options=options_of(record.get("choices")),
+        answer=record.get("right_answer"),
     )
-    return Item(question, tasks=tasks_of(row, "sub_category"))
-
-
-# --- the benchmarks ---
-
-_VIDEOMME = Benchmark(
-    name="videomme",
-    title="VideoMME w/o",
-    source="lmms-lab/Video-MME",
-    patterns=("videomme/test-*.parquet", "*test-*.parquet"),
-    media=("videos_chunked_*.zip", "subtitle.zip"),
-    read=_read_videomme,
-)
-
-_ALL = (
-    _VIDEOMME,
-    dataclasses.replace(
-        _VIDEOMME,
-        name="videomme_wsub",
-        title="VideoMME w/ sub",
-        read=_read_videomme_with_subtitles,
-    ),
-    Benchmark(
-        name="longvideobench",
-        title="LongVideoBench",
-        source="longvideobench/LongVideoBench",
-        patterns=("*validation-*.parquet", "lvb_val.json"),
-        media=("videos.tar*",),
-        joined=("videos.tar*",),
-        read=_read_longvideobench,
-    ),
-    Benchmark(
-        name="lvbench",
-        title="LVBench",
-        source="lmms-lab/LVBench",
-        patterns=("*test-*.parquet", "*train-*.parquet"),
-        read=_read_lvbench,
-    ),
-    Benchmark(
-        name="mlvu",
-        title="MLVU",
-        source="sy1998/MLVU_dev",
-        patterns=("*test-*.parquet",),
-        read=_read_mlvu,
-    ),
-    Benchmark(
-        name="mmvu",
-        title="MMVU",
-        source="yale-nlp/MMVU",
-        patterns=("validation.json", "*validation-*.parquet"),
-        read=_read_mmvu,
-    ),
-    Benchmark(
-        name="charades",
-        title="Charades-STA mIoU",
-        source="lmms-lab/charades_sta",
-        patterns=("*test-*.parquet",),
-        media=(),
-        elsewhere="Charades_v1_480.zip of https://prior.allenai.org/projects/charades",
-        read=_read_charades,
-        score="miou",
-    ),
-    # `cgbench_mini.json` has the 3,000 questions of the leaderboard, `cgbench.json` all 12,129.
-    Benchmark(
-        name="cgbench",
-        title="CG-Bench",
-        source="CG-Bench/CG-Bench",
-        patterns=("cgbench_mini.json", "cgbench.json"),
-        media=_CGBENCH_VIDEOS,
-        joined=_CGBENCH_VIDEOS,
-        read=_read_cgbench,
-    ),
-)
-
-BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in _ALL}
-"""Benchmarks by name. The paper's come first, in the order of its table."""
-
-
-def title_of(name: str) -> str:
-    """Return a benchmark's name in reports; the name itself for a user's own questions."""
-    return BENCHMARKS[name].title if name in BENCHMARKS else name
+    return Item(question, tasks=tasks_of(record, "sub_category"))
 
 
 # --- the questions of a split ---
@@ -346,7 +325,7 @@ class Loaded:
 
     items: tuple[Item, ...]
     broken: Mapping[str, str]
-    """Rows that cannot be asked or scored: "row NUMBER" and the reason."""
+    """The reason of every record that cannot be asked or scored, by its number."""
 
 
 def load(name: str, source: str = "") -> Loaded:
@@ -358,43 +337,40 @@ def load(name: str, source: str = "") -> Loaded:
 
     Raises:
         FileNotFoundError: the files of the split are missing.
-        ValueError: a file is damaged, or no row can be asked.
+        ValueError: a file is damaged, or no record can be asked.
     """
     benchmark = BENCHMARKS[name]
     source = source or benchmark.source
     items: list[Item] = []
     seen: collections.Counter[str] = collections.Counter()
     broken: dict[str, str] = {}
-    rows = read_rows(source, benchmark.patterns)
-    for number, row in enumerate(rows):
+    records = read_records(source, benchmark.patterns)
+    for number, record in enumerate(records):
         try:
-            item = benchmark.read(row)
+            item = benchmark.read(record)
         # AttributeError, TypeError: a field has another type than the published ones.
-        except (BrokenRow, AttributeError, TypeError) as reason:
-            broken[f"row {number}"] = str(reason)
+        except (BrokenRecord, AttributeError, TypeError) as reason:
+            broken[str(number)] = str(reason)
             continue
         id = item.question.id
         seen[id] += 1
-        if seen[id] > 1:  # lines and transcripts are found by id
+        if seen[id] > 1:  # lines and transcripts are looked up by id
             question = dataclasses.replace(item.question, id=f"{id}#{seen[id]}")
             item = dataclasses.replace(item, question=question)
         items.append(item)
     if not items:
         reason = next(iter(broken.values()), "there are none")
         raise ValueError(
-            f"--data {source}: none of {len(rows)} rows is a question of {name} ({reason}); "
+            f"--data {source}: none of {len(records)} records is a question of {name} ({reason}); "
             f"check that it is {benchmark.source}"
         )
     return Loaded(tuple(items), broken)
 
 
 def questions_hash(items: Iterable[Item]) -> str:
-    """Hash questions with their options, answers, subtitles and the names of their videos."""
+    """Hash questions with all their fields, and the names of their subtitles."""
     total = hashlib.blake2b(digest_size=16)
     for item in items:
-        q = item.question
-        fields = [q.id, q.video, q.text, str(q.kind), q.answer, q.options, item.subtitles]
-        if q.subtitles:
-            fields.append([dataclasses.astuple(entry) for entry in q.subtitles])
+        fields = [dataclasses.asdict(item.question), item.subtitles]
         total.update(json.dumps(fields).encode())
     return total.hexdigest()

@@ -1,4 +1,4 @@
-"""Computes figures of episodes: those of one setting for a training run, or of a split's lines."""
+"""Computes the figures of episodes: those of a setting in a training run, or of a split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Measures = dict[str, Any]
 """What `rollout.evaluation.play.measures` says of an episode."""
 
 
-def row(setting: EpisodeSettings, played: Sequence[Played]) -> dict[str, Any]:
+def summarise_setting(setting: EpisodeSettings, played: Sequence[Played]) -> dict[str, Any]:
     """Summarise the episodes of one setting for result.json: the setting and its figures.
 
     `accuracy` is the mean score: 0 or 1 for a choice, IoU for grounding, F1 for open-ended answers.
@@ -90,11 +90,11 @@ def by_group(
     lines: Sequence[Measures], groups_of: Callable[[Measures], Iterable[str]]
 ) -> dict[str, dict[str, Any]]:
     """Return the figures of every group. An episode may be in several groups, or in none."""
-    found: dict[str, list[Measures]] = collections.defaultdict(list)
+    groups: dict[str, list[Measures]] = collections.defaultdict(list)
     for line in lines:
         for group in filter(None, groups_of(line)):
-            found[group].append(line)
-    return {group: group_figures(found[group]) for group in sorted(found)}
+            groups[group].append(line)
+    return {group: group_figures(groups[group]) for group in sorted(groups)}
 
 
 def group_figures(lines: Sequence[Measures]) -> dict[str, Any]:

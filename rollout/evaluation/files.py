@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from paravt_jax.data import foreign
 from paravt_jax.data.sources import from_hub
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 
 _MOST_BYTES = 1 << 30
 
@@ -25,11 +25,11 @@ _NUMBERED = re.compile(r"\d{1,4}\.\w+")
 one even if no other on disk has it."""
 
 _SUFFIXES = (".mp4", ".MP4", ".mkv", ".webm", ".avi", ".mov")
-"""Suffixes of videos. Copies of a benchmark may have another container than its rows say."""
+"""Suffixes of videos. Copies of a benchmark may have another container than its record says."""
 
 
-def read_rows(source: str, patterns: Sequence[str]) -> list[Row]:
-    """Read the rows of a table (parquet, JSON or JSON lines), file by file in the order of names.
+def read_records(source: str, patterns: Sequence[str]) -> list[Record]:
+    """Read the records of tables (parquet, JSON or JSON lines), in the order of the files' names.
 
     Columns of parquet files that hold pictures or videos are not read.
 
@@ -40,13 +40,13 @@ def read_rows(source: str, patterns: Sequence[str]) -> list[Row]:
 
     Raises:
         FileNotFoundError: no file matches.
-        ValueError: a file is damaged or holds no rows.
+        ValueError: a file is damaged or holds no records.
     """
-    return [row for file in table_files(source, patterns) for row in _read(file)]
+    return [record for file in _tables(source, patterns) for record in _read(file)]
 
 
-def table_files(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
-    """Return the files that `read_rows` reads, fetched from the hub if needed."""
+def _tables(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
+    """Return the files that `read_records` reads, fetched from the hub if needed."""
     path = pathlib.Path(source)
     if path.is_file():
         return [path]
@@ -55,15 +55,15 @@ def table_files(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"--data {error}") from error
     for pattern in patterns:
-        if found := sorted(folder.rglob(pattern)):
-            return found
+        if files := sorted(folder.rglob(pattern)):
+            return files
     raise FileNotFoundError(
         f"--data {source}: holds none of {', '.join(patterns)}; "
         "give the folder of the published files, or the file"
     )
 
 
-def _read(file: pathlib.Path) -> list[Row]:
+def _read(file: pathlib.Path) -> list[Record]:
     try:
         if file.suffix == ".parquet":
             with pq.ParquetFile(file) as table:
@@ -73,16 +73,18 @@ def _read(file: pathlib.Path) -> list[Row]:
         text = foreign.read_bytes(file, _MOST_BYTES).decode()
         if file.suffix == ".jsonl":
             # splitlines() would also split at characters that JSON allows inside a text (U+2028).
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+            records = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
-            rows = json.loads(text)
+            records = json.loads(text)
     # RecursionError: nested too deeply.
     except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
         reason = f"{type(error).__name__}: {foreign.shortened(error, 200)}"
         raise ValueError(f"{file}: cannot be read ({reason}); fetch it again") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{file}: not a list of rows; give a table as the benchmark publishes it")
-    return rows
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise ValueError(
+            f"{file}: not a list of records; give a table as the benchmark publishes it"
+        )
+    return records
 
 
 class VideoFolder:
@@ -112,20 +114,20 @@ class VideoFolder:
         return next(filter(None, map(self._find, (stem + other for other in suffixes))), None)
 
     def _find(self, path: str) -> str | None:
-        parts = path.split("/")
-        for start in range(len(parts)):
-            tail = "/".join(parts[start:])
+        names = path.split("/")
+        for first in range(len(names)):
+            tail = "/".join(names[first:])
             if (self.root / tail).is_file():
                 return tail
-        places = self._by_name.get(parts[-1], [])
-        return places[0] if len(places) == 1 and not _NUMBERED.fullmatch(parts[-1]) else None
+        paths = self._by_name.get(names[-1], [])
+        return paths[0] if len(paths) == 1 and not _NUMBERED.fullmatch(names[-1]) else None
 
     @functools.cached_property
     def _by_name(self) -> dict[str, list[str]]:
         """All files below the root, as relative paths by file name."""
-        found: dict[str, list[str]] = {}
+        paths: dict[str, list[str]] = {}
         for folder, _, names in os.walk(self.root):
             for name in names:
-                place = pathlib.Path(folder, name).relative_to(self.root)
-                found.setdefault(name, []).append(place.as_posix())
-        return found
+                path = pathlib.Path(folder, name).relative_to(self.root)
+                paths.setdefault(name, []).append(path.as_posix())
+        return paths

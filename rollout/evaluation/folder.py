@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 import subprocess
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
@@ -21,7 +21,7 @@ from paravt_jax.processes.exit_codes import UserError
 
 Line = dict[str, Any]
 
-_LONG_FIELDS = frozenset(("turns", "overview", "question"))
+_LONG_FIELDS = frozenset(("turns", "overview"))
 """Fields with the transcript: most of a line's bytes, and not needed for any figure."""
 
 
@@ -120,12 +120,8 @@ class EvaluationFolder:
         self._lines.truncate(sum(len(line) for line in self._lines if line.endswith(b"\n")))
 
 
-def read_lines(folder: pathlib.Path, keep: Set[str] = frozenset()) -> Iterator[Line]:
+def read_lines(folder: pathlib.Path) -> Iterator[Line]:
     """Read the lines of all processes, without transcripts. Those of each process stay in order.
-
-    Args:
-        folder: the folder of the evaluation.
-        keep: fields of transcripts to keep.
 
     Raises:
         FolderError: a whole line is damaged. The message names the file and the line.
@@ -143,11 +139,7 @@ def read_lines(folder: pathlib.Path, keep: Set[str] = frozenset()) -> Iterator[L
                         f"{file}, line {number}: is damaged; delete the line, and the command "
                         "that started the run asks that question again"
                     ) from error
-                yield {
-                    name: value
-                    for name, value in line.items()
-                    if name in keep or name not in _LONG_FIELDS
-                }
+                yield {name: value for name, value in line.items() if name not in _LONG_FIELDS}
 
 
 def latest(lines: Iterator[Line]) -> dict[str, Line]:
@@ -156,12 +148,12 @@ def latest(lines: Iterator[Line]) -> dict[str, Line]:
     It is the last one. But a question that one process left out may have been played by another one
     since, whose file comes first, so an answer counts in any case.
     """
-    found: dict[str, Line] = {}
+    counting: dict[str, Line] = {}
     for line in lines:
-        known = found.get(line["id"])
+        known = counting.get(line["id"])
         if known is None or "left_out" not in line or "left_out" in known:
-            found[line["id"]] = line
-    return found
+            counting[line["id"]] = line
+    return counting
 
 
 def answered(folder: pathlib.Path) -> set[str]:

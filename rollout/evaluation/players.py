@@ -21,7 +21,6 @@ from paravt_jax.data import tokenizer_file
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.method.wording import OUR_WORDING
 from rollout.agent.endpoint import EndpointSampler, FrameImages
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
@@ -31,9 +30,8 @@ from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single
 from rollout.evaluation.benchmarks import Loaded
 from rollout.evaluation.files import VideoFolder
 from rollout.evaluation.replicas import Devices
-from rollout.evaluation.settings import BenchmarkSettings
+from rollout.evaluation.settings import SUBTITLE_TOKENS, BenchmarkSettings
 from rollout.evaluation.split import Player
-from rollout.evaluation.wording_folder import read_wording
 
 # Timestamp in seconds, as long as any label gets. It bounds the lengths of prompts.
 _LATEST_FRAME = 99_999.9
@@ -54,7 +52,7 @@ class Setup:
 
 
 def make_setup(settings: BenchmarkSettings, loaded: Loaded, videos: VideoFolder) -> Setup:
-    """Read sizes, tokenizer and wording, and derive the sizes of an engine for the questions.
+    """Read sizes and tokenizer, and derive the sizes of an engine for the questions.
 
     Raises:
         FileNotFoundError: the model's files are missing.
@@ -69,34 +67,20 @@ def make_setup(settings: BenchmarkSettings, loaded: Loaded, videos: VideoFolder)
             f"--tensor {settings.tensor}: does not divide the model's heads, kv heads, MLP or "
             f"experts, and vocabulary; give --tensor {most}: more devices play as further replicas"
         )
-    dialect = family_of(config).dialect
-    vocabulary = tokenizer_file.load(base, dialect)
-    wording = OUR_WORDING
-    if settings.wording:
-        wording = read_wording(pathlib.Path(settings.wording), dialect)
+    vocabulary = tokenizer_file.load(base, family_of(config).dialect)
     # With dispatch `frames`, the token limits include crops. The size of a crop does not depend on
     # these limits, so measure it under preliminary ones.
-    without_crops = Protocol(vocabulary, settings.limits(0), wording)
+    without_crops = Protocol(vocabulary, settings.limits(0))
     crop_frame = frame_tokens(settings.frames, config.vision, crop=True)
     crop = crop_tokens(without_crops, crop_frame, _LATEST_FRAME)
-    if "{question}" in wording.subagent:
-        crop += settings.protocol.text_tokens
-    protocol = Protocol(vocabulary, settings.limits(crop), wording)
+    protocol = Protocol(vocabulary, settings.limits(crop))
     size = frame_tokens(settings.frames, config.vision)
     with_tools = settings.episode_settings().dispatch != "none"
     main = overview_tokens(protocol, settings.k, size, _LATEST_FRAME, with_tools)
     main += settings.protocol.text_tokens
     if any(item.subtitles or item.question.subtitles for item in loaded.items):
-        main += settings.subtitle_tokens
-    sizes = sizes_for_single_episodes(
-        protocol, main, crop, settings.episodes, settings.cache_tokens
-    )
-    longest = sizes.row_lengths[-1]
-    if settings.cache_tokens and settings.cache_tokens < longest:
-        raise ValueError(
-            f"--cache-tokens {settings.cache_tokens}: the longest sequence takes {longest}; "
-            f"give {longest} or more, or 0 for room for all episodes"
-        )
+        main += SUBTITLE_TOKENS
+    sizes = sizes_for_single_episodes(protocol, main, crop, settings.episodes)
     return Setup(settings, loaded, videos, folder, config, protocol, sizes)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import statistics
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from models.weights.folder import require_readable
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method.records import Question
 from paravt_jax.processes import cluster, hosts
+from paravt_jax.progress import Progress
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.endpoint import ServerWatch
 from rollout.evaluation.benchmarks import BENCHMARKS, Item, Loaded, load, questions_hash
@@ -35,12 +37,10 @@ from rollout.evaluation.folder import (
 )
 from rollout.evaluation.players import Setup, load_player, make_setup, open_reader
 from rollout.evaluation.replicas import Devices, Queue, device_groups, play_all, units_of
-from rollout.evaluation.report import PlayProgress, report
 from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.split import Player
-from rollout.evaluation.summary import summarise
+from rollout.evaluation.summary import report, summarise
 from rollout.evaluation.weights_hash import weights_hash
-from rollout.evaluation.wording_folder import digest
 
 
 def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None = None) -> Line:
@@ -66,8 +66,7 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
     setup, identity = hosts.on_all(lambda: _prepare(settings, questions))
     loaded = setup.loaded
     # Hosts share units by their numbers, and `episodes` bounds the size of a unit.
-    apart = ("limit", "benchmark", "episodes")
-    same = identity | {name: getattr(settings, name) for name in apart}
+    same = identity | {name: getattr(settings, name) for name in ("limit", "episodes")}
     for name, value in same.items():
         hosts.require_same(f"--{name.replace('_', '-')}", value)
     with contextlib.ExitStack() as stack:
@@ -95,7 +94,6 @@ def _prepare(
     identity = settings.identity() | {
         "weights": None,  # an endpoint does not reveal its weights
         "questions": questions_hash(loaded.items),
-        "wording": digest(setup.protocol.wording),
     }
     if settings.endpoint:
         # Limits count tokens. With the engine, the hash of the model covers its tokenizer.
@@ -110,12 +108,11 @@ def _prepare(
 
 def _open(setup: Setup, identity: Line, stack: contextlib.ExitStack) -> EvaluationFolder:
     """Open the folder on all hosts, which must see the same one. `stack` closes it."""
-    out = out_folder(setup.settings)
-    details = {
-        "name": _name(setup.settings),
-        "settings": dataclasses.asdict(setup.settings),
-        "versions": versions(),
-    }
+    settings = setup.settings
+    name = _name(settings)
+    out = pathlib.Path(settings.out or f"evaluations/{name.replace('/', '--')}/{_split(settings)}")
+    stored = dataclasses.asdict(settings)
+    details = {"name": name, "settings": stored, "versions": versions()}
 
     def open_own() -> EvaluationFolder:
         process = hosts.process_index()
@@ -170,12 +167,6 @@ def _videos(settings: BenchmarkSettings) -> str:
         f"--videos is missing, and --data {settings.data!r} is no folder: give the folder of "
         "the videos, or mend --data; `paravt download` fetches those of a split"
     )
-
-
-def out_folder(settings: BenchmarkSettings) -> pathlib.Path:
-    """Return the folder of the evaluation."""
-    name = _name(settings).replace("/", "--")
-    return pathlib.Path(settings.out or f"evaluations/{name}/{_split(settings)}")
 
 
 def _split(settings: BenchmarkSettings) -> str:
@@ -233,14 +224,20 @@ def _play(setup: Setup, items: Sequence[Item], folder: EvaluationFolder, proven:
 
         players = hosts.on_all(load_all)
         queue = Queue(units, read_ahead, settings.episodes * len(groups))
-        progress = PlayProgress(_split(settings), sum(map(len, units)))
+        progress = Progress(_split(settings), "question", every=10.0, shown=hosts.is_first())
         stack.enter_context(progress)
         watch = ServerWatch(settings.endpoint, proven)
+        total = sum(map(len, units))
 
         def play() -> None:
-            for line in stack.enter_context(contextlib.closing(play_all(players, groups, queue))):
+            scores: list[float] = []
+            lines = stack.enter_context(contextlib.closing(play_all(players, groups, queue)))
+            for done, line in enumerate(lines, 1):
                 folder.append(line)
-                progress.add(line)
+                if "left_out" not in line:
+                    scores.append(line["score"])
+                mean = {"score": 100 * statistics.fmean(scores)} if scores else {}
+                progress.update(done, total, mean | {"left out": done - len(scores)})
                 watch.add(line)
 
         hosts.on_all(play)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from models.features import FrameSettings
-from paravt_jax.checks import require_above, require_at_least
+from paravt_jax.checks import require_at_least
 from paravt_jax.data.any_path import require_local
 from paravt_jax.method.judge import JudgeSettings, ServerSettings
 from paravt_jax.method.protocol import ProtocolSettings
@@ -24,17 +24,17 @@ from rollout.evaluation.benchmarks import BENCHMARKS
 OWN = "own questions"
 """Replaces the benchmark's name in results if a user's own questions are played."""
 
-# Fields that may change between two starts on the same folder. Weights, questions and wordings are
-# compared by their hashes instead (`rollout.evaluation.run`).
+SUBTITLE_TOKENS = 8192
+"""Token limit of subtitles in the prompt. Longer subtitles are thinned evenly."""
+
+# Fields that may change between two starts on the same folder. Weights and questions are compared
+# by their hashes instead (`rollout.evaluation.run`).
 _NOT_IDENTITY = {
-    *("model", "questions", "data", "videos", "out", "name", "limit", "wording"),
-    *("episodes", "cache_tokens", "tensor", "endpoint", "request_seconds"),
+    *("model", "questions", "data", "videos", "out", "name", "limit"),
+    *("episodes", "tensor", "endpoint"),
     # When and where frames are encoded.
     *("frames.batch", "frames.cache_mib", "frames.admission"),
 }
-
-# Fields that only the engine follows, with their defaults.
-_OF_ENGINE = {"dtype": "float32", "tensor": 1, "cache_tokens": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class BenchmarkSettings:
     out: str = ""
     """Folder for the results; an existing one is continued. Empty: evaluations/NAME/BENCHMARK."""
     name: str = ""
-    """Name of the row in tables; if empty, the model's folder, or NAME for runs/NAME/model."""
+    """Name in tables; if empty, the model's folder, or NAME for runs/NAME/model."""
     questions: str = ""
     """File of your own questions (JSON or CSV, see docs/evaluation.md) instead of a split."""
     limit: int | None = None
@@ -65,14 +65,8 @@ class BenchmarkSettings:
     """Sampling temperature; 0 is greedy."""
     seed: int = 0
     """Seed of sampling above temperature 0."""
-    wording: str = ""
-    """Folder of texts that replace this project's wording (docs/evaluation.md)."""
-    subtitle_tokens: int = 8192
-    """Token limit of subtitles in the prompt. Longer subtitles are thinned evenly."""
-    open_ended: Literal["f1", "exact", "judge"] = "f1"
-    """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
-    """Address of the judge's OpenAI-compatible API; the key is read from OPENAI_API_KEY."""
+    """Address of an OpenAI-compatible API that scores open-ended answers; if empty, by token F1."""
     judge_model: str = ""
     """Name of the judge's model at that address."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -81,20 +75,15 @@ class BenchmarkSettings:
     """Devices per replica, which share its weights. The devices of all hosts play replicas."""
     episodes: int = 4
     """Episodes that each replica plays side by side."""
-    cache_tokens: int = 0
-    """Tokens in a replica's KV cache; 0: enough for all concurrent episodes at full length."""
     endpoint: str = ""
     """OpenAI-compatible API to use instead of the engine, such as http://localhost:8000/v1."""
     endpoint_model: str = ""
     """Name of the model at the endpoint."""
-    request_seconds: float = 600.0
-    """Time limit of one request to the endpoint; it is then sent again."""
     protocol: ProtocolSettings = ProtocolSettings()
     frames: FrameSettings = FrameSettings()
 
     def __post_init__(self):
-        require_at_least("evaluate", self, 1, "limit", "episodes", "tensor", "subtitle_tokens")
-        require_above("evaluate", self, 0, "request_seconds")
+        require_at_least("evaluate", self, 1, "limit", "episodes", "tensor")
         require_local("--out", self.out)
         if self.benchmark not in ("", *BENCHMARKS):
             raise ValueError(
@@ -115,24 +104,19 @@ class BenchmarkSettings:
         self.episode_settings()
 
     def _check_servers(self) -> None:
-        if bool(self.endpoint) != bool(self.endpoint_model):
-            raise ValueError(
-                "--endpoint, --endpoint-model: an address needs the name of a model there; "
-                "give both or neither"
-            )
-        for name, default in _OF_ENGINE.items():
-            if self.endpoint and getattr(self, name) != default:
+        for name in ("endpoint", "judge"):
+            address, model = getattr(self, name), getattr(self, f"{name}_model").strip()
+            if bool(address) != bool(model):
                 raise ValueError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: the server at --endpoint "
-                    "decides about its weights and its memory; leave out one of the two"
+                    f"--{name} {address!r}, --{name}-model {model!r}: an address needs the name of "
+                    "a model there; give both or neither"
                 )
-        for field, address in (("--endpoint", self.endpoint), ("--judge", self.judge)):
             if address:
-                check_address(field, address, "the environment variable OPENAI_API_KEY")
-        if len({self.open_ended == "judge", bool(self.judge), bool(self.judge_model.strip())}) > 1:
+                check_address(f"--{name}", address, "the environment variable OPENAI_API_KEY")
+        if self.endpoint and (self.dtype != "float32" or self.tensor != 1):
             raise ValueError(
-                "--open-ended judge, --judge, --judge-model: belong together; "
-                "give all three or none"
+                f"--dtype {self.dtype}, --tensor {self.tensor}: the server at --endpoint decides "
+                "about its weights and devices; leave out both, or --endpoint"
             )
 
     @property
@@ -156,15 +140,14 @@ class BenchmarkSettings:
 
     def rewards(self) -> RewardSettings:
         """Return how answers are scored."""
-        judge = JudgeSettings(self.judge, model=self.judge_model) if self.judge else None
-        return RewardSettings(open_ended=self.open_ended, judge=judge)
+        if not self.judge:
+            return RewardSettings()
+        judge = JudgeSettings(self.judge, model=self.judge_model)
+        return RewardSettings(open_ended="judge", judge=judge)
 
     def server(self) -> ServerSettings:
         """Return how requests are sent to the endpoint: all that the episodes can have open."""
-        open_requests = self.episodes * self.protocol.max_calls
-        return ServerSettings(
-            self.endpoint, timeout=self.request_seconds, concurrency=open_requests
-        )
+        return ServerSettings(self.endpoint, concurrency=self.episodes * self.protocol.max_calls)
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that affect answers, those of sections as "protocol.prompt".

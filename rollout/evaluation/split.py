@@ -17,12 +17,11 @@ from typing import Any
 
 from paravt_jax.data.foreign import ForeignFileError, read_srt
 from paravt_jax.data.frames import VideoError, join
-from paravt_jax.data.published import Refused, require_in_video
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import BLOCKS, extract_answer, find_calls, first_think
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.method.records import Episode, Question, QuestionKind, Subtitle, Turn
-from paravt_jax.method.wording import OUR_WORDING, Wording, fill
+from paravt_jax.method.records import Episode, Question, Subtitle, Turn
+from paravt_jax.method.wording import Wording, fill
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Sampler
@@ -37,7 +36,7 @@ from rollout.evaluation.play import (
     play_and_score,
     play_question,
 )
-from rollout.evaluation.settings import BenchmarkSettings
+from rollout.evaluation.settings import SUBTITLE_TOKENS, BenchmarkSettings
 
 _SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
 _LINE_BREAK = 2  # tokens allowed for the end of a line: joined text may split differently there
@@ -45,10 +44,6 @@ _LINE_BREAK = 2  # tokens allowed for the end of a line: joined text may split d
 
 # Models that were not trained on the tags also write <ANSWER> or < answer >.
 _LOOSE_TAG = re.compile(rf"<\s*/?\s*(?:{'|'.join(BLOCKS)})\s*>", re.IGNORECASE)
-
-
-class _Unplayable(Exception):
-    """A question is left out. The arguments are the cause and the reason of its `LeftOut`."""
 
 
 class Player:
@@ -69,7 +64,7 @@ class Player:
             environment: the protocol and the frame features.
             settings: the settings of the evaluation.
             videos: the folder with videos and subtitles.
-            judge: scores open-ended answers if `settings.open_ended` is "judge".
+            judge: scores open-ended answers if `settings.judge` names one.
         """
         self.environment = environment
         self._sampler = sampler
@@ -116,66 +111,56 @@ class Player:
                     self.environment.features.forget(self._videos.find(name) or name)
 
     async def _play(self, item: Item) -> Episode | LeftOut:
-        try:
-            question = self._with_file(self._with_subtitles(item))
-        except _Unplayable as reason:
-            return LeftOut(item.question, *reason.args)
+        question = self._prepared(item)
+        if isinstance(question, LeftOut):
+            return question
         return await play_question(self.environment, question, self._setting, self._settings.seed)
 
-    def _with_subtitles(self, item: Item) -> Question:
-        """Return the question with the subtitles of its video, as many in its text as there is room
-        for.
+    def _prepared(self, item: Item) -> Question | LeftOut:
+        """Return the question with subtitles in its text, and with the path of its video's file."""
+        try:
+            question = self._with_subtitles(item)
+        except (OSError, VideoError, ForeignFileError) as error:
+            return LeftOut(item.question, "broken", f"its subtitles: {error}")
+        length, room = self._length(question), self._room(question)
+        if length > room:
+            reason = f"system turn and question have {length} tokens, and there is room for {room}"
+            return LeftOut(question, "too_long", reason)
+        if not self._settings.k:
+            return question
+        path = self._videos.find(question.video)
+        if path is None:
+            return LeftOut(question, "missing", f"no file {question.video} below --videos")
+        return dataclasses.replace(question, video=path)
 
-        Their number is kept for the question's line.
+    def _with_subtitles(self, item: Item) -> Question:
+        """Return the question with as many subtitles in its text as there is room for.
+
+        Their number is kept for the question's line. Raises an error if the file cannot be read.
         """
         question = item.question
         entries: Sequence[Subtitle] = question.subtitles
         path = self._videos.find(item.subtitles) if item.subtitles else None
         if path is not None:
-            try:
-                entries = read_srt(join(self._videos.root, path))
-            except (OSError, VideoError, ForeignFileError) as error:
-                raise _Unplayable("broken", f"its subtitles: {error}") from error
-        elif not entries:
+            entries = read_srt(join(self._videos.root, path))
+        if not entries:
             return question
         protocol = self.environment.protocol
-        shown = fitting(entries, protocol, self._settings.subtitle_tokens)
+        shown = fitting(entries, protocol, SUBTITLE_TOKENS)
         self._shown[question.id] = len(shown)
         text = subtitled_text(shown, question.text, protocol.wording)
         return dataclasses.replace(question, subtitles=tuple(entries), text=text)
 
-    def _with_file(self, question: Question) -> Question:
-        """Return the question with the path of its video's file. Raises _Unplayable if there is
-        none."""
-        self._require_room(question)
-        if not self._settings.k:
-            return question
-        path = self._videos.find(question.video)
-        if path is None:
-            raise _Unplayable("missing", f"no file {question.video} below --videos")
-        question = dataclasses.replace(question, video=path)
-        # Published spans are scored as they are.
-        if question.kind is QuestionKind.TEMPORAL_GROUNDING and not self._settings.benchmark:
-            try:
-                require_in_video(question, self.environment.features.info(path).duration)
-            except Refused as error:
-                reason = f"{error.detail}; correct its answer"
-                raise _Unplayable("broken", reason) from error
-            except VideoError:
-                pass  # its episode will say why
-        return question
-
-    def _require_room(self, question: Question) -> None:
-        """Raise _Unplayable if a question has more tokens than there is room for."""
+    def _length(self, question: Question) -> int:
+        """Return the number of tokens of system turn and question."""
         protocol = self.environment.protocol
-        room = protocol.settings.text_tokens
-        if question.id in self._shown:
-            room += self._settings.subtitle_tokens
         system = protocol.system(self._setting.dispatch != "none")
-        length = len(protocol.encode(system)) + len(protocol.question(question).ids)
-        if length > room:
-            reason = f"system turn and question have {length} tokens, and there is room for {room}"
-            raise _Unplayable("too_long", reason)
+        return len(protocol.encode(system)) + len(protocol.question(question).ids)
+
+    def _room(self, question: Question) -> int:
+        """Return the upper bound on that number."""
+        subtitles = SUBTITLE_TOKENS if question.id in self._shown else 0
+        return self.environment.protocol.settings.text_tokens + subtitles
 
     def _line(self, item: Item, outcome: Played | LeftOut) -> Line:
         video = item.question.video
@@ -192,8 +177,8 @@ class Player:
         vocabulary = self.environment.protocol.vocabulary
         line = transcript(episode, outcome.rewards, self._setting, vocabulary)
         # `video` is the benchmark's path of the video, `file` the path at which it was found.
-        places = {"video": video, "file": episode.question.video, "subtitles": subtitles}
-        return about | line | measures(outcome) | places
+        files = {"video": video, "file": episode.question.video, "subtitles": subtitles}
+        return about | line | measures(outcome) | files
 
 
 def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> list[Subtitle]:
@@ -243,7 +228,7 @@ def final_text(turns: Sequence[Turn]) -> str | None:
     return _LOOSE_TAG.sub("", rest).strip() or None
 
 
-def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording = OUR_WORDING) -> str:
+def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording) -> str:
     """Put the video's subtitles before a question's text, one line per entry with its timestamp."""
     if not entries:
         return text

@@ -253,6 +253,12 @@ COUNT = 2 * len(FAULTS)
 def play(tmp_path, monkeypatch):
     """play(server) evaluates the questions with it; returns the summary."""
     monkeypatch.setenv("NO_PROXY", "*")
+    of_server = BenchmarkSettings.server
+    monkeypatch.setattr(
+        BenchmarkSettings,
+        "server",
+        lambda settings: dataclasses.replace(of_server(settings), timeout=REQUEST_SECONDS),
+    )
     write_questions(tmp_path / "questions.jsonl", COUNT)
     write_model(tmp_path / "model")
 
@@ -263,7 +269,6 @@ def play(tmp_path, monkeypatch):
             out=str(tmp_path / "out"),
             endpoint=server.endpoint,
             endpoint_model="m",
-            request_seconds=REQUEST_SECONDS,
             episodes=COUNT,
             k=0,
             protocol=ProtocolSettings(pin_think=False),

@@ -78,14 +78,6 @@ def test_the_command_prints_means_over_runs(tmp_path, capsys):
     assert "one call per turn" not in out, "no run has it"
 
 
-def test_the_command_needs_folders_of_finished_runs(tmp_path, capsys):
-    assert summary.main([str(tmp_path)]) == 1
-    assert "result.json does not exist" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stopped:
-        summary.main([])
-    assert stopped.value.code == 2
-
-
 def test_a_run_of_an_older_version_is_named(tmp_path, capsys):
     (tmp_path / "result.json").write_text(json.dumps(result_with(0.1)))
     (tmp_path / "config.json").write_text(json.dumps({"format": 5}))

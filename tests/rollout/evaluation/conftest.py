@@ -39,7 +39,7 @@ LIMITS = ProtocolSettings(
     turn_tokens=64, summary_tokens=16, trajectory_tokens=256, text_tokens=1024, crop_frames=4
 )
 
-ROWS = [
+RECORDS = [
     published.videomme("1-1", "w0", "A"),
     published.videomme("1-2", "w0", "B", task_type="OCR Problems"),
     published.videomme("2-1", "w1", "C", duration="long"),
@@ -65,7 +65,7 @@ def videos(small_world, tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def split(tmp_path_factory) -> pathlib.Path:
-    return published.write_split("videomme", tmp_path_factory.mktemp("split"), ROWS)
+    return published.write_split("videomme", tmp_path_factory.mktemp("split"), RECORDS)
 
 
 @pytest.fixture(scope="session")

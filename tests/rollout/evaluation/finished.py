@@ -39,8 +39,7 @@ def left_out(id, video, cause="missing"):
 
 def config(benchmark="videomme", name="mine", **fields):
     settings = json.loads(json.dumps(BenchmarkSettings("m").identity()))
-    hashes = {"weights": "w0", "wording": "0123456789abcdef"}
-    identity = settings | hashes | {"benchmark": benchmark}
+    identity = settings | {"weights": "w0", "questions": "h0", "benchmark": benchmark}
     return {"identity": identity | fields, "name": name, "commits": ["c0"]}
 
 

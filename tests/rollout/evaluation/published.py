@@ -1,4 +1,4 @@
-"""Made-up rows in the format of each benchmark's publisher: file names, columns and types."""
+"""Made-up records in the format of each benchmark's publisher: file names, columns and types."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 
 
-def write_parquet(file: pathlib.Path, rows: Sequence[Row]) -> None:
+def write_parquet(file: pathlib.Path, records: Sequence[Record]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows)), file)
+    pq.write_table(pa.Table.from_pylist(list(records)), file)
 
 
-def videomme(id: str, video: str, answer: str = "B", **fields: Any) -> Row:
+def videomme(id: str, video: str, answer: str = "B", **fields: Any) -> Record:
     return {
         "video_id": id[:3],
         "duration": "short",
@@ -35,7 +35,9 @@ def videomme(id: str, video: str, answer: str = "B", **fields: Any) -> Row:
     }
 
 
-def longvideobench(id: str, video: str, correct: int, options: Sequence[str], **fields: Any) -> Row:
+def longvideobench(
+    id: str, video: str, correct: int, options: Sequence[str], **fields: Any
+) -> Record:
     padded = [*options, *["N/A"] * (5 - len(options))]
     return {
         "video_id": id.split("_")[0],
@@ -51,7 +53,7 @@ def longvideobench(id: str, video: str, correct: int, options: Sequence[str], **
     }
 
 
-def lvbench(uid: str, video: str, answer: str = "C", **fields: Any) -> Row:
+def lvbench(uid: str, video: str, answer: str = "C", **fields: Any) -> Record:
     return {
         "uid": uid,
         "video_path": video,
@@ -63,7 +65,7 @@ def lvbench(uid: str, video: str, answer: str = "C", **fields: Any) -> Row:
     }
 
 
-def mlvu(video: str, answer: str = "a red car", **fields: Any) -> Row:
+def mlvu(video: str, answer: str = "a red car", **fields: Any) -> Record:
     return {
         "video_name": video,
         "duration": 480.0,
@@ -75,7 +77,7 @@ def mlvu(video: str, answer: str = "a red car", **fields: Any) -> Row:
     }
 
 
-def mmvu(id: str, subject: str, number: int, open_ended: bool = False, **fields: Any) -> Row:
+def mmvu(id: str, subject: str, number: int, open_ended: bool = False, **fields: Any) -> Record:
     sorts = ("Quick sort", "Merge sort", "Heap sort", "Radix sort", "Shell sort")
     # Open-ended questions have empty choices.
     choices = [""] * 5 if open_ended else sorts
@@ -93,11 +95,11 @@ def mmvu(id: str, subject: str, number: int, open_ended: bool = False, **fields:
     }
 
 
-def charades(video: str, span: Sequence[float] = (24.3, 30.4), **fields: Any) -> Row:
+def charades(video: str, span: Sequence[float] = (24.3, 30.4), **fields: Any) -> Record:
     return {"video": video, "caption": "person turn a light on.", "timestamp": list(span), **fields}
 
 
-def cgbench(qid: int, video: str, answer: str = "B", **fields: Any) -> Row:
+def cgbench(qid: int, video: str, answer: str = "B", **fields: Any) -> Record:
     choices = ["Blue.", "Red.", "Green.", "White.", "Black.", "Yellow."]
     return {
         "qid": qid,
@@ -126,20 +128,20 @@ FILES = {
 }
 
 
-def write_split(name: str, folder: pathlib.Path, rows: Sequence[Row]) -> pathlib.Path:
-    """Write these rows as the split's repository would have them; returns the folder."""
+def write_split(name: str, folder: pathlib.Path, records: Sequence[Record]) -> pathlib.Path:
+    """Write these records as the split's repository would have them; returns the folder."""
     file = folder / FILES[name]
     if file.suffix == ".parquet":
-        write_parquet(file, rows)
+        write_parquet(file, records)
     else:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(list(rows)), encoding="utf-8")
+        file.write_text(json.dumps(list(records)), encoding="utf-8")
     return folder
 
 
 _LONG = ["1", "2", "3", "4", "5"]
 
-EXAMPLES: dict[str, list[Row]] = {
+EXAMPLES: dict[str, list[Record]] = {
     "cgbench": [cgbench(4012, "Hj8-2"), cgbench(4013, "Hj8-2", "F"), cgbench(7, "k_1")],
     "videomme": [
         videomme("001-1", "fFjv93ACGo8"),

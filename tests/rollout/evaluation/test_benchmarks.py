@@ -172,7 +172,7 @@ BROKEN = [
 def test_a_broken_row_is_left_out_by_its_number(name, change, reason, tmp_path):
     first, *others = published.EXAMPLES[name]
     loaded = read(name, tmp_path, [{**first, **change}, *others, first])
-    assert list(loaded.broken) == ["row 0"] and reason in loaded.broken["row 0"]
+    assert list(loaded.broken) == ["0"] and reason in loaded.broken["0"]
     assert len(loaded.items) == len(others) + 1
 
 
@@ -204,7 +204,7 @@ def test_a_text_may_have_any_character_in_a_file_of_lines(tmp_path):
 
 def test_files_of_another_benchmark_are_refused(tmp_path):
     published.write_split("mlvu", tmp_path, published.EXAMPLES["mlvu"])
-    with pytest.raises(ValueError, match="none of 2 rows .*charades .*lmms-lab/charades_sta"):
+    with pytest.raises(ValueError, match="none of 2 records .*charades .*lmms-lab/charades_sta"):
         load("charades", str(tmp_path))
 
 

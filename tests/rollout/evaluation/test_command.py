@@ -68,7 +68,7 @@ def test_a_run_returns_writes_and_prints_its_summary(run, checkpoint, tmp_path):
     assert list(summary["left_out"]["unreadable"]["videos"]) == ["data/noise.mp4"]
     assert "VideoMME w/o: 33.3 [" in printed
     assert "] on 3 of 6 questions\n" in printed
-    assert "left out, missing: 2 questions on 1 videos, such as data/gone.mp4" in printed
+    assert "left out, missing: 2 questions, such as data/gone.mp4" in printed
     assert "videomme: 100% 6/6 " in printed
     assert "score=33.3" in printed
     config = read_json(tmp_path / "out" / "config.json")
@@ -223,20 +223,20 @@ def test_a_refused_question_is_left_out_and_asked_again_next_time(by_endpoint):
     assert (summary["n"], summary["accuracy"]) == (2, 1.0)
     reason = "status 400 (content_filter)"
     assert summary["left_out"]["refused"] == {"questions": 2, "videos": {"data/w0.mp4": reason}}
-    assert f"left out, refused: 2 questions on 1 videos, such as data/w0.mp4: {reason}" in printed
+    assert f"left out, refused: 2 questions, such as data/w0.mp4: {reason}" in printed
     again, _, requests = by_endpoint(refusing(), rows)
     assert (again["n"], requests) == (4, 2)
 
 
-def test_broken_rows_count_as_rows_of_the_split(by_endpoint):
+def test_broken_records_count_as_records_of_the_split(by_endpoint):
     """Three of five rows have no right answer: a full score on the two others is no full score."""
     rows = [numbered(number) for number in range(5)]
     for row in rows[2:]:
         row["answer"] = ""
     summary, printed, _ = by_endpoint(refusing(), rows)
-    assert (summary["n"], summary["accuracy"], len(summary["broken_rows"])) == (2, 1.0, 3)
+    assert (summary["n"], summary["accuracy"], len(summary["broken_records"])) == (2, 1.0, 3)
     assert "on 2 of 5 questions" in printed
-    assert "broken rows: 3" in printed
+    assert "broken records: 3" in printed
 
 
 def test_a_server_that_refuses_everything_ends_the_run_in_one_line(by_endpoint, tmp_path):
@@ -293,25 +293,17 @@ MISTAKES = [
     (["--data", "nowhere/at/all"], "--data nowhere/at/all"),
     (["--model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
     (["--frames", "-1"], "episode.frames: -1"),
-    (["--cache-tokens", "10"], "--cache-tokens 10: the longest sequence takes "),
-    (["--judge", "http://h/v1"], "--open-ended judge, --judge, --judge-model"),
+    (["--judge", "http://h/v1"], "--judge 'http://h/v1', --judge-model '': an address needs"),
     (["--protocol.prompt", "direct"], "protocol.pin_think: True with protocol.prompt 'direct'"),
     (
         ["--protocol.prompt", "reasoning", "--dispatch", "parallel"],
         "--dispatch parallel: no tool is offered",
     ),
-    (["--frames.max-pixels", "1"], "frames.max_pixels: 1"),
-    (["--wording", "nowhere"], "--wording nowhere: no such folder"),
     (["--limit", "0"], "evaluate.limit: 0"),
-    (["--endpoint", "http://localhost:1/v1"], "--endpoint, --endpoint-model"),
-    ([*SERVER, "--dtype", "bfloat16"], "--dtype bfloat16: the server at --endpoint"),
-    (
-        ["--open-ended", "judge", "--judge-model", "m", "--judge", "http://h/v1?key=1"],
-        "--judge: the address",
-    ),
-    (["--temperature", "-1"], "episode.temperature: -1"),
+    (["--endpoint-model", "m"], "--endpoint '', --endpoint-model 'm': an address needs"),
+    ([*SERVER, "--dtype", "bfloat16"], "--dtype bfloat16, --tensor 1: the server at"),
+    (["--judge-model", "m", "--judge", "http://h/v1?key=1"], "--judge: the address"),
     (["--episodes", "0"], "evaluate.episodes: 0"),
-    (["--request-seconds", "0"], "evaluate.request_seconds: 0.0; give a finite number above 0"),
     (["--benchmark", "videomm"], "--benchmark videomm: no such split; give one of videomme"),
     (["--questions", "my.jsonl"], "--benchmark 'videomme', --questions 'my.jsonl': give one"),
     (["--benchmark", ""], "holds the files of a split; give --benchmark too"),

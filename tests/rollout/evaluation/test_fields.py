@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paravt_jax.data.question_files import split_options
-from rollout.evaluation.benchmarks import BrokenRow, options_of
+from rollout.evaluation.benchmarks import BrokenRecord, options_of
 from rollout.evaluation.files import VideoFolder
 
 
@@ -29,7 +29,7 @@ def test_letters_are_removed_if_every_option_has_its_own(written, plain):
 
 @pytest.mark.parametrize("wrong", [None, [], ["one"], ["one", ""], ["one", None], "one"])
 def test_missing_or_incomplete_options_are_refused(wrong):
-    with pytest.raises(BrokenRow):
+    with pytest.raises(BrokenRecord):
         options_of(wrong)
 
 
@@ -50,7 +50,7 @@ def test_options_are_split_from_the_text():
 def test_unused_options_are_dropped_only_at_the_end(unused):
     assert options_of(["one", "two", unused, unused]) == ("one", "two")
     # Without the gap, index 2 and letter C would name no option, or another one.
-    with pytest.raises(BrokenRow, match="missing before the last one"):
+    with pytest.raises(BrokenRecord, match="missing before the last one"):
         options_of(["one", unused, "two"])
 
 

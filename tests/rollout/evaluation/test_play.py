@@ -20,7 +20,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.rewards import Rewards
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.scoring import executed_calls
-from rollout.evaluation.figures import row
+from rollout.evaluation.figures import summarise_setting
 from rollout.evaluation.play import (
     LeftOut,
     Played,
@@ -38,7 +38,7 @@ def evaluate(sampler, environment, questions, setting, seed=0):
     outcomes = [outcome for _, outcome in done]
     played = [outcome for outcome in outcomes if isinstance(outcome, Played)]
     left_out = [outcome for outcome in outcomes if isinstance(outcome, LeftOut)]
-    return row(setting, played), played, left_out
+    return summarise_setting(setting, played), played, left_out
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_row_is_the_mean_of_its_episodes(small_questions):
     outcomes = [
         Played(episode, reward, "A") for episode, reward in zip(episodes, earned, strict=True)
     ]
-    found = row(EpisodeSettings(16, 0.7, "sequential"), outcomes)
+    found = summarise_setting(EpisodeSettings(16, 0.7, "sequential"), outcomes)
     low, high = found.pop("interval")
     assert 0 <= low < 0.375 < high <= 1
     groups = found.pop("groups")
@@ -117,7 +117,7 @@ def test_a_row_is_the_mean_of_its_episodes(small_questions):
         # Episodes with executed calls score 1 and 0.5, those without 0 and 0.
         "tool_gap": 0.75,
     }
-    all_called = row(EpisodeSettings(16, 0.7), outcomes[:2])
+    all_called = summarise_setting(EpisodeSettings(16, 0.7), outcomes[:2])
     assert all_called["tool_gap"] is None
 
 
