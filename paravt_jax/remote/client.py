@@ -216,7 +216,7 @@ class Client:
             async with asyncio.timeout(timeout):
                 response = await self._http.post(self._url, content=content, headers=headers)
         except TimeoutError:
-            remedy = f"{_LOG}, {_FEWER}, or raise the time limit (--request-seconds, or timeout)"
+            remedy = f"{_LOG}, {_FEWER}, or raise the time limit (timeout)"
             return Failure(f"no reply within timeout = {timeout} s", remedy)
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.

@@ -221,8 +221,9 @@ def test_a_refused_question_is_left_out_and_asked_again_next_time(by_endpoint):
     rows = [numbered(number) for number in range(4)]
     summary, printed, _ = by_endpoint(refusing("number 0", "number 2"), rows)
     assert (summary["n"], summary["accuracy"]) == (2, 1.0)
-    reason = "status 400 (content_filter)"
-    assert summary["left_out"]["refused"] == {"questions": 2, "videos": {"data/w0.mp4": reason}}
+    refused = summary["left_out"]["refused"]
+    (reason,) = refused["videos"].values()
+    assert refused["questions"] == 2 and "content_filter" in reason
     assert f"left out, refused: 2 questions, such as data/w0.mp4: {reason}" in printed
     again, _, requests = by_endpoint(refusing(), rows)
     assert (again["n"], requests) == (4, 2)
