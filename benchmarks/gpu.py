@@ -41,8 +41,7 @@ from paravt_jax.data.any_path import require_local
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, ask, run
 from rollout.engine.settings import EngineSizes
-from train.durable.metrics import PHASE_TITLES, read_metrics
-from train.durable.step_lines import step_seconds
+from train.durable.metrics import PHASE_TITLES, read_metrics, step_seconds
 
 _PAGE = 64
 PARTS = ("steps", "here", "transformers")

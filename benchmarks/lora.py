@@ -39,7 +39,7 @@ from paravt_jax.data.atomic import write_atomically
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import Checkpoints
-from train.durable.run_directory import RunDirectory
+from train.durable.run_folder import claim_folder
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
 from train.model import first_model, take_apart
@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     for seed, of_seed in runs.items():
         for name, run in of_seed.items():
             # Opening the folder refuses a run with other settings.
-            with RunDirectory(run.run_dir, resolved(run)):
+            with claim_folder(run.run_dir, resolved(run)):
                 finished = (pathlib.Path(run.run_dir) / MEASURED).exists()
             if not finished:
                 print(f"{name}, seed {seed}", file=sys.stderr, flush=True)

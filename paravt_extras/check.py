@@ -35,8 +35,7 @@ from paravt_jax.processes import hosts
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY, USER_ERRORS, UserError
 from paravt_jax.progress import size
 from train.durable.checkpoint import KEEP
-from train.durable.place import Place
-from train.durable.run_directory import require_cold_start
+from train.durable.run_folder import RunFolder, require_cold_start
 from train.learn.optimizer import make_optimizer
 from train.model import config_of
 from train.settings import Run
@@ -69,7 +68,9 @@ Look = Callable[[], str]
 """Returns what is known about an item. Raises an error if the run would stop."""
 
 
-def check(run: Run, settings: dict[str, Any], place: Place, topology: str = "") -> list[Finding]:
+def check(
+    run: Run, settings: dict[str, Any], place: RunFolder, topology: str = ""
+) -> list[Finding]:
     """Look at everything that a run needs. Changes nothing.
 
     With several processes, all of them have to call this, and get the findings of all.
@@ -88,7 +89,7 @@ def check(run: Run, settings: dict[str, Any], place: Place, topology: str = "") 
     return _look_at({"devices": lambda: _devices(run, devices)} | items)
 
 
-def require_ready(run: Run, settings: dict[str, Any], place: Place) -> None:
+def require_ready(run: Run, settings: dict[str, Any], place: RunFolder) -> None:
     """Check a run that is about to start, and print what would stop it.
 
     Whether it fits the devices shows when it chooses its sizes, right after this.
@@ -115,7 +116,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 # --- the items ---
 
 
-def _items(run: Run, settings: dict[str, Any], place: Place) -> dict[str, Look]:
+def _items(run: Run, settings: dict[str, Any], place: RunFolder) -> dict[str, Look]:
     """Return what to look at besides the devices."""
     items = {
         "host memory": lambda: _host_memory(run),
@@ -224,7 +225,7 @@ def _on_the_hub(name: str, kind: str) -> str:
     return f"{name}: {size(sum(f.size or 0 for f in info.siblings))}, which the run downloads"
 
 
-def _disk(run: Run, place: Place) -> str:
+def _disk(run: Run, place: RunFolder) -> str:
     """Require room for the run's checkpoints and the exported model."""
     if place.shown != str(place.folder):
         return "a bucket"
@@ -240,7 +241,7 @@ def _disk(run: Run, place: Place) -> str:
     return room
 
 
-def _run_directory(run: Run, settings: dict[str, Any], place: Place) -> str:
+def _run_directory(run: Run, settings: dict[str, Any], place: RunFolder) -> str:
     """Require a folder that is new or of this run, and the run to start from."""
     continues = place.require_usable(settings)
     if run.start:

@@ -91,7 +91,7 @@ def figures(result: Result) -> dict[str, float | None]:
         result: Contents of the run's `result.json`.
     """
     values = {line.name: line.value(result) for line in LINES}
-    values |= {"minutes": result["seconds"] / 60, "goodput": result.get("goodput")}
+    values["minutes"] = result["seconds"] / 60
     checks = ("token_mismatches", "logprob_gap", "recompilations_after_warmup")
     return values | {name.replace("_", " "): result[name] for name in checks}
 

@@ -22,7 +22,7 @@ from paravt_jax.data.stored_settings import as_json
 from rollout.evaluation.folder import read_json
 from rollout.evaluation.summary import score_of
 from train.durable.metrics import read_metrics
-from train.durable.run_directory import read_config
+from train.durable.run_folder import read_config
 
 BLOCKS = {
     "A": "A: stages, and the two parts of PARA-GRPO",
@@ -101,7 +101,7 @@ def read_finished(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]
 
     Raises:
         FileNotFoundError: the run is not finished.
-        RunDirectoryError: another version of this code made the run.
+        RunFolderError: another version of this code made the run.
     """
     if not (folder / "result.json").exists():
         raise FileNotFoundError(

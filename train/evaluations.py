@@ -22,7 +22,7 @@ from rollout.evaluation.figures import summarise_setting
 from rollout.evaluation.play import Played, Scoring, play_and_score, play_question
 from train.actor import EngineActor
 from train.data import Data
-from train.durable.home import Home
+from train.durable.saver import Home
 from train.rl import Trained
 from train.settings import Run
 

@@ -35,8 +35,7 @@ from paravt_jax.data.any_path import any_path, require_folder_or_bucket
 from paravt_jax.data.buckets import appearing_at
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
 from train.durable.checkpoint import Checkpoints
-from train.durable.place import small_files
-from train.durable.run_directory import read_config
+from train.durable.run_folder import read_config, small_files
 from train.model_folder import write_model
 
 
@@ -61,7 +60,7 @@ def export(command: Export) -> None:
         ConnectionError: If a file cannot be uploaded.
         FileExistsError: If `command.to` exists.
         FileNotFoundError: If `command.run_dir` is not a run, or has no checkpoints of the phase.
-        RunDirectoryError: If this version cannot read the run.
+        RunFolderError: If this version cannot read the run.
         CheckpointError: If the checkpoint is damaged.
         ValueError: If the step is not kept, the run's tokenizer has changed, or the checkpoint has
             only adapters, whose base is gone.

@@ -42,11 +42,10 @@ from train.actor import open_actor, open_environment
 from train.cli import parse
 from train.data import Data, QuestionStream
 from train.durable.allocator import reuse_freed_memory
-from train.durable.home import Home
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, format_seconds
-from train.durable.place import Place
-from train.durable.saver import Origin, open_saver
+from train.durable.run_folder import RunFolder
+from train.durable.saver import Home, Origin, open_saver
 from train.durable.usage import Usage
 from train.evaluations import Evaluator
 from train.learn.align import CaptionedFrames, align
@@ -103,7 +102,7 @@ def execute(
         ValueError: If the settings do not fit the data, the weights or the devices.
         LeftOutError: If too many rows or videos cannot be used.
         OutOfMemoryError: If a device has no memory left; names the settings to lower.
-        RunDirectoryError: If the folder belongs to another run.
+        RunFolderError: If the folder belongs to another run.
         CheckpointError: If a checkpoint does not belong to this run.
     """
     interrupts = interrupts or Interrupts()
@@ -162,8 +161,8 @@ def execute(
         return final_report(run, home.folder, data.root)
 
 
-def _place(run: Run) -> Place:
-    return Place(run.run_dir or f"runs/{run.name}")
+def _place(run: Run) -> RunFolder:
+    return RunFolder(run.run_dir or f"runs/{run.name}")
 
 
 def _open_home(

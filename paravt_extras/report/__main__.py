@@ -10,7 +10,7 @@ from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import is_bucket, require_folder_or_bucket
 from paravt_jax.processes.exit_codes import USER_ERRORS, exit_code
 from train.durable.bucket import named_errors, open_store
-from train.durable.place import small_files
+from train.durable.run_folder import small_files
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from paravt_extras.report.page import write_report
 from paravt_extras.report.result import collect_episodes, result_so_far
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.processes import hosts
-from train.durable.step_lines import say
+from train.durable.metrics import say
 from train.settings import Run
 
 # Bound on reading frames of videos for the page of an unfinished run.

@@ -226,8 +226,6 @@ def _facts(result: Record, dtype: str | None) -> list[tuple[str, str, bool | Non
     facts: list[tuple[str, str, bool | None]] = []
     if "seconds" in result:
         facts.append(("total time", format_seconds(result["seconds"]), None))
-    if "goodput" in result:
-        facts.append(("goodput", f"{result['goodput']:.0%}", None))
     for key, title, most in rules:
         if key in result:
             verdict = None if most is None else result[key] <= most

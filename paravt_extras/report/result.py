@@ -15,8 +15,7 @@ from typing_extensions import TypedDict
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_json import read_json
-from train.durable.metrics import read_metrics
-from train.durable.step_lines import step_seconds
+from train.durable.metrics import read_metrics, step_seconds
 from train.evaluation_file import EvaluationRow, read_evaluation_file
 
 Record = dict[str, Any]
@@ -29,7 +28,6 @@ class _Result(TypedDict):
     after: list[EvaluationRow]
     curve: NotRequired[list[EvaluationRow]]
     seconds: NotRequired[float]
-    goodput: NotRequired[float]
     token_mismatches: NotRequired[int]
     logprob_gap: NotRequired[float]
 
@@ -77,17 +75,11 @@ def checks(folder: pathlib.Path) -> Record:
 
 
 def durations(folder: pathlib.Path) -> dict[str, float]:
-    """Return `seconds` from the start of the first step to the end of the last; {} without steps.
-
-    `goodput` is the share of this time that went into steps (`goodput/seconds`). Compiling,
-    waiting, saving, evaluating, repeated steps and the time between two starts are lost.
-    """
+    """Return `seconds`, from the first step's start to the last one's end; {} without steps."""
     steps = read_metrics(folder / "metrics.jsonl")
     if not steps:
         return {}
-    seconds = steps[-1]["wall"] - steps[0]["wall"] + step_seconds(steps[0])
-    counted = sum(step.get("goodput/seconds", 0.0) for step in steps)
-    return {"seconds": seconds, "goodput": counted / seconds if seconds > 0 else 0.0}
+    return {"seconds": steps[-1]["wall"] - steps[0]["wall"] + step_seconds(steps[0])}
 
 
 def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:

@@ -27,7 +27,7 @@ from paravt_jax.data.any_path import require_local
 from paravt_jax.data.atomic import write_atomically
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import read_metrics
-from train.durable.run_directory import RunDirectory
+from train.durable.run_folder import claim_folder
 from train.run import command, execute, resolved
 from train.settings import EvaluationSettings, Run
 
@@ -109,7 +109,7 @@ def carry_out(
         with Interrupts() as interrupts:
             for number, run in enumerate(runs, 1):
                 # Open the directory of a finished run, too: it may be one with other settings.
-                with RunDirectory(run.run_dir, resolved(run)):
+                with claim_folder(run.run_dir, resolved(run)):
                     finished = (pathlib.Path(run.run_dir) / "result.json").exists()
                 if not finished:
                     print(f"run {number} of {len(runs)}: {run.run_dir}", file=sys.stderr)

@@ -7,10 +7,9 @@ import pathlib
 from typing import Any
 
 from train.durable.checkpoint import Checkpoints
-from train.durable.home import Home
 from train.durable.metrics import MetricsWriter
-from train.durable.place import Place
-from train.durable.saver import Saver
+from train.durable.run_folder import RunFolder
+from train.durable.saver import Home, Saver
 from train.durable.usage import Usage
 
 
@@ -25,7 +24,7 @@ class Steps:
 def open_home(folder: pathlib.Path, **fields: Any) -> Home:
     """The home of a run in a folder."""
     metrics = MetricsWriter(folder)
-    home = Home(Place(folder), {}, metrics, Usage())
+    home = Home(RunFolder(folder), {}, metrics, Usage())
     return dataclasses.replace(home, **fields)
 
 

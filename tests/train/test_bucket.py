@@ -26,8 +26,7 @@ from train.durable.bucket import (
     is_complete,
 )
 from train.durable.lease import Lease, LeaseError
-from train.durable.place import Place
-from train.durable.run_directory import RunDirectoryError
+from train.durable.run_folder import RunFolder, RunFolderError
 from train.settings import change
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -88,7 +87,7 @@ def quick(monkeypatch) -> None:
 
 def test_only_one_process_holds_a_lease(store, quick, capsys):
     address = "gs://bucket/held"
-    with Lease(address):
+    with contextlib.closing(Lease(address)):
         with pytest.raises(LeaseError, match=r"gs://bucket/held is in use by process \d+ on "):
             Lease(address)
         assert "waiting up to" in capsys.readouterr().err
@@ -115,7 +114,7 @@ def test_the_lease_of_a_dead_process_is_taken_over(store, quick):
 
 
 def test_a_process_that_lost_its_lease_learns_who_has_it(store, quick):
-    with Lease("gs://bucket/lost") as lease:
+    with contextlib.closing(Lease("gs://bucket/lost")) as lease:
         lease.require()
         store.write(f"lost/{leases.NAME}", b"process 2 on a host, 2")
         time.sleep(3 * leases.EVERY + 0.5)
@@ -128,7 +127,7 @@ def test_a_process_that_lost_its_lease_learns_who_has_it(store, quick):
 def test_a_frozen_process_learns_it_before_it_pushes(store, quick, monkeypatch):
     """Its thread did not run either."""
     monkeypatch.setattr(leases, "EVERY", 60.0)
-    with Lease("gs://bucket/frozen") as lease:
+    with contextlib.closing(Lease("gs://bucket/frozen")) as lease:
         store.write(f"frozen/{leases.NAME}", b"process 2 on a host, 2")
         monkeypatch.setattr(leases, "EVERY", 0.3)
         time.sleep(leases.LENGTH)
@@ -137,7 +136,7 @@ def test_a_frozen_process_learns_it_before_it_pushes(store, quick, monkeypatch):
 
 
 def test_a_lease_outlives_a_short_outage(store, quick):
-    with Lease("gs://bucket/short-outage") as lease:
+    with contextlib.closing(Lease("gs://bucket/short-outage")) as lease:
         with store.outage():
             time.sleep(2 * leases.EVERY)
         # gcsfs waits for one to two seconds between its attempts.
@@ -275,16 +274,16 @@ def machine(tmp_path, monkeypatch):
 
 def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick):
     settings = {"name": "x", "sft": {"steps": 3}}
-    place = Place("gs://bucket/claims/x/")
+    place = RunFolder("gs://bucket/claims/x/")
     with contextlib.ExitStack() as stack:
         place.claim(settings, "", stack)
         fill(place.folder, {"metrics.jsonl": "1\n"})
-        with pytest.raises(RunDirectoryError, match="in use by another process"):
-            Place("gs://bucket/claims/x").claim(settings, "", contextlib.ExitStack())
+        with pytest.raises(RunFolderError, match="in use by another process"):
+            RunFolder("gs://bucket/claims/x").claim(settings, "", contextlib.ExitStack())
     # A run that ends pushes what it wrote last.
     assert store.read("claims/x/metrics.jsonl") == b"1\n"
     machine("second")
-    again = Place("gs://bucket/claims/x")
+    again = RunFolder("gs://bucket/claims/x")
     assert again.require_usable(settings)
     assert again.folder != place.folder
     with contextlib.ExitStack() as stack:
@@ -292,7 +291,7 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
         assert content(again.folder)["metrics.jsonl"] == "1\n"
     other = settings | {"name": "y"}
     for use in (again.require_usable, lambda x: again.claim(x, "", contextlib.ExitStack())):
-        with pytest.raises(RunDirectoryError) as error:
+        with pytest.raises(RunFolderError) as error:
             use(other)
         assert "--run-dir gs://bucket/claims/x holds a run of another config" in str(error.value)
         assert str(again.folder) not in str(error.value)
@@ -300,8 +299,8 @@ def test_a_run_is_claimed_with_its_settings_on_any_machine(store, machine, quick
 
 def test_a_folder_with_other_objects_is_refused(store, machine):
     store.write("others/notes.txt", b"x")
-    with pytest.raises(RunDirectoryError, match="gs://bucket/others is not a run's folder"):
-        Place("gs://bucket/others").require_usable({"name": "x"})
+    with pytest.raises(RunFolderError, match="gs://bucket/others is not a run's folder"):
+        RunFolder("gs://bucket/others").require_usable({"name": "x"})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from train.durable.bucket import OutageError
-from train.durable.checkpoint import CheckpointError, Checkpoints, DamagedCheckpointError
+from train.durable.checkpoint import CheckpointError, Checkpoints
 
 
 def state_of(seed: int) -> dict:
@@ -72,14 +72,9 @@ def test_a_damaged_checkpoint_is_refused(store, damage):
     else:
         store.write(name, store.read(name)[::-1])
     again = Checkpoints(f"gs://bucket/{folder}", keep=3)
-    with pytest.raises(CheckpointError, match=r"gs://.*rl/2 cannot be read .*before it") as error:
+    with pytest.raises(CheckpointError, match=r"gs://.*rl/2 cannot be read .*before it"):
         again.restore(state_of(0))
     assert same(again.restore(state_of(0), 1)[0], state_of(1))
-    # What Orbax cannot read may be there once the store answers again.
-    assert isinstance(error.value, DamagedCheckpointError) is (damage == "flip")
-    if isinstance(error.value, DamagedCheckpointError):
-        assert again.set_aside(error.value) == 1
-        assert again.steps() == Checkpoints(f"gs://bucket/{folder}").steps() == [1]
 
 
 def test_what_a_killed_save_left_is_removed(store):

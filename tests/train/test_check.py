@@ -20,8 +20,7 @@ from models.weights.hf import save
 from paravt_extras.check import Finding, NotReadyError, check, require_ready
 from paravt_jax.data import tokenizer_file
 from paravt_jax.processes.exit_codes import FAILED, TEMPORARY
-from train.durable.place import Place
-from train.durable.run_directory import RunDirectory
+from train.durable.run_folder import RunFolder, claim_folder
 from train.run import resolved
 from train.settings import Run, change
 
@@ -40,7 +39,7 @@ def tiny_model(small_vocabulary, tmp_path_factory) -> pathlib.Path:
 
 
 def found(run: Run, folder: pathlib.Path, topology: str = SLICE) -> dict[str, Finding]:
-    findings = check(run, resolved(run), Place(folder / "run"), topology)
+    findings = check(run, resolved(run), RunFolder(folder / "run"), topology)
     return {finding.item: finding for finding in findings}
 
 
@@ -50,7 +49,7 @@ def large(**fields: object) -> Run:
 
 def test_a_small_run_is_ready_and_prints_nothing(tmp_path, capsys):
     run = paravt_tiny()
-    require_ready(run, resolved(run), Place(tmp_path / "run"))
+    require_ready(run, resolved(run), RunFolder(tmp_path / "run"))
     assert capsys.readouterr() == ("", "")
     assert not list(tmp_path.iterdir())
 
@@ -118,7 +117,7 @@ def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
 def test_the_folder_is_new_or_of_this_run(tmp_path):
     run = paravt_tiny()
     assert found(run, tmp_path)["run directory"].text.endswith(": new")
-    RunDirectory(tmp_path / "run", resolved(run)).close()
+    claim_folder(tmp_path / "run", resolved(run)).close()
     (tmp_path / "run" / "metrics.jsonl").touch()
     assert found(run, tmp_path)["run directory"].text.endswith(": continues")
     other = change(run, "paravt_tiny", {"rl.steps": 1})

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.sharding import make_mesh
-from train.durable.finite import not_finite
+from train.durable.checkpoint import not_finite
 
 
 def state() -> dict:

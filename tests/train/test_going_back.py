@@ -7,14 +7,13 @@ import pathlib
 import shutil
 
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 import pytest
 
-from paravt_jax.data.stored_json import DamagedFileError, write_checked_json
+from paravt_jax.data.stored_json import write_checked_json
 from tests.train.homes import Steps, open_home
-from train.durable.checkpoint import CheckpointError, Checkpoints, DamagedCheckpointError
+from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.metrics import read_metrics
-from train.durable.run_directory import RunDirectoryError
+from train.durable.run_folder import RunFolderError
 from train.durable.saver import Saver
 
 
@@ -58,22 +57,10 @@ def test_a_finished_run_loses_nothing_by_the_same_command(run):
 def test_lost_lines_of_the_metrics_are_an_error(run):
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
-    for left in (lines[:5] + lines[6:], lines[1:], []):
+    for left in (lines[:5] + lines[6:], []):
         metrics.write_text("".join(left))
-        with pytest.raises(RunDirectoryError, match=r"metrics.jsonl: damaged: .* PARA-GRPO 4/4"):
+        with pytest.raises(RunFolderError, match="lines up to PARA-GRPO 4/4 are lost"):
             train(run, "rl", 4)
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_flipped_bit_of_metrics_is_named(run, number):
-    """Also one that leaves a line valid, such as a changed digit."""
-    file = run / "metrics.jsonl"
-    content = file.read_bytes()
-    digits = [place for place, byte in enumerate(content) if chr(byte) in "02468"]
-    place = digits[number * (len(digits) - 1) // 3]
-    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    with pytest.raises((RunDirectoryError, DamagedFileError), match=r"metrics\.jsonl"):
-        train(run, "rl", 4)
 
 
 def test_metrics_after_the_last_checkpoint_are_not_verified(run):
@@ -88,7 +75,7 @@ def test_metrics_after_the_last_checkpoint_are_not_verified(run):
 def test_a_lost_phase_that_a_later_one_was_trained_from_is_an_error(run, lost):
     shutil.rmtree(run / "checkpoints" / "sft" / lost)
     metrics = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunDirectoryError, match="sft/4: lost, but rl in .* was made from it"):
+    with pytest.raises(RunFolderError, match="sft/4: lost, but rl in .* was made from it"):
         train(run, "sft", 4)
     assert (run / "metrics.jsonl").read_bytes() == metrics, "nothing was cut"
 
@@ -96,7 +83,7 @@ def test_a_lost_phase_that_a_later_one_was_trained_from_is_an_error(run, lost):
 def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before(run):
     shutil.rmtree(run / "checkpoints" / "rl" / "4")
     (run / "model").mkdir()
-    with pytest.raises(RunDirectoryError, match="rl/4: lost, but model in .* was made from it"):
+    with pytest.raises(RunFolderError, match="rl/4: lost, but model in .* was made from it"):
         train(run, "rl", 4)
     (run / "model").rmdir()
     before = made(run)
@@ -108,42 +95,13 @@ def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before(run):
     assert train(run, "rl", 4) == 4
 
 
-def test_a_damaged_checkpoint_is_set_aside(run, capsys):
-    checkpoints = run / "checkpoints" / "rl"
-    shutil.rmtree(checkpoints / "4" / "state")
-    assert train(run, "rl", 4) == 2
-    assert "rl/4 cannot be read" in capsys.readouterr().err
-    assert {path.name for path in checkpoints.iterdir()} >= {"2", "4", "4.damaged"}
-    assert train(run, "rl", 4) == 4
-
-
-def test_the_only_checkpoint_stays_where_it_is_if_it_is_damaged(run):
-    checkpoints = run / "checkpoints" / "rl"
-    for step in ("2", "4"):
-        shutil.rmtree(checkpoints / step / "state")
+def test_a_damaged_checkpoint_is_named_and_stays_where_it_is(run):
+    shutil.rmtree(run / "checkpoints" / "rl" / "4" / "state")
     for _ in range(2):
-        with pytest.raises(DamagedCheckpointError, match="rl/2 cannot be read .* to start again"):
+        with pytest.raises(CheckpointError, match="rl/4 cannot be read .* the one before it"):
             train(run, "rl", 4)
-    assert (checkpoints / "2").exists()
-
-
-def test_what_a_later_phase_was_trained_from_stays_where_it_is(run):
-    checkpoints = run / "checkpoints" / "sft"
-    shutil.rmtree(checkpoints / "4" / "state")
-    with pytest.raises(DamagedCheckpointError, match="sft/4 cannot be read"):
-        train(run, "sft", 4)
-    assert (checkpoints / "4").exists()
-
-
-@pytest.mark.parametrize("fault", [OSError(24, "Too many open files"), MemoryError()])
-def test_a_fault_of_the_machine_moves_no_checkpoint(run, monkeypatch, fault):
-    def failing(*_, **__):
-        raise fault
-
-    monkeypatch.setattr(ocp.CheckpointManager, "restore", failing)
-    with pytest.raises(CheckpointError, match="rl/4 cannot be read"):
-        train(run, "rl", 4)
-    assert (run / "checkpoints" / "rl" / "4").exists()
+    shutil.rmtree(run / "checkpoints" / "rl" / "4")
+    assert train(run, "rl", 4) == 2
 
 
 def test_a_cold_start_of_another_run_needs_no_metrics_here(run, tmp_path_factory):

@@ -15,7 +15,7 @@ from configs.lora import paravt_2b_lora
 from paravt_extras.fit import fit
 from paravt_extras.slices import Topology
 from paravt_jax.processes.exit_codes import TEMPORARY
-from train.durable.run_directory import MAY_CHANGE
+from train.durable.run_folder import MAY_CHANGE
 from train.out_of_memory import OutOfMemoryError, naming_remedies
 
 

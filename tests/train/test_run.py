@@ -34,7 +34,7 @@ from train.durable.metrics import read_metrics
 
 RESULT_FIELDS = """
     name seed before curve after token_mismatches logprob_gap
-    recompilations_after_warmup seconds goodput
+    recompilations_after_warmup seconds
 """.split()
 ROW_FIELDS = """
     k dispatch temperature accuracy compliance calls turns n interval share_with_calls

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,11 +18,11 @@ import pytest
 from configs.paravt_8b import paravt_8b
 from paravt_jax.data.stored_settings import as_json
 from tests.damaged import damaged_versions
-from train.durable.place import Place
-from train.durable.run_directory import (
+from train.durable.run_folder import (
     FORMAT,
-    RunDirectory,
-    RunDirectoryError,
+    RunFolder,
+    RunFolderError,
+    claim_folder,
     read_config,
 )
 from train.published_data import DataSettings
@@ -35,8 +34,7 @@ CONFIG: dict[str, Any] = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, 
 
 def test_a_new_folder_is_created_and_the_same_configuration_resumes(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "runs" / "a"
-    with RunDirectory(folder, CONFIG) as run:
-        assert run.path == folder
+    with claim_folder(folder, CONFIG):
         written = json.loads((folder / "config.json").read_text())
     assert isinstance(written.pop("checksum"), int)
     assert written == {
@@ -45,7 +43,7 @@ def test_a_new_folder_is_created_and_the_same_configuration_resumes(tmp_path: pa
         "seed": 0,
     }
     (folder / "metrics.jsonl").write_text("{}\n")
-    RunDirectory(folder, CONFIG).close()
+    claim_folder(folder, CONFIG).close()
     assert (folder / "metrics.jsonl").read_text() == "{}\n"
 
 
@@ -53,14 +51,14 @@ def test_another_configuration_is_refused_with_exactly_the_differences(
     tmp_path: pathlib.Path,
 ) -> None:
     other = {"rl": {"lr": 1.0}, "seed": 3}
-    RunDirectory(tmp_path, other).close()
+    claim_folder(tmp_path, other).close()
     # Without other files there, the configuration may still change.
-    RunDirectory(tmp_path, CONFIG).close()
+    claim_folder(tmp_path, CONFIG).close()
     (tmp_path / "videos").mkdir()
     before = (tmp_path / "config.json").read_bytes()
     rl = {"lr": 2e-3, "frames": (4, 8), "anchor": "credit"}
-    with pytest.raises(RunDirectoryError) as refusal:
-        RunDirectory(tmp_path, {"rl": rl, "extra": {}, "seed": 0})
+    with pytest.raises(RunFolderError) as refusal:
+        claim_folder(tmp_path, {"rl": rl, "extra": {}, "seed": 0})
     assert str(refusal.value).splitlines()[1:-1] == [
         "  rl.lr: 0.001 -> 0.002",
         '  rl.anchor: null -> "credit"',
@@ -68,7 +66,7 @@ def test_another_configuration_is_refused_with_exactly_the_differences(
     ]
     assert (tmp_path / "config.json").read_bytes() == before
     # The refusal has released the lock.
-    RunDirectory(tmp_path, CONFIG).close()
+    claim_folder(tmp_path, CONFIG).close()
 
 
 def test_the_mesh_and_what_is_kept_on_disk_may_change_on_resume(
@@ -81,9 +79,9 @@ def test_the_mesh_and_what_is_kept_on_disk_may_change_on_resume(
         "engine": {"slots": 9},
         "rl": CONFIG["rl"] | {"microbatch_tokens": 4, "remat": "full"},
     }
-    RunDirectory(tmp_path, here).close()
+    claim_folder(tmp_path, here).close()
     (tmp_path / "videos").mkdir()
-    RunDirectory(tmp_path, there).close()
+    claim_folder(tmp_path, there).close()
     assert json.loads((tmp_path / "config.json").read_text())["mesh"] == {"fsdp": 8}
 
 
@@ -96,8 +94,8 @@ def test_how_files_are_read_may_change_on_resume() -> None:
 
 def test_a_folder_with_other_files_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(RunDirectoryError, match=r"thesis\.tex"):
-        RunDirectory(tmp_path, CONFIG)
+    with pytest.raises(RunFolderError, match=r"thesis\.tex"):
+        claim_folder(tmp_path, CONFIG)
     assert not (tmp_path / "config.json").exists()
 
 
@@ -106,19 +104,17 @@ def test_a_start_that_was_killed_while_writing_its_configuration_is_ignored(
 ) -> None:
     (tmp_path / ".lock").write_text("1")
     (tmp_path / "config.json.tmp").write_text('{"rl": {"l')
-    RunDirectory(tmp_path, CONFIG).close()
+    claim_folder(tmp_path, CONFIG).close()
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
 
 def test_every_flipped_bit_of_a_configuration_is_named(tmp_path: pathlib.Path) -> None:
     """A changed digit is no other configuration, and another format is no other version."""
-    RunDirectory(tmp_path, CONFIG).close()
+    claim_folder(tmp_path, CONFIG).close()
     file = tmp_path / "config.json"
     for damaged in damaged_versions(file.read_bytes()):
         file.write_bytes(damaged)
-        with pytest.raises(
-            RunDirectoryError, match=r"config\.json: damaged: .*restore it"
-        ) as error:
+        with pytest.raises(RunFolderError, match=r"config\.json: damaged: .*restore it") as error:
             read_config(tmp_path, "--run-dir")
         assert "\n" not in str(error.value)
 
@@ -132,8 +128,8 @@ def test_a_directory_of_another_format_is_refused_in_one_line(
         config["format"] = number
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "videos").mkdir()
-    with pytest.raises(RunDirectoryError, match="use the version") as refusal:
-        RunDirectory(tmp_path, CONFIG)
+    with pytest.raises(RunFolderError, match="use the version") as refusal:
+        claim_folder(tmp_path, CONFIG)
     assert f"has format {number or 1}" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert json.loads((tmp_path / "config.json").read_text()) == config
@@ -142,14 +138,14 @@ def test_a_directory_of_another_format_is_refused_in_one_line(
 def test_a_file_in_the_way_is_an_error(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(RunDirectoryError, match="cannot be used"):
-            RunDirectory(path, CONFIG)
+        with pytest.raises(RunFolderError, match="cannot be used"):
+            claim_folder(path, CONFIG)
 
 
 HOLDER = """
 import os, sys, time
-from train.durable.run_directory import RunDirectory
-run = RunDirectory(sys.argv[1], {})
+from train.durable.run_folder import claim_folder
+run = claim_folder(sys.argv[1], {})
 worker = os.fork()  # like a data worker
 if worker:
     print(worker, flush=True)
@@ -164,14 +160,14 @@ def test_the_lock_admits_one_process_and_ends_with_it(tmp_path: pathlib.Path) ->
     assert holder.stdout is not None
     worker = int(holder.stdout.readline())
     try:
-        with pytest.raises(RunDirectoryError, match=rf"in use .*{holder.pid}"):
-            RunDirectory(tmp_path, {})
+        with pytest.raises(RunFolderError, match=rf"in use .*{holder.pid}"):
+            claim_folder(tmp_path, {})
         holder.kill()
         holder.wait()
         time.sleep(0.1)
         # The orphaned worker still runs, without the lock.
         os.kill(worker, 0)
-        RunDirectory(tmp_path, {}).close()
+        claim_folder(tmp_path, {}).close()
     finally:
         holder.kill()
         holder.stdout.close()
@@ -191,7 +187,7 @@ SETTINGS["protocol"] = {"summary_tokens": 16, "pin_think": True}
 @pytest.fixture
 def cold_start(tmp_path) -> pathlib.Path:
     folder = tmp_path / "cold"
-    with RunDirectory(folder, SETTINGS | {"rl": None, "seed": 0}):
+    with claim_folder(folder, SETTINGS | {"rl": None, "seed": 0}):
         for name in (
             "videos/train",
             "records",
@@ -207,7 +203,7 @@ def cold_start(tmp_path) -> pathlib.Path:
 
 def take_over(source: pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
     with contextlib.ExitStack() as stack:
-        Place(target).claim(config, str(source), stack)
+        RunFolder(target).claim(config, str(source), stack)
 
 
 def test_only_the_cold_start_is_copied(cold_start, tmp_path) -> None:
@@ -224,7 +220,7 @@ def test_only_the_cold_start_is_copied(cold_start, tmp_path) -> None:
 
 
 def test_an_interrupted_copy_is_made_again(cold_start, tmp_path) -> None:
-    RunDirectory(tmp_path / "warm", SETTINGS).close()
+    claim_folder(tmp_path / "warm", SETTINGS).close()
     (tmp_path / "warm" / "videos.tmp").mkdir(parents=True)
     (tmp_path / "warm" / "videos.tmp" / "half").touch()
     take_over(cold_start, tmp_path / "warm", SETTINGS)
@@ -244,19 +240,17 @@ def test_an_interrupted_copy_is_made_again(cold_start, tmp_path) -> None:
     ],
 )
 def test_a_cold_start_of_other_settings_is_refused(cold_start, tmp_path, changed, words) -> None:
-    with pytest.raises(RunDirectoryError, match=rf"\n  {words}\nName another"):
+    with pytest.raises(RunFolderError, match=rf"\n  {words}\nName another"):
         take_over(cold_start, tmp_path / "warm", SETTINGS | changed)
     assert not (tmp_path / "warm" / "videos").exists()
 
 
 def test_a_run_without_a_finished_cold_start_is_refused(cold_start, tmp_path) -> None:
-    last = cold_start / "checkpoints/sft/1"
-    last.rename(last.with_name("0"))
-    with pytest.raises(RunDirectoryError, match=r"--start .*checkpoints/sft/1, the last step"):
+    (cold_start / "checkpoints/sft/1").rename(cold_start / "checkpoints/sft/0")
+    with pytest.raises(RunFolderError, match=r"--start .*: checkpoints/sft/1 missing"):
         take_over(cold_start, tmp_path / "warm", SETTINGS)
-    shutil.rmtree(last.parent)
-    with pytest.raises(RunDirectoryError, match=r"--start .*: checkpoints/sft missing"):
-        take_over(cold_start, tmp_path / "warm", SETTINGS)
+    with pytest.raises(RunFolderError, match=r"--start .*: config.json missing"):
+        take_over(tmp_path / "none", tmp_path / "warm", SETTINGS)
 
 
 PUBLISHED: dict[str, Any] = SETTINGS | {
@@ -270,7 +264,7 @@ PUBLISHED: dict[str, Any] = SETTINGS | {
 
 def test_runs_on_published_data_share_a_cold_start(tmp_path) -> None:
     source = tmp_path / "cold"
-    with RunDirectory(source, PUBLISHED):
+    with claim_folder(source, PUBLISHED):
         for name in ("tokenizer", "checkpoints/sft/1"):
             (source / name).mkdir(parents=True)
             (source / name / "file").write_text(name)
@@ -280,5 +274,5 @@ def test_runs_on_published_data_share_a_cold_start(tmp_path) -> None:
     shared = tmp_path / "warm/checkpoints/sft/1/file"
     assert shared.samefile(source / "checkpoints/sft/1/file"), "checkpoints take no space twice"
     assert not (tmp_path / "warm/tokenizer/file").samefile(source / "tokenizer/file")
-    with pytest.raises(RunDirectoryError, match=r"data\.frames: 8 -> 4"):
+    with pytest.raises(RunFolderError, match=r"data\.frames: 8 -> 4"):
         take_over(source, tmp_path / "no", PUBLISHED | {"data": data | {"frames": 4}})

@@ -17,8 +17,7 @@ from tests.train.homes import Steps, open_home
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
-from train.durable.saver import Saver
-from train.durable.stored_records import pack
+from train.durable.saver import Saver, unpack
 
 
 class Run:
@@ -76,7 +75,7 @@ def test_it_is_saved_regularly_and_at_its_end(tmp_path):
     kept = Checkpoints(tmp_path / "rl")
     assert kept.steps() == [6, 7]
     meta = kept.meta()
-    assert (meta["config"], meta["cursor"]) == (1, pack({"at": 7}))
+    assert (meta["config"], unpack(meta["cursor"])) == (1, {"at": 7})
     assert Run(tmp_path).steps() == [], "nothing is left to do"
     assert run.written() == [1, 2, 3, 4, 5, 6, 7]
 
@@ -192,5 +191,5 @@ def test_a_resumed_phase_says_where_it_goes_on(tmp_path, capsys):
     begin, *lines = capsys.readouterr().err.splitlines()
     assert begin.startswith("PARA-GRPO 4/7 is next")
     # Steps of milliseconds have two lines: the first and the last.
-    assert lines[0] == "PARA-GRPO 4/7 · loss 1.00 · accuracy 0.50 · 0.00 s"
+    assert lines[0] == "PARA-GRPO 4/7 · loss 1.000 · accuracy 0.50 · 0.0 s"
     assert lines[-1].startswith("PARA-GRPO 7/7")

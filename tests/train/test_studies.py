@@ -18,7 +18,7 @@ from paravt_extras.studies.gating import DRAWN, FIXED, Gating
 from paravt_extras.studies.paradox import COLD_START, Paradox
 from paravt_extras.studies.staleness import Staleness
 from train.durable.interrupts import Interrupts
-from train.durable.run_directory import RunDirectory, cold_start_identity
+from train.durable.run_folder import claim_folder, cold_start_identity
 from train.run import resolved
 from train.settings import RLSettings, Run, change
 
@@ -35,7 +35,7 @@ class FakeRuns:
     def __call__(self, run: Run, interrupts: Interrupts) -> None:
         interrupts.check("stopped")
         folder = pathlib.Path(run.run_dir)
-        RunDirectory(folder, resolved(run)).close()
+        claim_folder(folder, resolved(run)).close()
         self.done.append((run.name, run.seed))
         bound = 0 if run.rl is None else run.rl.max_staleness
         value = run.seed / 100

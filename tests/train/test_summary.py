@@ -10,7 +10,7 @@ import pytest
 
 from paravt_extras import summary
 from paravt_extras.summary import Line
-from train.durable.run_directory import FORMAT
+from train.durable.run_folder import FORMAT
 
 Row = dict[str, Any]
 

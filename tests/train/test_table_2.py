@@ -15,7 +15,7 @@ from paravt_extras import summary
 from paravt_extras.table_2 import CHANGES, changes, key_of, read_run, text
 from tests.rollout.evaluation.finished import folder as evaluation
 from tests.rollout.evaluation.finished import line as question
-from train.durable.run_directory import FORMAT
+from train.durable.run_folder import FORMAT
 from train.run import resolved
 from train.settings import Run, change
 

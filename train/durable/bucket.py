@@ -26,6 +26,8 @@ COMMITTED = "commit_success.txt"
 _REMEDY = "restore it from a backup, or start anew with another --run-dir"
 # Checkpoints and compiled programs are in the bucket only. The others belong to one machine.
 _ELSEWHERE = ("checkpoints", "compiled", "wandb")
+# In the errors of Google's packages, which have many types.
+_REFUSALS = ("401", "403", "Forbidden", "DefaultCredentialsError")
 
 
 class BucketError(OSError):
@@ -36,23 +38,6 @@ class OutageError(BucketError):
     """The store could not be reached."""
 
     exit_code = TEMPORARY
-
-
-def store_error(address: str, error: Exception) -> BucketError:
-    """Return an error of Google's packages, which have many types, as one line."""
-    cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    code = getattr(error, "code", None)
-    is_refusal = isinstance(error, FileNotFoundError | PermissionError) or code in (401, 403)
-    if is_refusal or "Forbidden" in cause or "DefaultCredentialsError" in cause:
-        return BucketError(
-            f"{address}: refused ({cause}); check the name, run gcloud auth application-default "
-            "login, or give these credentials the role roles/storage.objectUser and "
-            "storage.buckets.get on the bucket"
-        )
-    return OutageError(
-        f"{address}: the store cannot be reached ({cause}); the same command continues from the "
-        "last checkpoint"
-    )
 
 
 def open_store(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -67,16 +52,26 @@ def open_store(address: str) -> tuple[fsspec.AbstractFileSystem, str]:
 @contextlib.contextmanager
 def named_errors(address: str) -> Iterator[None]:
     """Raise errors of the store in the block as BucketError, but for FileExistsError."""
-    if not is_bucket(address):
-        yield
-        return
     try:
         yield
     except (UserError, BucketError, DamagedFileError, FileExistsError, ModuleNotFoundError):
         raise
-    # Broad, because gcsfs raises errors of many packages.
+    # Broad, because gcsfs and Orbax raise errors of many packages.
     except Exception as error:
-        raise store_error(address, error) from error
+        if not is_bucket(address):
+            raise
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        is_refusal = isinstance(error, FileNotFoundError | PermissionError)
+        if is_refusal or any(word in cause for word in _REFUSALS):
+            raise BucketError(
+                f"{address}: refused ({cause}); check the name, run gcloud auth "
+                "application-default login, or give these credentials the role "
+                "roles/storage.objectUser and storage.buckets.get on the bucket"
+            ) from error
+        raise OutageError(
+            f"{address}: the store cannot be reached ({cause}); the same command continues from "
+            "the last checkpoint"
+        ) from error
 
 
 def is_complete(checkpoint: AnyPath) -> bool:
@@ -171,12 +166,12 @@ class BucketFiles:
 
     def _files(self) -> dict[str, tuple[int, int]]:
         """Return the local files that belong to the bucket, too."""
-        found = {}
+        files = {}
         for file in self._folder.rglob("*"):
             name = file.relative_to(self._folder)
             # Hidden and .tmp: not complete yet.
-            unfinished = any(part.startswith(".") or part.endswith(".tmp") for part in name.parts)
+            unfinished = any(one.startswith(".") or one.endswith(".tmp") for one in name.parts)
             if not unfinished and name.parts[0] not in _ELSEWHERE and file.is_file():
                 status = file.stat()
-                found[name.as_posix()] = (status.st_mtime_ns, status.st_size)
-        return found
+                files[name.as_posix()] = (status.st_mtime_ns, status.st_size)
+        return files

@@ -4,7 +4,6 @@ Orbax writes a checkpoint into a temporary folder and renames it when it is comp
 
     checkpoints/rl/40                           complete; the one a restart resumes from
     checkpoints/rl/60.orbax-checkpoint-tmp-...  left by a killed save; the next process removes it
-    checkpoints/rl/80.damaged                   set aside: it is not what was saved
 
 So after a kill, or on a full disk, the newest numbered folder is always a complete checkpoint. In a
 bucket, a checkpoint is complete when it has commit_success.txt, which Orbax writes last.
@@ -16,28 +15,25 @@ It does not depend on the mesh, and disks and buckets need no code of their own.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pathlib
-import shutil
 import sys
 import zlib
-from collections.abc import Iterator
 from typing import Any, NoReturn, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from models.fingerprint import array_fingerprints, host_fingerprint
-from paravt_jax.data.any_path import AnyPath, any_path, is_bucket
+from paravt_jax.data.any_path import any_path
 from paravt_jax.data.stored_settings import as_json, require_same
 from paravt_jax.processes import cluster, hosts
 from paravt_jax.processes.exit_codes import TEMPORARY, UserError
-from train.durable.bucket import COMMITTED, store_error
+from train.durable.bucket import BucketError, named_errors
 
 T = TypeVar("T")
 
@@ -48,20 +44,12 @@ KEEP = 2
 _STATE = "state"
 _META = "meta"
 _SCORE = "score"
-# Statuses of TensorStore that say nothing about the content of a file.
-_FAULTS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED")
+KEEP = 2
+"""Number of newest checkpoints that each phase keeps; the best one of RL stays as well."""
 
 
 class CheckpointError(UserError):
     """A checkpoint could not be written or read."""
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not what was saved."""
-
-    def __init__(self, message: str, step: int):
-        super().__init__(message)
-        self.step = step
 
 
 class SaveError(CheckpointError):
@@ -115,10 +103,17 @@ class Checkpoints:
             read_only=read_only,
             create=not read_only,
         )
-        with self._named_errors():
-            self._manager = ocp.CheckpointManager(
-                self.folder, options=options, item_names=(_STATE, _META)
-            )
+        try:
+            with named_errors(str(self.folder)):
+                self._manager = ocp.CheckpointManager(
+                    self.folder, options=options, item_names=(_STATE, _META)
+                )
+        except BucketError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint folder {self.folder} cannot be used: {_cause(error)}."
+            ) from error
 
     def save(
         self, step: int, state: PyTree, meta: dict[str, Any], score: float | None = None
@@ -190,9 +185,8 @@ class Checkpoints:
             (state, meta, step).
 
         Raises:
-            DamagedCheckpointError: It is not what was saved; all processes raise it.
-            CheckpointError: There is no such checkpoint, it cannot be read, it has another
-                identity, or its leaves differ from the template's.
+            CheckpointError: There is no such checkpoint, it cannot be read or is not what was
+                saved, it has another identity, or its leaves differ from the template's.
         """
         step = self._existing(step)
         record = self._record(step)
@@ -205,36 +199,18 @@ class Checkpoints:
             self._require_same(f"{folder} is another run's", record["identity"], self._identity)
         described = {name: _describe(leaf) for name, leaf in wanted.items()}
         self._require_same(f"{folder} holds a state with other leaves", stored, described)
-        placed = {name: _placed(leaf) for name, leaf in wanted.items()}
+        targets = {name: _target(leaf) for name, leaf in wanted.items()}
         arguments = ocp.args.PyTreeRestore(
-            item=placed,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(placed),
+            item=targets,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
             partial_restore=part,
         )
-        found = self._read(step, _STATE, arguments)
-        damaged = [name for name, own in _sums(found).items() if own != record["sums"][name]]
+        arrays = self._read(step, _STATE, arguments)
+        damaged = [name for name, own in _sums(arrays).items() if own != record["sums"][name]]
         if damaged:
-            raise self._damaged(step, f"{damaged[0]}: its checksum is wrong")
-        leaves = [found[name] for name in wanted]
+            raise self._unreadable(step, f"{damaged[0]}: its checksum is wrong")
+        leaves = [arrays[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(template), leaves), record["meta"], step
-
-    def set_aside(self, damage: DamagedCheckpointError) -> int:
-        """Set a damaged checkpoint aside, and return the step of the one before it.
-
-        It becomes STEP.damaged. A bucket has no rename: there it becomes an unfinished checkpoint,
-        which the next start deletes.
-
-        Raises:
-            DamagedCheckpointError: There is no checkpoint before it, so it stays where it is.
-        """
-        older = [step for step in self.steps() if step < damage.step]
-        if not older:
-            raise damage
-        hosts.from_first(lambda: _move_away(self.folder / str(damage.step)))
-        if hosts.is_first():
-            print(f"warning: {damage}; it is set aside, and {older[-1]} is used", file=sys.stderr)
-        self._manager.reload()
-        return older[-1]
 
     def wait(self) -> None:
         """Wait for saving in the background. Raises SaveError if it failed."""
@@ -251,18 +227,6 @@ class Checkpoints:
     def _require_same(self, what: str, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
         remedy = "Use the code and settings that wrote it, or another run directory."
         require_same(what, stored, wanted, remedy, CheckpointError)
-
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Name the folder in errors of Orbax, which lists it."""
-        try:
-            yield
-        except Exception as error:
-            if is_bucket(self.folder):
-                raise store_error(str(self.folder), error) from error
-            raise CheckpointError(
-                f"the checkpoint folder {self.folder} cannot be used: {_cause(error)}."
-            ) from error
 
     def _fail(self, error: Exception) -> NoReturn:
         """Raise the error of a failed save."""
@@ -294,7 +258,7 @@ class Checkpoints:
         """Read the JSON that `save` stored: leaves, sums, meta, identity."""
         record = self._read(step, _META, ocp.args.JsonRestore())
         if record.pop("checksum", None) != _sum_of_json(record):
-            raise self._damaged(step, "meta: its checksum is wrong")
+            raise self._unreadable(step, "meta: its checksum is wrong")
         return record
 
     def _read(self, step: int, item: str, arguments: Any) -> Any:
@@ -305,37 +269,31 @@ class Checkpoints:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**{item: arguments}))[item]
         except Exception as error:
-            damaged = self._damaged(step, _cause(error))
-            # Other processes may not see it, and a store may answer the next time.
-            own = jax.process_count() > 1 or is_bucket(self.folder)
-            if own or not _means_damage(error):
-                raise CheckpointError(str(damaged)) from error
-            raise damaged from error
+            raise self._unreadable(step, _cause(error)) from error
 
-    def _damaged(self, step: int, damage: str) -> DamagedCheckpointError:
+    def _unreadable(self, step: int, cause: str) -> CheckpointError:
         again = "to resume from the one before it" if self.steps()[0] < step else "to start again"
-        return DamagedCheckpointError(
-            f"{self.folder / str(step)} cannot be read ({damage}): restore it from a backup, or "
-            f"delete it {again}",
-            step,
+        return CheckpointError(
+            f"{self.folder / str(step)} cannot be read ({cause}): if it is damaged, restore it "
+            f"from a backup, or delete it {again}"
         )
 
 
-def _means_damage(error: Exception) -> bool:
-    """Return whether a checkpoint that cannot be read is damaged; else the machine has a fault."""
-    # What Orbax and TensorStore raise for content that is missing or corrupt.
-    kinds = (ValueError, KeyError, AttributeError, FileNotFoundError)
-    return isinstance(error, kinds) and not any(fault in str(error) for fault in _FAULTS)
+def not_finite(state: PyTree) -> str:
+    """Return the path of an array that has a number that is not finite; "" if there is none.
+
+    All processes call it, and get the same. Sharded arrays stay where they are.
+    """
+    leaves = _named_leaves(state)
+    numbers = {name: x for name, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+    mine = next((name for name, finite in _finite(numbers).items() if not finite), "")
+    return next((name for name in hosts.gather(mine) if name), "")
 
 
-def _move_away(folder: AnyPath) -> None:
-    """Make a folder that is no checkpoint of a damaged one."""
-    if is_bucket(folder):
-        (folder / COMMITTED).unlink()
-        return
-    aside = pathlib.Path(f"{folder}.damaged")
-    shutil.rmtree(aside, ignore_errors=True)
-    pathlib.Path(folder).rename(aside)
+@jax.jit
+def _finite(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return whether all numbers of each array are finite, in one program."""
+    return {name: jnp.isfinite(array).all() for name, array in arrays.items()}
 
 
 def _score(metrics: dict[str, float]) -> float:
@@ -376,7 +334,7 @@ def _describe(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _placed(leaf: Any) -> Any:
+def _target(leaf: Any) -> Any:
     """Return a leaf as Orbax expects it: NumPy unchanged, others abstract with a sharding."""
     if isinstance(leaf, np.ndarray):
         return leaf

@@ -17,9 +17,9 @@ import time
 import uuid
 from typing import Any
 
+from paravt_jax.processes.exit_codes import UserError
 from train.durable.bucket import named_errors, open_store
-from train.durable.run_directory import RunDirectoryError
-from train.durable.step_lines import say
+from train.durable.metrics import say
 
 LENGTH = 60.0
 """Seconds without a renewal after which another process takes over."""
@@ -30,7 +30,7 @@ NAME = "in-use.txt"
 _LOOK = 2.0  # seconds between two looks at somebody else's lease
 
 
-class LeaseError(RunDirectoryError):
+class LeaseError(UserError):
     """Another process uses the run."""
 
 
@@ -59,8 +59,10 @@ class Lease:
         # Renewals of the thread and of `require` must not meet.
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        while not self._create():
+        self._write("create")
+        while not self._is_mine():
             self._wait_for_other(self._read())
+            self._write("create")
         self._renewed = time.monotonic()
         threading.Thread(target=self._renew_until_closed, daemon=True).start()
 
@@ -74,10 +76,9 @@ class Lease:
         if time.monotonic() - self._renewed > LENGTH - EVERY:
             self._renew()
         if self._lost:
-            holder = _name(self._read()) or "a process that has ended"
             raise LeaseError(
-                f"--run-dir {self._address} was taken over by {holder}, because this one could "
-                f"not renew its lease for {LENGTH:.0f} s; let that one go on"
+                f"--run-dir {self._address} was taken over by {_name(self._read())}, because this "
+                f"one could not renew its lease for {LENGTH:.0f} s; let that one go on"
             )
 
     def close(self) -> None:
@@ -90,38 +91,27 @@ class Lease:
             except OSError as error:
                 say(f"warning: {error}; the next start waits up to {LENGTH:.0f} s")
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _wait_for_other(self, content: str) -> None:
         """Return when the lease of another process was given back, or was not renewed in time.
 
         Raises:
             LeaseError: It was renewed.
         """
-        if not content:
-            return
         say(
             f"{self._address} was last used by {_name(content)}, which did not say that it ended; "
             f"waiting up to {LENGTH:.0f} s for a sign of life"
         )
         end = time.monotonic() + LENGTH
-        while time.monotonic() < end:
-            time.sleep(_LOOK)
-            found = self._read()
-            if not found:
+        while (now := self._read()) == content:
+            if time.monotonic() > end:
+                self._delete()
                 return
-            if found != content:
-                raise LeaseError(
-                    f"--run-dir {self._address} is in use by {_name(found)}: wait for it, stop "
-                    "it, or give another --run-dir."
-                )
-        # Another process may have waited for the same one.
-        if self._read() == content:
-            self._delete()
+            time.sleep(_LOOK)
+        if now:
+            raise LeaseError(
+                f"--run-dir {self._address} is in use by {_name(now)}: wait for it, stop it, or "
+                "give another --run-dir."
+            )
 
     def _renew_until_closed(self) -> None:
         while not self._lost and not self._closing.wait(EVERY):
@@ -139,19 +129,13 @@ class Lease:
                 self._write("overwrite")
                 self._renewed = time.monotonic()
 
-    def _create(self) -> bool:
-        """Write the lease if there is none; return whether it is ours then."""
-        # A write whose answer is lost is repeated, and then finds its own object.
-        with contextlib.suppress(FileExistsError):
-            self._write("create")
-        return self._is_mine()
-
     def _is_mine(self) -> bool:
         return self._read().startswith(self._holder)
 
     def _write(self, mode: str) -> None:
         content = f"{self._holder}, renewed at {time.time()}".encode()
-        with named_errors(self._file):
+        # A write whose answer is lost is repeated, and then finds its own object.
+        with named_errors(self._file), contextlib.suppress(FileExistsError):
             self._store.pipe_file(self._path, content, mode=mode)
 
     def _read(self) -> str:
@@ -169,4 +153,4 @@ class Lease:
 
 def _name(content: str) -> str:
     """Return the process that a lease names."""
-    return content.partition(",")[0]
+    return content.partition(",")[0] or "a process that has ended"

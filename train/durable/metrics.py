@@ -1,5 +1,10 @@
 """Records the metrics of a run: metrics.jsonl, TensorBoard, and Weights & Biases on request.
 
+Prints a line per step as well, the same on a terminal and in a log file:
+
+    cold start 120/500 · loss 0.812 · 31.2 s · 4,204 tok/s · MFU 38.1 % · 3 h 17 min left
+    PARA-GRPO 12/54 · reward 0.93 · accuracy 0.61 · compliance 0.84 · calls 1.90 · 118.0 s · ...
+
 metrics.jsonl is the source of all other records. It holds each step once and the phases in order,
 however often a run is killed: a resumed run first removes the lines after its checkpoint. In a
 multi-host run only the first process writes.
@@ -11,9 +16,9 @@ import json
 import math
 import os
 import pathlib
+import sys
 import time
 import uuid
-import zlib
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
@@ -21,7 +26,7 @@ import tensorboardX
 from typing_extensions import TypedDict
 
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_json import DamagedFileError, mismatch
+from paravt_jax.data.stored_json import parse_json
 from paravt_jax.processes import hosts
 
 PHASE_TITLES = {
@@ -31,13 +36,27 @@ PHASE_TITLES = {
 }
 PHASES = tuple(PHASE_TITLES)
 
-MEASURED = ("wall", "time/", "idle/", "speed/", "memory/", "compile/", "goodput/")
+MEASURED = ("wall", "time/", "idle/", "speed/", "memory/")
 """Prefixes of metrics that tell how the machine did, and so differ between two equal runs."""
 
 _REMEDY = "restore the file from a backup"
 
 
-class _Row(TypedDict):
+EVERY = 1.0
+"""Seconds between two printed lines at least, so that logs of short steps stay readable."""
+
+_SHOWN = {
+    "reward/total": "reward {:.2f}",
+    "loss": "loss {:.3f}",
+    "accuracy": "accuracy {:.2f}",
+    "compliance": "compliance {:.2f}",
+    "calls": "calls {:.2f}",
+    "speed/tokens": "{:,.0f} tok/s",
+    "speed/mfu": "MFU {:.1%}",
+}
+
+
+class _Line(TypedDict):
     """What every line of metrics.jsonl has, beside the step's metrics."""
 
     phase: str
@@ -62,20 +81,11 @@ def read_jsonl(path: str | os.PathLike[str], kind: Any = dict[str, Any]) -> list
         return []
     # The last piece is empty if the file ends with a line feed; otherwise it is an incomplete line.
     complete_lines = path.read_bytes().split(b"\n")[:-1]
-    rows = []
-    for number, line in enumerate(complete_lines, 1):
-        try:
-            row = json.loads(line)
-        # RecursionError: nested too deeply.
-        except (ValueError, RecursionError) as error:
-            raise DamagedFileError(
-                f"{path}, line {number}: damaged: not JSON ({error}); {_REMEDY}"
-            ) from error
-        wrong = mismatch(row, kind)
-        if wrong:
-            raise DamagedFileError(f"{path}, line {number}: damaged: {wrong}; {_REMEDY}")
-        rows.append(row)
-    return rows
+    remedy = "restore the file from a backup"
+    return [
+        parse_json(line, f"{path}, line {number}", kind, remedy)
+        for number, line in enumerate(complete_lines, 1)
+    ]
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -84,7 +94,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Each has `phase`, `step`, `wall` (Unix seconds) and the step's metrics. Values that were not
     finite are None.
     """
-    return read_jsonl(path, _Row)
+    return read_jsonl(path, _Line)
 
 
 class MetricsWriter:
@@ -133,11 +143,11 @@ class MetricsWriter:
         """
         assert phase in PHASES, phase
         numbers = {name: _finite(value) for name, value in values.items()}
-        row = {"phase": phase, "step": int(step), "wall": round(time.time(), 3), **numbers}
+        line = {"phase": phase, "step": int(step), "wall": round(time.time(), 3), **numbers}
         if not hosts.is_first():
-            return row
+            return line
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(line) + "\n")
             file.flush()
             # A checkpoint of this step may follow. After a power failure the checkpoint must not be
             # on disk without its metrics.
@@ -148,12 +158,12 @@ class MetricsWriter:
             folder = str(self._dir / "tensorboard" / phase)
             self._events[phase] = tensorboardX.SummaryWriter(folder, purge_step=step)
         for name, value in finite.items():
-            self._events[phase].add_scalar(name, value, step, walltime=row["wall"])
+            self._events[phase].add_scalar(name, value, step, walltime=line["wall"])
         self._events[phase].flush()
         if self._wandb is not None:
             logged = {f"{phase}/{name}": value for name, value in finite.items()}
             self._wandb.log(logged | {f"{phase}/step": int(step)})
-        return row
+        return line
 
     def truncate(self, phase: str, step: int) -> None:
         """Remove everything after `step` of `phase`, later phases included, before a run resumes.
@@ -165,13 +175,8 @@ class MetricsWriter:
             step: The last step to keep.
         """
         if hosts.is_first() and self.path.exists():
-            rows = read_metrics(self.path)
-            self._rewrite([row for row in rows if _is_up_to(row, phase, step)])
-
-    def checksum(self, phase: str, step: int) -> int:
-        """Return a checksum of the lines up to a step, those of earlier phases included."""
-        rows = [row for row in read_metrics(self.path) if _is_up_to(row, phase, step)]
-        return zlib.crc32(json.dumps(rows).encode())
+            lines = read_metrics(self.path)
+            self._rewrite([line for line in lines if _is_up_to(line, phase, step)])
 
     def close(self) -> None:
         """Close the event files and the W&B run; metrics.jsonl needs no closing."""
@@ -180,14 +185,14 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.finish()
 
-    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+    def _rewrite(self, lines: list[dict[str, Any]]) -> None:
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _is_up_to(row: dict[str, Any], phase: str, step: int) -> bool:
+def _is_up_to(line: dict[str, Any], phase: str, step: int) -> bool:
     """Return whether a line belongs to an earlier phase, or to a step of this one up to `step`."""
-    own, last = PHASES.index(row["phase"]), PHASES.index(phase)
-    return own < last or (own == last and row["step"] <= step)
+    own, last = PHASES.index(line["phase"]), PHASES.index(phase)
+    return own < last or (own == last and line["step"] <= step)
 
 
 def _finite(value: SupportsFloat) -> float | None:
@@ -219,6 +224,51 @@ def _open_wandb(run_dir: pathlib.Path, project: str, config: Mapping[str, Any]) 
     for phase in PHASES:
         run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
     return run
+
+
+class StepLines:
+    """The printed lines of one phase in one process.
+
+    Args:
+        steps: Number of its steps.
+    """
+
+    def __init__(self, steps: int):
+        self._steps = steps
+        # The first step of a process compiles, so only those after it tell how long a step takes,
+        # with saves and evaluations between.
+        self._first: dict[str, Any] | None = None
+        self._printed = 0.0
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Print the step with this line of metrics.jsonl, unless the last one is too new."""
+        first = self._first = self._first or line
+        left, done = self._steps - line["step"], line["step"] - first["step"]
+        if left and line["wall"] - self._printed < EVERY:
+            return
+        self._printed = line["wall"]
+        # The loss of RL is near 0 by construction: its reward says more.
+        hidden = "loss" if "reward/total" in line else ""
+        texts = [f"{PHASE_TITLES[line['phase']]} {line['step']}/{self._steps}"]
+        texts += [
+            text.format(line[name])
+            for name, text in _SHOWN.items()
+            if name != hidden and line.get(name) is not None
+        ]
+        texts.append(f"{step_seconds(line):,.1f} s")
+        if left and done:
+            texts.append(f"{format_seconds(left * (line['wall'] - first['wall']) / done)} left")
+        say(" · ".join(texts))
+
+
+def step_seconds(line: dict[str, Any]) -> float:
+    """Return the measured duration of a step."""
+    return sum(value or 0.0 for name, value in line.items() if name.startswith("time/"))
+
+
+def say(line: str) -> None:
+    """Print a line to stderr at once."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def format_seconds(seconds: float) -> str:

@@ -7,35 +7,71 @@ The order in which a step is written matters:
 A kill between the first two leaves metrics without a checkpoint; the resumed phase removes them and
 repeats the step. The reverse order could leave a checkpoint without its metrics. As it is,
 metrics.jsonl holds each step once, and a clean stop repeats no step. A run in a bucket pushes
-metrics.jsonl before each checkpoint (`train.durable.place`). A checkpoint holds the checksum of the
-lines up to its step.
+metrics.jsonl before each checkpoint (`train.durable.run_folder`).
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
+import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import pathlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
 from paravt_jax.processes import hosts
-from train.durable.checkpoint import Checkpoints, DamagedCheckpointError
-from train.durable.finite import not_finite
-from train.durable.home import Home
-from train.durable.interrupts import Stopped
-from train.durable.metrics import PHASE_TITLES, PHASES, read_metrics
-from train.durable.run_directory import RunDirectoryError, cold_start_identity, identity
-from train.durable.step_lines import StepLines, say
-from train.durable.stored_records import pack, unpack
+from train.durable.checkpoint import Checkpoints, not_finite
+from train.durable.interrupts import Interrupts, Stopped
+from train.durable.metrics import (
+    PHASE_TITLES,
+    PHASES,
+    MetricsWriter,
+    StepLines,
+    read_metrics,
+    say,
+)
+from train.durable.run_folder import (
+    RunFolder,
+    RunFolderError,
+    cold_start_identity,
+    identity,
+)
+from train.durable.usage import Usage
 from train.evaluation_file import forget_after
 from train.learn.packing import GroupLengths
 
 T = TypeVar("T")
 
 _BACKUP = "restore it from a backup, or start anew with another --run-dir."
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """A run that this process has locked, and what all of its phases use."""
+
+    place: RunFolder
+    config: dict[str, Any]
+    """The run's settings as JSON, stored beside each checkpoint."""
+    metrics: MetricsWriter
+    usage: Usage
+    interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
+    profile: int = 0
+    """Step of each phase to trace; 0: none."""
+    check: Callable[[], None] = lambda: None
+    """Called before each save, in every process; an exception from it prevents the save."""
+    report: Callable[[], None] = lambda: None
+    """Writes the report so far; called after each regular save and each evaluation, in every
+    process."""
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder of the run's files, without checkpoints."""
+        return self.place.folder
 
 
 @runtime_checkable
@@ -110,8 +146,7 @@ class Saver:
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
         self.finished_steps: int = hosts.gather(checkpoints.latest())[0] or 0
-        # Opened by `restore`, in the first process only.
-        self._lines: StepLines | None = None
+        self._lines = StepLines(settings.steps)
 
     def __enter__(self) -> Saver:
         return self
@@ -149,25 +184,34 @@ class Saver:
                 yield step
             self._trace.close()
 
-    def restore(self, start: T) -> tuple[T, Any]:
+    def restore(self, initial: T) -> tuple[T, Any]:
         """Restore the newest checkpoint. Call it once, before the first step.
 
         Args:
-            start: The state before the first step. Its arrays are deleted if another is restored.
+            initial: The state before the first step. Its arrays are deleted if another is restored.
 
         Returns:
-            The saved state and data cursor, or `start` and None if nothing was saved.
+            The saved state and data cursor, or `initial` and None if nothing was saved.
 
         Raises:
-            CheckpointError: The checkpoint belongs to another run, model or vocabulary.
-            RunDirectoryError: metrics.jsonl is damaged, or the run cannot go on from another
+            CheckpointError: The checkpoint is damaged, or belongs to another run, model or
+                vocabulary.
+            RunFolderError: metrics.jsonl lacks lines, or the run cannot go on from another
                 checkpoint than the lost one.
             Stopped: The run was asked to stop and has steps left.
         """
-        state = start
+        state = initial
         cursor = None
         if self.finished_steps:
-            state, cursor = self._read(start)
+            template = initial if self._form is None else self._form.as_saved(initial)
+            template = jax.tree.map(_shape, template)
+            # Both states together might not fit into the memory of the devices.
+            for leaf in jax.tree.leaves(initial):
+                leaf.delete()
+            saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
+            state = saved if self._form is None else self._form.as_trained(saved)
+            cursor = unpack(meta["cursor"])
+        hosts.from_first(self._require_metrics)
         if self.left:
             self._go_on()
         return state, cursor
@@ -190,8 +234,8 @@ class Saver:
             step: Number of the step, from 1.
             state: Weights and optimizer state after the step.
             metrics: Those of the step, with "loss".
-            cursor: Position in the data after the step, as `train.durable.stored_records` can hold
-                it.
+            cursor: Position in the data after the step: records of this project, arrays, and what
+                JSON can hold.
             lengths: Lengths of the sequences of its updates, which tell their speed.
 
         Raises:
@@ -199,14 +243,15 @@ class Saver:
             CheckpointError: The checkpoint could not be written.
             Stopped: The run was asked to stop; the message says what is saved.
         """
-        self._require_finite(step, metrics)
+        # A sum is finite only if both terms are.
+        if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
+            raise self._diverged(f"the loss of {self._step(step)} is not finite")
         measured = self._home.usage.metrics(metrics, lengths)
-        row = self._home.metrics.write(self.name, step, {**metrics, **measured})
-        if self._lines is not None:
-            self._lines.add(row)
+        line = self._home.metrics.write(self.name, step, {**metrics, **measured})
+        if hosts.is_first():
+            self._lines.add(line)
         asked = self._home.interrupts.agree()
-        is_reported = asked is not None or self.is_regular(step)
-        if is_reported:
+        if asked is not None or self.is_regular(step):
             self._save(step, state, cursor)
             if asked is not None:
                 # The save may still be running in the background, but the message says it is done.
@@ -215,31 +260,21 @@ class Saver:
         if asked is not None:
             raise Stopped(asked, f"stopped after {self._step(step)}, which is saved")
 
-    def _read(self, start: Any) -> tuple[Any, Any]:
-        """Return the state and the cursor of the newest checkpoint; see `restore`."""
-        template = start if self._form is None else self._form.as_saved(start)
-        template = jax.tree.map(_shape, template)
-        # Both states together might not fit into the memory of the devices.
-        for leaf in jax.tree.leaves(start):
-            leaf.delete()
-        try:
-            saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
-        except DamagedCheckpointError as damage:
-            # Two damaged ones in a row are rather a fault of the machine.
-            if hosts.from_first(self._made_later):
-                raise
-            self.finished_steps = self._checkpoints.set_aside(damage)
-            saved, meta, _ = self._checkpoints.restore(template, self.finished_steps)
-        found = self._metrics_sum(self.finished_steps)
+    def _require_metrics(self) -> None:
+        """Raise RunFolderError if metrics.jsonl lacks lines of steps that are saved."""
         # The cold start of another run has its metrics there.
-        is_own = self.name not in ("align", "sft") or not self._home.config.get("start")
-        if is_own and found != meta["metrics"]:
-            raise RunDirectoryError(
-                f"{self._home.metrics.path}: damaged: the lines up to "
-                f"{self._step(self.finished_steps)} are not those that were saved: {_BACKUP}"
+        is_own = self.name == "rl" or not self._home.config.get("start")
+        if is_own and len(self._own_lines(1, self.finished_steps)) < self.finished_steps:
+            raise RunFolderError(
+                f"{self._home.metrics.path}: lines up to {self._step(self.finished_steps)} are "
+                f"lost: {_BACKUP}"
             )
-        state = saved if self._form is None else self._form.as_trained(saved)
-        return state, unpack(meta["cursor"])
+
+    def _own_lines(self, first: int, last: int) -> list[dict[str, Any]]:
+        """Return the metrics of this phase, from one step to another."""
+        # Read from disk: the steps may have run in an earlier process.
+        lines = read_metrics(self._home.metrics.path)
+        return [x for x in lines if x["phase"] == self.name and first <= x["step"] <= last]
 
     def _go_on(self) -> None:
         """Forget what earlier processes did after the newest checkpoint, and announce the steps."""
@@ -248,35 +283,22 @@ class Saver:
         home.metrics.truncate(self.name, self.finished_steps)
         if hosts.is_first():
             forget_after(home.folder, self.name, self.finished_steps)
-        home.interrupts.check(
-            f"stopped before {self._step(self.finished_steps + 1)}; all before it is saved"
-        )
+        following = self._step(self.finished_steps + 1)
+        home.interrupts.check(f"stopped before {following}; all before it is saved")
         if hosts.is_first():
-            say(
-                f"{self._step(self.finished_steps + 1)} is next; the first step after a start "
-                "compiles"
-            )
-            self._lines = StepLines(self._settings.steps)
+            say(f"{following} is next; the first step after a start compiles")
 
     def _require_last(self) -> None:
-        """Raise RunDirectoryError if something was made from steps that would be trained again."""
-        made = self._made_later()
+        """Raise RunFolderError if something was made from steps that would be trained again."""
+        later = PHASES[PHASES.index(self.name) + 1 :]
+        phases = {line["phase"] for line in read_metrics(self._home.metrics.path)}
+        made = [name for name in later if name in phases]
+        made += [name for name in ("model", "adapter") if (self._home.folder / name).exists()]
         if made:
-            raise RunDirectoryError(
+            raise RunFolderError(
                 f"{self._checkpoints.folder / str(self._settings.steps)}: lost, but "
                 f"{' and '.join(made)} in {self._home.folder} was made from it: {_BACKUP}"
             )
-
-    def _made_later(self) -> list[str]:
-        """Return what was made from the last step of this phase: later phases, exports."""
-        later = PHASES[PHASES.index(self.name) + 1 :]
-        rows = read_metrics(self._home.metrics.path)
-        made = [name for name in later if any(row["phase"] == name for row in rows)]
-        return made + [name for name in ("model", "adapter") if (self._home.folder / name).exists()]
-
-    def _metrics_sum(self, step: int) -> int:
-        """Return the checksum of the metrics up to a step."""
-        return hosts.from_first(lambda: self._home.metrics.checksum(self.name, step))
 
     def _save(self, step: int, state: Any, cursor: Any) -> None:
         if self._form is not None:
@@ -289,8 +311,7 @@ class Saver:
             self._home.check()
             self._home.place.push()
             score = hosts.from_first(lambda: self._score(step))
-            meta = {**self._meta, "cursor": pack(cursor), "metrics": self._metrics_sum(step)}
-            self._checkpoints.save(step, state, meta, score)
+            self._checkpoints.save(step, state, {**self._meta, "cursor": pack(cursor)}, score)
 
     def _step(self, step: int) -> str:
         """Return a step as the progress lines name it."""
@@ -303,19 +324,10 @@ class Saver:
         if self.name != "rl" or not self.is_regular(step):
             return None
         every = self._settings.save_every
-        previous_save = (step - 1) // every * every
-        # Read from disk: the steps may have run in an earlier process.
         values = [
-            row["accuracy"]
-            for row in read_metrics(self._home.metrics.path)
-            if row["phase"] == self.name and previous_save < row["step"] <= step
+            line["accuracy"] for line in self._own_lines((step - 1) // every * every + 1, step)
         ]
         return sum(values) / len(values)
-
-    def _require_finite(self, step: int, metrics: Mapping[str, float]) -> None:
-        # A sum is finite only if both terms are.
-        if not math.isfinite(metrics["loss"] + metrics.get("grad_norm", 0.0)):
-            raise self._diverged(f"the loss of {self._step(step)} is not finite")
 
     def _diverged(self, what: str) -> ValueError:
         newest = self._checkpoints.latest()
@@ -333,6 +345,28 @@ def _shape(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def pack(cursor: Any) -> str:
+    """Encode records of this project, arrays, and what JSON can hold, as text for JSON."""
+    return base64.b64encode(pickle.dumps(cursor)).decode()
+
+
+def unpack(text: str) -> Any:
+    """Decode what `pack` returned."""
+    return _Records(io.BytesIO(base64.b64decode(text))).load()
+
+
+class _Records(pickle.Unpickler):
+    """Reads classes of this project and arrays only, so that a checkpoint cannot run other code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        own = module.partition(".")[0] in ("paravt_jax", "rollout", "train")
+        if own or module in ("numpy", "numpy._core.multiarray", "numpy._core.numeric"):
+            found = super().find_class(module, name)
+            if isinstance(found, type) or (not own and name in ("_reconstruct", "_frombuffer")):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no record")
 
 
 def open_saver(

@@ -1,8 +1,4 @@
-"""What a step uses besides its work: memory of the devices, seconds of compiling and waiting.
-
-The seconds that count towards goodput are those of a step's parts (`time/...`), less compiling and
-waiting for files and other hosts.
-"""
+"""What a step uses besides its work: memory of the devices, seconds of compiling and waiting."""
 
 from __future__ import annotations
 
@@ -20,9 +16,6 @@ from rollout.engine.engine import Engine
 from train.learn.packing import GroupLengths
 from train.learn.speed import speeds
 
-_WAITING = ("idle/files", "idle/hosts")
-_COMPILED = "/jax/core/compile/backend_compile_duration"
-
 
 class Compilations:
     """Number and seconds of the compilations of this process since this was created.
@@ -36,7 +29,7 @@ class Compilations:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event == _COMPILED:
+        if event == "/jax/core/compile/backend_compile_duration":
             self.count += 1
             self.seconds += duration_secs
 
@@ -53,7 +46,6 @@ class Usage:
         # Counters of the seconds in which this host waited, by what it waited for.
         self._waited: dict[str, Callable[[], float]] = {}
         self._warm_up = self.WARM_UP
-        self._ended = (0, 0.0)
         self.reset()
 
     def trains(self, config: ModelConfig, devices: int) -> None:
@@ -65,7 +57,7 @@ class Usage:
 
         - `files`: nothing to sample while files were read;
         - `hosts`: for other hosts, for example for their last rollouts;
-        - `tail`: decoding while rows were empty, by their share of the most that were busy;
+        - `tail`: decoding while slots were empty, by their share of the most that were busy;
         - `compile`: compilation.
         """
         self._waited = {
@@ -85,62 +77,27 @@ class Usage:
     def metrics(
         self, figures: Mapping[str, float], lengths: Sequence[GroupLengths] = ()
     ) -> dict[str, float]:
-        """Return speed, memory, compiling and waiting of a step. All processes call this.
+        """Return speed, memory and waiting of a step. All processes call this.
 
         Args:
             figures: The other metrics of the step.
             lengths: Lengths of the sequences of its updates.
         """
-        measured = _memory()
+        measured = {}
+        waited = {name: seconds() - self._before[name] for name, seconds in self._waited.items()}
+        everyone = hosts.gather((used_memory(jax.local_devices()), waited))
+        if used := [device for devices, _ in everyone for device in devices]:
+            # In GiB, on the fullest device; JAX has no counts of CPUs.
+            measured["memory/in_use"] = max(in_use for in_use, _ in used) / 2**30
+            measured["memory/peak"] = max(peak for _, peak in used) / 2**30
         if self._trained is not None and lengths:
             config, devices = self._trained
             seconds = figures.get("time/update", figures.get("time/step", math.inf))
             measured |= speeds(lengths, config, seconds, devices)
+        for name in waited:
+            measured[f"idle/{name}"] = sum(host[name] for _, host in everyone) / len(everyone)
         if self._waited:
-            measured |= self._idle()
             self._warm_up -= 1
-            if self._warm_up < 0:
-                measured["recompilations"] = float(self.compilations.count - self._compiled)
-        before, self._ended = self._ended, (self.compilations.count, self.compilations.seconds)
-        programs, compiled = (end - start for end, start in zip(self._ended, before, strict=True))
-        return measured | {
-            "compile/seconds": compiled,
-            "compile/programs": float(programs),
-            "goodput/seconds": counted_seconds({**figures, **measured}, compiled),
-        }
-
-    def _idle(self) -> dict[str, float]:
-        """Return means over hosts, and the most of any host if there are several."""
-        own = {name: seconds() - self._before[name] for name, seconds in self._waited.items()}
-        found = {"recompilations": 0.0}
-        everyone = hosts.gather(own)
-        for name in own:
-            seconds = [host[name] for host in everyone]
-            found[f"idle/{name}"] = sum(seconds) / len(seconds)
-            if len(seconds) > 1:
-                found[f"idle/{name}_max"] = max(seconds)
-        return found
-
-
-def counted_seconds(figures: Mapping[str, float], compiled: float) -> float:
-    """Return the seconds of a step that count towards goodput.
-
-    Args:
-        figures: The metrics of the step.
-        compiled: Seconds of compiling since the step before. Of RL it is known how many of them lie
-            within the step.
-    """
-    parts = sum(seconds for name, seconds in figures.items() if name.startswith("time/"))
-    waited = sum(figures.get(name, 0.0) for name in _WAITING)
-    return max(0.0, parts - waited - figures.get("idle/compile", compiled))
-
-
-def _memory() -> dict[str, float]:
-    """Return GiB in use, and at most, on the fullest device; {} where JAX has no counts."""
-    found = [used for part in hosts.gather(used_memory(jax.local_devices())) for used in part]
-    if not found:
-        return {}
-    return {
-        "memory/in_use": max(used for used, _ in found) / 2**30,
-        "memory/peak": max(peak for _, peak in found) / 2**30,
-    }
+            recompiled = self.compilations.count - self._compiled if self._warm_up < 0 else 0
+            measured["recompilations"] = float(recompiled)
+        return measured

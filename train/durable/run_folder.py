@@ -1,0 +1,382 @@
+"""The folder of one run, in which one process at a time works on one configuration.
+
+A run lives in a folder, or in a bucket with a local folder for its small files:
+
+    run_dir      small files, the exported model               checkpoints
+    a folder     in it                                         in it
+    gs://...     ~/.cache/paravt-jax/runs/DIGEST-PROCESS/NAME  gs://.../checkpoints
+
+The rest of a run works on `RunFolder.folder`, and calls `push` where files have to be durable. On a
+disk they are durable when they are written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from paravt_jax.data.any_path import AnyPath, any_path, is_bucket, user_folder
+from paravt_jax.data.stored_json import DamagedFileError, parse_checked_json, write_checked_json
+from paravt_jax.data.stored_settings import as_json, lock, require_same
+from paravt_jax.processes import cluster, hosts
+from paravt_jax.processes.exit_codes import UserError
+from train.durable.bucket import BucketFiles, copy_checkpoint, is_complete, named_errors
+from train.durable.interrupts import Stopped
+from train.durable.lease import Lease
+
+FORMAT = 12
+"""Version of a run's files. Raise it when this code cannot read older runs."""
+
+MAY_CHANGE = (
+    "max_left_out",
+    "mesh",
+    "engine",
+    "fitted",
+    "sft.microbatches",
+    "sft.remat",
+    "rl.microbatch_tokens",
+    "rl.remat",
+)
+"""Settings that may change when a run resumes. They decide whether it continues, and on which
+devices. Results stay the same, up to the rounding that another mesh brings; only dropout of
+adapters is drawn anew with another number of replicas."""
+
+_LOCK = ".lock"
+_CONFIG = "config.json"
+# What a start writes before it makes anything: also into a bucket, or cut off by a kill.
+_FIRST = (_LOCK, _CONFIG, "config.json.tmp", "files.json", "in-use.txt")
+# An exported model is large, and only the first process looks whether it is there.
+_EXPORTS = ("model/", "adapter/")
+# Settings that determine a cold start, with those fields of `data` and without those of `protocol`.
+_COLD_START_SETTINGS = (
+    "world",
+    "text",
+    "model",
+    "lora",
+    "train_vision",
+    "frames",
+    "align",
+    "sft",
+    "protocol",
+)
+_DATA_FIELDS = ("annotations", "media", "frames")
+_ROLLOUT_FIELDS = ("pin_think", "max_calls", "turn_tokens", "trajectory_tokens", "text_tokens")
+
+
+class RunFolderError(UserError):
+    """The folder cannot be used for this run."""
+
+
+class RunFolder:
+    """A run in a folder, or in a bucket.
+
+    Args:
+        run_dir: A folder, or gs://BUCKET/FOLDER.
+
+    Attributes:
+        shown: The folder or the address, as the user knows it.
+        folder: Holds the small files.
+        checkpoints: Holds one folder per phase.
+        programs: A folder for compiled programs that all processes see.
+
+    Raises:
+        ModuleNotFoundError: The package for an address is missing.
+    """
+
+    def __init__(self, run_dir: str | pathlib.Path):
+        self.programs: AnyPath = any_path(run_dir)
+        self.shown = str(self.programs).rstrip("/")
+        self.checkpoints: AnyPath = self.programs / "checkpoints"
+        self.folder = pathlib.Path(self.shown)
+        self._in_bucket = is_bucket(run_dir)
+        if self._in_bucket:
+            digest = hashlib.sha256(self.shown.encode()).hexdigest()[:16]
+            # Processes on one machine do not share files here, as they do not on several machines.
+            cache = user_folder() / "runs" / f"{digest}-{hosts.process_index()}"
+            self.folder = cache / self.shown.rpartition("/")[2]
+        self._lease: Lease | None = None
+
+    @functools.cached_property
+    def _files(self) -> BucketFiles:
+        """The small files in the bucket, which needs credentials."""
+        return BucketFiles(self.shown, self.folder)
+
+    def require_usable(self, config: dict[str, Any]) -> bool:
+        """Raise RunFolderError if the folder holds another run or other files. Change nothing.
+
+        Args:
+            config: The run's settings, as JSON can hold them.
+
+        Returns:
+            Whether it holds a run to continue.
+        """
+        with named_errors(self.shown):
+            return self.programs.exists() and _is_continued(self.programs, config)
+
+    def claim(self, config: dict[str, Any], start: str, stack: contextlib.ExitStack) -> None:
+        """Lock the run until `stack` closes. Only the first process calls it.
+
+        Args:
+            config: The run's settings.
+            start: A run whose cold start is taken over; may be empty.
+            stack: Gets what has to be closed.
+
+        Raises:
+            RunFolderError: The run is one of other settings, or in use on this machine.
+            LeaseError: The run is in use on another machine.
+        """
+        if self._in_bucket:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            # A frozen process that has lost its lease still works on these files.
+            stack.enter_context(_lock(self.folder.parent / _LOCK, self.shown))
+            self._lease = stack.enter_context(contextlib.closing(Lease(self.shown)))
+            self.require_usable(config)
+            self._files.pull()
+        stack.enter_context(claim_folder(self.folder, config))
+        self.push()
+        if start:
+            self._take_over(start, config)
+            self.push()
+        stack.push(self._push_at_end)
+
+    def require_shared(self) -> None:
+        """Raise ValueError on every process if another one has a run elsewhere."""
+        if self._in_bucket:
+            hosts.require_same("run_dir", self.shown)
+        else:
+            cluster.require_shared(self.folder)
+
+    def push(self) -> None:
+        """Return when the files of the first process are durable."""
+        if self._lease is not None:
+            self._lease.require()
+            self._files.push()
+
+    def pull(self) -> None:
+        """Fetch the files of the first process on the other processes."""
+        if self._in_bucket and not hosts.is_first():
+            self._files.pull(_is_read)
+
+    def in_words(self, text: str) -> str:
+        """Return a message with the paths that the user knows."""
+        return text.replace(str(self.folder), self.shown)
+
+    def _push_at_end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Push what was written since the last save, unless the run failed."""
+        if kind is None or issubclass(kind, Stopped):
+            self.push()
+
+    def _take_over(self, start: str, config: dict[str, Any]) -> None:
+        """Copy the data and the cold start of another run, so that this one begins with RL.
+
+        Folders and checkpoints that are already there stay.
+        """
+        require_cold_start(start, config)
+        missing = tuple(x for x in _cold_start_folders(config) if not (self.folder / x).exists())
+        with small_files(start, lambda name: name.startswith(missing)) as source:
+            for name in missing:
+                _copy_folder(source / name, self.folder / name, shutil.copy2)
+        for name in _cold_start_checkpoints(config):
+            if self._in_bucket:
+                copy_checkpoint(f"{start.rstrip('/')}/{name}", f"{self.shown}/{name}")
+            else:
+                _copy_folder(pathlib.Path(start) / name, self.folder / name, _link_or_copy)
+
+
+def claim_folder(run_dir: str | pathlib.Path, config: dict[str, Any]) -> TextIO:
+    """Create or reopen a run's folder, and lock it until the returned stream is closed.
+
+    A new folder gets config.json; an existing one must hold the same configuration. Settings in
+    `MAY_CHANGE` may differ and are written again. The lock is a kernel lock and ends with the
+    process, however it dies.
+
+    Args:
+        run_dir: Created if needed.
+        config: The run's settings, as JSON can hold them.
+
+    Raises:
+        RunFolderError: Another process has the lock, the configuration differs (the message lists
+            the fields), the folder holds other files, or it cannot be written.
+        TypeError: `config` is not JSON.
+    """
+    folder = pathlib.Path(run_dir).absolute()
+    config = as_json(config, "the run's configuration")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as undo:
+            stream = undo.enter_context(_lock(folder / _LOCK, str(folder)))
+            _is_continued(folder, config)
+            write_checked_json(folder / _CONFIG, {"format": FORMAT, **config}, indent=1)
+            undo.pop_all()
+        return stream
+    except OSError as error:
+        raise RunFolderError(
+            f"--run-dir {folder} cannot be used: {error}. Give a writable folder."
+        ) from error
+
+
+def _lock(file: pathlib.Path, run_dir: str) -> TextIO:
+    try:
+        return lock(file)
+    except BlockingIOError as error:
+        raise RunFolderError(
+            f"--run-dir {run_dir} is {error}: wait for it, stop it, or give another --run-dir."
+        ) from error
+
+
+def _is_continued(folder: AnyPath, config: dict[str, Any]) -> bool:
+    """Return whether a folder holds this run; False if nothing was made there yet.
+
+    Raises:
+        RunFolderError: The folder holds another run or other files.
+    """
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in _FIRST)
+    if not others:
+        return False
+    if not (folder / _CONFIG).exists():
+        raise RunFolderError(
+            f"--run-dir {folder} is not a run's folder: it has no {_CONFIG} and holds "
+            f"{', '.join(others[:5])}. Give a new or empty folder."
+        )
+    require_same(
+        f"--run-dir {folder} holds a run of another configuration",
+        identity(read_config(folder, "--run-dir")),
+        identity(as_json(config, "the run's configuration")),
+        f"Name another --run-dir (--start {folder} keeps its cold start if that has the same "
+        "settings), or use its settings.",
+        RunFolderError,
+    )
+    return True
+
+
+def read_config(folder: AnyPath, flag: str) -> dict[str, Any]:
+    """Read the configuration of the run in `folder`.
+
+    Args:
+        folder: A run's directory.
+        flag: The command-line flag that named it, for error messages.
+
+    Raises:
+        RunFolderError: The file is damaged or has another format. The message is one line.
+    """
+    file = folder / _CONFIG
+    try:
+        remedy = f"restore it, or give another {flag}"
+        config = parse_checked_json(file.read_bytes(), str(file), dict[str, Any], remedy)
+    except DamagedFileError as error:
+        raise RunFolderError(f"{error}.") from error
+    number = config.pop("format", 1)
+    if number != FORMAT:
+        raise RunFolderError(
+            f"{flag} {folder} has format {number}; this version reads format {FORMAT}: use the "
+            f"version of this program that made it, or give another {flag}."
+        )
+    return config
+
+
+def identity(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that must stay the same when a run resumes."""
+    kept = {name: value for name, value in config.items() if name not in MAY_CHANGE}
+    for path in MAY_CHANGE:
+        section, _, field = path.partition(".")
+        if field and isinstance(kept.get(section), dict):
+            kept[section] = {name: x for name, x in kept[section].items() if name != field}
+    return kept
+
+
+def cold_start_identity(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that determine a cold start; runs that agree on them can share one."""
+    config = identity(config)
+    settings = {name: config[name] for name in _COLD_START_SETTINGS}
+    settings["protocol"] = {
+        name: value for name, value in config["protocol"].items() if name not in _ROLLOUT_FIELDS
+    }
+    if config.get("data"):
+        settings["data"] = {name: config["data"][name] for name in _DATA_FIELDS}
+    return settings
+
+
+def require_cold_start(start: str, config: dict[str, Any]) -> None:
+    """Raise RunFolderError unless a run has a finished cold start of the same settings.
+
+    Args:
+        start: Directory of the other run, or its address in a bucket.
+        config: This run's settings.
+    """
+    source = any_path(start)
+    with named_errors(start):
+        missing = [_CONFIG] if not (source / _CONFIG).exists() else []
+        if not missing:
+            require_same(
+                f"--start {start} holds a cold start of other settings",
+                cold_start_identity(read_config(source, "--start")),
+                cold_start_identity(as_json(config, "the run's configuration")),
+                "Name another --start, or use its settings.",
+                RunFolderError,
+            )
+            missing = [x for x in _cold_start_folders(config) if not (source / x).exists()]
+            missing += [x for x in _cold_start_checkpoints(config) if not is_complete(source / x)]
+    if missing:
+        raise RunFolderError(
+            f"--start {start} is not a run with a finished cold start: {', '.join(missing)} "
+            "missing; resume that run first."
+        )
+
+
+def _cold_start_folders(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of the folders that a cold start has made, without checkpoints."""
+    return ("tokenizer",) if config.get("data") else ("videos", "records", "tokenizer")
+
+
+def _cold_start_checkpoints(config: dict[str, Any]) -> list[str]:
+    """Return the names of the last checkpoints of a cold start."""
+    phases = [phase for phase in ("align", "sft") if config[phase]]
+    return [f"checkpoints/{phase}/{config[phase]['steps']}" for phase in phases]
+
+
+def _is_read(name: str) -> bool:
+    return not name.startswith(_EXPORTS)
+
+
+@contextlib.contextmanager
+def small_files(run_dir: str, wanted: Callable[[str], bool] = _is_read) -> Iterator[pathlib.Path]:
+    """Yield a local folder with files of a run that may be going on elsewhere, to read.
+
+    Args:
+        run_dir: The run, in a folder or in a bucket.
+        wanted: Whether to fetch the file of a name from a bucket.
+    """
+    if not is_bucket(run_dir):
+        yield pathlib.Path(run_dir)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary) / run_dir.rstrip("/").rpartition("/")[2]
+        BucketFiles(run_dir, folder).pull(wanted)
+        yield folder
+
+
+def _copy_folder(
+    source: pathlib.Path, target: pathlib.Path, copy: Callable[[str, str], object]
+) -> None:
+    """Copy a folder unless the target exists, which is complete even after a kill."""
+    if target.exists():
+        return
+    unfinished = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(source, unfinished, copy_function=copy)
+    unfinished.rename(target)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Make a second name for a file, which takes no space, or a copy on another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
