@@ -367,10 +367,6 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
     },
     (f"{_ENGINE}/sampling.py", _SAMPLING): {
-        "top_k_alone_ignored": (
-            "((choices.top_k > 0) | (choices.top_p < 1))",
-            "(choices.top_p < 1)",
-        ),
         "every_draw_the_same": (
             "jax.random.fold_in(jax.random.key(seed), number)",
             "jax.random.key(seed)",
@@ -380,8 +376,6 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "jnp.cumsum(sums, -1)",
         ),
         "zero_share_draws_the_first_word": ("ends > target[:, None]", "ends >= target[:, None]"),
-        "top_k_keeps_one_more": ("stay.sum(-1) >= wanted", "stay.sum(-1) > wanted"),
-        "top_p_loses_a_percent": ("choices.top_p - 1e-6", "choices.top_p - 1e-2"),
         "logprob_not_normalised": ("- jnp.log(total)", "- jnp.log(jnp.ones_like(total))"),
         "greedy_at_its_temperature": (
             "jnp.where(greedy, jnp.argmax(scores, -1), token), lambda: token",
@@ -425,11 +419,6 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn)",
             "sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn) + 1",
         ),
-        "logprobs_after_a_stop_string_kept": (
-            "del sequence.drawn[end:], sequence.logprobs[end:]",
-            "del sequence.drawn[end:]",
-        ),
-        "stop_string_within_one_token": ("max(0, old_length - len(string) + 1)", "old_length"),
         "deadline_one_look_late": (
             "if now >= sequence.prompt.deadline",
             "if now > sequence.prompt.deadline",

@@ -104,7 +104,7 @@ def serve(folder: pathlib.Path, tokenizer: pathlib.Path) -> Hub:
     """Make small weights and a small set in `folder`, and return the hub that serves them."""
     weights = folder / "weights"
     if not weights.exists():
-        model = VisionLanguageModel(SIZES["rehearsal"](), rngs=nnx.Rngs(0))
+        model = VisionLanguageModel(SIZES["rehearsal"], rngs=nnx.Rngs(0))
         # The tokenizer's folder may have configurations of other sizes, too.
         files = [file for file in sorted(tokenizer.iterdir()) if file.stem != "config"]
         save(model, weights, files=files)

@@ -102,10 +102,6 @@ class ExpertsConfig:
         )
 
 
-LAYER_KINDS = ("full_attention",)
-"""Kinds of decoder layers. `full_attention` keeps keys and values of all tokens of a sequence."""
-
-
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
     """The text decoder, with the field names of Hugging Face.
@@ -113,8 +109,8 @@ class TextConfig:
     `mrope_section` divides the head_dim / 2 rotary frequencies among time, height and width; they
     alternate if `mrope_interleaved`, and otherwise follow each other. `qk_norm`: queries and keys
     are normed per head. `attention_bias`: queries, keys and values have biases. `experts` replace
-    the MLP. `layer_types` is the pattern of the layers, which repeats over the depth; with one kind
-    of layers, all of them are one stack (`models.text`).
+    the MLP. `layer_types` is the pattern of the layers, which repeats over the depth; its kinds are
+    those of `models.text.LAYER_KINDS`.
     `max_position_embeddings` is the trained context in tokens. The model does not use it, but
     servers read it from config.json.
     """
@@ -135,7 +131,7 @@ class TextConfig:
     mrope_interleaved: bool = True
     max_position_embeddings: int = 262_144
     experts: ExpertsConfig | None = None
-    layer_types: tuple[str, ...] = LAYER_KINDS
+    layer_types: tuple[str, ...] = ("full_attention",)
 
     def __post_init__(self):
         _require_positive("text", self)
@@ -149,12 +145,6 @@ class TextConfig:
             len(self.mrope_section) == 3 and 2 * sum(self.mrope_section) == self.head_dim,
             f"text.mrope_section = {self.mrope_section}: three counts; "
             f"make them add up to head_dim / 2 = {self.head_dim / 2:g}",
-        )
-        kinds, layers = self.layer_types, self.num_hidden_layers
-        require(
-            bool(kinds) and {*kinds} <= {*LAYER_KINDS} and layers % len(kinds) == 0,
-            f"text.layer_types = {kinds}: a pattern of {', '.join(LAYER_KINDS)} that repeats over "
-            f"{layers} layers; give the config.json of a supported model",
         )
 
     @property

@@ -6,7 +6,7 @@ A family is a package in `models` with a module `family`, whose `FAMILY` is a `F
     models/NAME/dialect.py   chat marks, and how a call is written
     models/NAME/config.py    fields of its vision tower
     models/NAME/vision.py    the vision tower
-    models/NAME/folder.py    config.json, and the names of tensors
+    models/NAME/folder.py    the names of tensors
     models/NAME/sizes.py     the published sizes
 
 The text decoder (`models.text`) is shared: families differ in fields of `TextConfig`.
@@ -20,7 +20,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from models.config import ModelConfig
+from models.config import ModelConfig, VisionConfig
 from models.vision import VisionTower
 from paravt_jax.method.tokenizer import Dialect
 
@@ -38,20 +38,28 @@ class Family:
     """Its name in messages."""
     tower: Callable[..., VisionTower]
     """Its vision tower: `tower(config.vision, rngs=..., dtype=..., param_dtype=...)`."""
-    sizes: Mapping[str, Callable[[], ModelConfig]]
+    config: type[ModelConfig]
+    """Its sizes."""
+    vision: type[VisionConfig]
+    """Those of the tower: the fields of `vision_config` in config.json."""
+    architecture: str
+    """Its class in transformers."""
+    supported: Mapping[str, Mapping[str, Any]]
+    """`text_config` and `vision_config` -> field -> the only value with which this model runs."""
+    decoder: Mapping[str, Any]
+    """Fields of `TextConfig` that the family fixes, whatever config.json says."""
+    defaults: Mapping[str, Any]
+    """Fields of `TextConfig` that config.json may lack."""
+    experts: bool
+    """Whether every layer of the decoder has experts."""
+    sizes: Mapping[str, ModelConfig]
     """The published sizes, and `rehearsal`: a narrow and shallow model with their vocabulary."""
     tiny: Callable[[int], ModelConfig]
     """From a vocabulary size to a model for laptops."""
-    from_hf: Callable[[Mapping[str, Any]], ModelConfig]
-    """Reads the content of a config.json; ValueError if it lacks or sets something unsupported."""
-    to_hf: Callable[[Any], dict[str, Any]]
-    """The content of a config.json, which transformers reads back as the same model."""
     tensor_layouts: Callable[[Any], dict[str, Any]]
     """Path of each parameter -> the `TensorLayout` of its tensor, in the order of new files."""
     modules: Mapping[str, str]
     """Prefix of tensors' names -> prefix of their modules in transformers 5; empty if all agree."""
-    vision_modules: Callable[[Any], Mapping[str, list[str]]]
-    """Trained part of the tower (`merger` or `tower`) -> its modules in transformers 5."""
     dialect: Dialect
     """How it writes a conversation."""
     processor: Mapping[str, str]
@@ -70,7 +78,7 @@ class Family:
                 f"model.size: {name!r} is no size of {self.title}; give one of "
                 f"{', '.join(('tiny', *self.sizes))}"
             )
-        return self.sizes[name]()
+        return self.sizes[name]
 
 
 @functools.cache

@@ -1,12 +1,13 @@
-"""Text from one prompt: one compiled program for the tower and the prompt, one for all new tokens.
+"""Text from one prompt: a program for the frames of each size, and one for prompt and new tokens.
 
-Prompts, patches and the room for new tokens are padded to a few sizes, so that samples of similar
-size share their programs. The padding changes no token. For batches use `rollout.engine`.
+Prompts, visual vectors and the room for new tokens are padded to a few sizes, so that prompts of
+similar length share a program. The padding changes no token. For batches use `rollout.engine`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,18 +18,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
 from models.attention import DenseCache
-from models.config import VisionConfig
 from models.model import Inputs, VisionLanguageModel
-from models.packing import PackedPatches, deal_rows, pack_patches
 from models.rope import next_position
 from models.sharding import MeshProgram, mesh_of
-from models.text import KV, TextDecoder, VisualBank
-from models.vision import PatchLayout
+from models.text import VisualBank
+from models.vision import PatchLayout, frame_layout
 
 # Lengths are padded to multiples of this, in tokens.
 BUCKET = 256
-# Smallest row of the tower, in visual tokens. Smaller frames share a row.
-_MIN_ROW = 256
 
 
 def generate(
@@ -62,44 +59,26 @@ def generate(
         raise ValueError(f"new_tokens = {new_tokens}: at least 1; give the longest allowed answer")
     if not temperature >= 0:
         raise ValueError(f"temperature = {temperature}: 0 or above; use 0 for the likeliest tokens")
-    index = inputs.visual_index
-    seen = None
-    if len(inputs.patches):
-        packed = _pack_inputs(inputs, model.config.vision)
-        seen = (packed.patches, packed.layout)
-        # From the token's number in the sample to its place in the tower's rows. Text has index -1,
-        # which reads the appended -1.
-        index = np.append(packed.tokens, -1)[index]
     length = len(inputs.ids)
     padding = ((0, 0), (0, -length % BUCKET))
-    ids = np.pad(inputs.ids[None], padding).astype(np.int32)
-    index = np.pad(index[None], padding, constant_values=-1).astype(np.int32)
-    positions = np.pad(inputs.positions, padding)[:, None]
-    mesh = mesh_of(nnx.state(model))
-    prefill, decode = MeshProgram(_prefill, mesh), MeshProgram(_decode, mesh)
-    prompt = _Prompt(ids, positions, index, seen, np.int32(length))
-    logits, kv = prefill(*nnx.split(model), prompt)
-    counts = np.array([length, next_position(inputs.positions), new_tokens], np.int32)
+    prompt = _Prompt(
+        np.pad(inputs.ids[None], padding),
+        np.pad(inputs.positions, padding)[:, None],
+        np.pad(inputs.visual_index[None], padding, constant_values=-1),
+        np.int32(length),
+        np.int32(next_position(inputs.positions)),
+    )
     sampling = _Sampling(
-        np.asarray(stop_ids, np.int32), np.float32(temperature), jax.random.key(seed)
+        np.asarray(stop_ids, np.int32),
+        np.float32(temperature),
+        jax.random.key(seed),
+        np.int32(new_tokens),
     )
     room = new_tokens + -new_tokens % BUCKET
-    found, count = decode(*nnx.split(model.text), (logits, kv), counts, sampling, room=room)
-    return np.asarray(found)[: int(count)]
-
-
-def _pack_inputs(inputs: Inputs, config: VisionConfig) -> PackedPatches:
-    """Pack the frames into rows; size and number of rows are rounded up to powers of two."""
-    merged = config.spatial_merge_size**2
-    largest = max(h * w for _, h, w in inputs.grids) // merged
-    size = merged * max(_MIN_ROW, _power_of_two(largest))
-    rows = _power_of_two(len(deal_rows(inputs.grids, size)))
-    return pack_patches(inputs.patches, inputs.grids, size, config, rows)
-
-
-def _power_of_two(least: int) -> int:
-    """Return the smallest power of two that is at least `least`."""
-    return 1 << (least - 1).bit_length()
+    vectors = _visual_vectors(model, inputs) if inputs.grids else None
+    sample = MeshProgram(_sample, mesh_of(nnx.state(model)))
+    ids, count = sample(*nnx.split(model.text), prompt, vectors, sampling, room=room)
+    return np.asarray(ids)[: int(count)]
 
 
 class _Prompt(NamedTuple):
@@ -108,76 +87,78 @@ class _Prompt(NamedTuple):
     ids: Int[Array | np.ndarray, "1 t"]
     positions: Int[Array | np.ndarray, "3 1 t"]
     index: Int[Array | np.ndarray, "1 t"]
-    """Each token's place in the tower's rows; -1 for text."""
-    seen: tuple[Float[Array | np.ndarray, "b p c"], PatchLayout] | None
-    """Patches of the frames, and their layout; None without frames."""
+    """The visual vector of each token; -1 for text."""
     length: Int[Array | np.ndarray, ""] | np.int32
     """Tokens without padding."""
+    next: Int[Array | np.ndarray, ""] | np.int32
+    """The position of the first new token."""
 
 
 class _Sampling(NamedTuple):
-    """How new tokens are drawn, and the ids that end a response."""
+    """How new tokens are drawn, and what ends a response: an id, or the number of tokens."""
 
     stops: Int[Array | np.ndarray, " s"]
     temperature: Float[Array | np.ndarray, ""] | np.float32
     key: jax.Array
+    limit: Int[Array | np.ndarray, ""] | np.int32
+
+
+def _visual_vectors(model: VisionLanguageModel, inputs: Inputs) -> Float[np.ndarray, "1 m c d"]:
+    """Return the visual vectors of all images and videos, padded with 0."""
+    see = MeshProgram(_see, mesh_of(nnx.state(model)))
+    ends = np.cumsum([math.prod(grid) for grid in inputs.grids])
+    vectors = []
+    for (t, h, w), patches in zip(inputs.grids, np.split(inputs.patches, ends[:-1]), strict=True):
+        layout = frame_layout((h, w), model.config.vision)
+        seen = np.asarray(see(*nnx.split(model.vision), patches.reshape(t, h * w, -1), layout))
+        vectors.append(seen.reshape(-1, *seen.shape[2:]))
+    joined = np.concatenate(vectors)
+    return np.pad(joined, ((0, -len(joined) % BUCKET), (0, 0), (0, 0)))[None]
 
 
 @functools.partial(jax.jit, static_argnames="graph")
-def _prefill(
-    graph: nnx.GraphDef[VisionLanguageModel], weights: nnx.State, prompt: _Prompt
-) -> tuple[Float[Array, "1 v"], KV]:
-    """Return the scores of the first new token, and the prompt's keys and values."""
-    model = nnx.merge(graph, weights)
-    ids, positions, index, seen, length = prompt
-    visual = None
-    if seen is not None:
-        # [b, q, levels, d] -> [1, b * q, levels, d]: one bank for the one sequence.
-        features = model.vision(*seen)
-        visual = VisualBank(features.reshape(1, -1, *features.shape[2:]), index)
-    hidden, kv = model.text(ids, positions, visual=visual)
-    return model.text.logits(hidden[:, length - 1]), kv
+def _see(
+    graph: nnx.GraphDef, weights: nnx.State, patches: Float[Array, "t p c"], layout: PatchLayout
+) -> Float[Array, "t q levels d"]:
+    return nnx.merge(graph, weights)(patches, layout)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "room"))
-def _decode(
-    graph: nnx.GraphDef[TextDecoder],
+def _sample(
+    graph: nnx.GraphDef,
     weights: nnx.State,
-    prefilled: tuple[Float[Array, "1 v"], KV],
-    counts: Int[Array, "3"],
+    prompt: _Prompt,
+    vectors: Float[Array, "1 m c d"] | None,
     sampling: _Sampling,
     room: int,
 ) -> tuple[Int[Array, " room"], Int[Array, ""]]:
-    """Return the new token ids and their number.
-
-    `prefilled` is the result of `_prefill`. `counts` holds the prompt's length, the position after
-    it, and the limit of new tokens.
-    """
+    """Return the new token ids and their number."""
     text = nnx.merge(graph, weights)
-    logits, kv = prefilled
-    stops, temperature, key = sampling
-    length, position, limit = counts
+    visual = None if vectors is None else VisualBank(vectors, prompt.index)
+    hidden, kv = text(prompt.ids, prompt.positions, visual=visual)
+    valid = jnp.arange(prompt.ids.shape[1])[None] < prompt.length
+    cache = DenseCache.prefilled(kv, valid, room)
     layers = text.decode_layers()
-    prompt = DenseCache.prefilled(kv, jnp.arange(kv.k.shape[2])[None] < length, room)
 
-    def pick(logits, number):
+    def pick(hidden, number):
         # The Gumbel-max trick: scores plus Gumbel noise have their maximum at a draw from the
         # softmax.
-        noise = jax.random.gumbel(jax.random.fold_in(key, number), logits.shape)
-        return jnp.argmax(logits + temperature * noise)
+        logits = text.logits(hidden)
+        noise = jax.random.gumbel(jax.random.fold_in(sampling.key, number), logits.shape)
+        return jnp.argmax(logits + sampling.temperature * noise)
 
-    def cond(state):
+    def unfinished(state):
         count, ids, _ = state
-        return (count < limit) & (ids[count - 1] != stops).all()
+        return (count < sampling.limit) & (ids[count - 1] != sampling.stops).all()
 
     def body(state):
         count, ids, cache = state
         last = count - 1
-        last_position = jnp.full((3, 1), position + last)
-        hidden, cache, _ = text.decode(ids[last, None], last_position, cache, layers)
-        ids = ids.at[count].set(pick(text.logits(hidden), count))
+        position = jnp.full((3, 1), prompt.next + last)
+        hidden, cache, _ = text.decode(ids[last, None], position, cache, layers)
+        ids = ids.at[count].set(pick(hidden, count))
         return count + 1, ids, cache.advance(jnp.ones(1, bool))
 
-    ids = jnp.zeros(room, jnp.int32).at[0].set(pick(logits, 0))
-    count, ids, _ = jax.lax.while_loop(cond, body, (jnp.int32(1), ids, prompt))
+    ids = jnp.zeros(room, jnp.int32).at[0].set(pick(hidden[:, prompt.length - 1], 0))
+    count, ids, _ = jax.lax.while_loop(unfinished, body, (jnp.int32(1), ids, cache))
     return ids, count

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -39,8 +38,9 @@ from models.weights.hf_layout import (
     flat_parameters,
     tensor_layouts,
     tensor_places,
+    tensor_types,
 )
-from models.weights.tensor_file import Header, new_header, read_header
+from models.weights.tensor_file import Tensor, read_header
 from paravt_jax.data import foreign
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -114,20 +114,14 @@ def save_adapters(
     hf.require_new(folder)
     layouts = _layouts(model, train_vision)
     parameters = flat_parameters(_state(model, train_vision))
-    places = tensor_places(layouts, parameters)
-    header = new_header(
-        {
-            name: (np.dtype(parameters[place.path].dtype), place.shape)
-            for name, place in places.items()
-        }
-    )
     if Path(base).is_dir():
         base = str(Path(base).absolute())
     companions = {
-        ADAPTER_CONFIG: _json(_config(model, settings, base, train_vision)),
-        _BASE: _json({"fingerprint": base_digest}),
+        ADAPTER_CONFIG: hf_folder.to_json(_config(model, settings, base, train_vision)),
+        _BASE: hf_folder.to_json({"fingerprint": base_digest}),
     }
-    hf.write_folder(folder, {_WEIGHTS: header}, companions, layouts, parameters)
+    tensors = tensor_types(layouts, parameters)
+    hf.write_folder(folder, {_WEIGHTS: tensors}, companions, layouts, parameters)
 
 
 def base_folder(folder: Path, *, weights: bool = True) -> Path:
@@ -192,20 +186,20 @@ def load(
     if base == folder:
         return hf.load(folder, config, mesh=mesh, dtype=dtype, param_dtype=param_dtype)
     config = from_hf(base / hf_folder.CONFIG) if config is None else config
-    header = read_header(folder / _WEIGHTS)
+    tensors = read_header(folder / _WEIGHTS)
     # The files are compared before the base is read, which takes minutes.
-    settings = _settings(folder, header, config)
-    trained = _trained_vision(header, config)
-    _require_fit(folder, base, header, abstract_model(config, lora=settings), trained)
+    settings = _settings(folder, tensors, config)
+    trained = _trained_vision(tensors, config)
+    _require_fit(folder, base, tensors, abstract_model(config, lora=settings), trained)
     model = hf.load(base, config, mesh=mesh, dtype=dtype, param_dtype=param_dtype)
     _require_base(folder, base, model)
     add_adapters(model.text, settings, seed=0)
     for adapter in model.text.layers.adapters.values():
-        for part in (adapter.a, adapter.b):
-            part.set_value(part.get_value().astype(param_dtype))
+        for matrix in (adapter.a, adapter.b):
+            matrix.set_value(matrix.get_value().astype(param_dtype))
     state = _state(model, trained)
     hf.require_sound(folder, [_WEIGHTS])
-    hf.read_parameters(folder, {_WEIGHTS: header}, _layouts(model, trained), state, mesh)
+    hf.read_parameters({_WEIGHTS: tensors}, _layouts(model, trained), state, mesh)
     nnx.update(model, state)
     return model
 
@@ -253,7 +247,7 @@ def _module_layouts(config: ModelConfig) -> dict[str, TensorLayout]:
     return {path: renamed(layout) for path, layout in tensor_layouts(config).items()}
 
 
-def _trained_vision(header: Header, config: ModelConfig) -> TrainVision:
+def _trained_vision(tensors: Mapping[str, Tensor], config: ModelConfig) -> TrainVision:
     """Return the part of the tower whose tensors are in a file."""
     layouts = _module_layouts(config)
     # A tensor of each part; `_require_fit` compares all of them. The tower has the mergers too.
@@ -262,7 +256,7 @@ def _trained_vision(header: Header, config: ModelConfig) -> TrainVision:
         "merger": "vision/merger/fc1/kernel",
     }
     for part, path in samples.items():
-        if _PREFIX + layouts[path].name in header.tensors:
+        if _PREFIX + layouts[path].name in tensors:
             return part
     return "none"
 
@@ -283,26 +277,29 @@ def _config(
     patterns = [
         re.escape(stems[name]).replace(r"\{\}", r"\d+") for name in model.text.layers.adapters
     ]
-    alpha = settings.alpha
-    vision_modules = family_of(model.config).vision_modules(model.config)
     return {
         "base_model_name_or_path": base,
-        "bias": "none",
-        "fan_in_fan_out": False,
         "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
-        "modules_to_save": vision_modules.get(train_vision),
+        "modules_to_save": _saved_modules(model.config, train_vision),
         "peft_type": "LORA",
         "r": settings.rank,
         "target_modules": "|".join(patterns),
-        "task_type": None,
         "use_rslora": settings.rank_stabilized,
     }
 
 
-def _settings(folder: Path, header: Header, config: ModelConfig) -> LoRASettings:
+def _saved_modules(config: ModelConfig, train_vision: TrainVision) -> list[str] | None:
+    """Return the modules in transformers of the trained part of the tower."""
+    levels = range(config.vision.levels)
+    # PEFT does not save a list of modules as a whole.
+    mergers = ["merger", *(f"deepstack_merger_list.{level}" for level in levels)]
+    modules = {"tower": ["model.visual"], "merger": [f"model.visual.{name}" for name in mergers]}
+    return modules.get(train_vision)
+
+
+def _settings(folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig) -> LoRASettings:
     """Return the settings of saved adapters. Which matrices they adapt follows from the tensors'
     names."""
     file = folder / ADAPTER_CONFIG
@@ -316,11 +313,11 @@ def _settings(folder: Path, header: Header, config: ModelConfig) -> LoRASettings
                 f"{file}: {name} is {json.dumps(value)}; only plain LoRA is known: merge the "
                 "adapters with PEFT, and load the merged folder"
             )
-    _require_saved_modules(file, content, header)
-    names = header.tensors
-    stems = _stems(abstract_model(config))
+    _require_saved_modules(file, content, tensors)
     targets = [
-        name for name, stem in stems.items() if f"{_PREFIX}{stem.format(0)}.lora_A.weight" in names
+        name
+        for name, stem in _stems(abstract_model(config)).items()
+        if f"{_PREFIX}{stem.format(0)}.lora_A.weight" in tensors
     ]
     if not targets:
         raise ValueError(
@@ -339,12 +336,14 @@ def _settings(folder: Path, header: Header, config: ModelConfig) -> LoRASettings
         raise ValueError(f"{file}: damaged ({error!r}); save the adapters again") from error
 
 
-def _require_saved_modules(file: Path, content: Mapping[str, Any], header: Header) -> None:
+def _require_saved_modules(
+    file: Path, content: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
     """Raise ValueError if adapter_config.json names a trained module that has no tensor."""
     modules = content.get("modules_to_save") or []
     if not isinstance(modules, list):
         raise ValueError(f"{file}: modules_to_save is no list; save the adapters again")
-    lost = [name for name in modules if not any(f".{name}." in tensor for tensor in header.tensors)]
+    lost = [name for name in modules if not any(f".{name}." in tensor for tensor in tensors)]
     if lost:
         raise ValueError(
             f"{file}: modules_to_save names {lost[0]}, which has no tensor in {_WEIGHTS}; save the "
@@ -353,7 +352,11 @@ def _require_saved_modules(file: Path, content: Mapping[str, Any], header: Heade
 
 
 def _require_fit(
-    folder: Path, base: Path, header: Header, model: VisionLanguageModel, train_vision: TrainVision
+    folder: Path,
+    base: Path,
+    tensors: Mapping[str, Tensor],
+    model: VisionLanguageModel,
+    train_vision: TrainVision,
 ) -> None:
     """Raise ValueError unless a file holds the adapters of an abstract model, and no more."""
     parameters = flat_parameters(_state(model, train_vision))
@@ -363,7 +366,7 @@ def _require_fit(
         f"name the base of these adapters in {ADAPTER_CONFIG}, which is not {base}; of "
         "modules_to_save, only all mergers or the whole tower are known"
     )
-    hf_folder.require_tensors(folder, [header], shapes, {}, remedy)
+    hf_folder.require_tensors(folder, [tensors], shapes, {}, remedy)
 
 
 def _require_base(folder: Path, base: Path, model: VisionLanguageModel) -> None:
@@ -371,17 +374,12 @@ def _require_base(folder: Path, base: Path, model: VisionLanguageModel) -> None:
     file = folder / _BASE
     if not file.exists():
         return
-    wanted = _read_json(file).get("fingerprint")
-    found = base_fingerprint(model)
-    if found != wanted:
+    recorded, loaded = _read_json(file).get("fingerprint"), base_fingerprint(model)
+    if loaded != recorded:
         raise ValueError(
-            f"{folder}: belongs to a base with the fingerprint {wanted}, but that of {base} is "
-            f"{found}; name the right base in {ADAPTER_CONFIG}"
+            f"{folder}: belongs to a base with the fingerprint {recorded}, but that of {base} is "
+            f"{loaded}; name the right base in {ADAPTER_CONFIG}"
         )
-
-
-def _json(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _read_json(file: Path) -> dict[str, Any]:

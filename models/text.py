@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, UInt8
 
 from models.attention import DenseCache, PagedCache, RowLayout, attend, platform
-from models.config import TextConfig
+from models.config import TextConfig, require
 from models.experts import Experts
 from models.layers import constant, normal, product, rms_norm
 from models.remat import LAYER_INPUT, PRODUCT, Remat, rematerialise
@@ -229,6 +229,28 @@ def _plus(x: Float[Array, "b t n h"], bias: nnx.Param | None) -> Float[Array, "b
     return x + jax.lax.broadcast_to_rank(bias[...].astype(x.dtype), x.ndim)
 
 
+class LayerKind(NamedTuple):
+    """A kind of decoder layers: its class, and what it keeps of the tokens of a sequence."""
+
+    layer: type[DecoderLayer]
+    state: type[KV]
+
+
+LAYER_KINDS = {"full_attention": LayerKind(DecoderLayer, KV)}
+"""Kinds of decoder layers, by their name in `layer_types` of config.json."""
+
+
+def layer_kind(config: TextConfig) -> LayerKind:
+    """Return the kind of a decoder's layers, which are one stack; ValueError for an unknown one."""
+    for name in config.layer_types:
+        require(
+            name in LAYER_KINDS,
+            f"text.layer_types: {name} is unknown; give a model whose layers are "
+            f"{', '.join(LAYER_KINDS)}",
+        )
+    return LAYER_KINDS[config.layer_types[0]]
+
+
 class TextDecoder(nnx.Module):
     """The decoder and its vocabulary head.
 
@@ -251,7 +273,7 @@ class TextDecoder(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         axes = ("vocab", "embed")
         self.embedding = normal(rngs, shape, axes, 0.02, param_dtype)
-        self.layers = DecoderLayer(config, rngs=rngs, param_dtype=param_dtype)
+        self.layers = layer_kind(config).layer(config, rngs=rngs, param_dtype=param_dtype)
         self.norm = constant(1.0, (config.hidden_size,), ("norm",), param_dtype)
         if config.tie_word_embeddings:
             self.head = None
@@ -299,6 +321,7 @@ class TextDecoder(nnx.Module):
             ValueError: the layout contradicts itself or the prefix.
         """
         graph, state = nnx.split(self.layers)
+        kept = layer_kind(self.config).state
         angles = mrope_angles(positions, self.config)
         # Hidden states kept between layers are sharded over `tensor` too. Inside a layer, the
         # devices of `tensor` share a row's products and need the whole row. Both ends of a layer
@@ -318,7 +341,7 @@ class TextDecoder(nnx.Module):
             x, routes = block.finish(x, attend(q, k, v, layout, past))
             if visual is not None:
                 x = visual.add_level(x, number + 1)
-            return constrain(constrain(x, ROWS), *between), (KV(k, v), routes)
+            return constrain(constrain(x, ROWS), *between), (kept(k, v), routes)
 
         x = self._embed_rows(ids)
         if visual is not None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from models.qwen3_vl import folder, sizes
+from models.qwen3_vl import sizes
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.dialect import DIALECT as CHATML
 from models.qwen3_vl.family import FAMILY as PLAIN
@@ -87,9 +87,8 @@ def _marked(config: Qwen3VLConfig) -> MarkedConfig:
 FAMILY = dataclasses.replace(
     PLAIN,
     title="A family with marks of its own",
+    config=MarkedConfig,
     sizes={},
     tiny=lambda vocab_size: _marked(sizes.tiny(vocab_size)),
-    from_hf=lambda content: _marked(folder.from_hf(content)),
-    to_hf=lambda config: folder.to_hf(config) | {"model_type": NAME},
     dialect=DIALECT,
 )

@@ -23,7 +23,7 @@ class Qwen25VLVisionConfig(VisionConfig):
     patch_size: int = 14
     window_size: int = 112
     fullatt_block_indexes: tuple[int, ...]
-    tokens_per_second: int
+    tokens_per_second: int = 4
 
     def __post_init__(self):
         super().__post_init__()

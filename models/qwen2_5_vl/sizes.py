@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 
 from models.config import TextConfig
 from models.qwen2_5_vl.config import Qwen25VLConfig, Qwen25VLVisionConfig
-from models.qwen2_5_vl.folder import FIXED
+
+_TOWER = Qwen25VLVisionConfig(
+    hidden_size=1280,
+    depth=32,
+    num_heads=16,
+    intermediate_size=3420,
+    out_hidden_size=3584,
+    fullatt_block_indexes=(7, 15, 23, 31),
+    tokens_per_second=2,
+)
+_TEXT = TextConfig(
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    head_dim=128,
+    mrope_section=(16, 24, 24),
+    rope_theta=1_000_000.0,
+    tie_word_embeddings=False,
+    qk_norm=False,
+    attention_bias=True,
+    mrope_interleaved=False,
+    max_position_embeddings=128_000,
+)
+
 
 # hidden size, layers, heads, kv heads, MLP size, vocabulary, tied embeddings, MLP of the tower
 _PUBLISHED = {
@@ -19,30 +45,18 @@ _PUBLISHED = {
 
 def qwen2_5_vl(size: str) -> Qwen25VLConfig:
     """Return the published model of `size`."""
-    hidden, layers, heads, kv_heads, mlp, vocabulary, tied, vision_mlp = _PUBLISHED[size]
-    vision = Qwen25VLVisionConfig(
-        hidden_size=1280,
-        depth=32,
-        num_heads=16,
-        intermediate_size=vision_mlp,
-        out_hidden_size=hidden,
-        fullatt_block_indexes=(7, 15, 23, 31),
-        tokens_per_second=2,
-    )
-    text = TextConfig(
+    hidden, layers, heads, kv_heads, mlp, vocabulary, tied, tower_mlp = _PUBLISHED[size]
+    text = dataclasses.replace(
+        _TEXT,
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=mlp,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=128,
-        mrope_section=(16, 24, 24),
-        rope_theta=1_000_000.0,
         tie_word_embeddings=tied,
-        max_position_embeddings=128_000,
-        **FIXED,
     )
+    vision = dataclasses.replace(_TOWER, out_hidden_size=hidden, intermediate_size=tower_mlp)
     return Qwen25VLConfig(vision, text)
 
 
@@ -51,34 +65,23 @@ def _rehearsal() -> Qwen25VLConfig:
 
     It has fewer heads: all heads together are as wide as the hidden states.
     """
-    vision = Qwen25VLVisionConfig(
-        hidden_size=64,
-        depth=2,
-        num_heads=4,
-        intermediate_size=128,
-        out_hidden_size=256,
-        fullatt_block_indexes=(1,),
-        tokens_per_second=2,
-    )
-    text = TextConfig(
-        vocab_size=152_064,
+    small = tiny(_TEXT.vocab_size)
+    text = dataclasses.replace(
+        _TEXT,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=128,
-        mrope_section=(16, 24, 24),
-        rope_theta=1_000_000.0,
-        tie_word_embeddings=False,
-        **FIXED,
     )
+    vision = dataclasses.replace(small.vision, out_hidden_size=256, window_size=112)
     return Qwen25VLConfig(vision, text)
 
 
 def tiny(vocab_size: int) -> Qwen25VLConfig:
     """Return the laptop model: about 0.8 M parameters plus embeddings."""
-    vision = Qwen25VLVisionConfig(
+    vision = dataclasses.replace(
+        _TOWER,
         hidden_size=64,
         depth=2,
         num_heads=4,
@@ -86,9 +89,9 @@ def tiny(vocab_size: int) -> Qwen25VLConfig:
         out_hidden_size=128,
         window_size=28,
         fullatt_block_indexes=(1,),
-        tokens_per_second=2,
     )
-    text = TextConfig(
+    text = dataclasses.replace(
+        _TEXT,
         vocab_size=vocab_size,
         hidden_size=128,
         intermediate_size=256,
@@ -99,12 +102,8 @@ def tiny(vocab_size: int) -> Qwen25VLConfig:
         mrope_section=(4, 6, 6),
         rope_theta=10_000.0,
         tie_word_embeddings=True,
-        **FIXED,
     )
     return Qwen25VLConfig(vision, text)
 
 
-SIZES = {
-    **{name: functools.partial(qwen2_5_vl, name) for name in _PUBLISHED},
-    "rehearsal": _rehearsal,
-}
+SIZES = {**{size: qwen2_5_vl(size) for size in _PUBLISHED}, "rehearsal": _rehearsal()}

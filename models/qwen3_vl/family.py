@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from models.family import Family
-from models.qwen3_vl import folder, sizes
+from models.qwen3_vl import sizes
+from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.qwen3_vl.dialect import DIALECT
+from models.qwen3_vl.folder import tensor_layouts
 from models.qwen3_vl.vision import Qwen3VLVisionTower
 
 FAMILY = Family(
-    title=folder.TITLE,
+    title="Qwen3-VL",
     tower=Qwen3VLVisionTower,
+    config=Qwen3VLConfig,
+    vision=Qwen3VLVisionConfig,
+    architecture="Qwen3VLForConditionalGeneration",
+    supported={
+        "text_config": {"hidden_act": "silu", "attention_bias": False},
+        "vision_config": {"hidden_act": "gelu_pytorch_tanh"},
+    },
+    decoder={"qk_norm": True, "attention_bias": False, "mrope_interleaved": True},
+    # Those of transformers.
+    defaults={"mrope_section": (24, 20, 20), "rope_theta": 5_000_000.0, "head_dim": 128},
+    experts=False,
     sizes=sizes.SIZES,
     tiny=sizes.tiny,
-    from_hf=folder.from_hf,
-    to_hf=folder.to_hf,
-    tensor_layouts=folder.tensor_layouts,
+    tensor_layouts=tensor_layouts,
     modules={},
-    vision_modules=folder.vision_modules,
     dialect=DIALECT,
     processor={
         "processor": "Qwen3VLProcessor",

@@ -14,9 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from models.weights.tensor_file import Header, new_header, read_header
+from models.weights.tensor_file import Shape, Tensor, TensorType, read_header
 from paravt_jax.data import foreign, sources
 from paravt_jax.data.any_path import is_address
 from paravt_jax.data.buckets import fetch_folder
@@ -32,8 +30,6 @@ _LONGEST_NAME = 200  # characters
 _NAMED = 50
 # Config, tokenizer, chat template, processor, licence.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")
-
-Shape = tuple[int, ...]
 
 
 def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
@@ -78,7 +74,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
 
 def read_headers(
     folder: Path, shapes: Mapping[str, Shape], optional: Mapping[str, Shape]
-) -> dict[str, Header]:
+) -> dict[str, dict[str, Tensor]]:
     """Read the headers of all weights files, and check that they hold the expected tensors.
 
     Args:
@@ -87,7 +83,7 @@ def read_headers(
         optional: name -> shape of tensors that may also occur.
 
     Returns:
-        File name -> header.
+        File name -> name of a tensor -> tensor.
 
     Raises:
         FileNotFoundError: there are no weights.
@@ -149,24 +145,23 @@ def require_readable(folder: Path) -> None:
 
 def require_tensors(
     folder: Path,
-    headers: Iterable[Header],
+    headers: Iterable[Mapping[str, Tensor]],
     shapes: Mapping[str, Shape],
     optional: Mapping[str, Shape],
     remedy: str,
 ) -> None:
     """Raise ValueError unless files hold the expected tensors; see `read_headers`."""
-    stored = [(name, tensor.shape) for header in headers for name, tensor in header.tensors.items()]
-    found = dict(stored)
-    counts = Counter(name for name, _ in stored)
-    wanted = {**shapes, **{name: shape for name, shape in optional.items() if name in found}}
-    common = sorted(wanted.keys() & found.keys())
+    tensors = [tensor for header in headers for tensor in header.values()]
+    stored = {tensor.name: tensor.shape for tensor in tensors}
+    counts = Counter(tensor.name for tensor in tensors)
+    wanted = {**shapes, **{name: shape for name, shape in optional.items() if name in stored}}
     problems = {
-        "missing": sorted(wanted.keys() - found.keys()),
-        "unknown": sorted(found.keys() - wanted.keys()),
+        "missing": sorted(wanted.keys() - stored.keys()),
+        "unknown": sorted(stored.keys() - wanted.keys()),
         "misshaped": [
-            f"{name} {found[name]}, not {wanted[name]}"
-            for name in common
-            if found[name] != wanted[name]
+            f"{name} {stored[name]}, not {wanted[name]}"
+            for name in sorted(wanted.keys() & stored.keys())
+            if stored[name] != wanted[name]
         ],
         "twice": sorted(name for name, count in counts.items() if count > 1),
     }
@@ -209,42 +204,38 @@ def _require_inside(folder: Path, path: Path) -> None:
 
 
 def new_files(
-    configs: Mapping[str, Mapping[str, Any]],
-    tensors: Mapping[str, tuple[np.dtype, Shape]],
-    max_bytes: int,
-) -> tuple[dict[str, Header], dict[str, bytes]]:
-    """Plan the files of a new checkpoint.
+    tensors: Mapping[str, TensorType], max_bytes: int
+) -> tuple[dict[str, dict[str, TensorType]], dict[str, bytes]]:
+    """Divide the tensors of a new checkpoint over files.
 
     Args:
-        configs: file name -> content of config.json and similar files.
-        tensors: name -> (type, shape), in the order to write them.
+        tensors: type and shape of each tensor, by name, in the order to write them.
         max_bytes: size limit of a weights file, in bytes of tensors. A larger tensor gets a file of
             its own.
 
     Returns:
-        The headers of the weights files, and the contents of configs and index, by file name.
+        The tensors of each weights file, and the content of the index if there are several, both by
+        file name.
     """
-    parts: list[dict[str, tuple[np.dtype, Shape]]] = []
-    room = 0
-    total = 0
+    groups: list[dict[str, TensorType]] = []
+    room = total = 0
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * dtype.itemsize
-        if not parts or size > room:
-            parts.append({})
+        if not groups or size > room:
+            groups.append({})
             room = max_bytes
-        parts[-1][name] = (dtype, shape)
+        groups[-1][name] = (dtype, shape)
         room -= size
         total += size
-    companions = {name: _json(content) for name, content in configs.items()}
-    if len(parts) > 1:
-        count = len(parts)
-        names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-        where = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
-        companions[_INDEX] = _json({"metadata": {"total_size": total}, "weight_map": where})
-    else:
-        names = [_FILE]
-    return {name: new_header(part) for name, part in zip(names, parts, strict=True)}, companions
+    count = len(groups)
+    if count == 1:
+        return {_FILE: groups[0]}, {}
+    files = {f"model-{i:05}-of-{count:05}.safetensors": x for i, x in enumerate(groups, 1)}
+    where = {name: file for file, group in files.items() for name in group}
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    return files, {_INDEX: to_json(index)}
 
 
-def _json(content: Mapping[str, Any]) -> bytes:
+def to_json(content: Mapping[str, Any]) -> bytes:
+    """Return the content of a JSON file, as transformers and PEFT write it."""
     return (json.dumps(content, indent=2) + "\n").encode()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,16 +32,22 @@ from models.weights.hf_config import from_hf, to_hf
 from models.weights.hf_layout import (
     EMBEDDING,
     TIED_HEAD,
-    Place,
-    Stored,
     TensorLayout,
+    TensorPlace,
     flat_parameters,
     tensor_layouts,
     tensor_places,
+    tensor_types,
 )
+from models.weights.tensor_file import Tensor, TensorType, same_numbers
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.atomic import appearing
 from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
+
+Headers = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of each file that is read, by file name and name."""
+Files = Mapping[str, Mapping[str, TensorType]]
+"""Type and shape of the tensors of each file that is written, by file name and name."""
 
 
 def load(
@@ -81,8 +86,8 @@ def load(
     headers = _headers(folder, config, tensor_places(tensor_layouts(config), parameters))
     require_sound(folder, list(headers))
     if config.text.tie_word_embeddings:
-        _require_tied(_stored(folder, headers), tensor_layouts(config)[EMBEDDING].name)
-    read_parameters(folder, headers, tensor_layouts(config), state, mesh)
+        _require_tied(headers, tensor_layouts(config)[EMBEDDING].name)
+    read_parameters(headers, tensor_layouts(config), state, mesh)
     return nnx.merge(graph, state)
 
 
@@ -102,22 +107,17 @@ def require_sound(folder: Path, files: Sequence[str]) -> None:
 
 
 def read_parameters(
-    folder: Path,
-    headers: Mapping[str, tensor_file.Header],
-    layouts: Mapping[str, TensorLayout],
-    state: Any,
-    mesh: Mesh | None,
+    headers: Headers, layouts: Mapping[str, TensorLayout], state: Any, mesh: Mesh | None
 ) -> None:
     """Read the parameters of a state.
 
     Args:
-        folder: the folder of the files.
-        headers: file name -> header.
+        headers: the tensors of each file.
         layouts: path of each parameter -> its tensor.
         state: an nnx state with the parameters' shapes and types; gets their values.
         mesh: see `load`.
     """
-    stored = _stored(folder, headers)
+    stored = _stored(headers)
     parameters = flat_parameters(state)
     shardings: dict[str, NamedSharding] = {}
     if mesh:
@@ -129,23 +129,20 @@ def read_parameters(
         variable.set_value(value)
 
 
-def _stored(folder: Path, headers: Mapping[str, tensor_file.Header]) -> dict[str, Stored]:
-    """Name of each tensor -> its file and entry."""
-    return {
-        name: (folder / file, tensor)
-        for file, header in headers.items()
-        for name, tensor in header.tensors.items()
-    }
+def _stored(headers: Headers) -> dict[str, Tensor]:
+    """Return the tensors of all files, by name."""
+    return {name: tensor for header in headers.values() for name, tensor in header.items()}
 
 
-def _require_tied(stored: Mapping[str, Stored], embedding: str) -> None:
+def _require_tied(headers: Headers, embedding: str) -> None:
     """Raise ValueError if the files repeat a tied embedding as an output head that differs.
 
     Some tools train the head of a tied model, and leave its configuration as it was.
     """
-    if TIED_HEAD in stored and not tensor_file.same_numbers(stored[TIED_HEAD], stored[embedding]):
+    stored = _stored(headers)
+    if TIED_HEAD in stored and not same_numbers(stored[TIED_HEAD], stored[embedding]):
         raise ValueError(
-            f"{stored[TIED_HEAD][0]}: {TIED_HEAD} differs from {embedding}, but "
+            f"{stored[TIED_HEAD].file}: {TIED_HEAD} differs from {embedding}, but "
             f"tie_word_embeddings = true in {hf_folder.CONFIG} says that they are one; set it to "
             "false there, also in text_config, to use both"
         )
@@ -160,9 +157,7 @@ def _require_float(field: str, value: Any) -> None:
         raise ValueError(f"{field} = {value!r}: no floating-point type; give float32 or bfloat16")
 
 
-def _headers(
-    folder: Path, config: ModelConfig, places: Mapping[str, Place]
-) -> dict[str, tensor_file.Header]:
+def _headers(folder: Path, config: ModelConfig, places: Mapping[str, TensorPlace]) -> Headers:
     """Return the headers of a folder's weights files, which must hold exactly the model's
     tensors."""
     shapes = {name: place.shape for name, place in places.items()}
@@ -173,7 +168,7 @@ def _headers(
 
 def _value(
     layout: TensorLayout,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, Tensor],
     shape: tuple[int, ...],
     dtype: DTypeLike,
     sharding: NamedSharding | None,
@@ -192,19 +187,19 @@ def _value(
     insert = jax.jit(_insert, donate_argnums=0, out_shardings=sharding)
     for number in range(shape[0]):
         name = layout.name.format(number)
-        part = _on_devices(layout, stored[name], shape[1:], layer_sharding)
-        stack = insert(stack, part, number).block_until_ready()
+        value = _on_devices(layout, stored[name], shape[1:], layer_sharding)
+        stack = insert(stack, value, number).block_until_ready()
     return stack
 
 
 def _insert(
-    stack: Float[Array, "l ..."], part: Float[Array, "..."], number: Int[Array, ""]
+    stack: Float[Array, "l ..."], value: Float[Array, "..."], number: Int[Array, ""]
 ) -> Float[Array, "l ..."]:
-    return jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), number, 0)
+    return jax.lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), number, 0)
 
 
 def _on_devices(
-    layout: TensorLayout, stored: Stored, shape: tuple[int, ...], sharding: NamedSharding | None
+    layout: TensorLayout, stored: Tensor, shape: tuple[int, ...], sharding: NamedSharding | None
 ) -> jax.Array:
     """Read one tensor onto its devices, in the file's type."""
     if sharding is None:
@@ -218,41 +213,31 @@ def _on_devices(
             blocks[key] = layout.read(stored, shape, index)
         return blocks[key]
 
-    return jax.make_array_from_callback(shape, sharding, block, dtype=stored[1].dtype)
+    return jax.make_array_from_callback(shape, sharding, block, dtype=stored.dtype)
 
 
 def save(
     model: VisionLanguageModel,
     folder: str | os.PathLike,
     *,
-    like: str | os.PathLike | None = None,
     files: Iterable[str | os.PathLike] = (),
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a model to a new folder, for `load` and transformers.
+    """Write a model to a new folder, for `load` and transformers. Weights keep their types.
 
-    With `like`, untrained weights come out byte for byte if the parameters' type can hold every
-    number of the file's type: float32 holds those of all types, bfloat16 only its own (others come
-    out rounded).
-
-    Every process of a mesh must call this, and must see `like` and `files`. The first one writes. A
-    failure leaves nothing behind. A killed process leaves a hidden folder, which a later `save` to
-    the same folder deletes.
+    Every process of a mesh must call this, and must see `files`. The first one writes. A failure
+    leaves nothing behind. A killed process leaves a hidden folder, which a later `save` to the same
+    folder deletes.
 
     Args:
         model: the model to write.
         folder: the new folder.
-        like: the folder or hub id that the weights came from. Its config, tokenizer, chat template
-            and processor files are copied, and the weights take its types, files and order. None:
-            a new config.json, and the weights in their own types.
         files: files to copy into the folder, such as a tokenizer. The stop and padding ids of a
             tokenizer.json go into config.json and a generation_config.json.
-        max_shard_bytes: size limit of a weights file without `like`. A larger tensor gets a file of
-            its own.
+        max_shard_bytes: size limit of a weights file. A larger tensor gets a file of its own.
 
     Raises:
         FileExistsError: `folder` exists.
-        ValueError: `like` has another configuration.
         RuntimeError: another process failed.
     """
     folder = Path(folder)
@@ -260,23 +245,13 @@ def save(
     require_new(folder)
     layouts = tensor_layouts(model.config)
     parameters = flat_parameters(nnx.state(model, nnx.Param))
-    places = tensor_places(layouts, parameters)
+    tensors = tensor_types(layouts, parameters)
+    weights, companions = hf_folder.new_files(tensors, max_shard_bytes)
     with _together(folder):
-        if like is None:
-            tensors = {
-                name: (np.dtype(parameters[place.path].dtype), place.shape)
-                for name, place in places.items()
-            }
-            dtype, _ = tensors[layouts[EMBEDDING].name]
-            configs = _configs(model.config, dtype.name, files)
-            headers, companions = hf_folder.new_files(configs, tensors, max_shard_bytes)
-        else:
-            source = hf_folder.local_folder(like)
-            _check_same_config(source, model.config)
-            headers = _headers(source, model.config, places)
-            companions = hf_folder.read_companions(source)
+        configs = _configs(model.config, tensors[layouts[EMBEDDING].name][0].name, files)
+        companions |= {name: hf_folder.to_json(content) for name, content in configs.items()}
         companions |= {file.name: file.read_bytes() for file in files}
-    write_folder(folder, headers, companions, layouts, parameters)
+    write_folder(folder, weights, companions, layouts, parameters)
 
 
 def require_new(folder: Path) -> None:
@@ -288,7 +263,7 @@ def require_new(folder: Path) -> None:
 
 def write_folder(
     folder: Path,
-    headers: Mapping[str, tensor_file.Header],
+    weights: Files,
     companions: Mapping[str, bytes],
     layouts: Mapping[str, TensorLayout],
     parameters: Mapping[str, nnx.Variable],
@@ -297,19 +272,16 @@ def write_folder(
 
     Args:
         folder: the new folder.
-        headers: file name -> header of each file of tensors.
+        weights: the tensors of each file of tensors.
         companions: file name -> content of the other files.
         layouts: path of each parameter -> its tensor.
         parameters: path -> parameter.
     """
-    places = tensor_places(layouts, parameters)
-    matrices = {
-        file: _matrices(layouts, parameters, places, header) for file, header in headers.items()
-    }
+    matrices = {file: _matrices(layouts, parameters, names) for file, names in weights.items()}
     with _together(folder):
         try:
             if jax.process_index() == 0:
-                _write(folder, headers, matrices, companions)
+                _write(folder, weights, matrices, companions)
         finally:
             # Gathering a parameter is a collective that every process must join, even if one has
             # failed. So exhaust the remaining generators.
@@ -359,41 +331,29 @@ def _together(folder: Path) -> Iterator[None]:
 
 def _write(
     folder: Path,
-    headers: Mapping[str, tensor_file.Header],
+    weights: Files,
     matrices: Mapping[str, Iterable[Shaped[np.ndarray, "i j"]]],
     companions: Mapping[str, bytes],
 ) -> None:
     with appearing(folder) as temporary:
-        for file, header in headers.items():
-            tensor_file.write(temporary / file, header, matrices[file])
+        for file, tensors in weights.items():
+            tensor_file.write(temporary / file, tensors, matrices[file])
         for file, content in companions.items():
             (temporary / file).write_bytes(content)
         # Of the weights only: people change configs and templates. Last, because the companions may
         # have the sums of other weights.
-        write_sums(temporary, [temporary / file for file in headers])
-
-
-def _check_same_config(source: Path, config: ModelConfig) -> None:
-    theirs = dataclasses.asdict(from_hf(source / hf_folder.CONFIG))
-    ours = dataclasses.asdict(config)
-    different = [name for name in ours if theirs[name] != ours[name]]
-    if different:
-        raise ValueError(
-            f"like = {source}: its config.json differs from the model's in "
-            f"{', '.join(different)}; give the folder it came from"
-        )
+        write_sums(temporary, [temporary / file for file in weights])
 
 
 def _matrices(
     layouts: Mapping[str, TensorLayout],
     parameters: Mapping[str, nnx.Variable],
-    places: Mapping[str, Place],
-    header: tensor_file.Header,
+    names: Iterable[str],
 ) -> Iterator[Shaped[np.ndarray, "i j"]]:
     """Return the tensors of one file, each gathered when it is asked for."""
-    for name in header.tensors:
-        # A name without a place is the tied head.
-        place = places[name] if name in places else places[layouts[EMBEDDING].name]
+    places = tensor_places(layouts, parameters)
+    for name in names:
+        place = places[name]
         value = _on_host(parameters[place.path].get_value(), place.number)
         yield layouts[place.path].matrix(value)
 
@@ -402,10 +362,10 @@ def _on_host(value: Float[Array, "..."], number: int | None) -> Shaped[np.ndarra
     """Return a parameter, or one layer of a stack, gathered from all devices and processes."""
     # Copy whole parameters too: a jax.Array keeps the NumPy array that it was converted to, so
     # converting the model's own arrays would fill the host's memory.
-    part = jnp.copy(value) if number is None else _take(value, number)
-    if part.is_fully_addressable:
-        return np.asarray(part)
-    return multihost_utils.process_allgather(part, tiled=True)
+    copy = jnp.copy(value) if number is None else _take(value, number)
+    if copy.is_fully_addressable:
+        return np.asarray(copy)
+    return multihost_utils.process_allgather(copy, tiled=True)
 
 
 @jax.jit

@@ -1,7 +1,4 @@
-"""`ModelConfig` as a Hugging Face `config.json`, and back.
-
-Every family reads and writes its own (`models.family`), with the helpers here.
-"""
+"""`ModelConfig` as a Hugging Face `config.json`, and back. Families differ in data (`Family`)."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from models.config import LAYER_KINDS, ModelConfig, TextConfig, require
-from models.family import FAMILIES, family, family_of
+from models.config import ExpertsConfig, ModelConfig, TextConfig, require
+from models.family import FAMILIES, Family, family, family_of
+from models.text import layer_kind
 from paravt_jax.data import foreign
 
 _IDS = tuple(
@@ -31,6 +29,9 @@ _MOST_FLOAT = 1e30
 # Fields with a number of layers. Even the shapes of a billion of them would fill the memory.
 _LAYERS = ("num_hidden_layers", "depth")
 _MOST_LAYERS = 1000
+
+
+# --- reading ---
 
 
 def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
@@ -53,11 +54,20 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> ModelConfig:
         raise ValueError(f"{source}: {error}") from error
 
 
+def _read_json(path: str | os.PathLike) -> Mapping[str, Any]:
+    try:
+        return foreign.read_object(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path}: does not exist; give the folder of a checkpoint with its config.json"
+        ) from error
+
+
 def _config(content: Mapping[str, Any]) -> ModelConfig:
-    kind = content.get("model_type")
+    name = content.get("model_type")
     require(
-        kind in list(FAMILIES),  # the file may say a list, which is no key
-        f"model_type = {_shown(kind)}: supported are {', '.join(FAMILIES)}; "
+        name in list(FAMILIES),  # the file may say a list, which is no key
+        f"model_type = {_shown(name)}: supported are {', '.join(FAMILIES)}; "
         "give the config.json of such a model",
     )
     for part, types in _ROPE_TYPES.items():
@@ -66,9 +76,19 @@ def _config(content: Mapping[str, Any]) -> ModelConfig:
     # The decoder's fields may be at the top level. If they are not, a scaling that someone wrote
     # there would have no effect.
     _require_unscaled("", content, _ROPE_TYPES["text_config"])
-    for part in (content, content.get("text_config") or {}):
-        _checked("tie_word_embeddings", part.get("tie_word_embeddings", False), "bool")
-    return family(kind).from_hf(content)
+    chosen = family(name)
+    vision = content.get("vision_config") or {}
+    vision = {**vision, **(vision.get("rope_parameters") or {})}
+    _require_supported("vision_config", vision, chosen.supported["vision_config"], chosen.title)
+    # Qwen2.5-VL is published with the decoder's fields at the top level.
+    text = content.get("text_config") or content
+    tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    tied = _checked("tie_word_embeddings", tied, "bool")
+    return chosen.config(
+        _read_fields(chosen.vision, "vision_config", vision, chosen.title),
+        _read_text(text, tied, chosen),
+        **{field: _checked(field, content[field], "int") for field in _IDS if field in content},
+    )
 
 
 def _is_size(value: Any) -> bool:
@@ -81,95 +101,72 @@ def _shown(value: Any) -> str:
     return foreign.shortened(repr(value), 40)
 
 
-def _require_object(place: str, value: Any) -> None:
+def _require_object(name: str, value: Any) -> None:
     require(
         value is None or isinstance(value, Mapping),
-        f"{place} = {_shown(value)}: not a JSON object; fetch config.json again",
+        f"{name} = {_shown(value)}: not a JSON object; fetch config.json again",
     )
 
 
-def _require_unscaled(place: str, content: Mapping[str, Any], types: Sequence[str]) -> None:
+def _require_unscaled(prefix: str, content: Mapping[str, Any], types: Sequence[str]) -> None:
     """Raise ValueError if a part of config.json scales its rotary embeddings.
 
     Args:
-        place: what the names of its fields begin with, for errors.
+        prefix: what the names of its fields begin with, for errors.
         content: the part.
         types: the types of rotary embeddings that it may have.
     """
     for field in _ROPE_FIELDS:
         rope = content.get(field)
-        _require_object(f"{place}{field}", rope)
+        _require_object(f"{prefix}{field}", rope)
         for name in ("rope_type", "type"):
             given = (rope or {}).get(name, types[0])
             require(
                 given in types,
-                f"{place}{field}.{name} = {_shown(given)}: only {types[0]} is supported; remove "
+                f"{prefix}{field}.{name} = {_shown(given)}: only {types[0]} is supported; remove "
                 "the scaling",
             )
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of a `config.json` that describes `config`.
-
-    `from_hf` and transformers (4.57 and 5.x) read it back as the same model.
-    """
-    return family_of(config).to_hf(config)
-
-
-def require_supported(
-    content: Mapping[str, Any], supported: Mapping[str, Mapping[str, Any]], title: str
+def _require_supported(
+    name: str, content: Mapping[str, Any], supported: Mapping[str, Any], title: str
 ) -> None:
-    """Raise ValueError if a part of config.json sets a field to another than its only value.
-
-    Args:
-        content: the content of the file.
-        supported: part -> field -> the value that is supported. A field may be absent.
-        title: name of the family.
-    """
-    for part, fields in supported.items():
-        for field, value in fields.items():
-            given = content.get(part, {}).get(field, value)
-            require(
-                given == value,
-                f"{part}.{field} = {_shown(given)}: only {value!r} is supported; "
-                f"give a {title} config.json",
-            )
+    """Raise ValueError if a part sets a field to another than its only value; it may be absent."""
+    for field, value in supported.items():
+        given = content.get(field, value)
+        require(
+            given == value,
+            f"{name}.{field} = {_shown(given)}: only {value!r} is supported; "
+            f"give a {title} config.json",
+        )
 
 
-def read_text(
-    text: Mapping[str, Any],
-    title: str,
-    *,
-    tied: bool,
-    defaults: Mapping[str, Any],
-    fixed: Mapping[str, Any],
-) -> TextConfig:
-    """Return the decoder's configuration.
-
-    Args:
-        text: its part of config.json.
-        title: name of the family.
-        tied: whether input and output embeddings are one.
-        defaults: what the file may lack.
-        fixed: what the family fixes, whatever the file says.
-    """
+def _read_text(text: Mapping[str, Any], tied: bool, chosen: Family) -> TextConfig:
+    """Return the configuration of the decoder, whose part of config.json is `text`."""
+    rope = _rope(text)
+    supported = {**chosen.supported["text_config"], **chosen.decoder}
+    _require_supported("text_config", {**text, **rope}, supported, chosen.title)
+    defaults = {**chosen.defaults}
     if text.get("rope_parameters"):
         # They are complete.
-        defaults = {name: value for name, value in defaults.items() if name != "rope_theta"}
-    rope = _rope(text)
-    interleaved = rope.get("mrope_interleaved", fixed["mrope_interleaved"])
-    require(
-        interleaved == fixed["mrope_interleaved"],
-        f"text_config.mrope_interleaved = {_shown(interleaved)}: only "
-        f"{fixed['mrope_interleaved']} is supported; give a {title} config.json",
-    )
+        defaults.pop("rope_theta")
+    width, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    if _is_size(width) and _is_size(heads) and heads:
+        defaults = {"head_dim": cast(int, width) // cast(int, heads), **defaults}
     # The file has an entry per layer, or none.
-    kinds = text.get("layer_types") or list(LAYER_KINDS)
+    kinds = text.get("layer_types") or ["full_attention"]
     if isinstance(kinds, list) and kinds == kinds[:1] * len(kinds):
         kinds = kinds[:1]
-    more = {"tie_word_embeddings": tied, "layer_types": kinds}
-    content = {**defaults, **text, **rope, **fixed, **more}
-    return read_fields(TextConfig, "text_config", content, title)
+    experts = None
+    if chosen.experts:
+        # transformers calls it `num_local_experts` in its own objects.
+        text = {"num_experts": text.get("num_local_experts"), **text}
+        experts = _read_fields(ExpertsConfig, "text_config", text, chosen.title)
+    more = {"tie_word_embeddings": tied, "layer_types": kinds, "experts": experts}
+    content = {**defaults, **text, **rope, **chosen.decoder, **more}
+    config = _read_fields(TextConfig, "text_config", content, chosen.title)
+    layer_kind(config)
+    return config
 
 
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +189,7 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def read_fields(kind: type[Fields], name: str, content: Mapping[str, Any], title: str) -> Fields:
+def _read_fields(kind: type[Fields], name: str, content: Mapping[str, Any], title: str) -> Fields:
     """Return a part's configuration from `content`. Entries that are no fields are ignored.
 
     Args:
@@ -211,22 +208,21 @@ def read_fields(kind: type[Fields], name: str, content: Mapping[str, Any], title
         not missing,
         f"{name}: has no {', '.join(missing)}; give the config.json of a whole {title}",
     )
-    values: dict[str, Any] = {}
-    for field in fields:
-        if field.name not in content:
-            continue
-        value = content[field.name]
-        values[field.name] = _checked(f"{name}.{field.name}", value, str(field.type))
-    return kind(**values)
+    return kind(
+        **{
+            field.name: _checked(f"{name}.{field.name}", content[field.name], str(field.type))
+            for field in fields
+            if field.name in content
+        }
+    )
 
 
-def _checked(place: str, value: Any, kind: str) -> Any:
+def _checked(name: str, value: Any, kind: str) -> Any:
     """Return a value of config.json in the type of its field, which is an annotation's text."""
     expected = {
         "int": _is_size(value),
         "float": type(value) in (int, float) and abs(value) < _MOST_FLOAT,
         "bool": type(value) is bool,
-        "str": isinstance(value, str),
     }
     if kind.startswith("tuple["):
         listed = isinstance(value, list | tuple) and all(
@@ -236,12 +232,12 @@ def _checked(place: str, value: Any, kind: str) -> Any:
         expected[kind] = listed and ("..." in kind or len(value) == kind.count("int"))
     require(
         expected.get(kind, True),
-        f"{place} = {_shown(value)}: its type is {kind}; fetch config.json again",
+        f"{name} = {_shown(value)}: its type is {kind}; fetch config.json again",
     )
-    layers = place.rpartition(".")[2] in _LAYERS
+    layers = name.rpartition(".")[2] in _LAYERS
     require(
         not layers or cast(int, value) <= _MOST_LAYERS,
-        f"{place} = {_shown(value)}: at most {_MOST_LAYERS}; fetch config.json again",
+        f"{name} = {_shown(value)}: at most {_MOST_LAYERS}; fetch config.json again",
     )
     # Published files have whole numbers in float fields. Convert them: configurations are written
     # to files and compared.
@@ -250,66 +246,40 @@ def _checked(place: str, value: Any, kind: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _read_json(path: str | os.PathLike) -> Mapping[str, Any]:
-    try:
-        return foreign.read_object(path)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{path}: does not exist; give the folder of a checkpoint with its config.json"
-        ) from error
+# --- writing ---
 
 
-def whole_to_hf(
-    config: ModelConfig, architecture: str, text: Mapping[str, Any], vision: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the content of a config.json.
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return the content of a `config.json` that describes `config`.
 
-    Args:
-        config: the model's configuration.
-        architecture: name of its class in transformers.
-        text: the decoder's part.
-        vision: the tower's part.
+    `from_hf` and transformers (4.57 and 5.x) read it back as the same model.
     """
+    chosen = family_of(config)
+    vision, text = _lists(config.vision), _lists(config.text)
+    vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
+    experts = text.pop("experts") or {}
+    for name in ("tie_word_embeddings", "layer_types", *chosen.decoder):
+        del text[name]
+    rope = {"rope_type": "default", "mrope_section": text.pop("mrope_section")}
+    if config.text.mrope_interleaved:
+        rope["mrope_interleaved"] = True
+    # `rope_theta` and `rope_scaling` are read by transformers 4.57, `rope_parameters` by 5.
+    text["rope_scaling"] = rope
+    text["rope_parameters"] = {**rope, "rope_theta": text["rope_theta"]}
+    kinds = {"text_config": f"{config.family}_text", "vision_config": config.family}
     return {
         "model_type": config.family,
-        "architectures": [architecture],
+        "architectures": [chosen.architecture],
         "tie_word_embeddings": config.text.tie_word_embeddings,
         **{name: getattr(config, name) for name in _IDS},
-        "text_config": {**text},
-        "vision_config": {**vision},
-    }
-
-
-def ids_of(content: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of special tokens that a config.json gives."""
-    return {name: _checked(name, content[name], "int") for name in _IDS if name in content}
-
-
-def text_to_hf(config: TextConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the decoder's part of config.json, without `model_type`.
-
-    Args:
-        config: its configuration.
-        rope: settings of the rotary embeddings beside `rope_theta` and `mrope_section`.
-    """
-    text = dataclasses.asdict(config)
-    for name in (
-        "tie_word_embeddings",
-        "qk_norm",
-        "attention_bias",
-        "mrope_interleaved",
-        "experts",
-        "layer_types",
-    ):
-        del text[name]
-    section = {"mrope_section": list(text.pop("mrope_section"))}
-    # `rope_theta` and `rope_scaling` are read by transformers 4.57, `rope_parameters` by 5.
-    return text | {
-        "rope_scaling": {"rope_type": "default", **section, **rope},
-        "rope_parameters": {
-            "rope_type": "default",
-            **section,
-            **rope,
-            "rope_theta": text["rope_theta"],
+        **{
+            part: {**fields, "model_type": kinds[part], **chosen.supported[part]}
+            for part, fields in {"text_config": text | experts, "vision_config": vision}.items()
         },
     }
+
+
+def _lists(config: Any) -> dict[str, Any]:
+    """Return the fields of a configuration, with lists in place of tuples."""
+    fields = dataclasses.asdict(config)
+    return {name: [*x] if isinstance(x, tuple) else x for name, x in fields.items()}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,14 +22,11 @@ from jaxtyping import Shaped
 from models.config import ModelConfig, TextConfig, VisionConfig
 from models.family import family_of
 from models.model import abstract_model
-from models.weights import tensor_file
+from models.weights.tensor_file import Tensor, TensorType
 
 EMBEDDING = "text/embedding"
 # Some checkpoints repeat the tied embedding under this name.
 TIED_HEAD = "lm_head.weight"
-
-# A file and the entry of one of its tensors.
-Stored = tuple[Path, tensor_file.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,26 +61,31 @@ class TensorLayout:
         return math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])
 
     def read(
-        self, stored: Stored, ours: tuple[int, ...], index: tuple[slice, ...]
+        self, stored: Tensor, ours: tuple[int, ...], index: tuple[slice, ...]
     ) -> Shaped[np.ndarray, "..."]:
-        """Read the block `index` of our parameter of shape `ours`, in the file's type."""
-        # View both as matrices. Ours is [axes before the cut, axes after it].
-        cut = self._cut(ours)
-        first = matrix_slice(index[:cut], ours[:cut])
-        second = matrix_slice(index[cut:], ours[cut:])
-        rows, columns = (second, first) if self.inputs else (first, second)
-        block = tensor_file.read(*stored, rows, columns, transpose=self.inputs > 0)
-        shape = [len(range(size)[part]) for part, size in zip(index, ours, strict=True)]
-        return block.reshape(shape)
+        """Read the block `index` of our parameter of shape `ours`, in the file's type.
+
+        A transposed block is a view: XLA transposes it on the way to a device.
+        """
+        if not self.inputs and not self.joined:
+            return stored.read(index)
+        shape = [len(range(size)[axis]) for axis, size in zip(index, ours, strict=True)]
+        if self.joined:
+            return stored.read((matrix_slice(index, ours),)).reshape(shape)
+        inputs = matrix_slice(index[: self.inputs], ours[: self.inputs])
+        outputs = matrix_slice(index[self.inputs :], ours[self.inputs :])
+        if self.shape:
+            block = stored.read((outputs,))
+            return block.reshape(len(block), -1)[:, inputs].T.reshape(shape)
+        return stored.read((outputs, inputs)).T.reshape(shape)
 
     def matrix(self, ours: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "i j"]:
         """Return the tensor as `tensor_file.write` takes it: a view of our parameter, not a
         copy."""
-        flat = ours.reshape(math.prod(ours.shape[: self._cut(ours.shape)]), -1)
+        if self.joined:
+            return ours.reshape(-1, 1)
+        flat = ours.reshape(math.prod(ours.shape[: self.inputs or 1]), -1)
         return flat.T if self.inputs else flat
-
-    def _cut(self, ours: tuple[int, ...]) -> int:
-        return len(ours) if self.joined else self.inputs or 1
 
 
 def matrix_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
@@ -92,16 +93,14 @@ def matrix_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
 
     ValueError unless only the first axis is cut. For heads: between heads, not inside a head.
     """
-    if not shape:
-        return slice(0, 1)
     inner = math.prod(shape[1:])
-    if any(len(range(size)[part]) != size for part, size in zip(index[1:], shape[1:], strict=True)):
+    if any(len(range(size)[axis]) != size for axis, size in zip(index[1:], shape[1:], strict=True)):
         raise ValueError(
             f"sharding = {index} of axes {shape}: only the first of them may be divided; change "
             "models.sharding.RULES"
         )
-    start, stop, _ = index[0].indices(shape[0])
-    return slice(start * inner, stop * inner)
+    first, end, _ = index[0].indices(shape[0])
+    return slice(first * inner, end * inner)
 
 
 def tensor_layouts(config: ModelConfig) -> dict[str, TensorLayout]:
@@ -134,9 +133,17 @@ def text_layouts(config: TextConfig, decoder: str) -> dict[str, TensorLayout]:
         table[f"text/layers/{name}"] = TensorLayout(f"{tensor}.weight", inputs=1)
         if config.attention_bias:
             table[f"text/layers/{name}_bias"] = TensorLayout(f"{tensor}.bias", joined=True)
-    for name in ("gate", "up", "down"):
-        tensor = f"{layer}.mlp.{name}_proj.weight"
-        table[f"text/layers/{name}"] = TensorLayout(tensor, inputs=1)
+    if config.experts is None:
+        for name in ("gate", "up", "down"):
+            tensor = f"{layer}.mlp.{name}_proj.weight"
+            table[f"text/layers/{name}"] = TensorLayout(tensor, inputs=1)
+    else:
+        # Published experts have the layout of this project.
+        table |= {
+            "text/layers/experts/router": TensorLayout(f"{layer}.mlp.gate.weight", inputs=1),
+            "text/layers/experts/gate_up": TensorLayout(f"{layer}.mlp.experts.gate_up_proj"),
+            "text/layers/experts/down": TensorLayout(f"{layer}.mlp.experts.down_proj"),
+        }
     if not config.tie_word_embeddings:
         table["text/head"] = TensorLayout(TIED_HEAD)
     return table
@@ -165,7 +172,7 @@ def flat_parameters(state: Any) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor belongs: the parameter's path, its number in a stack, its own shape."""
 
     path: str
@@ -175,18 +182,29 @@ class Place:
 
 def tensor_places(
     layouts: Mapping[str, TensorLayout], parameters: Mapping[str, nnx.Variable]
-) -> dict[str, Place]:
+) -> dict[str, TensorPlace]:
     """Name of each tensor -> its place."""
     places = {}
     for path, layout in layouts.items():
         shape = parameters[path].shape
         if layout.stacked:
             for number in range(shape[0]):
-                place = Place(path, number, layout.tensor_shape(shape[1:]))
+                place = TensorPlace(path, number, layout.tensor_shape(shape[1:]))
                 places[layout.name.format(number)] = place
         else:
-            places[layout.name] = Place(path, None, layout.tensor_shape(shape))
+            places[layout.name] = TensorPlace(path, None, layout.tensor_shape(shape))
     return places
+
+
+def tensor_types(
+    layouts: Mapping[str, TensorLayout], parameters: Mapping[str, nnx.Variable]
+) -> dict[str, TensorType]:
+    """Return type and shape of each tensor that holds parameters as they are, by name."""
+    places = tensor_places(layouts, parameters)
+    return {
+        name: (np.dtype(parameters[place.path].dtype), place.shape)
+        for name, place in places.items()
+    }
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -62,7 +62,7 @@ class EngineCounts:
     reused_tokens: int = 0
     """Prompt tokens that were found in the cache."""
     sampled_tokens: int = 0
-    """Tokens drawn, including those after a stop string."""
+    """Tokens drawn."""
     steps: int = 0
     """Decoding steps, each of which gives every active row one token."""
     row_steps: int = 0
@@ -104,8 +104,6 @@ class Engine:
             are not trained (`models.lora.split`) stay for all versions.
         features: encodes the frames of requests.
         settings: all sizes.
-        token_bytes: the bytes of every token, needed for requests with `stop_strings`:
-            `[vocabulary.token_bytes(id) for id in range(vocabulary.size)]`.
         clock: gives seconds, for deadlines. They are checked once per step.
 
     Attributes:
@@ -122,7 +120,6 @@ class Engine:
         model: VisionLanguageModel,
         features: FrameFeatures,
         settings: EngineSizes,
-        token_bytes: Sequence[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.settings = settings
@@ -138,7 +135,6 @@ class Engine:
         self._occupancy = _Occupancy()
         self.weights: tuple[Any, Any] | None = None
         self.version = 0
-        self._token_bytes = token_bytes
         self._tickets = itertools.count()
         # Completions that `generate` received while it waited for its own. `step` hands them out.
         self._undelivered: list[Completion] = []
@@ -325,11 +321,6 @@ class Engine:
         if len(sampling.stop_ids) > MOST_STOP_IDS:
             raise ValueError(
                 f"Sampling.stop_ids: {len(sampling.stop_ids)} ids; give {MOST_STOP_IDS} at most"
-            )
-        if sampling.stop_strings and self._token_bytes is None:
-            raise ValueError(
-                "Sampling.stop_strings: the engine was made without token_bytes; "
-                "give it those of the vocabulary"
             )
 
     def _unreadable(self, request: Request, reason: str) -> Sample:
@@ -575,47 +566,17 @@ class Engine:
             self._extend(sequence, decoded)
 
     def _extend(self, sequence: EngineSequence, decoded: Decoded) -> None:
-        """Append new tokens, up to the end of a stop string, and finish a sample that ended."""
-        before = len(sequence.drawn)
+        """Append new tokens, and finish a sample that ended."""
         sequence.drawn += decoded.ids
         sequence.logprobs += decoded.logprobs
         sequence.routes += decoded.routes
         self.counts.sampled_tokens += len(decoded.ids)
-        end = self._stop_string_end(sequence, before)
-        if end is not None:
-            del sequence.drawn[end:], sequence.logprobs[end:], sequence.routes[end:]
         # All but the last token: the last one drawn has not been fed to the model yet.
         sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn)
-        if end is not None:
-            self._finish(sequence, SampleStop.STOP_STRING)
-        elif sequence.drawn[-1] in sequence.sampling.stop_ids:
+        if sequence.drawn[-1] in sequence.sampling.stop_ids:
             self._finish(sequence, SampleStop.STOP_ID)
         elif not sequence.left:
             self._finish(sequence, SampleStop.LENGTH)
-
-    def _stop_string_end(self, sequence: EngineSequence, before: int) -> int | None:
-        """Return the number of tokens up to the one that completes the first stop string, if there
-        is one.
-
-        `before` is the number of tokens that were searched already.
-        """
-        strings = sequence.sampling.stop_strings
-        table = self._token_bytes
-        if not strings or table is None:
-            return None
-        # A model's vocabulary may be padded with ids that the tokenizer does not have.
-        begun = sequence.prompt.request.ids[len(sequence.prompt.request.ids) - sequence.begun :]
-        parts = [table[token] if token < len(table) else b"" for token in (*begun, *sequence.drawn)]
-        text = b"".join(parts[: sequence.begun + before])
-        for number in range(before, len(sequence.drawn)):
-            old_length = len(text)
-            text += parts[sequence.begun + number]
-            for string in strings:
-                # A match must end in the new token, but may begin before it.
-                earliest = max(0, old_length - len(string) + 1)
-                if text.find(string, earliest) >= 0:
-                    return number + 1
-        return None
 
 
 class _Need(NamedTuple):

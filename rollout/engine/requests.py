@@ -46,49 +46,29 @@ Result = TypeVar("Result")
 class Sampling:
     """How a response is sampled and when it ends.
 
-    A response ends with the first of these: a token of `stop_ids`, the token that completes one of
-    `stop_strings`, `max_new_tokens` tokens, or the deadline. The token that ends a response is part
-    of it.
+    A response ends with the first of these: a token of `stop_ids`, `max_new_tokens` tokens, or the
+    deadline. The token that ends a response is part of it.
     """
 
     max_new_tokens: int
     """Upper bound on the tokens of the response."""
     temperature: float = 1.0
     """Divides the logits. 0 takes the likeliest token."""
-    top_k: int = 0
-    """Sample from the `top_k` likeliest tokens only. 0: from all."""
-    top_p: float = 1.0
-    """Of these, sample from the fewest that together have this probability."""
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the response."""
-    stop_strings: tuple[bytes, ...] = ()
-    """Byte strings that end the response wherever they appear in it."""
     deadline: float = math.inf
     """Seconds after the request is submitted."""
 
     def __post_init__(self):
         require_at_least("Sampling", self, 0, "max_new_tokens", "temperature")
-        # The compiled programs take top_k and token ids as int32.
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(
-                f"Sampling.top_k: {self.top_k}; give 0 (all tokens) or more, below 2**31"
-            )
+        # The compiled programs take token ids as int32.
         if any(not 0 <= stop < 2**31 for stop in self.stop_ids):
             raise ValueError(
                 f"Sampling.stop_ids: {self.stop_ids}; give token ids, 0 or more and below 2**31"
             )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"Sampling.top_p: {self.top_p}; give a probability above 0 and up to 1"
-            )
         if not self.deadline > 0:
             raise ValueError(
                 f"Sampling.deadline: {self.deadline}; give seconds above 0, or leave it out"
-            )
-        if not all(self.stop_strings):
-            raise ValueError(
-                f"Sampling.stop_strings: {self.stop_strings}; "
-                "an empty string ends every response, leave it out"
             )
 
 
@@ -138,7 +118,6 @@ class SampleStop(enum.StrEnum):
     """Why sampling ended."""
 
     STOP_ID = "stop_id"
-    STOP_STRING = "stop_string"
     LENGTH = "length"
     DEADLINE = "deadline"
     UNREADABLE = "unreadable"

@@ -358,8 +358,6 @@ class ModelRunner:
             choices=Choices(
                 seeds=np.zeros(count, np.uint32),
                 temperatures=np.ones(count, np.float32),
-                top_k=np.zeros(count, np.int32),
-                top_p=np.ones(count, np.float32),
             ),
         )
 
@@ -384,8 +382,6 @@ class ModelRunner:
         rows.stops[row, : len(sampling.stop_ids)] = sampling.stop_ids
         rows.choices.seeds[row] = request.seeds[sequence.sample] % 2**32
         rows.choices.temperatures[row] = sampling.temperature
-        rows.choices.top_k[row] = sampling.top_k
-        rows.choices.top_p[row] = sampling.top_p
 
 
 def _index_visual(

@@ -1,20 +1,15 @@
-"""Draws one token per row from its logits, with the row's own temperature, top-k, top-p and seed.
-
-Nothing is sorted: sorting the vocabulary in every row would cost more than the rest of a step.
-Top-k and top-p keep the tokens above a threshold. The threshold is found by bisection, in a fixed
-number of passes over the vocabulary.
+"""Draws one token per row from its logits, with the row's own temperature and seed.
 
 A row's draw depends only on that row's inputs, bit for bit, whatever the other rows are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 _BLOCK = 128  # tokens: the published vocabulary is a whole number of blocks
 
@@ -24,8 +19,6 @@ class Choices(NamedTuple):
 
     seeds: UInt32[Any, " b"]
     temperatures: Float[Any, " b"]
-    top_k: Int[Any, " b"]
-    top_p: Float[Any, " b"]
 
 
 @jax.named_scope("sample")
@@ -49,19 +42,11 @@ def sample(
     # scores into infinities.
     scores = logits.astype(jnp.float32)
     scores = (scores - scores.max(-1, keepdims=True)) / temperatures[:, None]
-    # The conditions skip whole passes over the vocabulary if no row needs them. A row that does not
-    # need a pass keeps its numbers even if others do, so neighbours change nothing.
-    cut = ~greedy & ((choices.top_k > 0) | (choices.top_p < 1))
-    scores = jax.lax.cond(
-        cut.any(),
-        lambda x: jnp.where(cut[:, None], _cut(x, choices), x),
-        lambda x: x,
-        scores,
-    )
     keys = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(
         choices.seeds, numbers
     )
     token, total = draw_at(jnp.exp(scores), jax.vmap(jax.random.uniform)(keys))
+    # The condition skips a pass over the vocabulary if no row needs it.
     token = jax.lax.cond(
         greedy.any(), lambda: jnp.where(greedy, jnp.argmax(scores, -1), token), lambda: token
     )
@@ -101,52 +86,3 @@ def draw_at(
     left = jnp.minimum(target - before, sums.max(-1) * (1 - 2**-23))
     passed = sums > left[:, None]
     return block * _BLOCK + jnp.argmax(passed, -1), total
-
-
-def _cut(scores: Float[Array, "b v"], choices: Choices) -> Float[Array, "b v"]:
-    """Return log-probs after top-k and then top-p, -inf for tokens that are cut.
-
-    Tokens of equal probability stay or go together.
-    """
-    scores = jax.nn.log_softmax(scores)
-    words = scores.shape[-1]
-    wanted = jnp.where(choices.top_k > 0, jnp.minimum(choices.top_k, words), words)
-    scores = _keep(scores, lambda stay: stay.sum(-1) >= wanted)
-    # 1e-6: rounding may make a sum of float32 probabilities too small, which must not let one more
-    # token in. 1e-9: at least one token stays, however small top_p is. Infinity: without top_p no
-    # sum is enough, so all tokens stay.
-    share = jnp.where(choices.top_p < 1, jnp.maximum(choices.top_p - 1e-6, 1e-9), jnp.inf)
-    return _keep(scores, lambda stay: jnp.where(stay, jnp.exp(scores), 0).sum(-1) >= share)
-
-
-def _keep(
-    scores: Float[Array, "b v"], enough: Callable[[Bool[Array, "b v"]], Bool[Array, " b"]]
-) -> Float[Array, "b v"]:
-    """Return log-probs over the smallest set of likeliest tokens that is `enough`, or over all
-    tokens."""
-    order = _order(scores)
-
-    # Bisection over all 2**32 thresholds, so the result is exact after 32 halvings.
-    def halve(
-        _: Any, bounds: tuple[UInt32[Array, " b"], UInt32[Array, " b"]]
-    ) -> tuple[UInt32[Array, " b"], UInt32[Array, " b"]]:
-        low, high = bounds  # `low` keeps enough tokens, `high` may not
-        middle = low + (high - low) // 2
-        good = enough(order >= middle[:, None])
-        return jnp.where(good, middle, low), jnp.where(good, high, middle)
-
-    rows = scores.shape[:1]
-    lowest = jnp.zeros(rows, jnp.uint32)
-    highest = jnp.full(rows, jnp.uint32(2**32 - 1))
-    threshold, _ = jax.lax.fori_loop(0, 32, halve, (lowest, highest))
-    return jax.nn.log_softmax(jnp.where(order >= threshold[:, None], scores, -jnp.inf))
-
-
-def _order(scores: Float[Array, "b v"]) -> UInt32[Array, "b v"]:
-    """Map scores of 0 or less to unsigned integers in the same order.
-
-    The bits of a float without its sign grow with its magnitude, so for negative numbers they count
-    down.
-    """
-    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
-    return jnp.uint32(2**31) - (bits & jnp.uint32(2**31 - 1))

@@ -21,7 +21,6 @@ from safetensors.numpy import load_file
 from models.attention import DenseCache, RowLayout, attend
 from models.config import ModelConfig
 from models.model import VisionLanguageModel
-from models.packing import packed_layout
 from models.qwen3_vl.vision import Qwen3VLVisionTower, VisionBlock
 from models.rope import (
     mrope_angles,
@@ -32,6 +31,7 @@ from models.rope import (
 )
 from models.text import KV, DecoderLayer, VisualBank
 from models.weights import hf
+from tests.models.packed_frames import packed_layout
 from tests.models.parity import IMAGE, NEW_TOKENS, VIDEO, Results, Sample, is_text
 
 Outputs = tuple[jax.Array, KV, jax.Array | None]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import filecmp
 import json
+import math
 import os
 import shutil
 import socket
@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from models.config import TextConfig
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.qwen3_vl.sizes import tiny
 from models.weights import folder as hf_folder
-from models.weights import hf_layout
+from models.weights import hf_layout, tensor_file
 from models.weights.hf_config import to_hf
 
 pytestmark = pytest.mark.slow
@@ -58,22 +59,21 @@ def write_noise(folder, config, max_bytes):
         name: (np.dtype(jnp.bfloat16), shape)
         for name, shape in hf_layout.tensor_shapes(config).items()
     }
-    headers, companions = hf_folder.new_files({"config.json": to_hf(config)}, tensors, max_bytes)
+    files, companions = hf_folder.new_files(tensors, max_bytes)
     folder.mkdir()
-    for name, content in companions.items():
+    for name, content in (companions | {"config.json": hf_folder.to_json(to_hf(config))}).items():
         (folder / name).write_bytes(content)
     rng = np.random.default_rng(0)
-    sizes = []
-    for name, header in headers.items():
-        with open(folder / name, "wb") as file:
-            file.write(header.content)
-            for tensor in header.tensors.values():
-                size = tensor.end - tensor.start
-                sizes.append(size)
-                bits = rng.integers(0, 2**64, size // 8 + 1, np.uint64).view(np.uint8)[:size]
-                # Finite numbers only: NaNs may change on the way.
-                bits[1::2] &= 0xBF
-                file.write(bits.data)
+
+    def noise(shape):
+        bits = rng.integers(0, 2**16, (shape[0], math.prod(shape[1:])), np.uint16)
+        # Finite numbers only: NaNs may change on the way.
+        bits &= 0xBFFF
+        return bits.view(jnp.bfloat16)
+
+    for name, types in files.items():
+        tensor_file.write(folder / name, types, (noise(shape) for _, shape in types.values()))
+    sizes = [2 * math.prod(shape) for _, shape in tensors.values()]
     return sum(sizes), max(sizes)
 
 
@@ -146,7 +146,8 @@ def test_the_host_holds_one_tensor_beside_the_shards(large, fsdp, tensor):
     beside = found["used"] - found["shards"]
     # Norms are on every device.
     assert total <= found["shards"] < 1.01 * total
-    assert beside <= 1.5 * largest, (
+    # A CPU device has a copy of the tensor, too.
+    assert beside <= 3 * largest, (
         f"{beside / 1e6:.0f} MB beside the shards; the largest tensor has {largest / 1e6:.0f} MB"
     )
     _, row, column = found["corner"]
@@ -169,20 +170,20 @@ TWO = """
     from models.weights import hf
     from models.weights import tensor_file
     from models.sharding import make_mesh
-    count, whole = 0, tensor_file.read
-    def read(*arguments, **options):
+    count, whole = 0, tensor_file.Tensor.read
+    def read(*arguments):
         global count
-        block = whole(*arguments, **options)
+        block = whole(*arguments)
         count += block.nbytes
         return block
-    tensor_file.read = read
+    tensor_file.Tensor.read = read
     model = hf.load(source, mesh=make_mesh(fsdp=2, tensor=2))
     # Replicas of a block are read once.
     blocks = {}
     for array in jax.tree.leaves(model):
         for shard in array.addressable_shards:
             blocks[id(array), str(shard.index)] = shard.data.nbytes
-    hf.save(model, target, like=source)
+    hf.save(model, target, max_shard_bytes=1_000_000)
     # float32 here, bfloat16 in the file.
     print(json.dumps({"read": count, "needed": sum(blocks.values()) // 2}))
 """
@@ -203,9 +204,13 @@ def test_two_processes_read_only_their_slices_and_save_the_same_files(tmp_path):
     for process in found:
         assert process["read"] == process["needed"] < 0.55 * total
     assert sum(process["read"] for process in found) >= total
-    names = sorted(path.name for path in source.iterdir())
+    names = sorted(path.name for path in source.glob("*.safetensors"))
     assert len(names) > 3
-    assert filecmp.cmpfiles(source, target, names, shallow=False) == (names, [], [])
+    for name in names:
+        ours, theirs = load_file(target / name), load_file(source / name)
+        assert ours.keys() == theirs.keys()
+        for tensor, value in theirs.items():
+            np.testing.assert_array_equal(ours[tensor], value, err_msg=tensor)
 
 
 FAILING = """
@@ -217,16 +222,16 @@ FAILING = """
     model = hf.load(source, mesh=make_mesh(fsdp=2, tensor=2))
     def attempt(name, folder, **options):
         try:
-            hf.save(model, folder, like=source, **options)
+            hf.save(model, folder, max_shard_bytes=500_000, **options)
             found[name] = "written"
         except (OSError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
     write = tensor_file.write
-    def full(file, header, matrices):
+    def full(file, tensors, matrices):
         if file.name.startswith("model-00002"):
             next(matrices), next(matrices)
             raise OSError(28, "No space left on device")
-        write(file, header, matrices)
+        write(file, tensors, matrices)
     tensor_file.write = full
     attempt("disk full", target)
     tensor_file.write = write

@@ -22,13 +22,13 @@ from models.attention import DenseCache
 from models.config import ExpertsConfig, ModelConfig, TextConfig
 from models.generate import generate
 from models.model import Inputs, VisionLanguageModel, abstract_model
-from models.packing import packed_layout
 from models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLVisionConfig
 from models.qwen3_vl.sizes import qwen3_vl, tiny
 from models.qwen3_vl_moe.family import Qwen3VLMoeConfig
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
 from models.text import KV, TextDecoder, VisualBank
 from tests.collectives import bytes_sent, find_collectives
+from tests.models.packed_frames import packed_layout
 
 
 def state(config=None):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,43 +24,39 @@ def file(tmp_path):
     return tmp_path / "x.safetensors"
 
 
-def test_a_file_of_the_library_is_read_and_rewritten_byte_for_byte(file, tmp_path):
-    header = tensor_file.read_header(file)
-    whole = {}
-    for name, tensor in header.tensors.items():
-        rows = slice(0, tensor.shape[0])
-        columns = slice(0, int(np.prod(tensor.shape[1:])))
-        whole[name] = tensor_file.read(file, tensor, rows, columns, transpose=False)
-    for name, value in TENSORS.items():
-        np.testing.assert_array_equal(whole[name].reshape(value.shape), value)
-    matrices = (whole[name].astype(np.float32) for name in header.tensors)
-    tensor_file.write(tmp_path / "again", header, matrices)
-    assert (tmp_path / "again").read_bytes() == file.read_bytes()
-
-
-def test_a_new_file_is_read_by_the_library_and_has_its_header(tmp_path):
-    header = tensor_file.new_header(
-        {name: (value.dtype, value.shape) for name, value in TENSORS.items()}
+def test_blocks_of_a_file_of_the_library(file):
+    tensors = tensor_file.read_header(file)
+    assert {name: (x.dtype, x.shape) for name, x in tensors.items()} == {
+        name: (x.dtype, x.shape) for name, x in TENSORS.items()
+    }
+    np.testing.assert_array_equal(
+        tensors["b"].read((slice(3, 77), slice(1, 4))), TENSORS["b"][3:77, 1:4]
     )
-    matrices = (value.reshape(len(value), -1) for value in TENSORS.values())
-    tensor_file.write(tmp_path / "x", header, matrices)
-    assert tensor_file.read_header(tmp_path / "x") == header
-    assert list(header.tensors) == list(TENSORS)
-    found = load_file(tmp_path / "x")
-    assert found.keys() == TENSORS.keys()
+    np.testing.assert_array_equal(tensors["a"].read((slice(0, 1),)), TENSORS["a"][:1])
+
+
+def test_a_new_file_is_read_by_the_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "_ROWS", 32)
+    types = {name: (x.dtype, x.shape) for name, x in TENSORS.items()}
+    # Rounded to the type of the file, and transposed in memory.
+    matrices = (x.reshape(len(x), -1).T.astype(np.float32).T for x in TENSORS.values())
+    tensor_file.write(tmp_path / "x", types, matrices)
+    stored = load_file(tmp_path / "x")
+    assert stored.keys() == TENSORS.keys()
     for name, value in TENSORS.items():
-        np.testing.assert_array_equal(found[name], value)
+        assert stored[name].dtype == value.dtype
+        np.testing.assert_array_equal(stored[name], value)
 
 
-def test_a_tensor_is_joined_from_several_blocks(file, tmp_path, monkeypatch):
-    # Blocks of 32 rows, the minimum: three blocks.
-    monkeypatch.setattr(tensor_file, "_BLOCK", 1)
-    tensor = tensor_file.read_header(file).tensors["b"]
-    block = tensor_file.read(file, tensor, slice(3, 77), slice(1, 4), transpose=True)
-    np.testing.assert_array_equal(block, TENSORS["b"][3:77, 1:4].T)
-    header = tensor_file.new_header({"b": (tensor.dtype, (77, 5))})
-    tensor_file.write(tmp_path / "again", header, [np.ascontiguousarray(TENSORS["b"].T).T])
-    np.testing.assert_array_equal(load_file(tmp_path / "again")["b"], TENSORS["b"])
+def test_numbers_are_compared_in_pieces_and_across_types(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "_ROWS", 32)
+    wide = TENSORS["b"].astype(np.float32)
+    other = wide.copy()
+    other[-1, -1] += 1
+    save_file({"b": TENSORS["b"], "wide": wide, "other": other}, tmp_path / "x")
+    tensors = tensor_file.read_header(tmp_path / "x")
+    assert tensor_file.same_numbers(tensors["b"], tensors["wide"])
+    assert not tensor_file.same_numbers(tensors["b"], tensors["other"])
 
 
 def content(**changes):
@@ -72,25 +67,30 @@ def content(**changes):
 
 
 @pytest.mark.parametrize(
-    ("damaged", "problem"),
+    "damaged",
     [
-        (b"", "its header is cut off"),
-        (content()[:-1], "bytes and should have"),
-        (content(data_offsets=[4, 12]), "a does not begin where"),
-        (content(dtype=[]), "describes a in another form"),
-        (content(shape=[-2]), "describes a in another form"),
-        ((3).to_bytes(8, "little") + b"[1]", "its header is no JSON object"),
-        ((10**5).to_bytes(8, "little") + b"[" * 10**5, "its header is not JSON"),
+        b"",
+        content()[:-1],
+        content() + b"1",
+        content(data_offsets=[4, 12]),
+        content(data_offsets=[0, 2**62]),
+        content(dtype=[]),
+        content(shape=[-2]),
+        content(shape=[2**62, 2**62]),
+        (3).to_bytes(8, "little") + b"[1]",
+        (10**5).to_bytes(8, "little") + b"[" * 10**5,
+        (10**12).to_bytes(8, "little") + b"{}",
     ],
 )
-def test_damage_is_named(tmp_path, damaged, problem):
+def test_damage_is_one_short_line(tmp_path, damaged):
     file = tmp_path / "x.safetensors"
     file.write_bytes(damaged)
     with pytest.raises(
-        ValueError,
-        match=rf"x.safetensors: not a whole .*\(.*{re.escape(problem)}",
-    ):
+        ValueError, match=r"x.safetensors: not a whole .*; fetch or export"
+    ) as error:
         tensor_file.read_header(file)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < len(str(file)) + 400
 
 
 def test_a_foreign_type_is_named_with_its_tensor(tmp_path):

@@ -62,7 +62,7 @@ def test_the_tiny_notebook_trains_and_answers(tmp_path, monkeypatch):
 def test_the_2b_notebook_trains_adapters_and_compares_them(tmp_path, monkeypatch, assets):
     # The published format, with random weights of small sizes.
     names = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")
-    model = nnx.jit(lambda: VisionLanguageModel(SIZES["rehearsal"](), rngs=nnx.Rngs(0)))()
+    model = nnx.jit(lambda: VisionLanguageModel(SIZES["rehearsal"], rngs=nnx.Rngs(0)))()
     save(model, tmp_path / "weights", files=[assets / "qwen3_vl" / name for name in names])
     monkeypatch.setenv("PARAVT_SMALL", "1")
     monkeypatch.setenv("PARAVT_MODEL", str(tmp_path / "weights"))

@@ -19,6 +19,7 @@ from paravt_jax.method.records import Trajectory
 from paravt_jax.method.scoring import Rules
 from paravt_jax.processes import hosts
 from rollout.engine.engine import Engine
+from rollout.engine.programs import MOST_STOP_IDS
 from rollout.engine.requests import Sample
 from train.data import QuestionStream
 from train.durable.saver import pack, unpack
@@ -69,15 +70,17 @@ def stream_of(road, settings) -> QuestionStream:
 
 
 class Stopping(Engine):
-    """Ends a response at a common letter too: random weights seldom end one."""
+    """Ends a response at common tokens too: random weights seldom end one."""
 
     def __init__(self, road):
         words = road.data.vocabulary
-        table = [words.token_bytes(token) for token in range(words.size)]
-        super().__init__(road.model, road.environment.features, road.run.engine_sizes, table)
+        ends = [id for id in range(words.size) if b"d" in words.token_bytes(id)]
+        self.ends = tuple(ends[: MOST_STOP_IDS - 2])
+        super().__init__(road.model, road.environment.features, road.run.engine_sizes)
 
     def submit(self, request):
-        sampling = dataclasses.replace(request.sampling, stop_strings=(b"d",))
+        stop_ids = (*request.sampling.stop_ids, *self.ends)
+        sampling = dataclasses.replace(request.sampling, stop_ids=stop_ids)
         return super().submit(dataclasses.replace(request, sampling=sampling))
 
 
@@ -243,11 +246,15 @@ def test_a_pool_of_two_processes_goes_on_in_one(road, small, monkeypatch):
 def test_an_episode_whose_video_disappears_ends_as_unreadable(road, stale, monkeypatch):
     """A restarted run reads the frames of episodes in flight again."""
     run, _ = stale
-    text, cursor = run.saved[0]
-    state = unpack(text)
-    begun = [g for g in state.groups if any(f.log.told and not f.done for f in g.flights)]
+    states = [unpack(text) for text, _ in run.saved]
+    begun = [
+        (state, group.question.video)
+        for state in states
+        for group in state.groups
+        if any(flight.log.told and not flight.done for flight in group.flights)
+    ]
     assert begun, "an episode is in its second turn or further"
-    gone = begun[0].question.video
+    state, gone = begun[0]
     request = FrameFeatures.request_overview
 
     def failing(features, name, count):

@@ -17,6 +17,7 @@ from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.engine.engine import Engine
+from rollout.engine.programs import MOST_STOP_IDS
 from rollout.engine.requests import Request, Sample, SampleStop
 from train.data import Data
 from train.durable.interrupts import Stopped
@@ -48,16 +49,18 @@ class Calling(Engine):
     """Begins every episode with a call, which random weights never write, and ends turns early."""
 
     def __init__(self, words: Vocabulary, *arguments: Any):
-        table = [words.token_bytes(token) for token in range(words.size)]
-        super().__init__(*arguments, token_bytes=table)
+        super().__init__(*arguments)
         self.words = words
+        ends = [id for id in range(words.size) if b"d" in words.token_bytes(id)]
+        self.ends = tuple(ends[: MOST_STOP_IDS - 2])
 
     def warm_up(self) -> None:
         """Nothing: programs compile when they are first needed, and many are not."""
 
     def submit(self, request: Request) -> int:
-        # Random weights seldom end a response; with a common letter, turns differ in length.
-        sampling = dataclasses.replace(request.sampling, stop_strings=(b"d",))
+        # Random weights seldom end a response; with common tokens, turns differ in length.
+        stop_ids = (*request.sampling.stop_ids, *self.ends)
+        sampling = dataclasses.replace(request.sampling, stop_ids=stop_ids)
         request = dataclasses.replace(request, sampling=sampling)
         prompt = self.words.decode(request.ids)
         first_turn = "<think>" in prompt and "<tool_response>" not in prompt

@@ -88,12 +88,10 @@ class Reference:
         features: FrameFeatures,
         weights: dict[int, Any],
         longest: int,
-        token_bytes: Many[bytes],
     ):
         self.features = features
         self.weights = weights
         self.longest = longest
-        self.token_bytes = token_bytes
         graph = nnx.split(model.text)[0]
 
         def forward(
@@ -211,8 +209,6 @@ class Reference:
         choices = Choices(
             seeds=each(seed % 2**32, np.uint32),
             temperatures=each(sampling.temperature, np.float32),
-            top_k=each(sampling.top_k, np.int32),
-            top_p=each(sampling.top_p, np.float32),
         )
         tokens, logprobs = self._sample(
             (scores + noise).astype(np.float32), choices, each(number, np.int32)
@@ -221,9 +217,6 @@ class Reference:
 
     def _stop(self, said: Many[int], sampling: Sampling) -> SampleStop | None:
         """Why the sample ends with its last token, if it does."""
-        text = b"".join(self.token_bytes[token] for token in said)
-        if any(string in text for string in sampling.stop_strings):
-            return SampleStop.STOP_STRING
         if said[-1] in sampling.stop_ids:
             return SampleStop.STOP_ID
         return SampleStop.LENGTH if len(said) == sampling.max_new_tokens else None

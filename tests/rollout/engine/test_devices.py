@@ -103,15 +103,13 @@ def requests() -> list[Request]:
         Request(
             np.concatenate([opening, [95] * 4, rng.integers(0, 90, 2)]),
             frames,
-            Sampling(7, 0.6, top_k=20),
+            Sampling(7, 0.6),
             (4, 5),
         ),
     ]
     lengths = (3, 20, 41)
     return groups + [
-        Request(
-            rng.integers(0, 90, n), (), Sampling(12, n % 2 * 1.0, top_p=0.9, stop_ids=(n,)), (n,)
-        )
+        Request(rng.integers(0, 90, n), (), Sampling(12, n % 2 * 1.0, stop_ids=(n,)), (n,))
         for n in lengths
     ]
 

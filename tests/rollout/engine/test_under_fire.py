@@ -350,8 +350,8 @@ def check_battle(battle: Battle, episodes: int) -> None:
     assert set(battle.stops) == set(StopReason)
     assert set(battle.calls) == set(CallStatus)
     assert battle.most_calls >= 200
-    # Episodes ask for no stop strings, and are not paced here.
-    assert set(battle.samples) == set(SampleStop) - {SampleStop.STOP_STRING, SampleStop.PAUSED}
+    # Episodes are not paced here.
+    assert set(battle.samples) == set(SampleStop) - {SampleStop.PAUSED}
     assert battle.foreign == []
 
 

@@ -12,6 +12,7 @@ import pytest
 from models import peft_folder
 from models.lora import LoRASettings, add_adapters, merge_adapters
 from models.weights import hf
+from paravt_jax.data.file_sums import SUMS
 from paravt_jax.method.protocol import ProtocolSettings
 from rollout import evaluate as command
 from rollout.agent.episode import EpisodeSettings
@@ -35,7 +36,9 @@ def saved(checkpoint, tmp_path_factory) -> dict[str, pathlib.Path]:
     base = str(checkpoint)
     peft_folder.save_adapters(model, LORA, folder / "adapter", base=base, base_digest=digest)
     merge_adapters(model.text)
-    hf.save(model, folder / "merged", like=checkpoint)
+    others = {"model.safetensors", "config.json", "generation_config.json", SUMS}
+    files = [file for file in checkpoint.iterdir() if file.name not in others]
+    hf.save(model, folder / "merged", files=files)
     return {"base": checkpoint, "adapter": folder / "adapter", "merged": folder / "merged"}
 
 
