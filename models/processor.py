@@ -289,43 +289,31 @@ def _limits(kind: str, settings: Mapping[str, Any], vision: VisionConfig) -> tup
     return size["shortest_edge"], size["longest_edge"]
 
 
-def _separate(messages: Any) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+def _separate(
+    messages: Iterable[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
     """Return messages without pixels, as the template wants them, and all image and video items."""
-    if isinstance(messages, str) or not isinstance(messages, Sequence):
-        raise ValueError(
-            f'messages: {_describe(messages)}; give a list of {{"role": ..., "content": ...}}'
-        )
     bare: list[dict[str, Any]] = []
     visuals: list[Mapping[str, Any]] = []
     for message in messages:
-        if not isinstance(message, Mapping):
-            raise ValueError(
-                f'messages: a {_describe(message)} among them; give {{"role": ..., "content": ...}}'
-            )
         content = message.get("content")
-        if not isinstance(content, (list, tuple)):
-            bare.append({**message})
-            continue
-        for item in content:
-            _check_item(item)
-        visuals += [item for item in content if item["type"] != "text"]
-        bare_content = [
-            item if item["type"] == "text" else {"type": item["type"]} for item in content
-        ]
-        bare.append({**message, "content": bare_content})
+        if isinstance(content, (list, tuple)):
+            for item in content:
+                _check_item(item)
+            visuals += [item for item in content if item["type"] != "text"]
+            content = [
+                item if item["type"] == "text" else {"type": item["type"]} for item in content
+            ]
+        bare.append({**message, "content": content})
     return bare, visuals
 
 
-def _check_item(item: Any) -> None:
-    if not isinstance(item, Mapping):
+def _check_item(item: Mapping[str, Any]) -> None:
+    kind = item.get("type")
+    if kind not in ("text", "image", "video") or kind not in item:
         raise ValueError(
-            f"messages: content holds a {_describe(item)}; "
-            'give {"type": "text", "text": ...} and the like'
-        )
-    if item.get("type") not in ("text", "image", "video") or item["type"] not in item:
-        raise ValueError(
-            f"messages: an item has {sorted(item)} of type {item.get('type')!r}; give a text, an "
-            "image or a video under the type's own name"
+            f"messages: an item has {sorted(item)} of type {kind!r}; give a text, an image or a "
+            "video under the type's own name"
         )
 
 
@@ -336,11 +324,7 @@ def _pixels(image: Any) -> UInt8[np.ndarray, "h w 3"]:
             return _pixels(ImageOps.exif_transpose(file))
     if isinstance(image, Image.Image):
         return on_white(image)
-    if not _is_rgb(image, ndim=3):
-        raise ValueError(
-            f"image: {_describe(image)}; give uint8 [height, width, 3], a PIL image or a path"
-        )
-    return image
+    return _checked_rgb("image", image, 3)
 
 
 def _slice_seconds(
@@ -368,40 +352,27 @@ def _slice_seconds(
 
 
 def _clip(
-    video: Any,
+    video: tuple[Any, Any],
 ) -> tuple[UInt8[np.ndarray, "t h w 3"], Sequence[float] | Real[np.ndarray, " t"]]:
     """Return the checked frames and times of a video."""
-    if not isinstance(video, (tuple, list)) or len(video) != 2:
-        raise ValueError(
-            f"video: {_describe(video)}; give (frames, times in seconds), decoded by "
-            "paravt_jax.data.video or another reader"
-        )
-    frames, times = video
-    if not _is_rgb(frames, ndim=4):
-        raise ValueError(
-            f"video: frames are {_describe(frames)}; give uint8 [frames, height, width, 3]"
-        )
-    if not len(frames):
-        raise ValueError("video: 0 frames; give at least one: check the decoder")
-    if len(times) != len(frames) or not np.isfinite(times).all():
+    frames, times = _checked_rgb("video", video[0], 4), video[1]
+    if not len(frames) or len(times) != len(frames) or not np.isfinite(times).all():
         raise ValueError(
             f"video: {len(times)} times for {len(frames)} frames; give one finite time in seconds "
-            "per frame"
+            "per frame, and at least one frame"
         )
     return frames, times
 
 
-def _is_rgb(pixels: Any, ndim: int) -> bool:
-    if not isinstance(pixels, np.ndarray) or pixels.ndim != ndim:
-        return False
-    return pixels.dtype == np.uint8 and pixels.shape[-1] == 3
-
-
-def _describe(value: Any) -> str:
-    """Return type and, for arrays, shape, for error messages."""
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype} {list(value.shape)}"
-    return type(value).__name__
+def _checked_rgb(kind: str, pixels: Any, axes: int) -> Any:
+    """Return pixels; ValueError unless they are RGB with this number of axes."""
+    array = np.asarray(pixels)
+    if array.ndim != axes or array.dtype != np.uint8 or array.shape[-1] != 3:
+        raise ValueError(
+            f"{kind}: {array.dtype} {list(array.shape)}; give RGB pixels, uint8 of {axes} axes "
+            "(of a video: and their times, from paravt_jax.data.video or another reader)"
+        )
+    return array
 
 
 def image_size(

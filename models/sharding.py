@@ -83,20 +83,20 @@ def make_mesh(
     """
     # Sorted by process, so that training and the rollouts of each host list the host's devices in
     # the same order.
-    found = sorted(
+    ordered = sorted(
         jax.devices() if devices is None else devices,
         key=lambda device: (slice_of(device), device.process_index, device.id),
     )
     wanted = data * fsdp * tensor
-    if min(data, fsdp, tensor) < 1 or wanted > len(found):
+    if min(data, fsdp, tensor) < 1 or wanted > len(ordered):
         raise ValueError(
             f"mesh = {data} x {fsdp} x {tensor} (data, fsdp, tensor): it needs {wanted} devices, "
-            f"at least 1 per axis, and there are {len(found)}; choose sizes whose product is at "
-            f"most {len(found)}"
+            f"at least 1 per axis, and there are {len(ordered)}; choose sizes whose product is at "
+            f"most {len(ordered)}"
         )
-    grid = np.array(found[:wanted]).reshape(data, fsdp, tensor)
+    grid = np.array(ordered[:wanted]).reshape(data, fsdp, tensor)
     if any(len({slice_of(device) for device in replica.flat}) > 1 for replica in grid):
-        per_slice = len(found) // len({slice_of(device) for device in found})
+        per_slice = len(ordered) // len({slice_of(device) for device in ordered})
         raise ValueError(
             f"mesh = {data} x {fsdp} x {tensor} (data, fsdp, tensor): a replica's {fsdp * tensor} "
             f"devices would lie in several slices, whose network is slow; make fsdp * tensor a "
@@ -222,63 +222,36 @@ def on_devices(function: Callable[..., T], in_specs: Any, out_specs: Any) -> Cal
     )
 
 
-def param_shardings(
-    state: Any, mesh: Mesh | AbstractMesh, rules: Mapping[str, str | None] = RULES
-) -> Any:
+def param_shardings(state: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Return the sharding of every parameter of an nnx state, in a tree for `jax.device_put` and
     `jit`.
 
     Args:
         state: real or abstract parameters.
-        mesh: the mesh to shard them over.
-        rules: logical axis -> mesh axis.
+        mesh: the mesh to shard them over, from `make_mesh`.
 
     Raises:
-        ValueError: a logical axis has no rule, two dimensions of a parameter have the same mesh
-            axis, or a dimension does not divide and is not in `WHOLE_UNLESS_DIVIDING`.
+        ValueError: a dimension does not divide and is not in `WHOLE_UNLESS_DIVIDING`.
     """
 
     def one(path: tuple, variable: nnx.Variable) -> Any:
         name = "/".join(map(str, path))
-        return variable.replace(NamedSharding(mesh, _spec(name, variable, mesh, rules)))
+        return variable.replace(NamedSharding(mesh, _spec(name, variable, mesh)))
 
     return nnx.map_state(one, state)
 
 
-def _spec(
-    name: str, variable: nnx.Variable, mesh: Mesh | AbstractMesh, rules: Mapping[str, str | None]
-) -> PartitionSpec:
-    axes = variable.get_metadata("axes")
-    taken: dict[str, str] = {}
-    places: list[str | None] = []
-    for axis, size in zip(axes, variable.shape, strict=True):
-        if axis not in rules:
+def _spec(name: str, variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    mesh_axes: list[str | None] = []
+    for axis, size in zip(variable.get_metadata("axes"), variable.shape, strict=True):
+        mesh_axis = RULES[axis]
+        devices = 1 if mesh_axis is None else mesh.shape[mesh_axis]
+        divides = size % devices == 0
+        if not divides and axis not in WHOLE_UNLESS_DIVIDING:
             raise ValueError(
-                f"{name}: axis {axis!r} has no rule; add it to models.sharding.RULES "
-                "(None = whole on every device)"
+                f"{name}: axis {axis!r} of size {size} does not divide over {devices} devices of "
+                f"mesh axis {mesh_axis!r}; make that axis {math.gcd(size, mesh.size)} long, or "
+                "change the size"
             )
-        target = rules[axis]
-        places.append(target)
-        if target is None:
-            continue
-        if target in taken:
-            raise ValueError(
-                f"{name}: axes {taken[target]!r} and {axis!r} both go to mesh axis {target!r}; "
-                "give one of them another rule"
-            )
-        taken[target] = axis
-        if target not in mesh.shape:
-            raise ValueError(
-                f"mesh = {dict(mesh.shape)}: axis {axis!r} goes to mesh axis {target!r}, which is "
-                "missing; make the mesh with make_mesh"
-            )
-        if size % mesh.shape[target]:
-            if axis in WHOLE_UNLESS_DIVIDING:
-                places[-1] = None
-                continue
-            raise ValueError(
-                f"{name}: axis {axis!r} of size {size} does not divide over "
-                f"{mesh.shape[target]} devices of mesh axis {target!r}; make that axis "
-                f"{math.gcd(size, mesh.size)} long, or change the size"
-            )
-    return PartitionSpec(*places)
+        mesh_axes.append(mesh_axis if divides else None)
+    return PartitionSpec(*mesh_axes)

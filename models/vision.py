@@ -6,6 +6,7 @@ cached, and frames of any size can share a row (see `PatchLayout`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -125,25 +126,14 @@ class VisionBlock(nnx.Module):
         d = config.hidden_size
         f = config.intermediate_size
         stack = (config.depth,)
+        linear = functools.partial(Linear, stack=stack, rngs=rngs, param_dtype=param_dtype)
         self.heads = config.num_heads
         self.norm1 = norm(d, stack=stack, param_dtype=param_dtype)
         self.norm2 = norm(d, stack=stack, param_dtype=param_dtype)
-        self.qkv = Linear(
-            (d, 3 * d),
-            ("tower_embed", "tower_heads"),
-            stack=stack,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
-        self.out = Linear(
-            (d, d), ("tower_heads", "tower_embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
-        )
-        self.up = Linear(
-            (d, f), ("tower_embed", "tower_mlp"), stack=stack, rngs=rngs, param_dtype=param_dtype
-        )
-        self.down = Linear(
-            (f, d), ("tower_mlp", "tower_embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
-        )
+        self.qkv = linear((d, 3 * d), ("tower_embed", "tower_heads"))
+        self.out = linear((d, d), ("tower_heads", "tower_embed"))
+        self.up = linear((d, f), ("tower_embed", "tower_mlp"))
+        self.down = linear((f, d), ("tower_mlp", "tower_embed"))
 
     def __call__(
         self,
@@ -190,23 +180,11 @@ class PatchMerger(nnx.Module):
         self.patches = config.spatial_merge_size**2
         self.joined = config.hidden_size * self.patches
         self.norm_after = norm_after
-        self.norm = norm(
-            self.joined if norm_after else config.hidden_size, stack=stack, param_dtype=param_dtype
-        )
-        self.fc1 = Linear(
-            (self.joined, self.joined),
-            ("tower_embed", "tower_mlp"),
-            stack=stack,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
-        self.fc2 = Linear(
-            (self.joined, config.out_hidden_size),
-            ("tower_mlp", "tower_embed"),
-            stack=stack,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
+        normed = self.joined if norm_after else config.hidden_size
+        linear = functools.partial(Linear, stack=stack, rngs=rngs, param_dtype=param_dtype)
+        self.norm = norm(normed, stack=stack, param_dtype=param_dtype)
+        self.fc1 = linear((self.joined, self.joined), ("tower_embed", "tower_mlp"))
+        self.fc2 = linear((self.joined, config.out_hidden_size), ("tower_mlp", "tower_embed"))
 
     def __call__(self, x: Float[Array, "b p d"]) -> Float[Array, "b q o"]:
         # A token's patches are neighbours (`merge_order`): [b, p, d] -> [b, p / merge^2, merge^2 *

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +25,8 @@ class GatedVisionBlock(VisionBlock):
 
     def __init__(self, config: Qwen25VLVisionConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
         super().__init__(config, norm=RMSNorm, rngs=rngs, param_dtype=param_dtype)
-        self.gate = Linear(
-            (config.hidden_size, config.intermediate_size),
-            ("tower_embed", "tower_mlp"),
-            stack=(config.depth,),
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
+        shape, axes = (config.hidden_size, config.intermediate_size), ("tower_embed", "tower_mlp")
+        self.gate = Linear(shape, axes, stack=(config.depth,), rngs=rngs, param_dtype=param_dtype)
 
     def mlp(self, x: Float[Array, "b p d"]) -> Float[Array, "b p d"]:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -51,23 +47,11 @@ class Qwen25VLVisionTower(VisionTower):
     ):
         self.config = config
         self.dtype = dtype
-        self.patch = Linear(
-            (config.patch_dim, config.hidden_size),
-            ("patch", "tower_embed"),
-            stack=(),
-            bias=False,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
-        self.blocks = GatedVisionBlock(config, rngs=rngs, param_dtype=param_dtype)
-        self.merger = PatchMerger(
-            config,
-            stack=(),
-            norm=RMSNorm,
-            norm_after=False,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
+        options: Any = {"rngs": rngs, "param_dtype": param_dtype}
+        shape = (config.patch_dim, config.hidden_size)
+        self.patch = Linear(shape, ("patch", "tower_embed"), stack=(), bias=False, **options)
+        self.blocks = GatedVisionBlock(config, **options)
+        self.merger = PatchMerger(config, stack=(), norm=RMSNorm, norm_after=False, **options)
         self.deepstack = None
 
     def embed(self, patches: Float[Array, "b p c"], layout: PatchLayout) -> Float[Array, "b p d"]:

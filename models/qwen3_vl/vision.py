@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,33 +41,15 @@ class Qwen3VLVisionTower(VisionTower):
     ):
         self.config = config
         self.dtype = dtype
-        d = config.hidden_size
-        self.patch = Linear(
-            (config.patch_dim, d),
-            ("patch", "tower_embed"),
-            stack=(),
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
-        cells = config.num_position_embeddings
-        self.positions = normal(rngs, (cells, d), ("position", "tower_embed"), 0.02, param_dtype)
-        self.blocks = GELUVisionBlock(config, norm=LayerNorm, rngs=rngs, param_dtype=param_dtype)
-        self.merger = PatchMerger(
-            config,
-            stack=(),
-            norm=LayerNorm,
-            norm_after=False,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
-        mergers = PatchMerger(
-            config,
-            stack=(config.levels,),
-            norm=LayerNorm,
-            norm_after=True,
-            rngs=rngs,
-            param_dtype=param_dtype,
-        )
+        options: Any = {"rngs": rngs, "param_dtype": param_dtype}
+        shape = (config.patch_dim, config.hidden_size)
+        self.patch = Linear(shape, ("patch", "tower_embed"), stack=(), **options)
+        table = (config.num_position_embeddings, config.hidden_size)
+        self.positions = normal(rngs, table, ("position", "tower_embed"), 0.02, param_dtype)
+        self.blocks = GELUVisionBlock(config, norm=LayerNorm, **options)
+        options["norm"] = LayerNorm
+        self.merger = PatchMerger(config, stack=(), norm_after=False, **options)
+        mergers = PatchMerger(config, stack=(config.levels,), norm_after=True, **options)
         self.deepstack = mergers if config.levels else None
 
     def embed(self, patches: Float[Array, "b p c"], layout: PatchLayout) -> Float[Array, "b p d"]:

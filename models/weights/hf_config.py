@@ -159,8 +159,9 @@ def _read_text(text: Mapping[str, Any], tied: bool, chosen: Family) -> TextConfi
         kinds = kinds[:1]
     experts = None
     if chosen.experts:
-        # transformers calls it `num_local_experts` in its own objects.
-        text = {"num_experts": text.get("num_local_experts"), **text}
+        # transformers calls it so in its own objects.
+        if "num_local_experts" in text:
+            text = {"num_experts": text["num_local_experts"], **text}
         experts = _read_fields(ExpertsConfig, "text_config", text, chosen.title)
     more = {"tie_word_embeddings": tied, "layer_types": kinds, "experts": experts}
     content = {**defaults, **text, **rope, **chosen.decoder, **more}

@@ -29,13 +29,6 @@ LIMITS = (4096, 65_536)
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [((32, 32), (32, 32)), ((720, 1280), (160, 288)), ((10, 12), (32, 32))]
-)
-def test_smart_resize_of_known_frames(size, expected):
-    assert smart_resize(size[0], size[1], 784, 50_176) == expected
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((0, 5), "at least 1 pixel"),
@@ -230,12 +223,6 @@ def test_a_rate_that_is_not_above_0_is_refused(counting_processor, fps):
         counting_processor(ask(item))
 
 
-def test_a_video_without_frames_is_refused_by_every_family(processor, counting_processor):
-    for each in (processor, counting_processor):
-        with pytest.raises(ValueError, match="video: 0 frames"):
-            each(ask({"type": "video", "video": (FRAMES[:0], [])}))
-
-
 def test_the_protocol_writes_timed_images_as_the_processor_does(assets, processor):
     frames = [Frame("a.mp4", i, time) for i, time in enumerate((0.0, 12.5, 139.96))]
     question = Question(
@@ -267,33 +254,17 @@ FRAMES = np.zeros((4, 64, 64, 3), np.uint8)
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        (
-            ask({"type": "image", "image": np.zeros((64, 64, 3), np.float32)}),
-            r"image: float32 \[64, 64, 3\]; give uint8",
-        ),
+        (ask({"type": "image", "image": np.zeros((64, 64, 3), np.float32)}), "image: float32 .*64"),
         (ask({"type": "image", "image": np.zeros((64, 64), np.uint8)}), r"image: uint8 \[64, 64\]"),
-        (ask({"type": "image", "image": [[1]]}), "image: list; give uint8"),
-        (
-            ask({"type": "image", "image": np.zeros((0, 5, 3), np.uint8)}),
-            "frame size = 0 x 5",
-        ),
-        (
-            ask({"type": "video", "video": "a.mp4"}),
-            r"video: str; give \(frames, times in seconds\)",
-        ),
-        (ask({"type": "video", "video": (FRAMES[0], [0.0])}), r"frames are uint8 \[64, 64, 3\]"),
+        (ask({"type": "image", "image": np.zeros((0, 5, 3), np.uint8)}), "frame size = 0 x 5"),
+        (ask({"type": "video", "video": "a.mp4"}), "video: .*give RGB pixels"),
+        (ask({"type": "video", "video": (FRAMES[0], [0.0])}), r"video: uint8 \[64, 64, 3\]"),
+        (ask({"type": "video", "video": (FRAMES[:0], [])}), "0 times for 0 frames"),
         (ask({"type": "video", "video": (FRAMES, [0.0, 1.0])}), "2 times for 4 frames"),
-        (
-            ask({"type": "video", "video": (FRAMES, [0.0, 1.0, 2.0, float("nan")])}),
-            "4 times .*finite",
-        ),
+        (ask({"type": "video", "video": (FRAMES, [0.0, 1.0, 2.0, np.nan])}), "4 times .*finite"),
         (ask({"type": "image_url", "image_url": "a.png"}), "of type 'image_url'"),
         (ask({"type": "image", "url": "a.png"}), "of type 'image'"),
-        (
-            ask(IMAGE, {"type": "text", "text": "<|image_pad|>"}),
-            "2 placeholders for 1 images",
-        ),
-        (ask({"type": "text", "text": "<|video_pad|>"}), "1 placeholders for 0"),
+        (ask(IMAGE, {"type": "text", "text": "<|image_pad|>"}), "2 placeholders for 1 images"),
         ([{"role": "assistant", "content": [IMAGE]}], "0 placeholders for 1 images"),
     ],
 )
@@ -347,28 +318,6 @@ def test_a_model_with_other_token_ids_is_refused(processor):
     config = dataclasses.replace(processor.config, image_token_id=7)
     with pytest.raises(ValueError, match="config.image_token_id = 7"):
         dataclasses.replace(processor, config=config)
-
-
-def test_a_hub_id_is_fetched(assets, processor, monkeypatch):
-    asked = []
-
-    def fetch(name, repo_type, **_):
-        assert repo_type == "model"
-        asked.append(name)
-        return str(assets / "qwen3_vl")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    assert Processor.load("Qwen/Qwen3-VL-8B-Instruct", processor.config).config == processor.config
-    assert asked == ["Qwen/Qwen3-VL-8B-Instruct"]
-
-
-@pytest.mark.parametrize(
-    "messages",
-    ["hi", {"role": "user", "content": "hi"}, ["hi"], [{"role": "user", "content": ["hi"]}]],
-)
-def test_messages_of_another_form_are_refused(processor, messages):
-    with pytest.raises(ValueError, match="messages: .*; give "):
-        processor(messages)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
