@@ -136,8 +136,6 @@ class Engine:
         self.weights: tuple[Any, Any] | None = None
         self.version = 0
         self._tickets = itertools.count()
-        # Completions that `generate` received while it waited for its own. `step` hands them out.
-        self._undelivered: list[Completion] = []
         _, weights, self._frozen = split(model.text)
         self._weight_shapes = jax.tree.map(abstract, weights)
         self.load(weights, version=0)
@@ -173,36 +171,31 @@ class Engine:
         self.counts.steps = self.runner.steps
         self.counts.row_steps = self.runner.row_steps
         self.counts.seconds = self.runner.seconds
-        answered = [ticket for ticket, samples in self.unanswered.items() if None not in samples]
-        completions = self._undelivered
-        self._undelivered = []
-        for ticket in answered:
-            samples = self.unanswered.pop(ticket)
-            completions.append((ticket, tuple(sample for sample in samples if sample is not None)))
+        completions: list[Completion] = []
+        for ticket, samples in list(self.unanswered.items()):
+            finished = tuple(sample for sample in samples if sample is not None)
+            if len(finished) == len(samples):
+                del self.unanswered[ticket]
+                completions.append((ticket, finished))
         return completions
 
     def generate(self, requests: Iterable[Request]) -> list[tuple[Sample, ...]]:
-        """Sample all requests.
-
-        If one is refused or the caller is interrupted, all of them are cancelled. Answers to
-        requests that were submitted before come with the next `step`.
+        """Sample all requests. If one is refused or the caller is interrupted, all are cancelled.
 
         Returns:
             One tuple per request, in order, with one sample per seed.
+
+        Raises:
+            ValueError: a request is refused, or one that was submitted before has no answer yet.
         """
-        tickets: list[int] = []
+        self._require_idle("generate")
         answers: dict[int, tuple[Sample, ...]] = {}
         try:
-            for request in requests:
-                tickets.append(self.submit(request))
-            while any(ticket not in answers for ticket in tickets):
+            tickets = [self.submit(request) for request in requests]
+            while not self.idle:
                 answers |= self.step()
         finally:
-            # `step` also returned the answers to other requests. Keep them for the next `step`.
-            self._undelivered += [
-                (ticket, samples) for ticket, samples in answers.items() if ticket not in tickets
-            ]
-            for ticket in tickets:
+            for ticket in list(self.unanswered):
                 self.cancel(ticket)
         return [answers[ticket] for ticket in tickets]
 
@@ -266,7 +259,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether every request is answered."""
-        return not self.unanswered and not self._undelivered
+        return not self.unanswered
 
     def warm_up(self) -> None:
         """Compile every program, so that no later step does.
@@ -293,9 +286,8 @@ class Engine:
 
     def _require_idle(self, method: str) -> None:
         if not self.idle:
-            open_requests = len(self.unanswered) + len(self._undelivered)
             raise ValueError(
-                f"Engine.{method}: {open_requests} requests have no answer yet; "
+                f"Engine.{method}: {len(self.unanswered)} requests have no answer yet; "
                 "step, or cancel them"
             )
 

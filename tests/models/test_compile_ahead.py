@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from models import compile_ahead as module
-from models.compile_ahead import compile_ahead, compile_threads
+from models.compile_ahead import compile_ahead
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import abstract, make_mesh
 from paravt_jax.data import video
@@ -63,13 +63,6 @@ def test_a_program_that_cannot_be_compiled_ends_the_work(monkeypatch):
     with pytest.raises(ValueError, match="too large"):
         compile_ahead(programs)
     assert len(compiled) < 50
-
-
-def test_the_host_bounds_how_many_programs_compile_at_a_time(monkeypatch):
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 112)
-    for memory, threads in ((1e9, 1), (16e9, 2), (192e9, 32), (4e12, 112)):
-        monkeypatch.setattr(module, "host_memory", lambda memory=memory: memory)
-        assert compile_threads() == threads
 
 
 def test_the_tower_is_compiled_for_the_sizes_of_the_videos(small_model, tmp_path):

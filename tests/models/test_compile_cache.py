@@ -10,8 +10,6 @@ import sys
 
 import pytest
 
-from models.compile_cache import remove_unfinished
-
 ROOT = pathlib.Path(__file__).parents[2]
 # Prints how many programs were loaded, and the bytes of a result that depends on rounding.
 PROGRAM = """
@@ -79,11 +77,3 @@ def test_a_folder_that_cannot_be_written_is_reported_in_one_line(start, tmp_path
     assert loaded == 0
     (line,) = [line for line in errors.splitlines() if "compiled programs" in line]
     assert str(file) in line and "JAX_COMPILATION_CACHE_DIR" in line
-
-
-def test_only_programs_without_the_time_of_their_last_use_are_removed(tmp_path):
-    for name in ("whole-cache", "whole-atime", "cut-cache", "other"):
-        (tmp_path / name).touch()
-    remove_unfinished(tmp_path)
-    found = {file.name for file in tmp_path.iterdir()}
-    assert found - {".lockfile"} == {"whole-cache", "whole-atime", "other"}

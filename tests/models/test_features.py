@@ -8,10 +8,8 @@ import shutil
 
 import av
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings, frame_tokens
 from models.vision import frame_layout, patchify
@@ -20,8 +18,6 @@ from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame
 from paravt_jax.world.videos import FRAMES, STEP
 from tests.models.program import run
-from tests.noisy_model import noisy_model
-from train.durable.usage import Compilations
 
 
 @pytest.fixture
@@ -43,7 +39,7 @@ def names(small_world) -> list[str]:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory, names, small_world) -> pathlib.Path:
-    """A folder with a small video, a wide one of 12 frames, and files that are no videos."""
+    """A folder with a small video, a wide one of 12 frames, and one of a foreign codec."""
     folder = tmp_path_factory.mktemp("wide")
     shutil.copy(small_world.folder / names[0], folder / "small.mp4")
     rng = np.random.default_rng(0)
@@ -54,11 +50,8 @@ def wide(tmp_path_factory, names, small_world) -> pathlib.Path:
             picture = np.repeat(np.repeat(rng.integers(0, 256, (8, 12, 3), np.uint8), 8, 0), 8, 1)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode(None))
-    (folder / "empty.mp4").write_bytes(b"")
-    (folder / "noise.mp4").write_bytes(bytes(range(256)) * 40)
     whole = (folder / "wide.mp4").read_bytes()
     (folder / "foreign.mp4").write_bytes(whole.replace(b"avc1", b"zzzz"))
-    Image.new("RGB", (900, 3)).save(folder / "thin.png")
     return folder
 
 
@@ -141,18 +134,6 @@ def test_crops_may_have_limits_of_their_own(make, wide):
     assert np.array_equal(vectors[:2], alone([frame]))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"crop_max_pixels": 500}, "at least 784 and at most 500 pixels"),
-        ({"crop_max_pixels": -1}, "frames.crop_max_pixels: -1; give"),
-    ],
-)
-def test_ways_to_show_frames_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        FrameSettings(**settings)
-
-
 def test_the_cache_keeps_its_bound_and_drops_the_least_recently_used(make, names):
     """A frame of 36 tokens takes 9 KiB here, so 1 MiB holds 113 of them."""
     features = make(batch=16, min_pixels=192 * 192, max_pixels=192 * 192, cache_mib=1)
@@ -175,22 +156,6 @@ def test_the_cache_keeps_its_bound_and_drops_the_least_recently_used(make, names
     assert np.array_equal(features(first), expected) and features.encoded_frames > encoded + 30
 
 
-def test_more_frames_than_fit_are_still_encoded(make, names):
-    features = make(batch=64, cache_mib=0)
-    frames = features.overview(names[0], 64)
-    assert np.array_equal(features(frames), make(batch=64)(frames))
-    assert len(features.cache) == features.cache.bytes == 0
-
-
-def test_nothing_compiles_for_another_number_of_frames(make, names):
-    features = make(batch=8)
-    features(features.overview(names[0], 3))
-    compilations = Compilations()
-    features(features.overview(names[0], 50))
-    features(features.overview(names[1], 9))
-    assert compilations.count == 0
-
-
 def test_frames_with_more_tokens_than_the_bound_are_refused(make, names, monkeypatch):
     """A very wide frame is at least one patch high, so it may exceed the tokens of its area."""
     features = make(max_pixels=50_176)
@@ -201,11 +166,6 @@ def test_frames_with_more_tokens_than_the_bound_are_refused(make, names, monkeyp
     assert frame_tokens(features.settings, features.config.vision) == 49
     with pytest.raises(VideoError, match="1584 x 16 pixels .* 69 visual tokens, .* 49"):
         features.tokens(names[0])
-
-
-@pytest.mark.parametrize(("pixels", "tokens"), [(1000, 1), (1024, 1), (4096, 4), (50_176, 49)])
-def test_every_frame_has_a_token(make, pixels, tokens):
-    assert frame_tokens(FrameSettings(max_pixels=pixels), make().config.vision) == tokens
 
 
 UNREADABLE = (
@@ -249,25 +209,6 @@ def test_a_new_file_under_an_old_name_is_another_video(make, names, small_world,
     last = features(frames)
     file.unlink()
     assert np.array_equal(features(frames), last) and features.encoded_frames == encoded
-
-
-def test_features_travel_in_the_type_of_the_tower(small_model, small_world, names):
-    """No float32 copy of bfloat16 features exists on the host, neither cached nor returned."""
-    model = noisy_model(small_model.config, jnp.bfloat16)
-    features = FrameFeatures(
-        model.vision, model.config, FrameSettings(batch=4), small_world.folder, source=video
-    )
-    frames = features.overview(names[0], 6)
-    vectors = features(frames)
-    assert vectors.dtype == features.dtype == jnp.bfloat16
-    assert vectors.shape == (6, 2, 32) and features.cache.bytes == 6 * 2 * 32 * 2
-    patches = patchify(
-        video.read(small_world.folder / names[0], [f.index for f in frames[:4]]),
-        features.config.vision,
-    )
-    layout = frame_layout(features.grid(names[0]), model.config.vision)
-    expected = np.asarray(jax.jit(model.vision)(patches, layout))
-    np.testing.assert_array_equal(vectors[:4], expected[:, 0])
 
 
 def test_started_frames_are_read_and_encoded_once(make, names, monkeypatch):

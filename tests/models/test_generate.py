@@ -126,24 +126,6 @@ def test_it_ends_with_the_first_stop_id(model, monkeypatch):
     assert len(longer) == 16 and longer[:NEW] == whole
 
 
-@pytest.mark.slow
-def test_a_temperature_draws_by_the_seed_from_the_softmax(model, monkeypatch):
-    monkeypatch.setattr(models.generate, "BUCKET", 16)
-    inputs = sample(model, 9)
-    run = functools.partial(generate, model, inputs, stop_ids=[])
-    draws = [run(new_tokens=NEW, temperature=1.0, seed=seed).tolist() for seed in (3, 3, 4)]
-    assert draws[0] == draws[1] != draws[2]
-    assert run(new_tokens=NEW, temperature=1e-6, seed=3).tolist() == run(new_tokens=NEW).tolist()
-    hidden, _ = model.text(inputs.ids[None], inputs.positions[:, None])
-    expected = np.asarray(jax.nn.softmax(model.text.logits(hidden[0, -1]) / 2))
-    drawn = [run(new_tokens=1, temperature=2.0, seed=seed)[0] for seed in range(400)]
-    frequency = np.bincount(drawn, minlength=len(expected)) / 400
-    top = expected.argmax()
-    assert expected[top] < 0.9
-    # Four standard deviations.
-    assert abs(frequency[top] - expected[top]) < 4 * (expected[top] / 400) ** 0.5
-
-
 def test_samples_of_similar_size_share_their_programs(model, monkeypatch):
     monkeypatch.setattr(models.generate, "BUCKET", 64)
     run = functools.partial(generate, nnx.clone(model))

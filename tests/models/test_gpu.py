@@ -101,7 +101,3 @@ def test_packed_rows_and_their_gradient_are_three_kernels():
     text = text_for_cuda(jax.grad(loss, (0, 1, 2)), q, k, v, places, shared)
     names = re.findall(r'name = "packed_attention_(\w+)"', text)
     assert names == ["forward", "d_queries", "d_keys"]
-
-
-def test_attention_in_float32_needs_no_cudnn(cudnn):
-    assert "__cudnn" not in text_for_cuda(behind_a_cache, *arrays(jnp.float32))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.attention import DenseCache
 from models.config import TextConfig
 from models.fingerprint import fingerprint
 from models.lora import LoRASettings, add_adapters, cast, matrices, merge_adapters, split
@@ -84,19 +83,6 @@ def test_adapters_compute_what_the_merged_matrices_compute(stabilized):
     assert not jax.tree.leaves(nnx.state(text, nnx.LoRAParam))
     np.testing.assert_allclose(before, after, atol=2e-4)
     assert np.abs(np.asarray(after - states(make_text()))).max() > 0.1
-
-
-@pytest.mark.slow
-def test_decoding_token_by_token_equals_a_whole_pass():
-    text = make_text(SETTINGS)
-    ids, positions = inputs(rows=2, tokens=6)
-    expected = text(ids, positions)[0]
-    _, kv = text(ids[:, :4], positions[..., :4])
-    cache = DenseCache.prefilled(kv, jnp.ones((2, 4), bool), 2)
-    for i in (4, 5):
-        hidden, cache, _ = text.decode(ids[:, i], positions[..., i], cache, text.decode_layers())
-        cache = cache.advance(jnp.ones(2, bool))
-        np.testing.assert_allclose(hidden, expected[:, i], atol=3e-5)
 
 
 def test_a_target_that_no_layer_has_is_refused():

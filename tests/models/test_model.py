@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 
-from models.attention import DenseCache, RowLayout
 from models.model import VisionLanguageModel, abstract_model
 from models.qwen3_vl.sizes import tiny
 from models.text import VisualBank
@@ -62,11 +60,6 @@ def visual_batch() -> dict:
 def run(text, batch: dict):
     """The decoder, compiled once per shape."""
     return text(**batch)
-
-
-def spots(first: int, last: int, rows: int) -> np.ndarray:
-    """Text positions first ... last - 1 on all three axes."""
-    return np.broadcast_to(np.arange(first, last), (3, rows, last - first))
 
 
 def close(a, b, atol=2e-5):
@@ -120,97 +113,6 @@ def test_every_visual_level_and_position_axis_counts(model, visual_batch):
         positions[axis, :, 12:] += 5
         other, _ = run(model.text, visual_batch | {"positions": positions})
         assert np.abs(np.asarray(other) - hidden)[:, 12:].max() > 1e-3
-
-
-def test_suffixes_behind_a_prefix_equal_whole_rows(model, visual_batch):
-    p, s, g, t = 2, 24, 3, 9
-    bank = visual_batch["visual"]
-    lengths = np.array([24, 17])
-    rng = np.random.default_rng(1)
-    suffix = rng.integers(0, 97, (p * g, t))
-    valid = np.arange(s) < lengths[:, None]
-    _, prefix = run(model.text, visual_batch | {"layout": RowLayout(valid.astype(np.int32))})
-    # Three suffixes of each prompt.
-    prefix = jax.tree.map(lambda x: jnp.repeat(x, g, axis=1), prefix)
-    valid = np.repeat(valid, g, axis=0)
-    start = np.repeat(lengths + 2, g)[:, None] + np.arange(t)
-    positions = np.broadcast_to(start, (3, p * g, t))
-    layout = RowLayout(prefix_mask=valid)
-    hidden, kv = run(
-        model.text, {"ids": suffix, "positions": positions, "prefix": prefix, "layout": layout}
-    )
-    for row in range(p * g):
-        r, n = row // g, lengths[row // g]
-        text = np.full((1, t), -1)
-        batch = {
-            "ids": np.concatenate([visual_batch["ids"][r : r + 1, :n], suffix[row : row + 1]], 1),
-            "positions": np.concatenate(
-                [visual_batch["positions"][:, r : r + 1, :n], positions[:, row : row + 1]], 2
-            ),
-            "visual": VisualBank(
-                bank.vectors[r : r + 1], np.concatenate([bank.index[r : r + 1, :n], text], 1)
-            ),
-        }
-        whole, whole_kv = run(model.text, batch)
-        close(hidden[row], whole[0, n:])
-        close(kv.k[:, row], whole_kv.k[:, 0, n:])
-
-
-def test_packed_segments_equal_each_alone(model, visual_batch):
-    """Two sequences with visual vectors, a text and some padding share a row."""
-    rng = np.random.default_rng(3)
-    bank = visual_batch["visual"]
-    visual_batch = visual_batch | {"visual_index": bank.index}
-    words = {
-        "ids": rng.integers(0, 97, (1, 9)),
-        "positions": spots(0, 9, 1),
-        "visual_index": np.full((1, 9), -1),
-    }
-    per_row = {"ids": 0, "positions": 1, "visual_index": 0}
-    parts = [
-        {name: visual_batch[name].take([row], axis) for name, axis in per_row.items()}
-        for row in (0, 1)
-    ]
-    padding = {
-        "ids": np.zeros((1, 3), int),
-        "positions": spots(0, 3, 1),
-        "visual_index": np.full((1, 3), -1),
-    }
-    parts += [words, padding]
-    packed: dict[str, Any] = {
-        name: np.concatenate([part[name] for part in parts], -1) for name in per_row
-    }
-    index = packed.pop("visual_index")
-    index[:, 24:48] += 3 * (index[:, 24:48] >= 0)
-    packed["visual"] = VisualBank(bank.vectors.reshape(1, 6, 2, 128), index)
-    packed["layout"] = RowLayout(np.repeat([1, 2, 3, 0], [24, 24, 9, 3])[None])
-    hidden, _ = run(model.text, packed)
-    del visual_batch["visual_index"]
-    rows, _ = run(model.text, visual_batch)
-    alone, _ = run(model.text, {"ids": words["ids"], "positions": words["positions"]})
-    close(hidden[0, :24], rows[0])
-    close(hidden[0, 24:48], rows[1])
-    close(hidden[0, 48:57], alone[0])
-    assert np.isfinite(np.asarray(hidden)).all()
-
-
-def test_decoding_one_by_one_equals_the_whole_row(model, visual_batch):
-    hidden, kv = run(model.text, visual_batch)
-    # After the last visual token.
-    start = 21
-    prompt = (kv.k[:, :, :start], kv.v[:, :, :start])
-    cache = DenseCache.prefilled(prompt, jnp.ones((2, start), bool), 30 - start)
-    decode = nnx.jit(lambda text, ids, positions, cache: text.decode(ids, positions, cache))
-    for i in range(start, 24):
-        token = (visual_batch["ids"][:, i], visual_batch["positions"][:, :, i])
-        one, cache, _ = decode(model.text, *token, cache)
-        cache = cache.advance(jnp.ones(2, bool))
-        close(one, hidden[:, i])
-    k, v = cache.since(0)
-    close(k[:, :, :24], kv.k)
-    close(v[:, :, :24], kv.v)
-    assert (np.asarray(v[:, :, 24:]) == 0).all()
-    assert (np.asarray(cache.valid) == (np.arange(30) < 24)).all()
 
 
 POLICIES = ("none", "full", "attention", "dots", "offload")

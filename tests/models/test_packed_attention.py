@@ -270,36 +270,16 @@ def test_packed_rows_that_no_gpu_kernel_takes_go_to_xla(h, dtype):
     assert choose("gpu", q, k, packed=True) == "xla"
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
-        "starts",
-    ],
-)
-def test_part_of_a_packing_is_refused(missing):
+def test_a_packing_that_contradicts_itself_or_a_prefix_is_refused():
     qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
-    layout = dataclasses.replace(TWO_ROWS, **{missing: None})
-    with pytest.raises(ValueError, match="starts, shared: packed rows need both"):
-        attend(*qkv, layout=layout)
-
-
-@pytest.mark.parametrize(
-    ("field", "shape"), [("segments", (2, 299)), ("starts", (1, 300)), ("shared", (2, 1))]
-)
-@pytest.mark.usefixtures("unchecked")
-def test_a_layout_of_other_rows_is_refused(field, shape):
-    qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
-    layout = dataclasses.replace(TWO_ROWS, **{field: np.zeros(shape, np.int32)})
-    with pytest.raises(ValueError, match=f"{field}: shape .*; these rows need"):
-        attend(*qkv, layout=layout)
-
-
-def test_a_packing_with_a_prefix_or_without_causality_is_refused():
-    qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
-    both_ways = dataclasses.replace(TWO_ROWS, causal=False)
-    for layout, prefix in ((both_ways, None), (TWO_ROWS, (qkv[1], qkv[2]))):
+    no_starts, both_ways = (
+        dataclasses.replace(TWO_ROWS, **change) for change in ({"starts": None}, {"causal": False})
+    )
+    for layout, prefix in ((no_starts, None), (both_ways, None), (TWO_ROWS, (qkv[1], qkv[2]))):
         with pytest.raises(ValueError, match="starts, shared: packed rows need both"):
             attend(*qkv, layout=layout, prefix=prefix)
+    with pytest.raises(ValueError, match="shared: shape .*; these rows need"):
+        attend(*qkv, layout=dataclasses.replace(TWO_ROWS, shared=np.zeros(3, np.int32)))
 
 
 @pytest.mark.slow

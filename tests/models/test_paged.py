@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
     kernel,
     ref_ragged_paged_attention,
@@ -16,11 +15,9 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from models.attention import DenseCache, PagedCache, paged
-from models.qwen3_vl.sizes import tiny
 from models.sharding import MESH_AXES
-from models.text import KV, TextDecoder
+from models.text import KV
 from tests.models.program import FOR_TPU, run
-from tests.noisy_model import noisy_model
 
 # Value of slots that must stay invisible. If seen, it changes every result.
 NOISE = 9.0
@@ -135,35 +132,6 @@ def test_the_kernels_reference_gives_what_xla_gives(monkeypatch, dtype):
         rtol=0,
     )
     np.testing.assert_array_equal(written.pages, after.pages)
-
-
-@pytest.fixture(scope="module")
-def text() -> TextDecoder:
-    return noisy_model(tiny(97)).text
-
-
-def test_the_decoder_gets_the_same_hidden_states(text):
-    """As a pass over whole rows, and as a dense cache, for rows of several lengths."""
-    lengths = np.array([0, 3, 4, 9])
-    steps, page = 3, 4
-    ids = rng.integers(0, 97, (4, 9 + steps))
-    expected, whole = text(ids, jnp.broadcast_to(jnp.arange(9 + steps), (3, 4, 9 + steps)))
-    kv = KV(*(x[:, :, :9] for x in whole))
-    cache = paged_cache(kv, lengths, page, 4)
-    valid = np.arange(9) < lengths[:, None]
-    dense = DenseCache.prefilled(kv, jnp.asarray(valid), steps)
-    decode = nnx.jit(lambda text, ids, positions, cache: text.decode(ids, positions, cache))
-    rows = np.arange(4)
-    everyone = jnp.ones(4, bool)
-    for step in range(steps):
-        places = lengths + step
-        token = ids[rows, places], np.broadcast_to(places, (3, 4))
-        found, cache, _ = decode(text, *token, cache)
-        same, dense, _ = decode(text, *token, dense)
-        cache = cache.advance(everyone)
-        dense = dense.advance(everyone)
-        np.testing.assert_allclose(found, same, atol=1e-4, rtol=0)
-        np.testing.assert_allclose(found, expected[rows, places], atol=1e-4, rtol=0)
 
 
 def abstract_cache(c: int, h: int, dtype) -> PagedCache:

@@ -17,8 +17,7 @@ from models.model import VisionLanguageModel
 from models.weights import hf
 from models.weights.hf_config import from_hf
 from models.weights.hf_layout import tensor_layouts, tensor_shapes
-from tests.models import parity_ours
-from tests.models.parity import CASES, Case, make_sample, write_model
+from tests.models.parity import CASES, Case, write_model
 
 SETTINGS = LoRASettings(rank=3, alpha=6.0, rank_stabilized=True)
 # One of each family.
@@ -124,18 +123,6 @@ def test_a_part_of_the_matrices_and_another_type(base, tmp_path):
     adapter = model.text.layers.adapters["v"]
     assert (adapter.scale, adapter.dropout) == (0.25, 0.1)
     assert adapter.a[...].dtype == adapter.b[...].dtype == jnp.bfloat16
-
-
-def test_adapters_on_their_base_write_the_tokens_of_the_merged_model(case, base, saved, tmp_path):
-    model = peft_folder.load(saved)
-    sample = make_sample(case)
-    tokens = parity_ours.greedy(model, parity_ours.batch_of(sample, model.config))
-    merge_adapters(model.text)
-    hf.save(model, tmp_path / "merged")
-    merged, plain = hf.load(tmp_path / "merged"), hf.load(base)
-    batch = parity_ours.batch_of(sample, model.config)
-    assert (np.asarray(parity_ours.greedy(merged, batch)) == np.asarray(tokens)).all()
-    assert (np.asarray(parity_ours.greedy(plain, batch)) != np.asarray(tokens)).any()
 
 
 def test_the_digest_of_a_base_does_not_depend_on_the_type_it_is_loaded_in(base):

@@ -12,33 +12,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from models.processor import Processor, image_size, slice_times, video_frame_indices, video_size
+from models.processor import Processor, video_frame_indices
 from models.qwen2_5_vl.sizes import qwen2_5_vl
 from models.qwen3_vl.dialect import DIALECT
-from models.qwen3_vl.sizes import qwen3_vl, tiny
+from models.qwen3_vl.sizes import qwen3_vl
 from models.vision import patchify
 from models.weights.hf_config import from_hf
 from paravt_jax.data import tokenizer_file
 from paravt_jax.data.frames import resize
-from paravt_jax.data.sizes import smart_resize
 from paravt_jax.method import protocol
 from paravt_jax.method.records import Frame, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import CropVideo
 
 LIMITS = (4096, 65_536)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, 5), "at least 1 pixel"),
-        ((1, 201), "200 times"),
-        ((64, 64, 5000, 4000), "max_pixels = 4000: .*min_pixels = 5000"),
-    ],
-)
-def test_sizes_that_cannot_be_resized_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        smart_resize(*arguments)
 
 
 def test_resize_keeps_a_frame_that_fits_and_a_flat_colour():
@@ -48,74 +34,9 @@ def test_resize_keeps_a_frame_that_fits_and_a_flat_colour():
     assert resized.shape == (32, 64, 3) and (resized == 77).all()
 
 
-SMALL_PATCHES = dataclasses.replace(tiny(1).vision, patch_size=2)
-
-
-def test_patches_of_a_still_have_the_pixels_of_their_place_twice():
-    frames = np.random.default_rng(0).integers(0, 256, (2, 8, 12, 3), np.uint8)
-    patches = patchify(frames, SMALL_PATCHES)
-    assert patches.shape == (2, 24, 24) and patches.dtype == np.float32
-    cells = [
-        (y, x)
-        for by in range(2)
-        for bx in range(3)
-        for y in (2 * by, 2 * by + 1)
-        for x in (2 * bx, 2 * bx + 1)
-    ]
-    for number, (y, x) in enumerate(cells):
-        pixels = frames[1, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].transpose(2, 0, 1) / 127.5 - 1
-        for time in range(2):
-            found = patches[1, number].reshape(3, 2, 2, 2)[:, time]
-            np.testing.assert_allclose(found, pixels, atol=1e-6)
-    assert patches.min() >= -1 and patches.max() <= 1
-
-
 def test_a_frame_off_the_grid_is_refused():
     with pytest.raises(ValueError, match="30 x 32: .*multiples of 32"):
         patchify(np.zeros((1, 30, 32, 3), np.uint8), qwen3_vl("8b").vision)
-
-
-def test_patches_of_a_video_have_two_frames_and_the_last_frame_is_repeated():
-    frames = np.random.default_rng(0).integers(0, 256, (3, 8, 12, 3), np.uint8)
-    patches = patchify(frames, SMALL_PATCHES, video=True)
-    times = patches.reshape(2, 24, 3, 2, 2, 2)
-    stills = patchify(frames, SMALL_PATCHES).reshape(3, 24, 3, 2, 2, 2)
-    for (slice_, time), frame in {(0, 0): 0, (0, 1): 1, (1, 0): 2, (1, 1): 2}.items():
-        np.testing.assert_array_equal(times[slice_, :, :, time], stills[frame, :, :, 0])
-
-
-def test_images_and_frames_have_the_same_size_unless_a_side_is_below_a_patch():
-    assert image_size(300, 500, LIMITS) == smart_resize(300, 500, *LIMITS)
-    limits = (16_384, 10**6)
-    assert image_size(12, 1000, limits) == (32, 1184)
-    assert smart_resize(12, 1000, *limits) == (32, 992)
-
-
-def test_the_limits_of_a_video_are_for_all_its_frames_together():
-    assert video_size(2, 256, 128, LIMITS) == (256, 128)
-    assert video_size(8, 256, 128, LIMITS) == (128, 64)
-    assert video_size(2, 10, 12, LIMITS) == (64, 64)
-    with pytest.raises(ValueError, match="1 frame"):
-        video_size(1, 256, 128, LIMITS)
-    with pytest.raises(ValueError, match="1 pixel"):
-        video_size(2, 0, 128, LIMITS)
-
-
-@pytest.mark.parametrize(
-    ("frames", "fps", "count"),
-    [
-        (100, 25.0, 8),
-        (100, 10.0, 20),
-        (60, 30.0, 4),
-        (3, 30.0, 3),
-        (1, 1.0, 1),
-        (100_000, 30.0, 768),
-    ],
-)
-def test_two_frames_per_second_are_taken_within_bounds_and_with_both_ends(frames, fps, count):
-    indices = video_frame_indices(frames, fps)
-    assert len(indices) == count and indices[0] == 0 and indices[-1] == frames - 1
-    assert np.ptp(np.diff(indices)) <= 1 if count > 1 else True
 
 
 @pytest.mark.parametrize(
@@ -124,11 +45,6 @@ def test_two_frames_per_second_are_taken_within_bounds_and_with_both_ends(frames
 def test_a_video_without_frames_or_rate_is_refused(frames, fps):
     with pytest.raises(ValueError, match="above 0"):
         video_frame_indices(frames, fps)
-
-
-def test_the_time_of_a_slice_is_the_middle_of_its_frames():
-    assert slice_times([0.0, 0.5, 1.0]) == [0.25, 1.0]
-    assert slice_times([0.0, 1.0, 5.0, 6.0], 4) == [3.0]
 
 
 @pytest.fixture(scope="module")
@@ -188,32 +104,10 @@ def test_transparent_pixels_become_white(processor):
     assert (shown(processor, Image.fromarray(clear)) == 1).all()
 
 
-def test_the_slices_of_a_video_come_after_their_times(processor):
-    clip = (pixels(3, 64, 64), [0.0, 0.5, 1.0])
-    inputs = processor(ask({"type": "video", "video": clip}), add_generation_prompt=False)
-    one = f"<|vision_start|>{'<|video_pad|>' * 4}<|vision_end|>"
-    slices = f"<0.2 seconds>{one}<1.0 seconds>{one}"
-    text = f"<|im_start|>user\n<|vision_start|>{slices}<|vision_end|>?<|im_end|>\n"
-    assert inputs.grids == [(2, 4, 4)] and processor.tokenizer.decode(inputs.ids) == text
-
-
 @pytest.fixture(scope="module")
 def counting_processor(processor) -> Processor:
     """Of a family that counts the seconds of a video in its positions."""
     return dataclasses.replace(processor, config=qwen2_5_vl("7b"))
-
-
-def test_the_positions_of_a_video_count_its_seconds(counting_processor):
-    frames = pixels(6, 84, 56)
-    clip = (frames, np.arange(6) * 0.5)
-    inputs = counting_processor(ask({"type": "video", "video": clip}))
-    assert inputs.grids == [(3, 6, 4)]
-    # Two positions per second, and 1 second per slice.
-    seen = inputs.positions[0, inputs.visual_index >= 0]
-    assert (seen - seen[0]).reshape(3, 6)[:, 0].tolist() == [0, 2, 4]
-    named = counting_processor(ask({"type": "video", "video": clip, "fps": 0.5}))
-    seen = named.positions[0, named.visual_index >= 0]
-    assert (seen - seen[0]).reshape(3, 6)[:, 0].tolist() == [0, 8, 16]
 
 
 @pytest.mark.parametrize("fps", [0, -1.0, float("inf"), float("nan")])
@@ -257,7 +151,7 @@ FRAMES = np.zeros((4, 64, 64, 3), np.uint8)
         (ask({"type": "image", "image": np.zeros((64, 64, 3), np.float32)}), "image: float32 .*64"),
         (ask({"type": "image", "image": np.zeros((64, 64), np.uint8)}), r"image: uint8 \[64, 64\]"),
         (ask({"type": "image", "image": np.zeros((0, 5, 3), np.uint8)}), "frame size = 0 x 5"),
-        (ask({"type": "video", "video": "a.mp4"}), "video: .*give RGB pixels"),
+        (ask({"type": "video", "video": ("a.mp4", [0.0])}), "video: .*give RGB pixels"),
         (ask({"type": "video", "video": (FRAMES[0], [0.0])}), r"video: uint8 \[64, 64, 3\]"),
         (ask({"type": "video", "video": (FRAMES[:0], [])}), "0 times for 0 frames"),
         (ask({"type": "video", "video": (FRAMES, [0.0, 1.0])}), "2 times for 4 frames"),

@@ -178,7 +178,7 @@ def step_until_done(engine: Engine) -> dict[int, tuple[Sample, ...]]:
 
 # --- sizes ---
 
-SEVERAL_CHANGED: dict[str, dict[str, Any]] = {
+CHANGED: dict[str, dict[str, Any]] = {
     "small sizes": {
         "page": 4,
         "slots": 2,
@@ -202,32 +202,10 @@ SEVERAL_CHANGED: dict[str, dict[str, Any]] = {
     },
     "decoding on the pages": {"paged": True},
 }
-ONE_CHANGED: dict[str, dict[str, Any]] = {
-    "odd pages": {
-        "page": 17,
-        "row_lengths": (68, 136),
-        "prefix_lengths": (51, 102),
-        "prefill_lengths": (17, 51, 102),
-    },
-    "few pages": {"pages": 17},
-    "one read token": {"read_tokens": 1, "prefix_lengths": ()},
-    "decoding on odd pages": {
-        "paged": True,
-        "page": 17,
-        "row_lengths": (68, 136),
-        "prefix_lengths": (51,),
-        "prefill_lengths": (17, 102),
-        "steps": 5,
-    },
-}
-CHANGES = [pytest.param(changes, id=name) for name, changes in SEVERAL_CHANGED.items()]
-CHANGES += [
-    pytest.param(changes, id=name, marks=pytest.mark.slow) for name, changes in ONE_CHANGED.items()
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("changes", CHANGED.values(), ids=CHANGED)
 def test_no_size_changes_a_sample(engine, make_engine, asked, look, changes):
     """Groups, sub-agents and plain text, long and short, sampled and greedy; then the next turn."""
     groups = [dataclasses.replace(asked(n, new=12 - n), seeds=(1, 2, 3)) for n in range(3)]
@@ -309,34 +287,6 @@ def test_an_unreadable_video_fails_only_its_own_request(
 
 
 # --- interrupts, and a full cache ---
-
-
-def test_generate_leaves_the_answers_to_earlier_requests_for_step(engine, asked, monkeypatch):
-    """Whether it succeeds, is refused a request, or is interrupted."""
-    (expected,) = sampled(engine, [asked(0, new=3)])
-    ticket = engine.submit(asked(0, new=3))
-    engine.generate([asked(1)])
-    with pytest.raises(ValueError, match="EngineSizes.row_lengths"):
-        engine.generate([asked(2), asked(new=100)])
-    assert not engine.unanswered and not engine.waiting
-    assert not engine.idle
-    ((answered, samples),) = engine.step()
-    assert answered == ticket and engine.idle
-    assert_equal(samples, [expected])
-
-    ticket = engine.submit(asked(0, new=3))
-    step = engine.step
-    calls = itertools.count()
-
-    def interrupted():
-        if next(calls) == 1:
-            raise KeyboardInterrupt
-        return step()
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine, "step", interrupted)
-        engine.generate([asked(1)])
-    assert [answered for answered, _ in engine.step()] == [ticket]
 
 
 @pytest.mark.parametrize("place", ["copy", "prefill", "decode"])

@@ -165,20 +165,6 @@ def test_eight_samples_of_eight_long_prompts_read_each_prompt_once():
         assert paths[n] == layout.prefixes[row // 8]
 
 
-def test_in_a_second_turn_the_prompt_is_shared_and_the_first_response_is_not():
-    paths = [(*prompt(n // 8, 40), 100 * n + 7, 100 * n + 8) for n in range(64)]
-    layout = choose(paths, [176] * 64)
-    assert lengths_of(layout) == (160, 40)
-    assert sorted(layout.prefixes) == [prompt(n, 40) for n in range(8)]
-
-
-def test_one_long_sequence_without_a_group_makes_sharing_useless():
-    """It needs long rows, and then reading everything unshared costs less."""
-    paths = [*(prompt(n // 7, 40) for n in range(56)), prompt(100, 30)]
-    layout = choose(paths, [190] * 56 + [130])
-    assert lengths_of(layout) == (0, 200)
-
-
 def test_prefixes_stay_in_their_blocks_when_groups_come_and_go():
     prompts = [prompt(n, 40) for n in range(8)]
     before = choose([prompts[n // 8] for n in range(64)], [170] * 64)
@@ -201,15 +187,3 @@ def test_what_remains_of_a_group_stays_in_its_block():
     used = [prefix for prefix in after.prefixes if prefix]
     assert used == [prefix for prefix in before.prefixes if prefix in prompts[:5]]
     assert lengths_of(choose(left, [170] * 5)) == (0, 200)
-
-
-def test_a_group_larger_than_a_block_takes_several():
-    layout = choose([prompt(0, 40)] * 20, [170] * 20)
-    assert lengths_of(layout) == (160, 40)
-    assert sum(prefix == prompt(0, 40) for prefix in layout.prefixes) == 3
-
-
-def test_single_samples_share_nothing():
-    layout = choose([prompt(n, 30) for n in range(64)], [130] * 64)
-    assert lengths_of(layout) == (0, 200)
-    assert not any(layout.prefixes)

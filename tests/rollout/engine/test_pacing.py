@@ -12,7 +12,7 @@ import pytest
 from models.features import Reading
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import digest
-from rollout.engine.pacing import AgentLog, PacedAgent
+from rollout.engine.pacing import PacedAgent
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, run, together
 
 CHARGE = 3
@@ -230,20 +230,3 @@ def test_an_agent_whose_file_disappears_meanwhile_does_not_crash(end, reads, str
     else:
         run(sampler, [again.play(math.inf)])
         assert again.done and again.result == result
-
-
-def test_requests_are_left_as_they_are_without_a_limit():
-    wanted = Request(np.array([1], np.int32), (), Sampling(4), (1,))
-
-    async def one():
-        return await ask(wanted)
-
-    sampler = Counting()
-    run(sampler, [PacedAgent(one(), CHARGE).play(math.inf)])
-    assert sampler.asked[0] is wanted
-
-
-def test_an_agent_that_asks_nothing_is_done_at_once():
-    paced = PacedAgent(agent(), CHARGE)
-    run(Counting(), [paced.play(0)])
-    assert paced.done and paced.log == AgentLog() and dataclasses.asdict(paced.log)["clock"] == 0

@@ -99,12 +99,6 @@ def test_results_come_in_the_order_of_the_agents():
     assert not sampler.open
 
 
-def test_all_requests_are_submitted_before_the_next_step():
-    sampler = Doubling()
-    run(sampler, [agent(100, 3), agent(200, 1, width=2), agent(300, 2)])
-    assert sampler.waves == [[100, 200, 201, 300], [110, 310], [120]]
-
-
 def test_an_agent_continues_as_soon_as_its_own_answers_are_there():
     sampler = Doubling(lambda number: 5 if number in (100, 301) else 1)
     assert run(sampler, [agent(100, 2), agent(200, 3), agent(300, 2, width=2)]) == [

@@ -585,24 +585,6 @@ def test_cached_frames_are_not_encoded_again(bench, monkeypatch):
     assert encoded == [_B]
 
 
-def test_a_request_that_waits_for_pages_evicts_none(bench):
-    """It needs more pages than are free while another runs. A third finds its own still cached."""
-    engine = bench.engine(pages=12)
-    cached = Request(np.array(_TEXT[:9], np.int32), (), Sampling(1), (1,))
-    engine.generate([cached])
-    runs = Request(np.array([7] * 10, np.int32), (), Sampling(14), (1,))
-    engine.submit(runs)
-    engine.step()
-    waits = engine.submit(Request(np.array([8] * 18, np.int32), (), Sampling(14), (1,)))
-    engine.step()
-    assert len(engine.waiting) == 1
-    assert len(engine.running) == 1
-    engine.cancel(waits)
-    before = engine.counts.prefilled_tokens
-    engine.generate([cached])
-    assert engine.counts.prefilled_tokens == before
-
-
 # --- by example, what schedules seldom meet ---
 
 
@@ -625,16 +607,3 @@ def test_what_cannot_go_on_is_refused(bench):
         dataclasses.replace(whole, seeds=(1, 2), begun=begun)
     with pytest.raises(ValueError, match=r"Request.begun: 4 tokens, and .* is 3"):
         dataclasses.replace(whole, sampling=Sampling(3), begun=begun)
-
-
-def test_other_weights_under_an_old_number_start_with_nothing(bench):
-    engine = bench.engine()
-    request = Request(np.array(_TEXT, np.int32), (), Sampling(6), (1,))
-    engine.generate([request])
-    engine.load(bench.weights[1], version=0)
-    ((sample,),) = engine.generate([request])
-    assert not sample.versions.any()
-    renumbered = dataclasses.replace(sample, versions=sample.versions + 1)
-    expected = bench.reference.answer(request, 1, version=1, like=renumbered)
-    assert sample.ids.tolist() == expected.ids.tolist()
-    assert engine.counts.prefilled_tokens == 2 * (len(_TEXT) - 1)
