@@ -209,11 +209,11 @@ class ModelConfig:
             f"tap at most {text.num_hidden_layers} layers",
         )
 
-    def require_ids(self, ids: Mapping[str, int | None], place: str = "") -> None:
+    def require_ids(self, ids: Mapping[str, int | None], prefix: str = "") -> None:
         """Raise ValueError if a tokenizer has other ids, given by the names of their fields."""
         for field, known in ids.items():
             own = getattr(self, field)
             require(
                 known == own,
-                f"{place}config.{field} = {own}: {known} in the tokenizer; take both of one folder",
+                f"{prefix}config.{field} = {own}: {known} in the tokenizer; use one folder",
             )

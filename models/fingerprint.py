@@ -55,7 +55,7 @@ def host_fingerprint(x: np.ndarray) -> int:
 
 def _of_array(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     """Return the sum over all numbers of their bits times an odd number that depends on their
-    place.
+    index.
 
     Sums of integers do not depend on their order, so neither does the result on the sharding.
     """
@@ -64,8 +64,8 @@ def _of_array(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    place = jnp.zeros(x.shape, jnp.uint32)
+    index = jnp.zeros(x.shape, jnp.uint32)
     for axis in range(x.ndim):
         stride = math.prod(x.shape[axis + 1 :]) % 2**32
-        place += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+        index += jnp.uint32(stride) * jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)

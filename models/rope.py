@@ -180,7 +180,7 @@ def vision_angles(
     quarter = config.head_dim // 4
     exponents = np.arange(quarter, dtype=np.float32) / quarter
     frequency = (1.0 / config.rope_theta**exponents).astype(np.float32)[None, None, :]
-    return jnp.concatenate([place[..., None] * frequency for place in (row, column)], axis=-1)
+    return jnp.concatenate([index[..., None] * frequency for index in (row, column)], axis=-1)
 
 
 def merge_order(cells: Cells, merge: int) -> Cells:

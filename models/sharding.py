@@ -186,14 +186,14 @@ def constrain(x: T, *axes: Axes) -> T:
 
 
 def _constrain(x: jax.Array, mesh: AbstractMesh, axes: tuple[Axes, ...]) -> jax.Array:
-    def place(size: int, names: Axes) -> Any:
+    def spec(size: int, names: Axes) -> Any:
         wanted = _without_manual(names, mesh)
         devices = math.prod(mesh.shape[name] for name in wanted)
         return wanted or None if size % devices == 0 else PartitionSpec.UNCONSTRAINED
 
     all_axes = axes + (None,) * (x.ndim - len(axes))
-    places = [place(size, names) for size, names in zip(x.shape, all_axes, strict=True)]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*places))
+    specs = [spec(size, names) for size, names in zip(x.shape, all_axes, strict=True)]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*specs))
 
 
 def _without_manual(names: Axes, mesh: AbstractMesh) -> tuple[str, ...]:

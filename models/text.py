@@ -74,26 +74,26 @@ class VisualBank(NamedTuple):
         `like`."""
         bank = jax.lax.dynamic_index_in_dim(self.vectors, level, axis=2, keepdims=False)
         bank = bank.astype(like.dtype)
-        places = jnp.maximum(self.index, 0)
+        indices = jnp.maximum(self.index, 0)
         if len(bank) == 1:
-            vectors = _look_up(lambda bank, places: bank[places], bank[0], None, places)
+            vectors = _look_up(lambda bank, indices: bank[indices], bank[0], None, indices)
         else:
-            vectors = _take_in_rows(bank, places)
+            vectors = _take_in_rows(bank, indices)
         return jnp.where(self.index[..., None] >= 0, vectors, 0)
 
 
 def _take_in_rows(
-    bank: Float[Array, "b m d"], places: Int[Array | np.ndarray, "b t"]
+    bank: Float[Array, "b m d"], indices: Int[Array | np.ndarray, "b t"]
 ) -> Float[Array, "b t d"]:
     """Return the vectors of each row's own bank."""
 
-    def take(bank: Float[Array, "b m d"], places: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-        return jnp.take_along_axis(bank, places[..., None], axis=1)
+    def take(bank: Float[Array, "b m d"], indices: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        return jnp.take_along_axis(bank, indices[..., None], axis=1)
 
     mesh = current_mesh()
-    if mesh is None or len(places) % row_devices(mesh):
-        return constrain(take(bank, jnp.asarray(places)), ROWS)
-    return on_devices(take, (BATCH, BATCH), BATCH)(bank, jnp.asarray(places))
+    if mesh is None or len(indices) % row_devices(mesh):
+        return constrain(take(bank, jnp.asarray(indices)), ROWS)
+    return on_devices(take, (BATCH, BATCH), BATCH)(bank, jnp.asarray(indices))
 
 
 def _look_up(

@@ -255,12 +255,12 @@ def _without_gaps(
 ) -> Float[Array, "m c d"]:
     """Return the first `tokens` vectors of each frame, one after another, and then 0."""
     ends = jnp.cumsum(tokens)
-    place = jnp.arange(room)
-    frame = jnp.minimum(jnp.searchsorted(ends, place, side="right"), len(tokens) - 1)
-    number = frame * vectors.shape[1] + place - (ends - tokens)[frame]
+    index = jnp.arange(room)
+    frame = jnp.minimum(jnp.searchsorted(ends, index, side="right"), len(tokens) - 1)
+    number = frame * vectors.shape[1] + index - (ends - tokens)[frame]
     flat = vectors.reshape(-1, *vectors.shape[2:])
     found = flat[jnp.clip(number, 0, len(flat) - 1)]
-    return jnp.where((place < ends[-1])[:, None, None], found, 0)
+    return jnp.where((index < ends[-1])[:, None, None], found, 0)
 
 
 def _in_chunks(function: Callable[..., Array], size: int, weights: Any, *arrays: Array) -> Array:

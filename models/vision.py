@@ -24,7 +24,7 @@ from models.rope import merge_order, rotate, vision_angles
 
 
 class PatchLayout(NamedTuple):
-    """The place of every patch in its frame, and the size of that frame, in patches.
+    """Row and column of every patch in its frame, and the size of that frame, in patches.
 
     `frame` numbers the frames of a row from 1, and 0 is padding. None: the row is one frame. A
     batch axis of 1 applies to all rows. Only the shapes are static, so all mixes of frames in rows
@@ -51,8 +51,8 @@ def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
             "paravt_jax.data.sizes.smart_resize first"
         )
     rows, columns = (merge_order(index, merge) for index in np.indices(grid))
-    places = np.stack([rows, columns, np.full_like(rows, height), np.full_like(rows, width)])
-    return PatchLayout(*places.astype(np.int32)[:, None], frame=None)
+    layout = np.stack([rows, columns, np.full_like(rows, height), np.full_like(rows, width)])
+    return PatchLayout(*layout.astype(np.int32)[:, None], frame=None)
 
 
 def patchify(

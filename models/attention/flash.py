@@ -15,7 +15,7 @@ keys: each output tile is summed in scratch memory and written once. As in Flash
 backward pass computes the weights again from the log-sum-exp. The query heads of a kv head share a
 tile of keys and its mask. Softmax and sums are in float32.
 
-Shapes: t places of all rows, joined and padded to whole tiles; k kv heads, r query heads per kv
+Shapes: t positions of all rows, joined and padded to whole tiles; k kv heads, r query heads per kv
 head, h head_dim. The kernel must run in a shard_map over several devices (`spread`).
 """
 
@@ -35,10 +35,10 @@ from models.attention.target import SAVED, RowLayout, pad_rows, visible_tiles
 
 # Size of a tile, in queries and in keys; shorter rows have smaller ones.
 TILE = 512
-# Registers hold 8 x 128 numbers: a number per place is stored along one side, repeated or padded.
+# Registers hold 8 x 128 numbers: one per position is stored along one side, repeated or padded.
 SUBLANES = 8
 LANES = 128
-# The axis of places in the shape of a block.
+# The axis of positions in the shape of a block.
 TILED = "tiled"
 # Score of a masked key. Finite, so that the difference of two is a number.
 MASKED = -1e30
@@ -47,10 +47,10 @@ MASKED = -1e30
 class _Schedule(NamedTuple):
     """What the kernels read about a packed row.
 
-    The first four of `rows`, and of `columns`, are attributes of each place: the group of its
-    query, the place where the query's segment begins, the group whose prompt the key belongs to (0:
-    none), and the place itself. A list has the tile numbers (queries, keys) of its visible tiles
-    between two entries of -1.
+    The first four of `rows`, and of `columns`, are attributes of each position: the group of its
+    query, the position where the query's segment begins, the group whose prompt the key belongs to
+    (0: none), and the position itself. A list has the tile numbers (queries, keys) of its visible
+    tiles between two entries of -1.
     """
 
     rows: Int[Array, "8 t"]
@@ -85,14 +85,14 @@ def _schedule(layout: RowLayout, tile: int) -> _Schedule:
     segments, starts, shared = layout.segments, layout.starts, layout.shared
     assert segments is not None and starts is not None and shared is not None
     b, t = segments.shape
-    place = jnp.arange(b * t).reshape(b, t)
-    first = place[:, :1]
+    position = jnp.arange(b * t).reshape(b, t)
+    first = position[:, :1]
     # Padding begins at itself and has no prompt, so it sees only itself.
     attributes = (
         jnp.where(segments == 0, -1, segments),
-        jnp.where(segments == 0, place, starts + first),
-        jnp.where(place - first < shared[:, None], segments, 0),
-        place,
+        jnp.where(segments == 0, position, starts + first),
+        jnp.where(position - first < shared[:, None], segments, 0),
+        position,
     )
     seen = visible_tiles(layout, tile, tile)
     number = jnp.arange(b * (t // tile)).reshape(b, -1)
@@ -172,7 +172,7 @@ def _block(tile: int, side: int, *shape: Any) -> pl.BlockSpec:
     """Return the part of an array that a visit reads or writes: of its queries (side 0) or keys
     (side 1).
 
-    An entry of `shape` is None for the axis of kv heads, TILED for the places, or a whole length.
+    An entry of `shape` is None for the axis of kv heads, TILED for positions, or a whole length.
     """
 
     def index(head: Any, visit: Any, tiles: Any) -> tuple[Any, ...]:
@@ -217,7 +217,7 @@ def _seen(queries: list[Array], keys: list[Array]) -> Array:
 
 
 def _attributes(ref: Any, axis: int) -> list[Array]:
-    """Return the four attributes of a tile's places, as rows (axis 0) or as columns (axis 1)."""
+    """Return the four attributes of a tile's positions, as rows (axis 0) or as columns (axis 1)."""
     return [ref[i : i + 1, :] if axis == 0 else ref[:, i : i + 1] for i in range(4)]
 
 

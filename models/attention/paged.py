@@ -87,7 +87,7 @@ def supports(pages: Float[Array | jax.ShapeDtypeStruct, "l P u c h"], devices: i
     """
     c, h = pages.shape[3:]
     heads, rest = divmod(c // 2, devices)
-    # 32-bit words of one token's keys and values at one place of head_dim: what a tile holds.
+    # 32-bit words of one token's keys and values at one index of head_dim: what a tile holds.
     words = heads * pages.dtype.itemsize // 2
     fills_tiles = words in (1, 2, 4) or words % 8 == 0
     return pages.dtype in (jnp.bfloat16, jnp.float32) and h == 128 and not rest and fills_tiles

@@ -25,7 +25,7 @@ class RowLayout:
     A packed row (`starts` and `shared`) holds prompts, and then segments that continue them. Here
     groups 1 and 2 have a prompt each, and group 1 has two segments:
 
-        place        0 1   2     3 4   5     6
+        position     0 1   2     3 4   5     6
         segments     1 1   2     1 1   1     2
         starts       0 0   2     3 3   5     6
         shared       3
@@ -38,7 +38,7 @@ class RowLayout:
         5            # #   .     . .   #     .
         6            . .   #     . .   .     #
 
-    The query at place q sees the key at place k if their segments are equal, k <= q, and
+    The query at position q sees the key at position k if their segments are equal, k <= q, and
     k >= starts[q] or k < shared.
     """
 
@@ -48,10 +48,10 @@ class RowLayout:
     prefix_mask: Bool[Array | np.ndarray, "b s"] | None = None
     """Which positions of the prefix are valid; None: all."""
     starts: Int[Array | np.ndarray, "b t"] | None = None
-    """Packed rows: the place where the token's own segment, or prompt, begins. Places count from
-    the beginning of the row, or of its first piece."""
+    """Packed rows: the position where the token's own segment, or prompt, begins. Positions count
+    from the beginning of the row, or of its first piece."""
     shared: Int[Array | np.ndarray, " b"] | None = None
-    """Packed rows: number of leading places that hold prompts. All pieces of a row repeat it."""
+    """Packed rows: number of leading positions that hold prompts. All pieces of a row repeat it."""
     pieces: int = struct.field(pytree_node=False, default=1)
     """Number of consecutive rows that form one sequence, each on a device of its own."""
     causal: bool = struct.field(pytree_node=False, default=True)
@@ -106,7 +106,7 @@ def platform() -> str:
 
 
 def pad_rows(x: Any, tile: int) -> Array:
-    """Fill axis 1, the places of a row, up to whole tiles."""
+    """Fill axis 1, the positions of a row, up to whole tiles."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % tile)] + [(0, 0)] * (x.ndim - 2))
 
 
@@ -116,7 +116,7 @@ def visible_tiles(layout: RowLayout, queries: int, keys: int) -> Bool[Array, "b 
 
     The length of a row is a multiple of both sizes. Prompts count by the lowest and highest number
     of the groups in a tile, so the result is exact if groups are numbered in their order. The tile
-    of a query's own place always counts: every query, padding too, has at least one key.
+    of a query's own position always counts: every query, padding too, has at least one key.
     """
     segments, starts, shared = layout.segments, layout.starts, layout.shared
     assert segments is not None and starts is not None and shared is not None
@@ -125,7 +125,7 @@ def visible_tiles(layout: RowLayout, queries: int, keys: int) -> Bool[Array, "b 
     prompt = valid & (jnp.arange(t)[None] < shared[:, None])
 
     def ends(x: Any, counted: Array, size: int) -> tuple[Array, Array]:
-        """Return the smallest and largest x per tile, of the places that are counted."""
+        """Return the smallest and largest x per tile, of the positions that are counted."""
         smallest = jnp.where(counted, x, jnp.iinfo(jnp.int32).max).reshape(b, -1, size).min(-1)
         return smallest, jnp.where(counted, x, -1).reshape(b, -1, size).max(-1)
 

@@ -5,8 +5,8 @@ keys. It visits the tiles that its own one sees, or those that see it, from a li
 As in FlashAttention, the backward pass computes the weights again from the log-sum-exp. Softmax and
 sums are in float32, with powers of 2.
 
-Shapes: b rows of t places, in whole tiles; n query heads, k kv heads, r query heads per kv head, h
-head_dim. The kernel must run in a shard_map over several devices (`spread`).
+Shapes: b rows of t positions, in whole tiles; n query heads, k kv heads, r query heads per kv head,
+h head_dim. The kernel must run in a shard_map over several devices (`spread`).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _Visits(NamedTuple):
 class _Schedule(NamedTuple):
     """What the kernels read about packed rows.
 
-    `places` has three attributes of each place: the group of its query, the place where the query's
-    segment begins, and the group whose prompt the key belongs to (0: none).
+    `positions` has three attributes of each position: the group of its query, the position where
+    the query's segment begins, and the group whose prompt the key belongs to (0: none).
     """
 
-    places: Int[Array, "b 1 3 t"]
+    positions: Int[Array, "b 1 3 t"]
     of_queries: _Visits
     of_keys: _Visits
 
@@ -75,19 +75,19 @@ def attend(
 def _schedule(layout: RowLayout) -> _Schedule:
     segments, starts, shared = layout.segments, layout.starts, layout.shared
     assert segments is not None and starts is not None and shared is not None
-    place = jnp.arange(segments.shape[1])[None]
+    position = jnp.arange(segments.shape[1])[None]
     # Padding begins at itself and has no prompt, so it sees only itself.
     group = jnp.where(segments == 0, -1, segments)
-    start = jnp.where(segments == 0, place, starts)
-    prompt = jnp.where(place < shared[:, None], segments, 0)
+    start = jnp.where(segments == 0, position, starts)
+    prompt = jnp.where(position < shared[:, None], segments, 0)
 
     def visits(seen: Bool[Array, "b 1 i j"]) -> _Visits:
         # A stable sort puts the visible tiles first, in their order.
         return _Visits(jnp.argsort(~seen, stable=True), jnp.sum(seen, axis=-1))
 
     seen = visible_tiles(layout, TILE, TILE)[:, None]
-    places = jnp.stack([group, start, prompt], axis=1)[:, None]
-    return _Schedule(places, visits(seen), visits(seen.swapaxes(2, 3)))
+    positions = jnp.stack([group, start, prompt], axis=1)[:, None]
+    return _Schedule(positions, visits(seen), visits(seen.swapaxes(2, 3)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -155,7 +155,7 @@ def _call(
 
 
 def _cut(tile: Any) -> Any:
-    """Return the places of a tile."""
+    """Return the positions of a tile."""
     return pl.ds(tile * TILE, TILE)
 
 
@@ -164,11 +164,11 @@ def _dot(a: Array, b: Array, contract: int) -> Float[Array, "i j"]:
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _scores(q: Array, k: Array, places: Any, tiles: tuple[Any, Any], axis: int) -> Array:
+def _scores(q: Array, k: Array, positions: Any, tiles: tuple[Any, Any], axis: int) -> Array:
     """Return the scores of a tile of queries against one of keys, in powers of 2; keys are along
     `axis`."""
     query, key = (tile * TILE + jnp.arange(TILE) for tile in tiles)
-    group, start, prompt = (places[i, _cut(tiles[i // 2])] for i in range(3))
+    group, start, prompt = (positions[i, _cut(tiles[i // 2])] for i in range(3))
     query, group, start = (jnp.expand_dims(x, axis) for x in (query, group, start))
     key, prompt = (jnp.expand_dims(x, 1 - axis) for x in (key, prompt))
     seen = (key <= query) & ((key >= start) | (prompt == group))
@@ -184,7 +184,7 @@ def _forward_kernel(schedule, q, k, v, out, logsumexp):
     def visit(i, found):
         values, total, before = found
         keys = schedule.of_queries.tiles[queries, i]
-        scores = _scores(part, k[_cut(keys), :], schedule.places, (queries, keys), 1)
+        scores = _scores(part, k[_cut(keys), :], schedule.positions, (queries, keys), 1)
         top = jnp.maximum(before, scores.max(axis=1))
         weights = jnp.exp2(scores - top[:, None])
         shrink = jnp.exp2(before - top)
@@ -207,7 +207,7 @@ def _d_queries_kernel(schedule, queries, k, v, d_q):
     def visit(i, total):
         other = schedule.of_queries.tiles[tile, i]
         keys, values = k[_cut(other), :], v[_cut(other), :]
-        scores = _scores(q, keys, schedule.places, (tile, other), 1)
+        scores = _scores(q, keys, schedule.positions, (tile, other), 1)
         weights = jnp.exp2(scores - logsumexp[:, None])
         d_scores = weights * (_dot(d_out, values, 1) - delta[:, None])
         return total + _dot(d_scores.astype(keys.dtype), keys, 0)
@@ -228,7 +228,7 @@ def _d_keys_kernel(schedule, queries, k, v, d_k, d_v):
             other = schedule.of_keys.tiles[tile, i]
             q, d_out, logsumexp, delta = (x[head, _cut(other)] for x in queries)
             # Keys x queries, so that every product has its rows in place.
-            scores = _scores(q, keys, schedule.places, (other, tile), 0)
+            scores = _scores(q, keys, schedule.positions, (other, tile), 0)
             weights = jnp.exp2(scores - logsumexp[None])
             d_scores = weights * (_dot(values, d_out, 1) - delta[None])
             more_k = _dot(d_scores.astype(q.dtype), q, 0)

@@ -223,16 +223,16 @@ def _tile_scores(
     query: Int[Array, ""],
     key: Int[Array, ""],
 ) -> Float[Array, "b k c r s"]:
-    """Return the scores of the queries from place `query` against a tile of keys from place
+    """Return the scores of the queries from position `query` against a tile of keys from position
     `key`."""
     assert layout.segments is not None and layout.starts is not None and layout.shared is not None
     tile = q.shape[2]
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=tile, axis=1)
-    place = key + jnp.arange(tile)[None, None]
+    position = key + jnp.arange(tile)[None, None]
     seen = cut(layout.segments, query)[:, :, None] == cut(layout.segments, key)[:, None]
-    seen &= place <= query + jnp.arange(tile)[None, :, None]
-    own = place >= cut(layout.starts, query)[:, :, None]
-    seen &= own | (place < layout.shared[:, None, None])
+    seen &= position <= query + jnp.arange(tile)[None, :, None]
+    own = position >= cut(layout.starts, query)[:, :, None]
+    seen &= own | (position < layout.shared[:, None, None])
     return jnp.where(seen[:, None, :, None], _scores(q, _cut(k, key, tile)), MASKED)
 
 

@@ -73,12 +73,12 @@ class Qwen3VLVisionTower(VisionTower):
 
 
 def _neighbours(
-    place: Int[Array | np.ndarray, "b p"], length: Int[Array | np.ndarray, "b p"], side: int
+    index: Int[Array | np.ndarray, "b p"], length: Int[Array | np.ndarray, "b p"], side: int
 ) -> list[tuple[Int[Array, "b p"], Float[Array, "b p"]]]:
-    """Return the two of `side` table cells around each place of a frame's axis, and their
+    """Return the two of `side` table cells around each index of a frame's axis, and their
     weights."""
-    # Aligned corners: place 0 is cell 0, and place length - 1 is cell side - 1.
-    cell = place * jnp.float32(side - 1) / jnp.maximum(length - 1, 1)
+    # Aligned corners: index 0 is cell 0, and index length - 1 is cell side - 1.
+    cell = index * jnp.float32(side - 1) / jnp.maximum(length - 1, 1)
     low = jnp.floor(cell).astype(jnp.int32)
     fraction = cell - low
     return [(low, 1.0 - fraction), (jnp.minimum(low + 1, side - 1), fraction)]

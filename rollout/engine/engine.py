@@ -412,13 +412,13 @@ class Engine:
 
     def _publish(self, sequence: EngineSequence) -> None:
         """Move the pages that a sequence has written into the tree, for others to find."""
-        start = len(sequence.shared_pages) * self.settings.page
+        first = len(sequence.shared_pages) * self.settings.page
         drawn = np.array(sequence.drawn, np.int64)
         content = np.concatenate([sequence.prompt.content, drawn])
         added, sequence.own_pages = self.tree.insert(
             self.version,
             sequence.shared_pages,
-            content[start : sequence.computed],
+            content[first : sequence.computed],
             sequence.own_pages,
         )
         sequence.shared_pages = sequence.shared_pages + added
@@ -482,7 +482,7 @@ class Engine:
                 if len(self.running) + len(batch.sequences) >= slots:
                     break
                 # An interrupt may come at any line. So a sequence stays at the head of the queue
-                # until its new place is certain.
+                # until its slot is certain.
                 result = self._try_admit(self.waiting[0], batch)
                 if result == "ended":
                     self.waiting.popleft()
@@ -542,8 +542,8 @@ class Engine:
         if first == len(request.frames):
             return no_vectors()
         vectors = self.features(request.frames[first:])
-        start = int(ends[first - 1]) if first else 0
-        return vectors[computed - start :]
+        before = int(ends[first - 1]) if first else 0
+        return vectors[computed - before :]
 
     # --- decoding ---
 
@@ -598,9 +598,9 @@ class _PrefillBatch:
     def need(self, sequence: EngineSequence) -> _Need:
         """Return the needs of the batch if `sequence` joins it."""
         prompt = sequence.prompt
-        part = slice(sequence.computed, prompt.prefill_length)
-        missing = prompt.content[part]
-        visual = bool(prompt.visual[part].any())
+        uncached = slice(sequence.computed, prompt.prefill_length)
+        missing = prompt.content[uncached]
+        visual = bool(prompt.visual[uncached].any())
         pages = sequence.shared_pages
         return _Need(
             beginning=(

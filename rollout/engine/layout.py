@@ -137,9 +137,9 @@ def _prefer_loaded(prefix: Serials, loaded: Sequence[Serials]) -> Serials:
     Otherwise the whole prefix, which then has to be gathered from its pages.
     """
     usable = [
-        part
-        for part in loaded
-        if part and 2 * len(part) > len(prefix) and prefix[: len(part)] == part
+        short
+        for short in loaded
+        if short and 2 * len(short) > len(prefix) and prefix[: len(short)] == short
     ]
     return max(usable, key=len, default=prefix)
 

@@ -170,13 +170,13 @@ class PacedAgent(Generic[Result]):
         """Return the samples of at most `most` tokens, as answers, and the time if all have
         ended."""
         samples: Any = list(self.log.begun or (None,) * len(requests))
-        parts = {
-            number: _part(request, begun, most)
+        pieces = {
+            number: _piece(request, begun, most)
             for number, (request, begun) in enumerate(zip(requests, samples, strict=True))
             if begun is None or begun.stop is SampleStop.PAUSED
         }
-        for number, (sample,) in zip(parts, await ask(*parts.values()), strict=True):
-            limit = parts[number].sampling.max_new_tokens
+        for number, (sample,) in zip(pieces, await ask(*pieces.values()), strict=True):
+            limit = pieces[number].sampling.max_new_tokens
             cut = sample.stop is SampleStop.LENGTH and len(sample.ids) == limit
             if cut and limit < requests[number].sampling.max_new_tokens:
                 sample = dataclasses.replace(sample, stop=SampleStop.PAUSED)
@@ -196,7 +196,7 @@ class _HandedOn:
         yield self.awaited
 
 
-def _part(request: Request, begun: Sample | None, most: float) -> Request:
+def _piece(request: Request, begun: Sample | None, most: float) -> Request:
     """Return the next part of a request, which ends when `most` tokens of its response are
     there."""
     if begun is not None:

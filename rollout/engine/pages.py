@@ -155,17 +155,17 @@ class PageTree:
         parent = path[-1] if path else self._root(version)
         added: list[Node] = []
         left = list(pages)
-        for start in range(0, len(tokens), self.size):
-            part = tokens[start : start + self.size]
-            partial = len(part) < self.size
+        for first in range(0, len(tokens), self.size):
+            content = tokens[first : first + self.size]
+            partial = len(content) < self.size
             # A longer page serves every sequence that this one could serve.
-            if partial and _begins_any(part, parent.children.values()):
+            if partial and _begins_any(content, parent.children.values()):
                 break
             page = left.pop(0)
-            node = parent.children.get(part.tobytes())
+            node = parent.children.get(content.tobytes())
             if node is None:
-                node = Node(page, part.copy(), parent, next(self._serials))
-                parent.children[part.tobytes()] = node
+                node = Node(page, content.copy(), parent, next(self._serials))
+                parent.children[content.tobytes()] = node
             else:
                 self.free_pages.append(page)
             self.hold([node])
@@ -217,13 +217,13 @@ def page_count(tokens: int, size: int) -> int:
 
 def _descendants(root: Node) -> list[Node]:
     """Return all nodes below `root`, each before its own children."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     stack = list(root.children.values())
     while stack:
         node = stack.pop()
-        found.append(node)
+        nodes.append(node)
         stack += node.children.values()
-    return found
+    return nodes
 
 
 def _begins_any(tokens: Content, nodes: Iterable[Node]) -> bool:

@@ -67,7 +67,7 @@ class Pieces(NamedTuple):
     tables: Int[Any, "b m"]
 
 
-class Rows(NamedTuple):
+class Slots(NamedTuple):
     """What to decode: one row per sequence.
 
     A row attends to the first `prefix_tokens` tokens of its block's prefix, then to `own_tokens`
@@ -223,11 +223,11 @@ class Programs:
 
         Returns arrays [..., m * page, k, h]: the tokens of all pages, joined.
         """
-        found = pool[layer, tables]  # [..., m, page, 2k, h]
+        kv = pool[layer, tables]  # [..., m, page, 2k, h]
         # Without this constraint XLA on TPU transposes the whole pool before it reads.
-        found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
-        found = found.reshape(*found.shape[:-4], -1, *found.shape[-2:])
-        return KV(found[..., 0::2, :], found[..., 1::2, :])
+        kv = with_layout_constraint(kv, Layout(tuple(range(kv.ndim))))
+        kv = kv.reshape(*kv.shape[:-4], -1, *kv.shape[-2:])
+        return KV(kv[..., 0::2, :], kv[..., 1::2, :])
 
     def _write(
         self,
@@ -295,7 +295,7 @@ class Programs:
     def _gather(
         self, pool: Pool, prefixes: Prefixes, table: Int[Array, " m"], block: Int[Array, ""]
     ) -> Prefixes:
-        """Copy the pages of one block's prefix into its place."""
+        """Copy the pages of one block's prefix into the block's copy."""
         k, v = self._read(pool, table)  # [l, u, k, h]
         heads = k.shape[2]
 
@@ -309,7 +309,7 @@ class Programs:
         )
 
     def _cache(
-        self, pool: Pool, prefixes: Prefixes | None, rows: Rows, steps: int, width: int
+        self, pool: Pool, prefixes: Prefixes | None, rows: Slots, steps: int, width: int
     ) -> PagedCache | DenseCache:
         """Return the cache that the rows decode with, which has room for `steps` more tokens."""
         if self._paged:
@@ -328,7 +328,7 @@ class Programs:
         weights: Any,
         pool: Pool,
         prefixes: Prefixes | None,
-        rows: Rows,
+        rows: Slots,
         *,
         steps: int,
         width: int,
@@ -404,8 +404,8 @@ def difference(weights: Any, expected: Any) -> str:
         The end of an error message, or "" if they are equal.
     """
     if jax.tree.structure(weights) != jax.tree.structure(expected):
-        found, wanted = len(jax.tree.leaves(weights)), len(jax.tree.leaves(expected))
-        return f"of {found} arrays, where the decoder has {wanted} with other names"
+        given, wanted = (len(jax.tree.leaves(tree)) for tree in (weights, expected))
+        return f"of {given} arrays, where the decoder has {wanted} with other names"
     pairs = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(expected), strict=True)
     for (path, new), old in pairs:
         if (new.shape, new.dtype) != (old.shape, old.dtype):

@@ -273,7 +273,7 @@ def as_done(
                 new = next(coming, None)
                 if new is None:
                     break
-                scheduler.start(*new)
+                scheduler.add(*new)
             if scheduler.finished:
                 batch = scheduler.finished
                 scheduler.finished = []
@@ -314,7 +314,7 @@ class _Scheduler:
         self.readings: list[_Waiting] = []  # in the order in which they were asked for
         self.steps = 0  # of the sampler
 
-    def start(self, number: int, agent: Coroutine[Any, Any, Any]) -> None:
+    def add(self, number: int, agent: Coroutine[Any, Any, Any]) -> None:
         def finish(result: Any) -> None:
             self.playing -= 1
             self.finished.append((number, result))
@@ -390,9 +390,9 @@ def _collect(count: int, resume: Callable[[list[Any]], None]) -> list[Callable[[
     """Return functions that take one value each. The last call passes all values to `resume`."""
     values: dict[int, Any] = {}
 
-    def take(place: int, value: Any) -> None:
-        values[place] = value
+    def take(number: int, value: Any) -> None:
+        values[number] = value
         if len(values) == count:
-            resume([values[place] for place in range(count)])
+            resume([values[number] for number in range(count)])
 
-    return [functools.partial(take, place) for place in range(count)]
+    return [functools.partial(take, number) for number in range(count)]

@@ -40,7 +40,7 @@ from rollout.engine.programs import (
     Pool,
     Prefixes,
     Programs,
-    Rows,
+    Slots,
     pages_of,
 )
 from rollout.engine.sampling import Choices
@@ -148,15 +148,15 @@ class ModelRunner:
         """Copy pages, from the first of each pair to the second."""
         slots = self.settings.slots
         for first in range(0, len(pairs), slots):
-            part = pairs[first : first + slots]
+            some = pairs[first : first + slots]
             # Padding copies the page that is never allocated onto itself.
             sources = np.full(slots, self.settings.pages, np.int32)
             targets = sources.copy()
-            sources[: len(part)] = [source for source, _ in part]
-            targets[: len(part)] = [target for _, target in part]
+            sources[: len(some)] = [source for source, _ in some]
+            targets[: len(some)] = [target for _, target in some]
             self.pool = self._programs.copy(self.pool, sources, targets)
 
-    def prefill(self, batch: Sequence[EngineSequence], weights: Any) -> int:
+    def prefill(self, sequences: Sequence[EngineSequence], weights: Any) -> int:
         """Compute all prompt tokens that are missing, in several calls where they are long.
 
         Returns:
@@ -164,21 +164,21 @@ class ModelRunner:
         """
         total = 0
         while True:
-            todo = [sequence for sequence in batch if sequence.missing]
+            todo = [sequence for sequence in sequences if sequence.missing]
             if not todo:
                 return total
             visual = any(len(sequence.visual) for sequence in todo)
             length = self.settings.piece(max(sequence.missing for sequence in todo), visual)
             before = self.settings.width(max(sequence.computed for sequence in todo))
-            part = todo[: self.settings.prefill_rows(length, before)]
-            lengths = self._prefill(part, length, before, weights)
-            for sequence, count in zip(part, lengths, strict=False):
+            batch = todo[: self.settings.prefill_rows(length, before)]
+            lengths = self._prefill(batch, length, before, weights)
+            for sequence, count in zip(batch, lengths, strict=False):
                 _advance(sequence, count)
                 total += count
 
     def decode(self, sequences: Sequence[EngineSequence], weights: Any) -> list[Decoded]:
         """Sample up to `settings.steps` tokens for each of at most `settings.slots` sequences."""
-        found = [Decoded([], [], [])] * len(sequences)
+        results = [Decoded([], [], [])] * len(sequences)
         # Longest first: if one program cannot read all of them, sequences of similar length run
         # together, so that short ones are not padded to the length of long ones.
         order = sorted(range(len(sequences)), key=lambda n: -sequences[n].computed)
@@ -190,17 +190,17 @@ class ModelRunner:
                 longest = sequences[order[0]].computed
                 count = self._rows(self.settings.width(max(1, longest)))
                 layout = self._layout([sequences[n] for n in order[:count]], count)
-            part = [sequences[n] for n in order[:count]]
-            self._load_prefixes(part, layout)
-            drawn = self._run(part, layout, weights)
+            batch = [sequences[n] for n in order[:count]]
+            self._load_prefixes(batch, layout)
+            drawn = self._run(batch, layout, weights)
             for row, n in enumerate(layout.rows):
                 if n is not None:
                     new = row, slice(drawn.counts[row])
                     routes = [] if drawn.routes is None else list(drawn.routes[new])
                     ids, logprobs = drawn.ids[new].tolist(), drawn.logprobs[new].tolist()
-                    found[order[n]] = Decoded(ids, logprobs, routes)
+                    results[order[n]] = Decoded(ids, logprobs, routes)
             order = order[count:]
-        return found
+        return results
 
     def _rows(self, width: int) -> int:
         """Return the rows of a program that reads `width` tokens per row.
@@ -237,20 +237,20 @@ class ModelRunner:
         """Run a prefill program once.
 
         Returns:
-            Tokens that were computed, by row. Rows after the last sequence are idle.
+            Tokens that were computed, by row. Slots after the last sequence are idle.
         """
         pieces = self._pieces(sequences, length, before)
         vectors: list[np.ndarray] = []
         with_bank = not self.settings.only_text(length)
         if with_bank:
             pieces, vectors = _index_visual(pieces, sequences)
-        start = time.perf_counter()
+        began = time.perf_counter()
         with jax.profiler.TraceAnnotation("prefill"):
             bank = self._bank(vectors) if with_bank else None
             self.pool = self._programs.prefill(weights, self.pool, bank, pieces)
             # Wait for the result, so that `seconds` measures more than the dispatch.
             jax.block_until_ready(self.pool)
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.perf_counter() - began
         return np.asarray(pieces.lengths).tolist()
 
     def _pieces(self, sequences: Sequence[EngineSequence], length: int, before: int) -> Pieces:
@@ -270,10 +270,10 @@ class ModelRunner:
         for row, sequence in enumerate(sequences):
             prompt = sequence.prompt
             end = min(sequence.computed + length, prompt.prefill_length)
-            part = slice(sequence.computed, end)
-            count = part.stop - part.start
-            pieces.ids[row, :count] = prompt.request.ids[part]
-            pieces.positions[:, row, :count] = prompt.positions[:, part]
+            piece = slice(sequence.computed, end)
+            count = end - sequence.computed
+            pieces.ids[row, :count] = prompt.request.ids[piece]
+            pieces.positions[:, row, :count] = prompt.positions[:, piece]
             pieces.lengths[row] = count
             pieces.before[row] = sequence.computed
             _fill(pieces.tables[row], sequence.pages)
@@ -286,9 +286,9 @@ class ModelRunner:
             return bank
         joined = np.concatenate(vectors).astype(bank.dtype, copy=False)
         for first in range(0, len(joined), CHUNK):
-            part = joined[first : first + CHUNK]
-            chunk = np.zeros((CHUNK, *part.shape[1:]), part.dtype)
-            chunk[: len(part)] = part
+            some = joined[first : first + CHUNK]
+            chunk = np.zeros((CHUNK, *some.shape[1:]), some.dtype)
+            chunk[: len(some)] = some
             bank = self._programs.fill(bank, chunk, np.int32(first))
         return bank
 
@@ -331,22 +331,22 @@ class ModelRunner:
                 prefix = layout.prefixes[row // settings.rows_per_prefix]
             self._fill_row(rows, row, sequences[n], prefix)
         prefixes = self.prefixes[layout.prefix_length] if layout.prefix_length else None
-        start = time.perf_counter()
+        began = time.perf_counter()
         static = {"steps": settings.steps, "width": layout.row_length}
         with jax.profiler.TraceAnnotation("decode"):
             self.pool, drawn = self._programs.decode(weights, self.pool, prefixes, rows, **static)
             drawn = jax.tree.map(np.asarray, drawn)
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.perf_counter() - began
         self.steps += int(drawn.steps)
         self.row_steps += int(drawn.steps) * len(layout.rows)
         return drawn
 
-    def _idle_rows(self, layout: Layout) -> Rows:
+    def _idle_rows(self, layout: Layout) -> Slots:
         """Return the arrays of a program whose rows are all idle."""
         settings = self.settings
         count = len(layout.rows)
         columns = layout.row_length // settings.page + pages_of(settings.steps, settings.page)
-        return Rows(
+        return Slots(
             tokens=np.zeros(count, np.int32),
             positions=np.zeros(count, np.int32),
             prefix_tokens=np.zeros(count, np.int32),
@@ -361,7 +361,7 @@ class ModelRunner:
             ),
         )
 
-    def _fill_row(self, rows: Rows, row: int, sequence: EngineSequence, prefix: Serials) -> None:
+    def _fill_row(self, rows: Slots, row: int, sequence: EngineSequence, prefix: Serials) -> None:
         """Put a sequence into a row whose block has this prefix."""
         request = sequence.prompt.request
         sampling = sequence.sampling
@@ -396,12 +396,12 @@ def _index_visual(
     vectors = []
     total = 0
     for row, sequence in enumerate(sequences):
-        part = slice(sequence.computed, sequence.computed + int(pieces.lengths[row]))
-        places = np.flatnonzero(sequence.prompt.visual[part])
-        if places.size:
-            index[row, places] = total + np.arange(places.size)
-            vectors.append(sequence.visual[: places.size])
-            total += places.size
+        piece = slice(sequence.computed, sequence.computed + int(pieces.lengths[row]))
+        tokens = np.flatnonzero(sequence.prompt.visual[piece])
+        if tokens.size:
+            index[row, tokens] = total + np.arange(tokens.size)
+            vectors.append(sequence.visual[: tokens.size])
+            total += tokens.size
     return pieces._replace(index=index), vectors
 
 

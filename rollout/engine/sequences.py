@@ -134,11 +134,11 @@ def make_prompt(
     count = sum(features.tokens(frame) for frame in request.frames)
     # Placeholders are matched from the left. Later ones were written by a model.
     is_placeholder = (ids == config.image_token_id) | (ids == config.video_token_id)
-    places = np.flatnonzero(is_placeholder)[:count]
-    visual_end = int(places[-1]) + 1 if places.size else 0
-    if len(places) < count:
+    placeholders = np.flatnonzero(is_placeholder)[:count]
+    visual_end = int(placeholders[-1]) + 1 if placeholders.size else 0
+    if len(placeholders) < count:
         raise ValueError(
-            f"Request.ids: {len(places)} placeholders of images (id {config.image_token_id}) "
+            f"Request.ids: {len(placeholders)} placeholders of images (id {config.image_token_id}) "
             f"or videos for {count} visual tokens of Request.frames; give one placeholder "
             "per visual token"
         )
@@ -148,7 +148,7 @@ def make_prompt(
             "give at least one text token after the frames"
         )
     visual = np.zeros(len(ids), bool)
-    visual[places] = True
+    visual[placeholders] = True
     grids = [features.grid(frame) for frame in request.frames]
     content = ids.astype(np.int64)
     if request.frames:
