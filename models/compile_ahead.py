@@ -31,7 +31,7 @@ def compile_ahead(lowerings: Iterable[Lowering], shown: bool = True) -> None:
     Raises:
         JaxRuntimeError: A program cannot be compiled; for example, it needs too much memory.
     """
-    start = time.monotonic()
+    began = time.monotonic()
     pool = ThreadPoolExecutor(compile_threads())
     try:
         # Tracing is Python code, so threads would not make it faster. Meanwhile, the threads
@@ -40,7 +40,7 @@ def compile_ahead(lowerings: Iterable[Lowering], shown: bool = True) -> None:
         with Progress("compile", "program", shown=shown) as progress:
             for done, future in enumerate(as_completed(compiling), 1):
                 future.result()
-                if time.monotonic() - start > 1:
+                if time.monotonic() - began > 1:
                     progress.update(done, len(compiling))
     finally:
         pool.shutdown(cancel_futures=True)

@@ -110,10 +110,9 @@ class Adapter(nnx.Module):
 
 def matrices(decoder: Decoder) -> dict[str, nnx.Variable]:
     """Return the matrices of a decoder's layers, by name."""
-    found = vars(decoder.layers).items()
     return {
         name: weight
-        for name, weight in found
+        for name, weight in vars(decoder.layers).items()
         if isinstance(weight, nnx.Variable) and "inputs" in weight.get_metadata()
     }
 
@@ -132,24 +131,24 @@ def add_adapters(decoder: Decoder, settings: LoRASettings, seed: int) -> None:
         ValueError: `settings.targets` names something else than a matrix of the layers, or the
             base is to be int8 and has experts.
     """
-    found = matrices(decoder)
+    weights = matrices(decoder)
     if settings.int8_base and getattr(decoder.layers, "experts", None) is not None:
         raise ValueError(
             "lora.int8_base: True with a model that has experts, which are most of its weights and "
             "stay as they are; leave it out"
         )
-    unknown = [name for name in settings.targets if name not in found]
+    unknown = [name for name in settings.targets if name not in weights]
     if unknown:
         raise ValueError(
             f"lora.targets: {', '.join(unknown)}; choose from the matrices of a layer: "
-            f"{', '.join(found)}"
+            f"{', '.join(weights)}"
         )
     key = jax.random.key(seed)
-    for name in settings.targets or found:
+    for name in settings.targets or weights:
         own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        decoder.layers.adapters[name] = Adapter(found[name], settings, own_key)
+        decoder.layers.adapters[name] = Adapter(weights[name], settings, own_key)
     if settings.int8_base:
-        for name, weight in found.items():
+        for name, weight in weights.items():
             decoder.layers.scales[name] = _quantise(weight)
 
 

@@ -209,20 +209,20 @@ def _state(model: VisionLanguageModel, train_vision: TrainVision) -> nnx.State:
     adapters = nnx.state(model, nnx.LoRAParam)
     if train_vision == "none":
         return adapters
-    part = nnx.state(part_of(model.vision, train_vision))
-    return nnx.merge_state(adapters, {"vision": part})
+    tower = nnx.state(part_of(model.vision, train_vision))
+    return nnx.merge_state(adapters, {"vision": tower})
 
 
 def _layouts(model: VisionLanguageModel, train_vision: TrainVision) -> dict[str, TensorLayout]:
     """Map the path of each parameter in `_state` to its tensor."""
     stems = _stems(model)
     adapters = {
-        f"{_STACK}/adapters/{name}/{part}": TensorLayout(
-            f"{_PREFIX}{stems[name]}.lora_{part.upper()}.weight",
-            getattr(adapter, part).get_metadata("inputs"),
+        f"{_STACK}/adapters/{name}/{matrix}": TensorLayout(
+            f"{_PREFIX}{stems[name]}.lora_{matrix.upper()}.weight",
+            getattr(adapter, matrix).get_metadata("inputs"),
         )
         for name, adapter in model.text.layers.adapters.items()
-        for part in ("a", "b")
+        for matrix in ("a", "b")
     }
     saved = flat_parameters(_state(model, train_vision))
     modules = {
@@ -360,8 +360,8 @@ def _require_fit(
 ) -> None:
     """Raise ValueError unless a file holds the adapters of an abstract model, and no more."""
     parameters = flat_parameters(_state(model, train_vision))
-    places = tensor_places(_layouts(model, train_vision), parameters)
-    shapes = {name: place.shape for name, place in places.items()}
+    tensors_of_model = tensor_places(_layouts(model, train_vision), parameters)
+    shapes = {name: tensor.shape for name, tensor in tensors_of_model.items()}
     remedy = (
         f"name the base of these adapters in {ADAPTER_CONFIG}, which is not {base}; of "
         "modules_to_save, only all mergers or the whole tower are known"

@@ -163,14 +163,14 @@ class Processor:
         )
         marks = self._marks
         # text, placeholder, text, placeholder, ..., text
-        parts = re.split(f"({re.escape(marks.image)}|{re.escape(marks.video)})", text)
-        if parts[1::2] != [getattr(marks, item["type"]) for item in items]:
+        pieces = re.split(f"({re.escape(marks.image)}|{re.escape(marks.video)})", text)
+        if pieces[1::2] != [getattr(marks, item["type"]) for item in items]:
             raise ValueError(
-                f"messages: {len(parts) // 2} placeholders for {len(items)} images and videos; "
+                f"messages: {len(pieces) // 2} placeholders for {len(items)} images and videos; "
                 "write no placeholders, and give images and videos to user and tool turns only"
             )
-        parts[1::2] = [visual.text for visual in visuals]
-        ids = np.asarray(self.tokenizer("".join(parts))["input_ids"], np.int32)
+        pieces[1::2] = [visual.text for visual in visuals]
+        ids = np.asarray(self.tokenizer("".join(pieces))["input_ids"], np.int32)
         grids = [visual.grid for visual in visuals]
         # The empty array gives a sample without visuals the right shape.
         empty = np.zeros((0, self.config.vision.patch_dim), np.float32)

@@ -104,7 +104,7 @@ def _look_up(
 ) -> Float[Array, "b t d"]:
     """Look up rows of a table in each of its shares over the mesh, and return sharded rows.
 
-    Each device looks up its part of the width for all rows. The parts are then exchanged for whole
+    Each device looks up its share of the width for all rows. The shares are exchanged for whole
     widths of some rows. The compiler would gather all rows on every device, and it aborts in a
     replica whose width and `tensor` are both sharded (XLA of jaxlib 0.10.2).
 
@@ -119,8 +119,8 @@ def _look_up(
         return function(table, jnp.asarray(ids))
     rows = "data" if len(ids) % mesh.shape["data"] == 0 else None
     specs = (PartitionSpec(sharded, "fsdp"), PartitionSpec(rows))
-    parts = on_devices(function, specs, PartitionSpec(rows, None, "fsdp"))(table, jnp.asarray(ids))
-    return constrain(parts, ROWS)
+    shares = on_devices(function, specs, PartitionSpec(rows, None, "fsdp"))(table, jnp.asarray(ids))
+    return constrain(shares, ROWS)
 
 
 class DecoderLayer(nnx.Module):
@@ -402,8 +402,8 @@ class TextDecoder(nnx.Module):
         else:
             by_layer = []
             for layer in enumerate(layers or self._unstacked(state)):
-                carry, found = body(carry, layer)
-                by_layer.append(found)
+                carry, route = body(carry, layer)
+                by_layer.append(route)
             routes = None if self.config.experts is None else jnp.stack(by_layer)
         x, cache = carry
         return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache, routes
@@ -437,9 +437,9 @@ class TextDecoder(nnx.Module):
             """Return the embeddings of tokens in this device's share of the vocabulary; 0 of
             others."""
             own = ids - jax.lax.axis_index("tensor") * len(table)
-            found = (own >= 0) & (own < len(table))
+            here = (own >= 0) & (own < len(table))
             vectors = table[jnp.clip(own, 0, len(table) - 1)].astype(self.dtype)
-            return jax.lax.psum(jnp.where(found[..., None], vectors, 0), "tensor")
+            return jax.lax.psum(jnp.where(here[..., None], vectors, 0), "tensor")
 
         return _look_up(share, self.embedding[...], "tensor", ids)
 

@@ -80,7 +80,7 @@ def split_vision(weights: Any) -> tuple[Any, Any]:
     """Return the trained weights of the decoder, and those of the tower; None if it has none."""
     if VISION not in weights:
         return weights, None
-    text = {name: part for name, part in weights.raw_mapping.items() if name != VISION}
+    text = {name: x for name, x in weights.raw_mapping.items() if name != VISION}
     return nnx.State(text), weights[VISION]
 
 
@@ -259,8 +259,8 @@ def _without_gaps(
     frame = jnp.minimum(jnp.searchsorted(ends, index, side="right"), len(tokens) - 1)
     number = frame * vectors.shape[1] + index - (ends - tokens)[frame]
     flat = vectors.reshape(-1, *vectors.shape[2:])
-    found = flat[jnp.clip(number, 0, len(flat) - 1)]
-    return jnp.where((index < ends[-1])[:, None, None], found, 0)
+    gathered = flat[jnp.clip(number, 0, len(flat) - 1)]
+    return jnp.where((index < ends[-1])[:, None, None], gathered, 0)
 
 
 def _in_chunks(function: Callable[..., Array], size: int, weights: Any, *arrays: Array) -> Array:
@@ -276,13 +276,13 @@ def _in_chunks(function: Callable[..., Array], size: int, weights: Any, *arrays:
     shape = jax.eval_shape(function, weights, *(x[:size] for x in arrays))
 
     @jax.checkpoint
-    def run(parts: tuple[Array, ...]) -> Array:
+    def run(chunk: tuple[Array, ...]) -> Array:
         # Most steps fill only a part of their room. No patch and no state of a real frame is all 0.
         return jax.lax.cond(
-            jnp.any(parts[0] != 0),
-            lambda: function(weights, *parts),
+            jnp.any(chunk[0] != 0),
+            lambda: function(weights, *chunk),
             lambda: jnp.zeros(shape.shape, shape.dtype),
         )
 
-    found = jax.lax.map(run, tuple(map(split, arrays)))
-    return found.reshape(chunks * size, *shape.shape[1:])[:count]
+    results = jax.lax.map(run, tuple(map(split, arrays)))
+    return results.reshape(chunks * size, *shape.shape[1:])[:count]

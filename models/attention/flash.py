@@ -102,9 +102,9 @@ def _schedule(layout: RowLayout, tile: int) -> _Schedule:
 
     def visit(*order: int) -> Int[Array, "2 n"]:
         """Return the visible tiles, with the last axis of `order` running fastest."""
-        found = jnp.nonzero(seen.transpose(order).reshape(-1), size=most, fill_value=-1)[0]
+        numbers = jnp.nonzero(seen.transpose(order).reshape(-1), size=most, fill_value=-1)[0]
         tiles = jnp.stack([queries, keys]).transpose(0, *(1 + axis for axis in order))
-        tiles = jnp.where(found < 0, -1, tiles.reshape(2, -1)[:, found])
+        tiles = jnp.where(numbers < 0, -1, tiles.reshape(2, -1)[:, numbers])
         return jnp.pad(tiles, [(0, 0), (1, 1)], constant_values=-1)
 
     attributes = jnp.stack([x.reshape(-1) for x in attributes])
@@ -177,8 +177,8 @@ def _block(tile: int, side: int, *shape: Any) -> pl.BlockSpec:
 
     def index(head: Any, visit: Any, tiles: Any) -> tuple[Any, ...]:
         # The list begins with an entry that is no tile.
-        start = {None: head, TILED: tiles[side, visit + 1]}
-        return tuple(start.get(x, 0) for x in shape)
+        index_of = {None: head, TILED: tiles[side, visit + 1]}
+        return tuple(index_of.get(x, 0) for x in shape)
 
     return pl.BlockSpec(tuple(tile if x is TILED else x for x in shape), index)
 
@@ -211,9 +211,9 @@ def _ends(tiles: Any, side: int) -> tuple[Any, Any]:
 
 def _seen(queries: list[Array], keys: list[Array]) -> Array:
     """Return the rule of `attention.attend`; one side is a column and the other a row."""
-    group, start, _, query = queries
+    group, first, _, query = queries
     _, _, prompt, key = keys
-    return (key <= query) & ((key >= start) | (prompt == group))
+    return (key <= query) & ((key >= first) | (prompt == group))
 
 
 def _attributes(ref: Any, axis: int) -> list[Array]:

@@ -50,9 +50,9 @@ def attend(
     tile_q = _tile(t)
     tile_k = _tile(s + t)
 
-    def sequence(*parts: Any, tile: int, fill: int = 0) -> Array:
-        """Join parts along positions, [b, sum of lengths, ...], and pad to whole tiles."""
-        whole = jnp.concatenate(parts, axis=1)
+    def sequence(*pieces: Any, tile: int, fill: int = 0) -> Array:
+        """Join pieces along positions, [b, sum of lengths, ...], and pad to whole tiles."""
+        whole = jnp.concatenate(pieces, axis=1)
         padding = [(0, 0), (0, -whole.shape[1] % tile)] + [(0, 0)] * (whole.ndim - 2)
         return jnp.pad(whole, padding, constant_values=fill)
 
@@ -88,8 +88,8 @@ def attend(
 
 def _tile(length: int) -> int:
     """Return the tile that cuts `length` into the fewest parts, with the least padding."""
-    parts = _ceil_div(length, BLOCK)
-    return _ceil_div(length, parts * LANES) * LANES
+    tiles = _ceil_div(length, BLOCK)
+    return _ceil_div(length, tiles * LANES) * LANES
 
 
 def _ceil_div(a: int, b: int) -> int:

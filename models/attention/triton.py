@@ -78,7 +78,7 @@ def _schedule(layout: RowLayout) -> _Schedule:
     position = jnp.arange(segments.shape[1])[None]
     # Padding begins at itself and has no prompt, so it sees only itself.
     group = jnp.where(segments == 0, -1, segments)
-    start = jnp.where(segments == 0, position, starts)
+    first = jnp.where(segments == 0, position, starts)
     prompt = jnp.where(position < shared[:, None], segments, 0)
 
     def visits(seen: Bool[Array, "b 1 i j"]) -> _Visits:
@@ -86,7 +86,7 @@ def _schedule(layout: RowLayout) -> _Schedule:
         return _Visits(jnp.argsort(~seen, stable=True), jnp.sum(seen, axis=-1))
 
     seen = visible_tiles(layout, TILE, TILE)[:, None]
-    positions = jnp.stack([group, start, prompt], axis=1)[:, None]
+    positions = jnp.stack([group, first, prompt], axis=1)[:, None]
     return _Schedule(positions, visits(seen), visits(seen.swapaxes(2, 3)))
 
 
@@ -168,10 +168,10 @@ def _scores(q: Array, k: Array, positions: Any, tiles: tuple[Any, Any], axis: in
     """Return the scores of a tile of queries against one of keys, in powers of 2; keys are along
     `axis`."""
     query, key = (tile * TILE + jnp.arange(TILE) for tile in tiles)
-    group, start, prompt = (positions[i, _cut(tiles[i // 2])] for i in range(3))
-    query, group, start = (jnp.expand_dims(x, axis) for x in (query, group, start))
+    group, first, prompt = (positions[i, _cut(tiles[i // 2])] for i in range(3))
+    query, group, first = (jnp.expand_dims(x, axis) for x in (query, group, first))
     key, prompt = (jnp.expand_dims(x, 1 - axis) for x in (key, prompt))
-    seen = (key <= query) & ((key >= start) | (prompt == group))
+    seen = (key <= query) & ((key >= first) | (prompt == group))
     scores = _dot(*((q, k) if axis else (k, q)), 1) * (q.shape[1] ** -0.5 * LOG2_E)
     return jnp.where(seen, scores, MASKED)
 
@@ -179,19 +179,19 @@ def _scores(q: Array, k: Array, positions: Any, tiles: tuple[Any, Any], axis: in
 def _forward_kernel(schedule, q, k, v, out, logsumexp):
     queries = pl.program_id(0)
     own = _cut(queries)
-    part = q[own, :]
+    tile = q[own, :]
 
-    def visit(i, found):
-        values, total, before = found
+    def visit(i, sums):
+        values, total, before = sums
         keys = schedule.of_queries.tiles[queries, i]
-        scores = _scores(part, k[_cut(keys), :], schedule.positions, (queries, keys), 1)
+        scores = _scores(tile, k[_cut(keys), :], schedule.positions, (queries, keys), 1)
         top = jnp.maximum(before, scores.max(axis=1))
         weights = jnp.exp2(scores - top[:, None])
         shrink = jnp.exp2(before - top)
         more = _dot(weights.astype(v.dtype), v[_cut(keys), :], 0)
         return values * shrink[:, None] + more, total * shrink + weights.sum(axis=1), top
 
-    zeros = jnp.zeros(part.shape, jnp.float32)
+    zeros = jnp.zeros(tile.shape, jnp.float32)
     nothing = zeros, jnp.zeros(TILE, jnp.float32), jnp.full(TILE, MASKED, jnp.float32)
     count = schedule.of_queries.count[queries]
     values, total, top = jax.lax.fori_loop(0, count, visit, nothing)

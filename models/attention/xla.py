@@ -103,17 +103,17 @@ def _attend(
 
 
 def _forward(q: Float[Array, "b k t r h"], keys: _Keys, layout: RowLayout, chunk: int):
-    def step(done, start, span: _Span):
+    def step(done, first, span: _Span):
         out, logsumexp = done
-        part = _cut(q, start, span.size)
-        scores = _own_scores(part, keys.k[:, :, : span.end], layout, start)
-        found = _weigh(scores, keys.v[:, :, : span.end])
+        queries = _cut(q, first, span.size)
+        scores = _own_scores(queries, keys.k[:, :, : span.end], layout, first)
+        total = _weigh(scores, keys.v[:, :, : span.end])
         if keys.prefix_k is not None and keys.prefix_v is not None:
-            scores = _prefix_scores(part, keys.prefix_k, layout.prefix_mask)
-            found = _merge(found, _weigh(scores, keys.prefix_v))
-        chunk_out = (found.values / found.weights[..., None]).astype(q.dtype)
-        chunk_logsumexp = found.top + jnp.log(found.weights)
-        return _put(out, chunk_out, start), _put(logsumexp, chunk_logsumexp, start)
+            scores = _prefix_scores(queries, keys.prefix_k, layout.prefix_mask)
+            total = _merge(total, _weigh(scores, keys.prefix_v))
+        chunk_out = (total.values / total.weights[..., None]).astype(q.dtype)
+        chunk_logsumexp = total.top + jnp.log(total.weights)
+        return _put(out, chunk_out, first), _put(logsumexp, chunk_logsumexp, first)
 
     if layout.packed:
         out, logsumexp = _forward_packed(q, keys, layout, chunk)
@@ -130,23 +130,23 @@ def _backward(chunk: int, saved, d_out: Float[Array, "b k t r h"]):
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     queries = _Queries(q, logsumexp, d_out, delta)
 
-    def step(done, start, span: _Span):
+    def step(done, first, span: _Span):
         d_q, d_keys = done
-        parts = jax.tree.map(lambda x: _cut(x, start, span.size), queries)
+        chunks = jax.tree.map(lambda x: _cut(x, first, span.size), queries)
         k = keys.k[:, :, : span.end]
         v = keys.v[:, :, : span.end]
-        scores = _own_scores(parts.q, k, layout, start)
-        d_part, d_k, d_v = _grads(parts, k, v, scores)
+        scores = _own_scores(chunks.q, k, layout, first)
+        d_part, d_k, d_v = _grads(chunks, k, v, scores)
         # Keys are seen by several chunks, so their gradients add up.
         d_k = _put(d_keys.k, d_keys.k[:, :, : span.end] + d_k, 0)
         d_v = _put(d_keys.v, d_keys.v[:, :, : span.end] + d_v, 0)
         d_prefix = (None, None)
         if keys.prefix_k is not None:
-            scores = _prefix_scores(parts.q, keys.prefix_k, layout.prefix_mask)
-            more, *d_prefix = _grads(parts, keys.prefix_k, keys.prefix_v, scores)
+            scores = _prefix_scores(chunks.q, keys.prefix_k, layout.prefix_mask)
+            more, *d_prefix = _grads(chunks, keys.prefix_k, keys.prefix_v, scores)
             d_part = d_part + more
             d_prefix = [d_keys.prefix_k + d_prefix[0], d_keys.prefix_v + d_prefix[1]]
-        return _put(d_q, d_part.astype(q.dtype), start), _Keys(d_k, d_v, *d_prefix)
+        return _put(d_q, d_part.astype(q.dtype), first), _Keys(d_k, d_v, *d_prefix)
 
     # Sums over chunks stay in float32 until the end.
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys)
@@ -166,18 +166,18 @@ def _forward_packed(q: Float[Array, "b k t r h"], keys: _Keys, layout: RowLayout
     first_keys, count = _tiles_to_visit(layout, tile)
 
     def step(done, query):
-        part = _cut(q, query, tile)
+        queries = _cut(q, query, tile)
 
-        def add_tile(i, found):
+        def add_tile(i, total):
             key = first_keys[query // tile, i]
-            scores = _tile_scores(part, keys.k, layout, query, key)
-            return _merge(found, _weigh(scores, _cut(keys.v, key, tile)))
+            scores = _tile_scores(queries, keys.k, layout, query, key)
+            return _merge(total, _weigh(scores, _cut(keys.v, key, tile)))
 
-        values = jnp.zeros(part.shape, jnp.float32)
+        values = jnp.zeros(queries.shape, jnp.float32)
         nothing = _Partial(values, values[..., 0], jnp.full_like(values[..., 0], MASKED))
-        found = jax.lax.fori_loop(0, count[query // tile], add_tile, nothing)
-        chunk_out = (found.values / found.weights[..., None]).astype(q.dtype)
-        logsumexp = found.top + jnp.log(found.weights)
+        total = jax.lax.fori_loop(0, count[query // tile], add_tile, nothing)
+        chunk_out = (total.values / total.weights[..., None]).astype(q.dtype)
+        logsumexp = total.top + jnp.log(total.weights)
         return (_put(done[0], chunk_out, query), _put(done[1], logsumexp, query)), None
 
     empty = (jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:-1], jnp.float32))
@@ -189,18 +189,18 @@ def _backward_packed(queries: _Queries, keys: _Keys, layout: RowLayout, tile: in
     first_keys, count = _tiles_to_visit(layout, tile)
 
     def step(done, query):
-        parts = jax.tree.map(lambda x: _cut(x, query, tile), queries)
+        chunks = jax.tree.map(lambda x: _cut(x, query, tile), queries)
 
         def add_tile(i, sums):
             key = first_keys[query // tile, i]
             k, v = (_cut(x, key, tile) for x in keys[:2])
-            grads = _grads(parts, k, v, _tile_scores(parts.q, keys.k, layout, query, key))
+            grads = _grads(chunks, k, v, _tile_scores(chunks.q, keys.k, layout, query, key))
             d_k, d_v = (_put(sums[i], _cut(sums[i], key, tile) + grads[i], key) for i in (1, 2))
             return sums[0] + grads[0], d_k, d_v
 
-        start = (jnp.zeros(parts.q.shape, jnp.float32), *done[1:])
-        d_part, *d_keys = jax.lax.fori_loop(0, count[query // tile], add_tile, start)
-        return (_put(done[0], d_part.astype(parts.q.dtype), query), *d_keys), None
+        sums = (jnp.zeros(chunks.q.shape, jnp.float32), *done[1:])
+        d_part, *d_keys = jax.lax.fori_loop(0, count[query // tile], add_tile, sums)
+        return (_put(done[0], d_part.astype(chunks.q.dtype), query), *d_keys), None
 
     zeros = jnp.zeros(keys.k.shape, jnp.float32)
     empty = (jnp.zeros_like(queries.q), zeros, zeros)
@@ -237,9 +237,9 @@ def _tile_scores(
 
 
 class _Span(NamedTuple):
-    """One loop: `count` chunks of `size` queries from query `start`, seeing keys before `end`."""
+    """One loop: `count` chunks of `size` queries from query `first`, seeing keys before `end`."""
 
-    start: int
+    first: int
     count: int
     size: int
     end: int
@@ -278,52 +278,52 @@ def _over_chunks(step, done, t: int, causal: bool, chunk: int):
     """Run `done = step(done, first query, span)` for every chunk."""
     for span in _spans(t, causal, chunk):
         if span.count == 1:
-            done = step(done, span.start, span)
+            done = step(done, span.first, span)
         else:
             # A loop: if the chunks were unrolled, XLA on CPU could hold all their scores at once.
-            starts = span.start + span.size * jnp.arange(span.count)
-            done = jax.lax.scan(_without_output(step, span), done, starts)[0]
+            firsts = span.first + span.size * jnp.arange(span.count)
+            done = jax.lax.scan(_without_output(step, span), done, firsts)[0]
     return done
 
 
 def _without_output(step, span: _Span):
     """Return `step` as the body of a scan."""
-    return lambda done, start: (step(done, start, span), None)
+    return lambda done, first: (step(done, first, span), None)
 
 
 def _cut(
     x: Float[Array, "b k t ..."],
-    start: int | Int[Array, ""],
+    first: int | Int[Array, ""],
     size: int,
 ) -> Float[Array, "b k c ..."]:
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)
+    return jax.lax.dynamic_slice_in_dim(x, first, size, axis=2)
 
 
 def _put(
     x: Float[Array, "b k t ..."],
-    part: Float[Array, "b k c ..."],
-    start: int | Int[Array, ""],
+    chunk: Float[Array, "b k c ..."],
+    first: int | Int[Array, ""],
 ) -> Float[Array, "b k t ..."]:
-    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=2)
+    return jax.lax.dynamic_update_slice_in_dim(x, chunk, first, axis=2)
 
 
 def _own_scores(
     q: Float[Array, "b k c r h"],
     k: Float[Array, "b k s h"],
     layout: RowLayout,
-    start: int | Int[Array, ""],
+    first: int | Int[Array, ""],
 ) -> Float[Array, "b k c r s"]:
-    """Return the scores of the queries from position `start` against the first s keys of their
+    """Return the scores of the queries from position `first` against the first s keys of their
     row."""
     c = q.shape[2]
     s = k.shape[2]
     scores = _scores(q, k)
     if layout.causal:
         # [c, s] -> [1, 1, c, 1, s]
-        earlier = start + jnp.arange(c)[:, None] >= jnp.arange(s)[None, :]
+        earlier = first + jnp.arange(c)[:, None] >= jnp.arange(s)[None, :]
         scores = jnp.where(earlier[None, None, :, None], scores, MASKED)
     if layout.segments is not None:
-        own = jax.lax.dynamic_slice_in_dim(layout.segments, start, c, axis=1)
+        own = jax.lax.dynamic_slice_in_dim(layout.segments, first, c, axis=1)
         seen = own[:, :, None] == layout.segments[:, None, :s]
         # [b, c, s] -> [b, 1, c, 1, s]
         scores = jnp.where(seen[:, None, :, None], scores, MASKED)

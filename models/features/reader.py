@@ -297,6 +297,6 @@ class VideoFiles:
 
     def wait_for(self, futures: Sequence[Future], until: str = ALL_COMPLETED) -> None:
         """Wait for reads, or for the first of them (`concurrent.futures.wait`)."""
-        start = time.perf_counter()
+        began = time.perf_counter()
         wait(futures, return_when=until)
-        self.waited += time.perf_counter() - start
+        self.waited += time.perf_counter() - began
