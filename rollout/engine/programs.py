@@ -42,7 +42,7 @@ Pool = Float[Array, "l pages page kv h"]
 Bank = Float[Array, "bank c d"]
 # Vectors per transfer to the device. For the 8B model in bfloat16 these are 16 MiB.
 CHUNK = 512
-MOST_STOP_IDS = 32  # per row: the width of an array that every program takes
+MOST_STOP_IDS = 64  # per row: the width of an array that every program takes
 
 _ALL_LAYERS = slice(None)
 

@@ -270,6 +270,7 @@ def test_packed_rows_that_no_gpu_kernel_takes_go_to_xla(h, dtype):
     assert choose("gpu", q, k, packed=True) == "xla"
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_packing_that_contradicts_itself_or_a_prefix_is_refused():
     qkv = arrays(np.random.default_rng(0), 2, 300, 2, 1, 8)
     no_starts, both_ways = (
