@@ -199,7 +199,7 @@ def load(
             matrix.set_value(matrix.get_value().astype(param_dtype))
     state = _state(model, trained)
     hf.require_sound(folder, [_WEIGHTS])
-    hf.read_parameters({_WEIGHTS: tensors}, _layouts(model, trained), state, mesh)
+    hf.read_parameters(tensors, _layouts(model, trained), state, mesh)
     nnx.update(model, state)
     return model
 
@@ -366,7 +366,7 @@ def _require_fit(
         f"name the base of these adapters in {ADAPTER_CONFIG}, which is not {base}; of "
         "modules_to_save, only all mergers or the whole tower are known"
     )
-    hf_folder.require_tensors(folder, [tensors], shapes, {}, remedy)
+    hf_folder.require_tensors(folder, tensors.values(), shapes, {}, remedy)
 
 
 def _require_base(folder: Path, base: Path, model: VisionLanguageModel) -> None:

@@ -35,8 +35,8 @@ from models.model import abstract_model
 from models.remat import Remat
 from models.sharding import MESH_AXES, param_shardings
 from models.trained import CHUNK_TOKENS, TrainVision, cached_shape, split, split_vision
+from paravt_extras.engine_memory import decode_bytes, prefill_bytes
 from paravt_extras.slices import Devices, known_slices
-from rollout.engine.memory import decode_bytes, prefill_bytes
 from rollout.engine.pages import page_count
 from rollout.engine.programs import CHUNK
 from rollout.engine.settings import EngineSizes

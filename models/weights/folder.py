@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
 
 def read_headers(
     folder: Path, shapes: Mapping[str, Shape], optional: Mapping[str, Shape]
-) -> dict[str, dict[str, Tensor]]:
+) -> dict[str, Tensor]:
     """Read the headers of all weights files, and check that they hold the expected tensors.
 
     Args:
@@ -83,17 +83,18 @@ def read_headers(
         optional: name -> shape of tensors that may also occur.
 
     Returns:
-        File name -> name of a tensor -> tensor.
+        The tensors, by name.
 
     Raises:
         FileNotFoundError: there are no weights.
         ValueError: a file is damaged; or the list of all tensors that are missing, unknown, of
             another shape, or there twice.
     """
-    headers = {name: read_header(folder / name) for name in weights_files(folder)}
+    headers = [read_header(folder / name) for name in weights_files(folder)]
+    tensors = [tensor for header in headers for tensor in header.values()]
     remedy = "check config.json and the model's size"
-    require_tensors(folder, headers.values(), shapes, optional, remedy)
-    return headers
+    require_tensors(folder, tensors, shapes, optional, remedy)
+    return {tensor.name: tensor for tensor in tensors}
 
 
 def has_weights(folder: Path) -> bool:
@@ -145,13 +146,12 @@ def require_readable(folder: Path) -> None:
 
 def require_tensors(
     folder: Path,
-    headers: Iterable[Mapping[str, Tensor]],
+    tensors: Collection[Tensor],
     shapes: Mapping[str, Shape],
     optional: Mapping[str, Shape],
     remedy: str,
 ) -> None:
     """Raise ValueError unless files hold the expected tensors; see `read_headers`."""
-    tensors = [tensor for header in headers for tensor in header.values()]
     stored = {tensor.name: tensor.shape for tensor in tensors}
     counts = Counter(tensor.name for tensor in tensors)
     wanted = {**shapes, **{name: shape for name, shape in optional.items() if name in stored}}

@@ -33,7 +33,6 @@ from models.weights.hf_layout import (
     EMBEDDING,
     TIED_HEAD,
     TensorLayout,
-    TensorPlace,
     flat_parameters,
     tensor_layouts,
     tensor_places,
@@ -44,8 +43,6 @@ from paravt_jax.data import tokenizer_file
 from paravt_jax.data.atomic import appearing
 from paravt_jax.data.file_sums import SUMS, find_damage, read_sums, write_sums
 
-Headers = Mapping[str, Mapping[str, Tensor]]
-"""The tensors of each file that is read, by file name and name."""
 Files = Mapping[str, Mapping[str, TensorType]]
 """Type and shape of the tensors of each file that is written, by file name and name."""
 
@@ -83,11 +80,15 @@ def load(
     config = from_hf(folder / hf_folder.CONFIG) if config is None else config
     graph, state = nnx.split(abstract_model(config, dtype=dtype, param_dtype=param_dtype))
     parameters = flat_parameters(state)
-    headers = _headers(folder, config, tensor_places(tensor_layouts(config), parameters))
-    require_sound(folder, list(headers))
-    if config.text.tie_word_embeddings:
-        _require_tied(headers, tensor_layouts(config)[EMBEDDING].name)
-    read_parameters(headers, tensor_layouts(config), state, mesh)
+    layouts = tensor_layouts(config)
+    shapes = {name: place.shape for name, place in tensor_places(layouts, parameters).items()}
+    embedding = layouts[EMBEDDING].name
+    tied = config.text.tie_word_embeddings
+    stored = hf_folder.read_headers(folder, shapes, {TIED_HEAD: shapes[embedding]} if tied else {})
+    require_sound(folder, sorted({tensor.file.name for tensor in stored.values()}))
+    if tied and TIED_HEAD in stored:
+        _require_tied(stored[TIED_HEAD], stored[embedding])
+    read_parameters(stored, layouts, state, mesh)
     return nnx.merge(graph, state)
 
 
@@ -107,17 +108,19 @@ def require_sound(folder: Path, files: Sequence[str]) -> None:
 
 
 def read_parameters(
-    headers: Headers, layouts: Mapping[str, TensorLayout], state: Any, mesh: Mesh | None
+    stored: Mapping[str, Tensor],
+    layouts: Mapping[str, TensorLayout],
+    state: Any,
+    mesh: Mesh | None,
 ) -> None:
     """Read the parameters of a state.
 
     Args:
-        headers: the tensors of each file.
+        stored: the tensors of all files, by name.
         layouts: path of each parameter -> its tensor.
         state: an nnx state with the parameters' shapes and types; gets their values.
         mesh: see `load`.
     """
-    stored = _stored(headers)
     parameters = flat_parameters(state)
     shardings: dict[str, NamedSharding] = {}
     if mesh:
@@ -129,20 +132,14 @@ def read_parameters(
         variable.set_value(value)
 
 
-def _stored(headers: Headers) -> dict[str, Tensor]:
-    """Return the tensors of all files, by name."""
-    return {name: tensor for header in headers.values() for name, tensor in header.items()}
-
-
-def _require_tied(headers: Headers, embedding: str) -> None:
+def _require_tied(head: Tensor, embedding: Tensor) -> None:
     """Raise ValueError if the files repeat a tied embedding as an output head that differs.
 
     Some tools train the head of a tied model, and leave its configuration as it was.
     """
-    stored = _stored(headers)
-    if TIED_HEAD in stored and not same_numbers(stored[TIED_HEAD], stored[embedding]):
+    if not same_numbers(head, embedding):
         raise ValueError(
-            f"{stored[TIED_HEAD].file}: {TIED_HEAD} differs from {embedding}, but "
+            f"{head.file}: {TIED_HEAD} differs from {embedding.name}, but "
             f"tie_word_embeddings = true in {hf_folder.CONFIG} says that they are one; set it to "
             "false there, also in text_config, to use both"
         )
@@ -155,15 +152,6 @@ def _require_float(field: str, value: Any) -> None:
         known = False
     if not known:
         raise ValueError(f"{field} = {value!r}: no floating-point type; give float32 or bfloat16")
-
-
-def _headers(folder: Path, config: ModelConfig, places: Mapping[str, TensorPlace]) -> Headers:
-    """Return the headers of a folder's weights files, which must hold exactly the model's
-    tensors."""
-    shapes = {name: place.shape for name, place in places.items()}
-    embedding = tensor_layouts(config)[EMBEDDING].name
-    optional = {TIED_HEAD: shapes[embedding]} if config.text.tie_word_embeddings else {}
-    return hf_folder.read_headers(folder, shapes, optional)
 
 
 def _value(

@@ -359,49 +359,6 @@ def test_sequences_that_are_fewer_than_devices_need_pieces(rows, pieces, chosen)
 
 
 @pytest.mark.slow
-def test_sequences_in_pieces_equal_whole_ones():
-    """With gradients. Heads divide over the pieces, or kv heads are repeated, or neither works."""
-    run(
-        """
-        import jax, jax.numpy as jnp, numpy as np
-        from jax.sharding import NamedSharding
-        from models.attention import RowLayout, attend
-        from models.sharding import BATCH, make_mesh
-
-        rng = np.random.default_rng(0)
-        draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-
-        def loss(arrays, segments, pieces):
-            out = attend(*arrays, layout=RowLayout(segments, pieces=pieces))
-            return ((out * segments[..., None, None]) ** 3).sum()
-
-        run = jax.jit(jax.value_and_grad(loss), static_argnums=2)
-        cases = (  # sequences, pieces, mesh
-            (4, 2, (2, 4, 1)), (2, 4, (1, 8, 1)), (1, 8, (2, 4, 1)), (2, 2, (2, 2, 2)),
-        )
-        for p, pieces, shape in cases:
-            arrays = draw(p, 16, 4, 8), draw(p, 16, 2, 8), draw(p, 16, 2, 8)
-            segments = (np.arange(16) < rng.integers(5, 17, (p, 1))).astype(np.int32)
-            value, gradients = run(arrays, segments, 1)
-            cut = lambda x: x.reshape(p * pieces, -1, *x.shape[2:])
-            mesh = make_mesh(*shape)
-            with jax.set_mesh(mesh):
-                in_pieces = jax.tree.map(cut, (arrays, segments))
-                placed = jax.device_put(in_pieces, NamedSharding(mesh, BATCH))
-                text = run.lower(*placed, pieces).as_text()
-                found, parts = run(*placed, pieces)
-            assert ("all_to_all" in text) == (pieces < 8), (p, shape)
-            # A sum of many terms of both signs.
-            np.testing.assert_allclose(found, value, rtol=1e-4)
-            for a, b in zip(gradients, parts, strict=True):
-                np.testing.assert_allclose(b, cut(a), atol=1e-5, rtol=1e-4, err_msg=str((p, shape)))
-        print("done")
-        """,
-        XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "prefix",
     [

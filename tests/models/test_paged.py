@@ -180,40 +180,6 @@ def test_the_platform_of_the_mesh_chooses_the_kernel(platform, h, tensor, uses):
 
 
 @pytest.mark.slow
-def test_eight_devices_equal_one():
-    """Meshes over which kv heads divide, a mesh over which they do not, and replicas."""
-    run(
-        """
-        import jax, jax.numpy as jnp, numpy as np
-        from jax.sharding import NamedSharding, PartitionSpec
-        from models.attention import PagedCache
-        from models.sharding import make_mesh
-
-        rng = np.random.default_rng(0)
-        draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-        pool, tables = draw(2, 12, 4, 8, 16), rng.permutation(12).astype(np.int32).reshape(4, 3)
-        cache = PagedCache(pool, tables, np.array([0, 3, 4, 9], np.int32))
-        token = draw(4, 8, 16), draw(4, 4, 16), draw(4, 4, 16)
-        step = lambda cache, token: cache.attend(jnp.int32(1), *token)
-        one = jax.jit(step)(cache, token)
-        for shape in ((1, 1, 4), (2, 1, 2), (1, 1, 8), (4, 2, 1)):
-            mesh = make_mesh(*shape)
-            at = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
-            pages = jax.device_put(pool, at(None, None, None, "tensor"))
-            placed = PagedCache(pages, *jax.device_put(cache[1:], at()))
-            with jax.set_mesh(mesh):
-                many = jax.jit(step)(placed, jax.device_put(token, at()))
-            for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
-                np.testing.assert_allclose(a, b, atol=1e-5, rtol=0, err_msg=str(shape))
-            if shape[2] < 8:
-                assert many[1].pages.sharding.spec[3] == "tensor", shape
-        print("done")
-        """,
-        XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "tensor", "dtype"),
     [

@@ -310,36 +310,6 @@ def test_an_interrupt_within_a_step_frees_all_pages(engine, asked, monkeypatch, 
     assert_equal(sampled(engine, requests), expected)
 
 
-@pytest.fixture(scope="module")
-def smallest_engine(make_engine) -> Engine:
-    """An engine with pages for one sequence of the longest kind."""
-    return make_engine(pages=17)
-
-
-@pytest.mark.parametrize(
-    "common",
-    [
-        13,
-        119,
-    ],
-)
-def test_a_sequence_that_needs_all_pages_does_not_wait_for_the_one_it_copies(
-    smallest_engine, common
-):
-    """It begins, up to the middle of a page, like a sequence that ran before."""
-    engine = smallest_engine
-    engine.forget()
-    first = text(124, 0)
-    ids = np.concatenate([first.ids[:common], text(124 - common, 1).ids])
-    second = dataclasses.replace(first, ids=ids)
-    expected = sampled(engine, [second])
-    engine.forget()
-    engine.generate([first])
-    engine.submit(second)
-    answers = [answer for _ in range(10) for answer in engine.step()]
-    assert_equal(answers[0][1], expected)
-
-
 def test_what_runs_while_the_engine_forgets_is_forgotten_too(engine):
     request = Request(np.arange(3, 5, dtype=np.int32), (), Sampling(12), (1,))
     engine.submit(request)
