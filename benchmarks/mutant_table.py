@@ -462,8 +462,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "slots = first[:, None] + step + 1",
         ),
         "keys_and_values_swapped": (
-            "KV(found[..., 0::2, :], found[..., 1::2, :])",
-            "KV(found[..., 1::2, :], found[..., 0::2, :])",
+            "KV(kv[..., 0::2, :], kv[..., 1::2, :])",
+            "KV(kv[..., 1::2, :], kv[..., 0::2, :])",
         ),
         "draws_of_a_step_the_same": ("rows.drawn + counts)", "rows.drawn)"),
         "one_token_over_the_limit": ("(counts < rows.left)", "(counts <= rows.left)"),
