@@ -24,8 +24,7 @@ from typing import Literal
 import jax
 import tyro
 
-from configs.paravt_tiny import paravt_tiny
-from configs.sft import sft_tiny
+from configs.paravt_tiny import paravt_tiny, sft_tiny
 from models.lora import LoRASettings
 from models.sharding import make_mesh
 from paravt_extras.fit import total_bytes

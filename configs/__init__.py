@@ -1,7 +1,7 @@
 """Recipes: functions that return the settings of a whole run. `RECIPES` lists them by name."""
 
 from configs import ablations
-from configs.cross_model import paravt_7b, vanilla_grpo_7b
+from configs.ablations import paravt_7b, vanilla_grpo_7b
 from configs.lora import (
     paravt_2b_lora,
     paravt_4b_lora,
@@ -11,10 +11,9 @@ from configs.lora import (
     sft_8b_lora,
 )
 from configs.paradox import paradox_tiny
-from configs.paravt_8b import paravt_8b
-from configs.paravt_tiny import paravt_tiny
+from configs.paravt_8b import paravt_8b, sft_8b
+from configs.paravt_tiny import paravt_tiny, sft_tiny
 from configs.released import paravt_8b_released, sft_8b_released
-from configs.sft import sft_8b, sft_tiny
 
 RECIPES = {
     recipe.__name__: recipe

@@ -9,7 +9,7 @@ from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.published_data import DataSettings
-from train.settings import EvaluationSettings, MeshSettings, ModelSettings, Run
+from train.settings import EvaluationSettings, MeshSettings, ModelSettings, Run, change
 
 
 def paravt_8b() -> Run:
@@ -62,3 +62,16 @@ def paravt_8b() -> Run:
             microbatch_tokens=0,
         ),
     )
+
+
+def sft_8b() -> Run:
+    """The cold start of Qwen3-VL-8B, without reinforcement learning.
+
+    Command: python -m train.run --config=sft_8b
+
+    No questions are held out, because `rollout.evaluate` plays the paper's splits.
+
+    Paper: VideoMME 60.7, with subtitles 69.0, LVBench 39.1, MLVU 63.7; f 0.13, kappa 2.50. Not
+    measured here.
+    """
+    return change(paravt_8b(), "sft_8b", {"evaluation.questions": 0, "rl": None})

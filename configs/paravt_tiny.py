@@ -12,7 +12,7 @@ from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
-from train.settings import EvaluationSettings, Run
+from train.settings import EvaluationSettings, Run, change
 
 
 def paravt_tiny() -> Run:
@@ -63,3 +63,11 @@ def paravt_tiny() -> Run:
             rewards=frugal_reward(),
         ),
     )
+
+
+def sft_tiny() -> Run:
+    """The cold start of the small world, without reinforcement learning.
+
+    Command: python -m train.run --config=sft_tiny
+    """
+    return change(paravt_tiny(), "sft_tiny", {"rl": None})

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import tyro
 
-from configs.paravt_tiny import paravt_tiny
-from configs.sft import sft_tiny
+from configs.paravt_tiny import paravt_tiny, sft_tiny
 from paravt_extras.report.claim import weighted_mean
 from paravt_extras.report.discovery import greedy
 from paravt_extras.report.result import read_result

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs.paravt_8b import paravt_8b
-from configs.sft import sft_8b
+from configs.paravt_8b import paravt_8b, sft_8b
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
 from paravt_jax.data import tokenizer_file, video
