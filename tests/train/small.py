@@ -51,7 +51,7 @@ from train.learn.sft import SFTSettings
 from train.model import model_config
 from train.prepare import prepare
 from train.run import main
-from train.settings import EvaluationSettings, Run
+from train.settings import EvaluationSettings, Run, change
 
 SUFFIX = 144
 
@@ -350,6 +350,21 @@ def thawed(road: Road, part: TrainVision, lora: LoRASettings | None = None) -> R
 def adapted(road: Road) -> Road:
     """The road with adapters."""
     return lay_road(dataclasses.replace(road.run, lora=small_lora().lora), road.data)
+
+
+def shortened(run: Run, folder: pathlib.Path, **fields: Any) -> Run:
+    """Two steps of the cold start and two of RL; one question is evaluated, greedily."""
+    changes: dict[str, Any] = {
+        "run_dir": str(folder),
+        "sft.steps": 2,
+        "rl.steps": 2,
+        "evaluation.frames": (4,),
+        "evaluation.curve": False,
+        "evaluation.temperatures": (0.0,),
+        "evaluation.dispatch": ("parallel",),
+        "evaluation.questions": 1,
+    }
+    return change(run, run.name, changes | fields)
 
 
 RECIPES.setdefault("small", small)

@@ -40,16 +40,7 @@ def test_a_size_that_a_family_does_not_have_is_refused_with_those_that_it_has(na
 )
 def test_a_run_goes_through_all_phases(small, tmp_path, name, recipe):
     """With adapters and the merger, and with all weights of the decoder."""
-    changes = {
-        "model.family": name,
-        "run_dir": str(tmp_path / "run"),
-        "rl.steps": 2,
-        "evaluation.curve": False,
-        "evaluation.frames": (4,),
-        "evaluation.dispatch": ("parallel",),
-        "evaluation.temperatures": (0.7,),
-    }
-    run = change(getattr(small, recipe)(), recipe, changes)
+    run = small.shortened(getattr(small, recipe)(), tmp_path / "run", **{"model.family": name})
     execute(run)
     folder = tmp_path / "run"
     result = json.loads((folder / "result.json").read_text())

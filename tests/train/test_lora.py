@@ -177,21 +177,7 @@ def test_a_number_that_changes_on_its_way_to_the_sampler_is_noticed_in_that_step
 
 
 def small_run(small, folder, **fields):
-    run = dataclasses.replace(small.small(), run_dir=str(folder), lora=LORA, **fields)
-    assert run.rl is not None and run.sft is not None
-    return dataclasses.replace(
-        run,
-        rl=dataclasses.replace(run.rl, steps=2),
-        sft=dataclasses.replace(run.sft, steps=2),
-        evaluation=dataclasses.replace(
-            run.evaluation,
-            frames=(4,),
-            curve=False,
-            temperatures=(0.0,),
-            dispatch=("parallel",),
-            questions=1,
-        ),
-    )
+    return small.shortened(dataclasses.replace(small.small(), lora=LORA), folder, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +206,7 @@ def test_adapters_of_a_base_on_disk_are_exported(small, finished, tmp_path):
     shutil.copytree(finished / "model", path)
     model = dataclasses.replace(small.small().model, path=str(path))
     folder = tmp_path / "run"
-    run = dataclasses.replace(small_run(small, folder), model=model, align=None)
+    run = small_run(small, folder, model=model, align=None)
     execute(run)
 
     export(Export(str(folder), str(tmp_path / "model")))

@@ -242,30 +242,12 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
     require_close(ours, jax.jit(jax.grad(theirs))(thawed.weights))
 
 
-# --- programs that are compiled before the first step ---
-
-
 # --- runs ---
 
 
 def small_run(small, part: str, folder, **fields):
-    """Two steps of the cold start and two of RL."""
     run = small.small_merger() if part == "merger" else small.small_tower()
-    run = dataclasses.replace(run, run_dir=str(folder), **fields)
-    evaluation = dataclasses.replace(
-        run.evaluation,
-        frames=(4,),
-        curve=False,
-        temperatures=(0.0,),
-        dispatch=("parallel",),
-        questions=1,
-    )
-    return dataclasses.replace(
-        run,
-        rl=dataclasses.replace(run.rl, steps=2),
-        sft=dataclasses.replace(run.sft, steps=2),
-        evaluation=evaluation,
-    )
+    return small.shortened(run, folder, **fields)
 
 
 @pytest.fixture(scope="module", params=PARTS)

@@ -106,19 +106,8 @@ def test_a_run_stopped_between_steps_ends_bit_for_bit_like_an_uninterrupted_one(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
 
     def short(folder: Any) -> Any:
-        run = small.small()
-        rl = dataclasses.replace(
-            run.rl, steps=2, updates_per_batch=2, dynamic_sampling=1, save_every=1
-        )
-        fewer: dict[str, Any] = {"frames": (4,), "curve": False}
-        fewer |= {"temperatures": (0.0,), "dispatch": ("parallel",), "questions": 1}
-        return dataclasses.replace(
-            run,
-            run_dir=str(folder),
-            rl=rl,
-            sft=dataclasses.replace(run.sft, steps=1),
-            evaluation=dataclasses.replace(run.evaluation, **fewer),
-        )
+        fields = {"rl.updates_per_batch": 2, "rl.dynamic_sampling": 1, "rl.save_every": 1}
+        return small.shortened(small.small(), folder, **fields)
 
     class AfterTheFirstStep(Interrupts):
         def agree(self):
