@@ -293,7 +293,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "seed_of(seed, step, n, g)",
         ),
         "replaced_groups_stay": ("(*old.groups, *new.groups)", "(*new.groups, *old.groups)"),
-        "budget_by_number": ("question, budgets[place],", "question, budgets[n],"),
+        "budget_by_number": ("question, budgets[prompt],", "question, budgets[n],"),
         "a_round_too_many": (
             "for _ in range(settings.dynamic_sampling):",
             "for _ in range(settings.dynamic_sampling + 1):",
@@ -326,7 +326,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "vectors = vectors if cached is None else [cached]",
         ),
         "every_row_shows_the_first_frames": ("slot += visual", "slot += 0"),
-        "all_tokens_in_every_micro_batch": ("index[:, number] = places", "index[:] = places"),
+        "all_tokens_in_every_micro_batch": ("index[:, number] = tokens", "index[:] = tokens"),
         "tool_tokens_trained": (
             "[r, part] = trajectory.authors == Author.MODEL",
             "[r, part] = trajectory.authors != Author.PROMPT",

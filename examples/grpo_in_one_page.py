@@ -44,7 +44,7 @@ from rollout.engine.sizing import EngineSettings, engine_sizes, lengths
 from train.data import Data
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import StepRoom, StepShape
-from train.learn.placement import place_vectors
+from train.learn.placement import put_vectors
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rollouts import Rollouts, ScoredGroup, describe
 from train.learn.sft import SFTBatches, SFTSettings, make_sft_updater, sft_step
@@ -175,7 +175,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         rollouts = roll_out(engine, environment, next(question_batches), step, seed)
         # Packed rows of the sampled tokens, and their log-probs under the reference weights.
         laid_out = lay_out(rollouts, environment, room)
-        bank = place_vectors([laid_out.visual], shape.slots(1, 1), mesh)
+        bank = put_vectors([laid_out.visual], shape.slots(1, 1), mesh)
         # A token is in one micro-batch, and 0 in all others.
         by_reference = sum(logprobs(reference, bank, rows) for rows in laid_out.microbatches)
         batch = dataclasses.replace(laid_out.grpo, reference=by_reference)

@@ -478,7 +478,7 @@ class _Memory:
         vectors = copies * self._cached(visual, frames)
         vectors += self._differentiated_vectors(visual * replicas)
         largest = shape.microbatches(bound, self.row_devices, self.pieces)[0]
-        activations = self._activations(policy, largest.places / self.row_devices)
+        activations = self._activations(policy, largest.size / self.row_devices)
         # The sum over micro-batches, and the gradient of one of them.
         return self.rl_state + 2 * self.weights + vectors + activations
 

@@ -177,19 +177,19 @@ class QuestionStream:
         # Overview frames that were requested for questions that are not drawn yet, by number.
         self._requested: dict[int, int] = {}
 
-    def draw(self, step: int, places: Sequence[int] | None = None) -> tuple[Question, ...]:
-        """Draw a question for each place of a step, or for some of its places.
+    def draw(self, step: int, prompts: Sequence[int] | None = None) -> tuple[Question, ...]:
+        """Draw a question for each prompt of a step, or for some of them, by number.
 
         Every process gets the same questions.
 
         Args:
             step: Number of the step, from 0.
-            places: Places among the prompts of the step; None: all.
+            prompts: Numbers of prompts in the step; None: all.
         """
         budgets = self._budgets(step)
-        places = range(len(budgets)) if places is None else places
-        self._read_ahead(budgets, places)
-        drawn = tuple(question for _ in places for question in next(self._questions))
+        prompts = range(len(budgets)) if prompts is None else prompts
+        self._read_ahead(budgets, prompts)
+        drawn = tuple(question for _ in prompts for question in next(self._questions))
         self._drawn += len(drawn)
         self._requested = {n: k for n, k in self._requested.items() if n >= self._drawn}
         upcoming = self._budgets(step + 1)
@@ -215,12 +215,12 @@ class QuestionStream:
         own = hosts.process_index()
         return {n // self._group_size for n, process in enumerate(dealt) if process == own}
 
-    def _read_ahead(self, budgets: Sequence[int], places: Sequence[int]) -> None:
-        """Request the overviews of the next questions, which will have these places."""
-        own = self._own(len(places))
-        upcoming = self._questions.peek(len(places))
-        for group, ((question,), place) in enumerate(zip(upcoming, places, strict=True)):
-            number, frames = self._drawn + group, budgets[place]
+    def _read_ahead(self, budgets: Sequence[int], prompts: Sequence[int]) -> None:
+        """Request the overviews of the next questions, which will be these prompts."""
+        own = self._own(len(prompts))
+        upcoming = self._questions.peek(len(prompts))
+        for group, ((question,), prompt) in enumerate(zip(upcoming, prompts, strict=True)):
+            number, frames = self._drawn + group, budgets[prompt]
             if self._reader is None or group not in own or self._requested.get(number) == frames:
                 continue
             self._requested[number] = frames

@@ -304,7 +304,7 @@ def resample(road: Road) -> dict[str, Any]:
     batch = played.batch
     return {
         "questions": [group.episodes[0].question.id for group in batch.groups],
-        "places": [group.place for group in batch.groups],
+        "prompts": [group.prompt for group in batch.groups],
         "rewards": [[reward.total for reward in group.rewards] for group in batch.groups],
         "ids": [episode.trajectory.ids.tolist() for episode in batch.episodes],
         "further": played.metrics["groups/further"],

@@ -25,8 +25,8 @@ class Given:
 
     questions: Sequence[Question]
 
-    def draw(self, step: int, places: Sequence[int] | None = None) -> Sequence[Question]:
-        assert places is None, "no further questions are given"
+    def draw(self, step: int, prompts: Sequence[int] | None = None) -> Sequence[Question]:
+        assert prompts is None, "no further questions are given"
         return self.questions
 
     def get_state(self) -> dict[str, Any]:

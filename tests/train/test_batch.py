@@ -87,11 +87,11 @@ def joined(batch: Microbatch, name: str) -> np.ndarray:
 def sight(batch: Microbatch) -> np.ndarray:
     """Which keys each query sees, [row, query, key], as `attend` documents it."""
     segments, starts = joined(batch, "segments"), joined(batch, "starts")
-    places = np.arange(segments.shape[1])
+    tokens = np.arange(segments.shape[1])
     shared = np.asarray(batch.shared)[:: batch.pieces, None, None]
-    own = places[None, None, :] >= starts[:, :, None]
+    own = tokens[None, None, :] >= starts[:, :, None]
     same = segments[:, :, None] == segments[:, None, :]
-    return same & (own | (places < shared)) & (places[:, None] >= places)[None]
+    return same & (own | (tokens < shared)) & (tokens[:, None] >= tokens)[None]
 
 
 def members(packed: PackedMicrobatch, groups: Sequence[Group]) -> list[tuple[Group, int]]:
@@ -100,10 +100,10 @@ def members(packed: PackedMicrobatch, groups: Sequence[Group]) -> list[tuple[Gro
     return [(groups[chunk.group], number) for chunk in chunks for number in chunk.members]
 
 
-def places_of(batch: Microbatch, row: int) -> np.ndarray:
-    """The places of a rollout's tokens, counted over all rows."""
-    places = np.asarray(batch.index)[row]
-    return places[places >= 0]
+def tokens_of(batch: Microbatch, row: int) -> np.ndarray:
+    """The tokens of a rollout's tokens, counted over all rows."""
+    tokens = np.asarray(batch.index)[row]
+    return tokens[tokens >= 0]
 
 
 def test_a_token_sees_the_earlier_tokens_of_its_trajectory_and_no_others(groups, packed, batch):
@@ -111,11 +111,11 @@ def test_a_token_sees_the_earlier_tokens_of_its_trajectory_and_no_others(groups,
     ids = joined(batch, "ids")
     for group, number in members(packed, groups):
         trajectory = group.trajectories[number]
-        row, last = divmod(places_of(batch, group.rollout + number)[-1], ids.shape[1])
-        places = np.flatnonzero(seen[row, last])
-        np.testing.assert_array_equal(ids[row, places], trajectory.ids)
-        for count, place in enumerate(places, 1):
-            np.testing.assert_array_equal(np.flatnonzero(seen[row, place]), places[:count])
+        row, last = divmod(tokens_of(batch, group.rollout + number)[-1], ids.shape[1])
+        tokens = np.flatnonzero(seen[row, last])
+        np.testing.assert_array_equal(ids[row, tokens], trajectory.ids)
+        for count, token in enumerate(tokens, 1):
+            np.testing.assert_array_equal(np.flatnonzero(seen[row, token]), tokens[:count])
 
 
 def test_a_token_has_the_position_and_visual_vector_of_its_trajectory(road, groups, packed, batch):
@@ -124,14 +124,14 @@ def test_a_token_has_the_position_and_visual_vector_of_its_trajectory(road, grou
     positions, vectors = joined(batch, "positions"), joined(batch, "visual_index")
     for group, number in members(packed, groups):
         ids = group.trajectories[number].ids
-        row, last = divmod(places_of(batch, group.rollout + number)[-1], seen.shape[1])
-        places = np.flatnonzero(seen[row, last])
+        row, last = divmod(tokens_of(batch, group.rollout + number)[-1], seen.shape[1])
+        tokens = np.flatnonzero(seen[row, last])
         wanted = mrope_positions(ids, group.grids, config)
-        np.testing.assert_array_equal(positions[:, row, places], wanted)
+        np.testing.assert_array_equal(positions[:, row, tokens], wanted)
         slots = visual_index(ids, road.image)
         assert slots.max() > 0
         wanted = np.where(slots < 0, -1, group.slot + slots)
-        np.testing.assert_array_equal(vectors[row, places], wanted)
+        np.testing.assert_array_equal(vectors[row, tokens], wanted)
 
 
 def test_the_index_has_a_rollout_from_the_last_token_of_its_prompt_on(groups, packed, batch):
@@ -139,12 +139,12 @@ def test_the_index_has_a_rollout_from_the_last_token_of_its_prompt_on(groups, pa
     for group, number in present:
         trajectory = group.trajectories[number]
         prompt = sum(len(segment.ids) for segment in prompt_segments(trajectory))
-        places = places_of(batch, group.rollout + number)
-        assert (np.asarray(batch.index)[group.rollout + number, len(places) :] == -1).all()
-        ids = np.asarray(batch.ids).reshape(-1)[places]
+        tokens = tokens_of(batch, group.rollout + number)
+        assert (np.asarray(batch.index)[group.rollout + number, len(tokens) :] == -1).all()
+        ids = np.asarray(batch.ids).reshape(-1)[tokens]
         np.testing.assert_array_equal(ids, trajectory.ids[prompt - 1 :])
-        # The output at the place before predicts a token.
-        assert (np.diff(places) == 1).all()
+        # The output at the token before predicts a token.
+        assert (np.diff(tokens) == 1).all()
     missing = set(range(ROLLOUTS)) - {group.rollout + number for group, number in present}
     assert missing and (np.asarray(batch.index)[sorted(missing)] == -1).all()
 
@@ -166,8 +166,8 @@ def test_all_other_places_are_padding(batch):
     for name, empty in (("ids", 0), ("starts", 0), ("visual_index", -1)):
         assert (np.asarray(getattr(batch, name))[padding] == empty).all()
     assert not np.asarray(batch.positions)[:, padding].any()
-    places = np.concatenate([places_of(batch, row) for row in range(ROLLOUTS)])
-    assert not padding.reshape(-1)[places].any() and len(set(places.tolist())) == len(places)
+    tokens = np.concatenate([tokens_of(batch, row) for row in range(ROLLOUTS)])
+    assert not padding.reshape(-1)[tokens].any() and len(set(tokens.tolist())) == len(tokens)
 
 
 def test_the_row_of_the_docstring():
@@ -202,9 +202,9 @@ def test_the_row_of_the_docstring():
 # --- what is counted as a mismatch ---
 
 
-def changed(batch: Microbatch, name: str, place: int | np.ndarray, by: int) -> Microbatch:
+def changed(batch: Microbatch, name: str, index: int | np.ndarray, by: int) -> Microbatch:
     array = np.array(getattr(batch, name))
-    array.reshape(-1)[place] += by
+    array.reshape(-1)[index] += by
     return dataclasses.replace(batch, **{name: array})
 
 
@@ -226,7 +226,7 @@ def test_arrays_have_the_sampled_ids(batch, groups):
 def test_a_changed_token_is_counted(batch, groups, author):
     row, trajectory, prompt = of_two_turns(groups)
     first = np.flatnonzero(trajectory.authors[prompt:] == author)[0]
-    wrong = changed(batch, "ids", places_of(batch, row)[first], 1)
+    wrong = changed(batch, "ids", tokens_of(batch, row)[first], 1)
     assert mismatches([wrong], groups) == 1
     assert mismatches([batch, wrong], groups) == 1
 
@@ -236,5 +236,5 @@ def test_a_rollout_that_sees_another_is_counted(batch, groups, packed):
     chunks = [chunk for row in packed.rows for chunk in row if len(chunk.members) > 1]
     for chunk in chunks:
         second = groups[chunk.group].rollout + chunk.members[1]
-        wrong = changed(batch, "starts", places_of(batch, second), -1)
+        wrong = changed(batch, "starts", tokens_of(batch, second), -1)
         assert mismatches([wrong], groups) == 1

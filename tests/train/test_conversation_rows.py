@@ -119,7 +119,7 @@ def test_micro_batches_give_the_gradients_of_one(model, features, rendered):
         assert shape.microbatches == limit
         own = lay_out_rows(rows, features, shape, devices=1)
         updater = make_sft_updater(skeleton, on_mesh(weights), settings, shape)
-        bank = updater.place_bank(own.visual, own.grids)
+        bank = updater.put_bank(own.visual, own.grids)
         batch = SFTBatch(jnp.asarray(own.mask), jnp.float32(own.mask.sum()))
         parts = own.microbatches
         gradients, metrics = updater.gradients(updater.start.weights, bank, parts, batch, (0, 0))

@@ -1,4 +1,4 @@
-"""Dynamic sampling: further questions take the places of groups without signal."""
+"""Dynamic sampling: further questions replace groups without signal."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def totals_of(rollouts) -> np.ndarray:
     return np.array([[reward.total for reward in group.rewards] for group in rollouts.groups])
 
 
-def places_of(rollouts) -> list[int]:
-    return [group.place for group in rollouts.groups]
+def prompts_of(rollouts) -> list[int]:
+    return [group.prompt for group in rollouts.groups]
 
 
 def tokens_of(rollouts) -> list[list[int]]:
@@ -71,9 +71,9 @@ def test_groups_without_signal_are_replaced(road, small, upcoming):
     assert len({request.seeds for request in sampler.asked}) == len(sampler.asked) == 6 * 4
     assert (np.ptp(totals_of(batch), axis=1) > 0).all()
     wanted = [upcoming[n].id for n in (3, 1, 5)]
-    assert ids_of(batch) == wanted and places_of(batch) == [0, 1, 2]
+    assert ids_of(batch) == wanted and prompts_of(batch) == [0, 1, 2]
     assert played.metrics == {"groups/further": 3, "groups/replaced": 2}
-    # A further question gets the frame budget of its place.
+    # A further question gets the frame budget of its prompt.
     budgets = [group.episodes[0].frames for group in batch.groups]
     assert budgets == draw_budgets(settings, 0, STEP, 3)
     # Metrics of the step describe the questions that were drawn first.
@@ -100,15 +100,15 @@ def test_a_question_without_a_readable_video_is_replaced(road, small, upcoming):
     questions = stream_of(road, settings)
 
     class OneLost:
-        def draw(self, step, places=None):
-            drawn = list(questions.draw(step, places))
-            if places is None:
+        def draw(self, step, prompts=None):
+            drawn = list(questions.draw(step, prompts))
+            if prompts is None:
                 drawn[1] = dataclasses.replace(drawn[1], video="lost.mp4")
             return drawn
 
     played = play(road, small.Picky(road, []), settings, OneLost())
     batch = played.batch
-    assert places_of(batch) == [0, 1, 2] and batch.unreadable == 1
+    assert prompts_of(batch) == [0, 1, 2] and batch.unreadable == 1
     assert ids_of(batch) == [upcoming[n].id for n in (0, 3, 2)]
 
 

@@ -35,7 +35,7 @@ from paravt_jax.method.structure import Kind, pad_structures
 from train.learn.batch import Group, build
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.packing import MicrobatchShape, pack
-from train.learn.placement import place, place_whole
+from train.learn.placement import put, put_whole
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
@@ -281,7 +281,7 @@ def slow_logprobs(text: TextDecoder, arrays: dict[str, jax.Array]) -> jax.Array:
         visual=VisualBank(arrays["visual"], arrays["visual_index"]),
     )
     scored = text.token_logprobs(hidden[:, :-1], arrays["ids"][:, 1:], SETTINGS.temperature)
-    # The log-prob of the token at place i is the one at place i - 1.
+    # The log-prob of the token i is the one at token i - 1.
     found = jnp.take_along_axis(scored, jnp.maximum(arrays["index"] - 1, 0), axis=1)
     first = (jnp.arange(SUFFIX) == 0)[None]
     return jnp.where((arrays["index"] < 0) | first, 0.0, found)
@@ -327,13 +327,13 @@ def layouts() -> Layouts:
 
     def placed(step, sizes):
         microbatches, visual = pack_step(step, sizes)
-        visual = place({"visual": visual}, mesh)["visual"]
-        return [place_whole(part, mesh) for part in microbatches], visual
+        visual = put({"visual": visual}, mesh)["visual"]
+        return [put_whole(part, mesh) for part in microbatches], visual
 
     def packed(step, sizes):
         batch = grpo_batch(step)
         advantages = jitted_advantages()(batch)
-        whole = place_whole(RLBatch(batch, advantages, grpo.batch_totals(batch)), mesh)
+        whole = put_whole(RLBatch(batch, advantages, grpo.batch_totals(batch)), mesh)
         microbatches, visual = placed(step, sizes)
         total = update.start(state.weights)
         metrics: dict[str, float] = {}

@@ -41,8 +41,8 @@ def real_tokens(groups: Sequence[GroupLengths]) -> int:
     return sum(group.prompt + sum(group.suffixes) for group in groups)
 
 
-def places(packed: Sequence[PackedMicrobatch]) -> int:
-    return sum(microbatch.shape.places for microbatch in packed)
+def size_of(packed: Sequence[PackedMicrobatch]) -> int:
+    return sum(microbatch.shape.size for microbatch in packed)
 
 
 @st.composite
@@ -90,8 +90,8 @@ def test_the_largest_size_keeps_all_bounds_but_has_room_for_the_longest(
     unit = pieces * ALIGNMENT
     assert largest.tokens >= longest
     if largest.tokens >= longest + unit:
-        assert largest.places <= most
-        assert largest.places < total + devices
+        assert largest.size <= most
+        assert largest.size < total + devices
         assert largest.tokens <= 8 * longest
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from models.sharding import make_mesh
 from tests.models.test_sharding import FakeDevice
-from train.learn.placement import place_vectors, require_even
+from train.learn.placement import put_vectors, require_even
 
 
 def test_vectors_lie_at_the_beginning_of_their_rows():
@@ -17,7 +17,7 @@ def test_vectors_lie_at_the_beginning_of_their_rows():
     room = 700
     counts = (0, 1, 256, 600, 700)
     rows = [rng.normal(size=(count, 2, 3)).astype(np.float32) for count in counts]
-    found = place_vectors(rows, room, make_mesh(1, 1, 1))
+    found = put_vectors(rows, room, make_mesh(1, 1, 1))
     wanted = np.zeros((5, room, 2, 3), np.float32)
     for row, vectors in enumerate(rows):
         wanted[row, : len(vectors)] = vectors

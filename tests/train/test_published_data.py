@@ -194,9 +194,9 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(
     assert heldout.isdisjoint(question.id for batch in before + after for question in batch)
 
 
-@pytest.mark.parametrize("places", [range(7), [1, 4, 6]], ids=["a step", "further questions"])
+@pytest.mark.parametrize("prompts", [range(7), [1, 4, 6]], ids=["a step", "further questions"])
 def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
-    data, small_model, small_world, monkeypatch, places
+    data, small_model, small_world, monkeypatch, prompts
 ):
     """Of 7 prompts x 8 rollouts, 16 hosts play 3 or 4 each: parts of one group or of two."""
     prefetched: set[int] = set()
@@ -214,22 +214,22 @@ def test_processes_prefetch_the_overviews_of_rollouts_that_they_play(
         small_model.vision, small_model.config, FrameSettings(), small_world.folder, source=video
     )
     environment = Environment(Protocol(data.vocabulary, ProtocolSettings()), features)
-    # Every place has a budget of its own, by which it is found.
+    # Every prompt has a budget of its own, by which it is found.
     budgets = {0: [*range(10, 17)], 1: [*range(20, 27)]}
     monkeypatch.setattr(hosts, "process_count", lambda: 16)
     for process in range(16):
         monkeypatch.setattr(hosts, "process_index", lambda process=process: process)
         prefetched.clear()
-        drawn = QuestionStream(data, Reader(), 3, 8, budgets.__getitem__).draw(0, places)
-        groups = begin(drawn, settings, 0, 0, places)
+        drawn = QuestionStream(data, Reader(), 3, 8, budgets.__getitem__).draw(0, prompts)
+        groups = begin(drawn, settings, 0, 0, prompts)
         Player(environment, 0.7).deal(groups, now=0)
         played = {
-            group.place
+            group.prompt
             for group in groups
             if any(flight.process == process for flight in group.flights)
         }
         assert played
-        assert {place for place in range(7) if budgets[0][place] in prefetched} == played
+        assert {prompt for prompt in range(7) if budgets[0][prompt] in prefetched} == played
 
 
 def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_path, capsys):
@@ -364,13 +364,13 @@ def test_overviews_of_further_questions_are_prefetched_with_the_budget_of_their_
     questions = QuestionStream(data, Reader(), 3, 2, budgets.__getitem__)
     questions.draw(0)
     requested.clear()
-    further = questions.draw(0, places=[1, 2])
+    further = questions.draw(0, prompts=[1, 2])
     following = QuestionStream(data, None, 3, 2, budgets.__getitem__)
     following.set_state(questions.get_state())
     assert {(pathlib.Path(q.video).name, k) for q, k in zip(further, [3, 4], strict=True)} <= {
         *requested
     }
-    wanted = zip(following.draw(1, places=[0, 1, 2]), budgets[1], strict=True)
+    wanted = zip(following.draw(1, prompts=[0, 1, 2]), budgets[1], strict=True)
     assert {(pathlib.Path(q.video).name, k) for q, k in wanted} <= {*requested}
 
 

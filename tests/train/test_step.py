@@ -74,17 +74,17 @@ def test_sharing_a_prompt_changes_neither_values_nor_gradients(road, groups):
     rows, visual = alone(road, groups), bank(road, groups)
     (packed,) = rows_of(road, groups, 1024)
     prompts = np.repeat([len(group.prompt) for group in groups], 4)
-    # Each token of a rollout in both layouts: `place` without the prompt, `spot` in its own row.
-    row, place = np.nonzero(packed.index[:, 1:] >= 0)
-    place += 1
-    spot = place + prompts[row]
+    # Each token of a rollout in both layouts: `token` without the prompt, `spot` in its own row.
+    row, token = np.nonzero(packed.index[:, 1:] >= 0)
+    token += 1
+    spot = token + prompts[row]
     assert len(row) > 100
-    assert (packed.ids.reshape(-1)[packed.index[row, place]] == rows["ids"][row, spot]).all()
+    assert (packed.ids.reshape(-1)[packed.index[row, token]] == rows["ids"][row, spot]).all()
     weight = np.random.default_rng(0).normal(size=len(row)).astype(np.float32)
 
     def shared(weights):
         text = nnx.merge(road.graph, weights)
-        values = score_rollouts(text, visual, packed, 0.7).logprobs[row, place]
+        values = score_rollouts(text, visual, packed, 0.7).logprobs[row, token]
         return (values * weight).sum(), values
 
     def plain(weights):

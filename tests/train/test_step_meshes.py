@@ -41,8 +41,8 @@ from train.learn.placement import (
     BankPlacer,
     VisualRoom,
     bank_sharding,
-    place,
-    place_whole,
+    put,
+    put_whole,
     replicas,
     row_pieces,
     sums_sharding,
@@ -149,9 +149,9 @@ def rl_batch(settings: RLSettings) -> GRPOBatch:
             behaviour[found.rollout + n, :length] = trajectory.logprobs[first:]
     rollouts = (SHAPE.groups, SHAPE.rollouts)
     tags = (SHAPE.rows, 6)
-    places = rng.permuted(np.tile(np.arange(SHAPE.suffix), (SHAPE.rows, 1)), axis=1)
+    tokens = rng.permuted(np.tile(np.arange(SHAPE.suffix), (SHAPE.rows, 1)), axis=1)
     structure = Structure(
-        np.sort(places[:, :6]).astype(np.int32),
+        np.sort(tokens[:, :6]).astype(np.int32),
         rng.integers(0, len(Kind), tags).astype(np.int8),
         rng.random(tags) < 0.8,
     )
@@ -206,7 +206,7 @@ def rl_step(
     vectors = np.random.default_rng(3).normal(size=(40, 3, TEXT.hidden_size)).astype(np.float32)
     visual = jax.device_put(vectors, bank_sharding(mesh))
     config = config_of(sizes_of)
-    batch = place(rl_batch(settings), mesh)
+    batch = put(rl_batch(settings), mesh)
     with jax.set_mesh(mesh):
         advantages, _ = grpo.advantages(batch, settings.grpo, settings.rewards.gamma)
         whole = RLBatch(batch, advantages, grpo.batch_totals(batch))
@@ -214,7 +214,7 @@ def rl_step(
     total = update.start(state.weights)
     parts: dict[str, list[np.ndarray]] = {}
     for part in packed:
-        microbatch = place_whole(build(part, groups(), config, SHAPE.rows, SHAPE.suffix), mesh)
+        microbatch = put_whole(build(part, groups(), config, SHAPE.rows, SHAPE.suffix), mesh)
         total, found = update.add(state.weights, total, visual, microbatch, whole)
         for name, value in found.items():
             parts.setdefault(name, []).append(np.asarray(value))
@@ -269,9 +269,9 @@ def sft_step(
     features: Any = Features()
     own = lay_out_rows(conversations(), features, shape, devices)
     updater = make_sft_updater(Skeleton(graph, base), placed, settings, shape)
-    rows = tuple(place(part, mesh) for part in own.microbatches)
-    batch = place(SFTBatch(jnp.asarray(own.mask), jnp.float32(own.mask.sum())), mesh)
-    bank = updater.place_bank(own.visual, own.grids)
+    rows = tuple(put(part, mesh) for part in own.microbatches)
+    batch = put(SFTBatch(jnp.asarray(own.mask), jnp.float32(own.mask.sum())), mesh)
+    bank = updater.put_bank(own.visual, own.grids)
     gradients, metrics = updater.gradients(updater.start.weights, bank, rows, batch, (0, 0))
     state, norm = updater.apply(updater.start, gradients)
     return state, to_floats(metrics | {"grad_norm": [norm]})

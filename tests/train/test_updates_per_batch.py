@@ -19,7 +19,7 @@ from tests.train.steps import road_learner, take_step, take_whole_step
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import read_metrics
 from train.learn.optimizer import OptimizerSettings, make_optimizer
-from train.learn.placement import place_vectors
+from train.learn.placement import put_vectors
 from train.learn.rl import Learner, rl_loss
 from train.learn.rl_batch import RLBatch, lay_out
 from train.learn.rl_settings import RLSettings
@@ -72,7 +72,7 @@ def test_the_second_gradient_is_that_of_the_first_updates_weights(road, small, u
     )
     shape, mesh = road.run.rl_shape, make_mesh(1, 1, 1)
     step = lay_out(trained.rollouts, road.environment, learner.room)
-    visual = place_vectors([step.visual], shape.slots(1, 1), mesh)
+    visual = put_vectors([step.visual], shape.slots(1, 1), mesh)
     before: Any = sum(learner.logprobs(road.fresh(), visual, part) for part in step.microbatches)
     # The reference is what the step began with.
     played_again = dataclasses.replace(step.grpo, reference=before)

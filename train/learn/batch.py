@@ -4,11 +4,11 @@ A row begins with the shared prompts of its groups. Then come segments: a rollou
 token of its prompt on, or a trajectory whose prompt nothing else in the row shares.
 
     row of 16 tokens: two rollouts of the prompt a b c d, and a sub-agent's trajectory k l m n
-        place          0 1 2  3 4 5 6 7  8 9 10  11 12 13 14  15
+        token          0 1 2  3 4 5 6 7  8 9 10  11 12 13 14  15
         ids            a b c  d x y t z  d u v   k  l  m  n   .
         segments       1 1 1  1 1 1 1 1  1 1 1   2  2  2  2   0     the group; 0 is padding
         starts         0 0 0  3 3 3 3 3  8 8 8   11 11 11 11  0     where the segment begins
-        shared         3                                            places with shared prompts
+        shared         3                                            tokens of shared prompts
 
 A token sees earlier tokens of its group that are in its own segment or in the shared prompts
 (`models.attention.RowLayout`). The last prompt token belongs to the rollouts because its output
@@ -43,11 +43,11 @@ class Microbatch:
     """Packed rows, and where each rollout's tokens are in them.
 
     There are b = rows * pieces arrays of t tokens: a packed row is cut into `pieces`, one per
-    device. `starts` and `shared` count places of the whole row; they are None if no segment sees
+    device. `starts` and `shared` count tokens of the whole row; they are None if no segment sees
     another one's tokens, so that any attention kernel can compute the rows. `visual_index` is the
     slot of a token's vectors in the step's bank, -1 for text.
 
-    `index` has the u tokens of each of the step's r rollouts: their places, counted over all rows,
+    `index` has the u tokens of each of the step's r rollouts: their indices, counted over all rows,
     and -1 for tokens that are not in this micro-batch. A rollout's first token is the last one of
     its prompt.
     """
@@ -120,7 +120,7 @@ def build(
     arrays = padding(shape)
     for row, chunks in enumerate(packed.rows):
         _write_row(arrays, row, chunks, groups, index, config)
-    # Every piece of a row repeats the number of its shared places.
+    # Every piece of a row repeats the number of its shared tokens.
     shared = arrays.pop("shared").repeat(shape.pieces)
     cut = {
         name: x.reshape(*x.shape[:-2], shape.rows * shape.pieces, -1) for name, x in arrays.items()
@@ -165,13 +165,13 @@ def _write_row(
         group = groups[chunk.group]
         prompt = prompts[segment]
         for member in chunk.members:
-            start = end
+            begin = end
             if len(chunk.members) == 1:
-                end = _write(arrays, row, end, start, segment, prompt)
+                end = _write(arrays, row, end, begin, segment, prompt)
             suffix = _suffix_tokens(group.trajectories[member], prompt)
-            places = row * arrays["ids"].shape[1] + end + np.arange(len(suffix.ids))
-            index[group.rollout + member, : len(places)] = places
-            end = _write(arrays, row, end, start, segment, suffix)
+            indices = row * arrays["ids"].shape[1] + end + np.arange(len(suffix.ids))
+            index[group.rollout + member, : len(indices)] = indices
+            end = _write(arrays, row, end, begin, segment, suffix)
 
 
 class _Tokens(NamedTuple):
@@ -198,16 +198,16 @@ def _suffix_tokens(trajectory: Trajectory, prompt: _Tokens) -> _Tokens:
 
 
 def _write(
-    arrays: dict[str, np.ndarray], row: int, place: int, start: int, segment: int, tokens: _Tokens
+    arrays: dict[str, np.ndarray], row: int, offset: int, begin: int, segment: int, tokens: _Tokens
 ) -> int:
-    """Write tokens of the segment that begins at `start`; returns the place after them."""
-    end = place + len(tokens.ids)
-    part = slice(place, end)
-    arrays["ids"][row, part] = tokens.ids
-    arrays["positions"][:, row, part] = tokens.positions
-    arrays["segments"][row, part] = segment
-    arrays["starts"][row, part] = start
-    arrays["visual_index"][row, part] = tokens.slots
+    """Write tokens of the segment that begins at `begin`; returns the offset after them."""
+    end = offset + len(tokens.ids)
+    written = slice(offset, end)
+    arrays["ids"][row, written] = tokens.ids
+    arrays["positions"][:, row, written] = tokens.positions
+    arrays["segments"][row, written] = segment
+    arrays["starts"][row, written] = begin
+    arrays["visual_index"][row, written] = tokens.slots
     return end
 
 
@@ -221,13 +221,13 @@ def mismatches(batches: Sequence[Microbatch], groups: Sequence[Group]) -> int:
     for batch in batches:
         for group in groups:
             for number, trajectory in enumerate(group.trajectories):
-                places = np.asarray(batch.index[group.rollout + number])
-                if places[0] >= 0:
-                    count += _differs(batch, places[places >= 0], trajectory)
+                indices = np.asarray(batch.index[group.rollout + number])
+                if indices[0] >= 0:
+                    count += _differs(batch, indices[indices >= 0], trajectory)
     return count
 
 
-def _differs(batch: Microbatch, places: np.ndarray, trajectory: Trajectory) -> bool:
+def _differs(batch: Microbatch, indices: np.ndarray, trajectory: Trajectory) -> bool:
     segments = trajectory.segments
     sampled = [n for n, s in enumerate(segments) if s.author is Author.MODEL and len(s.ids)]
     if not sampled:
@@ -237,13 +237,13 @@ def _differs(batch: Microbatch, places: np.ndarray, trajectory: Trajectory) -> b
     # A tool response may follow the last sampled token.
     after = sum(len(segment.ids) for segment in segments[last + 1 :])
     tokens = batch.pieces * batch.ids.shape[1]
-    row, place = divmod(int(places[len(places) - after - 1]), tokens)
+    row, token = divmod(int(indices[len(indices) - after - 1]), tokens)
     ids, numbers, starts = (
         np.asarray(x).reshape(-1, tokens)[row] for x in (batch.ids, batch.segments, batch.starts)
     )
     # The rule of `models.attention.RowLayout`.
     keys = np.arange(tokens)
-    own = keys >= starts[place]
+    own = keys >= starts[token]
     shared = keys < batch.shared[row * batch.pieces]
-    visible = (numbers == numbers[place]) & (keys <= place) & (own | shared)
+    visible = (numbers == numbers[token]) & (keys <= token) & (own | shared)
     return digest(ids[visible]) != segments[last].digest

@@ -98,7 +98,7 @@ def render_rows(
     """Render each row's conversations and encode their frames.
 
     A conversation is missing from its row if one of its files cannot be read, or has changed since
-    the data was prepared. Its place becomes padding.
+    the data was prepared. Its tokens become padding.
 
     Returns:
         The rendered conversations of each row, and the errors by the id of the missing ones.
@@ -216,8 +216,8 @@ def _microbatch(arrays: dict[str, np.ndarray], shape: RowsShape, number: int) ->
     cut: dict[str, Any] = {name: arrays[name][..., part, :] for name in names}
     # Every process has consecutive rows of the step, and of each micro-batch.
     index = np.full((jax.process_count(), shape.microbatches, own, shape.tokens), -1, np.int32)
-    places = np.arange(shape.microbatch.places, dtype=np.int32)
-    index[:, number] = places.reshape(jax.process_count(), own, shape.tokens)
+    tokens = np.arange(shape.microbatch.size, dtype=np.int32)
+    index[:, number] = tokens.reshape(jax.process_count(), own, shape.tokens)
     return Microbatch(
         **cut, starts=None, shared=None, index=index.reshape(shape.rows, shape.tokens)
     )

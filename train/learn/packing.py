@@ -44,7 +44,7 @@ class MicrobatchShape:
     pieces: int = 1
 
     @property
-    def places(self) -> int:
+    def size(self) -> int:
         """Tokens of all rows, padding included."""
         return self.rows * self.tokens
 
@@ -193,10 +193,10 @@ def pack(
         for row, chunk in itertools.product(lengths, lengths)
         if max(chunk, longest) <= row
     ]
-    charge = _CHARGE * shapes[0].places
+    charge = _CHARGE * shapes[0].size
 
     def cost(packed: Sequence[PackedMicrobatch]) -> float:
-        return sum(microbatch.shape.places + charge for microbatch in packed)
+        return sum(microbatch.shape.size + charge for microbatch in packed)
 
     # `min` takes the first of equals: that with the longest rows and chunks.
     return min(tried, key=cost)
@@ -220,7 +220,7 @@ def _packed(
     ]
     rows = _fill(chunks, groups, row_tokens)
     per_batch = shapes[0].rows
-    batches = [rows[start : start + per_batch] for start in range(0, len(rows), per_batch)]
+    batches = [rows[first : first + per_batch] for first in range(0, len(rows), per_batch)]
     return tuple(_shrunk(batch, groups, shapes) for batch in batches)
 
 
@@ -231,14 +231,14 @@ def _cut(number: int, group: GroupLengths, most: int) -> list[Chunk]:
     members: list[list[int]] = []
     for member in longest_first:
         needed = group.suffixes[member]
-        place = _first_with_room(room, needed)
-        if place is None:
+        chunk = _first_with_room(room, needed)
+        if chunk is None:
             # A trajectory that is longer than `most` gets a chunk of its own.
-            place = len(room)
+            chunk = len(room)
             room.append(most - group.prompt)
             members.append([])
-        room[place] -= needed
-        members[place].append(member)
+        room[chunk] -= needed
+        members[chunk].append(member)
     return [Chunk(number, tuple(sorted(chosen))) for chosen in members]
 
 
@@ -250,13 +250,13 @@ def _fill(
     room: list[int] = []
     rows: list[list[Chunk]] = []
     for needed, chunk in sized:
-        place = _first_with_room(room, needed)
-        if place is None:
-            place = len(room)
+        row = _first_with_room(room, needed)
+        if row is None:
+            row = len(room)
             room.append(tokens)
             rows.append([])
-        room[place] -= needed
-        rows[place].append(chunk)
+        room[row] -= needed
+        rows[row].append(chunk)
     return [tuple(row) for row in rows]
 
 

@@ -141,30 +141,30 @@ def row_specs(batch: T, axes: str | tuple[str, ...]) -> T:
     return jax.tree_util.tree_map_with_path(of, batch)
 
 
-def place(batch: T, mesh: Mesh) -> T:
+def put(batch: T, mesh: Mesh) -> T:
     """Put this process's share of a batch on the mesh.
 
     An array contains this process's own rows, which are joined in the order of processes, or the
     full value of a replicated array.
     """
 
-    def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    def shard(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
-    return jax.tree.map(put, batch, shardings(batch, mesh))
+    return jax.tree.map(shard, batch, shardings(batch, mesh))
 
 
-def place_whole(batch: T, mesh: Mesh) -> T:
+def put_whole(batch: T, mesh: Mesh) -> T:
     """Put a batch on the mesh of which every process has all rows."""
 
-    def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    def shard(leaf: Any, sharding: NamedSharding) -> jax.Array:
         whole = np.asarray(leaf)
         return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
 
-    return jax.tree.map(put, batch, shardings(batch, mesh))
+    return jax.tree.map(shard, batch, shardings(batch, mesh))
 
 
-def place_vectors(
+def put_vectors(
     rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, mesh: Mesh
 ) -> Shaped[Array, "b m c d"]:
     """Put visual vectors on the mesh. Only chunks that hold vectors travel, and no padding.
@@ -177,11 +177,11 @@ def place_vectors(
     sharding = NamedSharding(mesh, PartitionSpec(ROWS))
     shape = (len(rows) * jax.process_count(), room, *rows[0].shape[1:])
     indices: Any = sharding.addressable_devices_indices_map(shape)
-    places = {device: range(shape[0])[index[0]] for device, index in indices.items()}
-    first = min(place.start for place in places.values())
+    owned = {device: range(shape[0])[index[0]] for device, index in indices.items()}
+    first = min(rows_of.start for rows_of in owned.values())
     shards = [
-        _fill([rows[row - first] for row in place], room, device)
-        for device, place in places.items()
+        _fill([rows[row - first] for row in rows_of], room, device)
+        for device, rows_of in owned.items()
     ]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
@@ -225,7 +225,7 @@ class BankPlacer:
         slots = self._room.slots
         firsts = range(0, slots * self._devices, slots)
         rows = [cached[first : first + slots] for first in firsts]
-        bank = Bank(place_vectors(rows, slots, self._mesh))
+        bank = Bank(put_vectors(rows, slots, self._mesh))
         if self._vision is None and replicas(self._mesh) > 1:
             # Once per step: micro-batches read all of them.
             return Bank(self._share(bank.cached))
@@ -245,9 +245,9 @@ class BankPlacer:
             part = slice(device * share, (device + 1) * share)
             rows.append(padded[part.start * vision.frame_tokens : part.stop * vision.frame_tokens])
             sizes[device, : len(grids[part])] = np.reshape(grids[part], (-1, 2))
-        placed: Any = place({"grids": sizes}, self._mesh)
+        placed: Any = put({"grids": sizes}, self._mesh)
         room = self._room.frames * vision.frame_tokens
-        return Bank(place_vectors(rows, room, self._mesh), placed["grids"])
+        return Bank(put_vectors(rows, room, self._mesh), placed["grids"])
 
 
 def _fill(rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, device: Any) -> Array:

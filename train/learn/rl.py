@@ -28,7 +28,7 @@ from rollout.agent.episode import Environment
 from train.learn.batch import Microbatch
 from train.learn.optimizer import make_optimizer
 from train.learn.packing import StepRoom, StepShape
-from train.learn.placement import Bank, VisualRoom, place, place_whole, row_pieces
+from train.learn.placement import Bank, VisualRoom, put, put_whole, row_pieces
 from train.learn.rl_batch import LaidOut, RLBatch, lay_out, lay_out_padding
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts
@@ -179,7 +179,7 @@ class Learner:
             raise ValueError(
                 f"rl: step {step} has no question with a readable video; check the data root"
             )
-        return self._place(laid_out)
+        return self._put(laid_out)
 
     def score(self, batch: StepBatch) -> ScoredBatch:
         """Return the batch with the log-probs of the reference, and advantages."""
@@ -284,12 +284,12 @@ class Learner:
         """Return a step without rollouts, with an empty micro-batch of every size."""
         stale = self.settings.max_staleness > 0
         empty = lay_out_padding(self.room, features, stale)
-        return self._with_advantages(self._place(empty))
+        return self._with_advantages(self._put(empty))
 
-    def _place(self, laid_out: LaidOut) -> StepBatch:
-        bank = self.updater.place_bank(laid_out.visual, laid_out.grids)
-        microbatches = tuple(place_whole(part, self.mesh) for part in laid_out.microbatches)
-        played = place(laid_out.grpo, self.mesh)
+    def _put(self, laid_out: LaidOut) -> StepBatch:
+        bank = self.updater.put_bank(laid_out.visual, laid_out.grids)
+        microbatches = tuple(put_whole(part, self.mesh) for part in laid_out.microbatches)
+        played = put(laid_out.grpo, self.mesh)
         return StepBatch(laid_out, bank, microbatches, played)
 
     def _after_the_first(self, batch: RLBatch, metrics: MicrobatchMetrics) -> RLBatch:

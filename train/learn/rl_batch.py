@@ -77,8 +77,8 @@ class LaidOut(NamedTuple):
     """Share of the trained tokens that the weights of the update drew."""
     metrics: dict[str, float]
     """`token_mismatches`: trajectories whose ids differ from what the sampler saw, always 0.
-    `packing/microbatches`: their number. `packing/places`: tokens of all rows, padding included.
-    `packing/filled`: share of places with a token."""
+    `packing/microbatches`: their number. `packing/size`: tokens of all rows, padding included.
+    `packing/filled`: share of these that are no padding."""
 
 
 class _Prompt(NamedTuple):
@@ -257,12 +257,12 @@ def _slots(
 
 
 def _packing_metrics(microbatches: Sequence[Microbatch]) -> dict[str, float]:
-    places = sum(microbatch.ids.size for microbatch in microbatches)
+    size = sum(microbatch.ids.size for microbatch in microbatches)
     tokens = sum(int((microbatch.segments > 0).sum()) for microbatch in microbatches)
     return {
         "packing/microbatches": float(len(microbatches)),
-        "packing/places": float(places),
-        "packing/filled": tokens / places,
+        "packing/size": float(size),
+        "packing/filled": tokens / size,
     }
 
 

@@ -34,7 +34,7 @@ class RLSettings:
     kinds: tuple[Literal["mcq", "tvg", "oe"], ...] = ()
     """Kinds of questions to train on: mcq (choice), tvg (grounding), oe (open); empty: all."""
     dynamic_sampling: int = 0
-    """Rounds per step in which further prompts take the places of those without signal (DAPO)."""
+    """Rounds per step in which further prompts replace those without signal (DAPO)."""
     max_staleness: int = 0
     """Updates that a rollout may outlive: 0, 1 (trained in the step after) or 2 (at the latest)."""
     microbatch_tokens: int = 16_384

@@ -3,7 +3,7 @@
 Without a pool, every step waits for its slowest rollout while most slots are empty. With it, twice
 as many groups are in flight as an update takes:
 
-    begin    the places of the groups that were taken last get new questions
+    begin    new groups take the prompts of those that were taken last
     play     all episodes advance, a quantum of virtual time at a time, until the update can be made
     take     the update takes the groups that are due, and those that ended first
     suspend  all others keep what they have drawn, and go on under the new weights
@@ -93,14 +93,14 @@ class RolloutPool:
         if self._player is None:
             self._player = Player(environment, settings.temperature, charge)
         clock, number, groups = self.state.clock, self.state.number, [*self.state.groups]
-        places = range(settings.prompts)
+        prompts = range(settings.prompts)
         first = 0
         while len(groups) < capacity(settings.prompts, settings.max_staleness):
-            drawn = questions.draw(step, places if first else None)
-            for group in begin(drawn, settings, seed, step, places, first):
+            drawn = questions.draw(step, prompts if first else None)
+            for group in begin(drawn, settings, seed, step, prompts, first):
                 groups.append(dataclasses.replace(group, number=number, start=clock))
                 number += 1
-            first += len(places)
+            first += len(prompts)
         self._player.deal(groups, clock)
         while True:
             progress = [GroupProgress(group.step, group.end) for group in groups]

@@ -37,8 +37,8 @@ class ScoredGroup:
 
     episodes: tuple[Episode, ...]
     rewards: tuple[Rewards, ...]
-    place: int = 0
-    """Its place among the prompts of its step."""
+    prompt: int = 0
+    """Number of its prompt in its step."""
     players: tuple[int, ...] = ()
     """The process that played each episode; empty: there is only one."""
 
@@ -84,8 +84,8 @@ def draw_budgets(settings: RLSettings, seed: int, step: int, prompts: int) -> li
 class Questions(Protocol):
     """The questions of training, in an order that the seed fixes."""
 
-    def draw(self, step: int, places: Sequence[int] | None = None) -> Sequence[Question]:
-        """Draw a question for each place of a step, or for some of its places.
+    def draw(self, step: int, prompts: Sequence[int] | None = None) -> Sequence[Question]:
+        """Draw a question for each prompt of a step, or for some of them, by number.
 
         Every process gets the same questions.
         """
@@ -116,7 +116,7 @@ def begin(
     settings: RLSettings,
     seed: int,
     step: int,
-    places: Sequence[int] | None = None,
+    prompts: Sequence[int] | None = None,
     first: int = 0,
 ) -> list[GroupInFlight]:
     """Return a group of episodes for each question, which are not dealt to processes yet.
@@ -126,19 +126,19 @@ def begin(
         settings: Group size and budgets.
         seed: Seed of the run.
         step: The step in which they begin.
-        places: Each question's place among the prompts of the step, which decides its budget. None:
-            all places, in order.
+        prompts: Number of each question's prompt in the step, which decides its budget. None: all
+            prompts, in order.
         first: Number of the first question in the step. Seeds of episodes follow from the number.
     """
-    places = range(len(questions)) if places is None else places
-    budgets = draw_budgets(settings, seed, step, 1 + max(places))
+    prompts = range(len(questions)) if prompts is None else prompts
+    budgets = draw_budgets(settings, seed, step, 1 + max(prompts))
     groups = []
-    for n, (place, question) in enumerate(zip(places, questions, strict=True)):
+    for n, (prompt, question) in enumerate(zip(prompts, questions, strict=True)):
         flights = tuple(
             EpisodeInFlight(seed_of(seed, step, first + n, g))
             for g in range(settings.grpo.group_size)
         )
-        groups.append(GroupInFlight(n, question, budgets[place], place, step, flights))
+        groups.append(GroupInFlight(n, question, budgets[prompt], prompt, step, flights))
     return groups
 
 
@@ -184,7 +184,7 @@ def score(actor: Actor, groups: Sequence[GroupInFlight], settings: RLSettings) -
     for group in readable:
         players = tuple(flight.process or 0 for flight in group.flights)
         scored_groups.append(
-            ScoredGroup(group.episodes, rewards[group.number], group.place, players)
+            ScoredGroup(group.episodes, rewards[group.number], group.prompt, players)
         )
     return Rollouts(tuple(scored_groups), len(groups) - len(readable), dict(judged))
 
@@ -215,7 +215,7 @@ def play_step(
 ) -> StepRollouts:
     """Play a step's episodes, with dynamic sampling (DAPO, arXiv:2503.14476, section 3.2).
 
-    In at most `settings.dynamic_sampling` rounds, further questions take the places of those
+    In at most `settings.dynamic_sampling` rounds, further questions replace those
     without signal: all rewards of the group are equal, or the video cannot be read. All processes
     decide alike, because they see all rewards.
 
@@ -230,40 +230,40 @@ def play_step(
     batch, counts = drawn, collections.Counter(drawn.judged)
     if not settings.dynamic_sampling:
         return StepRollouts(batch, drawn, dict(counts))
-    open_places = _without_signal(drawn, settings)
-    silent, further = len(open_places), 0
+    open_prompts = _without_signal(drawn, settings)
+    silent, further = len(open_prompts), 0
     for _ in range(settings.dynamic_sampling):
-        if not open_places:
+        if not open_prompts:
             break
-        more = questions.draw(step, open_places)
-        groups = begin(more, settings, seed, step, open_places, settings.prompts + further)
+        more = questions.draw(step, open_prompts)
+        groups = begin(more, settings, seed, step, open_prompts, settings.prompts + further)
         fresh = roll_out(actor, groups, settings)
         counts.update(fresh.judged)
-        further += len(open_places)
+        further += len(open_prompts)
         batch = _replaced(batch, fresh)
-        open_places = _without_signal(batch, settings)
+        open_prompts = _without_signal(batch, settings)
     metrics = dict(counts) | {
-        "groups/replaced": float(silent - len(open_places)),
+        "groups/replaced": float(silent - len(open_prompts)),
         "groups/further": float(further),
     }
     return StepRollouts(batch, drawn, metrics)
 
 
 def _without_signal(rollouts: Rollouts, settings: RLSettings) -> list[int]:
-    """Return the places whose group is silent or missing."""
+    """Return the prompts whose group is silent or missing."""
     rewards = np.zeros((settings.prompts, settings.grpo.group_size), np.float32)
     valid = np.zeros(rewards.shape, bool)
     for group in rollouts.groups:
-        rewards[group.place] = [reward.total for reward in group.rewards]
-        valid[group.place] = True
+        rewards[group.prompt] = [reward.total for reward in group.rewards]
+        valid[group.prompt] = True
     signal = grpo.has_signal(jnp.asarray(rewards), jnp.asarray(valid), settings.grpo)
     return np.flatnonzero(~np.asarray(signal)).tolist()
 
 
 def _replaced(old: Rollouts, new: Rollouts) -> Rollouts:
-    """Return the groups of both in the order of their places; of two at one place, the new one."""
-    groups = {group.place: group for group in (*old.groups, *new.groups)}
-    in_order = tuple(groups[place] for place in sorted(groups))
+    """Return the groups of both in the order of prompts; of two on one prompt, the new one."""
+    groups = {group.prompt: group for group in (*old.groups, *new.groups)}
+    in_order = tuple(groups[prompt] for prompt in sorted(groups))
     return Rollouts(in_order, old.unreadable + new.unreadable)
 
 

@@ -42,7 +42,7 @@ from train.learn.conversation_rows import (
 )
 from train.learn.optimizer import OptimizerSettings, make_optimizer, supervised_save_every
 from train.learn.packing import GroupLengths
-from train.learn.placement import Bank, BankPlacer, place
+from train.learn.placement import Bank, BankPlacer, put
 from train.learn.update import (
     Loss,
     TrainState,
@@ -261,7 +261,7 @@ class SFTBatches:
         shape = dataclasses.replace(settings.shape, visual=visual, frames=frames)
         self._devices = row_devices(mesh)
         self.shape = shape.fitted(settings.microbatches, self._devices)
-        self._place_bank = BankPlacer(mesh, self.shape.room(self._devices), vision)
+        self._put_bank = BankPlacer(mesh, self.shape.room(self._devices), vision)
 
     def __next__(self) -> SFTStep:
         """Return the next batch."""
@@ -326,8 +326,8 @@ class SFTBatches:
     ) -> _Prepared:
         own = lay_out_rows(rendered, self._features, self.shape, self._devices)
         return _Prepared(
-            self._place_bank(own.visual, own.grids),
-            tuple(place(part, self._mesh) for part in own.microbatches),
+            self._put_bank(own.visual, own.grids),
+            tuple(put(part, self._mesh) for part in own.microbatches),
             own.mask,
             tuple(tuple(len(each.trajectory.ids) for each in row) for row in rendered),
             missing,
@@ -336,7 +336,7 @@ class SFTBatches:
     def _placed(self, mask: Bool[np.ndarray, "r t"]) -> SFTBatch:
         """Return what the loss reads, on the mesh."""
         arrays: Any = (mask, np.float32(mask.sum()))
-        return place(SFTBatch(*arrays), self._mesh)
+        return put(SFTBatch(*arrays), self._mesh)
 
     def get_state(self) -> dict[str, Any]:
         """Return the position in the data, for a checkpoint."""

@@ -134,7 +134,7 @@ def score_rollouts(
     Args:
         text: The decoder.
         visual: The step's bank of visual vectors; its leading axes count slots.
-        batch: Packed rows, and the places of the rollouts' tokens in them.
+        batch: Packed rows, and the indices of the rollouts' tokens in them.
         temperature: The temperature at which the rollouts were sampled.
         remat: Activation checkpointing policy.
     """
@@ -148,18 +148,18 @@ def score_rollouts(
         VisualBank(bank, batch.visual_index),
         remat=remat,
     )
-    # The output at place i predicts the token at place i + 1, which may be in the next piece.
+    # The output at token i predicts token i + 1, which may be in the next piece.
     # What follows a segment's last token is another segment's first: its log-prob is not used.
     following = jnp.roll(batch.ids.reshape(-1), -1).reshape(batch.ids.shape)
     chunk = LOGPROB_CHUNK if text.config.vocab_size > LARGE_VOCABULARY else None
     predicted = text.token_logprobs(hidden, following, temperature, chunk).reshape(-1)
-    places = jnp.maximum(batch.index - 1, 0)
+    before = jnp.maximum(batch.index - 1, 0)
     first = jnp.arange(batch.index.shape[1])[None] == 0
-    logprobs = jnp.where((batch.index < 0) | first, 0.0, predicted[places])
+    logprobs = jnp.where((batch.index < 0) | first, 0.0, predicted[before])
     routes = None
     if marks is not None:
         # [l, b, t] -> [r, u, l]
-        routes = jnp.moveaxis(marks.reshape(len(marks), -1)[:, places], 0, -1)
+        routes = jnp.moveaxis(marks.reshape(len(marks), -1)[:, before], 0, -1)
     return Scores(logprobs, routes)
 
 
@@ -333,7 +333,7 @@ class Updater:
         start: The state before the first update.
         programs: The update's programs.
         vision: Those of the trained part of the tower; None: none is trained.
-        place_bank: Puts what is cached of this process's frames on the mesh.
+        put_bank: Puts what is cached of this process's frames on the mesh.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class Updater:
         self._accumulates = accumulates
         self.start = start
         self.programs = make_update(skeleton, optimizer, loss, start)
-        self.place_bank = BankPlacer(mesh, room, skeleton.vision)
+        self.put_bank = BankPlacer(mesh, room, skeleton.vision)
         self.vision: VisionPrograms | None = None
         if skeleton.vision is not None:
             processes = len({device.process_index for device in mesh.devices.flat})
@@ -444,7 +444,9 @@ def like(arrays: Any, shardings: Any) -> Any:
     if isinstance(shardings, Sharding):
         shardings = jax.tree.map(lambda _: shardings, arrays)
     return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays, shardings
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        arrays,
+        shardings,
     )
 
 
