@@ -328,8 +328,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "every_row_shows_the_first_frames": ("slot += visual", "slot += 0"),
         "all_tokens_in_every_micro_batch": ("index[:, number] = tokens", "index[:] = tokens"),
         "tool_tokens_trained": (
-            "[r, part] = trajectory.authors == Author.MODEL",
-            "[r, part] = trajectory.authors != Author.PROMPT",
+            "[r, written] = trajectory.authors == Author.MODEL",
+            "[r, written] = trajectory.authors != Author.PROMPT",
         ),
     },
     ("train/learn/placement.py", _PLACEMENT): {

@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     program = "python -m paravt_extras.rehearsal"
     run = parse(sys.argv[1:] if argv is None else argv, RECIPES, prog=program)
-    return command(run, functools.partial(train, begin=rehearsal))
+    return command(run, functools.partial(train, prepared=rehearsal))
 
 
 if __name__ == "__main__":

@@ -155,20 +155,20 @@ def config_of(path: str, model: ModelSettings) -> ModelConfig:
             "the folder model of their run, where they are merged (elsewhere, merge_and_unload of "
             "PEFT merges them), or their base"
         )
-    found = from_hf(folder / CONFIG)
-    if found.family != model.family:
+    config = from_hf(folder / CONFIG)
+    if config.family != model.family:
         raise ValueError(
-            f"model.path: {path} is of the family {found.family}, and model.family is "
+            f"model.path: {path} is of the family {config.family}, and model.family is "
             f"{model.family}; change model.family, and model.size with it"
         )
     require_same(
         f"model.path: {path} is not of model.size {model.size}",
-        _sizes(found),
+        _sizes(config),
         # A tiny model has the vocabulary of its world.
-        _sizes(model.config(found.text.vocab_size)),
+        _sizes(model.config(config.text.vocab_size)),
         "Change model.size or model.path so that they match.",
     )
-    return found
+    return config
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:

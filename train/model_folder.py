@@ -59,8 +59,8 @@ def export_run(run: Run, folder: pathlib.Path, parts: Parts, weights: Any) -> No
     digest = parts.origin.content.get("base_fingerprint")
     adapter = folder / "adapter"
     if run.lora is not None and digest is not None and not hosts.from_first(adapter.exists):
-        base, part = run.model.path, run.train_vision
-        save_adapters(model, run.lora, adapter, base=base, base_digest=digest, train_vision=part)
+        base, trained = run.model.path, run.train_vision
+        save_adapters(model, run.lora, adapter, base=base, base_digest=digest, train_vision=trained)
     merge_adapters(model.text)
     nnx.update(model.vision, jax.device_put(parts.tower_with(vision), whole))
     write_model(model, folder / "tokenizer", run.frames, folder / "model")

@@ -236,24 +236,24 @@ def _show(run: Run, topology: str) -> int:
     return int(any(finding.is_error for finding in findings))
 
 
-def train(run: Run, begin: Callable[[Run], Run] = lambda run: run) -> int:
+def train(run: Run, prepared: Callable[[Run], Run] = lambda run: run) -> int:
     """Run every unfinished phase, and say where the report is.
 
     Args:
         run: The settings.
-        begin: Replaces settings once the processes have joined.
+        prepared: Replaces settings once the processes have joined.
 
     Returns:
         The exit code.
     """
-    start = time.monotonic()
+    begin = time.monotonic()
     # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
     cluster.connect()
     with Interrupts() as interrupts, cluster.ending_with_the_others():
-        run = begin(run)
+        run = prepared(run)
         require_ready(run, resolved(run), _place(run))
         report = execute(run, interrupts)
-    seconds = format_seconds(time.monotonic() - start)
+    seconds = format_seconds(time.monotonic() - begin)
     print(f"done in {seconds}; see {_place(run).in_words(str(report))}")
     return 0
 

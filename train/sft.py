@@ -32,10 +32,10 @@ def train_sft(parts: Parts, weights: Any, batches: SFTBatches, saver: Saver) -> 
     if saver.left:
         compile_ahead(batches.lowerings(updater, state), shown=hosts.is_first())
     for step in saver.steps():
-        start = time.perf_counter()
+        begin = time.perf_counter()
         # The measured time includes the update: its metrics are numbers here.
         left = settings.steps - step
         state, lengths, metrics = sft_step(updater, state, batches, batches.seed, left)
-        metrics["time/step"] = time.perf_counter() - start
+        metrics["time/step"] = time.perf_counter() - begin
         saver.done(step, state, metrics, batches.get_state(), lengths)
     return state.weights

@@ -142,7 +142,7 @@ def align(
     if rng_state is not None:
         rng.bit_generator.state = rng_state
     for step in saver.steps():
-        start = time.perf_counter()
+        begin = time.perf_counter()
         with jax.profiler.TraceAnnotation("data"):
             chosen = rng.integers(len(pixels), size=settings.batch)
             patches = patchify(pixels[chosen], vision)
@@ -150,7 +150,7 @@ def align(
             weights, state, loss, accuracy = update(weights, state, patches, words[chosen])
             nnx.update((model.vision, model.text.embedding), weights)
             metrics = {"loss": float(loss), "accuracy": float(accuracy)}
-        metrics["time/step"] = time.perf_counter() - start
+        metrics["time/step"] = time.perf_counter() - begin
         saver.done(step, _as_saved(model, state), metrics, dict(rng.bit_generator.state))
 
 

@@ -53,10 +53,10 @@ class RowsShape:
 
         Micro-batches are few enough to give each device a row. Missing rows are padding.
         """
-        parts = min(limit, math.ceil(self.rows / devices))
-        multiple = devices * parts
+        count = min(limit, math.ceil(self.rows / devices))
+        multiple = devices * count
         rows = math.ceil(self.rows / multiple) * multiple
-        return dataclasses.replace(self, rows=rows, microbatches=parts)
+        return dataclasses.replace(self, rows=rows, microbatches=count)
 
     def room(self, devices: int) -> VisualRoom:
         """Return the room per device for what is shown in its rows."""
@@ -106,13 +106,13 @@ def render_rows(
     rendered: list[list[Rendered]] = []
     missing: dict[str, VideoError] = {}
     for row in rows:
-        found = []
+        readable = []
         for conversation in row:
             try:
-                found.append(_render(conversation, protocol, features))
+                readable.append(_render(conversation, protocol, features))
             except VideoError as error:
                 missing[conversation.id] = error
-        rendered.append(found)
+        rendered.append(readable)
     return rendered, missing
 
 
@@ -180,18 +180,18 @@ def lay_out_rows(
     grids: list[tuple[int, int]] = []
     for r, row in enumerate(rows):
         _check(sum(len(trajectory.ids) for trajectory, _ in row), shape.tokens, "tokens")
-        start, shown = 0, []
+        first, shown = 0, []
         for segment, (trajectory, cached) in enumerate(row, 1):
-            part = slice(start, start + len(trajectory.ids))
+            written = slice(first, first + len(trajectory.ids))
             own = [features.grid(frame) for frame in trajectory.frames]
             config = features.config
-            arrays["ids"][r, part] = trajectory.ids
-            arrays["segments"][r, part] = segment
-            arrays["positions"][:, r, part] = mrope_positions(trajectory.ids, own, config)
-            mask[r, part] = trajectory.authors == Author.MODEL
+            arrays["ids"][r, written] = trajectory.ids
+            arrays["segments"][r, written] = segment
+            arrays["positions"][:, r, written] = mrope_positions(trajectory.ids, own, config)
+            mask[r, written] = trajectory.authors == Author.MODEL
             vectors += [] if cached is None else [cached]
             shown += own
-            start = part.stop
+            first = written.stop
         index = visual_index(arrays["ids"][r], features.config.image_token_id)
         arrays["visual_index"][r] = np.where(index < 0, -1, slot + index)
         visual = int((index >= 0).sum())
@@ -204,16 +204,16 @@ def lay_out_rows(
             _check(len(shown), shape.frames, "frames", changed)
         slot += visual
         grids += shown
-    microbatches = tuple(_microbatch(arrays, shape, part) for part in range(shape.microbatches))
+    microbatches = tuple(_microbatch(arrays, shape, number) for number in range(shape.microbatches))
     return OwnRows(microbatches, mask, np.concatenate(vectors), tuple(grids))
 
 
 def _microbatch(arrays: dict[str, np.ndarray], shape: RowsShape, number: int) -> Microbatch:
     """Return this process's rows of a micro-batch, and where all of its rows are in the step."""
     own = len(arrays["ids"]) // shape.microbatches
-    part = slice(number * own, (number + 1) * own)
+    rows = slice(number * own, (number + 1) * own)
     names = ("ids", "positions", "segments", "visual_index")
-    cut: dict[str, Any] = {name: arrays[name][..., part, :] for name in names}
+    cut: dict[str, Any] = {name: arrays[name][..., rows, :] for name in names}
     # Every process has consecutive rows of the step, and of each micro-batch.
     index = np.full((jax.process_count(), shape.microbatches, own, shape.tokens), -1, np.int32)
     tokens = np.arange(shape.microbatch.size, dtype=np.int32)

@@ -47,7 +47,7 @@ class GroupInFlight:
     step: int
     """The step in which it began. Its oldest tokens may have the weights of that step."""
     flights: tuple[EpisodeInFlight, ...]
-    start: int = 0
+    began: int = 0
     """The virtual time at which it began."""
 
     @property
@@ -62,7 +62,7 @@ class GroupInFlight:
         """The virtual time at which its last episode ended; None while one is in flight."""
         if not all(flight.done for flight in self.flights):
             return None
-        return self.start + max(flight.clock for flight in self.flights)
+        return self.began + max(flight.clock for flight in self.flights)
 
 
 def deal(clocks: Sequence[int], homes: Sequence[int | None], processes: int) -> list[int]:
@@ -172,7 +172,7 @@ class Player:
                 continue
             flights[name] = flight
             # An episode's own clock stands still within a response.
-            elapsed.append(now - group.start if flight.clock else 0)
+            elapsed.append(now - group.began if flight.clock else 0)
         homes = [flight.process for flight in flights.values()]
         dealt = deal(elapsed, homes, hosts.process_count())
         for (name, flight), process in zip(flights.items(), dealt, strict=True):
@@ -184,7 +184,7 @@ class Player:
         """Play all episodes up to the virtual time `until`, and tell all processes who is done."""
         everything = dict(_named(groups))
         begun: dict[_Name, PacedAgent[Episode]] = {}
-        parts = {}
+        plays = {}
         for name, (group, flight) in everything.items():
             if flight.done or flight.process != hosts.process_index():
                 continue
@@ -192,7 +192,7 @@ class Player:
                 self._agents[name] = self._agent(group, flight)
                 if flight.clock:
                     begun[name] = self._agents[name]
-            parts[name] = self._agents[name].play(until - group.start)
+            plays[name] = self._agents[name].play(until - group.began)
         # Before anything is played: agents that have been restored ask at the same moment as those
         # that were never interrupted.
         run(engine, [agent.restore() for agent in begun.values()])
@@ -200,10 +200,10 @@ class Player:
             if agent.strayed:
                 group, _ = everything[name]
                 agent.end(_unreadable(group))
-        run(engine, [*parts.values()])
-        reached = {name: (self._agents[name].clock, self._agents[name].done) for name in parts}
-        for part in hosts.gather(reached):
-            for name, (clock, done) in part.items():
+        run(engine, [*plays.values()])
+        reached = {name: (self._agents[name].clock, self._agents[name].done) for name in plays}
+        for others in hosts.gather(reached):
+            for name, (clock, done) in others.items():
                 _, flight = everything[name]
                 flight.clock = clock
                 flight.done = done
@@ -211,9 +211,9 @@ class Player:
     def share(self, groups: Sequence[GroupInFlight]) -> None:
         """Bring the logs of all agents, and the episodes that have ended, to all processes."""
         everything = dict(_named(groups))
-        told = {name: (agent.log, agent.result) for name, agent in self._agents.items()}
-        for part in hosts.gather(told):
-            for name, (log, episode) in part.items():
+        logs = {name: (agent.log, agent.result) for name, agent in self._agents.items()}
+        for others in hosts.gather(logs):
+            for name, (log, episode) in others.items():
                 _, flight = everything[name]
                 flight.log = AgentLog() if flight.done else log
                 flight.episode = episode

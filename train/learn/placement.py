@@ -159,7 +159,7 @@ def put_whole(batch: T, mesh: Mesh) -> T:
 
     def shard(leaf: Any, sharding: NamedSharding) -> jax.Array:
         whole = np.asarray(leaf)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     return jax.tree.map(shard, batch, shardings(batch, mesh))
 
@@ -242,9 +242,9 @@ class BankPlacer:
         share = math.ceil(len(grids) / self._devices)
         rows, sizes = [], np.zeros((self._devices, self._room.frames, 2), np.int32)
         for device in range(self._devices):
-            part = slice(device * share, (device + 1) * share)
-            rows.append(padded[part.start * vision.frame_tokens : part.stop * vision.frame_tokens])
-            sizes[device, : len(grids[part])] = np.reshape(grids[part], (-1, 2))
+            own = slice(device * share, (device + 1) * share)
+            rows.append(padded[own.start * vision.frame_tokens : own.stop * vision.frame_tokens])
+            sizes[device, : len(grids[own])] = np.reshape(grids[own], (-1, 2))
         placed: Any = put({"grids": sizes}, self._mesh)
         room = self._room.frames * vision.frame_tokens
         return Bank(put_vectors(rows, room, self._mesh), placed["grids"])
@@ -256,19 +256,19 @@ def _fill(rows: Sequence[Shaped[np.ndarray, "_ c d"]], room: int, device: Any) -
     bank = jnp.zeros((len(rows), room, *vector), rows[0].dtype, device=device)
     size = min(_CHUNK, room)
     for row, vectors in enumerate(rows):
-        for start in range(0, len(vectors), size):
+        for first in range(0, len(vectors), size):
             # The last chunk of a full row begins earlier, and repeats some vectors.
-            start = min(start, room - size)
-            part = vectors[start : start + size]
-            chunk = np.zeros((1, size, *vector), part.dtype)
-            chunk[0, : len(part)] = part
-            bank = _write(bank, jax.device_put(chunk, device), np.array([row, start, 0, 0]))
+            first = min(first, room - size)
+            held = vectors[first : first + size]
+            chunk = np.zeros((1, size, *vector), held.dtype)
+            chunk[0, : len(held)] = held
+            bank = _write(bank, jax.device_put(chunk, device), np.array([row, first, 0, 0]))
     return bank
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(bank: Array, chunk: Array, start: Array) -> Array:
-    return jax.lax.dynamic_update_slice(bank, chunk, tuple(start))
+def _write(bank: Array, chunk: Array, first: Array) -> Array:
+    return jax.lax.dynamic_update_slice(bank, chunk, tuple(first))
 
 
 def _name(path: tuple) -> str:
@@ -360,7 +360,7 @@ def in_replicas(function: Gradients, mesh: Mesh | None) -> Gradients:
         def local(arrays: Any, sums: Any, rows: Any, numbers: Any) -> tuple[Any, Any]:
             # [1, ...] -> [...], and back.
             sums, number = jax.tree.map(lambda x: x[0], (sums, numbers))
-            rows = tuple(_in_replica(part, number) for part in rows)
+            rows = tuple(_in_replica(tree, number) for tree in rows)
             sums, metrics = function(arrays, sums, rows, number=(number,))
             return jax.tree.map(lambda x: x[None], sums), _of_all_rows(metrics)
 
@@ -382,11 +382,11 @@ def _of_all_rows(metrics: Mapping[str, Array]) -> dict[str, Array]:
     return jax.lax.psum(added, REPLICAS) | jax.lax.pmax(largest, REPLICAS)
 
 
-def _in_replica(part: Any, number: Int[Array, ""]) -> Any:
+def _in_replica(tree: Any, number: Int[Array, ""]) -> Any:
     """Return a part of a batch whose rows are those of a replica: it has no tokens of other
     replicas."""
-    if not isinstance(part, Microbatch):
-        return part
-    own = part.index - number * part.ids.size
-    index = jnp.where((own >= 0) & (own < part.ids.size), own, -1)
-    return dataclasses.replace(part, index=index)
+    if not isinstance(tree, Microbatch):
+        return tree
+    own = tree.index - number * tree.ids.size
+    index = jnp.where((own >= 0) & (own < tree.ids.size), own, -1)
+    return dataclasses.replace(tree, index=index)

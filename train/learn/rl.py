@@ -77,10 +77,10 @@ def rl_loss(settings: RLSettings) -> Loss:
     """Return the loss of PARA-GRPO on a micro-batch."""
 
     def loss(
-        text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: RLBatch
+        text: TextDecoder, visual: Float[Array, "*m c d"], rows: Microbatch, batch: RLBatch
     ) -> tuple[Float[Array, ""], Metrics]:
-        logprobs, routes = score_rollouts(text, visual, part, settings.temperature, settings.remat)
-        here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (part.index >= 0))
+        logprobs, routes = score_rollouts(text, visual, rows, settings.temperature, settings.remat)
+        here = dataclasses.replace(batch.grpo, mask=batch.grpo.mask & (rows.index >= 0))
         gamma = settings.rewards.gamma
         value, metrics = grpo.paravt_loss(
             logprobs, batch.advantages, here, settings.grpo, batch.totals, gamma
@@ -259,15 +259,15 @@ class Learner:
         batches = [first]
         if self.settings.updates_per_batch > 1:
             batches.append(first.later(like(first.advantages, self._whole)))
-        rows = [(part, batch) for part in microbatches for batch in batches]
+        rows = [(microbatch, batch) for microbatch in microbatches for batch in batches]
         yield from self.updater.lowerings(state, bank, rows, draw=4)
         _, vision = split_vision(state.weights)
         visual = self.updater.abstract_visual(vision, bank)
         reference, reference_vision = split_vision(like(self.reference, self._weight_shardings))
         if self.updater.vision is not None and _types(reference_vision) != _types(vision):
             yield functools.partial(self.updater.vision.encode.lower, reference_vision, bank)
-        for part in microbatches:
-            yield functools.partial(self.logprobs.lower, reference, visual, part)
+        for microbatch in microbatches:
+            yield functools.partial(self.logprobs.lower, reference, visual, microbatch)
 
     def reference_logprobs(
         self, bank: Bank, microbatches: Sequence[Microbatch]
@@ -276,7 +276,7 @@ class Learner:
         text, vision = split_vision(jax.device_put(self.reference, self._weight_shardings))
         visual = self.updater.visual(vision, bank)
         # A token is in one micro-batch, and 0 in all others.
-        logprobs = [self.logprobs(text, visual, part) for part in microbatches]
+        logprobs = [self.logprobs(text, visual, rows) for rows in microbatches]
         # The weights are freed on return, before the update needs their memory.
         return jax.block_until_ready(functools.reduce(jnp.add, logprobs))
 
@@ -288,7 +288,7 @@ class Learner:
 
     def _put(self, laid_out: LaidOut) -> StepBatch:
         bank = self.updater.put_bank(laid_out.visual, laid_out.grids)
-        microbatches = tuple(put_whole(part, self.mesh) for part in laid_out.microbatches)
+        microbatches = tuple(put_whole(rows, self.mesh) for rows in laid_out.microbatches)
         played = put(laid_out.grpo, self.mesh)
         return StepBatch(laid_out, bank, microbatches, played)
 
@@ -330,8 +330,8 @@ def _advantages(
 def _over_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the updates that have it; of `*_max` the largest."""
     names = dict.fromkeys(itertools.chain(*updates))
-    values = {name: [found[name] for found in updates if name in found] for name in names}
+    values = {name: [update[name] for update in updates if name in update] for name in names}
     return {
-        name: max(found) if name.endswith("_max") else sum(found) / len(found)
-        for name, found in values.items()
+        name: max(each) if name.endswith("_max") else sum(each) / len(each)
+        for name, each in values.items()
     }

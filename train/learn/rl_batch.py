@@ -122,9 +122,9 @@ def lay_out(
             f"batch.groups: {len(prompts)} of at most {shape.groups}; raise rl.prompts"
         )
     vectors, grids = _encode(prompts, features)
-    gone = [number for number in range(len(prompts)) if number not in grids]
-    if gone:
-        return lay_out(rollouts.without(gone), environment, room, version)
+    unreadable = [number for number in range(len(prompts)) if number not in grids]
+    if unreadable:
+        return lay_out(rollouts.without(unreadable), environment, room, version)
     own_slots = shape.slots(processes, devices) * (devices // processes)
     slots = _slots(prompts, grids, features, own_slots)
     none = np.zeros((0, *features.vector), features.dtype)
@@ -200,13 +200,13 @@ def _providers(players: Sequence[Sequence[int]], groups: int, processes: int) ->
     """
     room = math.ceil(groups / processes)
     provided = [0] * processes
-    found = []
+    providers = []
     for played in players:
         with_room = [process for process in played if provided[process] < room]
         least = min(range(processes), key=provided.__getitem__)
-        found.append(with_room[0] if with_room else least)
-        provided[found[-1]] += 1
-    return found
+        providers.append(with_room[0] if with_room else least)
+        provided[providers[-1]] += 1
+    return providers
 
 
 def _encode(
@@ -228,8 +228,8 @@ def _encode(
             # `features` has noted the video as unreadable.
             grids.pop(number, None)
     every: dict[int, tuple[tuple[int, int], ...]] = {}
-    for part in hosts.gather(grids):
-        every |= part
+    for others in hosts.gather(grids):
+        every |= others
     return vectors, every
 
 

@@ -98,7 +98,7 @@ class RolloutPool:
         while len(groups) < capacity(settings.prompts, settings.max_staleness):
             drawn = questions.draw(step, prompts if first else None)
             for group in begin(drawn, settings, seed, step, prompts, first):
-                groups.append(dataclasses.replace(group, number=number, start=clock))
+                groups.append(dataclasses.replace(group, number=number, began=clock))
                 number += 1
             first += len(prompts)
         self._player.deal(groups, clock)
@@ -142,5 +142,5 @@ def _sampled(ended: Sequence[EpisodeInFlight]) -> dict[str, float]:
         for flight in ended
         if flight.episode is not None and flight.episode.stop is not StopReason.UNREADABLE
     ]
-    found = {"in_flight/ended": float(len(tokens))}
-    return found | {"length/sampled": float(np.mean(tokens))} if tokens else found
+    figures = {"in_flight/ended": float(len(tokens))}
+    return figures | {"length/sampled": float(np.mean(tokens))} if tokens else figures

@@ -177,8 +177,8 @@ def score(actor: Actor, groups: Sequence[GroupInFlight], settings: RLSettings) -
     by_group = {group.number: tuple(next(scored) for _ in group.flights) for group in own}
     rewards: dict[int, tuple[Rewards, ...]] = {}
     judged: collections.Counter[str] = collections.Counter()
-    for part, counts in hosts.gather((by_group, actor.judge.metrics())):
-        rewards |= part
+    for others, counts in hosts.gather((by_group, actor.judge.metrics())):
+        rewards |= others
         judged.update(counts)
     scored_groups = []
     for group in readable:

@@ -134,10 +134,10 @@ def sft_loss(settings: SFTSettings) -> Loss:
     """Return the loss: the mean negative log-likelihood of the step's trained tokens."""
 
     def loss(
-        text: TextDecoder, visual: Float[Array, "*m c d"], part: Microbatch, batch: SFTBatch
+        text: TextDecoder, visual: Float[Array, "*m c d"], rows: Microbatch, batch: SFTBatch
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
-        logprobs = score_rollouts(text, visual, part, 1.0, settings.remat).logprobs
-        return -masked_mean(logprobs, batch.mask & (part.index >= 0), batch.tokens), {}
+        logprobs = score_rollouts(text, visual, rows, 1.0, settings.remat).logprobs
+        return -masked_mean(logprobs, batch.mask & (rows.index >= 0), batch.tokens), {}
 
     return loss
 
@@ -270,9 +270,9 @@ class SFTBatches:
             path = error.path.removeprefix(f"{self._features.root}/")
             self._features.unreadable[path] = error.reason
         # Processes talk here, at the step itself, and not in `prepare`, where one of them may fail.
-        told = hosts.gather((len(prepared.missing), prepared.mask, prepared.lengths))
-        mask = np.concatenate([own for _, own, _ in told])
-        lengths = [row for _, _, rows in told for row in rows]
+        everyone = hosts.gather((len(prepared.missing), prepared.mask, prepared.lengths))
+        mask = np.concatenate([own for _, own, _ in everyone])
+        lengths = [row for _, _, rows in everyone for row in rows]
         if not mask.any():
             raise ValueError(
                 "sft: no conversation of this step has readable files; check the data root "
@@ -281,7 +281,7 @@ class SFTBatches:
         metrics = {
             "tokens": float(mask.sum()),
             "conversations": float(sum(map(len, lengths))),
-            "missing": float(sum(count for count, _, _ in told)),
+            "missing": float(sum(count for count, _, _ in everyone)),
         }
         groups = tuple(GroupLengths(0, row) for row in lengths if row)
         batch = self._placed(mask)
@@ -327,7 +327,7 @@ class SFTBatches:
         own = lay_out_rows(rendered, self._features, self.shape, self._devices)
         return _Prepared(
             self._put_bank(own.visual, own.grids),
-            tuple(put(part, self._mesh) for part in own.microbatches),
+            tuple(put(rows, self._mesh) for rows in own.microbatches),
             own.mask,
             tuple(tuple(len(each.trajectory.ids) for each in row) for row in rendered),
             missing,

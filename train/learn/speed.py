@@ -57,11 +57,11 @@ def speeds(
         seconds: Duration of the update.
         devices: Number of devices that computed it.
     """
-    found = {"speed/tokens": real_tokens(lengths) / seconds}
+    figures = {"speed/tokens": real_tokens(lengths) / seconds}
     peak = peak_flops()
     if peak is not None:
-        found["speed/mfu"] = update_flops(lengths, config) / seconds / (devices * peak)
-    return found
+        figures["speed/mfu"] = update_flops(lengths, config) / seconds / (devices * peak)
+    return figures
 
 
 def real_tokens(groups: Sequence[GroupLengths]) -> int:

@@ -102,8 +102,8 @@ def state_shardings(state: TrainState) -> TrainState:
     def find(path: tuple[Any, ...], _: Any) -> Any:
         # Optimizers nest trees of moments in their own states, so the path of a moment ends with
         # the path of its weight. Try all suffixes, the longest first.
-        for start in range(len(path)):
-            name = jax.tree_util.keystr(path[start:])
+        for first in range(len(path)):
+            name = jax.tree_util.keystr(path[first:])
             if name in of_weights:
                 return of_weights[name]
         return replicated
@@ -387,10 +387,10 @@ class Updater:
         if self._accumulates:
             total = self.programs.start(text if self.vision is None else (text, visual))
         metrics: MicrobatchMetrics = {}
-        for number, part in enumerate(microbatches):
+        for number, microbatch in enumerate(microbatches):
             numbers = np.array((*draw, number), np.uint32)
-            total, found = self.programs.add(text, total, visual, part, batch, draw=numbers)
-            for name, value in found.items():
+            total, figures = self.programs.add(text, total, visual, microbatch, batch, draw=numbers)
+            for name, value in figures.items():
                 metrics.setdefault(name, []).append(value)
         if self.vision is None:
             return total, metrics
@@ -427,8 +427,8 @@ class Updater:
             yield functools.partial(self.vision.gradients.lower, vision, bank, of_visual)
             yield functools.partial(self.vision.encode.lower, vision, bank)
         numbers = np.zeros(draw, np.uint32)
-        for part, batch in rows:
-            arguments = (text, sums if self._accumulates else None, visual, part, batch)
+        for microbatch, batch in rows:
+            arguments = (text, sums if self._accumulates else None, visual, microbatch, batch)
             yield functools.partial(self.programs.add.lower, *arguments, draw=numbers)
         yield functools.partial(self.programs.apply.lower, state, total)
 
@@ -456,8 +456,8 @@ def to_floats(metrics: MicrobatchMetrics) -> dict[str, float]:
     Waits for the devices. Means of tags that do not occur are left out.
     """
     numbers = {
-        name: (max if name.endswith("_max") else sum)(map(float, parts))
-        for name, parts in metrics.items()
+        name: (max if name.endswith("_max") else sum)(map(float, values))
+        for name, values in metrics.items()
     }
 
     def empty(name: str) -> bool:

@@ -191,11 +191,11 @@ class WeightSync:
             wanted += fingerprint(nnx.State({VISION: moved}))
         wanted %= 2**32
         held = (sampler.fingerprint() + features.fingerprint()) % 2**32
-        for process, found in enumerate(gather(held)):
-            if found != wanted:
+        for process, own in enumerate(gather(held)):
+            if own != wanted:
                 raise ValueError(
                     f"weights: after step {version}, the sampler of process {process} has weights "
-                    f"with fingerprint {found:08x}, and training has {wanted:08x}; a device or a "
+                    f"with fingerprint {own:08x}, and training has {wanted:08x}; a device or a "
                     "transfer may be faulty: start the command again, from the last checkpoint"
                 )
         return wanted
@@ -219,8 +219,8 @@ class WeightSync:
     def _own(self, x: jax.Array, sharding: Any) -> jax.Array:
         """Return this process's shards of an array as an array of its own, without a copy."""
         devices = sharding.device_set
-        parts = [shard.data for shard in x.addressable_shards if shard.device in devices]
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+        shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
 
 @runtime_checkable
