@@ -159,14 +159,6 @@ def test_frames_shown_in_an_evaluation_have_room_beside_the_response():
     )
 
 
-def test_a_frame_of_a_world_has_the_tokens_of_its_size():
-    """32 x 32 pixels are one token, 64 x 64 four. Published videos have an upper bound only."""
-    run = RECIPES["paravt_tiny"]()
-    assert run.frame_tokens == 1 and RECIPES["paravt_8b"]().frame_tokens == 49
-    assert run.world is not None
-    assert dataclasses.replace(run, world=dataclasses.replace(run.world, size=64)).frame_tokens == 4
-
-
 @pytest.mark.skipif(
     "PARAVT_TEST_ASSETS" not in os.environ, reason="needs the real tokenizer (PARAVT_TEST_ASSETS)"
 )
@@ -358,10 +350,3 @@ def test_a_recipe_with_adapters_is_estimated_to_fit_its_chip(kind, size, devices
     parts = {"cold start"} | ({"PARA-GRPO", "rollouts"} if kind == "paravt" else set())
     assert parts <= fitted.needs.keys()
     assert max(fitted.needs.values()) <= most * GIB, fitted.needs
-
-
-@pytest.mark.slow
-def test_the_steps_of_the_smallest_recipe_with_adapters_fit_themselves():
-    run = fit(RECIPES["paravt_2b_lora"](), Topology("v5e:1x1").available).run
-    check_update(sft_step(PlannedModel.of(run, make_mesh())))
-    check_update(rl_step(PlannedModel.of(run, make_mesh())))

@@ -20,13 +20,6 @@ from train.run import execute
 from train.settings import ModelSettings, change
 
 
-def test_a_family_that_does_not_exist_is_refused():
-    with pytest.raises(
-        ValueError, match=r"model\.family: 'gpt'.*qwen3_vl, qwen2_5_vl, qwen3_vl_moe"
-    ):
-        ModelSettings(family="gpt")
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_size_that_a_family_does_not_have_is_refused_with_those_that_it_has(name):
     sizes = ", ".join(("tiny", *family(name).sizes))

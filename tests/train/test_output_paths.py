@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.killing import Killing
-from configs import RECIPES
 from paravt_extras.studies import paradox
 from rollout import ask, evaluate
 from train import prepare, run
-from train.cli import parse
 
 ADDRESS = "gs://bucket/a"
 LARGE = "--config=paravt_8b"
@@ -36,14 +33,3 @@ def test_an_address_as_output_path_is_refused(main, argv, field, capsys, tmp_pat
     assert code in (1, 2)
     assert f"{field}: gs:/" in message and "or a mounted one" in message
     assert not list(tmp_path.iterdir())
-
-
-def test_published_data_may_come_from_a_bucket():
-    recipe = parse([LARGE, "--data.annotations", ADDRESS, "--data.media", ADDRESS], RECIPES)
-    assert recipe.data is not None
-    assert (recipe.data.annotations, recipe.data.media) == (ADDRESS, ADDRESS)
-
-
-def test_benchmarks_refuse_it_too():
-    with pytest.raises(ValueError, match="folder: gs://bucket/a"):
-        Killing(folder=ADDRESS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from typing import Any
 
@@ -18,7 +17,7 @@ from models.model import abstract_model
 from models.sharding import make_mesh
 from models.trained import Skeleton
 from paravt_jax.data.frames import VideoError
-from paravt_jax.method.rewards import Rewards, RewardSettings
+from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import Rules
 from paravt_jax.method.structure import Kind
 from paravt_jax.processes import hosts
@@ -33,7 +32,6 @@ from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import (
     Actor,
     begin,
-    describe,
     draw_budgets,
     require_fresh,
     roll_out,
@@ -235,18 +233,6 @@ def test_groups_with_an_unreadable_video_are_left_out_and_counted(road, small, l
     assert np.isfinite(metrics["loss"]) and metrics["token_mismatches"] == 0
 
 
-def test_a_step_without_readable_videos_is_refused(road, small, learner, start):
-    with pytest.raises(ValueError, match="step 0 .*readable video"):
-        take_step(
-            learner,
-            start,
-            small.Script(road),
-            road.environment,
-            [lost(q) for q in road.data.questions[:2]],
-            0,
-        )
-
-
 def test_outcomes_of_episodes_and_calls_are_counted(road, small, learner, start):
     class Late(small.Script):
         """Sub-agents miss the deadline, and so do agents that have read of it."""
@@ -297,30 +283,7 @@ def test_the_structure_points_at_the_tags_of_each_row(road, small):
     assert {"</think>", "<tool_call>", "</tool_call>"} <= seen
 
 
-def test_the_tool_gap_is_what_rollouts_with_calls_earn_more_at_each_budget(road, small):
-    rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
-    figures = describe(rollouts)
-    earned: dict[tuple[int, bool], list[Rewards]] = collections.defaultdict(list)
-    for episode, reward in zip(rollouts.episodes, rollouts.rewards, strict=True):
-        calls = any(call.status.executed for turn in episode.turns for call in turn.calls)
-        earned[episode.frames, calls].append(reward)
-    gaps = 0
-    for k in {k for k, _ in earned}:
-        called, direct = earned[k, True], earned[k, False]
-        assert figures[f"k{k}/rollouts_with_calls"] == len(called)
-        assert figures[f"k{k}/rollouts"] == len(called) + len(direct)
-        for name, field in (("tool_gap", "total"), ("tool_gap_accuracy", "accuracy")):
-            sides = [[getattr(reward, field) for reward in side] for side in (called, direct)]
-            if not all(sides):
-                assert f"k{k}/{name}" not in figures
-            else:
-                expected = np.mean(sides[0]) - np.mean(sides[1])
-                assert figures[f"k{k}/{name}"] == pytest.approx(expected)
-                gaps += 1
-    assert gaps
-
-
-# --- sub-agents' turns ---
+# --- processes and what cannot be read ---
 
 
 def anchored_learner(road, **changes) -> Learner:
