@@ -95,18 +95,19 @@ def test_silent_groups_remain_when_the_rounds_are_spent(road, small, upcoming):
     assert questions.get_state() == other.get_state()
 
 
-def test_a_question_without_a_readable_video_is_replaced(road, small, upcoming):
+def test_a_question_without_a_readable_video_is_replaced(road, small, upcoming, monkeypatch):
     settings = settings_of(road, 1)
     questions = stream_of(road, settings)
+    draw = questions.draw
 
-    class OneLost:
-        def draw(self, step, prompts=None):
-            drawn = list(questions.draw(step, prompts))
-            if prompts is None:
-                drawn[1] = dataclasses.replace(drawn[1], video="lost.mp4")
-            return drawn
+    def one_lost(step, prompts=None):
+        drawn = list(draw(step, prompts))
+        if prompts is None:
+            drawn[1] = dataclasses.replace(drawn[1], video="lost.mp4")
+        return tuple(drawn)
 
-    played = play(road, small.Picky(road, []), settings, OneLost())
+    monkeypatch.setattr(questions, "draw", one_lost)
+    played = play(road, small.Picky(road, []), settings, questions)
     batch = played.batch
     assert prompts_of(batch) == [0, 1, 2] and batch.unreadable == 1
     assert ids_of(batch) == [upcoming[n].id for n in (0, 3, 2)]
