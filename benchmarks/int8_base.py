@@ -70,7 +70,7 @@ def gaps(model: VisionLanguageModel, step: SFTStep) -> np.ndarray:
     before = np.asarray(score(model.text))
     add_adapters(model.text, LoRASettings(int8_base=True), seed=0)
     after = np.asarray(score(model.text))
-    return np.abs(after - before)[np.asarray(step.batch.mask)]
+    return np.abs(after - before)[np.asarray(step.mask)]
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ from train.learn.packing import PackedMicrobatch
 from train.learn.placement import Bank, VisualRoom, bank_sharding, row_pieces, shardings
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch, empty_step
-from train.learn.sft import SFTBatch, sft_loss
+from train.learn.sft import sft_loss
 from train.learn.update import TrainState, Updater, like, make_logprobs, state_shardings
 from train.learn.weight_sync import host_mesh, make_sync, sampler_devices, stay
 from train.model import model_config
@@ -150,10 +150,8 @@ def sft_step(planned: PlannedModel) -> PlannedStep:
     # Conversations share no prompts.
     part = dataclasses.replace(part, starts=None, shared=None)
     mask: Any = np.zeros((shape.rows, shape.tokens), bool)
-    tokens: Any = np.zeros((), np.float32)
-    batch = SFTBatch(mask, tokens)
-    part, batch = like((part, batch), shardings((part, batch), planned.mesh))
-    return PlannedStep(updater, planned.bank(room), [part], [batch], draw=3)
+    part, mask = like((part, mask), shardings((part, mask), planned.mesh))
+    return PlannedStep(updater, planned.bank(room), [part], [mask], draw=3)
 
 
 def rl_step(planned: PlannedModel) -> PlannedStep:

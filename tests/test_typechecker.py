@@ -16,7 +16,7 @@ from tests.typechecker import checked_trees
 def test_the_annotations_of_six_trees_are_checked_where_they_are_built():
     for module in ("rl_batch", "sft", "update"):
         importlib.import_module(f"train.learn.{module}")
-    names = {"GRPOBatch", "Microbatch", "RLBatch", "RowLayout", "SFTBatch", "TrainState"}
+    names = {"GRPOBatch", "Microbatch", "RLBatch", "RowLayout", "TrainState"}
     assert checked_trees == names
     segments = np.ones((2, 3), np.int32)
     layout = RowLayout(segments, starts=segments)

@@ -26,7 +26,7 @@ from train.learn.conversation_rows import (
     render_rows,
 )
 from train.learn.optimizer import OptimizerSettings
-from train.learn.sft import SFTBatch, SFTSettings, make_sft_updater
+from train.learn.sft import SFTSettings, make_sft_updater
 from train.learn.update import make_logprobs
 
 
@@ -120,7 +120,7 @@ def test_micro_batches_give_the_gradients_of_one(model, features, rendered):
         own = lay_out_rows(rows, features, shape, devices=1)
         updater = make_sft_updater(skeleton, on_mesh(weights), settings, shape)
         bank = updater.put_bank(own.visual, own.grids)
-        batch = SFTBatch(jnp.asarray(own.mask), jnp.float32(own.mask.sum()))
+        batch = jnp.asarray(own.mask)
         parts = own.microbatches
         gradients, metrics = updater.gradients(updater.start.weights, bank, parts, batch, (0, 0))
         found.append((gradients, sum(map(float, metrics["loss"]))))

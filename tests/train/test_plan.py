@@ -49,7 +49,7 @@ def require_same_cold_start(road: Any, **axes: int) -> None:
     skeleton, weights = skeleton_of(road, **axes), road.fresh(**axes)
     updater = make_sft_updater(skeleton, weights, settings, batches.shape)
     step = next(batches)
-    rows = [(step.microbatches[0], step.batch)]
+    rows = [(step.microbatches[0], step.mask)]
     real = updater.lowerings(updater.start, step.bank, rows, draw=3)
     planned = sft_step(PlannedModel.of(road.run, mesh, road.model.config))
     bank: Any = planned.bank.cached

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -50,7 +49,7 @@ from train.learn.placement import (
 from train.learn.rl import rl_loss
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
-from train.learn.sft import SFTBatch, SFTSettings, make_sft_updater
+from train.learn.sft import SFTSettings, make_sft_updater
 from train.learn.update import init_state, make_update, make_vision_programs, to_floats
 
 # Weights move by up to LEARNING_RATE in the step, and may differ by BOUND.
@@ -270,7 +269,7 @@ def sft_step(
     own = lay_out_rows(conversations(), features, shape, devices)
     updater = make_sft_updater(Skeleton(graph, base), placed, settings, shape)
     rows = tuple(put(part, mesh) for part in own.microbatches)
-    batch = put(SFTBatch(jnp.asarray(own.mask), jnp.float32(own.mask.sum())), mesh)
+    batch = put(own.mask, mesh)
     bank = updater.put_bank(own.visual, own.grids)
     gradients, metrics = updater.gradients(updater.start.weights, bank, rows, batch, (0, 0))
     state, norm = updater.apply(updater.start, gradients)

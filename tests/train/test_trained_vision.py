@@ -218,7 +218,7 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
     loss = sft_loss(settings)
     updater = make_sft_updater(skeleton_of(thawed), thawed.fresh(), settings, batches.shape)
     weights = updater.start.weights
-    ours, _ = updater.gradients(weights, step.bank, step.microbatches, step.batch, (0, 0))
+    ours, _ = updater.gradients(weights, step.bank, step.microbatches, step.mask, (0, 0))
 
     cached = np.asarray(step.bank.cached)[0]
     count = int((np.asarray(part.ids) == thawed.image).sum())
@@ -237,7 +237,7 @@ def test_the_cold_start_has_the_gradient_of_one_function_of_all_trained_weights(
             vectors = tower.mergers.of_tokens(jnp.asarray(cached[None, :count]))
         vectors = vectors.reshape(1, -1, *vectors.shape[2:])
         decoder = nnx.merge(thawed.graph, text, thawed.frozen)
-        return loss(decoder, vectors, part, step.batch)[0]
+        return loss(decoder, vectors, part, step.mask)[0]
 
     require_close(ours, jax.jit(jax.grad(theirs))(thawed.weights))
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
-from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
@@ -105,24 +104,13 @@ class SFTSettings:
         return RowsShape(self.rows, self.row_tokens, self.row_tokens)
 
 
-# Annotations are not checked, for the same reason as in `Microbatch`.
-@no_type_check
-@struct.dataclass
-class SFTBatch:
-    """What the loss reads besides a micro-batch, of the r rows of a whole step."""
-
-    mask: Bool[Array, "r t"]
-    """The tokens with a loss."""
-    tokens: Float[Array, ""]
-    """Their number."""
-
-
 class SFTStep(NamedTuple):
     """The input of an update, on the mesh."""
 
     bank: Bank
     microbatches: tuple[Microbatch, ...]
-    batch: SFTBatch
+    mask: Bool[Array, "r t"]
+    """The tokens with a loss, of the rows of the whole step."""
     lengths: tuple[GroupLengths, ...]
     """Lengths of the conversations of each row, on all processes."""
     metrics: dict[str, float]
@@ -134,10 +122,13 @@ def sft_loss(settings: SFTSettings) -> Loss:
     """Return the loss: the mean negative log-likelihood of the step's trained tokens."""
 
     def loss(
-        text: TextDecoder, visual: Float[Array, "*m c d"], rows: Microbatch, batch: SFTBatch
+        text: TextDecoder,
+        visual: Float[Array, "*m c d"],
+        rows: Microbatch,
+        mask: Bool[Array, "r t"],
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
         logprobs = score_rollouts(text, visual, rows, 1.0, settings.remat).logprobs
-        return -masked_mean(logprobs, batch.mask & (rows.index >= 0), batch.tokens), {}
+        return -masked_mean(logprobs, mask & (rows.index >= 0), mask.sum()), {}
 
     return loss
 
@@ -182,7 +173,7 @@ def sft_step(
     with jax.profiler.TraceAnnotation("update"):
         draw = (seed % 2**32, int(state.step))
         gradients, metrics = updater.gradients(
-            state.weights, step.bank, step.microbatches, step.batch, draw
+            state.weights, step.bank, step.microbatches, step.mask, draw
         )
         state, norm = updater.apply(state, gradients)
         # The programs are only dispatched so far. `to_floats` waits for them.
@@ -284,8 +275,8 @@ class SFTBatches:
             "missing": float(sum(count for count, _, _ in everyone)),
         }
         groups = tuple(GroupLengths(0, row) for row in lengths if row)
-        batch = self._placed(mask)
-        return SFTStep(prepared.bank, prepared.microbatches, batch, groups, metrics)
+        placed: Any = put(mask, self._mesh)
+        return SFTStep(prepared.bank, prepared.microbatches, placed, groups, metrics)
 
     def lowerings(self, updater: Updater, state: TrainState) -> Iterator[Lowering]:
         """Return the programs of a step, for `models.compile_ahead`: the update's, and the tower's.
@@ -296,7 +287,7 @@ class SFTBatches:
         """
         empty = self._lay_out([], {})
         mask = np.zeros((self.shape.rows, self.shape.tokens), bool)
-        rows = [(empty.microbatches[0], self._placed(mask))]
+        rows = [(empty.microbatches[0], put(mask, self._mesh))]
         yield from updater.lowerings(state, empty.bank, rows, draw=3)
         yield from self._features.lowerings(self._data.sizes)
 
@@ -332,11 +323,6 @@ class SFTBatches:
             tuple(tuple(len(each.trajectory.ids) for each in row) for row in rendered),
             missing,
         )
-
-    def _placed(self, mask: Bool[np.ndarray, "r t"]) -> SFTBatch:
-        """Return what the loss reads, on the mesh."""
-        arrays: Any = (mask, np.float32(mask.sum()))
-        return put(SFTBatch(*arrays), self._mesh)
 
     def get_state(self) -> dict[str, Any]:
         """Return the position in the data, for a checkpoint."""
