@@ -66,7 +66,12 @@ def open_environment(run: Run, data: Data, parts: Parts, reader: FrameReader) ->
     """
     model = parts.model
     features = FrameFeatures(
-        model.vision, model.config, run.frames, data.root, source=reader, trained=parts.vision
+        model.vision,
+        model.config,
+        run.frames,
+        data.root,
+        source=reader,
+        trained=parts.skeleton.vision,
     )
     return Environment(Protocol(data.vocabulary, run.protocol), features)
 
@@ -85,7 +90,7 @@ def open_actor(
         weights: The weights that are trained, on the mesh of training.
     """
     model = parts.model
-    sync = WeightSync(weights, model.text.dtype, parts.frozen)
+    sync = WeightSync(weights, model.text.dtype, parts.skeleton.frozen)
     # The engine takes its first weights from the model, and keeps the frozen ones.
     nnx.update(model.text, sync(weights), sync.base)
     engine = Engine(model, environment.features, run.engine_sizes)

@@ -55,16 +55,6 @@ class Parts:
 
     Its type is that of checkpoints."""
 
-    @property
-    def frozen(self) -> Any:
-        """The decoder's weights that are not trained, on the mesh; empty if all are."""
-        return self.skeleton.frozen
-
-    @property
-    def vision(self) -> TrainedVision | None:
-        """The part of the tower that is trained; None: none is."""
-        return self.skeleton.vision
-
     def tower_with(self, vision: Any) -> nnx.State:
         """Return the tower with some weights of its trained part, rounded to the type of the
         others."""
@@ -77,7 +67,7 @@ class Parts:
         """Return the arrays that a checkpoint stores."""
         text, vision = split_vision(state.weights)
         saved = {"text": text, "optimizer": state.optimizer, "step": state.step}
-        if not jax.tree.leaves(self.frozen):
+        if not jax.tree.leaves(self.skeleton.frozen):
             return {"vision": self.tower_with(vision), **saved}
         return saved if vision is None else {"vision": vision, **saved}
 
@@ -88,9 +78,9 @@ class Parts:
 
     def _trained_of(self, tower: Any) -> nnx.State | None:
         """Return the trained part of a state of the tower, the inverse of `tower_with`."""
-        if self.vision is None:
+        if self.skeleton.vision is None:
             return None
-        trains = self.vision.trains
+        trains = self.skeleton.vision.trains
         return nnx.State({name: x for name, x in tower.raw_mapping.items() if trains(name)})
 
 

@@ -53,7 +53,7 @@ def export_run(run: Run, folder: pathlib.Path, parts: Parts, weights: Any) -> No
     model = parts.model
     text, vision = split_vision(weights)
     whole = NamedSharding(require_mesh(weights), PartitionSpec())
-    nnx.update(model.text, text, parts.frozen)
+    nnx.update(model.text, text, parts.skeleton.frozen)
     if vision is not None:
         nnx.update(model.vision, vision)
     digest = parts.origin.content.get("base_fingerprint")
