@@ -3,7 +3,7 @@
 A row begins with the shared prompts of its groups. Then come segments: a rollout from the last
 token of its prompt on, or a trajectory whose prompt nothing else in the row shares.
 
-    row of 16 tokens: two rollouts of the prompt a b c d, and a sub-agent's trajectory k l m n
+    row of 16 tokens: two rollouts of the prompt a b c d, and one of another, k l m n
         token          0 1 2  3 4 5 6 7  8 9 10  11 12 13 14  15
         ids            a b c  d x y t z  d u v   k  l  m  n   .
         segments       1 1 1  1 1 1 1 1  1 1 1   2  2  2  2   0     the group; 0 is padding

@@ -25,7 +25,7 @@ Metrics = dict[str, Float[Array, ""]]
 class GRPOBatch:
     """One batch: p prompts with g rollouts each, and b rows of t tokens written by these rollouts.
 
-    A rollout has a row for its main agent and, if sub-agents are trained, one for each of them.
+    `rollout` says which rollout a row belongs to.
     """
 
     mask: Bool[Array, "b t"]
