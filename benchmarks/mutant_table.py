@@ -318,8 +318,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     ("train/learn/conversation_rows.py", _PACKED): {
         "conversations_see_one_another": (
-            'arrays["segments"][r, part] = segment',
-            'arrays["segments"][r, part] = 1',
+            'arrays["segments"][r, written] = segment',
+            'arrays["segments"][r, written] = 1',
         ),
         "later_frames_overwrite": (
             "vectors += [] if cached is None else [cached]",
@@ -334,12 +334,12 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     ("train/learn/placement.py", _PLACEMENT): {
         "last_chunk_of_a_full_row_early": (
-            "start = min(start, room - size)",
-            "start = min(start, room - size - 1)",
+            "first = min(first, room - size)",
+            "first = min(first, room - size - 1)",
         ),
         "chunks_all_in_the_first_row": (
-            "np.array([row, start, 0, 0])",
-            "np.array([0, start, 0, 0])",
+            "np.array([row, first, 0, 0])",
+            "np.array([0, first, 0, 0])",
         ),
     },
     (f"{_ENGINE}/pages.py", _PAGES): {
@@ -474,7 +474,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "next_position(prompt.positions) + 1 + np.arange(len(ids))",
         ),
         "rollouts_see_each_other": (
-            "_write(arrays, row, end, start, segment, suffix)",
+            "_write(arrays, row, end, begin, segment, suffix)",
             "_write(arrays, row, end, 0, segment, suffix)",
         ),
         "pinned_tokens_shared": ("s.author is Author.PROMPT", "s.author is not Author.MODEL"),
