@@ -13,16 +13,16 @@ Figures = Mapping[str, float | None]
 """Figures of a run, by the name of their line; None: not measured."""
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Format a table whose columns have equal widths.
 
-    The first column is aligned left, the others right. Missing cells at the end of a row are empty.
+    The first column is aligned left, the others right. Missing cells at the end are empty.
     """
     width = len(headings)
-    filled = [[*row, *[""] * (width - len(row))] for row in [headings, *rows]]
-    widths = [max(3, *(len(row[column]) for row in filled)) for column in range(width)]
+    filled = [[*cells, *[""] * (width - len(cells))] for cells in [headings, *lines]]
+    widths = [max(3, *(len(cells[column]) for cells in filled)) for column in range(width)]
     rule = ["-" * widths[0], *("-" * (size - 1) + ":" for size in widths[1:])]
-    return "\n".join(_line(row, widths) for row in [filled[0], rule, *filled[1:]])
+    return "\n".join(_line(cells, widths) for cells in [filled[0], rule, *filled[1:]])
 
 
 def over_runs(values: Sequence[float | None]) -> str:
@@ -34,19 +34,19 @@ def over_runs(values: Sequence[float | None]) -> str:
     return mean if len(known) == 1 else f"{mean} [{min(known):z.3g}, {max(known):z.3g}]"
 
 
-def table_of_figures(found: Mapping[str, Sequence[Figures]]) -> str:
+def table_of_figures(groups: Mapping[str, Sequence[Figures]]) -> str:
     """Return a table with a line per figure that was measured, and a column per group of runs.
 
     Args:
-        found: The figures of each run, by the name of its group.
+        groups: The figures of each run, by the name of its group.
     """
-    names = dict.fromkeys(name for runs in found.values() for run in runs for name in run)
-    rows = []
+    names = dict.fromkeys(name for runs in groups.values() for run in runs for name in run)
+    lines = []
     for name in names:
-        columns = [[run.get(name) for run in runs] for runs in found.values()]
+        columns = [[run.get(name) for run in runs] for runs in groups.values()]
         if any(value is not None for values in columns for value in values):
-            rows.append([name, *map(over_runs, columns)])
-    return table(["", *found], rows)
+            lines.append([name, *map(over_runs, columns)])
+    return table(["", *groups], lines)
 
 
 def wrapped(note: str) -> str:

@@ -35,11 +35,11 @@ def differences(identity: Mapping[str, Any]) -> list[str]:
     published = dict(PUBLISHED)
     if identity["benchmark"] == "charades":
         published |= PUBLISHED_CHARADES
-    found = []
+    phrases = []
     for name, wanted in published.items():
         value = identity[name]
         if ".crop_" in name:  # 0 stands for the limit of overview frames
             value = value or identity[name.replace("crop_", "")]
         if value != wanted:
-            found.append(f"{name} {value} instead of {wanted}")
-    return found
+            phrases.append(f"{name} {value} instead of {wanted}")
+    return phrases

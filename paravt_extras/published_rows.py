@@ -86,12 +86,12 @@ def with_options(question: str, options: Sequence[str]) -> str:
 
 def say(role: str, *content: str | Message) -> Message:
     """Return a message of texts and files."""
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    return {"role": role, "content": parts}
+    entries = [{"type": "text", "text": c} if isinstance(c, str) else c for c in content]
+    return {"role": role, "content": entries}
 
 
 def show(video: str) -> Message:
-    """Return the part of a message that shows a video."""
+    """Return the entry of a message that shows a video."""
     return {"type": "video_url", "video_url": {"url": video}}
 
 

@@ -37,7 +37,7 @@ Group = Literal["proprietary", "direct", "reasoning", "agentic"]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A row of table 1."""
+    """A line of table 1."""
 
     group: Group
     name: str

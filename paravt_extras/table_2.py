@@ -32,7 +32,7 @@ BLOCKS = {
 TEMPERATURE = 0.7
 """Sampling temperature of rollouts in the paper."""
 
-CHANGES = {key: row.changes for key, row in ABLATIONS.items() if key in TABLE_2} | {"paravt": {}}
+CHANGES = {key: ABLATIONS[key].changes for key in TABLE_2 if key in ABLATIONS} | {"paravt": {}}
 """What each trained line of the table changes of the full recipe, by its key in `TABLE_2`."""
 
 FIELDS = (

@@ -46,12 +46,8 @@ _PARSER_REMEDY = (
     "reasoning, because a parser removes them from the text"
 )
 # How servers say that a reply was cut at its token limit, and that they did not finish a reply.
-_CUT = (
-    "length max_length max_tokens max_output_tokens model_length model_context_window_exceeded"
-).split()
-_BROKEN = (
-    "error abort aborted cancelled canceled failed timeout insufficient_system_resource"
-).split()
+_CUT = ("length", "max_length", "max_tokens")
+_BROKEN = ("error", "abort", "aborted", "cancelled", "timeout")
 HOPELESS = 20
 """A run ends after this many questions in a row without an answer. Each has had all its attempts,
 and the next command asks them again."""
@@ -145,8 +141,6 @@ class EndpointSampler:
         self._tickets = itertools.count()
         # Requests in flight by ticket, with one future per sample.
         self._pending: dict[int, tuple[Request, list[Future[_Completion | Failure]]]] = {}
-        # Requests that failed before they were sent.
-        self._failed: list[Completion] = []
 
     def close(self) -> None:
         self._client.close()
@@ -159,8 +153,9 @@ class EndpointSampler:
         try:
             chat = messages(request, self._vocabulary, self._images)
         except VideoError as error:
-            sample = self._sample(request, "", SampleStop.UNREADABLE, error.reason)
-            self._failed.append((ticket, (sample,) * len(request.seeds)))
+            unread: Future[_Completion | Failure] = Future()
+            unread.set_result(("", SampleStop.UNREADABLE, error.reason))
+            self._pending[ticket] = (request, [unread] * len(request.seeds))
             return ticket
         end = self._vocabulary.dialect.end
         read = functools.partial(_read, begun=bool(chat[-1]["content"]), end=end)
@@ -178,11 +173,10 @@ class EndpointSampler:
     def step(self) -> list[Completion]:
         """Wait a moment for a reply, and return the requests that are complete."""
         # Wait only if there is nothing to return yet. Frames may arrive meanwhile.
-        if self._pending and not self._failed and not self._finished():
+        if self._pending and not self._finished():
             futures = [f for _, futures in self._pending.values() for f in futures]
             wait([f for f in futures if not f.done()], _MOMENT, return_when=FIRST_COMPLETED)
-        completions = self._failed
-        self._failed = []
+        completions = []
         for ticket in self._finished():
             request, futures = self._pending.pop(ticket)
             samples = tuple(self._to_sample(request, f.result()) for f in futures)
@@ -292,21 +286,21 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
     frames = list(request.frames)
     chat: list[dict[str, Any]] = []
     dialect = vocabulary.dialect
-    start, end, vision_start, pad, vision_end = map(
+    opening, end, vision_start, pad, vision_end = map(
         re.escape,
         (dialect.start, dialect.end, dialect.vision_start, dialect.image, dialect.vision_end),
     )
-    # A message ends with its first end: a start in between is text that the model wrote.
-    message = re.compile(rf"{start}(\w+)\n(.*?)(?:{end}|\Z)", re.DOTALL)
+    # A message ends with its first end: an opening in between is text that the model wrote.
+    message = re.compile(rf"{opening}(\w+)\n(.*?)(?:{end}|\Z)", re.DOTALL)
     picture = re.compile(rf"{vision_start}(?:{pad})+{vision_end}")
     for role, text in message.findall(vocabulary.decode(request.ids)):
         first, *rest = picture.split(text, len(frames)) if frames else [text]
-        parts = [{"type": "text", "text": first}]
+        content = [{"type": "text", "text": first}]
         for text_after in rest:
             url = _data_uri(images.image(frames.pop(0)))
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-            parts.append({"type": "text", "text": text_after})
-        shown = [part for part in parts if part.get("text") != ""]
+            content.append({"type": "image_url", "image_url": {"url": url}})
+            content.append({"type": "text", "text": text_after})
+        shown = [entry for entry in content if entry.get("text") != ""]
         chat.append({"role": role, "content": shown if rest else text})
     return chat
 

@@ -353,10 +353,10 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
     limits = state.protocol.settings
     video = state.question.video
     # A tool of the user's may return a window that is not in the video.
-    found = resolve_window(look.window, features.info(video).duration)
-    if isinstance(found, FailedCall):
-        return CallOutcome(call, found.status, f"error: {found.reason}")
-    window = found.window
+    resolved = resolve_window(look.window, features.info(video).duration)
+    if isinstance(resolved, FailedCall):
+        return CallOutcome(call, resolved.status, f"error: {resolved.reason}")
+    window = resolved.window
 
     # Held until the sub-agent has reported.
     shown = await features.request(
@@ -365,7 +365,7 @@ async def _look(state: _EpisodeState, call: Call, look: Look, number: int) -> Ca
 
     # The record of a crop has the window that was shown; other tools' calls stay as written.
     recorded = window if isinstance(call, CropCall) else call
-    reason = look.note or found.note
+    reason = look.note or resolved.note
     status = CallStatus.CLAMPED if reason else CallStatus.EXECUTED
     note = f" ({reason})" if reason else ""
     if state.settings.dispatch == "frames":
@@ -477,7 +477,7 @@ def split_prompt(
 ) -> tuple[Int32[np.ndarray, " p"], Int32[np.ndarray, " r"]]:
     """Split a trajectory's ids into the prompt that a group shares and one rollout's own tokens.
 
-    The cut is before the prompt's last token. That token belongs to the rollout's part, because its
+    The cut is before the prompt's last token. That token belongs to the rollout, because its
     logits predict the first token after the prompt:
 
         prompt  p0 p1 p2 p3 | generated  g0 g1 g2
@@ -493,6 +493,6 @@ def split_prompt(
 
 
 def suffix_length(trajectory: Trajectory) -> int:
-    """Return the number of tokens that count against `trajectory_tokens`: the second part of
-    `split_prompt`."""
+    """Return the number of tokens that count against `trajectory_tokens`: the rollout's own
+    of `split_prompt`."""
     return len(split_prompt(trajectory)[1])

@@ -9,10 +9,11 @@ import numpy as np
 from paravt_jax.method.records import Episode
 
 
-def seed_of(*parts: int | str) -> int:
+def seed_of(*identity: int | str) -> int:
     """Derive a 32-bit seed from what identifies a sample, such as run, step, question, rollout."""
     numbers = [
-        part if isinstance(part, int) else int.from_bytes(part.encode(), "little") for part in parts
+        value if isinstance(value, int) else int.from_bytes(value.encode(), "little")
+        for value in identity
     ]
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 

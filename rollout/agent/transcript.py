@@ -114,7 +114,7 @@ def _tokens(
     tokens = []
     for n, token in enumerate(segment.ids):
         kind = kinds.get(position + n)
-        # `credit` starts at the cut of `split_prompt`, positions at the start of the trajectory.
+        # `credit` starts at the cut of `split_prompt`, positions with the trajectory.
         token_credit = None
         if credit is not None and kind is not None:
             token_credit = float(credit[position + n - credit_start])

@@ -152,7 +152,7 @@ def choice(id: str, video: str, text: str, options: Sequence[str], answer: Any) 
         id: the question's id.
         video: path of its video.
         text: the question.
-        options: its options; () if they are part of the text.
+        options: its options; () if the text has them.
         answer: the letter of an option ("B", "(B)", "b.") or its index, from 0.
     """
     lettered = re.fullmatch(r"\W*([A-Za-z])\W*", str(answer))

@@ -7,7 +7,6 @@ lines, the last one with an answer counts.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -175,9 +174,6 @@ def read_json(file: pathlib.Path) -> Line:
         ) from error
 
 
-# --- what config.json says of the code ---
-
-
 def commit() -> str | None:
     """Return the commit of this code, followed by "+" if tracked files have changed since.
 
@@ -192,8 +188,3 @@ def commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return head + "+" if changed else head
-
-
-def versions() -> dict[str, Any]:
-    """Return the versions of the libraries that affect answers."""
-    return {name: importlib.metadata.version(name) for name in ("jax", "flax", "av", "tokenizers")}

@@ -33,7 +33,6 @@ from rollout.evaluation.folder import (
     commit,
     read_json,
     read_lines,
-    versions,
 )
 from rollout.evaluation.players import Setup, load_player, make_setup, open_reader
 from rollout.evaluation.replicas import Devices, Queue, device_groups, play_all, units_of
@@ -111,8 +110,7 @@ def _open(setup: Setup, identity: Line, stack: contextlib.ExitStack) -> Evaluati
     settings = setup.settings
     name = _name(settings)
     out = pathlib.Path(settings.out or f"evaluations/{name.replace('/', '--')}/{_split(settings)}")
-    stored = dataclasses.asdict(settings)
-    details = {"name": name, "settings": stored, "versions": versions()}
+    details = {"name": name, "settings": dataclasses.asdict(settings)}
 
     def open_own() -> EvaluationFolder:
         process = hosts.process_index()

@@ -117,12 +117,12 @@ def _options(question: dict[str, Any], answer: str | None) -> list[dict[str, Any
     options = question["options"]
     right = chosen_option(question["answer"] or "", options)
     chosen = chosen_option(answer or "", options)
-    found = []
+    shown = []
     for index, option in enumerate(options):
         letter = chr(ord("A") + index)
         is_right = None if right is None else letter == right
-        found.append({"text": option, "right": is_right, "chosen": letter == chosen})
-    return found
+        shown.append({"text": option, "right": is_right, "chosen": letter == chosen})
+    return shown
 
 
 def _token(token: dict[str, Any], strongest: float) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _call(path: pathlib.Path, index: int, call: dict[str, Any], until: float) ->
 def _timeline(
     duration: float, calls: list[dict[str, Any]], episode: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the lanes of the time axis, with places in per cent of the duration.
+    """Return the lanes of the time axis, with positions in per cent of the duration.
 
     Overview frames are ticks, crops are numbered bars. A grounding question also has a lane for its
     true and for its answered window.
@@ -197,20 +197,20 @@ def _bar(
     """Return a bar on the time axis. A window may reach outside the video: the bar ends at its
     edges."""
     left, right = (100 * min(max(time / duration, 0.0), 1.0) for time in window)
-    start, end = window
+    begin, end = window
     return {
         "class": class_,
         "left": min(left, 100 - _SMALLEST_BAR),
         "width": max(right - left, _SMALLEST_BAR),
         "label": label,
-        "note": f"{name}: {seconds(start)} – {seconds(end)} s",
+        "note": f"{name}: {seconds(begin)} – {seconds(end)} s",
     }
 
 
 def _window(text: str | None) -> tuple[float, float] | None:
     """Return the window in a text with exactly two numbers; None for other texts."""
-    found = re.findall(r"\d+(?:\.\d+)?", text or "")
-    return (float(found[0]), float(found[1])) if len(found) == 2 else None
+    times = re.findall(r"\d+(?:\.\d+)?", text or "")
+    return (float(times[0]), float(times[1])) if len(times) == 2 else None
 
 
 def _duration(path: pathlib.Path, overview: Sequence[float], until: float) -> float:

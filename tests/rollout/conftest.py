@@ -158,5 +158,5 @@ def small_environment(small_vocabulary, limits, small_features) -> Environment:
 @pytest.fixture(scope="session")
 def small_questions(small_world) -> list[Question]:
     """The small world's questions, multiple choice first."""
-    found = world_text.questions(small_world.videos, world_text.TextSettings())
-    return sorted(found, key=lambda question: question.kind is not QuestionKind.MULTIPLE_CHOICE)
+    questions = world_text.questions(small_world.videos, world_text.TextSettings())
+    return sorted(questions, key=lambda question: question.kind is not QuestionKind.MULTIPLE_CHOICE)

@@ -65,14 +65,6 @@ def test_no_text_raises(syntax, text):
     rewrite_calls(text, syntax)
 
 
-def test_a_call_in_the_syntax_of_another_family_fails_and_the_response_shows_the_right_one():
-    for syntax, other in ((JSON_CALLS, XML_CALLS), (XML_CALLS, JSON_CALLS)):
-        written = f"<tool_call>{other.write('crop_video', CROP.example)}</tool_call>"
-        (call,) = parse_calls(written, (CROP,), syntax)
-        assert isinstance(call, FailedCall) and call.status is CallStatus.MALFORMED
-        assert syntax.write("crop_video", CROP.example) in call.reason
-
-
 @DIALECTS
 def test_demonstrations_and_episodes_have_the_marks_and_calls_of_their_family(
     dialect: Dialect, small_world, small_features, small_questions

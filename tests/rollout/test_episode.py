@@ -240,12 +240,6 @@ def test_sequential_ends_a_turn_at_its_first_call(perform, small_vocabulary):
     assert sampled_ids_are_kept(episode, sampler)
 
 
-def test_sequential_executes_one_call_a_turn(perform):
-    leak = "<tool_code>print(crop_video(start_time=0, end_time=16))</tool_code>"
-    episode, _ = perform([plan(leak, CALLS[0]), ANSWER], "sequential")
-    assert statuses(episode) == [CallStatus.MALFORMED, CallStatus.TOO_MANY]
-
-
 def test_no_dispatch_offers_no_tool_and_refuses_once(perform, small_vocabulary):
     episode, sampler = perform([plan(*CALLS), ANSWER], "none")
     assert episode.stop is StopReason.ANSWERED
@@ -515,12 +509,6 @@ def test_each_call_gets_its_own_status_and_response(perform):
         assert (outcome.subagent is not None) == outcome.status.executed
         assert outcome.response.startswith("error: ") != outcome.status.executed
         assert ("was cut to" in outcome.response) == (outcome.status is CallStatus.CLAMPED)
-
-
-def test_a_response_too_long_for_its_note_keeps_the_report(perform):
-    episode, _ = perform([plan(CropCall(120, 500)), ANSWER])
-    assert episode.turns[0].calls[0].response.startswith(" seven from 8 to 10")
-    assert statuses(episode) == [CallStatus.CLAMPED]
 
 
 # --- videos ---

@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from models.qwen3_vl.dialect import DIALECT
-from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call, system_text
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.scoring import score
@@ -138,23 +137,3 @@ def test_a_blind_episode_has_no_frames(perform, small_questions, small_vocabular
     text = small_vocabulary.decode(sampler.main[0][0].ids)
     assert "<|vision_start|>" not in text
     assert small_questions[0].text in text
-
-
-@pytest.mark.parametrize(
-    "dispatch",
-    [
-        "parallel",
-    ],
-)
-def test_a_blind_episode_needs_dispatch_none(dispatch):
-    with pytest.raises(ValueError, match="episode.frames: 0"):
-        EpisodeSettings(0, 0.7, dispatch)
-
-
-def test_the_prompt_setting_decides_the_system_turn(perform, small_vocabulary):
-    _, sampler = perform(
-        ["<answer>A</answer>"], EpisodeSettings(4, 0.7, "none"), prompt="direct", pin_think=False
-    )
-    text = small_vocabulary.decode(sampler.main[0][0].ids)
-    assert text.startswith(system_text(DIALECT, (), "direct"))
-    assert text.endswith("<|im_start|>assistant\n")

@@ -14,8 +14,7 @@ from paravt_jax.method.scoring import score
 from paravt_jax.world.videos import STEP
 from rollout.agent.episode import EpisodeSettings, play, split_prompt
 from rollout.agent.transcript import transcript
-from rollout.engine.requests import SampleStop, run
-from tests.rollout.conftest import Cut
+from rollout.engine.requests import run
 
 PLAN = (
     "look closer\n</think>\n"
@@ -118,21 +117,7 @@ def test_credit_is_shown_at_structural_tokens_only(written):
     assert credited == [token for token in tokens if token["kind"]]
     assert len(credited) == 8
     first = content["turns"][0]["tokens"]
-    place = next(n for n, token in enumerate(first) if token["kind"])
-    assert first[place]["credit"] == place + 1
+    index = next(n for n, token in enumerate(first) if token["kind"])
+    assert first[index]["credit"] == index + 1
     last = next(token for token in reversed(tokens) if token["kind"] == "answer-close")
     assert last["credit"] == len(ids) - 2  # the end of the turn follows it
-
-
-def test_an_episode_that_ran_out_of_time_is_shown(written):
-    late = SampleStop.DEADLINE
-    episode, content = written([PLAN, Cut("the crops", late)], report=Cut(" seven", late))
-    assert content["stop"] == "time_limit"
-    assert content["answer"] is None
-    assert content["rewards"]["accuracy"] == 0
-    assert [call["status"] for call in content["turns"][0]["calls"]] == ["timed_out", "bad_window"]
-    assert content["turns"][0]["calls"][0]["times"] == list(range(0, 16, STEP)), (
-        "its frames were shown to somebody"
-    )
-    assert content["turns"][0]["calls"][0]["response"] == episode.turns[0].calls[0].response
-    assert "".join(token["text"] for token in content["turns"][1]["tokens"]) == PINNED + "the crops"

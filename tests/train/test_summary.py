@@ -12,13 +12,13 @@ from paravt_extras import summary
 from paravt_extras.summary import Line
 from train.durable.run_folder import FORMAT
 
-Row = dict[str, Any]
+Result = dict[str, Any]
 
 
-def result_with(accuracy: float) -> Row:
+def result_with(accuracy: float) -> Result:
     """A result: parallel episodes have `accuracy` * K when sampled, and 10 times that greedy."""
 
-    def row(k: int, dispatch: str, temperature: float) -> Row:
+    def figures_of(k: int, dispatch: str, temperature: float) -> Result:
         value = accuracy * k if dispatch == "parallel" else 0.0
         return {
             "k": k,
@@ -33,10 +33,10 @@ def result_with(accuracy: float) -> Row:
         }
 
     settings = itertools.product((4, 8), ("parallel", "none"), (0.7, 0.0))
-    rows = [row(*setting) for setting in settings]
+    figures = [figures_of(*setting) for setting in settings]
     return {
-        "before": rows,
-        "after": rows,
+        "before": figures,
+        "after": figures,
         "token_mismatches": 0,
         "logprob_gap": 1e-6,
         "recompilations_after_warmup": 0,
@@ -69,8 +69,8 @@ def test_the_command_prints_means_over_runs(tmp_path, capsys):
         (tmp_path / name / "config.json").write_text(json.dumps({"format": FORMAT}))
     assert summary.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in out.splitlines()]
-    cells = {name: values for name, *values in rows}
+    figures = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in out.splitlines()]
+    cells = {name: values for name, *values in figures}
     assert cells[""] == ["a", "b", "mean [lowest, highest]"]
     assert cells["accuracy after, sampled"] == ["0.6", "1.2", "0.9 [0.6, 1.2]"]
     assert cells["minutes"] == ["1", "1", "1 [1, 1]"]

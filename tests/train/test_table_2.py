@@ -1,4 +1,4 @@
-"""Table 2 beside stored runs: which row a run belongs to, and what stands in it."""
+"""Table 2 beside stored runs: which line a run belongs to, and what stands in it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def stored(path: pathlib.Path, run: Run, **metrics: list[float]) -> pathlib.Path
     ]
     result = {"before": before, "after": []}
     (path / "result.json").write_text(json.dumps(result))
-    rows = [{"phase": "sft", "step": 1, "wall": 0.0, "loss": 1.0}]
+    steps = [{"phase": "sft", "step": 1, "wall": 0.0, "loss": 1.0}]
     for step, values in enumerate(zip(*metrics.values(), strict=True), 1):
-        row = dict(zip(metrics, values, strict=True))
-        rows.append({"phase": "rl", "step": step, "wall": 0.0, **row})
-    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        means = dict(zip(metrics, values, strict=True))
+        steps.append({"phase": "rl", "step": step, "wall": 0.0, **means})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     return path
 
 
@@ -54,12 +54,12 @@ def metrics(f: float = 0.4) -> dict[str, list[float]]:
     return {"format_reward": [f - 0.1, f + 0.1], "calls": [0.2, 0.4]}
 
 
-def rows_of(table: str) -> dict[str, list[str]]:
-    rows = [row.split("|")[1:-1] for row in table.splitlines() if row.startswith("|")]
-    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+def lines_of(table: str) -> dict[str, list[str]]:
+    lines = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("|")]
+    return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines}
 
 
-# --- which row ---
+# --- which line ---
 
 
 @pytest.mark.parametrize("key", CHANGES)
@@ -114,9 +114,9 @@ def test_f_and_kappa_are_means_over_training(tmp_path):
     assert start.key == "sft"
     assert start.f == pytest.approx((1 * 0.17 + 3 * 0.37) / 4)
     table = text([start, rl])
-    rows = rows_of(table)
-    assert rows[""][:2] == ["f", "kappa"]
-    assert rows["full PARA-GRPO"] == ["0.41", "0.21", "62.1", "69.4", "39.8", "65.0"]
+    shown = lines_of(table)
+    assert shown[""][:2] == ["f", "kappa"]
+    assert shown["full PARA-GRPO"] == ["0.41", "0.21", "62.1", "69.4", "39.8", "65.0"]
     lines = table.splitlines()
     titles = [line.split("|")[1].strip("· ") for line in lines if line.startswith("|")]
     below = titles[titles.index("full PARA-GRPO") + 1]
@@ -128,7 +128,7 @@ def test_runs_of_own_settings_stand_at_the_end_with_their_changes(tmp_path):
     own = change(paravt_8b(), "own", {"rl.rewards.tool_turn_cost": 0.2})
     run = stored(tmp_path / "own", own, **metrics(0.6))
     table = text(read_run(run, []))
-    assert rows_of(table)["· own, 8b"][:3] == ["0.60", "0.30", ""]
+    assert lines_of(table)["· own, 8b"][:3] == ["0.60", "0.30", ""]
     assert table.index("own settings") > table.index("sequential dispatch")
     assert "rl.rewards.tool_turn_cost 0.2" in table
 
@@ -157,8 +157,8 @@ def test_scores_come_from_evaluations_of_the_runs_own_weights(tmp_path):
 def test_the_command_prints_the_table(tmp_path, capsys):
     run = stored(tmp_path / "mine", paravt_8b(), **metrics())
     assert summary.main(["--table-2", str(run)]) == 0
-    rows = rows_of(capsys.readouterr().out)
-    assert rows["+ SFT + GRPO"][:2] == ["0.13", "0.02"]
+    shown = lines_of(capsys.readouterr().out)
+    assert shown["+ SFT + GRPO"][:2] == ["0.13", "0.02"]
     (run / "result.json").unlink()
     assert summary.main(["--table-2", str(run)]) == 1
     assert "result.json does not exist" in capsys.readouterr().err

@@ -4,46 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paravt_jax.data.question_files import split_options
 from rollout.evaluation.benchmarks import BrokenRecord, options_of
 from rollout.evaluation.files import VideoFolder
-
-
-@pytest.mark.parametrize(
-    ("written", "plain"),
-    [
-        (["A. one", "B. two"], ("one", "two")),
-        (["(A) one", "(B) two"], ("one", "two")),
-        (["A) one", "B: two"], ("one", "two")),
-        ([" one ", "two"], ("one", "two")),
-        # Not all have a letter, so it belongs to the words.
-        (["A. one", "two"], ("A. one", "two")),
-        (["B. one", "A. two"], ("B. one", "A. two")),
-        (["A. Lincoln", "B. Obama", "A. Smith"], ("A. Lincoln", "B. Obama", "A. Smith")),
-        ([1, 2.5], ("1", "2.5")),
-    ],
-)
-def test_letters_are_removed_if_every_option_has_its_own(written, plain):
-    assert options_of(written) == plain
 
 
 @pytest.mark.parametrize("wrong", [None, [], ["one"], ["one", ""], ["one", None], "one"])
 def test_missing_or_incomplete_options_are_refused(wrong):
     with pytest.raises(BrokenRecord):
         options_of(wrong)
-
-
-def test_options_are_split_from_the_text():
-    assert split_options("Why?\n(A) a\n(B) b") == ("Why?", ("a", "b"))
-    assert split_options("A. first line\nWhy?\nA. a\nB. b\n") == ("A. first line\nWhy?", ("a", "b"))
-    for text in (
-        "Why?",
-        "Why?\n(A) a",
-        "Why?\n(B) b\n(C) c",
-        "Why?\n(A) a\nor\n(B) b",
-        "Why?\n(A)\n(B)",
-    ):
-        assert split_options(text) == (text, ())
 
 
 @pytest.mark.parametrize("unused", [None, "", "N/A"])
@@ -84,7 +52,7 @@ def test_a_video_may_have_another_container_than_its_row_says(tmp_path):
     folder = VideoFolder(tmp_path)
     assert folder.find("data/a.mp4") == "data/a.MP4"
     assert folder.find("data/b.mp4") == "data/b.mkv"
-    # The file that the row names comes first.
+    # The file that the record names comes first.
     assert folder.find("c.mp4") == "c.mp4"
     assert folder.find("d.mp4") == "part_1/d.webm"
     # Subtitles have no other container.

@@ -26,35 +26,35 @@ def test_a_summary_has_the_figures_of_its_lines():
         line("b2", 0.5, "v3", read=None, compliant=False, stop="no_answer", tasks=[], spent=5.0),
     ]
     broken = {"7": "answer is missing"}
-    found = summarise(config(), iter(lines), 9, broken)
-    assert (found["accuracy"], found["n"], found["questions"]) == (0.5, 3, 9)
-    low, high = found["interval"]
+    summary = summarise(config(), iter(lines), 9, broken)
+    assert (summary["accuracy"], summary["n"], summary["questions"]) == (0.5, 3, 9)
+    low, high = summary["interval"]
     assert 0 < low < 0.5 < high < 1
-    assert found["calls"] == pytest.approx(4 / 3)
-    assert found["share_with_calls"] == pytest.approx(2 / 3)
-    assert found["seconds_per_question"] == 3.0
-    assert found["compliance"] == pytest.approx(2 / 3)
-    assert found["stops"] == {"answered": 2, "no_answer": 1}
+    assert summary["calls"] == pytest.approx(4 / 3)
+    assert summary["share_with_calls"] == pytest.approx(2 / 3)
+    assert summary["seconds_per_question"] == 3.0
+    assert summary["compliance"] == pytest.approx(2 / 3)
+    assert summary["stops"] == {"answered": 2, "no_answer": 1}
     groups = {
-        name: {group: (v["score"], v["n"]) for group, v in found[name].items()}
+        name: {group: (v["score"], v["n"]) for group, v in summary[name].items()}
         for name in ("by_duration", "by_task")
     }
     assert groups["by_duration"] == {"long": (0.0, 1), "short": (0.75, 2)}
     assert groups["by_task"] == {"t": (0.5, 2), "u": (0.0, 1)}
-    assert found["left_out"]["missing"] == {"questions": 2, "videos": {"gone": "no file"}}
-    assert found["left_out"]["unreadable"]["questions"] == 1
-    assert found["broken_records"] == broken
-    assert "miou" not in found
+    assert summary["left_out"]["missing"] == {"questions": 2, "videos": {"gone": "no file"}}
+    assert summary["left_out"]["unreadable"]["questions"] == 1
+    assert summary["broken_records"] == broken
+    assert "miou" not in summary
     reordered = [*lines[5:], *lines[:5]]  # as other shards might have written them
-    assert found == summarise(config(), iter(reordered), 9, broken)
+    assert summary == summarise(config(), iter(reordered), 9, broken)
 
 
 def test_grounding_has_overlap_and_recall():
     lines = [line("a", 0.3), line("b", 0.69), line("c", 0.7), line("d", 0.1)]
-    found = summarise(config("charades"), iter(lines), 4, {})
-    assert found["miou"] == pytest.approx(0.4475)
-    assert "accuracy" not in found
-    assert (found["r@0.3"], found["r@0.5"], found["r@0.7"]) == (0.75, 0.5, 0.25)
+    summary = summarise(config("charades"), iter(lines), 4, {})
+    assert summary["miou"] == pytest.approx(0.4475)
+    assert "accuracy" not in summary
+    assert (summary["r@0.3"], summary["r@0.5"], summary["r@0.7"]) == (0.75, 0.5, 0.25)
 
 
 def test_kinds_are_not_averaged(tmp_path):
@@ -72,10 +72,10 @@ def test_kinds_are_not_averaged(tmp_path):
 
 
 def test_a_run_that_played_nothing_has_a_summary_without_a_score():
-    found = summarise(config(), iter([left_out("a", "gone")]), 4, {})
-    assert found["n"] == 0
-    assert "accuracy" not in found
-    assert found["left_out"]["missing"]["questions"] == 1
+    summary = summarise(config(), iter([left_out("a", "gone")]), 4, {})
+    assert summary["n"] == 0
+    assert "accuracy" not in summary
+    assert summary["left_out"]["missing"]["questions"] == 1
 
 
 # --- comparisons ---
@@ -86,9 +86,9 @@ def test_two_runs_are_compared_question_by_question(tmp_path):
     lines_b = [line(str(i), float(i in (0, 5, 6, 7, 8, 9)), f"v{i}") for i in range(10)]
     first = folder(tmp_path / "a", [*lines_a, line("x", 1.0), left_out("y", "gone")])
     second = folder(tmp_path / "b", [*lines_b, line("y", 1.0)], k=16)
-    found = compare(first, second)
-    assert (found["made_with"], found["not_shared"]) == ({"k": [64, 16]}, 2)
-    (figures,) = found["kinds"].values()
+    comparison = compare(first, second)
+    assert (comparison["made_with"], comparison["not_shared"]) == ({"k": [64, 16]}, 2)
+    (figures,) = comparison["kinds"].values()
     counts = [figures[name] for name in ("both_right", "only_first", "only_second", "both_wrong")]
     assert (figures["questions"], counts) == (10, [1, 3, 5, 1])
     assert figures["only_first_ids"] == ["1", "2", "3"]
@@ -98,7 +98,7 @@ def test_two_runs_are_compared_question_by_question(tmp_path):
     low, high = figures["interval"]
     assert -1 < low < 0.2 < high < 1
     assert figures["mcnemar_p"] == pytest.approx(2 * (1 + 8 + 28 + 56) / 256)
-    text = comparison_text(first, second, found)
+    text = comparison_text(first, second, comparison)
     for words in ("+20.0", "0.727", "only A: 1, 2, 3", "k: A 64, B 16"):
         assert words in text
 
@@ -139,10 +139,10 @@ OTHERS = [
 def test_different_questions_under_one_id_are_named_and_not_compared(other, tmp_path):
     first = folder(tmp_path / "a", [line("1", 1.0), line("x", 0.0)], questions="h0")
     second = folder(tmp_path / "b", [line("1", 0.0), line("x", 1.0, **other)], questions="h1")
-    found = compare(first, second)
-    assert [figures["questions"] for figures in found["kinds"].values()] == [1]
-    assert found["unequal_ids"] == ["x"]
-    text = " ".join(comparison_text(first, second, found).split())
+    comparison = compare(first, second)
+    assert [figures["questions"] for figures in comparison["kinds"].values()] == [1]
+    assert comparison["unequal_ids"] == ["x"]
+    text = " ".join(comparison_text(first, second, comparison).split())
     assert "warning: 1 ids stand for different questions and are not compared: x;" in text
 
 

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import pathlib
-import shutil
 
-import numpy as np
 import pytest
 
-from models.features import FrameFeatures, FrameSettings
-from paravt_jax.data import video
-from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind, Subtitle
-from rollout.agent.episode import Environment
-from rollout.engine.requests import Sample, SampleStop
+from rollout.engine.requests import SampleStop
 from rollout.evaluation import split
 from rollout.evaluation.benchmarks import Item
-from rollout.evaluation.files import VideoFolder
-from rollout.evaluation.folder import EvaluationFolder
-from rollout.evaluation.settings import BenchmarkSettings
-from rollout.evaluation.split import Player, fitting, subtitled_text
+from rollout.evaluation.split import fitting, subtitled_text
 from tests.rollout.conftest import Cut
 from tests.rollout.evaluation.conftest import LIMITS, PLAN
 
@@ -32,9 +21,9 @@ def answer(text: str) -> str:
 
 
 def by_id(lines):
-    found = {line["id"]: line for line in lines}
-    json.dumps(found, allow_nan=False)
-    return found
+    named = {line["id"]: line for line in lines}
+    json.dumps(named, allow_nan=False)
+    return named
 
 
 def planning(player, letter_of):
@@ -176,97 +165,8 @@ def test_a_refused_main_agent_leaves_its_question_out(player, items):
     assert (line["left_out"], line["reason"]) == ("refused", "status 400")
 
 
-def test_a_refused_sub_agent_is_counted_beside_the_score(player, items):
-    refused = Cut("", SampleStop.REFUSED)
-    (line,) = player([PLAN, answer("A")], refused).lines(items[:1])
-    assert (line["score"], line["calls"], line["refused_reports"]) == (1.0, 0, 1)
-
-
 def test_a_question_that_is_too_long_is_left_out(player):
     question = Question("q", "data/w0.mp4", "why? " * 1000, QuestionKind.OPEN_ENDED, "because")
     (line,) = player([""]).lines([Item(question)])
     assert line["left_out"] == "too_long"
     assert f"room for {LIMITS.text_tokens}" in line["reason"]
-
-
-# --- many questions ---
-
-
-class Answering:
-    """A sampler that keeps nothing: every main agent answers at once."""
-
-    def __init__(self, vocabulary):
-        self.ids = vocabulary.encode(answer("B") + "<|im_end|>")
-        self.waiting = {}
-        self.count = 0
-
-    def submit(self, request):
-        self.count += 1
-        self.waiting[self.count] = request
-        return self.count
-
-    def step(self):
-        waiting, self.waiting = self.waiting, {}
-        logprobs = np.zeros(len(self.ids), np.float32)
-        versions = np.zeros(len(self.ids), np.int32)
-        sample = Sample(self.ids, logprobs, SampleStop.STOP_ID, versions, "")
-        return [(ticket, (sample,)) for ticket in waiting]
-
-    def cancel(self, ticket):
-        self.waiting.pop(ticket, None)
-
-
-@pytest.fixture
-def answering(small_vocabulary, small_model, tmp_path):
-    """answering(**settings) plays on the videos in tmp_path with a sampler that answers at once."""
-
-    def make(**fields) -> Player:
-        features = FrameFeatures(
-            small_model.vision,
-            small_model.config,
-            FrameSettings(batch=64),
-            tmp_path,
-            source=video,
-        )
-        settings = BenchmarkSettings("m", "videomme", episodes=8, **fields)
-        environment = Environment(Protocol(small_vocabulary, settings.limits(64)), features)
-        return Player(Answering(small_vocabulary), environment, settings, VideoFolder(tmp_path))
-
-    (tmp_path / "data").mkdir()
-    return make
-
-
-def question(number: int, video_number: int) -> Item:
-    file = f"data/v{video_number}.mp4"
-    kind = QuestionKind.MULTIPLE_CHOICE
-    return Item(Question(f"q{number}", file, f"Number {number}?", kind, "B", ("x", "y")))
-
-
-def resident() -> float:
-    """The memory of this process, in MiB."""
-    gc.collect()
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not pathlib.Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc"
-)
-def test_memory_is_flat_over_hundreds_of_questions(answering, videos, tmp_path):
-    for number in range(60):
-        shutil.copy(videos / "data" / "w0.mp4", tmp_path / "data" / f"v{number}.mp4")
-    items = [question(number, number // 10) for number in range(600)]
-    marks = []
-    with EvaluationFolder(tmp_path / "out", {"benchmark": "videomme"}, {}, None) as folder:
-        for number, line in enumerate(answering(k=64).lines(items), 1):
-            folder.append(line)
-            if number % 100 == 0:
-                marks.append(resident())
-    shown = ", ".join(f"{mark:.1f}" for mark in marks)
-    print(f"\nresident MiB after every 100 questions: {shown}")
-    # What is kept of each question would grow with each of them. The allocator grows in steps,
-    # so one of the differences may be larger.
-    grown = np.diff(marks)
-    assert grown.min() < 0.4
-    assert grown.sum() < 80
