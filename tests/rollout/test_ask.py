@@ -97,15 +97,6 @@ def new_assistant(small_model, small_vocabulary) -> Assistant:
     return Assistant(small_model, small_vocabulary, PROTOCOL, FrameSettings(batch=8))
 
 
-def test_later_questions_use_the_same_engine(new_assistant, engines, small_world):
-    first, second = (
-        new_assistant.ask(small_world.folder / v.path, TEXT, EpisodeSettings(4, 0.0, "none"))
-        for v in small_world.videos[:2]
-    )
-    assert len(engines) == 1
-    assert first.trajectory.frames[0].video != second.trajectory.frames[0].video
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_unreadable_videos_and_bad_questions_are_refused(assistant, small_world, tmp_path):
     (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import shutil
 
@@ -24,12 +23,9 @@ from paravt_jax.method.records import (
     StopReason,
     Trajectory,
 )
-from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.method.scoring import score
 from paravt_jax.world import text as world_text
 from paravt_jax.world.videos import FRAMES, STEP, WINDOW
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play, split_prompt
-from rollout.agent.transcript import transcript
 from rollout.engine.requests import Request, SampleStop, run
 from tests.rollout.conftest import Cut, Scripted
 
@@ -419,28 +415,6 @@ def test_the_episodes_time_cuts_a_turn(perform_slowly):
         ].stop
         is StopReason.ANSWERED
     )
-
-
-def test_time_can_run_out_before_the_first_turn(
-    small_vocabulary, small_environment, small_questions
-):
-    """Reading the video can take longer than the episode may. Rewards and transcript still work."""
-    ticks = itertools.count()
-    environment = Environment(
-        small_environment.protocol, small_environment.features, lambda: float(next(ticks))
-    )
-    setting = EpisodeSettings(4, 0.7, seconds=1.0)
-    sampler = Scripted(small_vocabulary, [ANSWER])
-    (episode,) = run(sampler, [play(environment, small_questions[0], setting, 0)])
-    assert episode.stop is StopReason.TIME_LIMIT
-    assert episode.turns == ()
-    assert episode.answer is None
-    assert sampler.asked == []
-    assert [segment.author for segment in episode.trajectory.segments] == [Author.PROMPT] * 2
-    rewards = score(episode.question, episode.turns, RewardSettings())
-    assert rewards.total == 0
-    assert not rewards.compliant
-    assert transcript(episode, rewards, setting, small_vocabulary)["turns"] == []
 
 
 def test_a_sub_agent_that_takes_too_long_costs_its_own_report_only(

@@ -49,16 +49,8 @@ def test_it_has_question_overview_calls_and_rewards(written, small_questions):
     question = small_questions[0]
     assert content["question"]["id"] == question.id
     assert content["question"]["options"] == list(question.options)
-    assert content["question"]["kind"] == "mcq"
-    assert content["video"] == question.video
-    assert content["k"] == 4
-    assert content["dispatch"] == "parallel"
-    assert content["temperature"] == 0.7
     assert content["overview"] == [frame.time for frame in episode.trajectory.frames]
-    assert len(content["overview"]) == 4
     assert content["answer"] == "seven"
-    assert content["stop"] == "answered"
-    assert content["compliant"] is True
     good, bad = content["turns"][0]["calls"]
     assert good["start"] == 0
     assert good["end"] == 16

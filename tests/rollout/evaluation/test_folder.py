@@ -59,17 +59,6 @@ def test_another_evaluation_is_refused_with_the_difference(tmp_path, change, dif
     opened(tmp_path).close()  # the refusal leaves no lock
 
 
-def test_the_configuration_lists_commits_in_order_and_the_latest_details(tmp_path):
-    for commit in ("c1", "c1", "c2", None):
-        opened(tmp_path, commit=commit).close()
-    EvaluationFolder(tmp_path, IDENTITY, {"name": "other"}, "c2").close()
-    assert read_json(tmp_path / "config.json") == {
-        "identity": IDENTITY | {"pair": [1, 2]},
-        "name": "other",
-        "commits": ["c1", "c2", None],
-    }
-
-
 def test_every_process_has_a_file(tmp_path):
     with opened(tmp_path) as first, opened(tmp_path, process=1) as second:
         for process, name in enumerate((r"questions\.jsonl", r"questions-1\.jsonl")):

@@ -71,13 +71,6 @@ def test_kinds_are_not_averaged(tmp_path):
     assert "grounding" not in alone
 
 
-def test_a_run_that_played_nothing_has_a_summary_without_a_score():
-    summary = summarise(config(), iter([left_out("a", "gone")]), 4, {})
-    assert summary["n"] == 0
-    assert "accuracy" not in summary
-    assert summary["left_out"]["missing"]["questions"] == 1
-
-
 # --- comparisons ---
 
 

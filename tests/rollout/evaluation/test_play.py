@@ -148,22 +148,3 @@ def test_unreadable_videos_are_left_out_and_an_error_if_there_are_no_others(
     assert (left.question, left.cause) == (missing, "unreadable")
     with pytest.raises(ValueError, match="evaluation.questions"):
         evaluate(oracle(), small_environment, [missing], setting)
-
-
-def test_episodes_side_by_side_equal_those_played_at_once(
-    oracle, small_environment, small_questions
-):
-    def agents():
-        for question in small_questions:
-            yield play_question(small_environment, question, EpisodeSettings(4, 0.7), 3)
-
-    in_order = list(play_and_score(oracle(), agents(), Scoring()))
-    assert [number for number, _ in in_order] == list(range(len(small_questions)))
-    sampler = oracle()
-    as_done = dict(play_and_score(sampler, agents(), Scoring(), 2))
-    assert max(len(wave) for wave in sampler.waves) == 2 < len(in_order)
-    for number, one in in_order:
-        other = as_done[number]
-        assert isinstance(one, Played) and isinstance(other, Played)
-        assert (other.rewards, other.read) == (one.rewards, one.read)
-        assert other.episode.trajectory.ids.tolist() == one.episode.trajectory.ids.tolist()

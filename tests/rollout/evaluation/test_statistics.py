@@ -65,13 +65,6 @@ def test_questions_about_a_single_video_say_as_much_as_one_question():
     assert high - low > 1
 
 
-def test_graded_scores_have_the_interval_of_their_mean():
-    rng = np.random.default_rng(0)
-    scores = rng.beta(2, 2, 2000)
-    low, high = interval(scores.tolist(), names(2000))
-    assert (high - low) / 2 == pytest.approx(1.96 * scores.std() / math.sqrt(2000), rel=0.01)
-
-
 # --- a difference ---
 
 
