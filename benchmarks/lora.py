@@ -33,7 +33,7 @@ from paravt_extras.report.discovery import greedy
 from paravt_extras.report.result import read_result
 from paravt_extras.studies import study
 from paravt_extras.studies.study import Figures
-from paravt_extras.summary import Line
+from paravt_extras.summary import SummaryLine
 from paravt_jax.data.atomic import write_atomically
 from train.data import Data
 from train.durable.allocator import reuse_freed_memory
@@ -160,11 +160,11 @@ def figures(run: Run) -> Figures:
     phase = "before" if run.rl is None else "after"
     found: Figures = {f"accuracy, K = {row['k']}": row["accuracy"] for row in greedy(result[phase])}
     lines = (
-        Line("accuracy, mean over K", phase),
-        Line("crops per question, no frame shows the answer", phase, "calls", "hidden"),
-        Line("crops per question, choice, a frame shows it", phase, "calls", "mcq shown"),
-        Line("crops per question, grounding, a frame in the span", phase, "calls", "tvg shown"),
-        Line("compliance", phase, "compliance"),
+        SummaryLine("accuracy, mean over K", phase),
+        SummaryLine("crops per question, no frame shows the answer", phase, "calls", "hidden"),
+        SummaryLine("crops per question, choice, a frame shows it", phase, "calls", "mcq shown"),
+        SummaryLine("crops per question, grounding, frame in span", phase, "calls", "tvg shown"),
+        SummaryLine("compliance", phase, "compliance"),
     )
     found |= {line.name: line.value(result) for line in lines}
     return found | json.loads((folder / MEASURED).read_text()) | {"minutes": result["seconds"] / 60}

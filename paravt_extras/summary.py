@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paravt_extras.markdown import table_of_figures
-from paravt_extras.table_2 import read_finished, read_run, text
+from paravt_extras.table_2 import read_finished, read_run, table_2
 from paravt_jax.processes.exit_codes import USER_ERRORS
 
 Result = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class SummaryLine:
     """A line of the table: the mean of one figure over K."""
 
     name: str
@@ -65,22 +65,22 @@ class Line:
 
 
 LINES = (
-    Line("accuracy before", "before"),
-    Line("accuracy after", "after"),
-    Line("accuracy before, sampled", "before", sampled=True),
-    Line("accuracy after, sampled", "after", sampled=True),
-    Line("calls before", "before", "calls"),
-    Line("calls after", "after", "calls"),
-    Line("calls after, answer not shown", "after", "calls", "hidden"),
-    Line("share of those turns with several calls", "after", "parallel", "hidden"),
-    Line("calls after, choice, answer shown", "after", "calls", "mcq shown"),
-    Line("accuracy without tools before, largest K", "before", dispatch="none", k="largest"),
-    Line("accuracy without tools after, largest K", "after", dispatch="none", k="largest"),
-    Line("accuracy without tools after, smallest K", "after", dispatch="none", k="smallest"),
-    Line("compliance before, sampled", "before", "compliance", sampled=True),
-    Line("compliance after, sampled", "after", "compliance", sampled=True),
-    Line("compliance after", "after", "compliance"),
-    Line("accuracy after, one call per turn", "after", dispatch="sequential"),
+    SummaryLine("accuracy before", "before"),
+    SummaryLine("accuracy after", "after"),
+    SummaryLine("accuracy before, sampled", "before", sampled=True),
+    SummaryLine("accuracy after, sampled", "after", sampled=True),
+    SummaryLine("calls before", "before", "calls"),
+    SummaryLine("calls after", "after", "calls"),
+    SummaryLine("calls after, answer not shown", "after", "calls", "hidden"),
+    SummaryLine("share of those turns with several calls", "after", "parallel", "hidden"),
+    SummaryLine("calls after, choice, answer shown", "after", "calls", "mcq shown"),
+    SummaryLine("accuracy without tools before, largest K", "before", dispatch="none", k="largest"),
+    SummaryLine("accuracy without tools after, largest K", "after", dispatch="none", k="largest"),
+    SummaryLine("accuracy without tools after, smallest K", "after", dispatch="none", k="smallest"),
+    SummaryLine("compliance before, sampled", "before", "compliance", sampled=True),
+    SummaryLine("compliance after, sampled", "after", "compliance", sampled=True),
+    SummaryLine("compliance after", "after", "compliance"),
+    SummaryLine("accuracy after, one call per turn", "after", dispatch="sequential"),
 )
 
 
@@ -112,7 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     try:
         if asked.table_2:
-            print(text([line for run in asked.runs for line in read_run(run, asked.evaluations)]))
+            print(
+                table_2([line for run in asked.runs for line in read_run(run, asked.evaluations)])
+            )
         else:
             by_run = {run.name: [figures(read_finished(run)[1])] for run in asked.runs}
             everything = [values for (values,) in by_run.values()]

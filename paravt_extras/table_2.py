@@ -24,11 +24,6 @@ from rollout.evaluation.summary import score_of
 from train.durable.metrics import read_metrics
 from train.durable.run_folder import read_config
 
-BLOCKS = {
-    "A": "A: stages, and the two parts of PARA-GRPO",
-    "B": "B: terms of the reward",
-    "C": "C: dispatch of calls, same weights",
-}
 TEMPERATURE = 0.7
 """Sampling temperature of rollouts in the paper."""
 
@@ -52,7 +47,7 @@ NOTES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
+class RunLine:
     """A line of this project: a run, or its cold start."""
 
     label: str
@@ -110,7 +105,7 @@ def read_finished(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]
     return read_config(folder, "paravt_extras.summary"), read_result(folder)
 
 
-def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[Figures]:
+def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[RunLine]:
     """Return the lines of a finished run: its cold start, if measured, its RL, and its evaluations
     with sequential dispatch.
 
@@ -137,7 +132,7 @@ def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[
             statistics.fmean([record[field] for record in cold_start], counts)
             for field in ("format_reward", "calls")
         )
-        lines.append(Figures(label, "sft", f, kappa, {} if rl else scores["parallel"]))
+        lines.append(RunLine(label, "sft", f, kappa, {} if rl else scores["parallel"]))
     if rl is None:
         return lines
     steps = [step for step in read_metrics(folder / "metrics.jsonl") if step["phase"] == "rl"]
@@ -148,10 +143,10 @@ def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[
     own = "; ".join(f"{field} {value}" for field, value in changes(config).items())
     note = f"{len(steps)} steps of {rl['prompts']} x {rl['grpo']['group_size']} rollouts; {own}"
     lines.append(
-        Figures(label, key_of(config), f, kappa, scores["parallel"], note.removesuffix("; "))
+        RunLine(label, key_of(config), f, kappa, scores["parallel"], note.removesuffix("; "))
     )
     if scores["sequential"]:
-        lines.append(Figures(label, "sequential", None, None, scores["sequential"]))
+        lines.append(RunLine(label, "sequential", None, None, scores["sequential"]))
     return lines
 
 
@@ -170,20 +165,14 @@ def _scores(
     return scores
 
 
-def text(lines: Sequence[Figures]) -> str:
+def table_2(lines: Sequence[RunLine]) -> str:
     """Format the paper's table with the lines of this project below those they belong to."""
     cells: list[list[str]] = []
-    block = ""
     for key, setting in TABLE_2.items():
-        if setting.block != block:
-            block = setting.block
-            cells.append([BLOCKS[block]])
-        published = Figures(setting.title, key, setting.f, setting.kappa, setting.scores)
-        cells.append([setting.title, *published.cells()])
+        published = RunLine(setting.title, key, setting.f, setting.kappa, setting.scores)
+        cells.append([f"{setting.block}: {setting.title}", *published.cells()])
         cells += [[f"· {line.label}", *line.cells()] for line in lines if line.key == key]
-    own = [[f"· {line.label}", *line.cells()] for line in lines if not line.key]
-    if own:
-        cells += [["own settings"], *own]
+    cells += [[f"· {line.label}, own settings", *line.cells()] for line in lines if not line.key]
     headings = ["", "f", "kappa", *(COLUMNS[split] for split in TABLE_2_SPLITS)]
     notes = [*NOTES, *(f"- {line.label}: {line.note}" for line in lines if line.note)]
     return "\n".join([table(headings, cells), "", *map(wrapped, notes)])

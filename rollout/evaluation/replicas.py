@@ -101,7 +101,7 @@ def play_all(
     # Lines, exceptions, and None at the end of a replica.
     done: queue.SimpleQueue[Line | BaseException | None] = queue.SimpleQueue()
 
-    def play(player: Player, devices: Devices) -> None:
+    def play_items(player: Player, devices: Devices) -> None:
         try:
             with jax.default_device(devices[0]):
                 for line in player.lines(items.items()):
@@ -113,7 +113,7 @@ def play_all(
             done.put(error)
 
     threads = [
-        threading.Thread(target=play, args=replica, daemon=True)
+        threading.Thread(target=play_items, args=replica, daemon=True)
         for replica in zip(players, groups, strict=True)
     ]
     for thread in threads:

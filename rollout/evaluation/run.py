@@ -77,7 +77,7 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
             if not settings.endpoint:
                 use_cache(folder.path)
             # An endpoint that answered questions in an earlier start needs no proof.
-            _play(setup, items, folder, proven=bool(done))
+            _play_split(setup, items, folder, proven=bool(done))
         summary = hosts.from_first(lambda: _summarise(folder, loaded))
     if hosts.is_first():
         print("\n".join(report(summary, folder.path)), file=sys.stderr)
@@ -184,7 +184,9 @@ def _name(settings: BenchmarkSettings) -> str:
 # --- playing ---
 
 
-def _play(setup: Setup, items: Sequence[Item], folder: EvaluationFolder, proven: bool) -> None:
+def _play_split(
+    setup: Setup, items: Sequence[Item], folder: EvaluationFolder, proven: bool
+) -> None:
     """Play the items on all hosts, and append the lines to the folder.
 
     Args:
@@ -227,7 +229,7 @@ def _play(setup: Setup, items: Sequence[Item], folder: EvaluationFolder, proven:
         watch = ServerWatch(settings.endpoint, proven)
         total = sum(map(len, units))
 
-        def play() -> None:
+        def play_items() -> None:
             scores: list[float] = []
             lines = stack.enter_context(contextlib.closing(play_all(players, groups, queue)))
             for done, line in enumerate(lines, 1):
@@ -238,4 +240,4 @@ def _play(setup: Setup, items: Sequence[Item], folder: EvaluationFolder, proven:
                 progress.update(done, total, mean | {"left out": done - len(scores)})
                 watch.add(line)
 
-        hosts.on_all(play)
+        hosts.on_all(play_items)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paravt_extras import summary
-from paravt_extras.summary import Line
+from paravt_extras.summary import SummaryLine
 from train.durable.run_folder import FORMAT
 
 Result = dict[str, Any]
@@ -47,15 +47,15 @@ def result_with(accuracy: float) -> Result:
 @pytest.mark.parametrize(
     ("line", "value"),
     [
-        (Line("", "after"), 6.0),  # mean of 4 and 8
-        (Line("", "after", sampled=True), 0.6),
-        (Line("", "after", sampled=True, k="smallest"), 0.4),
-        (Line("", "after", sampled=True, k="largest"), 0.8),
-        (Line("", "after", dispatch="none"), 0.0),
-        (Line("", "after", "calls", "hidden"), (8 * 4 + 4 * 8) / 12),
-        (Line("", "after", "parallel", "hidden"), None),
-        (Line("", "after", "calls", "mcq"), None),
-        (Line("", "after", dispatch="sequential"), None),
+        (SummaryLine("", "after"), 6.0),  # mean of 4 and 8
+        (SummaryLine("", "after", sampled=True), 0.6),
+        (SummaryLine("", "after", sampled=True, k="smallest"), 0.4),
+        (SummaryLine("", "after", sampled=True, k="largest"), 0.8),
+        (SummaryLine("", "after", dispatch="none"), 0.0),
+        (SummaryLine("", "after", "calls", "hidden"), (8 * 4 + 4 * 8) / 12),
+        (SummaryLine("", "after", "parallel", "hidden"), None),
+        (SummaryLine("", "after", "calls", "mcq"), None),
+        (SummaryLine("", "after", dispatch="sequential"), None),
     ],
 )
 def test_a_line_averages_over_the_rows_and_questions_that_it_names(line, value):

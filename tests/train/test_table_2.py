@@ -12,7 +12,7 @@ from configs import RECIPES
 from configs.paravt_8b import paravt_8b
 from configs.table_2 import TABLE_2
 from paravt_extras import summary
-from paravt_extras.table_2 import CHANGES, changes, key_of, read_run, text
+from paravt_extras.table_2 import CHANGES, changes, key_of, read_run, table_2
 from tests.rollout.evaluation.finished import folder as evaluation
 from tests.rollout.evaluation.finished import line as question
 from train.durable.run_folder import FORMAT
@@ -113,23 +113,23 @@ def test_f_and_kappa_are_means_over_training(tmp_path):
     # The cold start: rollouts at 0.7 before RL, weighted by their number.
     assert start.key == "sft"
     assert start.f == pytest.approx((1 * 0.17 + 3 * 0.37) / 4)
-    table = text([start, rl])
+    table = table_2([start, rl])
     shown = lines_of(table)
     assert shown[""][:2] == ["f", "kappa"]
-    assert shown["full PARA-GRPO"] == ["0.41", "0.21", "62.1", "69.4", "39.8", "65.0"]
+    assert shown["A: full PARA-GRPO"] == ["0.41", "0.21", "62.1", "69.4", "39.8", "65.0"]
     lines = table.splitlines()
     titles = [line.split("|")[1].strip("· ") for line in lines if line.startswith("|")]
-    below = titles[titles.index("full PARA-GRPO") + 1]
-    assert below == "mine, 8b" == titles[titles.index("+ SFT") + 1]
+    below = titles[titles.index("A: full PARA-GRPO") + 1]
+    assert below == "mine, 8b" == titles[titles.index("A: + SFT") + 1]
     assert "- mine, 8b: 2 steps of 7 x 8 rollouts" in lines
 
 
 def test_runs_of_own_settings_stand_at_the_end_with_their_changes(tmp_path):
     own = change(paravt_8b(), "own", {"rl.rewards.tool_turn_cost": 0.2})
     run = stored(tmp_path / "own", own, **metrics(0.6))
-    table = text(read_run(run, []))
-    assert lines_of(table)["· own, 8b"][:3] == ["0.60", "0.30", ""]
-    assert table.index("own settings") > table.index("sequential dispatch")
+    table = table_2(read_run(run, []))
+    assert lines_of(table)["· own, 8b, own settings"][:3] == ["0.60", "0.30", ""]
+    assert table.index("own, 8b") > table.index("sequential dispatch")
     assert "rl.rewards.tool_turn_cost 0.2" in table
 
 
@@ -158,7 +158,7 @@ def test_the_command_prints_the_table(tmp_path, capsys):
     run = stored(tmp_path / "mine", paravt_8b(), **metrics())
     assert summary.main(["--table-2", str(run)]) == 0
     shown = lines_of(capsys.readouterr().out)
-    assert shown["+ SFT + GRPO"][:2] == ["0.13", "0.02"]
+    assert shown["A: + SFT + GRPO"][:2] == ["0.13", "0.02"]
     (run / "result.json").unlink()
     assert summary.main(["--table-2", str(run)]) == 1
     assert "result.json does not exist" in capsys.readouterr().err
