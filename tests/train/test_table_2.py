@@ -129,7 +129,7 @@ def test_runs_of_own_settings_stand_at_the_end_with_their_changes(tmp_path):
     run = stored(tmp_path / "own", own, **metrics(0.6))
     table = table_2(read_run(run, []))
     assert lines_of(table)["· own, 8b, own settings"][:3] == ["0.60", "0.30", ""]
-    assert table.index("own, 8b") > table.index("sequential dispatch")
+    assert table.index("own settings") > table.index("sequential dispatch")
     assert "rl.rewards.tool_turn_cost 0.2" in table
 
 
