@@ -117,7 +117,7 @@ def memory(run: Run, data: Data) -> dict[str, float]:
     assert compiled is not None
     trained = learner.start.weights
     optimizer = total_bytes(learner.start.optimizer)
-    arrays = total_bytes((trained, parts.frozen, learner.reference)) + optimizer
+    arrays = total_bytes((trained, parts.skeleton.frozen, learner.reference)) + optimizer
     held = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
     # Outputs that take the memory of donated arguments count once.
     held += compiled.output_size_in_bytes - compiled.alias_size_in_bytes

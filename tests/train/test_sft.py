@@ -175,7 +175,7 @@ def test_the_next_batches_are_prepared_during_an_update(road, updater, monkeypat
     def gradients(weights, bank, microbatches, batch, draw):
         encoded.append(features.encoded_frames)
         expected = next(plain)
-        wanted = (expected.bank, expected.microbatches, expected.batch)
+        wanted = (expected.bank, expected.microbatches, expected.mask)
         require_equal((bank, microbatches, batch), wanted)
         return None, {"loss": [Running()]}
 
