@@ -20,7 +20,7 @@ IMAGE, VIDEO, START, END = 50, 51, 52, 53
 NEW_TOKENS = 64
 
 # Limits: the largest difference of a logit, and of a gradient relative to its norm.
-LOGITS = 2e-4
+LOGITS = 5e-5
 GRADIENT = 1e-3
 
 # A number of text tokens, an image's (h, w), or a video's (t, h, w), in patches.
@@ -61,22 +61,12 @@ class Sample(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of a model on a sample, in transformers' names and layouts.
-
-    `modules` holds the outputs of modules, one row per real token or patch. The name of a layer
-    itself is that of its input, which only transformers' results have.
-    """
+    """The results of a model on a sample, in transformers' names and layouts."""
 
     positions: np.ndarray
     logits: np.ndarray
     tokens: np.ndarray
-    modules: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]
-
-
-def is_text(module: str) -> bool:
-    """Whether the rows of a module in `Results` are tokens (not patches)."""
-    return module.startswith(("layer", "norm", "text"))
 
 
 def hf_config(

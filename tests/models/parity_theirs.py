@@ -22,7 +22,6 @@ from tests.models.parity import (
     Case,
     Results,
     Sample,
-    is_text,
     make_sample,
 )
 
@@ -106,66 +105,6 @@ def positions_of(model: Any, sample: Sample) -> np.ndarray:
     return positions.numpy()
 
 
-def watch(model: Any) -> dict[str, list[torch.Tensor]]:
-    """Hooks that collect inputs of layers and outputs of modules while the model runs.
-
-    A module of the tower runs on images first, then on videos.
-    """
-    found: dict[str, list[torch.Tensor]] = {}
-    visual, text = model.model.visual, model.model.language_model
-
-    def note(name: str, value: torch.Tensor) -> None:
-        found.setdefault(name, []).append(value.detach())
-
-    def before(name: str, module: Any) -> None:
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: note(name, args[0] if args else kwargs["hidden_states"]),
-            with_kwargs=True,
-        )
-
-    def after(name: str, module: Any) -> None:
-        module.register_forward_hook(
-            lambda _, __, output: note(name, output[0] if isinstance(output, tuple) else output)
-        )
-
-    def turns(name: str, module: Any) -> None:
-        # Cosines and sines, each repeated for both halves of a head.
-        module.register_forward_hook(
-            lambda _, __, output: note(name, torch.cat([x.chunk(2, -1)[0] for x in output], -1))
-        )
-
-    after("patches", visual.patch_embed)
-    turns("text turns", text.rotary_emb)
-    after("norm", text.norm)
-    if model.config.model_type == "qwen2_5_vl":
-        # Inside of the tower patches have another order.
-        visual.register_forward_hook(lambda _, __, output: note("level 0", output.pooler_output))
-        mergers, blocks = [], []
-    else:
-        turns("vision turns", visual.rotary_pos_emb)
-        mergers, blocks = [visual.merger, *visual.deepstack_merger_list], visual.blocks
-    for number, merger in enumerate(mergers):
-        after(f"level {number}", merger)
-    for number, block in enumerate(blocks):
-        before(f"block {number}", block)
-        parts = {"qkv": block.attn.qkv, "attention": block.attn, "mlp": block.mlp, "output": block}
-        for part, module in parts.items():
-            after(f"block {number} {part}", module)
-    for number, layer in enumerate(text.layers):
-        before(f"layer {number}", layer)
-        attention = layer.self_attn
-        parts = {
-            "attention": attention,
-            "mlp": layer.mlp,
-            "output": layer,
-        }
-        if hasattr(attention, "q_norm"):
-            parts |= {"q_norm": attention.q_norm, "k_norm": attention.k_norm}
-        for part, module in parts.items():
-            after(f"layer {number} {part}", module)
-    return found
-
-
 def results(model: Any, sample: Sample, prompts: Sample) -> Results:
     """The results of transformers, as `parity_ours.results`."""
     inputs = inputs_of(prompts)
@@ -174,28 +113,17 @@ def results(model: Any, sample: Sample, prompts: Sample) -> Results:
         tokens = model.generate(**inputs, **options)[:, prompts.ids.shape[1] :]
     inputs = inputs_of(sample)
     positions = positions_of(model, sample)
-    found = watch(model)
     # Without position_ids, transformers would count the padding of text rows too.
-    output = model(**inputs, position_ids=torch.tensor(positions), use_cache=True)
+    output = model(**inputs, position_ids=torch.tensor(positions))
     both = torch.tensor(sample.valid[:, 1:] & sample.valid[:, :-1])
     targets = inputs["input_ids"][:, 1:][both]
     torch.nn.functional.cross_entropy(output.logits[:, :-1][both], targets).backward()
-    for number, layer in enumerate(output.past_key_values.layers):
-        found |= {
-            f"layer {number} {name}": [x.detach().transpose(1, 2)]
-            for name, x in (("keys", layer.keys), ("values", layer.values))
-        }
-    modules = {name: torch.cat(parts).numpy() for name, parts in found.items()}
-    modules = {name: x[sample.valid] if is_text(name) else x for name, x in modules.items()}
-    if "block 0" in modules:
-        modules["positions"] = modules["block 0"] - modules["patches"]
-    modules = {name: x.reshape(len(x), -1) for name, x in modules.items()}
     gradients = {
         name: in_file(name, parameter.grad.numpy())
         for name, parameter in parameters_of(model).items()
         if parameter.grad is not None
     }
-    return Results(positions, output.logits.detach().numpy(), tokens.numpy(), modules, gradients)
+    return Results(positions, output.logits.detach().numpy(), tokens.numpy(), gradients)
 
 
 def samples(case: Case) -> tuple[Sample, Sample]:
@@ -219,7 +147,6 @@ def record() -> None:
         arrays |= {
             f"result {name}": getattr(found, name) for name in ("positions", "logits", "tokens")
         }
-        arrays |= {f"module {name}": x.astype(np.float32) for name, x in found.modules.items()}
         arrays |= {f"weight {name}": x.astype(np.float16) for name, x in weights(model).items()}
         arrays["norms"] = np.array(list(norms.values()))
         arrays |= {
