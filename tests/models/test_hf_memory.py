@@ -14,7 +14,6 @@ import textwrap
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from models.config import TextConfig
@@ -101,13 +100,10 @@ LOAD = """
     before = memory("VmRSS")
     model = load(folder, mesh=mesh, param_dtype=jnp.bfloat16)
     used = memory("VmHWM") - before
-    last = model.text.layers.down[...].addressable_shards[-1]
     shards = [shard for array in jax.tree.leaves(model) for shard in array.addressable_shards]
     print(json.dumps({
         "used": used,
         "shards": sum(shard.data.nbytes for shard in shards),
-        "corner": [part.start or 0 for part in last.index],
-        "bits": np.asarray(last.data)[-1, :30, :20].view(np.uint16).tolist(),
     }))
 """
 
@@ -150,12 +146,6 @@ def test_the_host_holds_one_tensor_beside_the_shards(large, fsdp, tensor):
     assert beside <= 3 * largest, (
         f"{beside / 1e6:.0f} MB beside the shards; the largest tensor has {largest / 1e6:.0f} MB"
     )
-    _, row, column = found["corner"]
-    name = "model.language_model.layers.2.mlp.down_proj.weight"
-    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    with safe_open(folder / where[name], framework="numpy") as theirs:
-        expected = theirs.get_slice(name)[column : column + 20, row : row + 30]
-    np.testing.assert_array_equal(found["bits"], expected.T.view(np.uint16))
 
 
 START = """
