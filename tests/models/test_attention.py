@@ -142,13 +142,7 @@ def test_bfloat16_stays_near_float32(small_tiles, implementation):
         assert np.abs(a - b).mean() < 0.01 * np.abs(b).mean()
 
 
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        2,
-        1000,
-    ],
-)
+@pytest.mark.parametrize("chunk", [2, 1000])
 @pytest.mark.parametrize(
     ("arrays", "options"),
     [
@@ -186,11 +180,7 @@ def whole_pass(options, backward):
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
-    ("arrays", "options"),
-    [
-        case(1, 4096, 2, 2, 4),
-        case(2, 2048, 2, 1, 4, s=2048),
-    ],
+    ("arrays", "options"), [case(1, 4096, 2, 2, 4), case(2, 2048, 2, 1, 4, s=2048)]
 )
 def test_one_chunk_of_scores_is_held_at_a_time(arrays, options, backward):
     """As the compiler reports it. Heads are narrow, so scores make up nearly all of the memory.
@@ -293,8 +283,7 @@ def test_eight_devices_equal_one():
 
 
 @pytest.mark.parametrize(
-    ("rows", "pieces", "chosen"),
-    [(4, 1, "xla"), (8, 2, "splash"), (8, 1, "splash"), (4, 2, "xla")],
+    ("rows", "pieces", "chosen"), [(4, 1, "xla"), (8, 2, "splash"), (8, 1, "splash"), (4, 2, "xla")]
 )
 def test_sequences_that_are_fewer_than_devices_need_pieces(rows, pieces, chosen):
     q, k = (
@@ -305,17 +294,11 @@ def test_sequences_that_are_fewer_than_devices_need_pieces(rows, pieces, chosen)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "prefix",
-    [
-        640,
-    ],
-)
-def test_the_decoder_compiles_for_tpu_with_the_kernel(prefix):
+def test_the_decoder_compiles_for_tpu_with_the_kernel():
     """Forward and gradient for a TPU topology, compiled without a TPU: at least three kernels."""
     pytest.importorskip("libtpu")
     run(
-        f"""
+        """
         import jax, jax.numpy as jnp, numpy as np
         from flax import nnx
         from jax.experimental import topologies
@@ -336,13 +319,11 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel(prefix):
         graph, state = nnx.split(text)
         rows = NamedSharding(mesh, BATCH)
         array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-        b, t, s = 8, 640, {prefix}
-        batch = dict(ids=array(jnp.int32, b, t), layout=RowLayout(array(jnp.int32, b, t)))
-        if s:
-            by_row = NamedSharding(mesh, jax.P(None, *BATCH))
-            past = jax.ShapeDtypeStruct((2, b, s, 2, 128), jnp.bfloat16, sharding=by_row)
-            layout = RowLayout(array(jnp.int32, b, t), array(jnp.bool, b, s))
-            batch |= dict(prefix=KV(past, past), layout=layout)
+        b, t, s = 8, 640, 640
+        by_row = NamedSharding(mesh, jax.P(None, *BATCH))
+        past = jax.ShapeDtypeStruct((2, b, s, 2, 128), jnp.bfloat16, sharding=by_row)
+        layout = RowLayout(array(jnp.int32, b, t), array(jnp.bool, b, s))
+        batch = dict(ids=array(jnp.int32, b, t), prefix=KV(past, past), layout=layout)
 
         def loss(state, batch):
             positions = jnp.broadcast_to(jnp.arange(t), (3, b, t))

@@ -13,18 +13,12 @@ from models.weights import hf
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    "size",
-    [
-        "tiny",
-    ],
-)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_transformers_opens_a_saved_model_and_gives_its_logits(name, size, tmp_path):
+def test_transformers_opens_a_saved_model_and_gives_its_logits(name, tmp_path):
     torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
     import transformers
 
-    config = family(name).size(size, vocab_size=151_936)
+    config = family(name).size("tiny", vocab_size=151_936)
     model = nnx.jit(lambda: VisionLanguageModel(config, rngs=nnx.Rngs(0)))()
     hf.save(model, tmp_path / "model")
     assert hf.load(tmp_path / "model").config == config

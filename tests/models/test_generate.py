@@ -92,10 +92,7 @@ def greedy(model: VisionLanguageModel, inputs: Inputs, count: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
-    [
-        (2, IMAGE, 1, VIDEO, 5),
-        (1, LARGE, 2, LARGE, 3),
-    ],
+    [(2, IMAGE, 1, VIDEO, 5), (1, LARGE, 2, LARGE, 3)],
     ids=["image and video", "large images"],
 )
 def test_tokens_equal_those_of_whole_forward_passes(model, monkeypatch, parts):

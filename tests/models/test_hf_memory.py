@@ -129,12 +129,7 @@ def run(code, *argument_lists, devices):
             process.kill()
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "tensor"),
-    [
-        (2, 4),
-    ],
-)
+@pytest.mark.parametrize(("fsdp", "tensor"), [(2, 4)])
 def test_the_host_holds_one_tensor_beside_the_shards(large, fsdp, tensor):
     folder, total, largest = large
     assert total > 2 * 10**9

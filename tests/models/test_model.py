@@ -161,14 +161,7 @@ def test_a_policy_decides_what_is_saved(model, visual_batch, capsys):
     assert 1 < found["attention"][1] < found["dots"][1] < found["none"][1]
 
 
-@pytest.mark.parametrize(
-    "chunk",
-    [
-        None,
-        5,
-        24,
-    ],
-)
+@pytest.mark.parametrize("chunk", [None, 5, 24])
 def test_token_logprobs(model, visual_batch, chunk):
     hidden, _ = run(model.text, visual_batch)
     targets = visual_batch["ids"]

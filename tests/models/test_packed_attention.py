@@ -126,11 +126,7 @@ def test_bfloat16_in_full_tiles_stays_near_float32(implementation, length, size)
 
 @pytest.mark.parametrize(
     ("implementation", "t", "kv", "trials"),
-    [
-        ("xla", 97, 1, 8),
-        ("flash", 260, 1, 3),
-        ("triton", 150, 2, 4),
-    ],
+    [("xla", 97, 1, 8), ("flash", 260, 1, 3), ("triton", 150, 2, 4)],
 )
 def test_random_packed_rows_equal_the_explicit_mask(
     small_tiles, monkeypatch, implementation, t, kv, trials
@@ -284,13 +280,7 @@ def test_a_packing_that_contradicts_itself_or_a_prefix_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("topology", "length"),
-    [
-        ("v5e:4x4", 65_536),
-        ("v6e:4x4", 8_192),
-    ],
-)
+@pytest.mark.parametrize(("topology", "length"), [("v5e:4x4", 65_536), ("v6e:4x4", 8_192)])
 def test_a_packed_row_over_16_devices_compiles_for_tpu(topology, length):
     """Forward and gradient in pieces, compiled without a TPU: 2 of 32 heads per device."""
     pytest.importorskip("libtpu")

@@ -40,13 +40,7 @@ def specs(config, **mesh):
     }
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
-        "8b",
-        "32b",
-    ],
-)
+@pytest.mark.parametrize("size", ["8b", "32b"])
 def test_every_parameter_of_a_published_size_has_a_sharding(size):
     found = specs(qwen3_vl(size), data=1, fsdp=16, tensor=4)
     assert found["text/layers/q"] == PartitionSpec(None, "fsdp", "tensor", None)

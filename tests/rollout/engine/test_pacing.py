@@ -143,18 +143,7 @@ def test_an_agent_stops_exactly_at_its_time():
             assert found == [int(start + n >= end) for n in range(len(found))]
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        1,
-        4,
-        9,
-        13,
-        15,
-        26,
-        50,
-    ],
-)
+@pytest.mark.parametrize("end", [1, 4, 9, 13, 15, 26, 50])
 def test_a_new_coroutine_goes_on_from_the_log(end):
     whole, _ = played([math.inf])
     first, _ = played([end])
