@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ from models.lora import LoRASettings
 from models.model import abstract_model
 from models.remat import Remat
 from models.sharding import MESH_AXES, param_shardings
-from models.trained import CHUNK_TOKENS, TrainVision, cached_shape, split, split_vision
+from models.trained import TrainVision, cached_shape, split, split_vision
 from paravt_extras.engine_memory import decode_bytes, prefill_bytes
 from paravt_extras.slices import Devices, known_slices
 from rollout.engine.pages import page_count
@@ -91,12 +91,7 @@ class Fitted:
 
 
 class _TooLargeError(Exception):
-    """A part of the run needs more memory than a device has."""
-
-    def __init__(self, part: str, needed: float):
-        super().__init__(part)
-        self.part = part
-        self.needed = needed
+    """A phase of the run needs more memory than a device has."""
 
 
 def fit(run: Run, devices: Devices) -> Fitted:
@@ -126,10 +121,9 @@ def fit(run: Run, devices: Devices) -> Fitted:
     except _TooLargeError as lack:
         slices = ", ".join(smallest_slices(run)) or "none that is known"
         raise ValueError(
-            f"devices = {devices.name}: too small for {lack.part}, which needs an estimated "
-            f"{lack.needed / GIB:.1f} GiB per device; {USABLE * devices.memory / GIB:.1f} of "
-            f"{devices.memory / GIB:.1f} GiB are usable; the smallest slices for {run.name} with "
-            f"these settings: {slices}"
+            f"devices = {devices.name}: too small for {lack}; "
+            f"{USABLE * devices.memory / GIB:.1f} of {devices.memory / GIB:.1f} GiB are usable; "
+            f"the smallest slices for {run.name} with these settings: {slices}"
         ) from lack
 
 
@@ -140,20 +134,21 @@ def _fit(run: Run, devices: Devices) -> Fitted:
     fitted = change(run, run.name, fields)
     require_dividing(fitted, devices)
     memory = _Memory(fitted, devices, shapes)
-    needs = {}
+    phases: list[tuple[str, Sequence[str], Callable[..., float], Iterable[tuple[Any, Any]]]] = []
     if run.sft is not None:
-        choices = _cold_starts(memory)
-        found, needed = _first_fitting("the cold start", memory, memory.cold_start, choices)
-        fields |= dict(zip(("sft.remat", "sft.microbatches"), found, strict=True))
-        needs["cold start"] = needed
+        names = "sft.remat", "sft.microbatches"
+        phases.append(("cold start", names, memory.cold_start, _cold_starts(memory)))
     if run.rl is not None:
-        found, needed = _first_fitting("PARA-GRPO", memory, memory.rl, _updates(memory))
-        fields |= dict(zip(("rl.remat", "rl.microbatch_tokens"), found, strict=True))
-        needs["PARA-GRPO"] = needed
+        names = "rl.remat", "rl.microbatch_tokens"
+        phases.append(("PARA-GRPO", names, memory.rl, _updates(memory)))
     if run.plays_episodes:
-        found, needed = _first_fitting("rollouts", memory, memory.rollouts, _engines(memory))
-        fields |= dict(zip(("engine.slots", "engine.cache_tokens"), found, strict=True))
-        needs["rollouts"] = needed
+        names = "engine.slots", "engine.cache_tokens"
+        phases.append(("rollouts", names, memory.rollouts, _engines(memory)))
+    needs = {}
+    for phase, names, needed, choices in phases:
+        choice, needs[phase] = _first_fitting(phase, memory, needed, choices)
+        fields |= dict(zip(names, choice, strict=True))
+    if run.plays_episodes:
         needs["weight sync"] = memory.weight_sync()
     chosen = {name: value for name, value in fields.items() if value != _value(run, name)}
     return Fitted(change(run, run.name, fields), chosen, needs)
@@ -239,48 +234,41 @@ def require_dividing(run: Run, devices: Devices) -> None:
     Raises:
         ValueError: There are too few devices, or something does not divide.
     """
-    reason = _misfit(run, mesh_sizes(run), devices)
-    if reason:
-        mesh = " x ".join(map(str, mesh_sizes(run)))
-        raise ValueError(
-            f"mesh: {mesh} (data, fsdp, tensor): {reason}; let it be chosen: "
-            "--mesh.data 1 --mesh.fsdp 0 --mesh.tensor 0"
-        )
-
-
-def _misfit(run: Run, mesh: Mesh, devices: Devices) -> str:
-    """Why a mesh does not work; empty if it does."""
-    data, fsdp, tensor = mesh
+    data, fsdp, tensor = mesh = mesh_sizes(run)
     count, hosts, slices = devices.count, devices.hosts, devices.slices
     idle_allowed = hosts == slices == 1
-    if math.prod(mesh) > count or (math.prod(mesh) < count and not idle_allowed):
-        return f"takes {math.prod(mesh)} of {count} devices; several hosts have to use all"
-    if data % slices or data * fsdp % hosts:
-        return (
-            f"{slices} slices need whole replicas (data), and {hosts} hosts share the batch "
-            "(data * fsdp) equally"
-        )
-    if fsdp == tensor == 1:
-        return ""
     # The vocabulary of a tiny model is made from its data, and not known yet.
     config = run.model.config(vocab_size=tensor)
     heads, kv_heads = config.text.num_attention_heads, config.text.num_key_value_heads
-    if heads % math.lcm(kv_heads, tensor):
-        return f"{heads} heads and {kv_heads} kv heads do not divide over {tensor} devices"
-    # All dimensions of the tower may be whole.
-    decoder = nnx.state(abstract_model(config, lora=run.lora).text)
-    try:
-        param_shardings(decoder, AbstractMesh(mesh, MESH_AXES))
-    except ValueError as error:
-        return str(error).partition(";")[0]
-    return ""
+    reason = ""
+    if math.prod(mesh) > count or (math.prod(mesh) < count and not idle_allowed):
+        reason = f"takes {math.prod(mesh)} of {count} devices; several hosts have to use all"
+    elif data % slices or data * fsdp % hosts:
+        reason = (
+            f"{slices} slices need whole replicas (data), and {hosts} hosts share the batch "
+            "(data * fsdp) equally"
+        )
+    elif heads % math.lcm(kv_heads, tensor):
+        reason = f"{heads} heads and {kv_heads} kv heads do not divide over {tensor} devices"
+    elif fsdp * tensor > 1:
+        # All dimensions of the tower may be whole.
+        decoder = nnx.state(abstract_model(config, lora=run.lora).text)
+        try:
+            param_shardings(decoder, AbstractMesh(mesh, MESH_AXES))
+        except ValueError as error:
+            reason = str(error).partition(";")[0]
+    if reason:
+        raise ValueError(
+            f"mesh: {' x '.join(map(str, mesh))} (data, fsdp, tensor): {reason}; let it be chosen: "
+            "--mesh.data 1 --mesh.fsdp 0 --mesh.tensor 0"
+        )
 
 
 # --- what is chosen: the first that fits ---
 
 
 def _first_fitting(
-    part: str, memory: _Memory, needed: Callable[..., float], choices: Iterable[tuple[Any, Any]]
+    phase: str, memory: _Memory, needed: Callable[..., float], choices: Iterable[tuple[Any, Any]]
 ) -> tuple[tuple[Any, Any], float]:
     """Return the first choice whose needed bytes a device has, and these bytes."""
     least = math.inf
@@ -289,7 +277,7 @@ def _first_fitting(
         if bytes_needed <= memory.usable:
             return choice, bytes_needed
         least = min(least, bytes_needed)
-    raise _TooLargeError(part, least)
+    raise _TooLargeError(f"{phase}, which needs an estimated {least / GIB:.1f} GiB per device")
 
 
 def _cold_starts(memory: _Memory) -> Iterator[tuple[Remat, int]]:
@@ -433,14 +421,7 @@ class _Memory:
         numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
         self.token = numbers * shapes.itemsize / self.engine_devices
         self.engine_weights = _numbers(shapes.text) * shapes.itemsize / self.engine_devices
-
-    @functools.cached_property
-    def cold_start_state(self) -> float:
-        return self._state(self.run.sft)
-
-    @functools.cached_property
-    def rl_state(self) -> float:
-        return self._state(self.run.rl)
+        self.rl_state = self._state(run.rl)
 
     def _state(self, phase: Any) -> float:
         """Trained weights, their moments, and frozen weights. Moments are sharded like weights."""
@@ -465,7 +446,7 @@ class _Memory:
         vectors = (2 * replicas + 1) * self._cached(visual, frames)
         vectors += self._differentiated_vectors(visual * self.run.mesh.data)
         activations = self._activations(policy, rows * shape.tokens / parts)
-        return self.cold_start_state + gradients + vectors + activations
+        return self._state(self.run.sft) + gradients + vectors + activations
 
     def rl(self, policy: Remat, bound: int) -> float:
         """Return what an update of RL needs with at most `bound` tokens in a micro-batch."""
@@ -516,23 +497,9 @@ class _Memory:
             # Scores of a chunk of queries and their gradients, in float32.
             scores = 4 * QUERY_CHUNK * text.num_attention_heads / tensor * tokens * 4
         decoder = self.shapes.itemsize * (tokens * (kept + computed) + gathered) + scores
-        return max(decoder, self._vision_backward())
-
-    def _vision_backward(self) -> float:
-        """Return the backward pass of the trained part of the tower, for one piece of a batch."""
-        part, vision = self.run.train_vision, self.shapes.config.vision
-        if part == "none":
-            return 0.0
-        # Every device has all of its weights, and their gradient.
-        count = _numbers(self.shapes.trained) - _numbers(self.shapes.text)
-        joined = vision.spatial_merge_size**2 * vision.hidden_size
-        numbers = (1 + vision.levels) * (4 * joined + 2 * vision.out_hidden_size)
-        if part == "tower":
-            # The input of each block, and the intermediate results of one.
-            computed = 8 * vision.hidden_size + 3 * vision.intermediate_size
-            per_patch = (vision.depth + vision.levels) * vision.hidden_size + computed
-            numbers += vision.spatial_merge_size**2 * per_patch
-        return 2 * 4 * count + CHUNK_TOKENS * numbers * self.shapes.itemsize
+        # Every device has all weights of the trained vision tower, and their gradient.
+        vision = _numbers(self.shapes.trained) - _numbers(self.shapes.text)
+        return max(decoder, 2 * 4 * vision)
 
     def engine(self, slots: int) -> EngineSizes:
         """Return the sizes of an engine with as many slots."""

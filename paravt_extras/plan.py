@@ -18,7 +18,6 @@ import math
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -330,13 +329,10 @@ class Compiled(NamedTuple):
     """Bytes of other arrays that stay on the device meanwhile."""
     floor: float = 0.0
     """Seconds that a call takes at least."""
-    seconds: float = 0.0
-    """Time to compile."""
 
 
 def compile_program(program: Program, chip: Chip) -> Compiled:
     """Compile a program. Running out of memory is a result, not an error."""
-    begin = time.monotonic()
     try:
         compiled = program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -351,16 +347,16 @@ def compile_program(program: Program, chip: Chip) -> Compiled:
     cost = compiled.cost_analysis() or {}
     rates = (cost.get("flops", 0.0) / chip.flops, cost.get("bytes accessed", 0.0) / chip.hbm_rate)
     floor = chip.devices * max(rates)
-    return Compiled(program.name, "", peak, program.held, floor, time.monotonic() - begin)
+    return Compiled(program.name, "", peak, program.held, floor)
 
 
 def report(compiled: Sequence[Compiled], limit: float) -> str:
     """Return the plan as a table, one line per program."""
-    lines = [f"{'GiB':>7} {'others':>7} {'total':>7} {'floor s':>9} {'compiled s':>11}  program"]
+    lines = [f"{'GiB':>7} {'others':>7} {'total':>7} {'floor s':>9}  program"]
     for one in compiled:
         total = one.peak + one.held
         figures = f"{one.peak / GIB:7.2f} {one.held / GIB:7.2f} {total / GIB:7.2f}"
-        line = f"{figures} {one.floor:9.4f} {one.seconds:11.0f}  {one.name}"
+        line = f"{figures} {one.floor:9.4f}  {one.name}"
         too_large = ": does not fit" if total > limit else ""
         lines.append(f"{one.name}: {one.error}" if one.error else line + too_large)
     verdict = "fits" if fits(compiled, limit) else "does not fit"
@@ -371,20 +367,6 @@ def report(compiled: Sequence[Compiled], limit: float) -> str:
 def fits(compiled: Sequence[Compiled], limit: float) -> bool:
     """Return whether all programs compile and fit into `limit` bytes per device."""
     return all(not one.error and one.peak + one.held <= limit for one in compiled)
-
-
-def chosen(found: Sequence[Program], only: str) -> list[Program]:
-    """Return the programs whose names begin with one of some words; all if there are none.
-
-    Raises:
-        ValueError: No program has such a name.
-    """
-    words = tuple(word.strip() for word in only.split(",") if word.strip()) or ("",)
-    for word in words:
-        if not any(program.name.startswith(word) for program in found):
-            names = ", ".join(program.name for program in found)
-            raise ValueError(f"--only {word}: unknown; give the first words of some of: {names}")
-    return [program for program in found if program.name.startswith(words)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -404,6 +386,9 @@ def main(argv: list[str] | None = None) -> int:
         print(parser.format_help())
     options, rest = parser.parse_known_args(argv)
     run = parse(rest, RECIPES)
+    # There is no TPU to open: libtpu must not ask the cloud's metadata server for one.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         topology = Topology(options.topology)
         fitted = fit(run, topology.available)
@@ -412,25 +397,20 @@ def main(argv: list[str] | None = None) -> int:
                 f"mesh: {mesh_sizes(fitted.run)} (data, fsdp, tensor): the product must equal the "
                 f"{topology.devices} devices of {topology.name}; change --mesh"
             )
-        # There is no TPU to open: libtpu must not ask the cloud's metadata server for one.
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        devices, host = topology.make_devices(), topology.host.make_devices()
+        every = programs(fitted.run, topology.make_devices(), topology.host.make_devices())
+        only = tuple(options.only.split(","))
+        chosen = [program for program in every if program.name.startswith(only)]
+        if not chosen:
+            names = ", ".join(program.name for program in every)
+            raise ValueError(
+                f"--only {options.only}: unknown; give first words of some of: {names}"
+            )
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE
-    every = programs(fitted.run, devices, host)
-    try:
-        found = chosen(every, options.only)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _USAGE
     print(f"{run.name} on {topology.name}: {fitted.describe()}")
-    residents = {name: x for program in found for name, x in program.residents.items()}
-    sizes = [f"{name} {device_bytes(x) / GIB:.2f}" for name, x in residents.items()]
-    print(f"stays on a device, GiB: {', '.join(sizes)}")
     compiled = []
-    for program in found:
+    for program in chosen:
         print(f"compiles {program.name}", file=sys.stderr)
         compiled.append(compile_program(program, topology.chip))
     print(report(compiled, topology.chip.hbm))

@@ -47,21 +47,10 @@ def test_a_difference_is_refused(job, wrong):
 def test_the_toy_case_agrees_and_every_job_is_timed(tmp_path):
     pytest.importorskip("torch", reason="the other side; install the extra parity")
     record = tmp_path / "record.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.model",
-        "--case",
-        "toy",
-        "--rounds",
-        "1",
-        "--json",
-        str(record),
-    ]
+    command = [sys.executable, "-m", "benchmarks.model", "--case", "toy", "--rounds", "1"]
+    command += ["--json", str(record)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    table = subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=300, cwd=ROOT, env=environment
-    ).stdout
+    subprocess.run(command, check=True, timeout=300, cwd=ROOT, env=environment)
     written = json.loads(record.read_text())
     seconds = written["seconds"]
     calls = {**benchmark.JOBS, "matmul": benchmark.MATMULS}
@@ -71,6 +60,4 @@ def test_the_toy_case_agrees_and_every_job_is_timed(tmp_path):
         for values in sides.values():
             assert len(values) == calls[job]
             assert min(values) > 0
-    assert set(written["memory_gib"]) == {"here", "transformers"}
     assert min(written["memory_gib"].values()) > 0
-    assert sum(line.startswith("| ") for line in table.splitlines()) == 9

@@ -6,8 +6,6 @@ import collections
 import dataclasses
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,19 +126,6 @@ def test_a_file_shows_what_was_drawn(tmp_path, lines):
     drawn = pictures(shown)
     for n, frame in zip((0, 24, 47), decoded, strict=True):
         assert np.abs(frame - drawn[n]).mean() < 3
-
-
-def test_another_process_writes_the_same_bytes(tmp_path):
-    film.encode(short_video(), tmp_path / "a.mp4")
-    code = (
-        "from pathlib import Path; from paravt_extras.scenes import film, plan; "
-        "moment = plan.Moment(2.0, 4.0, 'OSLO', plan.Vehicle('red', 47, 'right'), 5); "
-        "chapter = plan.Chapter(plan.PLACES[0], 0.0, 6.0, 3, (moment,)); "
-        "film.encode(plan.SceneVideo('train/0000', 'train', 360, 6, 600, (chapter,)), "
-        f"Path({str(tmp_path / 'b.mp4')!r}))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
 
 
 # --- questions ---
@@ -377,14 +362,3 @@ def test_a_demonstration_that_looked_answers_from_its_last_reports():
             assert word in reports
         hits.append(thought)
     assert len(hits) > 100
-
-
-def test_reports_say_only_what_their_frames_show():
-    each = next(v for v in VIDEOS if v.demonstrated)
-    moment = each.moments[0]
-    nothing = demonstrate.report(each, (0.0, moment.visit[0]))
-    assert nothing == "The board is dark, and no vehicle and no animals are there."
-    told = demonstrate.report(each, (moment.start, moment.end))
-    assert f"{moment.start:g}" in told or f"{round(moment.start, 1):g}" in told
-    others = [other.word for other in each.moments[1:] if other.word and other.word != moment.word]
-    assert not any(word in told for word in others)

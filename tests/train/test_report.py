@@ -276,23 +276,13 @@ def test_key_figures_are_means_over_k_and_the_gain_at_the_smallest():
     assert key_figures({}) == []
 
 
-def test_a_rule_that_is_not_met_is_marked(tmp_path):
-    checks = {"token_mismatches": 3, "logprob_gap": 1e-6}
-    result = {"before": [], "after": [], "note": "text", **checks}
-    (tmp_path / "result.json").write_text(json.dumps(result))
-    page = page_of(tmp_path)
-    assert [e["text"] for e in page.all("span", "bad")] == ["token mismatches3 ✗"]
-    assert len(page.all("span", "good")) == 1
-
-
-@pytest.mark.parametrize(("dtype", "bad"), [("float32", 1), ("bfloat16", 0)])
-def test_the_gap_has_a_bound_in_float32_only(dtype, bad, tmp_path):
+@pytest.mark.parametrize(("dtype", "bad"), [("float32", 2), ("bfloat16", 1)])
+def test_a_rule_that_is_not_met_is_marked_and_the_gap_has_one_in_float32_only(dtype, bad, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model": {"dtype": dtype}}))
-    result = {"before": [], "after": [], "logprob_gap": 2e-3}
-    (tmp_path / "result.json").write_text(json.dumps(result))
+    checks = {"token_mismatches": 3, "logprob_gap": 2e-3, "recompilations_after_warmup": 0}
+    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": []} | checks))
     page = page_of(tmp_path)
-    assert len(page.all("span", "bad")) == bad
-    assert "mean log-prob gap0.002" in page.all("span", "fact")[0]["text"]
+    assert [len(page.all("span", kind)) for kind in ("fact", "good", "bad")] == [3, 1, bad]
 
 
 def test_exactly_the_recorded_metrics_have_charts(page):
@@ -410,16 +400,6 @@ def test_an_empty_run_has_a_page_with_a_note_in_each_part(tmp_path):
     parts = ["What was learned", format_, "Curves", "Evaluation", "Episodes"]
     assert [e["text"] for e in page.all("h2")] == parts
     assert len(page.all("p", "quiet")) == 6
-
-
-def test_a_grounding_question_shows_both_windows_on_the_axis(tmp_path):
-    question = {"id": "q", "text": "when?", "kind": "tvg", "options": [], "answer": "[32.0, 64.0]"}
-    one_episode(tmp_path, question=question, answer="[64, 96]")
-    page = page_of(tmp_path)
-    [truth] = page.all("b", "truth")
-    [answer] = page.all("b", "answer")
-    assert truth["style"] == "left:25.00%;width:25.00%"
-    assert answer["style"] == "left:50.00%;width:25.00%"
 
 
 # --- the page of an unfinished run ---

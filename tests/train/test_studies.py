@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import signal
 from typing import Any
 
 import jax
@@ -130,30 +129,6 @@ def test_the_settings_of_the_paradox_share_one_cold_start():
     assert len({run.run_dir for of_arm in runs.values() for run in of_arm}) == 9
 
 
-@pytest.mark.parametrize(
-    ("arm", "gated", "anchored"),
-    [(GRPO, False, False), (ANCHORED, False, True), (GATED, True, False), (FULL, True, True)],
-)
-def test_a_setting_differs_from_the_full_method_in_its_remedies_only(arm, gated, anchored):
-    runs = paradox.plan(Paradox())
-    run, whole = runs[arm][0], runs[FULL][0]
-    rl, full = rl_of(run), rl_of(whole)
-    assert rl.frame_budgets == (full.frame_budgets if gated else (64,))
-    assert (rl.grpo.anchor != "none", run.protocol.pin_think) == (anchored, anchored)
-    mended = change(
-        run,
-        whole.name,
-        {
-            "run_dir": whole.run_dir,
-            "rl.frame_budgets": full.frame_budgets,
-            "rl.grpo.anchor": full.grpo.anchor,
-            "rl.rewards.answer_suffix": full.rewards.answer_suffix,
-            "protocol.pin_think": True,
-        },
-    )
-    assert mended == whole
-
-
 def test_the_arms_of_gating_differ_in_k_alone():
     runs = gating.plan(Gating("g", seeds=(4, 5)))
     for start, drawn, fixed in zip(*runs.values(), strict=True):
@@ -229,16 +204,3 @@ def test_staleness_has_a_column_for_each_bound(fake, tmp_path):
     assert table["age of trained tokens, updates"] == ["–", "0.5 [0.5, 0.5]", "1 [1, 1]"]
     assert table["tokens per episode, all that ended"][1] == "32.5 [32.5, 32.5]"
     assert table["minutes of RL"] == ["19 [19, 19]"] * 3
-
-
-def test_a_signal_stops_a_study_with_advice(fake, tmp_path, monkeypatch, capsys):
-    def interrupted(run: Run, interrupts: Interrupts) -> None:
-        if len(fake.done) == 2:
-            signal.raise_signal(signal.SIGTERM)
-        fake(run, interrupts)
-
-    monkeypatch.setattr(study, "execute", interrupted)
-    assert gating.main(["--run-dir", str(tmp_path)]) == 143
-    assert len(fake.done) == 2
-    assert "same command" in capsys.readouterr().err
-    assert not (tmp_path / "table.md").exists()
