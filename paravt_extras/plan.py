@@ -264,27 +264,27 @@ def programs(run: Run, devices: Sequence[Any], host: Sequence[Any]) -> list[Prog
     if run.plays_episodes:
         engine = PlannedEngine(planned, host)
         training |= {} if engine.shares else {"engine's base": engine.base}
-    found, moments = [], {}
+    compiled, moments = [], {}
     for name, phase, make in (("SFT", run.sft, sft_step), ("RL", run.rl, rl_step)):
         if phase is None:
             continue
         step = make(planned)
         moments = {"moments": step.updater.start.optimizer}
-        there = training | moments | {"batch": (step.bank, step.parts, step.batches)}
+        residents = training | moments | {"batch": (step.bank, step.parts, step.batches)}
         lowerings = list(step.lowerings)
         if phase is run.rl:
             lowerings += reference_lowerings(planned, step)
             if engine is not None:
                 lowerings.append(engine.sync)
-        found += [Program(_name(name, lower), lower, there) for lower in lowerings]
-    there = training | moments
+        compiled += [Program(_name(name, lower), lower, residents) for lower in lowerings]
+    residents = training | moments
     if engine is not None:
-        there |= {"engine's weights": engine.weights, "engine's base": engine.base}
-        there |= {"KV pool": engine.pool}
+        residents |= {"engine's weights": engine.weights, "engine's base": engine.base}
+        residents |= {"KV pool": engine.pool}
         if engine.shares:
-            del there["base"]
-        found += [Program(_name("", lower), lower, there) for lower in engine.lowerings]
-    return [*found, Program("vision", vision, there)]
+            del residents["base"]
+        compiled += [Program(_name("", lower), lower, residents) for lower in engine.lowerings]
+    return [*compiled, Program("vision", vision, residents)]
 
 
 def _name(phase: str, lowering: Any) -> str:

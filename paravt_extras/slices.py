@@ -159,10 +159,10 @@ class Topology:
             options["chips_per_host_bounds"] = (1, 1, 1)
         if self.slices > 1:
             options["num_slices"] = self.slices
-        found = topologies.get_topology_desc(
+        described = topologies.get_topology_desc(
             platform="tpu", topology_name=self.slice_name, **options
         ).devices
-        devices = sorted(found, key=lambda device: device.process_index)
+        devices = sorted(described, key=lambda device: device.process_index)
         assert len(devices) == self.devices, (self.name, len(devices))
         return devices
 

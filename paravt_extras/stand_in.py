@@ -1,9 +1,9 @@
 """Writes a stand-in of the published training data: small, from a seed, in the published layout.
 
-    FOLDER/annotations/*.parquet    rl rows of every kind; sft rows of three splits
+    FOLDER/annotations/*.parquet    questions of every kind; three splits of demonstrations
     FOLDER/media/**/*.zip           videos and pictures, in archives by source
 
-The rows have the published columns and file names (docs/reference.md, 5), and all of them can be
+The records have the published columns and file names (docs/reference.md, 5), and all of them can be
 prepared. The texts are this project's own. The videos are those of the small world, in larger
 frames. Questions and demonstrations are about different videos.
 """
@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from paravt_extras import published_rows
-from paravt_extras.published_rows import (
+from paravt_extras import published_format
+from paravt_extras.published_format import (
     Message,
     call,
     conclude,
-    question_row,
+    question_record,
     say,
     show,
     think,
@@ -55,7 +55,7 @@ _PICTURES = "longvt_source/videor1_0"
 
 
 def write_stand_in(folder: str | os.PathLike[str], seed: int) -> pathlib.Path:
-    """Write 96 rl rows and 64 sft rows with their media, unless the folder exists.
+    """Write 96 questions and 64 demonstrations with their media, unless the folder exists.
 
     The folder appears when it is complete, so a killed call leaves nothing that looks like a set.
 
@@ -109,17 +109,17 @@ def _write(folder: pathlib.Path, seed: int) -> None:
     }
     annotations = folder / "annotations"
     annotations.mkdir()
-    published_rows.write_questions(annotations / "paravt_rl_diverse_4k4.parquet", questions)
+    published_format.write_questions(annotations / "paravt_rl_diverse_4k4.parquet", questions)
     for name, conversations in splits.items():
         file = annotations / f"paravt_sft_{name}.parquet"
-        published_rows.write_conversations(file, conversations)
+        published_format.write_conversations(file, conversations)
 
 
 # --- media ---
 
 
 def _path(video: WorldVideo) -> str:
-    """Return the path of a video as the rows write it."""
+    """Return the path of a video as the records write it."""
     folder = _QUESTIONS if video.split == "train" else _DEMONSTRATIONS
     return f"{folder}/{pathlib.PurePosixPath(video.path).name}"
 
@@ -129,7 +129,7 @@ def _still_path(video: WorldVideo) -> str:
 
 
 def _pack(media: pathlib.Path, members: dict[str, bytes]) -> None:
-    """Write one archive per folder. Its members have the paths that the rows write."""
+    """Write one archive per folder. Its members have the paths that the records write."""
     for path, content in members.items():
         archive = media / f"{os.path.dirname(path)}.zip"
         archive.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def _still(settings: WorldSettings, video: WorldVideo) -> bytes:
 
 
 def _ask(scene: Scene, kind: QuestionKind, rng: np.random.Generator) -> tuple[str, Any]:
-    """Return a question about a scene, and its answer as the published rows give it."""
+    """Return a question about a scene, and its answer as the published records give it."""
     where = f"on the {scene.colour} background?"
     if kind is QuestionKind.TEMPORAL_GROUNDING:
         question = f"When is a digit shown {where} Give the start and the end in seconds."
@@ -173,7 +173,7 @@ def _question(
     video: WorldVideo, scene: Scene, kind: QuestionKind, rng: np.random.Generator
 ) -> dict[str, Any]:
     text, answer = _ask(scene, kind, rng)
-    return question_row(_path(video), text, kind, answer)
+    return question_record(_path(video), text, kind, answer)
 
 
 def _word(scene: Scene) -> str:
@@ -203,11 +203,11 @@ def _conversation(
     asked = say("user", show(_path(video)), f"The video is {_path(video)}. {question}")
     answered = say("assistant", conclude(_seen(scene), answer))
     if not crops:
-        return [say("system", published_rows.SYSTEM), asked, answered]
+        return [say("system", published_format.SYSTEM), asked, answered]
     calls = "\n".join(call(_path(video), crop.start, crop.end) for crop in crops)
     shown = [show(_path(video))] if len(crops) == 1 else []
     return [
-        say("system", published_rows.SYSTEM_WITH_TOOL),
+        say("system", published_format.SYSTEM_WITH_TOOL),
         asked,
         say("assistant", f"{think(f'I look at {len(crops)} windows at once.')}{calls}"),
         *(say("tool", *shown, _seen(crop)) for crop in crops),

@@ -24,27 +24,29 @@ GROUPS = {
 """Titles of the groups of `rollout.evaluation.figures.summarise_setting`."""
 
 
-def greedy(rows: Sequence[Record]) -> list[Record]:
-    """Return the rows of greedy decoding with parallel dispatch, in the order of K."""
-    found = [row for row in rows if row["temperature"] == 0 and row["dispatch"] == "parallel"]
-    return sorted(found, key=lambda row: row["k"])
+def greedy(lines: Sequence[Record]) -> list[Record]:
+    """Return the lines of greedy decoding with parallel dispatch, in the order of K."""
+    matches = [
+        line for line in lines if line["temperature"] == 0 and line["dispatch"] == "parallel"
+    ]
+    return sorted(matches, key=lambda line: line["k"])
 
 
 def greedy_curve(result: Record, last_step: int) -> list[Record]:
-    """Return the greedy rows before, during and after RL, each with its `step`.
+    """Return the greedy lines before, during and after RL, each with its `step`.
 
     Args:
         result: Contents of result.json.
         last_step: Number of RL steps.
     """
-    before = [{"step": 0} | row for row in greedy(result.get("before", []))]
-    after = [{"step": last_step} | row for row in greedy(result.get("after", []))]
+    before = [{"step": 0} | line for line in greedy(result.get("before", []))]
+    after = [{"step": last_step} | line for line in greedy(result.get("after", []))]
     return [*before, *result.get("curve", []), *after]
 
 
 def of_group(name: str, key: str) -> Callable[[Record], float | None]:
-    """Return a function from a row to a figure of a group; None if the row has no such group."""
-    return lambda row: row.get("groups", {}).get(name, {}).get(key)
+    """Return a function from a line to a figure of a group; None if the line has no such group."""
+    return lambda line: line.get("groups", {}).get(name, {}).get(key)
 
 
 def learning_curves(result: Record, last_step: int) -> list[Record]:
@@ -55,23 +57,23 @@ def learning_curves(result: Record, last_step: int) -> list[Record]:
         result: Contents of result.json.
         last_step: Number of RL steps so far.
     """
-    rows = greedy_curve(result, last_step)
-    before = [row for row in rows if row["step"] == 0]
-    if not before or rows[-1]["step"] == 0:
+    evaluated = greedy_curve(result, last_step)
+    before = [line for line in evaluated if line["step"] == 0]
+    if not before or evaluated[-1]["step"] == 0:
         return []
 
     def chart(value: Callable[[Record], float | None], high: float) -> Chart:
         lines = [
-            (f"K = {k}", [(row["step"], value(row)) for row in rows if row["k"] == k])
-            for k in dict.fromkeys(row["k"] for row in before)
+            (f"K = {k}", [(line["step"], value(line)) for line in evaluated if line["k"] == k])
+            for k in dict.fromkeys(line["k"] for line in before)
         ]
         return lines_chart(lines, 0.0, high)
 
     charts = [
-        ("accuracy", "all questions", lambda row: row["accuracy"], 1.0),
+        ("accuracy", "all questions", lambda line: line["accuracy"], 1.0),
         ("accuracy, choice", "", of_group("mcq", "score"), 1.0),
         ("accuracy, grounding", "mean overlap (IoU)", of_group("tvg", "score"), 1.0),
-        ("crops per question", "all questions", lambda row: row["calls"], 2.0),
+        ("crops per question", "all questions", lambda line: line["calls"], 2.0),
         ("crops, choice", "", of_group("mcq", "calls"), 2.0),
         ("crops, grounding", "", of_group("tvg", "calls"), 2.0),
     ]
@@ -84,7 +86,7 @@ def learning_curves(result: Record, last_step: int) -> list[Record]:
 def group_table(result: Record) -> list[tuple[str, list[Record]]]:
     """Return (title, lines) of each group of questions; a line has a K and the figures there."""
     sides = {
-        side: {row["k"]: row.get("groups", {}) for row in greedy(result.get(side, []))}
+        side: {line["k"]: line.get("groups", {}) for line in greedy(result.get(side, []))}
         for side in ("before", "after")
     }
     table = []
@@ -106,17 +108,17 @@ def choose_pairs(episodes: Sequence[Record]) -> list[tuple[Record, Record]]:
     In a pair there is no call and a score below 0.5 before RL, and a score of 1 with several crops
     in one turn after it. Of each kind of question, the pair with the smallest K is chosen.
     """
-    before = {_key(row): row for row in episodes if row.get("phase") == "before"}
+    before = {_key(episode): episode for episode in episodes if episode.get("phase") == "before"}
     pairs: dict[str, tuple[Record, Record]] = {}
-    for row in sorted(episodes, key=lambda row: row["k"]):
-        old = before.get(_key(row))
-        if row.get("phase") != "after" or row["temperature"] or old is None:
+    for episode in sorted(episodes, key=lambda episode: episode["k"]):
+        old = before.get(_key(episode))
+        if episode.get("phase") != "after" or episode["temperature"] or old is None:
             continue
-        side_by_side = max((_executed(turn) for turn in row["turns"]), default=0)
-        learned = row["rewards"]["accuracy"] == 1 and side_by_side > 1
+        side_by_side = max((_executed(turn) for turn in episode["turns"]), default=0)
+        learned = episode["rewards"]["accuracy"] == 1 and side_by_side > 1
         guessed = old["rewards"]["accuracy"] < 0.5 and not any(t["calls"] for t in old["turns"])
         if learned and guessed:
-            pairs.setdefault(row["question"]["kind"], (old, row))
+            pairs.setdefault(episode["question"]["kind"], (old, episode))
     return [pairs[kind] for kind in sorted(pairs)]
 
 
@@ -125,8 +127,8 @@ def _executed(turn: Record) -> int:
     return sum(call["status"] in EXECUTED for call in turn["calls"])
 
 
-def _key(row: Record) -> tuple[Any, ...]:
-    return row["question"]["id"], row["k"], row["temperature"], row["dispatch"]
+def _key(episode: Record) -> tuple[Any, ...]:
+    return episode["question"]["id"], episode["k"], episode["temperature"], episode["dispatch"]
 
 
 def pair_cards(

@@ -177,7 +177,7 @@ def key_figures(result: Record) -> list[tuple[str, str, float | None, float | No
     temperature = _sampling_temperature(result)
     if temperature is None:
         return []
-    smallest = min(row["k"] for row in _evaluated(result) if row["temperature"] == temperature)
+    smallest = min(line["k"] for line in _evaluated(result) if line["temperature"] == temperature)
     titles = (
         ("accuracy", "mean over K"),
         ("compliance", "mean over K"),
@@ -190,11 +190,11 @@ def key_figures(result: Record) -> list[tuple[str, str, float | None, float | No
     return [(*title, old, new) for title, old, new in zip(titles, before, after, strict=True)]
 
 
-def _key_values(rows: Sequence[Record], temperature: float, smallest: int) -> list[float | None]:
-    sampled = [row for row in rows if row["temperature"] == temperature]
-    parallel = [row for row in sampled if row["dispatch"] == "parallel"]
-    with_crops = [row for row in parallel if row["k"] == smallest]
-    without = [row for row in sampled if row["dispatch"] == "none" and row["k"] == smallest]
+def _key_values(lines: Sequence[Record], temperature: float, smallest: int) -> list[float | None]:
+    sampled = [line for line in lines if line["temperature"] == temperature]
+    parallel = [line for line in sampled if line["dispatch"] == "parallel"]
+    with_crops = [line for line in parallel if line["k"] == smallest]
+    without = [line for line in sampled if line["dispatch"] == "none" and line["k"] == smallest]
     gain = None
     if with_crops and without:
         gain = with_crops[0]["accuracy"] - without[0]["accuracy"]
@@ -206,8 +206,8 @@ def _key_values(rows: Sequence[Record], temperature: float, smallest: int) -> li
     ]
 
 
-def _mean(rows: Sequence[Record], key: str) -> float | None:
-    known = [row[key] for row in rows if row.get(key) is not None]
+def _mean(lines: Sequence[Record], key: str) -> float | None:
+    known = [line[key] for line in lines if line.get(key) is not None]
     return sum(known) / len(known) if known else None
 
 
@@ -239,7 +239,7 @@ def _evaluated(result: Record) -> list[Record]:
 
 def _sampling_temperature(result: Record) -> float | None:
     """Return the first temperature of the evaluation; 0 is greedy."""
-    return next((row["temperature"] for row in _evaluated(result)), None)
+    return next((line["temperature"] for line in _evaluated(result)), None)
 
 
 # --- the curves ---
@@ -288,8 +288,8 @@ def _recorded(lines: list[Record]) -> set[str]:
     """Return the names of metrics that have a value in some line."""
     return {
         key
-        for row in lines
-        for key, value in row.items()
+        for line in lines
+        for key, value in line.items()
         if isinstance(value, int | float) and key not in ("step", "wall")
     }
 
@@ -312,14 +312,14 @@ def _figure(title: str, note: str, values: Sequence[float | None], chart: Chart)
 
 
 def _table(result: Record) -> list[tuple[str, float, list[Record]]]:
-    """Return (dispatch, temperature, rows) of each group of the table; a row has k, before and
+    """Return (dispatch, temperature, lines) of each group of the table; a line has k, before and
     after."""
     order = {"parallel": 0, "sequential": 1, "none": 2}
     pairs: dict[tuple[float, str, int], Record] = {}
     for side in ("before", "after"):
-        for row in result.get(side, []):
-            key = (row["temperature"], row["dispatch"], row["k"])
-            pairs.setdefault(key, {"k": row["k"], "before": {}, "after": {}})[side] = row
+        for line in result.get(side, []):
+            key = (line["temperature"], line["dispatch"], line["k"])
+            pairs.setdefault(key, {"k": line["k"], "before": {}, "after": {}})[side] = line
     keys = sorted(pairs, key=lambda key: (-key[0], order.get(key[1], 3), key[2]))
     return [
         (dispatch, temperature, [pairs[key] for key in group])

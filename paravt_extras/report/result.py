@@ -44,22 +44,22 @@ def read_result(folder: pathlib.Path) -> Record:
 
 
 def read_evaluation(folder: pathlib.Path, name: str) -> list[Record]:
-    """Return the rows of all finished files of an evaluation.
+    """Return the lines of all finished files of an evaluation.
 
     Args:
         folder: The run's folder.
         name: `before` or `after`.
     """
-    return [row for content in _contents(folder, name) for row in content["rows"]]
+    return [line for content in _contents(folder, name) for line in content["rows"]]
 
 
 def read_curve(folder: pathlib.Path) -> list[Record]:
-    """Return the rows of all evaluations during RL, each with its `step`."""
-    rows = []
+    """Return the lines of all evaluations during RL, each with its `step`."""
+    lines = []
     for file in sorted((folder / "evaluation").glob("curve-*.json")):
         step = int(file.stem.split("-")[1])
-        rows += [{"step": step} | row for row in read_evaluation_file(file)["rows"]]
-    return sorted(rows, key=lambda row: (row["step"], row["k"]))
+        lines += [{"step": step} | line for line in read_evaluation_file(file)["rows"]]
+    return sorted(lines, key=lambda line: (line["step"], line["k"]))
 
 
 def checks(folder: pathlib.Path) -> Record:
@@ -120,6 +120,6 @@ def collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
 
 def _contents(folder: pathlib.Path, name: str) -> list[Record]:
     """Return the contents of an evaluation's files NAME-NUMBER.json, by number."""
-    found = (folder / "evaluation").glob(f"{name}-*.json")
-    files = sorted(found, key=lambda file: int(file.stem.split("-")[1]))
+    paths = (folder / "evaluation").glob(f"{name}-*.json")
+    files = sorted(paths, key=lambda file: int(file.stem.split("-")[1]))
     return [read_evaluation_file(file) for file in files]

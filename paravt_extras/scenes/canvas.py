@@ -77,12 +77,12 @@ class Canvas:
 
     def shade(self, top: float, bottom: float, first: Colour, last: Colour) -> None:
         """Fill a band with a gradient from top to bottom, over the whole width."""
-        rows = slice(round(top * self._unit), round(bottom * self._unit))
+        ys = slice(round(top * self._unit), round(bottom * self._unit))
         pixels = np.array(self._image)
-        count = len(pixels[rows])
+        count = len(pixels[ys])
         share = np.linspace(0, 1, max(count, 1))[:count, None]
-        pixels[rows, :, :3] = (np.array(first) * (1 - share) + np.array(last) * share)[:, None]
-        pixels[rows, :, 3] = 255
+        pixels[ys, :, :3] = (np.array(first) * (1 - share) + np.array(last) * share)[:, None]
+        pixels[ys, :, 3] = 255
         self._image = Image.fromarray(pixels)
         self._draw = ImageDraw.Draw(self._image)
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paravt_extras.published_rows import (
+from paravt_extras.published_format import (
     SYSTEM_WITH_TOOL,
     Message,
     call,
@@ -79,8 +79,8 @@ def _look(video: SceneVideo, asked: SceneQuestion, rng: np.random.Generator) -> 
     parts = "this part" if len(windows) == 1 else f"these {_NUMBERS[len(windows)]} parts"
     thought = f"{_unanswered(video, asked)} It can be in {parts} of the video, so I look closer."
     turns = [*_asked(video, asked), *_crops(video, thought, windows)]
-    found = [sighting for window in windows for sighting in _sightings(video, window)]
-    seen = [next(s for s in found if s.moment is moment) for moment in asked.moments]
+    sightings = [sighting for window in windows for sighting in _sightings(video, window)]
+    seen = [next(s for s in sightings if s.moment is moment) for moment in asked.moments]
     if asked.question.kind is QuestionKind.TEMPORAL_GROUNDING:
         return [*turns, *_look_closer(video, seen[0])]
     thought = " ".join(f"{_described(video, sighting)}." for sighting in seen)
@@ -153,12 +153,12 @@ def _sightings(video: SceneVideo, window: Window) -> list[_Sighting]:
         video.path, video.frames, float(video.seconds), times, video.width, video.lines
     )
     shown = times[window_indices(info, *window, 1.0, CROP_FRAMES)].tolist()
-    found = []
+    sightings = []
     for moment in video.moments:
         within = tuple(round(time, 1) for time in shown if moment.start <= time < moment.end)
         if within:
-            found.append(_Sighting(moment, within))
-    return found
+            sightings.append(_Sighting(moment, within))
+    return sightings
 
 
 def _described(video: SceneVideo, sighting: _Sighting) -> str:

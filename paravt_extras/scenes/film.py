@@ -132,15 +132,15 @@ def _paste(picture: Picture, sprite: Sprite, left: float, top: float, lines: int
     """Blend a sprite into a picture. Parts outside of the picture are cut off."""
     x, y = round(left * lines), round(top * lines)
     height, width = sprite.shape[:2]
-    rows = slice(max(y, 0), min(y + height, picture.shape[0]))
-    columns = slice(max(x, 0), min(x + width, picture.shape[1]))
-    if rows.start >= rows.stop or columns.start >= columns.stop:
+    ys = slice(max(y, 0), min(y + height, picture.shape[0]))
+    xs = slice(max(x, 0), min(x + width, picture.shape[1]))
+    if ys.start >= ys.stop or xs.start >= xs.stop:
         return
-    part = sprite[rows.start - y : rows.stop - y, columns.start - x : columns.stop - x]
-    opacity = part[..., 3:].astype(np.uint16)
-    under = picture[rows, columns]
+    visible = sprite[ys.start - y : ys.stop - y, xs.start - x : xs.stop - x]
+    opacity = visible[..., 3:].astype(np.uint16)
+    under = picture[ys, xs]
     # 128 rounds to the nearest of 255 levels closely enough.
-    under[:] = (under * (255 - opacity) + part[..., :3] * opacity + 128) // 255
+    under[:] = (under * (255 - opacity) + visible[..., :3] * opacity + 128) // 255
 
 
 # A process draws one video at a time, and a video has few different sprites.

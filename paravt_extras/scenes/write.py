@@ -3,7 +3,7 @@
     FOLDER/settings.json             the settings, so that a folder never mixes two worlds
     FOLDER/media/train/0000.mp4      videos to train on; every fourth is for demonstrations
     FOLDER/media/heldout/0000.mp4    videos to evaluate on
-    FOLDER/annotations/*.parquet     the training questions and the demonstrations as published rows
+    FOLDER/annotations/*.parquet     questions to train on and demonstrations, as published
     FOLDER/train.jsonl               the same questions as a file of your own questions
     FOLDER/heldout.jsonl             questions about the videos to evaluate on
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
 from typing import Any
 
-from paravt_extras import published_rows
+from paravt_extras import published_format
 from paravt_extras.scenes.ask import SceneQuestion, questions
 from paravt_extras.scenes.demonstrate import demonstrations
 from paravt_extras.scenes.film import encode
@@ -135,32 +135,32 @@ def _write_texts(
         split: [each for v in videos if v.split == split for each in asked.get(v.id, ())]
         for split in SPLITS
     }
-    rows = [_published_row(each.question) for each in by_split["train"]]
-    published_rows.write_questions(annotations / "paravt_rl_scenes.parquet", rows)
-    published_rows.write_conversations(annotations / "paravt_sft_scenes.parquet", shown)
+    records = [_published_record(each.question) for each in by_split["train"]]
+    published_format.write_questions(annotations / "paravt_rl_scenes.parquet", records)
+    published_format.write_conversations(annotations / "paravt_sft_scenes.parquet", shown)
     for split, of_split in by_split.items():
         write_atomically(
-            folder / f"{split}.jsonl", _lines([_own_row(q.question) for q in of_split])
+            folder / f"{split}.jsonl", _lines([_own_record(q.question) for q in of_split])
         )
 
 
-def _lines(rows: Sequence[dict[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+def _lines(records: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def _own_row(question: Question) -> dict[str, Any]:
+def _own_record(question: Question) -> dict[str, Any]:
     """Return a question as a line of a file of your own questions."""
-    row: dict[str, Any] = {"id": question.id, "video": question.video, "question": question.text}
+    record: dict[str, Any] = {"id": question.id, "video": question.video, "question": question.text}
     if question.options:
-        row["options"] = question.options
+        record["options"] = question.options
     if question.evidence is not None:
-        row["evidence"] = question.evidence
-    return row | {"answer": _answer(question), "kind": question.kind.value}
+        record["evidence"] = question.evidence
+    return record | {"answer": _answer(question), "kind": question.kind.value}
 
 
-def _published_row(question: Question) -> dict[str, Any]:
-    text = published_rows.with_options(question.text, question.options)
-    return published_rows.question_row(
+def _published_record(question: Question) -> dict[str, Any]:
+    text = published_format.with_options(question.text, question.options)
+    return published_format.question_record(
         question.video, text, question.kind, _answer(question), question.evidence
     )
 

@@ -68,21 +68,21 @@ def plan(command: Gating) -> dict[str, list[Run]]:
 
 
 def curve(run: Run) -> list[dict[str, Any]]:
-    """Return the greedy evaluations of a finished run: rows with `step` and `k`, by step."""
+    """Return the greedy evaluations of a finished run: lines with `step` and `k`, by step."""
     assert run.rl is not None
     return greedy_curve(read_result(pathlib.Path(run.run_dir)), run.rl.steps)
 
 
 def figures(run: Run) -> Figures:
     """Return the figures of a finished run before and after RL, by K."""
-    rows = curve(run)
-    ends = {"before": rows[0]["step"], "after": rows[-1]["step"]}
+    lines = curve(run)
+    ends = {"before": lines[0]["step"], "after": lines[-1]["step"]}
     return {
-        f"{name}, K = {row['k']}, {when} RL": value(row)
+        f"{name}, K = {line['k']}, {when} RL": value(line)
         for name, value in FIGURES.items()
         for when, step in ends.items()
-        for row in rows
-        if row["step"] == step
+        for line in lines
+        if line["step"] == step
     }
 
 
@@ -92,15 +92,16 @@ def draw(runs: Mapping[str, Sequence[Run]]) -> Figure:
     panels = drawing.subplots(len(PANELS), len(runs), sharex=True, sharey="row", squeeze=False)
     for column, (arm, of_arm) in enumerate(runs.items()):
         curves = [curve(run) for run in of_arm]
-        budgets = sorted({row["k"] for rows in curves for row in rows})
+        budgets = sorted({line["k"] for lines in curves for line in lines})
         panels[0, column].set_title(f"trained with {arm}")
         panels[-1, column].set_xlabel("step of RL")
         for axes, (name, value) in zip(panels[:, column], PANELS.items(), strict=True):
             for k, style in zip(budgets, STYLES, strict=False):
-                lines = [
-                    [(row["step"], value(row)) for row in rows if row["k"] == k] for rows in curves
+                points = [
+                    [(line["step"], value(line)) for line in lines if line["k"] == k]
+                    for lines in curves
                 ]
-                study.band(axes, lines, style, f"asked with K = {k}")
+                study.band(axes, points, style, f"asked with K = {k}")
             axes.set_ylim(0)
             if column == 0:
                 axes.set_ylabel(name)

@@ -83,34 +83,36 @@ def plan(command: Paradox) -> dict[str, list[Run]]:
 def figures(run: Run) -> Figures:
     """Return the figures of a finished run; only those of held-out questions for a cold start."""
     result = read_result(pathlib.Path(run.run_dir))
-    found: Figures = {}
+    measured: Figures = {}
     after = result["after"]
-    for k, row in by_k(after).items():
-        found |= {f"{title}, K = {k}": row[name] for name, title in MEASURES.items()}
-        found[f"tool gap of accuracy, K = {k}"] = row.get("tool_gap")
-    for k, row in by_k(result["before"]).items():
-        found[f"κ before RL, K = {k}"] = row["calls"]
-    for temperature in sorted({row["temperature"] for row in after}):
-        hot = [(row["compliance"], row["n"]) for row in after if row["temperature"] == temperature]
-        found[f"compliance, temperature {temperature:g}"] = weighted_mean(hot)
+    for k, line in by_k(after).items():
+        measured |= {f"{title}, K = {k}": line[name] for name, title in MEASURES.items()}
+        measured[f"tool gap of accuracy, K = {k}"] = line.get("tool_gap")
+    for k, line in by_k(result["before"]).items():
+        measured[f"κ before RL, K = {k}"] = line["calls"]
+    for temperature in sorted({line["temperature"] for line in after}):
+        hot = [
+            (line["compliance"], line["n"]) for line in after if line["temperature"] == temperature
+        ]
+        measured[f"compliance, temperature {temperature:g}"] = weighted_mean(hot)
     steps = rl_steps(run)
     last = steps[-LAST_STEPS:]
     if steps:
         for name, title in MEASURES.items():
-            found[f"{title}, training"] = statistics.mean(step[name] for step in last)
+            measured[f"{title}, training"] = statistics.mean(step[name] for step in last)
     for k in budgets(steps):
         values = [value for step in steps for value in gaps(step, k)]
-        found[f"tool gap of the reward, training, K = {k}"] = weighted_mean(values)
+        measured[f"tool gap of the reward, training, K = {k}"] = weighted_mean(values)
     for kind, tag in KINDS.items():
         values = [value for step in last for value in tag_probabilities(step, kind)]
         if steps:
-            found[f"probability of `{tag}`, training"] = weighted_mean(values)
-    return found
+            measured[f"probability of `{tag}`, training"] = weighted_mean(values)
+    return measured
 
 
-def by_k(rows: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+def by_k(lines: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
     """Return the lines of an evaluation at its first temperature, by K."""
-    return {row["k"]: row for row in rows if row["temperature"] == rows[0]["temperature"]}
+    return {line["k"]: line for line in lines if line["temperature"] == lines[0]["temperature"]}
 
 
 def draw(runs: Mapping[str, Sequence[Run]]) -> Figure:
@@ -120,7 +122,9 @@ def draw(runs: Mapping[str, Sequence[Run]]) -> Figure:
     arms = {name: of_arm for name, of_arm in runs.items() if name != COLD_START}
     for (measure, title), (left, right) in zip(MEASURES.items(), panels, strict=True):
         for (name, of_arm), style in zip(arms.items(), STYLES, strict=False):
-            histories = [[(row["step"], row[measure]) for row in rl_steps(run)] for run in of_arm]
+            histories = [
+                [(line["step"], line[measure]) for line in rl_steps(run)] for run in of_arm
+            ]
             study.band(left, [_smooth(points) for points in histories], style, name)
             study.band(right, [_held_out(run, measure) for run in of_arm], style, name)
         (start,) = runs[COLD_START]
@@ -144,8 +148,8 @@ def _smooth(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
 
 
 def _held_out(run: Run, measure: str) -> list[tuple[int, float]]:
-    rows = by_k(read_result(pathlib.Path(run.run_dir))["after"])
-    return [(k, rows[k][measure]) for k in sorted(rows)]
+    lines = by_k(read_result(pathlib.Path(run.run_dir))["after"])
+    return [(k, lines[k][measure]) for k in sorted(lines)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -59,32 +59,32 @@ def figures(run: Run) -> Figures:
     result = read_result(pathlib.Path(run.run_dir))
     steps = rl_steps(run)
 
-    def mean(name: str, rows: Sequence[Mapping[str, Any]] = steps) -> float:
-        return float(np.mean([row[name] for row in rows if name in row]))
+    def mean(name: str, lines: Sequence[Mapping[str, Any]] = steps) -> float:
+        return float(np.mean([line[name] for line in lines if name in line]))
 
     last = steps[-LAST:]
-    accuracy = [row["accuracy"] for row in greedy(result["after"])]
-    found: Figures = {
+    accuracy = [line["accuracy"] for line in greedy(result["after"])]
+    measured: Figures = {
         "accuracy after RL, mean over K": float(np.mean(accuracy)),
         "f": mean("format_reward"),
         "kappa": mean("calls"),
         f"KL, last {LAST} steps": mean("kl_reference", last),
         f"behaviour weight, mean of the last {LAST} steps": mean("behaviour_weight", last),
-        "behaviour weight, largest": max(row["behaviour_weight_max"] for row in steps),
+        "behaviour weight, largest": max(line["behaviour_weight_max"] for line in steps),
         "tokens left out by the cap, share": mean("capped_fraction"),
         "tokens per episode, trained": mean("length/response"),
         "seconds per step, sampling": mean("time/rollout"),
         "minutes of RL": (steps[-1]["wall"] - steps[0]["wall"]) / 60,
     }
     if "staleness/mean" in steps[-1]:
-        found["age of trained tokens, updates"] = mean("staleness/mean")
+        measured["age of trained tokens, updates"] = mean("staleness/mean")
         ended = [
-            (row["length/sampled"], row["in_flight/ended"])
-            for row in steps
-            if row["in_flight/ended"]
+            (line["length/sampled"], line["in_flight/ended"])
+            for line in steps
+            if line["in_flight/ended"]
         ]
-        found["tokens per episode, all that ended"] = weighted_mean(ended)
-    return found
+        measured["tokens per episode, all that ended"] = weighted_mean(ended)
+    return measured
 
 
 def main(argv: list[str] | None = None) -> int:

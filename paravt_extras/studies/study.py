@@ -154,5 +154,5 @@ def write(
 
 def rl_steps(run: Run) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl of a run's RL steps."""
-    rows = read_metrics(pathlib.Path(run.run_dir) / "metrics.jsonl")
-    return [row for row in rows if row["phase"] == "rl"]
+    lines = read_metrics(pathlib.Path(run.run_dir) / "metrics.jsonl")
+    return [line for line in lines if line["phase"] == "rl"]

@@ -1,4 +1,4 @@
-"""Writes questions and demonstrations as rows of the published training data."""
+"""Writes questions and demonstrations as records of the published training data."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ SYSTEM_WITH_TOOL = (
 Message = dict[str, Any]
 
 
-def write_questions(file: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows of `question_row` as a parquet file, which appears when it is complete."""
-    _write(file, pyarrow.Table.from_pylist([*rows], schema=_RL_ROWS))
+def write_questions(file: pathlib.Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write records of `question_record` as a parquet file, which appears when it is complete."""
+    _write(file, pyarrow.Table.from_pylist([*records], schema=_RL_ROWS))
 
 
 def write_conversations(file: pathlib.Path, conversations: Sequence[list[Message]]) -> None:
     """Write conversations as a parquet file, which appears when it is complete."""
-    rows = [{"messages": json.dumps(each, ensure_ascii=False)} for each in conversations]
-    _write(file, pyarrow.Table.from_pylist(rows, schema=_SFT_ROWS))
+    records = [{"messages": json.dumps(each, ensure_ascii=False)} for each in conversations]
+    _write(file, pyarrow.Table.from_pylist(records, schema=_SFT_ROWS))
 
 
 def _write(file: pathlib.Path, table: pyarrow.Table) -> None:
@@ -50,21 +50,21 @@ def _write(file: pathlib.Path, table: pyarrow.Table) -> None:
     os.replace(unfinished, file)
 
 
-def question_row(
+def question_record(
     video: str,
     question: str,
     kind: QuestionKind,
     answer: Any,
     evidence: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
-    """Return an rl row.
+    """Return a record of a question.
 
     Args:
         video: Path of the video.
         question: The question with its options.
         kind: Its kind.
         answer: The letter of an option, a text, or a list of two times in seconds.
-        evidence: When the video shows the answer, in seconds. Published rows do not have this.
+        evidence: When the video shows the answer, in seconds. Published records do not have this.
     """
     extra = {"answer": answer, "question_type": kind.value}
     if evidence is not None:
