@@ -140,8 +140,8 @@ class _Storage(Storage):
         super().delete_file(bucket, name)
 
     def _require(self, bucket: str, name: str) -> None:
-        found = self.objects.get(bucket, {}).get(name, {"generation": "0"})["generation"]
-        if self.wanted not in (None, found):
+        generation = self.objects.get(bucket, {}).get(name, {"generation": "0"})["generation"]
+        if self.wanted not in (None, generation):
             raise _Unmet
 
 

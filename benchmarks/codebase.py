@@ -80,36 +80,36 @@ def code_lines(text: str) -> int:
 
 def reached(modules: Mapping[str, Module], start: str) -> dict[str, Module]:
     """Return `start`, all modules that it reaches by imports, and the packages around these."""
-    found: dict[str, Module] = {}
+    modules_reached: dict[str, Module] = {}
     pending = [start]
     while pending:
         name = pending.pop()
-        if name in found or name not in modules:
+        if name in modules_reached or name not in modules:
             continue
-        found[name] = modules[name]
+        modules_reached[name] = modules[name]
         # Importing a module also runs the `__init__` of every package around it.
         pending += _packages(name)
         pending += modules[name].imports
-    return found
+    return modules_reached
 
 
 def figures(modules: Mapping[str, Module], root: pathlib.Path = ROOT) -> dict[str, int]:
     """Measure the checkout at `root`."""
-    found = {}
+    measured = {}
     for title, start in STARTS.items():
         files = reached(modules, start).values()
-        found[f"{title}: code lines"] = sum(module.lines for module in files)
-        found[f"{title}: files"] = sum(module.lines > 0 for module in files)
+        measured[f"{title}: code lines"] = sum(module.lines for module in files)
+        measured[f"{title}: files"] = sum(module.lines > 0 for module in files)
     sources = [module for name, module in modules.items() if not name.startswith("examples")]
-    found["source: code lines"] = sum(module.lines for module in sources)
+    measured["source: code lines"] = sum(module.lines for module in sources)
     for folder in ("tests", "benchmarks"):
         texts = (file.read_text(encoding="utf-8") for file in (root / folder).rglob("*.py"))
-        found[f"{folder}: code lines"] = sum(map(code_lines, texts))
-    found[f"functions with more than {MOST_PARAMETERS} parameters"] = sum(
+        measured[f"{folder}: code lines"] = sum(map(code_lines, texts))
+    measured[f"functions with more than {MOST_PARAMETERS} parameters"] = sum(
         _many_parameters(module.text) for module in sources
     )
-    found["settings of paravt_8b"] = _settings(paravt_8b())
-    return found
+    measured["settings of paravt_8b"] = _settings(paravt_8b())
+    return measured
 
 
 def _settings(settings: Any) -> int:

@@ -81,7 +81,7 @@ _ORIENTATION, _ARTIST, _X_RESOLUTION = 0x0112, 0x013B, 0x011A
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Folders:
     """Folders of a run."""
 
     folder: pathlib.Path
@@ -160,9 +160,9 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(entry)
 
 
-def hostile_values(place: Place) -> list[Any]:
+def hostile_values(folders: Folders) -> list[Any]:
     """Values that readers trip over, and ways to name the private video."""
-    private = place.outside / "private.mp4"
+    private = folders.outside / "private.mp4"
     names = [
         str(private),
         f"file://{private}",
@@ -182,7 +182,7 @@ def hostile_values(place: Place) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class FileKind:
     """A kind of file: its cases, and the reader of a case.
 
     `read` returns the name of the outcome, and raises `Unexpected` or any exception.
@@ -193,7 +193,7 @@ class Kind:
     close: Callable[[], None] = lambda: None
 
 
-def media(place: Place, seeds: dict[str, bytes]) -> Kind:
+def media(folders: Folders, seeds: dict[str, bytes]) -> FileKind:
     """Videos and pictures, read by worker processes as in training and evaluation."""
     reader = FrameReader(ReaderSettings(workers=2, deadline=SECONDS / 2))
 
@@ -203,7 +203,7 @@ def media(place: Place, seeds: dict[str, bytes]) -> Kind:
 
     def read(case: tuple[str, bytes]) -> str:
         name, data = case
-        path = place.inside / f"case-{name}"
+        path = folders.inside / f"case-{name}"
         path.write_bytes(data)
         try:
             found = reader.request(ReadTask(str(path), 4, reader.settings.rules)).result()
@@ -211,7 +211,7 @@ def media(place: Place, seeds: dict[str, bytes]) -> Kind:
         except VideoError as error:
             return refused(error, path)
 
-    return Kind(make, read, reader.close)
+    return FileKind(make, read, reader.close)
 
 
 def refused(error: Exception, path: pathlib.Path) -> str:
@@ -232,18 +232,18 @@ def read_file(path: pathlib.Path, data: bytes, reader: Callable[[pathlib.Path], 
     return "read"
 
 
-def rows(place: Place) -> Kind:
+def rows(folders: Folders) -> FileKind:
     """Rows of training data."""
     seeds = [
         row
-        for file in sorted((place.folder / "published" / "annotations").glob("*.parquet"))
+        for file in sorted((folders.folder / "published" / "annotations").glob("*.parquet"))
         for table in [open_table(file)]
         for row in read_rows(table)
     ]
-    vocabulary = place.folder / "tokenizer"
-    reading = Reading(str(place.inside), str(vocabulary), family().dialect, ProtocolSettings())
+    vocabulary = folders.folder / "tokenizer"
+    reading = Reading(str(folders.inside), str(vocabulary), family().dialect, ProtocolSettings())
     workers = Workers(functools.partial(read_row, reading), 1, SECONDS)
-    hostile = hostile_values(place)
+    hostile = hostile_values(folders)
 
     def make(rng: random.Random) -> dict[str, Any]:
         row = dict(rng.choice(seeds))
@@ -259,12 +259,12 @@ def rows(place: Place) -> Kind:
         found = workers.submit(RowTask("case:0", "case", row)).result()
         return f"left out ({found.reason})" if found.record is None else "kept"
 
-    return Kind(make, read, workers.close)
+    return FileKind(make, read, workers.close)
 
 
-def tables(place: Place) -> Kind:
+def tables(folders: Folders) -> FileKind:
     """Parquet files of rows."""
-    files = sorted((place.folder / "published" / "annotations").glob("*.parquet"))
+    files = sorted((folders.folder / "published" / "annotations").glob("*.parquet"))
     seeds = [file.read_bytes() for file in files]
 
     def make(rng: random.Random) -> bytes:
@@ -276,16 +276,16 @@ def tables(place: Place) -> Kind:
         for _ in read_rows(open_table(path)):
             pass
 
-    return Kind(make, lambda data: read_file(place.inside / "case.parquet", data, reader))
+    return FileKind(make, lambda data: read_file(folders.inside / "case.parquet", data, reader))
 
 
-def archived(place: Place) -> Kind:
+def archived(folders: Folders) -> FileKind:
     """Archives. What is unpacked must stay in the folder, and be at most 50 times as large."""
     members = {
         "a/b.mp4": random.Random(0).randbytes(2_000),
         "a/c.srt": b"1\n00:00:01,000 --> 00:00:02,000\nhello\n" * 20,
         "../outside/planted.mp4": b"planted",
-        f"{place.outside}/planted.mp4": b"planted",
+        f"{folders.outside}/planted.mp4": b"planted",
     }
     modes: dict[str, Literal["w", "w:gz"]] = {"tar": "w", "tar.gz": "w:gz"}
     seeds = {}
@@ -304,7 +304,7 @@ def archived(place: Place) -> Kind:
                     about.size = len(content)
                     file.addfile(about, io.BytesIO(content))
                 link = tarfile.TarInfo("link")
-                link.type, link.linkname = tarfile.SYMTYPE, str(place.outside)
+                link.type, link.linkname = tarfile.SYMTYPE, str(folders.outside)
                 if count == 3:
                     file.addfile(link)
             seeds[f"{count}.{suffix}"] = stream.getvalue()
@@ -318,8 +318,8 @@ def archived(place: Place) -> Kind:
 
     def read(case: tuple[str, bytes]) -> str:
         name, data = case
-        source = place.folder / "archives"
-        target = place.folder / "unpacked"
+        source = folders.folder / "archives"
+        target = folders.folder / "unpacked"
         shutil.rmtree(source, ignore_errors=True)
         shutil.rmtree(target, ignore_errors=True)
         source.mkdir()
@@ -334,23 +334,23 @@ def archived(place: Place) -> Kind:
         links = [file for file in target.rglob("*") if file.is_symlink()]
         if written > 50 * len(data) + 2**20 or links:
             raise Unexpected(f"{written} bytes from {len(data)}, links {links}")
-        if (place.outside / "planted.mp4").exists():
+        if (folders.outside / "planted.mp4").exists():
             raise Unexpected("a file was written outside")
         return outcome
 
-    return Kind(make, read)
+    return FileKind(make, read)
 
 
-def weights(place: Place) -> Kind:
+def weights(folders: Folders) -> FileKind:
     """Headers of safetensors files."""
     tensors = {"a": np.zeros((3, 2), np.float32), "b.weight": np.zeros((4, 1), np.float16)}
     types = {name: (x.dtype, x.shape) for name, x in tensors.items()}
-    path = place.inside / "case.safetensors"
+    path = folders.inside / "case.safetensors"
     tensor_file.write(path, types, tensors.values())
     body = bytes(32)
     content = path.read_bytes().removesuffix(body)
     entries = json.loads(content[8:])
-    hostile = hostile_values(place)
+    hostile = hostile_values(folders)
 
     def make(rng: random.Random) -> bytes:
         if rng.random() < 0.5:
@@ -358,15 +358,15 @@ def weights(place: Place) -> Kind:
         text = json.dumps(changed_value(entries, rng, hostile)).encode()
         return len(text).to_bytes(8, "little") + text + body
 
-    return Kind(make, lambda data: read_file(path, data, tensor_file.read_header))
+    return FileKind(make, lambda data: read_file(path, data, tensor_file.read_header))
 
 
-def configurations(place: Place) -> Kind:
+def configurations(folders: Folders) -> FileKind:
     """config.json and the index of a model's folder."""
     config = to_hf(tiny(512))
     index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
-    hostile = hostile_values(place)
-    folder = place.inside / "model"
+    hostile = hostile_values(folders)
+    folder = folders.inside / "model"
     folder.mkdir(exist_ok=True)
     (folder / "model-1.safetensors").touch()
     (folder / "model-2.safetensors").touch()
@@ -390,10 +390,10 @@ def configurations(place: Place) -> Kind:
         except (ValueError, FileNotFoundError) as error:
             return refused(error, folder)
 
-    return Kind(make, read)
+    return FileKind(make, read)
 
 
-def questions(place: Place) -> Kind:
+def questions(folders: Folders) -> FileKind:
     """Files of questions, with subtitles."""
     seed = {
         "id": "a",
@@ -404,8 +404,8 @@ def questions(place: Place) -> Kind:
         "subtitles": "own.srt",
         "evidence": [1, 2],
     }
-    (place.inside / "own.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nhello\n")
-    hostile = hostile_values(place)
+    (folders.inside / "own.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nhello\n")
+    hostile = hostile_values(folders)
 
     def make(rng: random.Random) -> bytes:
         rows = [seed, changed_value(seed | {"id": "b"}, rng, hostile)]
@@ -414,50 +414,50 @@ def questions(place: Place) -> Kind:
 
     def reader(path: pathlib.Path) -> None:
         try:
-            read_questions(path, place.inside)
+            read_questions(path, folders.inside)
         except ValueError as error:
             # All mistakes of a file are listed, one a line.
             raise ValueError(" ".join(str(error).split())[:600]) from error
 
-    return Kind(make, lambda data: read_file(place.inside / "case.jsonl", data, reader))
+    return FileKind(make, lambda data: read_file(folders.inside / "case.jsonl", data, reader))
 
 
 # --- files to change ---
 
 
-def write_seeds(place: Place, videos: pathlib.Path | None) -> dict[str, bytes]:
+def write_seeds(folders: Folders, videos: pathlib.Path | None) -> dict[str, bytes]:
     """Write the folders, and return the media by name: small ones, and those of a folder."""
-    for folder in (place.inside, place.outside, place.folder / "tokenizer"):
+    for folder in (folders.inside, folders.outside, folders.folder / "tokenizer"):
         folder.mkdir(parents=True, exist_ok=True)
-    private = place.outside / "private.mp4"
+    private = folders.outside / "private.mp4"
     _write_video(private, "libx264")
-    tokenizer_file.save(build_vocabulary(["a"], family().dialect), place.folder / "tokenizer")
-    write_stand_in(place.folder / "published", seed=0)
-    media_folder = place.folder / "published" / "media"
+    tokenizer_file.save(build_vocabulary(["a"], family().dialect), folders.folder / "tokenizer")
+    write_stand_in(folders.folder / "published", seed=0)
+    media_folder = folders.folder / "published" / "media"
     for file in sorted(media_folder.rglob("*.zip")):
-        archives.unpack(file.relative_to(media_folder).as_posix(), media_folder, place.inside)
+        archives.unpack(file.relative_to(media_folder).as_posix(), media_folder, folders.inside)
 
     codecs = {"libx264": "mp4 mkv ts", "mpeg4": "mov avi", "mpeg2video": "mpg", "libvpx": "webm"}
     for codec, suffixes in codecs.items():
         for suffix in suffixes.split():
-            _write_video(place.inside / f"own.{suffix}", codec)
+            _write_video(folders.inside / f"own.{suffix}", codec)
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8))
     for suffix in ("png", "webp", "bmp"):
-        picture.save(place.inside / f"own.{suffix}")
+        picture.save(folders.inside / f"own.{suffix}")
     exif = Image.Exif()
     exif.update({_ORIENTATION: 6, _ARTIST: "somebody", _X_RESOLUTION: 72.0})
-    picture.save(place.inside / "own.jpg", exif=exif)
+    picture.save(folders.inside / "own.jpg", exif=exif)
     # Files that refer to the private one.
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\n{private}\n#EXT-X-ENDLIST\n"
-    (place.inside / "list.m3u8").write_text(playlist)
-    (place.inside / "list.mp4").write_text(f"ffconcat version 1.0\nfile '{private}'\n")
+    (folders.inside / "list.m3u8").write_text(playlist)
+    (folders.inside / "list.mp4").write_text(f"ffconcat version 1.0\nfile '{private}'\n")
     dash = f"<?xml version='1.0'?><MPD><Period><BaseURL>{private}</BaseURL></Period></MPD>"
-    (place.inside / "list.mpd").write_text(dash)
-    (place.inside / "own.eps").write_text(f"%!PS-Adobe-3.0 EPSF-3.0\n({private}) (r) file\n")
-    if not (place.inside / "link.mp4").is_symlink():
-        (place.inside / "link.mp4").symlink_to(private)
+    (folders.inside / "list.mpd").write_text(dash)
+    (folders.inside / "own.eps").write_text(f"%!PS-Adobe-3.0 EPSF-3.0\n({private}) (r) file\n")
+    if not (folders.inside / "link.mp4").is_symlink():
+        (folders.inside / "link.mp4").symlink_to(private)
     kept = ("own.*", "list.*")
-    files = [file for pattern in kept for file in place.inside.glob(pattern)]
+    files = [file for pattern in kept for file in folders.inside.glob(pattern)]
     files += [file for file in videos.rglob("*") if file.is_file()] if videos else []
     return {file.name: file.read_bytes() for file in files if file.stat().st_size < 4 << 20}
 
@@ -478,7 +478,7 @@ def _write_video(path: pathlib.Path, codec: str) -> None:
 
 
 @dataclasses.dataclass
-class Found:
+class Outcome:
     """What happened to the cases of a kind."""
 
     outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -487,30 +487,30 @@ class Found:
     slowest: float = 0.0
 
 
-def run_kind(name: str, kind: Kind, seed: int, cases: int, keep: pathlib.Path) -> Found:
+def run_kind(name: str, kind: FileKind, seed: int, cases: int, keep: pathlib.Path) -> Outcome:
     """Read all cases of a kind. Unexpected ones are written to the folder `keep`."""
-    found = Found()
+    outcome = Outcome()
     begin = time.monotonic()
     for number in range(cases):
         case = kind.make(random.Random(f"{seed} {name} {number}"))
         start = time.monotonic()
         try:
-            found.outcomes[kind.read(case)] += 1
+            outcome.outcomes[kind.read(case)] += 1
         # Broad because anything else than the documented errors is what this looks for.
         except Exception as error:
             reason = f"{name} {number}: {type(error).__name__}: {str(error)[:300]}"
-            found.unexpected.append(reason)
+            outcome.unexpected.append(reason)
             keep.mkdir(exist_ok=True)
             (keep / f"{name}-{number}").write_text(repr(case))
         taken = time.monotonic() - start
         if taken > SECONDS:
-            found.unexpected.append(f"{name} {number}: {taken:.0f} s")
-        found.slowest = max(found.slowest, taken)
+            outcome.unexpected.append(f"{name} {number}: {taken:.0f} s")
+        outcome.slowest = max(outcome.slowest, taken)
         if sys.stderr.isatty() and number % 50 == 0:
             print(f"\r{name} {number}/{cases}", end="", file=sys.stderr)
     kind.close()
-    found.seconds = time.monotonic() - begin
-    return found
+    outcome.seconds = time.monotonic() - begin
+    return outcome
 
 
 def run(
@@ -519,7 +519,7 @@ def run(
     cases: int | None = None,
     seed: int = 0,
     videos: pathlib.Path | None = None,
-) -> dict[str, Found]:
+) -> dict[str, Outcome]:
     """Read cases of some kinds.
 
     Args:
@@ -529,16 +529,16 @@ def run(
         seed: of the changes.
         videos: a folder of further media to change, each of at most 4 MiB.
     """
-    place = Place(folder.resolve())
-    seeds = write_seeds(place, videos)
-    makers: dict[str, Callable[[], Kind]] = {
-        "media": lambda: media(place, seeds),
-        "rows": lambda: rows(place),
-        "tables": lambda: tables(place),
-        "archives": lambda: archived(place),
-        "weights": lambda: weights(place),
-        "configurations": lambda: configurations(place),
-        "questions": lambda: questions(place),
+    folders = Folders(folder.resolve())
+    seeds = write_seeds(folders, videos)
+    makers: dict[str, Callable[[], FileKind]] = {
+        "media": lambda: media(folders, seeds),
+        "rows": lambda: rows(folders),
+        "tables": lambda: tables(folders),
+        "archives": lambda: archived(folders),
+        "weights": lambda: weights(folders),
+        "configurations": lambda: configurations(folders),
+        "questions": lambda: questions(folders),
     }
     keep = folder / "unexpected"
     return {
@@ -551,22 +551,22 @@ def run(
 _OPENED = re.compile(r"= \d+<([^>]+)>$")
 
 
-def forbidden(trace: pathlib.Path, place: Place) -> list[str]:
+def forbidden(trace: pathlib.Path, folders: Folders) -> list[str]:
     """Return the calls in the output of strace that read a private file, or connect to a server."""
-    found = []
+    calls = []
     for line in trace.read_text(errors="replace").splitlines():
         opened = _OPENED.search(line)
-        private = opened and opened[1].startswith(f"{place.outside}/")
+        private = opened and opened[1].startswith(f"{folders.outside}/")
         # The command itself writes private files before the first case.
         if (private and "O_CREAT" not in line) or re.search(r"connect\(.*sin6?_port", line):
-            found.append(line[:200])
-    return found
+            calls.append(line[:200])
+    return calls
 
 
-def table(found: dict[str, Found]) -> str:
+def table(by_kind: dict[str, Outcome]) -> str:
     """A Markdown table with a line per kind."""
     lines = ["| files | cases | outcomes | unexpected | slowest | seconds |", "|---" * 6 + "|"]
-    for name, kind in found.items():
+    for name, kind in by_kind.items():
         outcomes = ", ".join(f"{count:,} {what}" for what, count in kind.outcomes.most_common())
         cases = sum(kind.outcomes.values()) + len(kind.unexpected)
         lines.append(
@@ -591,11 +591,11 @@ def main(argv: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if asked.strace:
             return _traced(asked, folder)
-        found = run(folder, asked.kinds, asked.cases, asked.seed, asked.videos)
-    print(table(found))
+        outcomes = run(folder, asked.kinds, asked.cases, asked.seed, asked.videos)
+    print(table(outcomes))
     peak = max(resource.getrusage(who).ru_maxrss for who in _WHOSE) / 2**20
     print(f"\nlargest process: {peak:.1f} GiB")
-    unexpected = [reason for kind in found.values() for reason in kind.unexpected]
+    unexpected = [reason for kind in outcomes.values() for reason in kind.unexpected]
     print("\n".join(unexpected))
     return 1 if unexpected else 0
 
@@ -612,7 +612,7 @@ def _traced(asked: argparse.Namespace, folder: pathlib.Path) -> int:
     command += ["--cases", str(asked.cases)] if asked.cases is not None else []
     command += ["--videos", str(asked.videos)] if asked.videos else []
     code = subprocess.run(command, check=False).returncode
-    calls = forbidden(trace, Place(folder.resolve()))
+    calls = forbidden(trace, Folders(folder.resolve()))
     print(f"private files read, or connections made: {len(calls)}")
     print("\n".join(calls[:20]))
     return 1 if calls else code

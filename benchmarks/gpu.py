@@ -156,17 +156,17 @@ def steps(model: str, arguments: Sequence[str]) -> dict[str, dict[str, float]]:
         return figures(read_metrics(f"{folder}/run/metrics.jsonl"))
 
 
-def figures(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def figures(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Medians of each phase's steps without the first, which compiles: seconds, and MFU."""
-    found = {}
+    by_phase = {}
     for phase in PHASE_TITLES:
-        later = [row for row in rows if row["phase"] == phase][1:]
+        later = [line for line in lines if line["phase"] == phase][1:]
         if later:
-            found[phase] = {
+            by_phase[phase] = {
                 "seconds_per_step": statistics.median(map(step_seconds, later)),
-                "mfu": statistics.median(row.get("speed/mfu", math.nan) for row in later),
+                "mfu": statistics.median(line.get("speed/mfu", math.nan) for line in later),
             }
-    return found
+    return by_phase
 
 
 def main(argv: Sequence[str] | None = None) -> None:

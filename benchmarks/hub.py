@@ -96,15 +96,15 @@ class Hub:
     def files(self, id: str) -> dict[str, _Entry]:
         """The files of a repository, by path. Hidden files are left out."""
         root = self.repositories[id]
-        found = {}
+        entries = {}
         for path in sorted(root.rglob("*")):
             name = path.relative_to(root).as_posix()
             if not path.is_file() or any(part.startswith(".") for part in name.split("/")):
                 continue
             status = path.stat()
             version = f"{name}:{status.st_size}:{status.st_mtime_ns}"
-            found[name] = _Entry(path, status.st_size, hashlib.sha1(version.encode()).hexdigest())
-        return found
+            entries[name] = _Entry(path, status.st_size, hashlib.sha1(version.encode()).hexdigest())
+        return entries
 
     def cuts_now(self) -> bool:
         """Whether to break off this download. Counts it."""

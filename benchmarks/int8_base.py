@@ -79,10 +79,10 @@ def main() -> None:
     model = load(asked.model)
     with tempfile.TemporaryDirectory() as folder:
         step = demonstrations(model, asked.rows, pathlib.Path(folder))
-        found = gaps(model, step)
+        measured = gaps(model, step)
     print(
-        f"{len(found):,} tokens: mean gap {found.mean():.5f}, "
-        f"99th percentile {np.quantile(found, 0.99):.5f}, largest {found.max():.5f} "
+        f"{len(measured):,} tokens: mean gap {measured.mean():.5f}, "
+        f"99th percentile {np.quantile(measured, 0.99):.5f}, largest {measured.max():.5f} "
         f"({jax.devices()[0].device_kind}, fp32)"
     )
 

@@ -41,7 +41,7 @@ PROGRAM = ROOT / "tests" / "train" / "small.py"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 # A process that has not ended after this many seconds counts as stuck.
 DEADLINE = 900.0
-Row = dict[str, Any]
+Line = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def environment(compiled: pathlib.Path) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | cache
 
 
-def start(
+def start_process(
     folder: pathlib.Path, compiled: pathlib.Path, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
     with folder.with_suffix(".log").open("ab") as log:
@@ -175,14 +175,14 @@ def _stamp(file: pathlib.Path) -> int:
 # --- checks ---
 
 
-def rows_of(folder: pathlib.Path) -> list[Row]:
+def lines_of(folder: pathlib.Path) -> list[Line]:
     return read_metrics(folder / "metrics.jsonl")
 
 
-def without_clock(rows: list[Row]) -> list[Row]:
+def without_clock(lines: list[Line]) -> list[Line]:
     """Remove times, and numbers of compilations, which depend on restarts."""
     measured = (*MEASURED, "recompilations")
-    return [{name: row[name] for name in row if not name.startswith(measured)} for row in rows]
+    return [{name: line[name] for name in line if not name.startswith(measured)} for line in lines]
 
 
 def checkpoints_of(folder: pathlib.Path) -> Iterator[tuple[str, int, dict[str, bytes]]]:
@@ -194,27 +194,27 @@ def checkpoints_of(folder: pathlib.Path) -> Iterator[tuple[str, int, dict[str, b
         for step in checkpoints.steps():
             record = json.loads((checkpoints.folder / str(step) / "meta" / "metadata").read_text())
             template = {name: _leaf(text) for name, text in record["leaves"].items()}
-            found, _, _ = checkpoints.restore(template, step, part=True)
-            yield phase, step, {name: np.asarray(leaf).tobytes() for name, leaf in found.items()}
+            match, _, _ = checkpoints.restore(template, step, part=True)
+            yield phase, step, {name: np.asarray(leaf).tobytes() for name, leaf in match.items()}
         checkpoints.close()
 
 
 def _leaf(text: str) -> jax.ShapeDtypeStruct:
     """The abstract array that "float32[2,3]" describes."""
-    found = re.fullmatch(r"(\w+)\[([\d,]*)\]", text)
-    assert found, text
-    shape = tuple(int(size) for size in found[2].split(",") if size)
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(shape, found[1], sharding=place)
+    match = re.fullmatch(r"(\w+)\[([\d,]*)\]", text)
+    assert match, text
+    shape = tuple(int(size) for size in match[2].split(",") if size)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(shape, match[1], sharding=sharding)
 
 
-def saved_rows(rows: list[Row], newest: dict[str, int]) -> list[Row]:
+def saved_lines(lines: list[Line], newest: dict[str, int]) -> list[Line]:
     """The rows that the newest checkpoints cover. No later process may write them again."""
-    return [row for row in rows if row["step"] <= newest.get(row["phase"], 0)]
+    return [line for line in lines if line["step"] <= newest.get(line["phase"], 0)]
 
 
 def check_state(
-    folder: pathlib.Path, whole: list[Row], states: dict[tuple[str, int], dict[str, bytes]]
+    folder: pathlib.Path, whole: list[Line], states: dict[tuple[str, int], dict[str, bytes]]
 ) -> dict[str, int]:
     """Check a run's files after its process was killed.
 
@@ -227,9 +227,9 @@ def check_state(
     Returns:
         The step of the newest checkpoint of each phase.
     """
-    rows = rows_of(folder)
+    lines = lines_of(folder)
     newest: dict[str, int] = {}
-    assert without_clock(rows) == without_clock(whole)[: len(rows)], (
+    assert without_clock(lines) == without_clock(whole)[: len(lines)], (
         "metrics.jsonl differs from that of the undisturbed run"
     )
     for phase, step, leaves in checkpoints_of(folder):
@@ -237,22 +237,24 @@ def check_state(
         expected = states.setdefault((phase, step), leaves)
         assert expected == leaves, f"checkpoint {step} of {phase} differs"
     # The metrics of a cold start stay with the run that made it.
-    own = {row["phase"] for row in whole}
+    own = {line["phase"] for line in whole}
     for phase, step in newest.items():
         if phase not in own:
             continue
-        recorded = sum(row["phase"] == phase for row in rows)
+        recorded = sum(line["phase"] == phase for line in lines)
         assert recorded >= step, f"{phase}: checkpoint {step} is ahead of metrics.jsonl"
     return newest
 
 
 def check_end(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
     """Check that a finished run equals the undisturbed one."""
-    results = [json.loads((place / "result.json").read_text()) for place in (folder, undisturbed)]
+    results = [
+        json.loads((sharding / "result.json").read_text()) for sharding in (folder, undisturbed)
+    ]
     for result in results:
         del result["seconds"], result["recompilations_after_warmup"]
     assert results[0] == results[1], "result.json differs"
-    assert without_clock(rows_of(folder)) == without_clock(rows_of(undisturbed)), (
+    assert without_clock(lines_of(folder)) == without_clock(lines_of(undisturbed)), (
         "metrics.jsonl differs"
     )
     for name in ("model/model.safetensors", "episodes.jsonl"):
@@ -275,11 +277,11 @@ def kill_once(
 ) -> bool:
     """Start a process of the run and kill it. Returns True if the run ended before the kill."""
     sent = SIGNALS[rng.integers(len(SIGNALS))]
-    steps_before = len(rows_of(folder))
+    steps_before = len(lines_of(folder))
     possible = moments(folder, rng)
     name = sorted(possible)[rng.integers(len(possible))]
     reached, delay = possible[name]
-    process = start(folder, compiled, arguments)
+    process = start_process(folder, compiled, arguments)
     try:
         wait(process, name, reached)
         if process.poll() is None:
@@ -289,7 +291,7 @@ def kill_once(
     finally:
         process.kill()
     code = process.wait()
-    rows = rows_of(folder)
+    lines = lines_of(folder)
     if code == 0:
         return True
     assert code in EXIT_CODES[sent], (
@@ -298,8 +300,8 @@ def kill_once(
     tally.kills[f"{name}, {sent.name}"] += 1
     tally.unfinished_saves += any((folder / "checkpoints").glob("*/*.orbax-checkpoint-tmp*"))
     stopped_cleanly = code in (130, 143)
-    if stopped_cleanly and len(rows) > steps_before:
-        last = rows[-1]
+    if stopped_cleanly and len(lines) > steps_before:
+        last = lines[-1]
         saved = folder / "checkpoints" / last["phase"] / str(last["step"])
         assert saved.exists(), "the last step was not saved at a clean stop"
     return False
@@ -333,11 +335,11 @@ def kill_again_and_again(
         finish(folder / "start", compiled, ONE_PROMPT, 5 * DEADLINE)
         arguments = in_flight(folder / "start", max_staleness)
     finish(undisturbed, compiled, arguments, 5 * DEADLINE)
-    whole = rows_of(undisturbed)
+    whole = lines_of(undisturbed)
     states = {(phase, step): leaves for phase, step, leaves in checkpoints_of(undisturbed)}
     while tally.kills.total() < times:
         run = folder / f"run-{tally.runs:02d}"
-        saved: list[Row] = []
+        saved: list[Line] = []
         ended = False
         while not ended:
             if tally.kills.total() < times:
@@ -347,8 +349,8 @@ def kill_again_and_again(
                 ended = True
             newest = check_state(run, whole, states)
             # Compare the times too: a step that ran again would have different ones.
-            assert rows_of(run)[: len(saved)] == saved, "a saved step was written again"
-            saved = saved_rows(rows_of(run), newest)
+            assert lines_of(run)[: len(saved)] == saved, "a saved step was written again"
+            saved = saved_lines(lines_of(run), newest)
             print(
                 f"{tally.kills.total()}/{times} kills, run {tally.runs}, "
                 f"newest checkpoints {newest}",
@@ -368,7 +370,7 @@ def finish(
     deadline: float = DEADLINE,
 ) -> None:
     """Run to the end without a kill."""
-    process = start(folder, compiled, arguments)
+    process = start_process(folder, compiled, arguments)
     wait(process, "the end", deadline=deadline)
     assert process.wait() == 0, f"it failed; see {folder.with_suffix('.log')}"
 

@@ -66,7 +66,7 @@ class Comparison(study.Command):
     """Only for the processes that the command starts itself."""
 
 
-def plan(out: str, seed: int) -> dict[str, Run]:
+def runs_of(out: str, seed: int) -> dict[str, Run]:
     """The three runs of a seed, in their order."""
     folders = {name: f"{out}/{name}-{seed}" for name in (START, FULL, LORA)}
     evaluation = dataclasses.replace(study.greedy_evaluation(), curve=False)
@@ -93,11 +93,11 @@ def measure(run: Run) -> None:
     folder = pathlib.Path(run.run_dir)
     # Linux counts in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-    found = {"process, largest resident size, MiB": peak / MIB}
+    measured = {"process, largest resident size, MiB": peak / MIB}
     if run.rl is not None:
-        found |= memory(run, prepare(run, folder))
-        found["checkpoint on disk, MiB"] = checkpoint_bytes(folder / "checkpoints" / "rl") / MIB
-    write_atomically(folder / MEASURED, json.dumps(found, indent=1) + "\n")
+        measured |= memory(run, prepare(run, folder))
+        measured["checkpoint on disk, MiB"] = checkpoint_bytes(folder / "checkpoints" / "rl") / MIB
+    write_atomically(folder / MEASURED, json.dumps(measured, indent=1) + "\n")
 
 
 def memory(run: Run, data: Data) -> dict[str, float]:
@@ -158,7 +158,9 @@ def figures(run: Run) -> Figures:
     folder = pathlib.Path(run.run_dir)
     result = read_result(folder)
     phase = "before" if run.rl is None else "after"
-    found: Figures = {f"accuracy, K = {row['k']}": row["accuracy"] for row in greedy(result[phase])}
+    measured: Figures = {
+        f"accuracy, K = {line['k']}": line["accuracy"] for line in greedy(result[phase])
+    }
     lines = (
         SummaryLine("accuracy, mean over K", phase),
         SummaryLine("crops per question, no frame shows the answer", phase, "calls", "hidden"),
@@ -166,19 +168,21 @@ def figures(run: Run) -> Figures:
         SummaryLine("crops per question, grounding, frame in span", phase, "calls", "tvg shown"),
         SummaryLine("compliance", phase, "compliance"),
     )
-    found |= {line.name: line.value(result) for line in lines}
-    return found | json.loads((folder / MEASURED).read_text()) | {"minutes": result["seconds"] / 60}
+    measured |= {line.name: line.value(result) for line in lines}
+    return (
+        measured | json.loads((folder / MEASURED).read_text()) | {"minutes": result["seconds"] / 60}
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code. Writes table.md and results.json."""
     command = tyro.cli(Comparison, args=argv, prog="python -m benchmarks.lora")
     if command.only:
-        measure(plan(command.run_dir, command.seeds[0])[command.only])
+        measure(runs_of(command.run_dir, command.seeds[0])[command.only])
         return 0
     folder = pathlib.Path(command.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    runs = {seed: plan(command.run_dir, seed) for seed in command.seeds}
+    runs = {seed: runs_of(command.run_dir, seed) for seed in command.seeds}
     for seed, of_seed in runs.items():
         for name, run in of_seed.items():
             # Opening the folder refuses a run with other settings.
@@ -189,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
                 shutil.rmtree(run.run_dir)
                 start_process(command.run_dir, seed, name)
     arms = {name: [figures(of_seed[name]) for of_seed in runs.values()] for name in TITLES}
-    study.write(folder, {TITLES[name]: found for name, found in arms.items()})
+    study.write(folder, {TITLES[name]: figures_of_arm for name, figures_of_arm in arms.items()})
     return 0
 
 

@@ -43,7 +43,7 @@ DEADLINE = 1800.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class Machine:
     """Which machine to imitate."""
 
     tokenizer: str
@@ -64,7 +64,7 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class Interruption:
     """A moment inside of a phase."""
 
     phase: str
@@ -77,26 +77,26 @@ class Moment:
 def _steps(phase: str) -> Callable[[pathlib.Path], bool]:
     """True after the first step of a phase."""
 
-    def reached(place: pathlib.Path) -> bool:
-        return any(row["phase"] == phase for row in read_metrics(place / RUN / "metrics.jsonl"))
+    def reached(home: pathlib.Path) -> bool:
+        return any(line["phase"] == phase for line in read_metrics(home / RUN / "metrics.jsonl"))
 
     return reached
 
 
 def _file(pattern: str) -> Callable[[pathlib.Path], bool]:
     """True when such a file exists."""
-    return lambda place: any(place.glob(pattern))
+    return lambda home: any(home.glob(pattern))
 
 
 MOMENTS = (
-    Moment("sources", _file(f"{RUN}-sources")),
-    Moment("preparation", _file(f"{RUN}-sources/set/*")),
-    Moment("cold start", _steps("sft")),
-    Moment("evaluation before RL", _file(f"{RUN}/evaluation/before*.json")),
-    Moment("PARA-GRPO", _steps("rl")),
+    Interruption("sources", _file(f"{RUN}-sources")),
+    Interruption("preparation", _file(f"{RUN}-sources/set/*")),
+    Interruption("cold start", _steps("sft")),
+    Interruption("evaluation before RL", _file(f"{RUN}/evaluation/before*.json")),
+    Interruption("PARA-GRPO", _steps("rl")),
     # Its first file comes too late: a run looks for signals between two settings only.
-    Moment("evaluation after RL", _file(f"{RUN}/checkpoints/rl/4/*")),
-    Moment("export", _file(f"{RUN}/model*"), near_end=True),
+    Interruption("evaluation after RL", _file(f"{RUN}/checkpoints/rl/4/*")),
+    Interruption("export", _file(f"{RUN}/model*"), near_end=True),
 )
 
 
@@ -124,26 +124,26 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start(
-    setting: Setting, place: pathlib.Path, variables: dict[str, str]
+def start_processes(
+    machine: Machine, home: pathlib.Path, variables: dict[str, str]
 ) -> list[subprocess.Popen]:
     """Start the processes of a run with `place` as their working directory."""
     line = [sys.executable, "-m", "paravt_extras.rehearsal", "--config=paravt_8b"]
-    line += ["--frames.admission=counted", *setting.arguments]
+    line += ["--frames.admission=counted", *machine.arguments]
     flags = os.environ.get("XLA_FLAGS", "")
-    flags += f" --xla_force_host_platform_device_count={setting.devices}"
+    flags += f" --xla_force_host_platform_device_count={machine.devices}"
     variables = variables | {
         "XLA_FLAGS": flags,
         "JAX_COORDINATOR_ADDRESS": f"localhost:{_free_port()}",
-        "JAX_NUM_PROCESSES": str(setting.processes),
+        "JAX_NUM_PROCESSES": str(machine.processes),
     }
     started = []
-    for index in range(setting.processes):
-        with (place / f"{index}.log").open("ab") as log:
+    for index in range(machine.processes):
+        with (home / f"{index}.log").open("ab") as log:
             started.append(
                 subprocess.Popen(
                     line,
-                    cwd=place,
+                    cwd=home,
                     env=variables | {"JAX_PROCESS_ID": str(index)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -168,10 +168,10 @@ def wait(
 
 
 def interrupt(
-    setting: Setting,
-    place: pathlib.Path,
+    machine: Machine,
+    home: pathlib.Path,
     variables: dict[str, str],
-    moment: Moment,
+    moment: Interruption,
     sent: signal.Signals,
 ) -> None:
     """Start a run, send one of its processes a signal in a phase, and wait for its end.
@@ -179,11 +179,11 @@ def interrupt(
     Raises:
         AssertionError: The run ended before, did not end, or ended with another code.
     """
-    processes = start(setting, place, variables)
+    processes = start_processes(machine, home, variables)
     what = f"{moment.phase}, {sent.name}"
     try:
-        alive = wait(processes, what, lambda: moment.reached(place))
-        assert alive, f"{what}: the run ended before; see {place}/0.log"
+        alive = wait(processes, what, lambda: moment.reached(home))
+        assert alive, f"{what}: the run ended before; see {home}/0.log"
         # Of several processes, a signal may reach any one.
         processes[-1].send_signal(sent)
         wait(processes, what)
@@ -192,47 +192,49 @@ def interrupt(
             process.kill()
     code = processes[-1].wait()
     ended = moment.near_end and sent != signal.SIGKILL and code == 0
-    assert ended or code in EXIT_CODES[sent], f"{what}: exit code {code}; see {place}/0.log"
+    assert ended or code in EXIT_CODES[sent], f"{what}: exit code {code}; see {home}/0.log"
 
 
-def finish(setting: Setting, place: pathlib.Path, variables: dict[str, str]) -> float:
+def finish(machine: Machine, home: pathlib.Path, variables: dict[str, str]) -> float:
     """Run to the end; returns the seconds that it took."""
     begin = time.monotonic()
-    processes = start(setting, place, variables)
+    processes = start_processes(machine, home, variables)
     try:
         wait(processes, "the end")
     finally:
         for process in processes:
             process.kill()
     codes = [process.wait() for process in processes]
-    assert codes == [0] * len(codes), f"exit codes {codes}; see {place}/0.log"
+    assert codes == [0] * len(codes), f"exit codes {codes}; see {home}/0.log"
     return time.monotonic() - begin
 
 
-def compare(setting: Setting, folder: pathlib.Path, moments: Sequence[Moment] = MOMENTS) -> None:
+def compare(
+    machine: Machine, folder: pathlib.Path, moments: Sequence[Interruption] = MOMENTS
+) -> None:
     """Run once undisturbed, and once per signal, and compare. Prints its progress on stderr.
 
     Raises:
         AssertionError: A run did not end as it should, or differs.
     """
     # Episodes contain absolute paths, so all runs have the same folder.
-    place = folder / "place"
+    home = folder / "place"
     undisturbed = folder / "undisturbed"
-    with serve(folder / "served", pathlib.Path(setting.tokenizer).absolute()) as hub:
+    with serve(folder / "served", pathlib.Path(machine.tokenizer).absolute()) as hub:
         variables = environment(folder / "compiled") | hub.variables(folder / "hub")
-        place.mkdir()
-        seconds = finish(setting, place, variables)
+        home.mkdir()
+        seconds = finish(machine, home, variables)
         _say(f"left alone: {seconds / 60:.1f} min")
-        place.rename(undisturbed)
-        for name in setting.signals:
-            place.mkdir()
+        home.rename(undisturbed)
+        for name in machine.signals:
+            home.mkdir()
             for moment in moments:
-                interrupt(setting, place, variables, moment, signal.Signals[name])
+                interrupt(machine, home, variables, moment, signal.Signals[name])
                 _say(f"{name} in {moment.phase}")
-            finish(setting, place, variables)
-            check_end(place / RUN, undisturbed / RUN)
+            finish(machine, home, variables)
+            check_end(home / RUN, undisturbed / RUN)
             _say(f"{name}: equal to the run that was left alone")
-            shutil.rmtree(place)
+            shutil.rmtree(home)
 
 
 def _say(text: str) -> None:
@@ -240,16 +242,16 @@ def _say(text: str) -> None:
 
 
 def main() -> None:
-    setting = tyro.cli(Setting, prog="python -m benchmarks.rehearsal")
+    machine = tyro.cli(Machine, prog="python -m benchmarks.rehearsal")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = pathlib.Path(setting.folder or temporary).absolute()
+        folder = pathlib.Path(machine.folder or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        compare(setting, folder)
-    count = len(MOMENTS) * len(setting.signals)
+        compare(machine, folder)
+    count = len(MOMENTS) * len(machine.signals)
     minutes = (time.monotonic() - begin) / 60
     print(
-        f"{setting.processes} x {setting.devices} devices: {count} signals, all runs equal; "
+        f"{machine.processes} x {machine.devices} devices: {count} signals, all runs equal; "
         f"{minutes:.1f} min"
     )
 

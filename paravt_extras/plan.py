@@ -264,7 +264,7 @@ def programs(run: Run, devices: Sequence[Any], host: Sequence[Any]) -> list[Prog
     if run.plays_episodes:
         engine = PlannedEngine(planned, host)
         training |= {} if engine.shares else {"engine's base": engine.base}
-    compiled, moments = [], {}
+    every, moments = [], {}
     for name, phase, make in (("SFT", run.sft, sft_step), ("RL", run.rl, rl_step)):
         if phase is None:
             continue
@@ -276,15 +276,15 @@ def programs(run: Run, devices: Sequence[Any], host: Sequence[Any]) -> list[Prog
             lowerings += reference_lowerings(planned, step)
             if engine is not None:
                 lowerings.append(engine.sync)
-        compiled += [Program(_name(name, lower), lower, residents) for lower in lowerings]
+        every += [Program(_name(name, lower), lower, residents) for lower in lowerings]
     residents = training | moments
     if engine is not None:
         residents |= {"engine's weights": engine.weights, "engine's base": engine.base}
         residents |= {"KV pool": engine.pool}
         if engine.shares:
             del residents["base"]
-        compiled += [Program(_name("", lower), lower, residents) for lower in engine.lowerings]
-    return [*compiled, Program("vision", vision, residents)]
+        every += [Program(_name("", lower), lower, residents) for lower in engine.lowerings]
+    return [*every, Program("vision", vision, residents)]
 
 
 def _name(phase: str, lowering: Any) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from paravt_extras.scenes.plan import SceneSettings
+from paravt_extras.scenes.storyboard import SceneSettings
 from paravt_extras.scenes.write import missing_videos, write_scenes
 from paravt_jax.command_name import command_name
 from paravt_jax.data.any_path import require_local

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paravt_extras.scenes.plan import FPS, Moment, SceneVideo, Vehicle
+from paravt_extras.scenes.storyboard import FPS, Moment, SceneVideo, Vehicle
 from paravt_jax.method.records import Question, QuestionKind
 
 LETTERS = "ABCD"
@@ -25,7 +25,7 @@ _SPAN = "Give the start and the end in seconds."
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class QuestionFamily:
     """Questions that differ only in names.
 
     Attributes:
@@ -39,47 +39,47 @@ class Family:
 
 FAMILIES = {
     # One moment.
-    "word": Family(
+    "word": QuestionFamily(
         (
             "Which word does the board show while the {colour} {vehicle} is there?",
             "The {colour} {vehicle} stops. What does the board say at that time?",
         ),
         "What can be read on the board during the stop of the {colour} {vehicle}?",
     ),
-    "number": Family(
+    "number": QuestionFamily(
         (
             "What is the number on the {vehicle} that is there while the board shows {word}?",
             "While the board shows {word}, a {vehicle} is in view. Which number does it carry?",
         ),
         "Look at the {vehicle} when the board reads {word}. What number is painted on it?",
     ),
-    "count": Family(
+    "count": QuestionFamily(
         (
             "How many {animals} are there while the board shows {word}?",
             "Count the {animals} at the time when the board shows {word}. How many are there?",
         ),
         "The board reads {word}. How many {animals} are in the picture then?",
     ),
-    "clock": Family(
+    "clock": QuestionFamily(
         (
             "Which of these times does the clock show while the board shows {word}?",
             "The board shows {word}. What time is it on the clock then?",
         ),
         "At which of these times on the clock can {word} be read on the board?",
     ),
-    "colour": Family(
+    "colour": QuestionFamily(
         (),
         "What colour is the {vehicle} that is there while the board shows {word}?",
     ),
     # Two moments.
-    "order": Family(
+    "order": QuestionFamily(
         (
             "The board shows {first} and, at another time, {second}. Which of them comes first?",
             "Which of the two words does the board show earlier, {first} or {second}?",
         ),
         "Of the words {first} and {second}, which one is on the board before the other?",
     ),
-    "numbers": Family(
+    "numbers": QuestionFamily(
         (
             "Which numbers are on the vehicles that are there while the board shows {first} and "
             "while it shows {second}, in this order?",
@@ -89,7 +89,7 @@ FAMILIES = {
         "Name the numbers of two vehicles: first the one that is there when the board reads "
         "{first}, then the one that is there when it reads {second}.",
     ),
-    "sum": Family(
+    "sum": QuestionFamily(
         (
             "How many animals are there in all, if those that are there while the board shows "
             "{first} and those that are there while it shows {second} are added?",
@@ -98,27 +98,27 @@ FAMILIES = {
         ),
         "Add up the animals of two times: when the board reads {first} and when it reads {second}.",
     ),
-    "colours": Family(
+    "colours": QuestionFamily(
         (),
         "Which colours have the vehicles that are there when the board reads {first} and when it "
         "reads {second}, in this order?",
     ),
     # Temporal grounding.
-    "when word": Family(
+    "when word": QuestionFamily(
         (
             f"When does the board show {{word}}? {_SPAN}",
             f"From when to when can {{word}} be read on the board? {_SPAN}",
         ),
         f"During which time is the word {{word}} on the board? {_SPAN}",
     ),
-    "when vehicle": Family(
+    "when vehicle": QuestionFamily(
         (
             f"When is the {{colour}} {{vehicle}} in view? {_SPAN}",
             f"From when to when can the {{colour}} {{vehicle}} be seen? {_SPAN}",
         ),
         f"During which time is the {{colour}} {{vehicle}} in the picture? {_SPAN}",
     ),
-    "when number": Family(
+    "when number": QuestionFamily(
         (),
         f"During which time is the {{vehicle}} with the number {{number}} in the picture? {_SPAN}",
     ),

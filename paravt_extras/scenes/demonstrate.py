@@ -28,7 +28,7 @@ from paravt_extras.published_format import (
     with_options,
 )
 from paravt_extras.scenes.ask import LETTERS, SceneQuestion, questions
-from paravt_extras.scenes.plan import FPS, PLACES, Chapter, Moment, SceneVideo
+from paravt_extras.scenes.storyboard import FPS, PLACES, Chapter, Moment, SceneVideo
 from paravt_jax.data.frames import VideoInfo, overview_indices, window_indices
 from paravt_jax.method.records import QuestionKind
 
@@ -49,7 +49,7 @@ Window = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sighting:
+class _Glimpse:
     """A moment as some frames of a crop show it; times in seconds."""
 
     moment: Moment
@@ -91,7 +91,7 @@ def _look(video: SceneVideo, asked: SceneQuestion, rng: np.random.Generator) -> 
     ]
 
 
-def _look_closer(video: SceneVideo, seen: _Sighting) -> list[Message]:
+def _look_closer(video: SceneVideo, seen: _Glimpse) -> list[Message]:
     """Crop around what was found, at one frame per second, and answer with its span."""
     start = max(0.0, np.floor(seen.times[0]) - _AROUND)
     end = min(float(video.seconds), np.ceil(seen.times[-1]) + _AROUND)
@@ -147,7 +147,7 @@ def report(video: SceneVideo, window: Window) -> str:
     return " ".join(f"{_described(video, sighting)}." for sighting in sightings)
 
 
-def _sightings(video: SceneVideo, window: Window) -> list[_Sighting]:
+def _sightings(video: SceneVideo, window: Window) -> list[_Glimpse]:
     times = np.arange(video.frames) / FPS
     info = VideoInfo(
         video.path, video.frames, float(video.seconds), times, video.width, video.lines
@@ -157,11 +157,11 @@ def _sightings(video: SceneVideo, window: Window) -> list[_Sighting]:
     for moment in video.moments:
         within = tuple(round(time, 1) for time in shown if moment.start <= time < moment.end)
         if within:
-            sightings.append(_Sighting(moment, within))
+            sightings.append(_Glimpse(moment, within))
     return sightings
 
 
-def _described(video: SceneVideo, sighting: _Sighting) -> str:
+def _described(video: SceneVideo, sighting: _Glimpse) -> str:
     moment = sighting.moment
     place = video.chapter_of(moment).place
     parts = []

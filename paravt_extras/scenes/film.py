@@ -14,8 +14,8 @@ from jaxtyping import UInt8
 from paravt_extras.scenes import sprites
 from paravt_extras.scenes.canvas import Canvas
 from paravt_extras.scenes.places import draw_place
-from paravt_extras.scenes.plan import ENTRY, FPS, Chapter, Moment, SceneVideo, Vehicle
 from paravt_extras.scenes.sprites import Sprite
+from paravt_extras.scenes.storyboard import ENTRY, FPS, Chapter, Moment, SceneVideo, Vehicle
 
 # x264 at constant quality and with one thread writes the same bytes every time.
 _ENCODER = {"qp": "20", "preset": "superfast", "threads": "1", "bf": "0"}

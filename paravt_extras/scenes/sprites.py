@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from paravt_extras.scenes.canvas import Canvas, Colour, darker, lighter, readable_on
-from paravt_extras.scenes.plan import COLOURS, Vehicle
+from paravt_extras.scenes.storyboard import COLOURS, Vehicle
 
 WORD_HEIGHT = 0.125
 """Height of the capitals on the board."""

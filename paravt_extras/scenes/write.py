@@ -25,7 +25,7 @@ from paravt_extras import published_format
 from paravt_extras.scenes.ask import SceneQuestion, questions
 from paravt_extras.scenes.demonstrate import demonstrations
 from paravt_extras.scenes.film import encode
-from paravt_extras.scenes.plan import SPLITS, SceneSettings, SceneVideo, plan
+from paravt_extras.scenes.storyboard import SPLITS, SceneSettings, SceneVideo, plan_videos
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import lock, require_same
 from paravt_jax.data.workers import Workers
@@ -40,7 +40,7 @@ _DEADLINE = 1800.0  # seconds for one video, on however busy a machine
 
 def missing_videos(settings: SceneSettings, folder: pathlib.Path) -> tuple[SceneVideo, ...]:
     """Return the videos that a folder does not hold yet."""
-    return tuple(v for v in plan(settings) if not (folder / MEDIA / v.path).exists())
+    return tuple(v for v in plan_videos(settings) if not (folder / MEDIA / v.path).exists())
 
 
 def write_scenes(
@@ -71,7 +71,7 @@ def write_scenes(
         raise OSError(f"{folder}: {error}; wait for it, or stop it") from error
     with held:
         missing = missing_videos(settings, folder)
-        videos = plan(settings)
+        videos = plan_videos(settings)
         try:
             _draw(missing, folder / MEDIA, workers or os.cpu_count() or 1, len(videos), progress)
         finally:

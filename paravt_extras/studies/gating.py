@@ -52,7 +52,7 @@ class Gating(study.Command):
     """Seeds of world, questions, demonstrations and run."""
 
 
-def plan(command: Gating) -> dict[str, list[Run]]:
+def runs_of(command: Gating) -> dict[str, list[Run]]:
     """Return the runs, one per seed: `paravt_tiny`, and both arms from its cold start."""
     runs: dict[str, list[Run]] = {START: [], DRAWN: [], FIXED: []}
     for seed in command.seeds:
@@ -113,7 +113,7 @@ def draw(runs: Mapping[str, Sequence[Run]]) -> Figure:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit code. Writes table.md, figure.svg and results.json."""
     command = tyro.cli(Gating, args=argv, prog="python -m paravt_extras.studies.gating")
-    runs = plan(command)
+    runs = runs_of(command)
     # All runs of a seed come before the next seed; the one with the cold start comes first.
     order = [run for seed in zip(*runs.values(), strict=True) for run in seed]
     arms = {arm: runs[arm] for arm in (DRAWN, FIXED)}

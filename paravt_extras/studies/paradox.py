@@ -59,7 +59,7 @@ class Paradox(study.Command):
         return pathlib.Path(self.run_dir) / f"{self.rewards}{suffix}"
 
 
-def plan(command: Paradox) -> dict[str, list[Run]]:
+def runs_of(command: Paradox) -> dict[str, list[Run]]:
     """Return the runs of each setting: one cold start, and one run per setting and seed."""
     run = paradox_tiny()
     weak = command.prior == "weak"
@@ -155,7 +155,7 @@ def _held_out(run: Run, measure: str) -> list[tuple[int, float]]:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit code. Writes table.md, figure.svg and results.json."""
     command = tyro.cli(Paradox, args=argv, prog="python -m paravt_extras.studies.paradox")
-    runs = plan(command)
+    runs = runs_of(command)
     (start,), *arms = runs.values()
     # All settings of a seed come before the next seed.
     order = [start, *(run for seed in zip(*arms, strict=True) for run in seed)]

@@ -37,7 +37,7 @@ class Staleness(study.Command):
     """Seeds of world, questions, demonstrations and run."""
 
 
-def plan(command: Staleness, seed: int) -> list[Run]:
+def runs_of(command: Staleness, seed: int) -> list[Run]:
     """Return the runs of a seed: the cold start, and one for each bound."""
     evaluation = dataclasses.replace(study.greedy_evaluation(), curve=False)
     same = {"seed": seed, "world.seed": seed, "text.seed": seed, "evaluation": evaluation}
@@ -90,7 +90,7 @@ def figures(run: Run) -> Figures:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit code. Writes table.md and results.json."""
     command = tyro.cli(Staleness, args=argv, prog="python -m paravt_extras.studies.staleness")
-    runs = [plan(command, seed) for seed in command.seeds]
+    runs = [runs_of(command, seed) for seed in command.seeds]
     arms = {
         f"max_staleness {bound}": [of_seed[number] for of_seed in runs]
         for number, bound in enumerate(MAX_STALENESS, 1)

@@ -26,12 +26,12 @@ def test_changed_files_are_read_or_refused_in_one_line(found, kind):
 
 @pytest.mark.skipif(not shutil.which("strace"), reason="needs strace, which is not installed")
 def test_strace_finds_an_opened_private_file_and_a_connection(tmp_path):
-    place = foreign_files.Place(tmp_path)
-    place.outside.mkdir()
-    place.inside.mkdir()
-    private = place.outside / "private.mp4"
+    folders = foreign_files.Folders(tmp_path)
+    folders.outside.mkdir()
+    folders.inside.mkdir()
+    private = folders.outside / "private.mp4"
     private.write_bytes(b"private")
-    (place.inside / "link.mp4").symlink_to(private)
+    (folders.inside / "link.mp4").symlink_to(private)
     opened = ("inside/link.mp4", "inside/../outside/private.mp4", "outside/private.mp4")
     program = "import contextlib, socket\n"
     for name in opened:
@@ -40,7 +40,7 @@ def test_strace_finds_an_opened_private_file_and_a_connection(tmp_path):
     trace = tmp_path / "trace"
     command = [*foreign_files.STRACE, "-o", str(trace), sys.executable, "-c", program]
     subprocess.run(command, check=True)
-    calls = foreign_files.forbidden(trace, place)
+    calls = foreign_files.forbidden(trace, folders)
     assert sum("open" in call for call in calls) == 3
     assert sum("192.0.2.1" in call for call in calls) == 1
     assert len(calls) == 4

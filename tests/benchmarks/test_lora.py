@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from benchmarks import lora
-from benchmarks.lora import plan
+from benchmarks.lora import runs_of
 from configs.paravt_tiny import paravt_tiny
 from models.lora import LoRASettings
 from tests.train.small import small
@@ -15,7 +15,7 @@ from train.prepare import prepare
 
 
 def test_both_arms_begin_with_the_same_weights_and_differ_in_what_is_trained_and_how_fast():
-    start, full, adapted = plan("out", 5).values()
+    start, full, adapted = runs_of("out", 5).values()
     assert start.rl is None and start.world is not None and start.text is not None
     assert start.seed == start.world.seed == start.text.seed == 5
     assert full.model.path == adapted.model.path == f"{start.run_dir}/model"

@@ -14,7 +14,7 @@ import pytest
 
 from configs.paravt_8b import paravt_8b
 from paravt_extras.scenes import __main__ as command
-from paravt_extras.scenes import ask, plan
+from paravt_extras.scenes import ask, storyboard
 from paravt_extras.scenes.write import missing_videos, write_scenes
 from paravt_jax.data import tokenizer_file, video
 from paravt_jax.data.question_files import read_questions
@@ -24,15 +24,15 @@ from train.published_data import DataSettings, hold_out
 from train.settings import ModelSettings
 
 ROOT = pathlib.Path(__file__).parents[2]
-SETTINGS = plan.SceneSettings(seed=1, videos=8, heldout=4, lines=320)
+SETTINGS = storyboard.SceneSettings(seed=1, videos=8, heldout=4, lines=320)
 
 
-def put_videos(folder: pathlib.Path, settings: plan.SceneSettings, missing: int = 0) -> None:
+def put_videos(folder: pathlib.Path, settings: storyboard.SceneSettings, missing: int = 0) -> None:
     """Make all videos but some look finished, so that they are not drawn."""
     (folder / "media").mkdir(parents=True)
-    for split in plan.SPLITS:
+    for split in storyboard.SPLITS:
         (folder / "media" / split).mkdir()
-    for each in plan.plan(settings)[missing:]:
+    for each in storyboard.plan_videos(settings)[missing:]:
         (folder / "media" / each.path).write_bytes(b"drawn")
 
 
@@ -45,7 +45,9 @@ def written(tmp_path):
     return folder
 
 
-def write_settings(folder: pathlib.Path, settings: plan.SceneSettings, missing: int = 0) -> None:
+def write_settings(
+    folder: pathlib.Path, settings: storyboard.SceneSettings, missing: int = 0
+) -> None:
     put_videos(folder, settings, missing)
     (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
 
@@ -54,7 +56,7 @@ def test_both_files_of_questions_are_read_like_files_of_your_own(written):
     for split, videos in (("train", 6), ("heldout", 4)):
         asked = {
             each.question.id: each.question
-            for v in plan.plan(SETTINGS)
+            for v in storyboard.plan_videos(SETTINGS)
             if v.split == split and not v.demonstrated
             for each in ask.questions(v, SETTINGS.seed)
         }
@@ -92,7 +94,7 @@ def files(folder: pathlib.Path) -> dict[str, int]:
 def test_a_stopped_command_leaves_whole_videos_and_goes_on(tmp_path, number):
     out = tmp_path / "scenes"
     # So many that a busy machine cannot draw all of them before the signal arrives.
-    settings = plan.SceneSettings(seed=0, videos=12, heldout=1, lines=320)
+    settings = storyboard.SceneSettings(seed=0, videos=12, heldout=1, lines=320)
     arguments = [sys.executable, "-m", "paravt_extras.scenes", "--out", str(out)]
     arguments += ["--videos", "12", "--heldout", "1", "--lines", "320", "--workers", "2"]
     process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -108,7 +110,7 @@ def test_a_stopped_command_leaves_whole_videos_and_goes_on(tmp_path, number):
     subprocess.run(arguments, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     assert {name: changed for name, changed in files(out).items() if name in drawn} == drawn
     assert not missing_videos(settings, out) and not list(out.rglob("*.tmp"))
-    for each in plan.plan(settings):
+    for each in storyboard.plan_videos(settings):
         info = video.probe(out / "media" / each.path)
         assert (info.frames, info.duration) == (each.frames, each.seconds)
 
@@ -116,7 +118,7 @@ def test_a_stopped_command_leaves_whole_videos_and_goes_on(tmp_path, number):
 @pytest.mark.slow
 def test_the_recipes_prepare_every_row(tmp_path, small_vocabulary):
     """Questions and demonstrations as `paravt_8b` reads them, with four overview frames."""
-    settings = plan.SceneSettings(seed=0, videos=8, heldout=1, lines=320)
+    settings = storyboard.SceneSettings(seed=0, videos=8, heldout=1, lines=320)
     write_scenes(settings, tmp_path / "scenes", workers=2)
     tokenizer_file.save(small_vocabulary, tmp_path / "tokenizer")
     run = paravt_8b()

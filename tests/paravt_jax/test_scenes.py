@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import scipy.ndimage
 
-from paravt_extras.scenes import ask, demonstrate, film, plan, sprites
-from paravt_extras.scenes.plan import FPS, PLACES, Chapter, Moment, SceneVideo, Vehicle
+from paravt_extras.scenes import ask, demonstrate, film, sprites, storyboard
+from paravt_extras.scenes.storyboard import FPS, PLACES, Chapter, Moment, SceneVideo, Vehicle
 from paravt_jax.data import video
 from paravt_jax.data.frames import overview_indices, window_indices
 from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.accuracy import accuracy, overlap, read_range
 from paravt_jax.method.records import Question, QuestionKind
 
-SETTINGS = plan.SceneSettings(seed=5, videos=120, heldout=120)
-VIDEOS = plan.plan(SETTINGS)
+SETTINGS = storyboard.SceneSettings(seed=5, videos=120, heldout=120)
+VIDEOS = storyboard.plan_videos(SETTINGS)
 ASKED = [(each, asked) for each in VIDEOS for asked in ask.questions(each, SETTINGS.seed)]
 OLDEST, LATEST = VIDEOS[0], VIDEOS[-1]
 
@@ -49,9 +49,9 @@ def frames_showing(shown: SceneVideo, moment: Moment, budget: int) -> int:
 
 
 def test_a_video_does_not_depend_on_the_number_of_videos():
-    few = plan.plan(dataclasses.replace(SETTINGS, videos=4, heldout=1))
+    few = storyboard.plan_videos(dataclasses.replace(SETTINGS, videos=4, heldout=1))
     assert few == (*VIDEOS[:4], VIDEOS[SETTINGS.videos])
-    assert plan.plan_video(dataclasses.replace(SETTINGS, seed=6), "train", 0) != OLDEST
+    assert storyboard.plan_video(dataclasses.replace(SETTINGS, seed=6), "train", 0) != OLDEST
 
 
 def test_no_moment_is_in_four_frames_and_every_moment_is_in_64():
@@ -155,7 +155,7 @@ def answers(each: SceneVideo, asked: ask.SceneQuestion) -> set[str] | tuple[floa
     """The right options or the span, read from the video by what the sentence names."""
     text = asked.question.text
     words = re.findall(r"\b[A-Z]{4,}\b", text)
-    colours = [colour for colour in plan.COLOURS if f" {colour} " in text]
+    colours = [colour for colour in storyboard.COLOURS if f" {colour} " in text]
     vehicles = [moment for moment in each.moments if moment.vehicle]
     if asked.family in ("word", "when vehicle"):
         moment = one([m for m in vehicles if vehicle_of(m).colour == colours[0]])
@@ -205,13 +205,17 @@ def test_held_out_videos_are_asked_with_other_sentences_and_about_more():
     def sentences(split: str) -> set[str]:
         names = (
             r"\b[A-Z]{4,}\b|\d+|\b(?:"
-            + "|".join([*plan.COLOURS, *(p.vehicle for p in PLACES), *(p.animals for p in PLACES)])
+            + "|".join(
+                [*storyboard.COLOURS, *(p.vehicle for p in PLACES), *(p.animals for p in PLACES)]
+            )
             + r")\b"
         )
         return {re.sub(names, "X", a.question.text) for v, a in ASKED if v.split == split}
 
     assert not sentences("train") & sentences("heldout")
-    families = {split: {a.family for v, a in ASKED if v.split == split} for split in plan.SPLITS}
+    families = {
+        split: {a.family for v, a in ASKED if v.split == split} for split in storyboard.SPLITS
+    }
     assert families["heldout"] - families["train"] == {"colour", "colours", "when number"}
 
 
@@ -244,8 +248,8 @@ FEATURES: dict[str, Rule] = {
 def many() -> dict[str, list[Question]]:
     """Some hundred questions of multiple choice of each family."""
     found: dict[str, list[Question]] = collections.defaultdict(list)
-    settings = plan.SceneSettings(seed=7, videos=4, heldout=500)
-    for each in plan.plan(settings)[settings.videos :]:
+    settings = storyboard.SceneSettings(seed=7, videos=4, heldout=500)
+    for each in storyboard.plan_videos(settings)[settings.videos :]:
         for asked in ask.questions(each, settings.seed, count=len(ask.FAMILIES)):
             if asked.question.options:
                 found[asked.family].append(asked.question)

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from benchmarks.killing import environment
-from benchmarks.rehearsal import RUN, Setting, finish, serve
+from benchmarks.rehearsal import RUN, Machine, finish, serve
 from configs import RECIPES
 from configs.paravt_tiny import paravt_tiny
 from paravt_extras.rehearsal import cut
@@ -58,11 +58,11 @@ def optimised(monkeypatch):
 def test_the_literal_command_ends_with_a_report(assets, tmp_path):
     """Against a stand-in of the hub. `benchmarks.rehearsal` kills it in every phase."""
     tokenizer = assets / "qwen3_vl"
-    place = tmp_path / "place"
-    place.mkdir()
+    home = tmp_path / "home"
+    home.mkdir()
     with serve(tmp_path / "served", tokenizer) as hub:
         variables = environment(tmp_path / "compiled") | hub.variables(tmp_path / "hub")
-        finish(Setting(str(tokenizer), arguments=FEW), place, variables)
-    steps = [(line["phase"], line["step"]) for line in read_metrics(place / RUN / "metrics.jsonl")]
+        finish(Machine(str(tokenizer), arguments=FEW), home, variables)
+    steps = [(line["phase"], line["step"]) for line in read_metrics(home / RUN / "metrics.jsonl")]
     assert steps == [("sft", 1), ("rl", 1)]
-    assert "A rehearsal:" in pathlib.Path(place / RUN / "report.html").read_text()
+    assert "A rehearsal:" in pathlib.Path(home / RUN / "report.html").read_text()

@@ -12,7 +12,7 @@ import pytest
 
 import train.actor
 import train.run
-from benchmarks.killing import check_end, checkpoints_of, rows_of
+from benchmarks.killing import check_end, checkpoints_of, lines_of
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall
 from paravt_jax.method.tokenizer import Vocabulary
@@ -107,7 +107,7 @@ def test_a_stopped_run_ends_bit_for_bit_like_an_uninterrupted_one(
     check_end(tmp_path / "stopped", tmp_path / "whole")
     assert last_checkpoint(tmp_path / "stopped") == last_checkpoint(tmp_path / "whole")
 
-    rows = rows_of(tmp_path / "stopped")
+    rows = lines_of(tmp_path / "stopped")
     assert rows[1]["in_flight/groups"] > 0, "no episode was in flight at the stop"
     assert rows[2]["staleness/max"] >= 1
     assert [row["token_mismatches"] for row in rows] == [0] * STEPS

@@ -114,7 +114,7 @@ def rl_of(run: Run) -> RLSettings:
 
 
 def test_the_settings_of_the_paradox_share_one_cold_start():
-    runs = paradox.plan(Paradox(run_dir="here", seeds=(0, 5)))
+    runs = paradox.runs_of(Paradox(run_dir="here", seeds=(0, 5)))
     assert list(runs) == [COLD_START, *ARMS]
     (start,) = runs[COLD_START]
     assert start.rl is None
@@ -130,7 +130,7 @@ def test_the_settings_of_the_paradox_share_one_cold_start():
 
 
 def test_the_arms_of_gating_differ_in_k_alone():
-    runs = gating.plan(Gating("g", seeds=(4, 5)))
+    runs = gating.runs_of(Gating("g", seeds=(4, 5)))
     for start, drawn, fixed in zip(*runs.values(), strict=True):
         assert start.world is not None and start.seed == start.world.seed
         for arm in (drawn, fixed):
@@ -144,7 +144,7 @@ def test_the_arms_of_gating_differ_in_k_alone():
 
 
 def test_the_arms_of_staleness_differ_in_the_bound_alone():
-    start, *arms = staleness.plan(Staleness("s"), seed=5)
+    start, *arms = staleness.runs_of(Staleness("s"), seed=5)
     assert [rl_of(arm).max_staleness for arm in arms] == list(staleness.MAX_STALENESS)
     for arm in arms:
         assert cold_start_identity(resolved(arm)) == cold_start_identity(resolved(start))
@@ -189,7 +189,7 @@ def test_gating_compares_both_arms_before_and_after(fake, tmp_path):
     assert table["accuracy, choice, K = 4, after RL"] == ["0.58 [0.57, 0.59]"] * 2
     # With K = 64 all overviews show the answer here.
     assert "crops, choice, answer not shown, K = 64, after RL" not in table
-    drawing: Any = gating.draw({DRAWN: gating.plan(Gating(str(tmp_path), (7, 9)))[DRAWN]})
+    drawing: Any = gating.draw({DRAWN: gating.runs_of(Gating(str(tmp_path), (7, 9)))[DRAWN]})
     (axes, *_) = drawing.axes
     assert list(axes.lines[0].get_xdata()) == [0, 14, 56]
     assert axes.lines[0].get_ydata() == pytest.approx([0.1, 0.2, 0.58])

@@ -56,7 +56,7 @@ _TRIES = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Location:
     """A kind of place.
 
     Attributes:
@@ -73,12 +73,12 @@ class Place:
 
 
 PLACES = (
-    Place("street", "in a street", "bus", "pigeons"),
-    Place("harbour", "at a harbour", "ferry", "gulls"),
-    Place("station", "at a station", "train", "crows"),
-    Place("farm", "on a farm", "tractor", "sheep"),
-    Place("lake", "at a lake", "balloon", "ducks"),
-    Place("mountain", "in the mountains", "cable car", "goats"),
+    Location("street", "in a street", "bus", "pigeons"),
+    Location("harbour", "at a harbour", "ferry", "gulls"),
+    Location("station", "at a station", "train", "crows"),
+    Location("farm", "on a farm", "tractor", "sheep"),
+    Location("lake", "at a lake", "balloon", "ducks"),
+    Location("mountain", "in the mountains", "cable car", "goats"),
 )
 
 
@@ -155,7 +155,7 @@ class Chapter:
         moments: Its moments, in order.
     """
 
-    place: Place
+    place: Location
     start: float
     end: float
     look: int
@@ -215,7 +215,7 @@ class SceneVideo:
         return f"{minutes // 60:02d}:{minutes % 60:02d}"
 
 
-def plan(settings: SceneSettings) -> tuple[SceneVideo, ...]:
+def plan_videos(settings: SceneSettings) -> tuple[SceneVideo, ...]:
     """Return all videos, those to train on first. A video does not depend on the number of
     videos."""
     counts = {"train": settings.videos, "heldout": settings.heldout}
