@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tyro
 
 from configs.paravt_tiny import paravt_tiny, sft_tiny
@@ -23,7 +23,6 @@ from paravt_extras.studies.study import Figures, rl_steps
 from train.settings import Run, change
 
 MAX_STALENESS = (0, 1, 2)
-# KL, weights and lengths change as the model learns. These are of the last steps.
 LAST = 10
 
 
@@ -56,28 +55,16 @@ def runs_of(command: Staleness, seed: int) -> list[Run]:
 
 def figures(run: Run) -> Figures:
     """Return the figures of a finished run of RL."""
-    result = read_result(pathlib.Path(run.run_dir))
+    evaluated = greedy(read_result(pathlib.Path(run.run_dir))["after"])
     steps = rl_steps(run)
-
-    def mean(name: str, lines: Sequence[Mapping[str, Any]] = steps) -> float:
-        return float(np.mean([line[name] for line in lines if name in line]))
-
-    last = steps[-LAST:]
-    accuracy = [line["accuracy"] for line in greedy(result["after"])]
     measured: Figures = {
-        "accuracy after RL, mean over K": float(np.mean(accuracy)),
-        "f": mean("format_reward"),
-        "kappa": mean("calls"),
-        f"KL, last {LAST} steps": mean("kl_reference", last),
-        f"behaviour weight, mean of the last {LAST} steps": mean("behaviour_weight", last),
-        "behaviour weight, largest": max(line["behaviour_weight_max"] for line in steps),
-        "tokens left out by the cap, share": mean("capped_fraction"),
-        "tokens per episode, trained": mean("length/response"),
-        "seconds per step, sampling": mean("time/rollout"),
-        "minutes of RL": (steps[-1]["wall"] - steps[0]["wall"]) / 60,
+        "accuracy after RL, mean over K": _mean(evaluated, "accuracy"),
+        # KL changes as the model learns.
+        f"KL, last {LAST} steps": _mean(steps[-LAST:], "kl_reference"),
+        "tokens per episode, trained": _mean(steps, "length/response"),
     }
     if "staleness/mean" in steps[-1]:
-        measured["age of trained tokens, updates"] = mean("staleness/mean")
+        measured["age of trained tokens, updates"] = _mean(steps, "staleness/mean")
         ended = [
             (line["length/sampled"], line["in_flight/ended"])
             for line in steps
@@ -85,6 +72,10 @@ def figures(run: Run) -> Figures:
         ]
         measured["tokens per episode, all that ended"] = weighted_mean(ended)
     return measured
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
+    return statistics.mean(line[name] for line in lines if name in line)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -47,12 +47,12 @@ def test_what_a_file_reaches_counts_wherever_it_is_imported(tmp_path: pathlib.Pa
         "train.run",
         "train.two",
     ]
-    found = figures(modules, tmp_path)
-    assert found["the command: code lines"] == 2 + 1 + 1 + 2
-    assert found["the command: files"] == 4
-    assert found["source: code lines"] == 56
-    assert found["tests: code lines"] == 100
-    assert found["functions with more than 6 parameters"] == 1
+    measured = figures(modules, tmp_path)
+    assert measured["the command: code lines"] == 2 + 1 + 1 + 2
+    assert measured["the command: files"] == 4
+    assert measured["source: code lines"] == 56
+    assert measured["tests: code lines"] == 100
+    assert measured["functions with more than 6 parameters"] == 1
 
 
 def test_a_bound_never_rises():

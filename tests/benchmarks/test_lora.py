@@ -36,9 +36,9 @@ def test_memory_counts_the_arrays_with_which_rl_starts(tmp_path):
     adapted = lora.memory(dataclasses.replace(small(), lora=LoRASettings(rank=4)), data)
     arrays = "decoder, optimizer and reference, MiB"
     thousand = 4 * 1e3 / lora.MIB  # in float32
-    for found, frozen in ((whole, 0.0), (adapted, whole["trained parameters, thousands"])):
+    for sizes, frozen in ((whole, 0.0), (adapted, whole["trained parameters, thousands"])):
         # Weights, two moments of AdamW and some counters, and the reference.
-        trained = found["trained parameters, thousands"]
-        assert found[arrays] == pytest.approx((4 * trained + frozen) * thousand, rel=1e-3)
-        assert found["RL update, with the optimizer's state, MiB"] > found[arrays] / 2
+        trained = sizes["trained parameters, thousands"]
+        assert sizes[arrays] == pytest.approx((4 * trained + frozen) * thousand, rel=1e-3)
+        assert sizes["RL update, with the optimizer's state, MiB"] > sizes[arrays] / 2
     assert adapted["trained parameters, thousands"] < whole["trained parameters, thousands"] / 2

@@ -60,10 +60,10 @@ def test_both_files_of_questions_are_read_like_files_of_your_own(written):
             if v.split == split and not v.demonstrated
             for each in ask.questions(v, SETTINGS.seed)
         }
-        found = read_questions(written / f"{split}.jsonl", written / "media")
-        assert found == tuple(asked.values())
-        assert len(found) == 8 * videos
-        assert all(accuracy(question, question.answer) == 1 for question in found)
+        read = read_questions(written / f"{split}.jsonl", written / "media")
+        assert read == tuple(asked.values())
+        assert len(read) == 8 * videos
+        assert all(accuracy(question, question.answer) == 1 for question in read)
 
 
 def test_a_folder_of_other_scenes_is_refused(written, capsys):

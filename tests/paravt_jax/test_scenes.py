@@ -99,8 +99,8 @@ def test_animals_can_be_counted(place, count):
     # Clouds, clock, board and vehicle are higher up.
     below = changed[round(0.86 * shown.lines) :]
     labelled: Any = scipy.ndimage.label(scipy.ndimage.binary_closing(below, iterations=2))
-    blobs, found = labelled
-    sizes = scipy.ndimage.sum(below, blobs, range(1, found + 1))
+    blobs, labels = labelled
+    sizes = scipy.ndimage.sum(below, blobs, range(1, labels + 1))
     assert (np.asarray(sizes) > 100).sum() == count
 
 
@@ -131,8 +131,8 @@ def test_a_file_shows_what_was_drawn(tmp_path, lines):
 # --- questions ---
 
 
-def one(found: list[Any]) -> Any:
-    (only,) = found
+def one(matches: list[Any]) -> Any:
+    (only,) = matches
     return only
 
 
@@ -247,13 +247,13 @@ FEATURES: dict[str, Rule] = {
 @pytest.fixture(scope="module")
 def many() -> dict[str, list[Question]]:
     """Some hundred questions of multiple choice of each family."""
-    found: dict[str, list[Question]] = collections.defaultdict(list)
+    matches: dict[str, list[Question]] = collections.defaultdict(list)
     settings = storyboard.SceneSettings(seed=7, videos=4, heldout=500)
     for each in storyboard.plan_videos(settings)[settings.videos :]:
         for asked in ask.questions(each, settings.seed, count=len(ask.FAMILIES)):
             if asked.question.options:
-                found[asked.family].append(asked.question)
-    return found
+                matches[asked.family].append(asked.question)
+    return matches
 
 
 def blind_accuracy(learned: list[Question], tested: list[Question], describe: Rule) -> float:

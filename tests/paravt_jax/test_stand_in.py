@@ -37,19 +37,19 @@ def prepared(stand_in, small_vocabulary, tmp_path_factory):
         folder=str(folder / "set"),
     )
     model = ModelSettings(path=str(folder / "tokenizer"), size="8b")
-    found = prepare_set(dataclasses.replace(run, model=model), settings, folder / "set")
-    return found, found.summary
+    data_set = prepare_set(dataclasses.replace(run, model=model), settings, folder / "set")
+    return data_set, data_set.summary
 
 
 def contents(folder: pathlib.Path) -> dict[str, object]:
     """The rows of all tables, and the members of all archives."""
-    found: dict[str, object] = {}
+    members: dict[str, object] = {}
     for path in sorted(folder.rglob("*.parquet")):
-        found[path.name] = pyarrow.parquet.read_table(path).to_pylist()
+        members[path.name] = pyarrow.parquet.read_table(path).to_pylist()
     for path in sorted(folder.rglob("*.zip")):
         with zipfile.ZipFile(path) as archive:
-            found[path.name] = archive.namelist()
-    return found
+            members[path.name] = archive.namelist()
+    return members
 
 
 def frames(folder: pathlib.Path, into: pathlib.Path) -> list[np.ndarray]:
@@ -66,10 +66,10 @@ def test_no_row_is_left_out_and_every_kind_of_row_is_there(prepared):
     assert kinds == {"mcq": 32, "tvg": 32, "oe": 32}
     assert len(data.conversations) == 64
     assert set(summary["sources"]) == {"diverse", "selftrace", "geminicot", "videor1"}
-    assert all(rows.keys() == {"kept"} for rows in summary["sources"].values())
-    calls = [sum(turn.role == "tool" for turn in row.turns) for row in data.conversations]
+    assert all(records.keys() == {"kept"} for records in summary["sources"].values())
+    calls = [sum(turn.role == "tool" for turn in record.turns) for record in data.conversations]
     assert set(calls) == {0, 1, 2, 3}
-    assert {clip.still for row in data.conversations for clip in row.clips} == {False, True}
+    assert {clip.still for record in data.conversations for clip in record.clips} == {False, True}
 
 
 def test_there_are_enough_questions_for_the_uncut_recipe_on_videos_of_their_own(prepared):
@@ -79,14 +79,14 @@ def test_there_are_enough_questions_for_the_uncut_recipe_on_videos_of_their_own(
     training, heldout = hold_out(tuple(data.questions), run.evaluation.questions)
     assert len(heldout) >= run.evaluation.questions
     assert len(training) >= run.rl.prompts
-    assert {row.video for row in training}.isdisjoint(row.video for row in heldout)
-    shown = {clip.path for row in data.conversations for clip in row.clips}
-    assert shown.isdisjoint(row.video for row in data.questions)
+    assert {record.video for record in training}.isdisjoint(record.video for record in heldout)
+    shown = {clip.path for record in data.conversations for clip in record.clips}
+    assert shown.isdisjoint(record.video for record in data.questions)
 
 
 def test_frames_show_what_a_row_says(stand_in, prepared):
     data, _ = prepared
-    grounding = [row for row in data.questions if row.kind == "tvg"]
+    grounding = [record for record in data.questions if record.kind == "tvg"]
     for question in grounding[:4]:
         start, end = map(int, json.loads(question.answer))
         path = data.root / question.video

@@ -38,7 +38,7 @@ def tiny_model(small_vocabulary, tmp_path_factory) -> pathlib.Path:
     return folder / "model"
 
 
-def found(run: Run, folder: pathlib.Path, topology: str = SLICE) -> dict[str, Finding]:
+def checked(run: Run, folder: pathlib.Path, topology: str = SLICE) -> dict[str, Finding]:
     findings = check(run, resolved(run), RunFolder(folder / "run"), topology)
     return {finding.item: finding for finding in findings}
 
@@ -55,26 +55,26 @@ def test_a_small_run_is_ready_and_prints_nothing(tmp_path, capsys):
 
 
 def test_too_small_a_slice_is_an_error_and_a_large_one_names_the_sizes(tmp_path):
-    assert found(paravt_8b(), tmp_path, "v5e:2x4")["devices"].is_error
-    finding = found(paravt_8b(), tmp_path)["devices"]
+    assert checked(paravt_8b(), tmp_path, "v5e:2x4")["devices"].is_error
+    finding = checked(paravt_8b(), tmp_path)["devices"]
     assert not finding.is_error and "mesh 1 x 16 x 1" in finding.text
 
 
 def test_weights_are_complete_and_of_the_recipes_size(tiny_model, tmp_path):
     right = change(paravt_tiny(), "right", {"model.path": str(tiny_model), "align": None})
-    assert found(right, tmp_path)["weights"].is_error is False
-    wrong = found(large(model__path=str(tiny_model)), tmp_path)["weights"]
+    assert checked(right, tmp_path)["weights"].is_error is False
+    wrong = checked(large(model__path=str(tiny_model)), tmp_path)["weights"]
     assert wrong.is_error and "model.size 8b" in wrong.text
     copy = tmp_path / "copy"
     shutil.copytree(tiny_model, copy)
     cut_off = sorted(copy.glob("*.safetensors"))[0]
     cut_off.write_bytes(cut_off.read_bytes()[:-1])
     damaged = change(paravt_tiny(), "damaged", {"model.path": str(copy), "align": None})
-    assert found(damaged, tmp_path)["weights"].is_error
+    assert checked(damaged, tmp_path)["weights"].is_error
     (copy / "tokenizer.json").unlink()
     shutil.copy(tiny_model / cut_off.name, cut_off)
-    assert "no tokenizer.json" in found(damaged, tmp_path)["weights"].text
-    nowhere = found(large(model__path="/nowhere"), tmp_path)["weights"]
+    assert "no tokenizer.json" in checked(damaged, tmp_path)["weights"].text
+    nowhere = checked(large(model__path="/nowhere"), tmp_path)["weights"]
     assert nowhere.is_error and "/nowhere: no such folder" in nowhere.text
 
 
@@ -92,22 +92,22 @@ def test_what_the_hub_does_not_have_is_an_error(tmp_path, monkeypatch):
     run = large(data__folder=str(tmp_path / "set"))
     # Tests are offline.
     for item in ("weights", "annotations", "media"):
-        assert found(run, tmp_path)[item].is_error
+        assert checked(run, tmp_path)[item].is_error
     listed(monkeypatch, {"model.safetensors": 10**9, "config.json": 1, "a.parquet": 10**9})
     for item in ("weights", "annotations", "media"):
-        finding = found(run, tmp_path)[item]
+        finding = checked(run, tmp_path)[item]
         assert not finding.is_error and "2.0 GB" in finding.text
 
 
 def test_sources_that_do_not_exist_are_errors(tmp_path):
     run = large(data__folder=str(tmp_path / "set"), data__annotations="/nowhere")
-    assert "neither a folder nor a hub id" in found(run, tmp_path)["annotations"].text
+    assert "neither a folder nor a hub id" in checked(run, tmp_path)["annotations"].text
 
 
 def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
     usage = types.SimpleNamespace(free=10**9, total=0, used=0)
     monkeypatch.setattr(command.shutil, "disk_usage", lambda path: usage)
-    finding = found(paravt_8b(), tmp_path, topology="")["disk"]
+    finding = checked(paravt_8b(), tmp_path, topology="")["disk"]
     assert finding.is_error and "1.0 GB free" in finding.text
     assert NotReadyError([finding]).exit_code == TEMPORARY
     other = Finding("weights", "none", is_error=True)
@@ -116,12 +116,12 @@ def test_a_full_disk_may_pass_by_itself_and_nothing_else(tmp_path, monkeypatch):
 
 def test_the_folder_is_new_or_of_this_run(tmp_path):
     run = paravt_tiny()
-    assert found(run, tmp_path)["run directory"].text.endswith(": new")
+    assert checked(run, tmp_path)["run directory"].text.endswith(": new")
     claim_folder(tmp_path / "run", resolved(run)).close()
     (tmp_path / "run" / "metrics.jsonl").touch()
-    assert found(run, tmp_path)["run directory"].text.endswith(": continues")
+    assert checked(run, tmp_path)["run directory"].text.endswith(": continues")
     other = change(run, "paravt_tiny", {"rl.steps": 1})
-    assert found(other, tmp_path)["run directory"].is_error
+    assert checked(other, tmp_path)["run directory"].is_error
 
 
 def test_a_run_that_would_stop_prints_why_and_makes_nothing(tmp_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ def group(score: float, calls: float) -> Record:
     return {"score": score, "n": 9, "interval": [0, 1], "calls": calls, "parallel": 1.0}
 
 
-def row(k: int, score: float, calls: float, **changes: Any) -> Record:
+def entry(k: int, score: float, calls: float, **changes: Any) -> Record:
     overview = "hidden" if k == 4 else "shown"
     groups = {"mcq": group(score, calls), f"mcq {overview}": group(score, calls)}
     setting = {"k": k, "dispatch": "parallel", "temperature": 0.0}
@@ -30,9 +30,9 @@ def row(k: int, score: float, calls: float, **changes: Any) -> Record:
 @pytest.fixture
 def result() -> Record:
     return {
-        "before": [*(row(k, 0.2, 0.0) for k in KS), row(4, 0.9, 1.0, temperature=0.7)],
-        "curve": [row(k, 0.5, 1.0, step=5) for k in KS],
-        "after": [*(row(k, 0.8, 2.0) for k in KS), row(4, 0.1, 0.0, dispatch="none")],
+        "before": [*(entry(k, 0.2, 0.0) for k in KS), entry(4, 0.9, 1.0, temperature=0.7)],
+        "curve": [entry(k, 0.5, 1.0, step=5) for k in KS],
+        "after": [*(entry(k, 0.8, 2.0) for k in KS), entry(4, 0.1, 0.0, dispatch="none")],
     }
 
 
@@ -46,7 +46,7 @@ def test_curves_run_from_before_to_after(result):
 
 
 def test_without_greedy_evaluations_there_are_no_curves(result):
-    sampled = [row(4, 0.2, 0.0, temperature=0.7)]
+    sampled = [entry(4, 0.2, 0.0, temperature=0.7)]
     assert learning_curves(result | {"before": sampled}, 10) == []
     assert learning_curves({}, 10) == []
     assert learning_curves(result, 0) == []
@@ -64,14 +64,14 @@ def test_groups_of_questions_have_their_figures_side_by_side(result):
 
 def episodes(tmp_path, *changes: Record) -> list[Record]:
     at = fake_video(tmp_path / "videos/v.mp4")
-    rows = []
+    entries = []
     for change in changes:
-        rows.append(
+        entries.append(
             fake_episode(random.Random(1), "after", 0, 0, "videos/v.mp4", at, 4)
             | {"temperature": 0.0}
             | change
         )
-    return rows
+    return entries
 
 
 GUESS = {"phase": "before", "turns": [{"tokens": [], "calls": []}], "rewards": {"accuracy": 0.0}}

@@ -27,16 +27,16 @@ def fitted_to(name: str, run: Run = RUN) -> Run:
 @pytest.mark.parametrize("name", SLICES)
 def test_nothing_stays_open_and_everything_fits(name):
     devices = Topology(name).available
-    found = fit(RUN, devices)
-    assert set(OPEN_FIELDS) <= set(found.chosen)
-    assert not fit(found.run, devices).chosen
-    data, fsdp, tensor = mesh_sizes(found.run)
+    fitted = fit(RUN, devices)
+    assert set(OPEN_FIELDS) <= set(fitted.chosen)
+    assert not fit(fitted.run, devices).chosen
+    data, fsdp, tensor = mesh_sizes(fitted.run)
     assert data * fsdp * tensor == devices.count
     assert data % devices.slices == 0 and data * fsdp % devices.hosts == 0
-    assert set(found.needs) == {"cold start", "PARA-GRPO", "rollouts", "weight sync"}
+    assert set(fitted.needs) == {"cold start", "PARA-GRPO", "rollouts", "weight sync"}
     assert devices.memory is not None
-    assert max(found.needs.values()) <= devices.memory
-    run = found.run
+    assert max(fitted.needs.values()) <= devices.memory
+    run = fitted.run
     assert run.engine.cache_tokens >= run.engine_sizes.row_lengths[-1]
     assert run.rl is not None
     assert run.rl_shape.trajectory <= run.rl.microbatch_tokens <= 1.02 * data * run.rl_shape.tokens
@@ -89,11 +89,11 @@ def test_more_memory_means_less_recomputation():
 
 def test_values_set_by_hand_stay():
     by_hand = {"rl.remat": "full", "rl.microbatch_tokens": 100_000, "engine.cache_tokens": 64_000}
-    found = fit(change(RUN, "by_hand", by_hand), Topology("v5p:2x2x4").available)
-    assert found.run.rl is not None
-    assert (found.run.rl.remat, found.run.rl.microbatch_tokens) == ("full", 100_000)
-    assert found.run.engine.cache_tokens == 64_000
-    assert not by_hand.keys() & found.chosen.keys()
+    fitted = fit(change(RUN, "by_hand", by_hand), Topology("v5p:2x2x4").available)
+    assert fitted.run.rl is not None
+    assert (fitted.run.rl.remat, fitted.run.rl.microbatch_tokens) == ("full", 100_000)
+    assert fitted.run.engine.cache_tokens == 64_000
+    assert not by_hand.keys() & fitted.chosen.keys()
     tiny = RECIPES["paravt_tiny"]()
     assert fit(tiny, Devices("a wrist watch", 1, 1, 1e6)).run == tiny
 
@@ -117,10 +117,10 @@ def test_estimates_are_close_to_what_was_compiled(name):
     parts |= dict.fromkeys(("vision", "bank", "prefill", "page", "decode"), "rollouts")
     parts["weight"] = "weight sync"
     for plan in json.loads((ROOT / f"docs/plan-{name}.json").read_text()):
-        found = fit(RECIPES[name](), Topology(plan["topology"]).available)
+        fitted = fit(RECIPES[name](), Topology(plan["topology"]).available)
         for held in plan["together"]:
             part = parts[held["program"].split()[0]]
-            assert held["total"] <= 1.03 * found.needs[part], (plan["topology"], held["program"])
+            assert held["total"] <= 1.03 * fitted.needs[part], (plan["topology"], held["program"])
 
 
 def test_a_rehearsal_may_have_the_mesh_of_its_run():

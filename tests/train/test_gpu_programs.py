@@ -40,10 +40,10 @@ def kernels(plan: list[Program], name: str) -> dict[str, int]:
 
     The kernels are those of cuDNN and of `triton`. The last program of a name is the smallest.
     """
-    found = [program for program in plan if program.name.startswith(name)][-1].lower
-    program = found.func.__self__
+    lowering = [program for program in plan if program.name.startswith(name)][-1].lower
+    program = lowering.func.__self__
     with jax.set_mesh(program.mesh):
-        traced = program.jitted.trace(*program.first, *found.args, **found.keywords)
+        traced = program.jitted.trace(*program.first, *lowering.args, **lowering.keywords)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return collections.Counter(re.findall(r'(?:__cudnn\$|name = "packed_attention_)(\w+)', text))
 

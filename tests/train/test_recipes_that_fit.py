@@ -27,16 +27,18 @@ def verdicts(capsys) -> dict[str, str]:
 
 def test_a_cpu_trains_the_tiny_recipes_only_and_names_chips_for_the_others(capsys):
     assert command.main(["paravt_2b_lora", "paravt_tiny"]) == 1
-    found = verdicts(capsys)
-    assert found["paravt_tiny"] == "fits"
-    assert found["paravt_2b_lora"].startswith("needs a TPU or a GPU") and "v5e:1x1" in str(found)
+    verdict = verdicts(capsys)
+    assert verdict["paravt_tiny"] == "fits"
+    assert verdict["paravt_2b_lora"].startswith("needs a TPU or a GPU") and "v5e:1x1" in str(
+        verdict
+    )
 
 
 def test_one_chip_takes_2b_and_says_what_8b_lacks(capsys):
     assert command.main(["paravt_2b_lora", "paravt_8b_lora", "--topology", "v5e:1x1"]) == 0
-    found = verdicts(capsys)
-    assert found["paravt_2b_lora"] == "fits"
-    assert "GiB per device" in found["paravt_8b_lora"] and "v5e:" in found["paravt_8b_lora"]
+    verdict = verdicts(capsys)
+    assert verdict["paravt_2b_lora"] == "fits"
+    assert "GiB per device" in verdict["paravt_8b_lora"] and "v5e:" in verdict["paravt_8b_lora"]
 
 
 def test_a_gpu_of_24_gb_takes_2b_and_one_without_bfloat16_the_tiny_recipes(capsys, monkeypatch):
@@ -45,9 +47,11 @@ def test_a_gpu_of_24_gb_takes_2b_and_one_without_bfloat16_the_tiny_recipes(capsy
     assert "too small" in verdicts(capsys)["paravt_8b_lora"]
     put_here(Devices("1 x Tesla T4", 1, 1, 13 * GIB, "gpu"), monkeypatch, "7.5")
     assert command.main(["paravt_2b_lora", "paravt_tiny"]) == 1
-    found = verdicts(capsys)
-    assert found["paravt_tiny"] == "fits"
-    assert "no bfloat16" in found["paravt_2b_lora"] and "tiny recipes" in found["paravt_2b_lora"]
+    verdict = verdicts(capsys)
+    assert verdict["paravt_tiny"] == "fits"
+    assert (
+        "no bfloat16" in verdict["paravt_2b_lora"] and "tiny recipes" in verdict["paravt_2b_lora"]
+    )
 
 
 @pytest.mark.parametrize("words", [["paravt_2b"], ["--topology", "v5e:3"]])

@@ -88,7 +88,7 @@ def fake_metrics(rng):
 
 
 def fake_result():
-    def rows(lift, f):
+    def entries(lift, f):
         for dispatch, extra, calls, turns in (
             ("parallel", 0.0, 1.9, 2.0),
             ("sequential", -0.02, 1.8, 2.8),
@@ -109,8 +109,8 @@ def fake_result():
                     }
 
     return {
-        "before": list(rows(0.42, 0.26)),
-        "after": list(rows(0.84, 0.97)),
+        "before": list(entries(0.42, 0.26)),
+        "after": list(entries(0.84, 0.97)),
         "token_mismatches": 0,
         "logprob_gap": 2.4e-6,
         "recompilations_after_warmup": 0,
@@ -171,8 +171,8 @@ def fake_episode(rng, phase, step, n, video, at, k):
     }
 
 
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_lines(path, entries):
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def fake_run(folder, seed=0, videos=3):
@@ -257,18 +257,18 @@ def test_the_page_loads_nothing(page):
 
 
 def test_key_figures_are_means_over_k_and_the_gain_at_the_smallest():
-    def row(k, dispatch, accuracy, temperature=0.7, calls=1.0):
+    def entry(k, dispatch, accuracy, temperature=0.7, calls=1.0):
         setting = {"k": k, "dispatch": dispatch, "temperature": temperature}
         return setting | {"accuracy": accuracy, "compliance": accuracy, "calls": calls}
 
     before = [
-        row(4, "parallel", 0.25, calls=0.5),
-        row(64, "parallel", 0.75),
-        row(4, "none", 0.125),
-        row(64, "none", 0.7),
-        row(4, "parallel", 1.0, 0.0),
+        entry(4, "parallel", 0.25, calls=0.5),
+        entry(64, "parallel", 0.75),
+        entry(4, "none", 0.125),
+        entry(64, "none", 0.7),
+        entry(4, "parallel", 1.0, 0.0),
     ]
-    after = [row(4, "parallel", 0.75, calls=2.0), row(64, "parallel", 1.0)]
+    after = [entry(4, "parallel", 0.75, calls=2.0), entry(64, "parallel", 1.0)]
     figures = {title: (a, b) for title, _, a, b in key_figures({"before": before, "after": after})}
     assert figures["accuracy"] == (0.5, 0.875)
     assert figures["calls per rollout κ"] == (0.5, 2.0)
@@ -373,8 +373,8 @@ def test_hostile_texts_are_escaped(tmp_path):
     )
     (tmp_path / "config.json").write_text(json.dumps({"name": HOSTILE, "note": HOSTILE}))
     write_lines(tmp_path / "metrics.jsonl", [{"phase": "rl", "step": 0, "wall": 0.0, HOSTILE: 1.0}])
-    row = fake_result()["after"][0] | {"dispatch": HOSTILE}
-    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [row]}))
+    entry = fake_result()["after"][0] | {"dispatch": HOSTILE}
+    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [entry]}))
     page = page_of(tmp_path)
     assert not page.all("script")
     assert page.all("h1")[0]["text"] == HOSTILE
@@ -411,17 +411,17 @@ def unfinished_run(folder, last_step=20):
     (folder / "result.json").unlink()
     config = {"name": "paravt_tiny", "align": {"steps": 30}, "rl": {"steps": 48}}
     (folder / "config.json").write_text(json.dumps(config))
-    rows = [
-        row | {"wall": 1.7e9, "recompilations": 0.0}
-        for row in fake_metrics(random.Random(0))
-        if row["phase"] != "rl" or row["step"] <= last_step
+    entries = [
+        entry | {"wall": 1.7e9, "recompilations": 0.0}
+        for entry in fake_metrics(random.Random(0))
+        if entry["phase"] != "rl" or entry["step"] <= last_step
     ]
-    write_lines(folder / "metrics.jsonl", rows)
+    write_lines(folder / "metrics.jsonl", entries)
     (folder / "evaluation").mkdir()
     result = fake_result()
     for k in (4, 16, 64):
-        before = [row for row in result["before"] if row["k"] == k]
-        greedy = [row for row in before if not row["temperature"]][:1]
+        before = [entry for entry in result["before"] if entry["k"] == k]
+        greedy = [entry for entry in before if not entry["temperature"]][:1]
         for name, content in (
             ("before", before),
             ("curve-000008", greedy),

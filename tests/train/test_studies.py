@@ -39,9 +39,9 @@ class FakeRuns:
         bound = 0 if run.rl is None else run.rl.max_staleness
         value = run.seed / 100
         result = {
-            "before": [row(k, 0.1, 0.0) for k in KS],
-            "curve": [row(k, 0.2, 1.0) | {"step": 14} for k in KS],
-            "after": [row(k, 0.5 + value, 2.0) for k in KS],
+            "before": [entry(k, 0.1, 0.0) for k in KS],
+            "curve": [entry(k, 0.2, 1.0) | {"step": 14} for k in KS],
+            "after": [entry(k, 0.5 + value, 2.0) for k in KS],
         }
         (folder / "result.json").write_text(json.dumps(result))
         lines = [{"phase": "sft", "step": 1, "wall": 0.0}]
@@ -50,7 +50,7 @@ class FakeRuns:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def row(k: int, accuracy: float, calls: float) -> dict[str, Any]:
+def entry(k: int, accuracy: float, calls: float) -> dict[str, Any]:
     groups = {
         name: {"score": accuracy, "calls": calls, "n": 4}
         for name in ("mcq", "tvg", "mcq hidden" if k == 4 else "mcq shown")
@@ -68,13 +68,8 @@ def rl_line(step: int, value: float, bound: int) -> dict[str, Any]:
         "accuracy": step / 20 + value,
         "compliance": 0.5,
         "calls": 1.0,
-        "format_reward": 0.9,
         "kl_reference": 1.0 if step > 10 else 9.0,
-        "behaviour_weight": 1.0,
-        "behaviour_weight_max": 1.0 + step / 10,
-        "capped_fraction": 0.0,
         "length/response": 30.0,
-        "time/rollout": 4.0 - bound,
         # One step in two has rollouts with calls and without: the gap is the weighted mean.
         "k4/tool_gap": 1.0 if step % 2 else None,
         "k4/rollouts": 8,
@@ -101,8 +96,8 @@ def fake(monkeypatch):
 def cells(folder: pathlib.Path) -> dict[str, list[str]]:
     """The lines of table.md by their first cell."""
     lines = (folder / "table.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-    return {row[0]: row[1:] for row in rows}
+    entries = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return {entry[0]: entry[1:] for entry in entries}
 
 
 def rl_of(run: Run) -> RLSettings:
@@ -200,7 +195,5 @@ def test_staleness_has_a_column_for_each_bound(fake, tmp_path):
     table = cells(tmp_path)
     assert table[""] == ["max_staleness 0", "max_staleness 1", "max_staleness 2"]
     assert table["KL, last 10 steps"] == ["1 [1, 1]"] * 3
-    assert table["behaviour weight, largest"] == ["3 [3, 3]"] * 3
     assert table["age of trained tokens, updates"] == ["–", "0.5 [0.5, 0.5]", "1 [1, 1]"]
     assert table["tokens per episode, all that ended"][1] == "32.5 [32.5, 32.5]"
-    assert table["minutes of RL"] == ["19 [19, 19]"] * 3
