@@ -103,10 +103,10 @@ def here(folder: str, work: Work) -> dict[str, Any]:
         return sum(len(sample.ids) for sample in samples)
 
     def play(first: int) -> float:
-        start = time.perf_counter()
+        begin = time.perf_counter()
         counts = run(engine, [sample(prompt, first) for prompt in range(work.prompts)])
         assert sum(counts) == work.tokens
-        return time.perf_counter() - start
+        return time.perf_counter() - begin
 
     play(0)
     engine.forget()
@@ -128,7 +128,7 @@ def transformers(folder: str, work: Work) -> dict[str, Any]:
     ids = torch.tensor(work.ids(model.config.text_config.vocab_size), device=device)
 
     def play() -> float:
-        start = time.perf_counter()
+        begin = time.perf_counter()
         found = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -140,7 +140,7 @@ def transformers(folder: str, work: Work) -> dict[str, Any]:
         )
         assert found.shape == (work.prompts * work.samples, work.prompt + work.new)
         found.cpu()  # waits for the device
-        return time.perf_counter() - start
+        return time.perf_counter() - begin
 
     play()
     return {"device": device, "tokens_per_second": work.tokens / play()}

@@ -223,9 +223,9 @@ def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
     outputs = [np.asarray(run())]
     seconds = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        begin = time.perf_counter()
         output = run()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - begin)
         outputs.append(np.asarray(output))
     return {"outputs": outputs, "seconds": seconds}
 
@@ -282,17 +282,17 @@ def _our_prefill(model: Any, case: Case) -> Callable[[], Any]:
 def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
     ids = prompts(case)
     rows = case.rows
-    start = case.prompt
+    prompt = case.prompt
     graph, weights = nnx.split(model.text)
 
     @jax.jit
     def prefill(weights, ids):
         text = nnx.merge(graph, weights)
         # Text has the same position on all three axes (time, height, width).
-        positions = jnp.broadcast_to(jnp.arange(start), (3, rows, start))
+        positions = jnp.broadcast_to(jnp.arange(prompt), (3, rows, prompt))
         hidden, kv = text(ids, positions)
         token = jnp.argmax(text.logits(hidden[:, -1]), -1)
-        return token, DenseCache.prefilled(kv, jnp.ones((rows, start), bool), case.new)
+        return token, DenseCache.prefilled(kv, jnp.ones((rows, prompt), bool), case.new)
 
     @jax.jit
     def decode(weights, token, cache):
@@ -306,7 +306,7 @@ def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
             token = jnp.argmax(text.logits(hidden), -1)
             return (token, cache.advance(jnp.ones(rows, bool))), token
 
-        _, tokens = jax.lax.scan(step, (token, cache), start + jnp.arange(case.new))
+        _, tokens = jax.lax.scan(step, (token, cache), prompt + jnp.arange(case.new))
         return tokens
 
     # Only decoding is timed. The cache is not donated, so every call starts from the same one.

@@ -75,10 +75,10 @@ class TimedEncoder(FrameEncoder):
     seconds = 0.0
 
     def encode(self, pixels: np.ndarray, grid: tuple[int, int]) -> Iterator[Encoded]:
-        start = time.perf_counter()
+        begin = time.perf_counter()
         encoded = [*super().encode(pixels, grid)]
         jax.block_until_ready([frame.batch for frame in encoded])
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.perf_counter() - begin
         return iter(encoded)
 
 

@@ -81,7 +81,7 @@ class Fitted:
     chosen: dict[str, Any]
     """The values of the open fields, by dotted name."""
     needs: dict[str, float]
-    """Estimated bytes per device in each part of a run. Empty if nothing was open."""
+    """Estimated bytes per device in each phase of a run. Empty if nothing was open."""
 
     def describe(self) -> str:
         """Return the mesh and the chosen values, on one line."""
@@ -353,7 +353,7 @@ def _engines(memory: _Memory) -> Iterator[tuple[int, int]]:
 
 
 class _Shapes(NamedTuple):
-    """Abstract parts of a model."""
+    """Abstract arrays of a model."""
 
     config: ModelConfig
     trained: Any
@@ -398,7 +398,7 @@ def _sharded_bytes(state: Any, mesh: Mesh) -> float:
 
 
 class _Memory:
-    """Estimates the memory of a device in each part of a run, in bytes."""
+    """Estimates the memory of a device in each phase of a run, in bytes."""
 
     def __init__(self, run: Run, devices: Devices, shapes: _Shapes) -> None:
         assert devices.memory is not None
@@ -432,12 +432,12 @@ class _Memory:
         share = self.weights / total_bytes(self.shapes.trained)
         return self.weights + moments * share + self.frozen
 
-    def cold_start(self, policy: Remat, parts: int) -> float:
-        """Return what an update of the cold start needs in `parts` micro-batches."""
+    def cold_start(self, policy: Remat, microbatches: int) -> float:
+        """Return what an update of the cold start needs in `microbatches` micro-batches."""
         assert self.run.sft is not None
-        shape = self.run.sft.shape.fitted(parts, self.row_devices)
+        shape = self.run.sft.shape.fitted(microbatches, self.row_devices)
         rows = shape.rows / self.row_devices
-        gradients = self.weights * (2 if parts > 1 else 1)
+        gradients = self.weights * (2 if microbatches > 1 else 1)
         # Every replica has the visual vectors of the batch, and of the next one. What the tower
         # computes for the one after it is spread over all devices.
         visual = rows * shape.visual
@@ -445,7 +445,7 @@ class _Memory:
         replicas = self.run.mesh.data if self.run.train_vision == "none" else 1
         vectors = (2 * replicas + 1) * self._cached(visual, frames)
         vectors += self._differentiated_vectors(visual * self.run.mesh.data)
-        activations = self._activations(policy, rows * shape.tokens / parts)
+        activations = self._activations(policy, rows * shape.tokens / microbatches)
         return self._state(self.run.sft) + gradients + vectors + activations
 
     def rl(self, policy: Remat, bound: int) -> float:
@@ -465,9 +465,9 @@ class _Memory:
 
     def _cached(self, visual: float, frames: float) -> float:
         """Return what is cached of frames for an update; see `models.trained`."""
-        part = self.run.train_vision
-        slots = frames * self.run.largest_frame if part == "tower" else visual
-        numbers = math.prod(cached_shape(self.shapes.config.vision, part))
+        trained = self.run.train_vision
+        slots = frames * self.run.largest_frame if trained == "tower" else visual
+        numbers = math.prod(cached_shape(self.shapes.config.vision, trained))
         return slots * numbers * self.shapes.itemsize
 
     def _differentiated_vectors(self, visual: float) -> float:

@@ -119,7 +119,7 @@ class PlannedStep:
 
     updater: Updater
     bank: Bank
-    parts: Sequence[Microbatch]
+    microbatches: Sequence[Microbatch]
     """An empty micro-batch of every size, the largest first."""
     batches: Sequence[Any]
     """Inputs of the loss besides the micro-batch, one per kind of update."""
@@ -129,7 +129,7 @@ class PlannedStep:
     @property
     def lowerings(self) -> Iterator[Lowering]:
         """The programs of an update."""
-        rows = list(itertools.product(self.parts, self.batches))
+        rows = list(itertools.product(self.microbatches, self.batches))
         return self.updater.lowerings(self.updater.start, self.bank, rows, self.draw)
 
 
@@ -145,12 +145,12 @@ def sft_step(planned: PlannedModel) -> PlannedStep:
     several = shape.microbatches > 1
     updater = Updater(planned.skeleton, state, optimizer, sft_loss(run.sft), room, several)
     packed = PackedMicrobatch(shape.microbatch, ())
-    part = build(packed, [], planned.config, shape.rows, shape.tokens)
+    microbatch = build(packed, [], planned.config, shape.rows, shape.tokens)
     # Conversations share no prompts.
-    part = dataclasses.replace(part, starts=None, shared=None)
+    microbatch = dataclasses.replace(microbatch, starts=None, shared=None)
     mask: Any = np.zeros((shape.rows, shape.tokens), bool)
-    part, mask = like((part, mask), shardings((part, mask), planned.mesh))
-    return PlannedStep(updater, planned.bank(room), [part], [mask], draw=3)
+    microbatch, mask = like((microbatch, mask), shardings((microbatch, mask), planned.mesh))
+    return PlannedStep(updater, planned.bank(room), [microbatch], [mask], draw=3)
 
 
 def rl_step(planned: PlannedModel) -> PlannedStep:
@@ -165,11 +165,11 @@ def rl_step(planned: PlannedModel) -> PlannedStep:
     updater = Updater(planned.skeleton, state, optimizer, rl_loss(run.rl), room)
     pieces = row_pieces(planned.config.text, mesh.shape["fsdp"], mesh.shape["tensor"])
     sizes = shape.microbatches(run.rl.microbatch_tokens, devices, pieces)
-    parts, played = empty_step(shape, sizes, planned.config, run.rl.max_staleness > 0)
+    microbatches, played = empty_step(shape, sizes, planned.config, run.rl.max_staleness > 0)
     batch = RLBatch(played, played.behaviour, jax.eval_shape(grpo.batch_totals, played))
     batches = [batch, batch.later(batch.advantages)][: run.rl.updates_per_batch]
-    parts, batches = like((parts, batches), shardings((parts, batches), mesh))
-    return PlannedStep(updater, planned.bank(room), parts, batches, draw=4)
+    microbatches, batches = like((microbatches, batches), shardings((microbatches, batches), mesh))
+    return PlannedStep(updater, planned.bank(room), microbatches, batches, draw=4)
 
 
 def reference_lowerings(planned: PlannedModel, step: PlannedStep) -> Iterator[Lowering]:
@@ -178,8 +178,8 @@ def reference_lowerings(planned: PlannedModel, step: PlannedStep) -> Iterator[Lo
     program = make_logprobs(planned.skeleton, planned.run.rl.temperature, planned.mesh)
     text, vision = split_vision(planned.weights)
     visual = step.updater.abstract_visual(vision, step.bank)
-    for part in step.parts:
-        yield functools.partial(program.lower, _cast(text, planned.dtype), visual, part)
+    for microbatch in step.microbatches:
+        yield functools.partial(program.lower, _cast(text, planned.dtype), visual, microbatch)
 
 
 class PlannedEngine:
@@ -270,7 +270,7 @@ def programs(run: Run, devices: Sequence[Any], host: Sequence[Any]) -> list[Prog
             continue
         step = make(planned)
         moments = {"moments": step.updater.start.optimizer}
-        residents = training | moments | {"batch": (step.bank, step.parts, step.batches)}
+        residents = training | moments | {"batch": (step.bank, step.microbatches, step.batches)}
         lowerings = list(step.lowerings)
         if phase is run.rl:
             lowerings += reference_lowerings(planned, step)

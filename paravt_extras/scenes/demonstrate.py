@@ -164,19 +164,19 @@ def _sightings(video: SceneVideo, window: Window) -> list[_Glimpse]:
 def _described(video: SceneVideo, sighting: _Glimpse) -> str:
     moment = sighting.moment
     place = video.chapter_of(moment).place
-    parts = []
+    clauses = []
     if moment.word:
-        parts.append(f"the board shows {moment.word}")
+        clauses.append(f"the board shows {moment.word}")
     if moment.vehicle is not None:
         vehicle = moment.vehicle
         look = f"{vehicle.colour} {place.vehicle} with the number {vehicle.number}"
-        parts.append(f"{'an' if look[0] == 'o' else 'a'} {look} is there")
+        clauses.append(f"{'an' if look[0] == 'o' else 'a'} {look} is there")
     if moment.animals:
-        parts.append(f"there are {_NUMBERS[moment.animals]} {place.animals}")
+        clauses.append(f"there are {_NUMBERS[moment.animals]} {place.animals}")
     first, last = sighting.times[0], sighting.times[-1]
     when = f"At {first:g} seconds" if first == last else f"From {first:g} to {last:g} seconds"
     clocks = dict.fromkeys(video.clock(time) for time in (first, last))
-    return f"{when} {', '.join(parts)}, and the clock shows {' to '.join(clocks)}"
+    return f"{when} {', '.join(clauses)}, and the clock shows {' to '.join(clocks)}"
 
 
 # --- not looking ---
