@@ -102,7 +102,7 @@ def read_finished(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]
         raise FileNotFoundError(
             f"{folder / 'result.json'} does not exist; give the folders of finished runs"
         )
-    return read_config(folder, "paravt_extras.summary"), read_result(folder)
+    return read_config(folder, "RUN"), read_result(folder)
 
 
 def read_run(folder: pathlib.Path, evaluations: Sequence[pathlib.Path]) -> list[RunLine]:
