@@ -125,5 +125,14 @@ def load_player(
 def open_reader(setup: Setup, replicas: int) -> FrameReader:
     """Open the processes that read videos for all replicas of a host; the caller closes them."""
     settings = setup.settings
+    vision = setup.config.vision
     crops = replicas * settings.episodes * settings.protocol.max_calls
-    return FrameReader(ReaderSettings(min(crops, max(1, (os.cpu_count() or 1) - 1))))
+    return FrameReader(
+        ReaderSettings(
+            min(crops, max(1, (os.cpu_count() or 1) - 1)),
+            # The coming questions, and one per replica that has just been taken.
+            ready=(settings.episodes + 1) * replicas,
+            rules=settings.frames.rules(vision),
+            crop_rules=settings.frames.rules(vision, crop=True),
+        )
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import queue
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 
@@ -55,17 +55,30 @@ def units_of(items: Sequence[Item], most: int) -> list[Unit]:
 
 
 class Queue:
-    """Gives every unit to one replica. Several threads may take units."""
+    """Gives every unit to one replica. Several threads may take units.
 
-    def __init__(self, units: Sequence[Unit]):
-        self._waiting = iter(units)
+    Args:
+        units: the units of this host.
+        ahead: begins to read the overview of a video. It is called while earlier units are played.
+        count: number of units to look ahead.
+    """
+
+    def __init__(self, units: Sequence[Unit], ahead: Callable[[str], None], count: int):
+        videos = [unit[0].question.video for unit in units]
+        # A video is read once, although several units in a row may be about it.
+        new = ["" if videos[n - 1 : n] == [video] else video for n, video in enumerate(videos)]
+        # The first units are taken at once, and ask for their overviews themselves.
+        self._waiting = zip(units, [*new[count:], *[""] * count], strict=False)
+        self._ahead = ahead
         self._lock = threading.Lock()
 
     def items(self) -> Iterator[Item]:
         """Take units, one after another, and yield their items."""
         while True:
             with self._lock:
-                unit = next(self._waiting, ())
+                unit, coming = next(self._waiting, ((), ""))
+                if coming:
+                    self._ahead(coming)
             if not unit:
                 return
             yield from unit

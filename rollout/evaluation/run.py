@@ -217,8 +217,13 @@ def _play_split(
                     players.append(load_player(setup, reader, judge, stack, devices))
             return players
 
+        def read_ahead(video: str) -> None:
+            path = setup.videos.find(video)
+            if settings.k and path:
+                reader.ahead(setup.videos.root / path, settings.k)
+
         players = hosts.on_all(load_all)
-        queue = Queue(units)
+        queue = Queue(units, read_ahead, settings.episodes * len(groups))
         progress = Progress(_split(settings), "question", every=10.0, shown=hosts.is_first())
         stack.enter_context(progress)
         watch = ServerWatch(settings.endpoint, proven)

@@ -45,6 +45,13 @@ def test_questions_on_one_video_stay_together_up_to_a_bound():
     assert [ids(unit) for unit in units] == [["0", "2"], ["3"], ["1", "5"], ["4"]]
 
 
+def test_overviews_are_read_ahead_once_each_except_the_first():
+    asked: list[str] = []
+    queue = Queue(units_of(items_on("a", "b", "a", "c", "d"), most=1), asked.append, count=2)
+    before = [(item.question.video, "".join(asked)) for item in queue.items()]
+    assert before == [("a", "b"), ("a", "bc"), ("b", "bcd"), ("c", "bcd"), ("d", "bcd")]
+
+
 # --- replicas ---
 
 
@@ -70,7 +77,7 @@ def play(unchecked) -> Callable[..., list[str]]:
 
     def run(players, items) -> list[str]:
         groups = [tuple(jax.local_devices()[:1])] * len(players)
-        queue = Queue(units_of(items, 2))
+        queue = Queue(units_of(items, 2), lambda _: None, len(players))
         return [line["id"] for line in play_all(players, groups, queue)]
 
     return run
